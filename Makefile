@@ -39,6 +39,7 @@ docs:
 	$(PYTHON) -m tools.options_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/configuration.md
 	$(PYTHON) -m tools.requests_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/requests.md
 	$(PYTHON) -m tools.metrics_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/metrics.md
+	$(PYTHON) -m tools.parsers_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/parsers.md
 
 # The documentation site, as a folder of files.
 site:

@@ -20,7 +20,7 @@ from quire.cli import main
 from quire.cli.base import DEVELOPER_BENCHMARKS
 from quire.config import OPTIONS, Settings
 from quire.config.unknown import UNSUPPORTED
-from tools import metrics_page, options_page, requests_page
+from tools import metrics_page, options_page, parsers_page, requests_page
 from tools.reference import PAGES as GENERATED
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +28,13 @@ PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/
 
 
 @pytest.mark.parametrize(
-    ("name", "page"), [("configuration", options_page), ("requests", requests_page), ("metrics", metrics_page)]
+    ("name", "page"),
+    [
+        ("configuration", options_page),
+        ("requests", requests_page),
+        ("metrics", metrics_page),
+        ("parsers", parsers_page),
+    ],
 )
 def test_what_is_written_from_the_code_is_current(name: str, page: ModuleType) -> None:
     written = ROOT / f"docs/reference/{name}.md"

@@ -36,7 +36,7 @@ from quire.frontend.processor import (
     output_processor,
     requests,
 )
-from quire.parsers.reasoning import thoughts_ahead
+from quire.parsers.reasoning import THOUGHTS, bounded, thoughts_ahead
 from quire.scheduler.constraint import FREE, Constraint
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
@@ -225,12 +225,13 @@ class LLM:
         return text, self._text.tokenizer.encode(text, add_special_tokens=False)
 
     def _bound(self, text: str, begun: str, params: SamplingParams, *, off: bool = False) -> SamplingParams:
-        """`params` for a conversation rendered as `text`: a structure binds what comes after the thoughts."""
-        form = params.structured_outputs
-        if form is None:
-            return params
-        ahead = thoughts_ahead(self._text.reasoning_parser, text, begun, off=off)
-        return replace(params, structured_outputs=replace(form, thoughts=ahead))
+        """`params` for a conversation rendered as `text`: a structure binds what comes after the thoughts,
+        which are bounded too."""
+        parser, form = self._text.reasoning_parser, params.structured_outputs
+        ahead = thoughts_ahead(parser, text, begun, off=off)
+        style = THOUGHTS.get(parser)
+        form = form and replace(form, begin="" if style is None else style.answer)
+        return replace(params, structured_outputs=bounded(form, parser, ahead, params.thinking_token_budget))
 
     # ---------------------------------------------------------------- running
 

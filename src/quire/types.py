@@ -52,8 +52,10 @@ class StructuredOutputsParams:
     in Lark's or llama.cpp's (GBNF) notation.
 
     whitespace_pattern: what may stand where JSON allows white space, at most once in each place; by default one space.
-    disable_any_whitespace: nothing may. thoughts: what may come before, free of the structure: see `Ahead`. param: the
-    request's field this came from, for messages.
+    disable_any_whitespace: nothing may. thoughts: what may come before, free of the structure: see `Ahead`.
+    reasoning_parser: how thoughts are marked (`parsers.reasoning`). thought_budget: most tokens of thoughts; with it,
+    none of the first five is needed. begin: text between the thoughts and the structure. param: the request's field
+    this came from, for messages.
 
     Raises InvalidRequest naming `param`, before anything is compiled.
     """
@@ -66,11 +68,14 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     thoughts: Ahead = "none"
+    reasoning_parser: str = "deepseek_r1"
+    thought_budget: int | None = None
+    begin: str = ""
     param: str = field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
         given = [name for name in _STRUCTURE_KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        if len(given) != 1 and (given or self.thought_budget is None):
             said = " and ".join(given) + " exclude each other" if given else "nothing is asked for"
             raise self._refusal(f"{said}: give exactly one of {', '.join(_STRUCTURE_KINDS)}")
         if self.json is not None:
@@ -90,12 +95,14 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Which of the five, and its text; choices as a JSON list."""
+        """Which of the five, and its text; choices as a JSON list. 'free' for a bound of thoughts alone."""
         if self.choice is not None:
             return "choice", jsons.dumps(self.choice, ensure_ascii=False)
         for name in ("json", "regex", "grammar"):
             if (text := getattr(self, name)) is not None:
                 return name, text
+        if not self.json_object:
+            return "free", ""
         return "json", '{"type":"object"}'
 
     def _schema(self, schema: str | dict[str, Any]) -> str:
@@ -160,7 +167,8 @@ class SamplingParams:
     `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; `temperature` 0 is greedy. `seed` None lets the engine draw one.
     `stop` strings are found in text by the frontend; everything else reaches the executor. `max_tokens` None means as
     many as the context allows. `bad_words` are text too: the frontend tokenizes them as `bad_words_token_ids`,
-    sequences of tokens of which none may be completed in the output. `pooling` also asks for the prompt's hidden states
+    sequences of tokens of which none may be completed in the output. `thinking_token_budget` is the most tokens of
+    thoughts between their marks, None or -1 for any number. `pooling` also asks for the prompt's hidden states
     as one vector.
 
     Raises InvalidRequest naming the field, also for NaN and infinities.
@@ -218,6 +226,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = _number(None, -1, UNLIMITED)
     pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
@@ -241,7 +250,7 @@ class SamplingParams:
             )
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise InvalidRequest("structured_outputs must be StructuredOutputsParams(...)", param="structured_outputs")
-        if self.structured_outputs is not None and self.min_tokens:
+        if self.structured_outputs is not None and self.structured_outputs.kind[0] != "free" and self.min_tokens:
             raise InvalidRequest(
                 f"min_tokens and {self.structured_outputs.param} exclude each other: the structure says when an answer "
                 "is complete",

@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from quire.parsers.parts import Splitter, TextPart, joined
 from quire.parsers.reasoning import AnswerSplitter, ReasoningCounter, Thinking, parser_of, thoughts_ahead
-from quire.parsers.tools.reader import Reader, python_calls
-from quire.parsers.tools.styles import STYLES, ToolStyle, calls_text, describe_tools, style_of
+from quire.parsers.tools.reader import python_calls
+from quire.parsers.tools.readers import reader_of
+from quire.parsers.tools.styles import STYLES, Style, calls_text, describe_tools, style_of
 
-TOOLS = {"get_weather": ("city", "days"), "now": ()}
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "now": {},
+}
 
 PIECES = (
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "```tool_code", "```json", "```"),
@@ -52,10 +56,10 @@ def bare(text: str) -> str:
 
 
 SPLITTERS: dict[str, Callable[[], Splitter]] = {
-    **{name: lambda style=style: Reader(style, TOOLS) for name, style in STYLES.items()},  # type: ignore[misc]
+    **{name: lambda style=style: reader_of(style, TOOLS) for name, style in STYLES.items()},  # type: ignore[misc]
     "thinking": lambda: Thinking(inside=True),
-    "qwen3": lambda: AnswerSplitter(Thinking(inside=False), Reader(STYLES["hermes"], TOOLS)),
-    "deepseek_r1": lambda: AnswerSplitter(Thinking(inside=True), Reader(STYLES["llama3_json"], TOOLS)),
+    "qwen3": lambda: AnswerSplitter(Thinking(inside=False), reader_of(STYLES["hermes"], TOOLS)),
+    "deepseek_r1": lambda: AnswerSplitter(Thinking(inside=True), reader_of(STYLES["llama3_json"], TOOLS)),
 }
 
 
@@ -94,15 +98,15 @@ calls: Any = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("name", [name for name, style in STYLES.items() if not getattr(style, "form", None)])
+@settings(max_examples=50, deadline=None)
 @given(made=calls, sizes=cuts)
 def test_calls_that_are_well_written_are_read_as_they_were_meant(
     name: str, made: list[tuple[str, dict[str, Any]]], sizes: list[int]
 ) -> None:
     style = STYLES[name]
     text = calls_text([{"function": {"name": tool, "arguments": arguments}} for tool, arguments in made], style)
-    parts = tell(Reader(style, TOOLS), text, sizes)
+    parts = tell(reader_of(style, TOOLS), text, sizes)
     assert [(part.kind, part.call) for part in parts] == [
         (kind, i) for i in range(len(made)) for kind in ("call", "arguments")
     ]
@@ -154,7 +158,7 @@ READ: list[tuple[str, str, Parts]] = [
 
 @pytest.mark.parametrize(("name", "text", "want"), READ)
 def test_each_style_is_read_as_its_family_writes_it(name: str, text: str, want: Parts) -> None:
-    assert [(part.kind, part.text) for part in tell(Reader(STYLES[name], TOOLS), text)] == want
+    assert [(part.kind, part.text) for part in tell(reader_of(STYLES[name], TOOLS), text)] == want
 
 
 UNCLOSED: list[tuple[str, str, Parts]] = [
@@ -176,11 +180,11 @@ UNCLOSED: list[tuple[str, str, Parts]] = [
 @pytest.mark.parametrize(("name", "text", "want"), READ + UNCLOSED)
 def test_a_mark_may_be_split_anywhere_within_and_behind_a_call(name: str, text: str, want: Parts) -> None:
     for sizes in ([1] * len(text), *([i] for i in range(len(text))), *([i, 1] for i in range(len(text)))):
-        assert [(part.kind, part.text) for part in tell(Reader(STYLES[name], TOOLS), text, sizes)] == want, sizes
+        assert [(part.kind, part.text) for part in tell(reader_of(STYLES[name], TOOLS), text, sizes)] == want, sizes
 
 
 def test_arguments_are_emitted_while_they_are_written() -> None:
-    reader = Reader(STYLES["hermes"], TOOLS)
+    reader = reader_of(STYLES["hermes"], TOOLS)
     assert reader.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Pa') == [
         TextPart("call", "get_weather"),
         TextPart("arguments", '{"city": "Pa'),
@@ -191,7 +195,7 @@ def test_arguments_are_emitted_while_they_are_written() -> None:
 @pytest.mark.parametrize("between", ["", " ", "\n\nAnd then:\n"])
 def test_after_a_list_of_calls_another_marked_list_is_calls_too(between: str) -> None:
     listed = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
-    parts = tell(Reader(STYLES["mistral"], TOOLS), listed + between + listed)
+    parts = tell(reader_of(STYLES["mistral"], TOOLS), listed + between + listed)
     said = [(C, between.strip())] if between.strip() else []
     assert [(part.kind, part.text) for part in parts] == [*CALL, *said, *CALL]
     assert [part.call for part in parts if part.kind == "call"] == [0, 1]
@@ -199,29 +203,29 @@ def test_after_a_list_of_calls_another_marked_list_is_calls_too(between: str) ->
 
 def test_no_more_calls_are_emitted_than_may_be_made() -> None:
     text = '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
-    assert [part.kind for part in tell(Reader(STYLES["mistral"], TOOLS, most=1), text)] == ["call", "arguments"]
+    assert [part.kind for part in tell(reader_of(STYLES["mistral"], TOOLS, most=1), text)] == ["call", "arguments"]
 
 
 @pytest.mark.parametrize("name", ["", "two words", "now()", "x" * 257])
 def test_what_is_no_name_of_a_function_begins_no_call(name: str) -> None:
     text = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}'
-    assert tell(Reader(STYLES["hermes"], TOOLS), text) == [TextPart("content", text)]
+    assert tell(reader_of(STYLES["hermes"], TOOLS), text) == [TextPart("content", text)]
 
 
 def test_the_longest_name_of_a_function_is_one() -> None:
     name = "a.b-c/d:" * 32
-    parts = tell(Reader(STYLES["hermes"], TOOLS), f'<tool_call>{{"name": "{name}", "arguments": {{}}}}')
+    parts = tell(reader_of(STYLES["hermes"], TOOLS), f'<tool_call>{{"name": "{name}", "arguments": {{}}}}')
     assert parts == [TextPart("call", name, 0), TextPart("arguments", "{}", 0)]
 
 
 @pytest.mark.parametrize("text", ["[get_weather('x', city='y')]", "[get_weather(city='x', city='y')]"])
 def test_a_call_with_an_argument_given_twice_is_content(text: str) -> None:
-    assert tell(Reader(STYLES["gemma"], TOOLS), text) == [TextPart("content", text)]
+    assert tell(reader_of(STYLES["gemma"], TOOLS), text) == [TextPart("content", text)]
 
 
 def test_deep_or_endless_arguments_end_a_call_and_are_kept() -> None:
     text = '<tool_call>{"name": "now", "arguments": {"a": ' + "[" * 5000
-    parts = tell(Reader(STYLES["hermes"], TOOLS), text)
+    parts = tell(reader_of(STYLES["hermes"], TOOLS), text)
     assert [part.kind for part in parts] == ["call", "arguments", "content"]
     assert sum(part.text.count("[") for part in parts) == 5000
 
@@ -230,7 +234,7 @@ def test_deep_or_endless_arguments_end_a_call_and_are_kept() -> None:
 def test_arguments_may_be_nested_as_deep_as_the_limit_and_no_deeper(depth: int, reads: bool) -> None:
     """The object of the arguments is one level itself."""
     text = '<tool_call>{"name": "now", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}</tool_call>"
-    kinds = [part.kind for part in tell(Reader(STYLES["hermes"], TOOLS), text)]
+    kinds = [part.kind for part in tell(reader_of(STYLES["hermes"], TOOLS), text)]
     assert kinds == (["call", "arguments"] if reads else ["call", "arguments", "content"])
 
 
@@ -241,13 +245,13 @@ def test_arguments_may_be_nested_as_deep_as_the_limit_and_no_deeper(depth: int, 
 )
 def test_python_whose_arguments_are_not_json_is_content(value: str) -> None:
     text = f"```tool_code\nget_weather(city={value})\n```"
-    assert tell(Reader(STYLES["gemma"], TOOLS), text) == [TextPart("content", text)]
+    assert tell(reader_of(STYLES["gemma"], TOOLS), text) == [TextPart("content", text)]
     assert python_calls("now" + ".a" * 5000 + "()", TOOLS) is None
 
 
 def test_arguments_in_a_string_that_are_nested_without_end_are_content() -> None:
     text = json.dumps({"name": "now", "parameters": "[" * 100_000})
-    assert tell(Reader(STYLES["llama3_json"], TOOLS), text) == [TextPart("content", text)]
+    assert tell(reader_of(STYLES["llama3_json"], TOOLS), text) == [TextPart("content", text)]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +263,7 @@ def test_arguments_in_a_string_that_are_nested_without_end_are_content() -> None
     ],
 )
 def test_a_call_with_two_names_or_two_sets_of_arguments_is_content(text: str) -> None:
-    assert tell(Reader(STYLES["hermes"], TOOLS), text) == [TextPart("content", text)]
+    assert tell(reader_of(STYLES["hermes"], TOOLS), text) == [TextPart("content", text)]
 
 
 THOUGHTS: list[tuple[bool, str, Parts]] = [
@@ -337,7 +341,7 @@ def test_a_template_shows_its_style() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=lambda style: style.name)
-def test_a_template_without_tools_gets_them_as_text(style: ToolStyle) -> None:
+def test_a_template_without_tools_gets_them_as_text(style: Style) -> None:
     tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
     call = {"type": "function", "function": {"name": "now", "arguments": {"a": 1}}}
     history: list[dict[str, Any]] = [
@@ -352,7 +356,7 @@ def test_a_template_without_tools_gets_them_as_text(style: ToolStyle) -> None:
     assert (
         shown[0]["content"].startswith("Be kind.\n\nYou can call functions.") and '"name": "now"' in shown[0]["content"]
     )
-    assert [part.kind for part in tell(Reader(style, TOOLS), shown[2]["content"])] == ["call", "arguments"]
+    assert [part.kind for part in tell(reader_of(style, TOOLS), shown[2]["content"])] == ["call", "arguments"]
     assert "3 pm" in shown[3]["content"] and "4 pm" in shown[3]["content"]
 
 

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.parsers.parts import TextPart, joined
-from quire.parsers.tools.reader import Reader
-from quire.parsers.tools.styles import STYLES
+from quire.parsers.tools.readers import reader_of
+from quire.parsers.tools.styles import STYLES, Parameters, TaggedStyle, calls_text
 
-TOOLS = {"weather": ("city", "days"), "now": ()}
+TOOLS: dict[str, dict[str, Any]] = {"weather": {"city": {}, "days": {"type": "integer"}}, "now": {}}
 
 scalars: Any = (
     st.none()
@@ -44,10 +44,21 @@ def written(name: str, call: Any, *, ascii: bool) -> Iterator[str]:
     yield f"[{text}, {text}]"
     yield f"{text}; {text}"
     yield json.dumps({"name": "weather", "arguments": json.dumps(argument)}, ensure_ascii=ascii)
-    for mark in STYLES[name].marks:
-        yield f"So: {mark}{text}{STYLES[name].end} and"
+    style = STYLES[name]
+    yield calls_text([{"function": {"name": "weather", "arguments": each}} for each in (call, argument)], style)
+    if isinstance(style, TaggedStyle):
+        yield f"So: {style.before}{style.head('weather')}{text}{style.finish}{style.after} and"
+        yield f"{style.begin}{text}{style.finish}{style.before}{style.begin}now{style.head_ends[0]}{text}"
+        if isinstance(style.form, Parameters):
+            form = style.form
+            value = f"{form.key_end}{form.space}{form.value_open}{text}{form.close}"
+            given = f"{form.open}city{value}\n{form.open}days{value}{form.open}{text}{value}"
+            yield f"{style.head('weather')}{given}{style.finish}{text}"
+        return
+    for mark in style.marks:
+        yield f"So: {mark}{text}{style.end} and"
         yield f"{mark}weather[ARGS]{text}"
-        yield f"{mark}\n[weather({argument!r}, days={call!r})]\n{STYLES[name].end}"
+        yield f"{mark}\n[weather({argument!r}, days={call!r})]\n{style.end}"
     yield f"[weather(city={argument!r}), now()]"
 
 
@@ -58,7 +69,7 @@ def pieces(parts: list[TextPart]) -> list[TextPart]:
 
 
 def parse(name: str, *texts: str) -> list[TextPart]:
-    reader, parts = Reader(STYLES[name], TOOLS), []
+    reader, parts = reader_of(STYLES[name], TOOLS), []
     for text in texts:
         parts += reader.feed(text)
     return pieces([*parts, *reader.flush()])

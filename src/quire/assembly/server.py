@@ -70,6 +70,7 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
         defaults=text.defaults,
         tool_parser=text.tool_parser,
         reasoning_parser=text.reasoning_parser,
+        template_arguments=frozenset() if text.template is None else text.template.arguments,
     )
     backend = NativeBackend(
         engine=engine,
@@ -161,8 +162,8 @@ def _log_ready(text: Text, backend: NativeBackend, started: float, url: str) -> 
     if doubts := text.tokenizer.doubts(card.vocab_size):
         log.warning(doubts)
     log.info(
-        "%s is ready at %s after %.1f s; calls of tools: %s, thoughts: %s",
-        *(card.id, url, time.monotonic() - started, text.tool_parser, text.reasoning_parser),
+        "%s is ready at %s after %.1f s; calls of tools: %s (%s), thoughts: %s",
+        *(card.id, url, time.monotonic() - started, text.tool_parser, text.tools_from, text.reasoning_parser),
     )
 
 

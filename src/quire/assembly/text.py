@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from quire.config import Settings
 from quire.errors import InvalidModel
 from quire.parsers.reasoning import ReasoningParser, parser_of
-from quire.parsers.tools.styles import STYLES, ToolParser, style_of
+from quire.parsers.tools.styles import STYLES, ToolParser, sign_of, style_of
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, sampling_defaults
 from quire.tokenization.vocabularies import ends_of, from_gguf
@@ -21,7 +21,7 @@ from quire.weights.locate import check, locate
 class Text(NamedTuple):
     """How a model's text becomes tokens and back. template: None if it has none. defaults: of generation_config.json.
 
-    tool_parser, reasoning_parser: as set, otherwise detected from the template.
+    tool_parser, reasoning_parser: as set, otherwise detected from the template. tools_from: how the first was chosen.
     """
 
     folder: Path
@@ -30,6 +30,7 @@ class Text(NamedTuple):
     defaults: Mapping[str, Any]
     tool_parser: ToolParser
     reasoning_parser: ReasoningParser
+    tools_from: str
 
 
 def build_text(settings: Settings) -> Text:
@@ -61,6 +62,7 @@ def build_text(settings: Settings) -> Text:
         sampling_defaults(folder),
         (style or style_of(source)).name,
         parser_of(source) if reasoning == "auto" else reasoning,
+        "as set" if style else "by the chat template" if sign_of(source) else "no format in the chat template",
     )
 
 

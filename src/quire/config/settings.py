@@ -17,6 +17,8 @@ from quire.config.option import Option, option, options
 from quire.config.speculative import parse
 from quire.config.unknown import refuse
 from quire.errors import InvalidConfig
+from quire.parsers.reasoning import ReasoningParser
+from quire.parsers.tools.styles import ToolParser
 from quire.scheduler.policy import POLICIES, Batching, Pressure
 from quire.types import UNLIMITED
 
@@ -316,10 +318,10 @@ class ModelConfig:
     seed: int = option(0, "Seed of everything random whose request brings none.", low=0, high=2**64 - 1)
     tokenizer: str | None = option(None, "Folder or repository of the tokenizer. Unset: the model's own.")
     chat_template: str | None = option(None, "File with a jinja chat template. Unset: the model's own.")
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "gemma"] = option(
+    tool_call_parser: Literal["auto", ToolParser] = option(
         "auto", "How the model writes tool calls; auto: by its chat template."
     )
-    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = option(
+    reasoning_parser: Literal["auto", ReasoningParser] = option(
         "auto",
         "How the model marks its reasoning, which is separated from the answer; auto: by its chat template; none: "
         "it stays in the text.",

@@ -97,8 +97,8 @@ async def iterate(answers: ResultStream[T]) -> AsyncGenerator[Sequence[T], None]
 class ModelCard:
     """The served model. defaults: the sampling fields of generation_config.json.
 
-    pools: whether it computes embeddings. tool_parser, reasoning_parser: how its answers are parsed (see
-    `parsers.tools.styles` and `parsers.reasoning`).
+    pools: whether it computes embeddings. template_arguments: names that its chat template reads. tool_parser,
+    reasoning_parser: how its answers are parsed (see `parsers.tools.styles` and `parsers.reasoning`).
     """
 
     id: str
@@ -110,6 +110,7 @@ class ModelCard:
     tool_parser: ToolParser = "hermes"
     reasoning_parser: ReasoningParser = "none"
     pools: bool = False
+    template_arguments: frozenset[str] = frozenset()
 
 
 class Service(Protocol):

@@ -1,23 +1,124 @@
-"""Splits an answer into reasoning, `<think>...</think>`, and content."""
+"""Splits an answer into reasoning, such as `<think>...</think>`, and content.
+
+The names of parsers are those of vLLM's registry.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.parsers.parts import PLAIN, Splitter, TextPart, possible
-from quire.types import Ahead
+from quire.parsers.tools.tape import Tape
+from quire.types import Ahead, StructuredOutputsParams
 
-ReasoningParser = Literal["none", "deepseek_r1", "qwen3"]
+ReasoningParser = Literal[
+    "none",
+    "deepseek_r1",
+    "deepseek_v3",
+    "qwen3",
+    "glm45",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
+    "granite",
+    "gemma4",
+    "openai_gptoss",
+    "seed_oss",
+    "olmo3",
+]
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThoughtStyle:
+    """How the models of one family mark their thoughts.
+
+    models: those that do so, for the documentation. opens, closes: the marks, the usual one first. ends: marks that end
+    thoughts, too, and belong to the answer. first: whether answers begin with thoughts where the prompt does not show
+    it. special: the marks are special tokens, which decoding omits by default. between, answer: text after the closing
+    mark, and before an answer that is no call of a tool. channels: thoughts and answer are messages of their own.
+    """
+
+    name: ReasoningParser
+    models: str
+    opens: tuple[str, ...] = (OPEN,)
+    closes: tuple[str, ...] = (CLOSE,)
+    ends: tuple[str, ...] = ()
+    first: Ahead = "possible"
+    special: bool = False
+    between: str = ""
+    answer: str = ""
+    channels: bool = False
+
+    def splitter(self, *, inside: bool) -> ThoughtSplitter:
+        """A Splitter of reasoning and content. inside: the text begins within a thought, even without a mark."""
+        return Channels(self.opens[0] if inside else "") if self.channels else Thinking(inside=inside, style=self)
+
+
+_QWEN3 = ThoughtStyle(name="qwen3", models="Qwen 3")
+
+THOUGHTS: Mapping[str, ThoughtStyle] = {
+    style.name: style
+    for style in (
+        ThoughtStyle(name="deepseek_r1", models="DeepSeek R1, QwQ", first="open"),
+        replace(_QWEN3, name="deepseek_v3", models="DeepSeek V3.1"),
+        _QWEN3,
+        replace(_QWEN3, name="glm45", models="GLM 4.5 to 4.7"),
+        replace(
+            _QWEN3, name="kimi_k2", models="Kimi K2 Thinking", ends=("<|tool_calls_section_begin|>",), special=True
+        ),
+        replace(_QWEN3, name="minimax_m2", models="MiniMax M2", first="open"),
+        replace(_QWEN3, name="olmo3", models="OLMo 3 Think", first="open"),
+        replace(_QWEN3, name="seed_oss", models="Seed-OSS", opens=("<seed:think>",), closes=("</seed:think>",)),
+        replace(_QWEN3, name="mistral", models="Magistral", opens=("[THINK]",), closes=("[/THINK]",), special=True),
+        ThoughtStyle(
+            name="granite",
+            models="Granite 3.2",
+            opens=("Here is my thought process:", "Here's my thought process:"),
+            closes=("Here is my response:", "Here's my response:"),
+        ),
+        ThoughtStyle(
+            name="gemma4", models="Gemma 4", opens=("<|channel>thought",), closes=("<channel|>",), special=True
+        ),
+        ThoughtStyle(
+            name="openai_gptoss",
+            models="gpt-oss",
+            opens=("<|channel|>analysis<|message|>",),
+            closes=("<|end|>",),
+            special=True,
+            between="<|start|>assistant",
+            answer="<|channel|>final<|message|>",
+            channels=True,
+        ),
+    )
+}
+"""By the parser's name."""
+
+_SIGNS: Sequence[tuple[ReasoningParser, *tuple[str, ...]]] = (
+    ("openai_gptoss", "<|channel|>", "analysis"),
+    ("gemma4", "<|channel>thought"),
+    ("mistral", "[THINK]"),
+    ("seed_oss", "</seed:think>"),
+    ("granite", "Here is my thought process:"),
+    ("minimax_m2", CLOSE, "<minimax:tool_call>"),
+    ("glm45", CLOSE, "<arg_key>"),
+    ("kimi_k2", CLOSE, "<|tool_calls_section_begin|>"),
+    ("deepseek_v3", CLOSE, "<｜Assistant｜>", "thinking"),
+    ("qwen3", CLOSE, "enable_thinking"),
+    ("olmo3", CLOSE, "<function_calls>"),
+    ("deepseek_r1", CLOSE),
+)
+"""Parsers and the texts that templates of their families contain, the more particular ones first."""
+
+
 def parser_of(template: str | None) -> ReasoningParser:
     """The parser that a model with this chat template needs."""
-    if template is None or CLOSE not in template:
-        return "none"
-    return "qwen3" if "enable_thinking" in template else "deepseek_r1"
+    found = (name for name, *texts in _SIGNS if template is not None and all(text in template for text in texts))
+    return next(found, "none")
 
 
 def thoughts_ahead(parser: ReasoningParser, prompt: str, begun: str = "", *, off: bool = False) -> Ahead:
@@ -27,32 +128,58 @@ def thoughts_ahead(parser: ReasoningParser, prompt: str, begun: str = "", *, off
     reasoning. The last mark in `begun`, or a mark at the end of the prompt, decides; without one, DeepSeek's models
     always reason first, and Qwen's may write an opening mark.
     """
-    if parser == "none":
+    style = THOUGHTS.get(parser)
+    if style is None:
         return "none"
     if begun:
-        return "open" if begun.rfind(OPEN) > begun.rfind(CLOSE) else "none"
+        return "open" if max(map(begun.rfind, style.opens)) > max(map(begun.rfind, style.closes)) else "none"
     end = prompt[-64:].rstrip()
-    if end.endswith(OPEN):
+    if end.endswith(style.opens):
         return "open"
-    if end.endswith(CLOSE) or off:
+    if end.endswith(style.closes) and not style.channels:
         return "none"
-    return "open" if parser == "deepseek_r1" else "possible"
+    return "none" if off and not style.channels else style.first
 
 
-class Thinking:
+def bounded(
+    structure: StructuredOutputsParams | None, parser: ReasoningParser, ahead: Ahead, budget: int | None
+) -> StructuredOutputsParams | None:
+    """`structure` behind the thoughts that may come `ahead`, at most `budget` tokens of them; None or -1: any."""
+    budget = None if budget == -1 or ahead == "none" else budget
+    if structure is None and budget is None:
+        return None
+    if structure is None:
+        structure = StructuredOutputsParams(thought_budget=budget, param="thinking_token_budget")
+    begin = "" if ahead == "none" else structure.begin
+    return replace(structure, thoughts=ahead, reasoning_parser=parser, thought_budget=budget, begin=begin)
+
+
+State = Literal["begin", "inside", "after", "answer"]
+"""'begin' while it is not known what comes, then 'inside' a thought, 'after' it, and 'answer' within the content."""
+
+
+class ThoughtSplitter(Splitter):
+    """A Splitter of reasoning and content that says where it is."""
+
+    state: State
+
+
+class Thinking(ThoughtSplitter):
     """A Splitter of reasoning and content; white space around the marks belongs to neither.
 
-    inside: the text begins with reasoning, even without an opening mark. `state`: 'begin' while that is not known, then
-    'inside', 'after' the closing mark, and 'answer' once the content has begun.
+    inside: the text begins with reasoning, even without an opening mark.
     """
 
-    __slots__ = ("_inside", "_said", "_space", "_text", "state")
+    __slots__ = ("_ends", "_inside", "_said", "_space", "_style", "_text", "state")
 
-    def __init__(self, *, inside: bool) -> None:
+    def __init__(self, *, inside: bool, style: ThoughtStyle = _QWEN3) -> None:
+        self._style = style
+        self._ends = (*style.closes, *style.ends)
         self._inside = inside
         self._said = False
-        self.state: Literal["begin", "inside", "after", "answer"] = "begin"
-        self._text = self._space = ""
+        self.state: State = "begin"
+        self._text = ""
+        self._space: list[str] = []
 
     def feed(self, text: str) -> Sequence[TextPart]:
         """See Splitter."""
@@ -70,34 +197,40 @@ class Thinking:
 
     def _begin(self, parts: list[TextPart]) -> None:
         bare = self._text.lstrip()
-        if len(bare) < len(OPEN) and OPEN.startswith(bare):
+        self._space.append(self._text[: len(self._text) - len(bare)])
+        self._text = bare
+        opens = self._style.opens
+        if any(len(bare) < len(mark) and mark.startswith(bare) for mark in opens):
             return
-        if bare.startswith(OPEN):
-            self.state, self._text = "inside", bare.removeprefix(OPEN)
-        elif self._inside:
-            self.state = "inside"
+        opened = next((mark for mark in opens if bare.startswith(mark)), "")
+        if opened or self._inside:
+            self.state, self._text = "inside", bare.removeprefix(opened)
+            self._space.clear()
         else:
             self.state = "answer"
-            parts.append(TextPart("content", self._text))
+            parts.append(TextPart("content", "".join(self._space) + bare))
             self._text = ""
 
     def _think(self, parts: list[TextPart]) -> None:
-        said, found, rest = self._text.partition(CLOSE)
-        if found:
-            self.state, self._text = "after", rest
+        places = [(at, mark) for mark in self._ends if (at := self._text.find(mark)) >= 0]
+        if places:
+            at, mark = min(places)
+            said = self._text[:at]
+            self.state, self._text = "after", self._text[at + (len(mark) if mark in self._style.closes else 0) :]
         else:
-            kept = possible(said, (CLOSE,))
-            said, self._text = said[: len(said) - kept], said[len(said) - kept :]
+            kept = possible(self._text, self._ends)
+            said, self._text = self._text[: len(self._text) - kept], self._text[len(self._text) - kept :]
         self._say(said, parts)
 
     def _say(self, text: str, parts: list[TextPart]) -> None:
         """Emit all but trailing white space, which may turn out to precede the closing mark."""
-        text = self._space + text if self._said else text.lstrip()
         said = text.rstrip()
-        self._space = text[len(said) :]
         if said:
+            before = "".join(self._space)
+            self._space.clear()
+            parts.append(TextPart("reasoning", before + said if self._said else said.lstrip()))
             self._said = True
-            parts.append(TextPart("reasoning", said))
+        self._space.append(text[len(said) :])
 
     def _after(self, parts: list[TextPart]) -> None:
         bare = self._text.lstrip()
@@ -110,11 +243,84 @@ class Thinking:
         """See Splitter."""
         parts: list[TextPart] = []
         if self.state == "begin" and not self._inside:
-            parts.append(TextPart("content", self._text))
+            parts.append(TextPart("content", "".join(self._space) + self._text))
         elif self.state in ("begin", "inside"):
             self._say(self._text, parts)
         self.state, self._text = "answer", ""
         return [part for part in parts if part.text]
+
+
+class Channels(ThoughtSplitter):
+    """A Splitter of gpt-oss's messages: `<|start|>assistant<|channel|>analysis<|message|>...<|end|>` and so on.
+
+    The channel `analysis` is reasoning; other messages are content. The header of a message to a tool is kept, in the
+    form that the tool parser `openai` reads. Text without a header is content.
+    """
+
+    __slots__ = ("_parts", "_reading", "_tape", "state")
+
+    def __init__(self, begun: str = "") -> None:
+        """begun: a header that the prompt ends with."""
+        self.state: State = "begin"
+        self._tape = Tape()
+        self._tape.append(begun)
+        self._parts: list[TextPart] = []
+        self._reading: Iterator[None] = self._read()
+
+    def feed(self, text: str) -> Sequence[TextPart]:
+        """See Splitter."""
+        self._tape.append(text)
+        next(self._reading, None)
+        return self._taken()
+
+    def flush(self) -> Sequence[TextPart]:
+        """See Splitter."""
+        self._tape.ended = True
+        next(self._reading, None)
+        return self._taken()
+
+    def _taken(self) -> Sequence[TextPart]:
+        parts = [part for part in self._parts if part.text]
+        self._parts = []
+        return parts
+
+    def _content(self, text: str) -> None:
+        self._parts.append(TextPart("content", text))
+
+    def _reasoning(self, text: str) -> None:
+        self._parts.append(TextPart("reasoning", text))
+
+    def _read(self) -> Iterator[None]:
+        tape = self._tape
+        while not tape.exhausted:
+            mark = yield from tape.until(_HEADER, self._content)
+            if not mark:
+                return
+            begun = mark if mark == "<|channel|>" else ""
+            head, end = yield from tape.head(("<|message|>",), _LONGEST_HEADER)
+            channel = re.search(r"<\|channel\|>\s*(\w+)", begun + head)
+            if not end or channel is None:
+                self._content(mark + head + end)
+                self.state = "answer"
+                continue
+            to = re.search(r"to=(functions\.[^\s<]+)", head)
+            say = self._content
+            if to:
+                self._content(f"<|channel|>commentary to={to[1]}<|message|>")
+            elif channel[1] == "analysis":
+                say = self._reasoning
+            self.state = "inside" if say == self._reasoning else "answer"
+            end = yield from tape.until(_ENDS, say)
+            if end == "<|start|>":
+                tape.back(end)
+            elif to:
+                self._content(end)
+            self.state = "begin" if say == self._reasoning else self.state
+
+
+_HEADER = ("<|start|>", "<|channel|>")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_LONGEST_HEADER = 400
 
 
 class AnswerSplitter:
@@ -147,8 +353,8 @@ class ReasoningCounter:
 
     __slots__ = ("_thinking", "_undecided", "count")
 
-    def __init__(self, *, inside: bool) -> None:
-        self._thinking = Thinking(inside=inside)
+    def __init__(self, *, inside: bool, style: ThoughtStyle = _QWEN3) -> None:
+        self._thinking = style.splitter(inside=inside)
         self._undecided = 0
         self.count = 0
 
@@ -167,5 +373,6 @@ class ReasoningCounter:
             self._undecided += 1
             if was == "inside" or self._thinking.state in ("inside", "after"):
                 self.count += self._undecided
-            if self._thinking.state != "begin":
+                self._undecided = 0
+            elif self._thinking.state != "begin":
                 self._undecided = 0

@@ -19,7 +19,7 @@ from quire.errors import InvalidRequest, nearest
 from quire.frontend.interface import Backend, Call, Delta, ModelCard
 from quire.frontend.processor import bad_words, hashed_salt, max_new_tokens
 from quire.parsers.parts import Splitter, TextPart
-from quire.parsers.reasoning import AnswerSplitter, Thinking, thoughts_ahead
+from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, ThoughtStyle, bounded, thoughts_ahead
 from quire.parsers.tools.styles import STYLES
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
 from quire.server.prompts import encode, in_vocabulary, model, prompts, render
@@ -45,7 +45,8 @@ class Job:
 
     id: of the answer, as clients see it. top: alternatives to show for each token, None for no log-probabilities.
     scored_only: max_tokens 0 with echo, which asks for the prompt's log-probabilities only. thinking: whether answers
-    begin inside a thought without a mark of its own; None if the model does not reason. reasons: whether thoughts are
+    begin inside a thought without a mark of its own; None if the model does not reason. thought_style: how thoughts are
+    marked. reasons: whether thoughts are
     shown. truncated: prompt tokens left out on request, None if the request does not ask for it. params: effective
     sampling parameters to show. began: time.perf_counter() at which the request came.
     """
@@ -68,6 +69,7 @@ class Job:
     as_ids: bool = False
     scored_only: bool = False
     thinking: bool | None = None
+    thought_style: ThoughtStyle = THOUGHTS["qwen3"]
     tools: ToolSet = NO_TOOLS
     reasons: bool = True
     truncated: int | None = None
@@ -77,7 +79,9 @@ class Job:
     def splitter(self) -> Splitter:
         """Splits the text of one choice into content, thoughts and tool calls."""
         calls = self.tools.reader()
-        return calls if self.thinking is None else AnswerSplitter(Thinking(inside=self.thinking), calls)
+        return (
+            calls if self.thinking is None else AnswerSplitter(self.thought_style.splitter(inside=self.thinking), calls)
+        )
 
     def shown_parts(self, splitter: Splitter, delta: Delta) -> list[TextPart]:
         """The parts of a delta that the answer shows. splitter: that of the delta's choice."""
@@ -131,14 +135,19 @@ def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "
     if request.max_completion_tokens is not None:
         max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
     tools = make_tool_set(request.tools, request.tool_choice, request.parallel_tool_calls, STYLES[card.tool_parser])
+    tools = replace(tools, calls_before=sum(map(_num_calls, request.messages)))
+    request, budget = with_effort(request, card)
+    style = THOUGHTS.get(card.reasoning_parser)
     text, whole = render(request.messages, request, backend, tools.for_template, max_prompt_tokens(request, card))
     shared = shared_params(request, backend, card, limits)
-    form = tools.structure(shared["structured_outputs"])
-    off = form is not None and (request.chat_template_kwargs or {}).get("enable_thinking") is False
+    form = tools.structure(shared["structured_outputs"], "" if style is None else style.answer)
+    bound = form is not None or budget is not None
+    off = bound and (request.chat_template_kwargs or {}).get("enable_thinking") is False
     ahead = thoughts_ahead(card.reasoning_parser, text, _continued(request), off=off)
     ids = truncate(whole, request, card, max_tokens)
-    shared["structured_outputs"] = form and replace(form, thoughts=ahead)
-    if tools.parameters and tools.style.special and request.skip_special_tokens is None:
+    shared["structured_outputs"] = bounded(form, card.reasoning_parser, ahead, budget)
+    special = (tools.parameters and tools.style.special) or (style is not None and style.special)
+    if special and request.skip_special_tokens is None:
         shared["skip_special_tokens"] = False
     params = sampling_params(request, ids, card, limits, max_tokens, None, logprobs=top, name=name, shared=shared)
     return _job(
@@ -147,7 +156,8 @@ def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "
         [make_call(prefix, _continued(request), ids, request, params, limits)],
         len(whole) - len(ids),
         top=top,
-        thinking=None if card.reasoning_parser == "none" else ahead == "open",
+        thinking=None if style is None else ahead == "open",
+        thought_style=style or THOUGHTS["qwen3"],
         tools=tools,
         reasons=request.include_reasoning is not False,
         params=effective_params(request, params, card, name),
@@ -167,6 +177,48 @@ def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:
     )
     call = make_call("gen-", text, ids, request, params, limits)
     return Job(id=call.id, model=card.id, calls=[call], token_text=backend.token_text)
+
+
+EFFORTS: Mapping[str, int] = {
+    "none": 0,
+    "minimal": 512,
+    "low": 1024,
+    "medium": 4096,
+    "high": -1,
+    "xhigh": -1,
+    "max": -1,
+}
+"""Most tokens of thoughts for each `reasoning_effort`, where the model's template does not know it; -1: any number."""
+
+
+def with_effort(request: ChatRequest, card: ModelCard) -> tuple[ChatRequest, int | None]:
+    """The request with the template's arguments for its `reasoning_effort`, and its bound of the tokens of thoughts.
+
+    Raises InvalidRequest naming the field.
+    """
+    budget, effort = request.thinking_token_budget, request.reasoning_effort
+    if budget is not None and budget < -1:
+        raise InvalidRequest("thinking_token_budget must be at least 0, or -1 for any number", param=_BUDGET)
+    if effort is None:
+        return request, budget
+    if effort not in EFFORTS:
+        known = ", ".join(EFFORTS)
+        raise InvalidRequest(f"reasoning_effort must be one of {known}", param="reasoning_effort")
+    given: dict[str, Any] = dict.fromkeys(("enable_thinking", "thinking"), effort != "none")
+    given["reasoning_effort"] = effort
+    known_kwargs = {name: value for name, value in given.items() if name in card.template_arguments}
+    in_template = "reasoning_effort" in known_kwargs or (effort == "none" and bool(known_kwargs))
+    merged = {**known_kwargs, **(request.chat_template_kwargs or {})}
+    budget = EFFORTS[effort] if budget is None and not in_template else budget
+    return msgspec.structs.replace(request, chat_template_kwargs=merged), budget
+
+
+_BUDGET = "thinking_token_budget"
+
+
+def _num_calls(message: Mapping[str, Any]) -> int:
+    calls = message.get("tool_calls")
+    return len(calls) if isinstance(calls, list) else 0
 
 
 def _continued(request: ChatRequest) -> str:

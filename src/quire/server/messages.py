@@ -29,6 +29,8 @@ class CountRequest(Sampling, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    reasoning_effort: str | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -51,6 +53,7 @@ def as_chat(request: CountRequest, card: ModelCard) -> ChatRequest:
         "tool_choice": choice,
         "parallel_tool_calls": parallel,
         "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
+        "thinking_token_budget": _budget(request),
         "chat_template_kwargs": _thinking(request.thinking, card.reasoning_parser != "none"),
     }
     if isinstance(request, MessagesRequest) and request.stop_sequences is not None:
@@ -133,7 +136,7 @@ def _choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | No
 
 
 def _thinking(thinking: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any] | None:
-    """The template's arguments. The budget is not used: thoughts and answer share max_tokens."""
+    """The template's arguments."""
     if thinking is None:
         return None
     kind = thinking.get("type")
@@ -142,6 +145,20 @@ def _thinking(thinking: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any
     if kind != "disabled" and not thinks:
         raise InvalidRequest("thinking: this model has no thoughts: send type disabled, or nothing", param="thinking")
     return {"enable_thinking": kind != "disabled"}
+
+
+def _budget(request: CountRequest) -> int | None:
+    """The most tokens of thoughts, by either name."""
+    given = (request.thinking or {}).get("budget_tokens")
+    if given is None:
+        return request.thinking_token_budget
+    if request.thinking_token_budget is not None:
+        raise InvalidRequest(
+            "thinking.budget_tokens and thinking_token_budget are the same: send one", param="thinking"
+        )
+    if type(given) is not int or given < 1:
+        raise InvalidRequest("thinking.budget_tokens must be a whole number above 0", param="thinking")
+    return given
 
 
 # ---------------------------------------------------------------- answers
@@ -197,7 +214,7 @@ def _head(job: Job, usage: Usage) -> dict[str, Any]:
 def _block(part: TextPart, job: Job, text: str) -> dict[str, Any]:
     """The content block that `part` begins. text: its content so far."""
     if part.kind == "call":
-        return {"type": "tool_use", "id": job.tools.call_id(), "name": part.text, "input": {}}
+        return {"type": "tool_use", "id": job.tools.call_id(part.text, part.call), "name": part.text, "input": {}}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "text", "text": text}

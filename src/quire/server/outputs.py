@@ -35,11 +35,12 @@ _FLOOR = -9999.0
 class Usage:
     """Counts the tokens of one HTTP request: each prompt once, and all answers."""
 
-    __slots__ = ("_cached", "_counted", "_details", "_text", "_thinking", "_thoughts", "completion", "prompt")
+    __slots__ = ("_cached", "_counted", "_details", "_style", "_text", "_thinking", "_thoughts", "completion", "prompt")
 
     def __init__(self, job: Job) -> None:
         self._text = job.token_text
         self._thinking = job.thinking
+        self._style = job.thought_style
         self._thoughts: dict[int, ReasoningCounter] = {}
         self._details = {} if job.truncated is None else {"truncated_tokens": job.truncated}
         self._counted = not job.scored_only
@@ -56,7 +57,7 @@ class Usage:
         if self._thinking is not None:
             thoughts = self._thoughts.get(delta.index)
             if thoughts is None:
-                thoughts = self._thoughts[delta.index] = ReasoningCounter(inside=self._thinking)
+                thoughts = self._thoughts[delta.index] = ReasoningCounter(inside=self._thinking, style=self._style)
             if not thoughts.over:
                 thoughts.feed([self._text(token)[0] for token in delta.tokens])
 
@@ -185,8 +186,8 @@ def chat(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, 
 
 def _chat_choice(job: Job, index: int, made: ChoiceBuilder) -> dict[str, Any]:
     calls = [
-        {"id": job.tools.call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
-        for name, arguments in made.calls
+        {"id": job.tools.call_id(name, i), "type": "function", "function": {"name": name, "arguments": arguments}}
+        for i, (name, arguments) in enumerate(made.calls)
     ]
     content = (job.calls[0].text or "") + made.text() if job.echo else made.text()
     thoughts = made.text("reasoning") or None
@@ -395,7 +396,7 @@ class ChatChunks(_ChoiceChunks):
         if part.kind == "arguments":
             return about + b'"function":{"arguments":' + text + b"}}]}"
         self._called[index] = True
-        id = _json(self._job.tools.call_id())
+        id = _json(self._job.tools.call_id(part.text, part.call))
         return about + b'"id":' + id + b',"type":"function","function":{"name":' + text + b',"arguments":""}}]}'
 
     def _rest(self, delta: Delta) -> bytes:

@@ -50,6 +50,8 @@ class ResponsesRequest(Sampling, kw_only=True):
     top_logprobs: int | None = None
     include: list[str] | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -262,7 +264,7 @@ class ResponseChunks(Chunks[Delta]):
         content: dict[str, Any] = {}
         item: dict[str, Any]
         if part.kind == "call":
-            called = {"name": part.text, "call_id": self._job.tools.call_id(), "arguments": ""}
+            called = {"name": part.text, "call_id": self._job.tools.call_id(part.text, part.call), "arguments": ""}
             item = {"type": "function_call", "id": f"fc_{id}", "status": status, **called}
         elif part.kind == "reasoning":
             content = {"type": "reasoning_text", "text": ""}

@@ -136,6 +136,8 @@ class ChatRequest(Answers, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
+    reasoning_effort: str | None = None
 
 
 def shared_fields(request: Struct) -> dict[str, Any]:

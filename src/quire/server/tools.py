@@ -6,14 +6,16 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.errors import InvalidRequest
 from quire.parsers.parts import PLAIN, Splitter
-from quire.parsers.tools.reader import Reader
-from quire.parsers.tools.styles import HERMES, ToolStyle
+from quire.parsers.tools.kinds import properties_of
+from quire.parsers.tools.readers import reader_of
+from quire.parsers.tools.styles import HERMES, Style, TaggedStyle
 from quire.server.fields import check
+from quire.structured_output.call_rules import argument_rules, literal
 from quire.structured_output.schema import check_schema
 from quire.types import UNLIMITED, StructuredOutputsParams
 
@@ -31,38 +33,40 @@ _CHOICES = "auto, none, required or {'type': 'function', 'function': {'name': ..
 class ToolSet:
     """The tools of a request, checked.
 
-    for_template: tools as the model's template expects them; None for none. parameters: names of the arguments of each
-    tool that may be called; schemas: theirs. forced: the answer must be tool calls. strict: calls must match their
-    schemas. most: calls in one answer.
+    for_template: tools as the model's template expects them; None for none. parameters: the properties of the arguments
+    of each tool that may be called; schemas: of the arguments. forced: the answer must be tool calls. strict: calls
+    must match their schemas. most: calls in one answer. calls_before: calls in the conversation so far.
     """
 
-    style: ToolStyle = HERMES
+    style: Style = HERMES
     for_template: list[dict[str, Any]] | None = None
-    parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     schemas: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     forced: bool = False
     strict: bool = False
     most: int = UNLIMITED
+    calls_before: int = 0
 
     def reader(self) -> Splitter:
         """Reads the tool calls in the text of one choice."""
-        return Reader(self.style, self.parameters, most=self.most) if self.parameters else PLAIN
+        return reader_of(self.style, self.parameters, most=self.most) if self.parameters else PLAIN
 
-    def call_id(self) -> str:
-        """A new id for a call, in the format of the model's family."""
-        return self.style.id_prefix + uuid.uuid4().hex[: self.style.id_length]
+    def call_id(self, name: str, index: int) -> str:
+        """The id of a new call, in the format of the model's family. index: of the call in its answer."""
+        random = uuid.uuid4().hex[: self.style.id_length]
+        return self.style.call_id.format(name=name, index=self.calls_before + index, random=random)
 
-    def structure(self, wanted: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """The structure of the answer: as `wanted`, or tool calls.
+    def structure(self, wanted: StructuredOutputsParams | None, begin: str = "") -> StructuredOutputsParams | None:
+        """The structure of the answer: as `wanted`, or tool calls. begin: what an answer that is no call begins with.
 
         Raises InvalidRequest for a structure that cannot be combined with tools.
         """
         if not self.parameters or not (self.forced or self.strict or wanted):
-            return wanted
+            return wanted and replace(wanted, begin=begin)
         if wanted is None and not self.forced:
             return StructuredOutputsParams(grammar=self._free_grammar(), param="tools")
         if wanted is None:
-            return StructuredOutputsParams(grammar=self._grammar(None), param="tool_choice")
+            return StructuredOutputsParams(grammar=self._grammar(None, ""), param="tool_choice")
         if self.forced:
             raise InvalidRequest(
                 f"{wanted.param} and a tool_choice that forces calls exclude each other", param=wanted.param
@@ -71,49 +75,50 @@ class ToolSet:
             raise InvalidRequest(
                 f"{wanted.param} goes with tools only as a JSON schema: send tool_choice none", param=wanted.param
             )
-        return StructuredOutputsParams(grammar=self._grammar(wanted), param=wanted.param)
+        return StructuredOutputsParams(grammar=self._grammar(wanted, begin), param=wanted.param)
 
-    def _grammar(self, otherwise: StructuredOutputsParams | None) -> str:
+    def _grammar(self, otherwise: StructuredOutputsParams | None, begin: str) -> str:
         """Tool calls in the format of the model's family, or an answer as `otherwise`, in llguidance's Lark.
 
         Each call has arguments of its tool's schema.
         """
         style, more = self.style, min(self.most, _MAX_FORCED) - 1
-        between = f" ({_text(style.between)} call){{0,{more}}}" if more else ""
-        rules = [f"calls: {_text(style.before)} call{between} {_text(style.after)}", *self._calls()]
+        between = f" ({literal(style.between)} call){{0,{more}}}" if more else ""
+        rules = [f"calls: {literal(style.before)} call{between} {literal(style.after)}", *self._calls()]
         start = "calls"
         if otherwise is not None:
             schema = json.loads(otherwise.kind[1])
             check_schema(schema, otherwise.param)
             start = "calls | answer"
-            rules.append(f"answer: {_schema(schema, otherwise)}")
+            rules.append(f"answer: {literal(begin)} structure")
+            rules.append(f"structure: {_schema(schema, otherwise)}")
         return "\n".join([f"start: {start}", *rules])
 
     def _free_grammar(self) -> str:
         """Any text; tool calls within it must match their schemas."""
         style = self.style
         mark = style.before.rstrip()
-        rest = _text(style.before.removeprefix(mark))
-        start = f"start: (text {rest} call {_text(style.after)}){{0,{min(self.most, _MAX_FORCED)}}} TEXT"
+        rest, more = literal(style.before.removeprefix(mark)), min(self.most, _MAX_FORCED)
+        one = f"call ({literal(style.between)} call)*" if style.after not in style.between else "call"
+        start = f"start: (text {rest} {one} {literal(style.after)}){{0,{more}}} TEXT"
         last = f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(mark)}(?s:.*)/"
-        text = f"text[suffix={_text(mark)}]: /(?s:.*)/"
+        text = f"text[suffix={literal(mark)}]: /(?s:.*)/"
         return "\n".join([start, text, last, *self._calls()])
 
     def _calls(self) -> list[str]:
         """The rules of a call, one for each tool."""
+        form = self.style.form if isinstance(self.style, TaggedStyle) else None
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(self.schemas)))]
         for i, (name, schema) in enumerate(self.schemas.items()):
             check_schema(schema, f"tools[{i}].function.parameters")
-            rules.append(f"call_{i}: {_text(self.style.head(name))} arguments_{i} {_text('}')}")
-            rules.append(f"arguments_{i}: {_schema(schema)}")
+            # The number of a call is the model's to count.
+            head = " /[0-9]{1,4}/ ".join(map(literal, self.style.start.replace("{name}", name).split("{index}")))
+            rules.append(f"call_{i}: {head} arguments_{i} {literal(self.style.finish)}")
+            rules += argument_rules(f"arguments_{i}", form, schema, _schema)
         return rules
 
 
 NO_TOOLS = ToolSet()
-
-
-def _text(text: str) -> str:
-    return json.dumps(text)
 
 
 def _schema(schema: Any, wanted: StructuredOutputsParams | None = None) -> str:
@@ -128,7 +133,7 @@ def make_tool_set(
     tools: Sequence[Mapping[str, Any]] | None,
     choice: str | Mapping[str, Any] | None,
     parallel: bool | None,
-    style: ToolStyle,
+    style: Style,
 ) -> ToolSet:
     """Check the fields tools, tool_choice and parallel_tool_calls. Raises InvalidRequest naming the field."""
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
@@ -147,11 +152,11 @@ def make_tool_set(
     return ToolSet(
         style=style,
         for_template=[{"type": "function", "function": function} for function in functions],
-        parameters={name: tuple(schema.get("properties") or ()) for name, schema in callable_.items()},
+        parameters={name: properties_of(schema) for name, schema in callable_.items()},
         schemas=callable_,
         forced=named is not None or choice == "required",
-        strict=style is HERMES and any(function.get("strict") for function in functions),
-        most=1 if parallel is False or named is not None else UNLIMITED,
+        strict=bool(style.before and not style.bare) and any(function.get("strict") for function in functions),
+        most=1 if parallel is False or named is not None else style.most,
     )
 
 

@@ -17,10 +17,12 @@ import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from quire.errors import InvalidModel, InvalidRequest
-from quire.parsers.reasoning import CLOSE, OPEN
-from quire.scheduler.constraint import MaskRequest, one_by_one
+from quire.parsers.reasoning import THOUGHTS
+from quire.parsers.tools.styles import STYLES, TaggedStyle
+from quire.scheduler.constraint import FREE, Constraint, MaskRequest, one_by_one
 from quire.scheduler.plan import Mask
 from quire.structured_output.schema import check_schema
+from quire.structured_output.thought_budget import BudgetRules, ThoughtBudget
 from quire.token_masks import MaskTable, write_mask
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import StructuredOutputsParams
@@ -53,8 +55,27 @@ class LlguidanceCompiler:
     def _vocabulary(self) -> LLTokenizer:
         return vocabulary(self._tokenizer)
 
-    def __call__(self, structure: StructuredOutputsParams) -> Callable[[], Matcher]:
-        """A function that makes a Matcher for a new sequence in microseconds; they share the library's caches.
+    def __call__(self, structure: StructuredOutputsParams) -> Callable[[], Constraint]:
+        """A function that makes a Constraint for a new sequence in microseconds.
+
+        Raises InvalidRequest naming the request's field.
+        """
+        make: Callable[[], Constraint] = (lambda: FREE) if structure.kind[0] == "free" else self._grammar(structure)
+        if structure.thought_budget is None:
+            return make
+        with self._lock:
+            tokenizer = self._tokenizer
+        rules = BudgetRules(
+            THOUGHTS[structure.reasoning_parser],
+            structure.thoughts,
+            structure.thought_budget,
+            piece=lambda token: tokenizer.token_text(token)[1],
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        )
+        return lambda: ThoughtBudget(rules, make())
+
+    def _grammar(self, structure: StructuredOutputsParams) -> Callable[[], Matcher]:
+        """Matchers of one grammar, which share the library's caches.
 
         Raises InvalidRequest naming the request's field, with the library's message.
         """
@@ -124,12 +145,6 @@ def _source(structure: StructuredOutputsParams) -> str:
     return str(grammar_from(kind, text))
 
 
-_THOUGHTS = f"""
-thoughts[suffix={json.dumps(CLOSE)}]: /(?s:.*)/
-SPACE: /\\n{{0,2}}/
-"""
-
-
 def _after_thoughts(structure: StructuredOutputsParams) -> str:
     """The grammar, preceded by reasoning (any text up to its closing mark) where the structure allows it.
 
@@ -139,11 +154,24 @@ def _after_thoughts(structure: StructuredOutputsParams) -> str:
     ahead = structure.thoughts
     if ahead == "none":
         return source
+    style = THOUGHTS[structure.reasoning_parser]
     as_json = structure.kind[0] in ("json", "regex")
     answer = json.loads(source)["grammars"][0] if as_json else {"lark_grammar": source}
-    thoughts = "thoughts SPACE" if ahead == "open" else f"({json.dumps(OPEN)} thoughts SPACE)?"
-    whole = {"lark_grammar": f"start: {thoughts} @answer{_THOUGHTS}"}
-    return json.dumps({"grammars": [whole, {**answer, "name": "answer"}]})
+    opens = " | ".join(map(json.dumps, style.opens))
+    ends = "".join(f" & ~/(?s:.*){_escaped(mark)}(?s:.*)/" for mark in style.ends)
+    lines = [
+        f"start: {'thoughts' if ahead == 'open' else f'(({opens}) thoughts)?'} {json.dumps(structure.begin)} @answer",
+        f"thoughts: thought SPACE {json.dumps(style.between)}",
+        "thought[lazy]: THOUGHT",
+        f"THOUGHT: /(?s:.*)({'|'.join(map(_escaped, style.closes))})/{ends}",
+        "SPACE: /\\n{0,2}/",
+    ]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, {**answer, "name": "answer"}]})
+
+
+def _escaped(text: str) -> str:
+    """`text` within a regular expression between slashes."""
+    return re.escape(text).replace("/", "\\/")
 
 
 def _refusal(structure: StructuredOutputsParams, why: str) -> InvalidRequest:
@@ -447,26 +475,49 @@ def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
         raise InvalidModel("structured output needs a token that ends a text, and this model's tokenizer names none")
     pieces = [tokenizer.token_text(token)[1] for token in range(tokenizer.vocab_size)]
     eos = sorted(tokenizer.eos)
+    marks = {token for token in tokenizer.special - tokenizer.eos if pieces[token] and pieces[token].decode() in _MARKS}
     try:
-        own = LLTokenizer(tokenizer.to_json(), eos_token=eos)
+        # Special marks of calls and thoughts are text for grammars, which are written in text.
+        own = LLTokenizer(_as_text(tokenizer.to_json(), marks), eos_token=eos)
         if all(own.decode_bytes([token]) == piece or b"\xff" in piece for token, piece in enumerate(pieces)):
             # The library marks special tokens with 0xff, which no UTF-8 text contains.
             return own
     except ValueError:
         # The library does not know this decoder.
         pass
-    return LLTokenizer(TokenizerWrapper(_TokenizerAdapter(tokenizer, pieces)), eos_token=eos)
+    return LLTokenizer(TokenizerWrapper(_TokenizerAdapter(tokenizer, pieces, marks)), eos_token=eos)
+
+
+_MARKS = "\n".join(
+    (
+        *(mark for style in THOUGHTS.values() for mark in (*style.opens, *style.closes, style.between, style.answer)),
+        *(text for style in STYLES.values() for text in (style.before, style.start, style.finish, style.after)),
+        *(mark for style in STYLES.values() if isinstance(style, TaggedStyle) for mark in (style.begin, *style.opens)),
+    )
+)
+"""Texts that contain the marks of calls and thoughts."""
+
+
+def _as_text(tokenizer: str, tokens: set[int]) -> str:
+    """A tokenizer.json in which `tokens` are not special."""
+    if not tokens:
+        return tokenizer
+    whole = json.loads(tokenizer)
+    for token in whole["added_tokens"]:
+        token["special"] = token["special"] and token["id"] not in tokens
+    return json.dumps(whole)
 
 
 class _TokenizerAdapter:
     """The interface that the library expects of a tokenizer that it cannot read by itself."""
 
-    def __init__(self, tokenizer: Tokenizer, pieces: list[bytes]) -> None:
+    def __init__(self, tokenizer: Tokenizer, pieces: list[bytes], marks: set[int]) -> None:
         self.bos_token_id = tokenizer.bos
         self.eos_token_id = min(tokenizer.eos)
-        self.special_token_ids = sorted(tokenizer.special)
+        self.special_token_ids = sorted(tokenizer.special - marks)
         self.tokens = pieces
-        self._ids = {piece: token for token, piece in enumerate(pieces) if piece and token not in tokenizer.special}
+        special = tokenizer.special - marks
+        self._ids = {piece: token for token, piece in enumerate(pieces) if piece and token not in special}
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes) -> list[int]:

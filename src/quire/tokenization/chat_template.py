@@ -10,7 +10,7 @@ from jinja2 import meta
 from jinja2.exceptions import TemplateSyntaxError
 
 from quire.errors import InvalidModel, InvalidRequest
-from quire.parsers.tools.styles import ToolStyle, describe_tools, style_of
+from quire.parsers.tools.styles import Style, describe_tools, style_of
 from quire.tokenization.template_sandbox import METER, Budget, Metered, Refused, Sandbox, extent
 from quire.tokenization.tokenizer import read_json
 
@@ -24,7 +24,7 @@ class _Failed(Exception):
 class ChatTemplate:
     """A compiled template. tokens: the special tokens that it may name (`bos_token` and so on)."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str] | None = None, style: ToolStyle | None = None) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str] | None = None, style: Style | None = None) -> None:
         """style: the format of tool calls for a template that does not know tools; by default that of its family.
 
         Raises InvalidModel if `source` does not compile.
@@ -39,6 +39,8 @@ class ChatTemplate:
         self._tokens = dict(tokens or {})
         self._knows_developer = "developer" in source
         self._knows_tools = "tools" in names
+        self.arguments = frozenset(names)
+        """The names that it reads."""
         self._style = style_of(source) if style is None else style
         self.source = source
 
@@ -49,7 +51,7 @@ class ChatTemplate:
         tokens: Mapping[str, str] | None = None,
         *,
         override: str | Path | None = None,
-        style: ToolStyle | None = None,
+        style: Style | None = None,
         default: str | None = None,
     ) -> Self | None:
         """`override` (a path, or a template), else chat_template.jinja, else tokenizer_config's, else `default`.

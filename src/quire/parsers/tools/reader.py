@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.parsers.parts import TextPart, joined, possible
+from quire.parsers.parts import TextPart, possible
 from quire.parsers.tools.call import SPACE, Call, Value, escaped
+from quire.parsers.tools.emitter import PartEmitter, Tools
 from quire.parsers.tools.styles import Form, ToolStyle
 from quire.types import UNLIMITED
 
@@ -22,33 +23,29 @@ LONGEST = 1 << 14
 """The most characters of Python that are parsed."""
 
 
-class Reader:
-    """A Splitter that finds the tool calls of one answer in one style.
+class Reader(PartEmitter):
+    """A Splitter that finds the tool calls of one answer in one style, written as JSON objects or in Python.
 
-    tools: the names of the parameters of each tool, by the tool's name. most: the number of calls that are returned;
-    later ones are dropped. A call is returned as soon as its name is known; where it turns out to be invalid later, the
-    rest is content. White space next to a call is dropped.
+    most: the number of calls that are returned; later ones are dropped. A call is returned as soon as its name is
+    known; where it turns out to be invalid later, the rest is content. White space next to a call is dropped.
     """
 
-    def __init__(self, style: ToolStyle, tools: Mapping[str, Sequence[str]], *, most: int = UNLIMITED) -> None:
+    def __init__(self, style: ToolStyle, tools: Tools, *, most: int = UNLIMITED) -> None:
+        super().__init__(most=most)
         self._style = style
         self._tools = tools
-        self._most = most
         self._state: Callable[[], bool] = self._start if style.bare else self._outside
         self._step: Callable[[str], bool] = self._open
         # Not read yet.
         self._text = ""
         # Read, and perhaps part of a call.
-        self._raw = ""
+        self._raw: list[str] = []
         # A name, and the text between it and its arguments.
         self._head = ""
         self._form: Form = "known"
         self._call: Call | None = None
         self._value: Value | None = None
-        self._list = self._sure = self._unclosed = self._after_call = False
-        self._calls = 0
-        self._space = ""
-        self._parts: list[TextPart] = []
+        self._list = self._sure = False
 
     def feed(self, text: str) -> Sequence[TextPart]:
         """See Splitter."""
@@ -62,46 +59,25 @@ class Reader:
         python = self._state in (self._python, self._python_list)
         if (python and self._run(self._text)) or (self._unclosed and self._text == self._style.end):
             self._text = ""
-        self._emit_content(self._raw + self._text)
-        if not self._after_call and self._space:
-            self._parts.append(TextPart("content", self._space))
-        self._text = self._raw = self._space = ""
-        self._state = self._outside
+        self._leave()
+        self._emit_content(self._text)
+        self._emit_held()
+        self._text = ""
         return self._take_parts()
-
-    def _take_parts(self) -> Sequence[TextPart]:
-        parts = joined(self._parts)
-        self._parts = []
-        return parts
-
-    # ---------------------------------------------------------------- parts
-
-    def _emit_content(self, text: str) -> None:
-        text = text.lstrip() if self._after_call else self._space + text
-        content = text.rstrip()
-        self._space = text[len(content) :]
-        if content:
-            self._after_call = self._unclosed = False
-            self._parts.append(TextPart("content", content))
 
     def _begin(self, name: str) -> None:
         """Emit the beginning of a call; the text that led to it is not content."""
-        self._raw = self._space = ""
-        self._sure = self._after_call = True
-        self._unclosed = bool(self._style.end)
-        self._calls += 1
-        if self._calls <= self._most:
-            self._parts.append(TextPart("call", name, self._calls - 1))
-
-    def _emit_arguments(self, arguments: str) -> None:
-        if self._calls <= self._most:
-            self._parts.append(TextPart("arguments", arguments, self._calls - 1))
+        self._raw.clear()
+        self._sure = True
+        self._emit_call(name, unclosed=bool(self._style.end))
 
     # ---------------------------------------------------------------- states: each returns whether to go on
 
     def _start(self) -> bool:
         """At the beginning of the answer, where a call may stand without a mark."""
         bare = self._text.lstrip()
+        self._emit_content(self._text[: len(self._text) - len(bare)])
+        self._text = bare
         if not bare or any(mark.startswith(bare) and mark != bare for mark in self._style.marks):
             return False
         if bare[0] == "[" and not bare[1:].lstrip():
@@ -138,7 +114,7 @@ class Reader:
             return
         self._form = self._style.marks[mark]
         self._state = self._python if self._form == "python" else self._walk
-        self._raw = mark
+        self._raw = [mark]
         self._list = self._sure = False
         self._step = self._open
 
@@ -150,7 +126,7 @@ class Reader:
                 self._leave()
                 return True
             if not self._sure:
-                self._raw += c
+                self._raw.append(c)
         self._text = ""
         return False
 
@@ -176,8 +152,8 @@ class Reader:
         return True
 
     def _leave(self) -> None:
-        self._emit_content(self._raw)
-        self._raw = ""
+        self._emit_content("".join(self._raw))
+        self._raw.clear()
         self._state = self._outside
 
     def _run(self, source: str) -> bool:
@@ -254,7 +230,7 @@ class Reader:
         return c in SPACE
 
 
-def python_calls(source: str, tools: Mapping[str, Sequence[str]]) -> list[tuple[str, str]] | None:
+def python_calls(source: str, tools: Tools) -> list[tuple[str, str]] | None:
     """(name, arguments as JSON) of each call, or None if `source` is not a sequence of calls of known tools.
 
     source: as `f(city="Paris", days=3)`, alone, in a list, or printed. It is parsed, never executed. tools: the names
@@ -281,7 +257,7 @@ def _calls(line: ast.stmt) -> Sequence[ast.expr]:
     return [value]
 
 
-def _call(one: ast.expr, tools: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+def _call(one: ast.expr, tools: Tools) -> tuple[str, str]:
     if not isinstance(one, ast.Call):
         raise ValueError("not a call")
     name = ast.unparse(one.func)

@@ -1,113 +1,436 @@
-"""How each family of models writes tool calls, and prompts that ask a model without its own format to do so."""
+"""How each family of models writes tool calls, and prompts that ask a model without its own format to do so.
+
+The names are those of vLLM's registry, but for `gemma`, which it does not have.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
-ToolParser = Literal["hermes", "llama3_json", "mistral", "gemma"]
+from quire.types import UNLIMITED
+
+ToolParser = Literal[
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "gemma",
+    "llama4_json",
+    "pythonic",
+    "llama4_pythonic",
+    "olmo3",
+    "granite",
+    "granite4",
+    "phi4_mini_json",
+    "jamba",
+    "qwen3_coder",
+    "qwen3_xml",
+    "seed_oss",
+    "minimax_m2",
+    "glm45",
+    "glm47",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
+    "openai",
+    "gemma4",
+    "functiongemma",
+]
 
 Form = Literal["any", "known", "python"]
 """What follows a mark: a call in JSON; one only if it names a known tool; or calls in Python, up to the end mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolStyle:
-    """The format of tool calls of one family.
+class CallStyle:
+    """What the formats of all families have in common.
 
-    marks: texts that a call begins with, and the form of what follows. end: text that ends calls, or empty. special:
-    the marks are special tokens, which decoding omits by default. named: a name may stand between mark and arguments.
-    bare: at the beginning of an answer, calls may stand without a mark.
-
-    id_prefix, id_length: of the ids of calls, for templates that check them. arguments: the key of the arguments.
-    before, between, after: the text around and between the calls of an answer.
+    models: those that write so, for the documentation. bare: at the beginning of an answer, calls may stand without a
+    mark. special: the marks are special tokens, which decoding omits by
+    default. call_id: of a call, for templates that check or show it: `{name}`, `{index}` (its number in the
+    conversation) and `{random}` stand in it. id_length: characters of `{random}`. most: calls in one answer. before,
+    between, after: the text around and between the calls of an answer. start: what a call begins with, up to its
+    arguments: `{name}` stands in it, and `{index}` for a number. end: what follows the arguments.
     """
 
     name: ToolParser
-    marks: Mapping[str, Form]
-    end: str = ""
-    special: bool = False
-    named: bool = False
+    models: str
     bare: bool = False
-    id_prefix: str = "call_"
+    special: bool = False
+    call_id: str = "call_{random}"
     id_length: int = 24
-    arguments: str = "arguments"
+    most: int = UNLIMITED
     before: str = ""
     between: str = ""
     after: str = ""
+    start: str
+    finish: str
 
-    def head(self, name: str) -> str:
-        """The text of a call up to its arguments; a closing brace follows them."""
-        return f'{{"name": "{name}", "{self.arguments}": '
+    def head(self, name: str, index: int = 0) -> str:
+        """The text of a call up to its arguments; `finish` follows them."""
+        return self.start.replace("{index}", str(index)).replace("{name}", name)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolStyle(CallStyle):
+    """Calls as JSON objects, or in Python.
+
+    marks: texts that a call begins with, and the form of what follows. end: text that ends calls, or empty. named: a
+    name may stand between mark and arguments.
+    """
+
+    marks: Mapping[str, Form]
+    end: str = ""
+    named: bool = False
+    start: str = '{"name": "{name}", "arguments": '
+    finish: str = "}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Arguments as one element for each parameter: open, key, key_end, value_open, value, close, space.
+
+    lines: a line break after the key's end and one before `close` belong to the format. Strings are written as they
+    are, all other values as JSON.
+    """
+
+    open: str
+    key_end: str
+    value_open: str = ""
+    close: str
+    space: str = "\n"
+    lines: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """Gemma's notation: JSON with bare keys, and with strings between `quote`."""
+
+    quote: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedStyle(CallStyle):
+    """Calls between tags.
+
+    begin: what a call begins with; what follows, up to one of `head_ends`, matches `named`. form: of the arguments;
+    None for JSON. opens: marks before the first call. closes: marks behind calls. None of the marks begins with
+    another.
+    """
+
+    begin: str
+    head_ends: tuple[str, ...]
+    named: str = r"\s*(?P<name>[\w.:/-]{1,256})\s*"
+    form: Parameters | Notation | None = None
+    opens: tuple[str, ...] = ()
+    closes: tuple[str, ...] = ()
+
+
+Style = ToolStyle | TaggedStyle
+
+_PARAMETERS_KEY = '{"name": "{name}", "parameters": '
 
 HERMES = ToolStyle(
     name="hermes",
+    models="Hermes, Qwen 2.5 and 3",
     marks={"<tool_call>": "any"},
     end="</tool_call>",
     before="<tool_call>\n",
     between="\n</tool_call>\n<tool_call>\n",
     after="\n</tool_call>",
 )
-"""Nous Research's Hermes, and Qwen."""
-
-LLAMA3 = ToolStyle(
+_LLAMA3 = ToolStyle(
     name="llama3_json",
+    models="Llama 3.1 to 3.3",
     marks={"<|python_tag|>": "any"},
     special=True,
     bare=True,
-    arguments="parameters",
+    start=_PARAMETERS_KEY,
     between="; ",
 )
-"""Llama 3.1 and later: an object, or several with semicolons between."""
 
-MISTRAL = ToolStyle(
+_MISTRAL = ToolStyle(
     name="mistral",
+    models="Mistral, Ministral, Magistral, Devstral",
     marks={"[TOOL_CALLS]": "any"},
     special=True,
     named=True,
     bare=True,
-    id_prefix="",
+    call_id="{random}",
     id_length=9,
     before="[",
     between=", ",
     after="]",
 )
-"""A list of objects after the mark, or (since 2025) a name and arguments after each mark."""
 
-GEMMA = ToolStyle(
+_GEMMA = ToolStyle(
     name="gemma",
+    models="Gemma 2 and 3",
     marks={"```tool_code": "python", "```tool_call": "any", "```json": "known"},
     end="```",
     bare=True,
-    arguments="parameters",
+    start=_PARAMETERS_KEY,
     before="[",
     between=", ",
     after="]",
 )
-"""Python or JSON in a fence, as the prompt asks."""
 
-STYLES: Mapping[str, ToolStyle] = {style.name: style for style in (HERMES, LLAMA3, MISTRAL, GEMMA)}
-
-
-def style_of(template: str | None) -> ToolStyle:
-    """The style of a chat template; Hermes where the template does not show one."""
-    for mark, style in _SIGNS:
-        if template is not None and mark in template:
-            return style
-    return HERMES
-
-
-_SIGNS = (
-    ("<tool_call>", HERMES),
-    ("[TOOL_CALLS]", MISTRAL),
-    ("<|python_tag|>", LLAMA3),
-    ("<|eom_id|>", LLAMA3),
-    ("<|start_header_id|>", LLAMA3),
-    ("<start_of_turn>", GEMMA),
+_PYTHONIC = ToolStyle(
+    name="pythonic",
+    models="Llama 3.2 with a pythonic template, ToolACE",
+    marks={},
+    bare=True,
+    start=_PARAMETERS_KEY,
+    before="[",
+    between=", ",
+    after="]",
 )
+
+_GRANITE = ToolStyle(
+    name="granite",
+    models="Granite 3",
+    marks={"<|tool_call|>": "any", "<tool_call>": "any"},
+    special=True,
+    bare=True,
+    before="<|tool_call|>[",
+    between=", ",
+    after="]",
+)
+
+_QWEN3_CODER = TaggedStyle(
+    name="qwen3_coder",
+    models="Qwen 3 Coder, Qwen 3.5",
+    begin="<function=",
+    head_ends=(">",),
+    form=Parameters(open="<parameter=", key_end=">", close="</parameter>", lines=True),
+    opens=("<tool_call>",),
+    closes=("</function>", "</tool_call>"),
+    before="<tool_call>\n",
+    start="<function={name}>\n",
+    finish="</function>",
+    between="\n</tool_call>\n<tool_call>\n",
+    after="\n</tool_call>",
+)
+
+_GLM45 = TaggedStyle(
+    name="glm45",
+    models="GLM 4.5 and 4.6",
+    begin="<tool_call>",
+    head_ends=("\n", "<arg_key>", "</tool_call>"),
+    form=Parameters(open="<arg_key>", key_end="</arg_key>", value_open="<arg_value>", close="</arg_value>"),
+    closes=("</tool_call>",),
+    start="<tool_call>{name}\n",
+    finish="</tool_call>",
+    between="\n",
+)
+
+_DEEPSEEK_V31 = TaggedStyle(
+    name="deepseek_v31",
+    models="DeepSeek V3.1",
+    special=True,
+    begin="<｜tool▁call▁begin｜>",
+    head_ends=("<｜tool▁sep｜>",),
+    opens=("<｜tool▁calls▁begin｜>",),
+    closes=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    before="<｜tool▁calls▁begin｜>",
+    start="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+    finish="<｜tool▁call▁end｜>",
+    after="<｜tool▁calls▁end｜>",
+)
+
+_GEMMA4 = TaggedStyle(
+    name="gemma4",
+    models="Gemma 4",
+    special=True,
+    begin="<|tool_call>call:",
+    head_ends=("{",),
+    form=Notation('<|"|>'),
+    closes=("<tool_call|>",),
+    start="<|tool_call>call:{name}",
+    finish="<tool_call|>",
+)
+
+_ALL: Sequence[Style] = (
+    HERMES,
+    replace(HERMES, name="granite4", models="Granite 4"),
+    _QWEN3_CODER,
+    replace(_QWEN3_CODER, name="qwen3_xml"),
+    replace(
+        _QWEN3_CODER,
+        name="seed_oss",
+        models="Seed-OSS",
+        form=Parameters(open="<parameter=", key_end=">", close="</parameter>"),
+        opens=("<seed:tool_call>",),
+        closes=("</function>", "</seed:tool_call>"),
+        before="<seed:tool_call>\n",
+        between="\n</seed:tool_call>\n<seed:tool_call>\n",
+        after="\n</seed:tool_call>",
+    ),
+    _LLAMA3,
+    replace(_LLAMA3, name="llama4_json", models="Llama 4"),
+    _PYTHONIC,
+    replace(
+        _PYTHONIC,
+        name="llama4_pythonic",
+        models="Llama 4 with a pythonic template",
+        marks={"<|python_start|>": "python"},
+        end="<|python_end|>",
+        special=True,
+    ),
+    replace(
+        _PYTHONIC,
+        name="olmo3",
+        models="OLMo 3",
+        marks={"<function_calls>": "python"},
+        end="</function_calls>",
+    ),
+    _MISTRAL,
+    TaggedStyle(
+        name="deepseek_v3",
+        models="DeepSeek V3 and R1",
+        special=True,
+        begin="<｜tool▁call▁begin｜>",
+        head_ends=("```json",),
+        named=r"function<｜tool▁sep｜>(?P<name>[\w.:/-]{1,256})\s*",
+        opens=("<｜tool▁calls▁begin｜>",),
+        closes=("```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        before="<｜tool▁calls▁begin｜>",
+        start="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        finish="\n```<｜tool▁call▁end｜>",
+        between="\n",
+        after="<｜tool▁calls▁end｜>",
+    ),
+    _DEEPSEEK_V31,
+    _GLM45,
+    replace(
+        _GLM45,
+        name="glm47",
+        models="GLM 4.7",
+        form=replace(cast(Parameters, _GLM45.form), space=""),
+        start="<tool_call>{name}",
+        between="",
+    ),
+    TaggedStyle(
+        name="kimi_k2",
+        models="Kimi K2",
+        special=True,
+        call_id="functions.{name}:{index}",
+        begin="<|tool_call_begin|>",
+        head_ends=("<|tool_call_argument_begin|>",),
+        named=r"\s*(?:functions\.)?(?P<name>[\w./-]{1,256})(?::\d{1,9})?\s*",
+        opens=("<|tool_calls_section_begin|>",),
+        closes=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        before="<|tool_calls_section_begin|>",
+        start="<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
+        finish="<|tool_call_end|>",
+        after="<|tool_calls_section_end|>",
+    ),
+    TaggedStyle(
+        name="minimax_m2",
+        models="MiniMax M2",
+        begin='<invoke name="',
+        head_ends=('">',),
+        form=Parameters(open='<parameter name="', key_end='">', close="</parameter>"),
+        opens=("<minimax:tool_call>",),
+        closes=("</invoke>", "</minimax:tool_call>"),
+        before="<minimax:tool_call>\n",
+        start='<invoke name="{name}">\n',
+        finish="</invoke>\n",
+        after="</minimax:tool_call>",
+    ),
+    TaggedStyle(
+        name="openai",
+        models="gpt-oss",
+        special=True,
+        most=1,
+        begin="<|channel|>commentary to=functions.",
+        head_ends=("<|message|>",),
+        named=r"(?P<name>[\w./-]{1,256})(?:\s*<\|constrain\|>\s*\w{1,16}|\s+\w{1,16})?\s*",
+        closes=("<|call|>",),
+        start="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        finish="",
+    ),
+    _GRANITE,
+    replace(
+        _GRANITE,
+        name="phi4_mini_json",
+        models="Phi-4-mini",
+        marks={"functools": "any", "<|tool_call|>": "any"},
+        end="<|/tool_call|>",
+        bare=False,
+        before="functools[",
+    ),
+    replace(
+        _GRANITE,
+        name="jamba",
+        models="Jamba 1.5 and later",
+        marks={"<tool_calls>": "any"},
+        end="</tool_calls>",
+        special=False,
+        bare=False,
+        before="<tool_calls>[",
+        after="]</tool_calls>",
+    ),
+    _GEMMA,
+    _GEMMA4,
+    replace(
+        _GEMMA4,
+        name="functiongemma",
+        models="FunctionGemma",
+        begin="<start_function_call>call:",
+        form=Notation("<escape>"),
+        closes=("<end_function_call>",),
+        start="<start_function_call>call:{name}",
+        finish="<end_function_call>",
+    ),
+)
+
+STYLES: Mapping[ToolParser, Style] = {style.name: style for style in _ALL}
+
+
+def style_of(template: str | None) -> Style:
+    """The style of a chat template; Hermes where the template does not show one."""
+    return sign_of(template) or HERMES
+
+
+def sign_of(template: str | None) -> Style | None:
+    """The style that a chat template shows, by the first of `_SIGNS` whose texts it contains."""
+    found = (name for name, *texts in _SIGNS if template is not None and all(text in template for text in texts))
+    return next((STYLES[name] for name in found), None)
+
+
+_SIGNS: Sequence[tuple[ToolParser, *tuple[str, ...]]] = (
+    ("minimax_m2", "<minimax:tool_call>"),
+    ("seed_oss", "<seed:tool_call>"),
+    ("glm45", "<arg_key>", "</arg_key>\\n"),
+    ("glm45", "<arg_key>", "</arg_key>\n"),
+    ("glm47", "<arg_key>"),
+    ("qwen3_coder", "<function=", "<parameter="),
+    ("kimi_k2", "<|tool_calls_section_begin|>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>", "```json"),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜>"),
+    ("openai", "<|channel|>", "<|constrain|>"),
+    ("gemma4", "<|tool_call>call:"),
+    ("functiongemma", "<start_function_call>"),
+    ("llama4_pythonic", "<|python_start|>", "<|python_end|>", "func_name"),
+    ("pythonic", "[func_name1("),
+    ("llama4_json", "<|header_start|>"),
+    ("olmo3", "<function_calls>"),
+    ("granite4", "<|start_of_role|>", "<tool_call>"),
+    ("granite", "<|start_of_role|>"),
+    ("phi4_mini_json", "<|/tool|>"),
+    ("phi4_mini_json", "functools["),
+    ("jamba", "<tool_calls>"),
+    ("hermes", "<tool_call>"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("llama3_json", "<|python_tag|>"),
+    ("llama3_json", "<|eom_id|>"),
+    ("llama3_json", "<|start_header_id|>"),
+    ("gemma", "<start_of_turn>"),
+)
+"""Parsers and the texts that templates of their families contain, the more particular ones first."""
 
 
 _INTRODUCTION = """You can call functions. Here they are, one a line, as JSON:
@@ -119,7 +442,7 @@ The results come with the next message."""
 
 
 def describe_tools(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, style: ToolStyle
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, style: Style
 ) -> list[dict[str, Any]]:
     """`messages`, whose contents are strings, with `tools`, calls and results written into the contents."""
     shown: list[dict[str, Any]] = []
@@ -142,23 +465,52 @@ def describe_tools(
     return _with_tools(shown, tools, style) if tools else shown
 
 
-def calls_text(calls: Sequence[Mapping[str, Any]], style: ToolStyle) -> str:
+def calls_text(calls: Sequence[Mapping[str, Any]], style: Style) -> str:
     """Calls as a model of this style writes them."""
     texts = []
-    for call in calls:
+    for i, call in enumerate(calls):
         function = call["function"]
         arguments = function.get("arguments") or {}
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        texts.append(style.head(function["name"]) + arguments + "}")
+        texts.append(style.head(function["name"], i) + written(arguments, style) + style.finish)
     return style.before + style.between.join(texts) + style.after
 
 
-def _with_tools(
-    shown: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], style: ToolStyle
-) -> list[dict[str, Any]]:
+def written(arguments: Any, style: Style) -> str:
+    """Arguments as a model of this style writes them. A text is taken for arguments that are written already."""
+    form = style.form if isinstance(style, TaggedStyle) else None
+    if isinstance(arguments, str):
+        return arguments
+    if isinstance(form, Notation):
+        return _noted(arguments, form.quote)
+    if form is None or not isinstance(arguments, Mapping):
+        return _json(arguments)
+    line = "\n" if form.lines else ""
+    return "".join(
+        f"{form.open}{key}{form.key_end}{form.space if form.value_open else ''}{form.value_open}{line}"
+        f"{value if isinstance(value, str) else _json(value)}{line}{form.close}{form.space}"
+        for key, value in arguments.items()
+    )
+
+
+def _noted(value: Any, quote: str) -> str:
+    if isinstance(value, str):
+        return quote + value + quote
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_noted(each, quote)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_noted(each, quote) for each in value) + "]"
+    return _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _with_tools(shown: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], style: Style) -> list[dict[str, Any]]:
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    example = style.before + style.head("NAME") + "{ARGUMENTS}}" + style.after
+    form = style.form if isinstance(style, TaggedStyle) else None
+    arguments = written({"PARAMETER": "VALUE"}, style) if form else "{ARGUMENTS}"
+    example = style.before + style.head("NAME") + arguments + style.finish + style.after
     text = _INTRODUCTION.format(tools=functions, example=example)
     if shown and shown[0].get("role") in ("system", "developer"):
         return [{**shown[0], "content": f"{shown[0].get('content') or ''}\n\n{text}".lstrip()}, *shown[1:]]

@@ -1,0 +1,219 @@
+"""Tool calls between tags: the name, then the arguments as JSON, as tagged parameters, or in Gemma's notation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+from quire.parsers.parts import TextPart
+from quire.parsers.tools.call import Value, escaped
+from quire.parsers.tools.emitter import PartEmitter, Tools, schema_of
+from quire.parsers.tools.kinds import as_json, kinds_of, quoted
+from quire.parsers.tools.styles import Notation, Parameters, TaggedStyle
+from quire.parsers.tools.tape import Tape
+from quire.types import UNLIMITED
+
+_LONGEST_HEAD = 400
+_DEEPEST = 64
+
+
+class TaggedReader(PartEmitter):
+    """A Splitter that finds the tool calls of one answer in one tagged style.
+
+    A call is returned as soon as its name is known and its arguments have begun; where it turns out to be invalid
+    later, the rest is content. The arguments of a call that is cut off are cut off too, never completed.
+    """
+
+    def __init__(self, style: TaggedStyle, tools: Tools, *, most: int = UNLIMITED) -> None:
+        super().__init__(most=most)
+        self._style = style
+        self._tools = tools
+        self._tape = Tape()
+        self._reading: Iterator[None] = self._read()
+
+    def feed(self, text: str) -> Sequence[TextPart]:
+        """See Splitter."""
+        self._tape.append(text)
+        next(self._reading, None)
+        return self._take_parts()
+
+    def flush(self) -> Sequence[TextPart]:
+        """See Splitter."""
+        self._tape.ended = True
+        next(self._reading, None)
+        self._emit_held()
+        return self._take_parts()
+
+    def _read(self) -> Iterator[None]:
+        style, tape = self._style, self._tape
+        marks = (style.begin, *style.opens, *style.closes)
+        while mark := (yield from tape.until(marks, self._emit_content)):
+            if mark == style.begin:
+                yield from self._call()
+            elif mark in style.opens:
+                self._held.append(mark)
+            elif not self._unclosed:
+                # An end mark that ends no call.
+                self._emit_content(mark)
+
+    def _call(self) -> Generator[None]:
+        style = self._style
+        head, mark = yield from self._tape.head(style.head_ends, _LONGEST_HEAD)
+        named = re.fullmatch(style.named, head)
+        if named is None or not mark:
+            self._emit_content(style.begin + head + mark)
+            return
+        name = named["name"]
+        if isinstance(style.form, Parameters):
+            self._emit_call(name, unclosed=mark not in style.closes)
+            if mark in style.closes:
+                self._emit_arguments("{}")
+            else:
+                yield from self._parameters(name, style.form, opened=mark == style.form.open)
+        elif isinstance(style.form, Notation):
+            self._emit_call(name, unclosed=True)
+            yield from _NotationReader(self._tape, style.form.quote, self._emit_arguments, self._emit_content).object()
+        else:
+            yield from self._json(name, style.begin + head + mark)
+
+    def _json(self, name: str, raw: str) -> Generator[None]:
+        """Arguments in JSON. raw: the text of the call so far, which is content if no object follows."""
+        first = yield from self._tape.peek()
+        space = self._tape.space
+        if first != "{":
+            if first and (yield from self._tape.mark(self._style.closes)):
+                self._emit_call(name, unclosed=True)
+                self._emit_arguments("{}")
+            else:
+                self._emit_content(raw + space)
+            return
+        self._emit_call(name, unclosed=True)
+        value = Value()
+        pieces: list[str] = []
+
+        def wanted(c: str) -> bool:
+            if value.closed or not value.take(c):
+                return False
+            pieces.append(escaped(c, value))
+            return True
+
+        reading = self._tape.take(wanted)
+        for _ in reading:
+            self._emit_arguments("".join(pieces))
+            pieces.clear()
+            yield
+        self._emit_arguments("".join(pieces))
+
+    def _parameters(self, tool: str, form: Parameters, *, opened: bool) -> Generator[None]:
+        """Tagged parameters as one object. opened: the mark of the first has been read."""
+        tape = self._tape
+        said = "{"
+        while True:
+            mark = form.open if opened else (yield from tape.mark((form.open, *self._style.closes)))
+            opened = False
+            if mark != form.open:
+                break
+            key, found = yield from tape.head((form.key_end,), _LONGEST_HEAD)
+            if not found or (form.value_open and not (yield from tape.mark((form.value_open,)))):
+                self._emit_arguments(said + ("" if tape.exhausted else "}"))
+                self._emit_content(form.open + key + found)
+                return
+            self._emit_arguments(f"{said}{quoted(key.strip())}: ")
+            said = ", "
+            if not (yield from self._value(schema_of(self._tools, tool, key.strip()), form)):
+                return
+        # Where the answer is cut off, so are the arguments.
+        self._emit_arguments(("{" if said == "{" else "") + ("}" if mark or not tape.cut else ""))
+
+    def _value(self, schema: Any, form: Parameters) -> Generator[None, None, bool]:
+        """One value as JSON, by its schema. Returns whether its end was found."""
+        tape = self._tape
+        marks: tuple[str, ...] = (form.close,)
+        if form.lines:
+            yield from tape.optional("\n")
+            marks = ("\n" + form.close, form.close)
+        if kinds_of(schema) == {"string"}:
+            # The only kind whose text is known before it has ended.
+            self._emit_arguments('"')
+            found = yield from tape.until(marks, lambda text: self._emit_arguments(quoted(text)[1:-1]))
+            self._emit_arguments('"' if found else "")
+            return bool(found)
+        pieces: list[str] = []
+        found = yield from tape.until(marks, pieces.append)
+        if found:
+            self._emit_arguments(as_json("".join(pieces), schema))
+        return bool(found)
+
+
+class _NotationReader:
+    """Gemma's notation, which is JSON with bare keys and with strings between marks, as JSON.
+
+    emit: called with JSON. refuse: called with text that is not valid where it stands.
+    """
+
+    def __init__(self, tape: Tape, quote: str, emit: Callable[[str], None], refuse: Callable[[str], None]) -> None:
+        self._tape = tape
+        self._quote = quote
+        self._emit = emit
+        self._refuse = refuse
+
+    def object(self, depth: int = 0) -> Generator[None, None, bool]:
+        """The rest of an object, behind its brace. Returns whether it was valid up to its end."""
+        tape = self._tape
+        self._emit("{")
+        said = ""
+        while True:
+            if (yield from tape.mark(("}",))):
+                self._emit("}")
+                return True
+            if said and not (yield from tape.mark((",",))):
+                return False
+            quote = yield from tape.mark((self._quote,))
+            key, found = yield from tape.head((quote,) if quote else (":", ",", "}", "<"), _LONGEST_HEAD)
+            colon = (yield from tape.mark((":",))) if quote and found else found
+            if colon != ":":
+                self._refuse(quote + key + found)
+                return False
+            self._emit(f"{said}{quoted(key.strip())}: ")
+            said = ", "
+            if not (yield from self._value(depth + 1)):
+                return False
+
+    def _list(self, depth: int) -> Generator[None, None, bool]:
+        tape = self._tape
+        self._emit("[")
+        said = ""
+        while True:
+            if (yield from tape.mark(("]",))):
+                self._emit("]")
+                return True
+            if said and not (yield from tape.mark((",",))):
+                return False
+            self._emit(said)
+            said = ", "
+            if not (yield from self._value(depth + 1)):
+                return False
+
+    def _value(self, depth: int) -> Generator[None, None, bool]:
+        tape = self._tape
+        if depth > _DEEPEST:
+            return False
+        if (yield from tape.mark((self._quote,))):
+            self._emit('"')
+            found = yield from tape.until((self._quote,), lambda text: self._emit(quoted(text)[1:-1]))
+            self._emit('"' if found else "")
+            return bool(found)
+        mark = yield from tape.mark(("{", "["))
+        if mark:
+            return (yield from self.object(depth) if mark == "{" else self._list(depth))
+        pieces: list[str] = []
+
+        def wanted(c: str) -> bool:
+            pieces.append(c)
+            return c not in ",}]<\n" and len(pieces) <= _LONGEST_HEAD
+
+        if (yield from tape.take(wanted)):
+            return False
+        self._emit(as_json("".join(pieces[:-1]), True))
+        return True

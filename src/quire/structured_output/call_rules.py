@@ -1,0 +1,147 @@
+"""Grammar rules of the arguments of a tool call in each format, in llguidance's Lark.
+
+JSON schemas bind JSON. Where a format writes strings as they are, between tags, rules made here bind them: enums,
+lengths and patterns of strings, and schemas of all other values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.parsers.tools.kinds import kinds_of, properties_of
+from quire.parsers.tools.styles import Notation, Parameters
+
+JsonRule = Callable[[Any], str]
+"""A JSON schema as the body of a rule."""
+
+
+def argument_rules(name: str, form: Parameters | Notation | None, schema: Any, as_json: JsonRule) -> list[str]:
+    """The rule `name`, which the arguments of a call match, and the rules it needs. form: None for JSON."""
+    if isinstance(form, Parameters):
+        return _parameter_rules(name, form, schema, as_json)
+    if isinstance(form, Notation):
+        return _Noted(form.quote, schema, as_json).rules(name)
+    return [f"{name}: {as_json(schema)}"]
+
+
+def literal(text: str) -> str:
+    """A literal in Lark."""
+    return json.dumps(text)
+
+
+def _parameter_rules(name: str, form: Parameters, schema: Any, as_json: JsonRule) -> list[str]:
+    line = "\n" if form.lines else ""
+    middle = form.key_end + (form.space + form.value_open if form.value_open else "") + line
+    close = line + form.close
+    required = schema.get("required") or ()
+    order, rules = [], []
+    for i, (key, each) in enumerate(properties_of(schema).items()):
+        order.append(f"{name}_{i}" + ("" if key in required else "?"))
+        value = _string_rules(f"{name}_{i}_value", close, each)
+        if "string" not in kinds_of(each):
+            value = [f"{name}_{i}_value: {as_json(_alone(each, schema))} {literal(close)}"]
+        opening = literal(form.open + key + middle)
+        rules += [f"{name}_{i}: {opening} {name}_{i}_value{_then(form.space)}", *value]
+    return [f"{name}: {' '.join(order) or literal('')}", *rules]
+
+
+def _then(space: str) -> str:
+    return f" {literal(space)}" if space else ""
+
+
+def _alone(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A part of the schema `root` with what it may refer to."""
+    held = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return {**held, **schema} if isinstance(schema, Mapping) else schema
+
+
+def _string_rules(name: str, close: str, schema: Any) -> list[str]:
+    """A string as it is, up to and with `close`, which it cannot contain."""
+    about = schema if isinstance(schema, Mapping) and kinds_of(schema) == {"string"} else {}
+    values = about.get("enum") or ([about["const"]] if "const" in about else ())
+    if values:
+        return [f"{name}: ({' | '.join(literal(value) for value in values)}) {literal(close)}"]
+    most = about.get("maxLength")
+    terms = [f"/(?s:.{{{about.get('minLength', 0)},{'' if most is None else most}}})/"]
+    if isinstance(about.get("pattern"), str):
+        terms.append(_pattern(about["pattern"]))
+    terminal = name.upper()
+    return [f"{name}[suffix={literal(close)}]: {terminal}", f"{terminal}: {' & '.join(terms)}"]
+
+
+def _pattern(pattern: str) -> str:
+    """A regular expression that a part of the text matches, as a terminal."""
+    before = "" if pattern.startswith("^") else "(?s:.*)"
+    after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
+    inner = pattern.removeprefix("^")
+    inner = inner if after else inner[:-1]
+    return "/" + f"{before}({inner}){after}".replace("/", "\\/").replace("\\\\/", "\\/") + "/"
+
+
+class _Noted:
+    """Rules of values in Gemma's notation. What is neither text nor plain, such as anyOf, is any value."""
+
+    def __init__(self, quote: str, root: Any, as_json: JsonRule) -> None:
+        self._quote = quote
+        self._root = root
+        self._as_json = as_json
+        self._rules: list[str] = []
+        self._any = ""
+
+    def rules(self, name: str) -> list[str]:
+        """The rule of the whole, and those it needs."""
+        self._value(name, self._root)
+        return self._rules
+
+    def _value(self, name: str, schema: Any) -> None:
+        kinds = kinds_of(schema)
+        about = schema if isinstance(schema, Mapping) else {}
+        if kinds == {"string"}:
+            self._rules.append(f"{name}: {literal(self._quote)} {name}_text")
+            self._rules += _string_rules(f"{name}_text", self._quote, about)
+        elif kinds == {"object"} and isinstance(about.get("properties"), Mapping):
+            self._object(name, about)
+        elif kinds == {"array"} and "items" in about:
+            self._list(name, f"{name}_item")
+            self._value(f"{name}_item", properties_of({**self._root, "properties": {"x": about["items"]}})["x"])
+        elif not kinds & {"string", "object", "array"}:
+            self._rules.append(f"{name}: {self._as_json(_alone(schema, self._root))}")
+        else:
+            self._rules.append(f"{name}: {self._whatever(name)}")
+
+    def _list(self, name: str, item: str) -> None:
+        self._rules.append(f'{name}: "[" ({item} ("," {item})*)? "]"')
+
+    def _object(self, name: str, schema: Mapping[str, Any]) -> None:
+        """Properties in order. The rule `_none_i` goes on before the first of them, `_some_i` behind it."""
+        required = schema.get("required") or ()
+        resolved = properties_of({**self._root, "properties": schema["properties"]})
+        self._rules.append(f'{name}: "{{" {name}_none_0 "}}"')
+        for i, (key, each) in enumerate(resolved.items()):
+            pair, more = f"{name}_pair_{i}", f"{name}_some_{i + 1}"
+            skip = "" if key in required else f" | {name}_none_{i + 1}"
+            comma = f'"," {pair}' if key in required else f'("," {pair})?'
+            self._rules.append(f"{name}_none_{i}: {pair} {more}{skip}")
+            self._rules.append(f"{name}_some_{i}: {comma} {more}")
+            self._rules.append(f"{pair}: {literal(key + ':')} {name}_{i}")
+            self._value(f"{name}_{i}", each)
+        for rule in ("none", "some"):
+            self._rules.append(f'{name}_{rule}_{len(resolved)}: ""')
+
+    def _whatever(self, name: str) -> str:
+        """The rule of any value."""
+        if not self._any:
+            self._any = f"{name}_any"
+            plain = self._as_json({"type": ["number", "boolean", "null"]})
+            pair = f"{self._any}_key {self._any}"
+            self._list(f"{self._any}_list", self._any)
+            self._rules += [
+                f"{self._any}: {literal(self._quote)} {self._any}_text | {self._any}_plain | {self._any}_list"
+                f' | "{{" ({pair} ("," {pair})*)? "}}"',
+                f"{self._any}_plain: {plain}",
+                f"{self._any}_key: /[\\w-]+:/",
+                *_string_rules(f"{self._any}_text", self._quote, True),
+            ]
+        return self._any

@@ -1,0 +1,151 @@
+"""How chat templates of each family render a conversation with calls, written by hand as small templates.
+
+Each template is ours and shows one fact: how the family's own template writes an assistant's calls back into a prompt,
+which is how its models were taught to write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.parsers.tools.styles import ToolParser
+
+_LOOP = "{% for c in calls %}{% set f = c.function %}"
+_END = "{% endfor %}"
+_NOTED = (
+    "{%- macro noted(v) -%}{%- if v is string -%}QUOTE{{ v }}QUOTE{%- elif v is mapping -%}{ {%- for k, x in "
+    "v.items() -%}"
+    "{{ ',' if not loop.first }}{{ k }}:{{ noted(x) }}{%- endfor -%} }{%- elif v is sequence -%}[{%- for x in v -%}"
+    "{{ ',' if not loop.first }}{{ noted(x) }}{%- endfor -%}]{%- else -%}{{ v | tojson }}{%- endif -%}{%- endmacro -%}"
+)
+_PYTHON = (
+    "{% for c in calls %}{{ ', ' if not loop.first }}{{ c.function.name }}("
+    "{% for k, v in c.function.arguments.items() %}{{ ', ' if not loop.first }}{{ k }}={{ v | python }}{% endfor %})"
+    "{% endfor %}"
+)
+
+
+def _object(key: str) -> str:
+    return '{"name": "{{ f.name }}", "' + key + '": {{ f.arguments | tojson }}}'
+
+
+def _listed(key: str) -> str:
+    return "{% for c in calls %}{% set f = c.function %}{{ ', ' if not loop.first }}" + _object(key) + "{% endfor %}"
+
+
+def _xml(before: str, parameter: str, after: str) -> str:
+    """Parameters whose texts stand as they are, and whose other values are JSON, but constants are Python's."""
+    value = "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}"
+    each = parameter.replace("VALUE", value)
+    return before + "{% for k, v in f.arguments.items() %}" + each + "{% endfor %}" + after
+
+
+def _gemma(before: str, quote: str, after: str) -> str:
+    call = before + "{{ f.name }}{{ noted(f.arguments) }}" + after
+    return _NOTED.replace("QUOTE", quote) + _LOOP + call + _END
+
+
+_QWEN_CODER = _LOOP + (
+    "\n"
+    + _xml(
+        "<tool_call>\n<function={{ f.name }}>\n",
+        "<parameter={{ k }}>\nVALUE\n</parameter>\n",
+        "</function>\n</tool_call>",
+    )
+    + _END
+)
+_HERMES = _LOOP + "\n<tool_call>\n" + _object("arguments") + "\n</tool_call>" + _END
+
+TEMPLATES: Mapping[ToolParser, str] = {
+    "hermes": _HERMES,
+    "granite4": _HERMES,
+    "qwen3_coder": _QWEN_CODER,
+    "qwen3_xml": _QWEN_CODER,
+    "seed_oss": _LOOP
+    + _xml(
+        "<seed:tool_call>\n<function={{ f.name }}>\n",
+        "<parameter={{ k }}>VALUE</parameter>\n",
+        "</function>\n</seed:tool_call>",
+    )
+    + _END,
+    "llama3_json": "<|python_tag|>" + _listed("parameters").replace("', '", "'; '"),
+    "llama4_json": _listed("parameters").replace("', '", "'; '"),
+    "pythonic": "[" + _PYTHON + "]",
+    "llama4_pythonic": "<|python_start|>[" + _PYTHON + "]<|python_end|>",
+    "olmo3": "<function_calls>"
+    + _PYTHON.replace("', ' if not loop.first }}{{ c", "'\\n' if not loop.first }}{{ c")
+    + "</function_calls>",
+    "mistral": _LOOP + "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}" + _END,
+    "deepseek_v3": "<｜tool▁calls▁begin｜>"
+    + _LOOP
+    + "{{ '\n' if not loop.first }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name }}\n```json\n"
+    "{{ f.arguments | tojson }}\n```<｜tool▁call▁end｜>" + _END + "<｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>"
+    + _LOOP
+    + "<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments | tojson }}<｜tool▁call▁end｜>"
+    + _END
+    + "<｜tool▁calls▁end｜>",
+    "glm45": _LOOP
+    + _xml("\n<tool_call>{{ f.name }}\n", "<arg_key>{{ k }}</arg_key>\n<arg_value>VALUE</arg_value>\n", "</tool_call>")
+    + _END,
+    "glm47": _LOOP
+    + _xml("<tool_call>{{ f.name }}", "<arg_key>{{ k }}</arg_key><arg_value>VALUE</arg_value>", "</tool_call>")
+    + _END,
+    "kimi_k2": "<|tool_calls_section_begin|>"
+    + _LOOP
+    + "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>"
+    + _END
+    + "<|tool_calls_section_end|>",
+    "minimax_m2": "\n<minimax:tool_call>\n"
+    + _LOOP
+    + _xml('<invoke name="{{ f.name }}">\n', '<parameter name="{{ k }}">VALUE</parameter>\n', "</invoke>\n")
+    + _END
+    + "</minimax:tool_call>",
+    "openai": _LOOP
+    + "{{ '<|start|>assistant' if not loop.first }}<|channel|>commentary to=functions.{{ f.name }} <|constrain|>json"
+    "<|message|>{{ f.arguments | tojson }}<|call|>" + _END,
+    "granite": "<|tool_call|>[" + _listed("arguments") + "]",
+    "phi4_mini_json": "functools[" + _listed("arguments") + "]",
+    "jamba": "<tool_calls>[" + _listed("arguments") + "]</tool_calls>",
+    "gemma": "```tool_code\n[" + _PYTHON + "]\n```",
+    "gemma4": _gemma("<|tool_call>call:", '<|"|>', "<tool_call|>"),
+    "functiongemma": _gemma("<start_function_call>call:", "<escape>", "<end_function_call>"),
+}
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "hot": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        "places": {"type": "array", "items": {"$ref": "#/$defs/place"}},
+        "note": {},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "at": {"type": "number"}},
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+    },
+}
+NOW: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS = {"weather": WEATHER, "now": NOW}
+TOOLS = {name: schema["properties"] for name, schema in SCHEMAS.items()}
+CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "weather",
+        {
+            "city": 'São "Paulo"\n<b>{1}</b>, it\'s',
+            "days": 3,
+            "hot": True,
+            "places": [{"name": "a, b: c", "at": -1.5}, {"name": ""}],
+        },
+    ),
+    ("now", {}),
+    ("weather", {"city": "7", "days": -2, "hot": None, "places": [], "note": [None, {"x": False}]}),
+)

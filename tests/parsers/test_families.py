@@ -1,0 +1,226 @@
+"""Every family: what its template renders is read as it was meant, in any split, in linear time, and is found again."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+import pytest
+from jinja2.sandbox import SandboxedEnvironment
+
+from quire.parsers.parts import Splitter, TextPart, joined
+from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, ReasoningCounter, ReasoningParser, parser_of
+from quire.parsers.tools.readers import reader_of
+from quire.parsers.tools.styles import STYLES, TaggedStyle, ToolParser, sign_of
+from tests.parsers.families import CALLS, TEMPLATES, TOOLS
+
+
+def rendered(name: ToolParser, calls: Sequence[tuple[str, dict[str, Any]]] = CALLS) -> str:
+    environment = SandboxedEnvironment()
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.filters["python"] = repr
+    shown = [
+        {"id": f"functions.{tool}:{i}", "function": {"name": tool, "arguments": arguments}}
+        for i, (tool, arguments) in enumerate(calls)
+    ]
+    return environment.from_string(TEMPLATES[name]).render(calls=shown)
+
+
+def fed(splitter: Splitter, text: str, cuts: Sequence[int] = ()) -> list[TextPart]:
+    parts: list[TextPart] = []
+    for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        parts += splitter.feed(text[begin:end])
+    return joined([*parts, *splitter.flush()])
+
+
+def calls_in(parts: Sequence[TextPart]) -> list[tuple[str, Any]]:
+    arguments = {part.call: part.text for part in parts if part.kind == "arguments"}
+    return [(part.text, json.loads(arguments[part.call])) for part in parts if part.kind == "call"]
+
+
+def test_every_parser_has_a_template() -> None:
+    assert set(TEMPLATES) == set(STYLES) == set(get_args(ToolParser))
+    assert {"none", *THOUGHTS} == set(get_args(ReasoningParser))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_the_template_of_a_family_renders_is_read_as_it_was_meant(name: ToolParser) -> None:
+    style = STYLES[name]
+    calls = list(CALLS[: style.most])
+    text = rendered(name, calls)
+    parts = fed(reader_of(style, TOOLS), text)
+    assert calls_in(parts) == calls
+    assert [part for part in parts if part.kind == "content"] == []
+    if not style.bare or isinstance(style, TaggedStyle):
+        parts = fed(reader_of(style, TOOLS), "Let me look: " + text)
+        assert calls_in(parts) == calls and parts[0] == TextPart("content", "Let me look:")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_at_every_place_the_text_may_be_cut(name: ToolParser) -> None:
+    text = "So: " * (not STYLES[name].bare) + rendered(name)
+    whole = fed(reader_of(STYLES[name], TOOLS), text)
+    assert fed(reader_of(STYLES[name], TOOLS), text, range(1, len(text))) == whole
+    for at in range(len(text)):
+        assert fed(reader_of(STYLES[name], TOOLS), text, [at]) == whole, text[:at]
+
+
+@pytest.mark.parametrize("name", [name for name, style in STYLES.items() if isinstance(style, TaggedStyle)])
+def test_a_call_that_is_cut_off_is_never_completed(name: ToolParser) -> None:
+    text = rendered(name, CALLS[:1])
+    for at in range(len(text)):
+        arguments = [part.text for part in fed(reader_of(STYLES[name], TOOLS), text[:at]) if part.kind == "arguments"]
+        try:
+            read = [json.loads(each) for each in arguments]
+        except ValueError:
+            continue
+        assert read in ([], [{}], [CALLS[0][1]]), text[:at]
+
+
+PIECES = {
+    name: [
+        *(mark for mark in (style.before, style.between, style.finish, style.after, style.head("now")) if mark),
+        *(style.marks if not isinstance(style, TaggedStyle) else (style.begin, *style.opens, *style.closes)),
+        rendered(name),
+        rendered(name, CALLS[1:2]),
+    ]
+    for name, style in STYLES.items()
+}
+PLAIN = ["{", "}", "[", "]", '"', ":", ",", "\n", "  ", "city", "7", "null", "<", ">", "</", "é€😀", "Yes.", "\\", "'"]
+MARKS = [mark for style in THOUGHTS.values() for mark in (*style.opens, *style.closes, style.between, style.answer)]
+
+
+def splitters(name: ToolParser, thoughts: str, inside: bool) -> Splitter:
+    calls = reader_of(STYLES[name], TOOLS)
+    return AnswerSplitter(THOUGHTS[thoughts].splitter(inside=inside), calls) if thoughts in THOUGHTS else calls
+
+
+def split_at_random(seed: int, count: int) -> Iterator[tuple[str, str, list[int], list[TextPart], list[TextPart]]]:
+    """Texts of pieces that mean something to a parser, each read whole and in pieces."""
+    rng = random.Random(seed)
+    names, thoughts = sorted(STYLES), ["none", *THOUGHTS]
+    for i in range(count):
+        name, thinks = names[i % len(names)], thoughts[i // len(names) % len(thoughts)]
+        own = [*PIECES[name], *(MARKS if thinks != "none" else ())]
+        text = "".join(rng.choice(own if rng.random() < 0.6 else PLAIN) for _ in range(rng.randrange(1, 9)))
+        cuts = sorted(rng.sample(range(len(text) + 1), rng.randrange(min(len(text), 12) + 1)))
+        inside = rng.random() < 0.5
+        whole = fed(splitters(name, thinks, inside), text)
+        yield f"{name} {thinks} {inside}", text, cuts, whole, fed(splitters(name, thinks, inside), text, cuts)
+
+
+def check_splits(seed: int, count: int) -> None:
+    for about, text, cuts, whole, pieces in split_at_random(seed, count):
+        assert pieces == whole, (about, text, cuts)
+        begun = [part.call for part in whole if part.kind == "call"]
+        assert begun == list(range(len(begun)))
+        "".join(part.text for part in whole).encode()
+
+
+def test_any_split_gives_what_the_whole_text_gives() -> None:
+    check_splits(1, 4_000)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(10))
+def test_a_hundred_thousand_splits_give_what_the_whole_text_gives(seed: int) -> None:
+    check_splits(100 + seed, 10_000)
+
+
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("filling", ["x", " ", "[1, ", "\n", "{"])
+def test_reading_takes_steps_in_proportion_to_the_text(name: ToolParser, filling: str) -> None:
+    """What a reader holds back does not grow with the text, but for values whose type is known at their end."""
+    style = STYLES[name]
+    reader = reader_of(style, TOOLS)
+    text = ("" if style.bare else "a") + filling * 3_000
+    for c in text:
+        reader.feed(c)
+    tape = getattr(reader, "_tape", None)
+    held = len(tape._text) - tape._at if tape is not None else len(reader._text)  # type: ignore[attr-defined]
+    assert held < 500 or filling == "[1, "
+
+
+SIGNS: list[tuple[str, ToolParser, ReasoningParser]] = [
+    ("{{ tools }}<tool_call>{{ enable_thinking }}</think>", "hermes", "qwen3"),
+    ("<tool_call>\n<function=name>\n<parameter=x>", "qwen3_coder", "none"),
+    ("<seed:tool_call><function=a><parameter=b></seed:think>", "seed_oss", "seed_oss"),
+    ("<minimax:tool_call><invoke name=x>...<think>\n</think>", "minimax_m2", "minimax_m2"),
+    ("<tool_call>a\n<arg_key>k</arg_key>\n<arg_value></think>", "glm45", "glm45"),
+    ("<tool_call>a<arg_key>k</arg_key><arg_value>enable_thinking</think>", "glm47", "glm45"),
+    ("<|tool_calls_section_begin|></think>", "kimi_k2", "kimi_k2"),
+    ("<｜Assistant｜><｜tool▁calls▁begin｜>```json\n</think>", "deepseek_v3", "deepseek_r1"),
+    ("<｜Assistant｜>{{ thinking }}<｜tool▁calls▁begin｜></think>", "deepseek_v31", "deepseek_v3"),
+    ("<|start|>assistant<|channel|>analysis<|message|><|constrain|>json", "openai", "openai_gptoss"),
+    ("<|turn>model<|channel>thought<channel|><|tool_call>call:", "gemma4", "gemma4"),
+    ("<start_function_call>call:", "functiongemma", "none"),
+    ("<|header_start|><|python_start|>[func_name1(x)]<|python_end|>", "llama4_pythonic", "none"),
+    ("<|header_start|>{'parameters'}", "llama4_json", "none"),
+    ("<|start_header_id|>[func_name1(params_name1=1)]", "pythonic", "none"),
+    ("<|start_header_id|><|python_tag|>", "llama3_json", "none"),
+    ("<function_calls>", "olmo3", "none"),
+    ("<|start_of_role|>assistant<tool_call>", "granite4", "none"),
+    ("<|start_of_role|>assistant<|tool_call|> Here is my thought process:", "granite", "granite"),
+    ("<|tool|>x<|/tool|>", "phi4_mini_json", "none"),
+    ("<tool_calls>", "jamba", "none"),
+    ("[TOOL_CALLS][THINK]", "mistral", "mistral"),
+    ("<start_of_turn>", "gemma", "none"),
+]
+
+
+@pytest.mark.parametrize(("template", "tools", "thoughts"), SIGNS)
+def test_a_template_shows_its_parsers(template: str, tools: ToolParser, thoughts: ReasoningParser) -> None:
+    found = sign_of(template)
+    assert found is not None and (found.name, parser_of(template)) == (tools, thoughts)
+
+
+def test_a_template_without_a_format_shows_none() -> None:
+    assert sign_of("{% for m in messages %}{{ m.content }}{% endfor %}") is sign_of(None) is None
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Let me <see>.<|end|><|start|>assistant<|channel|>commentary<|message|>One moment."
+    "<|end|><|start|>assistant to=functions.weather<|channel|>commentary json<|message|>" + '{"city": "Ulm"}<|call|>'
+)
+
+
+def test_messages_in_channels_become_thoughts_content_and_calls() -> None:
+    for cuts in ([], range(1, len(HARMONY)), range(7, len(HARMONY), 7)):
+        parts = fed(splitters("openai", "openai_gptoss", False), HARMONY, cuts)
+        assert parts == [
+            TextPart("reasoning", "Let me <see>."),
+            TextPart("content", "One moment."),
+            TextPart("call", "weather", 0),
+            TextPart("arguments", '{"city": "Ulm"}', 0),
+        ]
+    answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    assert fed(THOUGHTS["openai_gptoss"].splitter(inside=False), answer) == [
+        TextPart("reasoning", "Hm."),
+        TextPart("content", "Yes."),
+    ]
+
+
+WRITTEN: list[tuple[ReasoningParser, bool, str, str]] = [
+    ("mistral", False, "[THINK]Hm.[/THINK]Yes.", "Hm."),
+    ("granite", False, "Here's my thought process:\nHm.\nHere is my response:\nYes.", "Hm."),
+    ("gemma4", False, "<|channel>thought\nHm.\n<channel|>Yes.", "Hm."),
+    ("minimax_m2", True, "Hm.\n</think>\n\nYes.", "Hm."),
+    ("seed_oss", False, "<seed:think>\nHm.</seed:think>Yes.", "Hm."),
+]
+
+
+@pytest.mark.parametrize(("name", "inside", "text", "thought"), WRITTEN)
+def test_thoughts_of_each_family_are_found(name: str, inside: bool, text: str, thought: str) -> None:
+    parts = fed(THOUGHTS[name].splitter(inside=inside), text)
+    assert parts == [TextPart("reasoning", thought), TextPart("content", "Yes.")]
+    counter = ReasoningCounter(inside=inside, style=THOUGHTS[name])
+    counter.feed(list(text))
+    assert counter.over and len(text) - len("Yes.") - 3 <= counter.count <= len(text) - len("Yes.")
+
+
+def test_calls_end_the_thoughts_of_kimi() -> None:
+    text = "<think>Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}"
+    parts = fed(splitters("kimi_k2", "kimi_k2", False), text)
+    assert [(part.kind, part.text) for part in parts] == [("reasoning", "Hm."), ("call", "now"), ("arguments", "{}")]

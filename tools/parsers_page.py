@@ -1,0 +1,75 @@
+"""Writes docs/reference/parsers.md from the registries of parsers: `make docs`."""
+
+from __future__ import annotations
+
+from quire.parsers.reasoning import THOUGHTS
+from quire.parsers.tools.styles import STYLES, Notation, Style, TaggedStyle
+from quire.server.calls import EFFORTS
+
+_TOOLS = """# Parsers
+
+Written by `make docs` from `src/quire/parsers`; do not edit. The names are those of vLLM, but for `gemma`, which it
+does not have.
+
+## Tool calls
+
+`--tool-call-parser`; `auto` chooses by the chat template. In all of these formats a forced call binds name and
+arguments; `strict: true` binds the calls that a model chooses to make where the last column says so.
+
+| name | models | arguments | strict |
+|---|---|---|---|
+"""
+
+_REASONING = """
+## Reasoning
+
+`--reasoning-parser`; `auto` chooses by the chat template. Where the prompt does not show whether thoughts come first,
+the last column says what is expected.
+
+| name | models | begins with | ends with | expected |
+|---|---|---|---|---|
+"""
+
+_EFFORT = """
+## Effort
+
+`reasoning_effort` is given to the chat template if the template reads that name. Otherwise it is a
+`thinking_token_budget`, unless the request has one of its own:
+
+| `reasoning_effort` | most tokens of thoughts |
+|---|---|
+"""
+
+
+def _arguments(style: Style) -> str:
+    if not isinstance(style, TaggedStyle):
+        python = "python" in style.marks.values() or not style.marks
+        return "Python or JSON" if python else "JSON"
+    if style.form is None:
+        return "JSON"
+    return "Gemma's notation" if isinstance(style.form, Notation) else "an element for each"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`".replace("|", "\\|")
+
+
+def markdown() -> str:
+    """The page."""
+    lines = [
+        f"| `{name}` | {style.models} | {_arguments(style)} | {'yes' if style.before and not style.bare else 'no'} |"
+        for name, style in STYLES.items()
+    ]
+    thoughts = [
+        f"| `{name}` | {style.models} | {_code(style.opens[0])} | {_code(style.closes[0])} "
+        f"| {'thoughts' if style.first == 'open' else 'either'} |"
+        for name, style in THOUGHTS.items()
+    ]
+    efforts = [f"| `{effort}` | {'any number' if most < 0 else most} |" for effort, most in EFFORTS.items()]
+    return (
+        _TOOLS + "\n".join(lines) + "\n" + _REASONING + "\n".join(thoughts) + "\n" + _EFFORT + "\n".join(efforts) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
