@@ -84,6 +84,7 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
         max_n=server.max_n,
         max_answers=min(1024, scheduler.max_num_queued_reqs),
         priorities=scheduler.scheduling_policy != "fcfs",
+        closed_schemas=server.closed_schemas,
     )
     keys = Keys(server.api_key, settings.access.admin_key)
     batches = None

@@ -174,6 +174,11 @@ class ServerConfig:
     max_header_bytes: int = option(
         32 << 10, "Largest head of a request accepted, first line and header fields together.", low=1024, high=1 << 30
     )
+    closed_schemas: bool = option(
+        True,
+        "Objects of a JSON schema (of a tool, or of an answer) have no properties but those that it lists, where it "
+        "says nothing of additionalProperties.",
+    )
     max_n: int = option(128, "Most answers to one prompt: the largest n.", low=1, high=1024)
     max_connections: int = option(
         4096,

@@ -135,7 +135,7 @@ class Api:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if request.messages is not None:
-            tools = make_tool_set(request.tools, None, None, STYLES[card.tool_parser]).for_template
+            tools = make_tool_set(request.tools, None, None, STYLES[card.tool_parser], self._limits).for_template
             _, tokens = prompts.render(request.messages, request, self._backend, tools)
         else:
             special = request.add_special_tokens is not False

@@ -130,7 +130,8 @@ def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "
     # The newer of the two names goes first.
     if request.max_completion_tokens is not None:
         max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
-    tools = make_tool_set(request.tools, request.tool_choice, request.parallel_tool_calls, STYLES[card.tool_parser])
+    style = STYLES[card.tool_parser]
+    tools = make_tool_set(request.tools, request.tool_choice, request.parallel_tool_calls, style, limits)
     text, whole = render(request.messages, request, backend, tools.for_template, max_prompt_tokens(request, card))
     shared = shared_params(request, backend, card, limits)
     form = tools.structure(shared["structured_outputs"])
@@ -236,7 +237,7 @@ def shared_params(request: Sampling, backend: Backend, card: ModelCard, limits: 
     """
     _check_counts(request, card, limits)
     return {
-        "structured_outputs": _structured_outputs(request),
+        "structured_outputs": _structured_outputs(request, limits.closed_schemas),
         "logit_bias": None if request.logit_bias is None else _logit_bias(request.logit_bias, card),
         "bad_words_token_ids": bad_words(request.bad_words, backend) if request.bad_words else None,
     }
@@ -379,8 +380,11 @@ _STRUCTURES = (
 )
 
 
-def _structured_outputs(request: Sampling) -> StructuredOutputsParams | None:
-    """The structure that the answer must have, by any of its fields. Raises InvalidRequest naming the field."""
+def _structured_outputs(request: Sampling, closed: bool) -> StructuredOutputsParams | None:
+    """The structure that the answer must have, by any of its fields. Raises InvalidRequest naming the field.
+
+    closed: objects have only properties that are listed, unless the request says otherwise.
+    """
     given = [name for name in _STRUCTURES if _is_set(getattr(request, name))]
     if len(given) > 1:
         raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: send one", param=given[1])
@@ -390,11 +394,11 @@ def _structured_outputs(request: Sampling) -> StructuredOutputsParams | None:
         return None
     value = getattr(request, given[0])
     if isinstance(value, ResponseFormat):
-        return _from_response_format(value)
+        return _from_response_format(value, closed)
     if isinstance(value, Structure):
-        fields = msgspec.structs.asdict(value)
-        return StructuredOutputsParams(**fields | {"disable_any_whitespace": bool(value.disable_any_whitespace)})
-    one: dict[str, Any] = {given[0].removeprefix("guided_"): value}
+        fields = {name: one for name, one in msgspec.structs.asdict(value).items() if one is not None}
+        return StructuredOutputsParams(**{"disable_additional_properties": closed} | fields)
+    one: dict[str, Any] = {given[0].removeprefix("guided_"): value, "disable_additional_properties": closed}
     return StructuredOutputsParams(**one, whitespace_pattern=request.guided_whitespace_pattern, param=given[0])
 
 
@@ -402,7 +406,7 @@ def _is_set(value: Any) -> bool:
     return value is not None and not (isinstance(value, ResponseFormat) and value.type == "text")
 
 
-def _from_response_format(form: ResponseFormat) -> StructuredOutputsParams:
+def _from_response_format(form: ResponseFormat, closed: bool) -> StructuredOutputsParams:
     param = "response_format"
     inner = form.json_schema.schema if form.json_schema is not None else None
     if form.type not in ("json_object", "json_schema"):
@@ -412,7 +416,7 @@ def _from_response_format(form: ResponseFormat) -> StructuredOutputsParams:
         raise InvalidRequest(f"{param}: the schema is given twice", param=param)
     schema = form.schema if inner is None else inner
     if schema is not None:
-        return StructuredOutputsParams(json=schema, param=param)
+        return StructuredOutputsParams(json=schema, disable_additional_properties=closed, param=param)
     if form.type == "json_schema":
         raise InvalidRequest(f"{param}.json_schema.schema is required", param=f"{param}.json_schema.schema")
     return StructuredOutputsParams(json_object=True, param=param)

@@ -40,7 +40,7 @@ _BEAM = "beam search is not supported: use n with a temperature"
 
 REFUSED_FIELDS: Mapping[str, Refusal] = {
     "structural_tag": Refusal("use grammar, which can describe text around a schema with %json"),
-    "disable_additional_properties": Refusal("write additionalProperties: false into the schema", (False,)),
+    "disable_additional_properties": Refusal("send it within structured_outputs"),
     "tools": Refusal("tools are called in /v1/chat/completions, /v1/responses and /v1/messages", ([],)),
     "tool_choice": Refusal("there are no tools to choose from here", ("none", "auto")),
     "parallel_tool_calls": Refusal("there are no tools to call here", (True, False)),

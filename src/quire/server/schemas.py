@@ -54,6 +54,7 @@ class Structure(Struct, kw_only=True):
     grammar: str | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 class _ModelField(Struct, kw_only=True):

@@ -14,7 +14,8 @@ from quire.parsers.parts import PLAIN, Splitter
 from quire.parsers.tools.reader import Reader
 from quire.parsers.tools.styles import HERMES, ToolStyle
 from quire.server.fields import check
-from quire.structured_output.schema import check_schema
+from quire.server.limits import Limits
+from quire.structured_output.schema import check_schema, closed
 from quire.types import UNLIMITED, StructuredOutputsParams
 
 MAX_TOOLS = 128
@@ -33,7 +34,7 @@ class ToolSet:
 
     for_template: tools as the model's template expects them; None for none. parameters: names of the arguments of each
     tool that may be called; schemas: theirs. forced: the answer must be tool calls. strict: calls must match their
-    schemas. most: calls in one answer.
+    schemas. most: calls in one answer. closed: as of `Limits.closed_schemas`.
     """
 
     style: ToolStyle = HERMES
@@ -43,6 +44,7 @@ class ToolSet:
     forced: bool = False
     strict: bool = False
     most: int = UNLIMITED
+    closed: bool = True
 
     def reader(self) -> Splitter:
         """Reads the tool calls in the text of one choice."""
@@ -86,6 +88,7 @@ class ToolSet:
             schema = json.loads(otherwise.kind[1])
             check_schema(schema, otherwise.param)
             start = "calls | answer"
+            schema = closed(schema) if otherwise.disable_additional_properties else schema
             rules.append(f"answer: {_schema(schema, otherwise)}")
         return "\n".join([f"start: {start}", *rules])
 
@@ -105,7 +108,7 @@ class ToolSet:
         for i, (name, schema) in enumerate(self.schemas.items()):
             check_schema(schema, f"tools[{i}].function.parameters")
             rules.append(f"call_{i}: {_text(self.style.head(name))} arguments_{i} {_text('}')}")
-            rules.append(f"arguments_{i}: {_schema(schema)}")
+            rules.append(f"arguments_{i}: {_schema(closed(schema) if self.closed else schema)}")
         return rules
 
 
@@ -129,6 +132,7 @@ def make_tool_set(
     choice: str | Mapping[str, Any] | None,
     parallel: bool | None,
     style: ToolStyle,
+    limits: Limits,
 ) -> ToolSet:
     """Check the fields tools, tool_choice and parallel_tool_calls. Raises InvalidRequest naming the field."""
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
@@ -152,6 +156,7 @@ def make_tool_set(
         forced=named is not None or choice == "required",
         strict=style is HERMES and any(function.get("strict") for function in functions),
         most=1 if parallel is False or named is not None else UNLIMITED,
+        closed=limits.closed_schemas,
     )
 
 
