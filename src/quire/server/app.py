@@ -75,11 +75,12 @@ class Api:
             size, (job, chunks) = await self._read(request, endpoint.request_type, prepare, slot)
         begin = partial(self._begin, job)
         if chunks is not None:
-            return EventStream(begin, chunks, keep_alive=self._limits.keep_alive)
+            return EventStream(begin, chunks, keep_alive=self._limits.keep_alive, headers=job.headers())
         made = await unless_gone(request.receive, gather(job, begin))
         if made is None:
             return Response(status_code=GONE)
-        return await offloaded_json(size + outputs.cost(job, made[0]), partial(endpoint.response, job, *made))
+        size += outputs.cost(job, made[0])
+        return await offloaded_json(size, partial(endpoint.response, job, *made), job.headers())
 
     def _begin(self, job: Job) -> ResultStream[Delta]:
         """Raises what `Backend.answer` raises.

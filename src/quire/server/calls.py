@@ -74,6 +74,10 @@ class Job:
     params: dict[str, Any] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
+    def headers(self) -> dict[str, str]:
+        """Header fields of the answer."""
+        return {"x-quire-omitted-tools": ", ".join(self.tools.omitted)} if self.tools.omitted else {}
+
     def splitter(self) -> Splitter:
         """Splits the text of one choice into content, thoughts and tool calls."""
         calls = self.tools.reader()
@@ -130,8 +134,12 @@ def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "
     # The newer of the two names goes first.
     if request.max_completion_tokens is not None:
         max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
+    request = msgspec.structs.replace(request, chat_template_kwargs=_template_kwargs(request))
     style = STYLES[card.tool_parser]
-    tools = make_tool_set(request.tools, request.tool_choice, request.parallel_tool_calls, style, limits)
+    searched = [] if request.web_search_options is None else [{"type": "web_search"}]
+    tools = make_tool_set(
+        [*(request.tools or ()), *searched], request.tool_choice, request.parallel_tool_calls, style, limits
+    )
     text, whole = render(request.messages, request, backend, tools.for_template, max_prompt_tokens(request, card))
     shared = shared_params(request, backend, card, limits)
     form = tools.structure(shared["structured_outputs"])
@@ -142,10 +150,11 @@ def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "
     if tools.parameters and tools.style.special and request.skip_special_tokens is None:
         shared["skip_special_tokens"] = False
     params = sampling_params(request, ids, card, limits, max_tokens, None, logprobs=top, name=name, shared=shared)
+    call = make_call(prefix, _continued(request), ids, request, params, limits)
     return _job(
         request,
         backend,
-        [make_call(prefix, _continued(request), ids, request, params, limits)],
+        [replace(call, omitted_tools=tools.omitted)],
         len(whole) - len(ids),
         top=top,
         thinking=None if card.reasoning_parser == "none" else ahead == "open",
@@ -153,6 +162,24 @@ def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "
         reasons=request.include_reasoning is not False,
         params=effective_params(request, params, card, name),
     )
+
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
+    """The request's own, and its reasoning_effort, which templates that do not know it ignore.
+
+    The effort `none` turns thinking off. Raises InvalidRequest for an unknown effort.
+    """
+    effort = request.reasoning_effort
+    if effort is None:
+        return request.chat_template_kwargs or {}
+    if effort not in _EFFORTS:
+        hint = nearest(effort[:64], _EFFORTS)
+        raise InvalidRequest(f"reasoning_effort must be one of {', '.join(_EFFORTS)}.{hint}", param="reasoning_effort")
+    made: dict[str, Any] = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return made | (request.chat_template_kwargs or {})
 
 
 def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:
