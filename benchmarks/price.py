@@ -40,6 +40,7 @@ from quire.llm import LLM
 from quire.model_runner import graphs
 from quire.models.registry import read_spec
 from quire.parsers.tools.styles import HERMES
+from quire.server.limits import Limits
 from quire.server.tools import make_tool_set
 from quire.structured_output.llguidance import LlguidanceCompiler
 from quire.tokenization.tokenizer import Tokenizer
@@ -250,7 +251,7 @@ def tools(i: int) -> StructuredOutputsParams:
     """What the server makes of two tools with `tool_choice` "required", for models that write calls as Hermes does."""
     schema = listing({"type": "string", "pattern": "^[A-Z0-9]{12}$"})
     listed = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("look", "find")]
-    made = make_tool_set(listed, "required", None, HERMES).structure(None)
+    made = make_tool_set(listed, "required", None, HERMES, Limits()).structure(None)
     assert made is not None
     return made
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx2
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 from anthropic import Anthropic
+from pydantic import BaseModel, Field
 
 from tests import thinker
 from tests.live import Live, serving, standing
@@ -114,6 +115,37 @@ def test_messages_call_tools(live: Any, claude: Any) -> None:
     jsonschema.validate(whole.content[0].input, SCHEMA)
     with claude.messages.stream(**ask, tools=[tool], tool_choice=choice) as stream:
         assert stream.get_final_message().content[0].input == whole.content[0].input
+
+
+class Trip(BaseModel):
+    """An ordinary class, whose schema says nothing of additionalProperties."""
+
+    city: Literal["Paris", "Rome"]
+    days: Annotated[int, Field(ge=1, le=7)]
+    note: Annotated[str, Field(max_length=20)] | None = None
+
+
+class Place(BaseModel):
+    city: Literal["Paris", "Rome"]
+    far: bool
+
+
+def test_answers_and_calls_are_objects_of_an_ordinary_class(live: Any, claude: Any) -> None:
+    schema = Trip.model_json_schema()
+    assert "additionalProperties" not in schema
+    tool: Any = {"type": "function", "function": {"name": "Trip", "parameters": schema}}
+    forced: Any = {"type": "function", "function": {"name": "Trip"}}
+    asked: dict[str, Any] = {"model": "embedded", "messages": HI, "max_tokens": 200}
+    for seed in range(20):
+        made = live.openai.chat.completions.create(**asked, seed=seed, tools=[tool], tool_choice=forced)
+        Trip.model_validate_json(made.choices[0].message.tool_calls[0].function.arguments, strict=True)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}}
+    made = live.openai.chat.completions.create(**asked, response_format=form)
+    Trip.model_validate_json(made.choices[0].message.content)
+    # Anthropic's client leaves bounds out of the schema, and checks them itself.
+    assert isinstance(claude.messages.parse(**asked, output_format=Place).parsed_output, Place)
+    parsed = live.openai.responses.parse(model="embedded", input="Rome", max_output_tokens=200, text_format=Trip)
+    assert isinstance(parsed.output_parsed, Trip)
 
 
 def test_which_parsers_were_chosen_is_shown(live: Any) -> None:

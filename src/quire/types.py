@@ -52,10 +52,11 @@ class StructuredOutputsParams:
     in Lark's or llama.cpp's (GBNF) notation.
 
     whitespace_pattern: what may stand where JSON allows white space, at most once in each place; by default one space.
-    disable_any_whitespace: nothing may. thoughts: what may come before, free of the structure: see `Ahead`.
-    reasoning_parser: how thoughts are marked (`parsers.reasoning`). thought_budget: most tokens of thoughts; with it,
-    none of the first five is needed. begin: text between the thoughts and the structure. param: the request's field
-    this came from, for messages.
+    disable_any_whitespace: nothing may. disable_additional_properties: objects of a JSON schema that lists `properties`
+    and says nothing of `additionalProperties` have no others. thoughts: what may come before, free of the structure:
+    see `Ahead`. reasoning_parser: how thoughts are marked (`parsers.reasoning`). thought_budget: most tokens of
+    thoughts; with it, none of the first five is needed. begin: text between the thoughts and the structure. param: the
+    request's field this came from, for messages.
 
     Raises InvalidRequest naming `param`, before anything is compiled.
     """
@@ -67,6 +68,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = True
     thoughts: Ahead = "none"
     reasoning_parser: str = "deepseek_r1"
     thought_budget: int | None = None

@@ -181,7 +181,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs", "expected object"),
     ({"modalities": ["text", "audio"]}, "modalities", "text only"),
-    ({"reasoning_effort": "lots"}, "reasoning_effort", "one of none, minimal"),
+    ({"reasoning_effort": "hihg"}, "reasoning_effort", "Did you mean 'high'?"),
 ]
 
 CASES = [(path, *case) for path in OK for case in FIELDS]

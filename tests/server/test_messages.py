@@ -160,7 +160,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "a", "nmae": 1}]}, "messages[0].nmae"),
     ({"messages": []}, "messages is empty"),
     ({"system": [{"type": "image"}]}, "system[0]"),
-    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
+    ({"tools": [{"type": "window_20250124", "name": "bash"}]}, "window_20250124"),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
     ({"thinking": {"type": "enabled"}}, "no thoughts"),
     ({"mcp_servers": [{}]}, "mcp_servers"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.server.limits import Limits
 from quire.types import RequestStepOutput, StructuredOutputsParams
 from tests.frontend.ports import FakePort
 from tests.server.doubles import HI, check_error, served
@@ -39,6 +40,10 @@ SPELLINGS: list[tuple[dict[str, Any], StructuredOutputsParams]] = [
         {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
         StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
     ),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": False}},
+        StructuredOutputsParams(json=SCHEMA, disable_additional_properties=False),
+    ),
     ({"guided_json": SCHEMA, "response_format": {"type": "text"}}, StructuredOutputsParams(json=SCHEMA)),
     (
         {"guided_json": TEXT, "guided_whitespace_pattern": " ?"},
@@ -63,6 +68,21 @@ async def test_all_fields_for_a_structure_mean_the_same_on_every_endpoint() -> N
                 got = server.port.submitted[-1].sampling.structured_outputs
                 assert got == want, (path, body)
                 assert got is not None and got.param in body
+
+
+async def test_schemas_are_open_where_the_server_says_so_unless_the_request_says_otherwise() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+    async with served(limits=Limits(closed_schemas=False), room=1024) as server:
+        for body in ({"guided_json": SCHEMA}, {"response_format": {"type": "json_schema", "schema": SCHEMA}}):
+            await server.chat(**body)
+            assert server.port.submitted[-1].sampling.structured_outputs.disable_additional_properties is False
+        await server.chat(structured_outputs={"json": SCHEMA, "disable_additional_properties": True})
+        assert server.port.submitted[-1].sampling.structured_outputs.disable_additional_properties is True
+        await server.chat(tools=[tool], tool_choice="required")
+        assert "additionalProperties" not in server.port.submitted[-1].sampling.structured_outputs.grammar
+    async with served(room=1024) as server:
+        await server.chat(tools=[tool], tool_choice="required")
+        assert '"additionalProperties": false' in server.port.submitted[-1].sampling.structured_outputs.grammar
 
 
 async def test_text_asks_for_nothing() -> None:

@@ -49,6 +49,13 @@ def test_each_kind_allows_what_it_says_and_nothing_else(
     assert not any(obeys(text, **structure) for text in bad)
 
 
+def test_properties_that_are_not_listed_are_allowed_on_request() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert obeys('{"a":1}', json=schema) and not obeys('{"a":1,"b":2}', json=schema)
+    assert obeys('{"a":1,"b":2}', json=schema, disable_additional_properties=False)
+    assert obeys('{"a":1,"b":2}', json={**schema, "additionalProperties": {"type": "integer"}})
+
+
 def test_white_space_is_one_space_at_most_unless_said_otherwise() -> None:
     schema = {"type": "array", "items": {"type": "integer"}}
     assert obeys("[1, 2 , 3 ]", json=schema) and not obeys("[1,  2]", json=schema)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
 from quire.errors import InvalidRequest
-from quire.structured_output.schema import DEPTH, OBEYED, REFUSED, check_schema
+from quire.structured_output.schema import DEPTH, OBEYED, REFUSED, check_schema, closed
 
 
 def refusal(schema: Any) -> str:
@@ -19,7 +20,7 @@ def refusal(schema: Any) -> str:
 
 @pytest.mark.parametrize("keyword", sorted(REFUSED))
 def test_a_keyword_that_cannot_be_obeyed_is_named_with_its_place(keyword: str) -> None:
-    bad: dict[str, Any] = {keyword: {"type": "string"}}
+    bad: dict[str, Any] = {keyword: {"type": "integer"}}
     assert f"the keyword {keyword!r} in the schema is not supported: {REFUSED[keyword]}" in refusal(bad)
     assert "in /properties/a/items/anyOf/1 " in refusal(
         {"properties": {"a": {"items": {"anyOf": [{"type": "null"}, bad]}}}}
@@ -70,3 +71,51 @@ def test_depth_is_bounded_without_recursion() -> None:
     for _ in range(5000):
         schema = {"items": schema}
     assert f"more than {DEPTH} deep" in refusal(schema)
+
+
+A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}}
+SHUT: Any = {**A, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (A, SHUT),
+        ({"items": A, "prefixItems": [A]}, {"items": SHUT, "prefixItems": [SHUT]}),
+        ({"anyOf": [A, B]}, {"anyOf": [SHUT, {**B, "additionalProperties": False}]}),
+        ({"$defs": {"x": A}, "$ref": "#/$defs/x"}, {"$defs": {"x": SHUT}, "$ref": "#/$defs/x"}),
+        (
+            {"allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": A}},
+            {"allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": SHUT}},
+        ),
+        ({"properties": {"x": A}}, {"properties": {"x": SHUT}, "additionalProperties": False}),
+        ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
+    ],
+)
+def test_an_object_that_lists_its_properties_has_no_others(schema: Any, expected: Any) -> None:
+    before = copy.deepcopy(schema)
+    assert closed(schema) == expected
+    assert schema == before
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"type": "object"},
+        {**A, "additionalProperties": True},
+        {**A, "additionalProperties": {"type": "string"}},
+        {**A, "patternProperties": {"^x": {}}},
+        {**A, "required": ["z"]},
+        {**A, "minProperties": 2},
+        {"allOf": [A, B]},
+        {"allOf": [{"anyOf": [A, B]}, {"oneOf": [B]}]},
+        {**A, "anyOf": [B]},
+        {**A, "$ref": "#/$defs/b~1~0c", "$defs": {"b/~c": B}},
+        {"allOf": [A, {"$ref": "#/$defs/x"}], "$defs": {"x": {"$ref": "#/$defs/y"}, "y": B}},
+        {"allOf": [A, {"$ref": "#/$defs/0/1"}, {"$ref": "#"}, {"$ref": "#/none/0"}, {"$ref": "x"}]},
+    ],
+)
+def test_objects_that_others_describe_too_or_that_say_themselves_stay_as_they_are(schema: Any) -> None:
+    assert closed(schema) == schema

@@ -310,6 +310,8 @@ BLOCKS = (
     Item(HF, hf, executors=(), ci=(), needs=("transformers",)),
 )
 
+AGENT = "test_the_agent_itself_ends_after_two_tools"
+
 NAMED = (
     *(
         Named(
@@ -335,6 +337,10 @@ NAMED = (
         "docs/guides/scheduling-policies.md: from collections.abc import Sequence as Seq",
         "an engine of its own",
         "tests/test_scheduling_policy.py::test_the_example_serves_and_explains",
+    ),
+    *(
+        Named(f"docs/clients.md: {first}", "needs the agent", f"tests/test_agents.py::{AGENT}")
+        for first in ('model = "MODEL"', "export ANTHROPIC_BASE_URL=http://127.0.0.1:8000")
     ),
     Named("docs/guides/deployment.md: docker build -t quire .", "needs Docker", "tests/test_deploy.py"),
     Named(

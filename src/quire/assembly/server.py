@@ -27,7 +27,7 @@ from quire.frontend.upstream import UpstreamBackend
 from quire.observability import engine_metrics
 from quire.observability.frontend_metrics import FrontendMetrics
 from quire.observability.live_view import Broadcaster
-from quire.observability.logs import RequestLogger, log_config, run_with_stats
+from quire.observability.logs import RequestLogger, ToolLogger, log_config, run_with_stats
 from quire.observability.observer import ObserverGroup
 from quire.observability.recording_format import recording_folder
 from quire.observability.tracing import Traces, build_traces
@@ -85,6 +85,8 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
         max_n=server.max_n,
         max_answers=min(1024, scheduler.max_num_queued_reqs),
         priorities=scheduler.scheduling_policy != "fcfs",
+        closed_schemas=server.closed_schemas,
+        strict_tools=server.strict_tools,
     )
     keys = Keys(server.api_key, settings.access.admin_key)
     batches = None
@@ -154,7 +156,7 @@ def run(
 def build_observer(settings: Settings, model: str, traces: Traces | None) -> ObserverGroup:
     """Metrics, and traces and request logs if they are on."""
     logger = [RequestLogger(log)] if settings.server.enable_log_requests else []
-    return ObserverGroup(FrontendMetrics(model), *logger, *([] if traces is None else [traces]))
+    return ObserverGroup(FrontendMetrics(model), ToolLogger(log), *logger, *([] if traces is None else [traces]))
 
 
 def _log_ready(text: Text, backend: NativeBackend, started: float, url: str) -> None:

@@ -189,6 +189,16 @@ class ServerConfig:
     max_header_bytes: int = option(
         32 << 10, "Largest head of a request accepted, first line and header fields together.", low=1024, high=1 << 30
     )
+    closed_schemas: bool = option(
+        True,
+        "Objects of a JSON schema (of a tool, or of an answer) have no properties but those that it lists, where it "
+        "says nothing of additionalProperties.",
+    )
+    strict_tools: bool = option(
+        False,
+        "Refuse requests with tools of OpenAI or Anthropic that this server lacks, such as web_search. Otherwise they "
+        "are left out, and the header x-quire-omitted-tools says which.",
+    )
     max_n: int = option(128, "Most answers to one prompt: the largest n.", low=1, high=1024)
     max_connections: int = option(
         4096,

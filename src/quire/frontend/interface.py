@@ -20,7 +20,8 @@ class Call:
     """A prompt to answer `sampling.n` times. prompt: token ids. text: the text they were encoded from, if any.
 
     id: unique, chosen by the server. timeout: seconds from arrival, inf for none. spend: called with the number of
-    tokens that each step generated, whether or not the client reads them; None: they are not metered.
+    tokens that each step generated, whether or not the client reads them; None: they are not metered. omitted_tools:
+    kinds of tools that the client asked for and this server lacks.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Call:
     timeout: float = math.inf
     trace_context: TraceContext = NO_TRACE_CONTEXT
     spend: Callable[[int], None] | None = None
+    omitted_tools: tuple[str, ...] = ()
 
 
 class Delta(NamedTuple):

@@ -133,6 +133,8 @@ class NativeBackend(DrainingService):
             )
         self.admit(len(asked))
         self.engine.submit(asked)
+        for kind in call.omitted_tools:
+            self.observer.on_omitted_tool(kind)
         live = ActiveRequest(call, now, asked[0].max_new_tokens, self._on_reader_closed)
         stops = StopStrings(call.sampling.stop)
         for request in asked:

@@ -30,6 +30,7 @@ METRICS = Metrics(
     {
         "vllm:request_success": ("finished_reason", "Answers that ended, by reason."),
         "vllm:admission_rejections": ("reason", "Requests refused on arrival."),
+        "quire:omitted_tools": ("kind", "Tools that requests asked for and this server lacks, by kind."),
         "quire:surplus_tokens": ("", "Tokens generated past a stop string, or for a client that had left."),
     },
     {},
@@ -50,6 +51,7 @@ class FrontendMetrics(FrontendObserver):
         self._histograms["vllm:time_per_output_token_seconds"] = self._gap
         self._ended = dict.fromkeys(_REASONS, 0)
         self._refused = dict.fromkeys(_REFUSALS, 0)
+        self._omitted_tools: dict[str, int] = {}
         self._surplus = 0
         self._unfinished: dict[str, tuple[int, int]] = {}
         """By id of a call of which some answers have ended: answers left, and tokens of the longest."""
@@ -84,6 +86,10 @@ class FrontendMetrics(FrontendObserver):
         """A request was refused."""
         self._refused[reason] = self._refused.get(reason, 0) + 1
 
+    def on_omitted_tool(self, kind: str) -> None:
+        """A tool was left out."""
+        self._omitted_tools[kind] = self._omitted_tools.get(kind, 0) + 1
+
     def on_surplus(self, tokens: int) -> None:
         """Tokens were generated that no client gets."""
         self._surplus += tokens
@@ -93,6 +99,7 @@ class FrontendMetrics(FrontendObserver):
         values = {
             "vllm:request_success": self._ended,
             "vllm:admission_rejections": self._refused,
+            "quire:omitted_tools": self._omitted_tools,
             "quire:surplus_tokens": self._surplus,
             **{name: histogram.value for name, histogram in self._histograms.items()},
         }

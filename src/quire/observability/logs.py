@@ -105,6 +105,23 @@ class RequestLogger(FrontendObserver):
         self._log.info("a request was refused: %s", reason, extra={"fields": {"refused": reason}})
 
 
+class ToolLogger(FrontendObserver):
+    """Logs each kind of tool that is left out of requests, once: agents send the same tools with every request."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._known: set[str] = set()
+
+    def on_omitted_tool(self, kind: str) -> None:
+        """Log a kind that was not logged before."""
+        if kind not in self._known:
+            self._known.add(kind)
+            self._log.warning(
+                "requests ask for the tool %s, which this server lacks: it is left out (--strict-tools refuses it)",
+                kind,
+            )
+
+
 async def log_stats(stats: Callable[[], Mapping[str, Any]], log: logging.Logger, every: float = EVERY) -> None:
     """Log throughput and load every `every` seconds in which tokens were generated; runs until cancelled."""
     made = stats().get("generated_tokens", 0)

@@ -28,6 +28,9 @@ class FrontendObserver:
     def on_surplus(self, tokens: int) -> None:
         """The engine generated tokens after a stop string, or for a client that had disconnected."""
 
+    def on_omitted_tool(self, kind: str) -> None:
+        """A request was taken without a tool that it asked for, which this server lacks."""
+
     def text(self) -> bytes:
         """The observations as Prometheus text."""
         return b""
@@ -63,6 +66,11 @@ class ObserverGroup(FrontendObserver):
         """See FrontendObserver."""
         for observer in self._observers:
             observer.on_surplus(tokens)
+
+    def on_omitted_tool(self, kind: str) -> None:
+        """See FrontendObserver."""
+        for observer in self._observers:
+            observer.on_omitted_tool(kind)
 
     def text(self) -> bytes:
         """See FrontendObserver."""

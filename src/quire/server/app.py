@@ -75,11 +75,12 @@ class Api:
             size, (job, chunks) = await self._read(request, endpoint.request_type, prepare, slot)
         begin = partial(self._begin, job)
         if chunks is not None:
-            return EventStream(begin, chunks, keep_alive=self._limits.keep_alive)
+            return EventStream(begin, chunks, keep_alive=self._limits.keep_alive, headers=job.headers())
         made = await unless_gone(request.receive, gather(job, begin))
         if made is None:
             return Response(status_code=GONE)
-        return await offloaded_json(size + outputs.cost(job, made[0]), partial(endpoint.response, job, *made))
+        size += outputs.cost(job, made[0])
+        return await offloaded_json(size, partial(endpoint.response, job, *made), job.headers())
 
     def _begin(self, job: Job) -> ResultStream[Delta]:
         """Raises what `Backend.answer` raises.
@@ -135,7 +136,7 @@ class Api:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if request.messages is not None:
-            tools = make_tool_set(request.tools, None, None, STYLES[card.tool_parser]).for_template
+            tools = make_tool_set(request.tools, None, None, STYLES[card.tool_parser], self._limits).for_template
             _, tokens = prompts.render(request.messages, request, self._backend, tools)
         else:
             special = request.add_special_tokens is not False

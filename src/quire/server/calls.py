@@ -76,6 +76,10 @@ class Job:
     params: dict[str, Any] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
+    def headers(self) -> dict[str, str]:
+        """Header fields of the answer."""
+        return {"x-quire-omitted-tools": ", ".join(self.tools.omitted)} if self.tools.omitted else {}
+
     def splitter(self) -> Splitter:
         """Splits the text of one choice into content, thoughts and tool calls."""
         calls = self.tools.reader()
@@ -134,9 +138,16 @@ def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "
     # The newer of the two names goes first.
     if request.max_completion_tokens is not None:
         max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
-    tools = make_tool_set(request.tools, request.tool_choice, request.parallel_tool_calls, STYLES[card.tool_parser])
-    tools = replace(tools, calls_before=sum(map(_num_calls, request.messages)))
     request, budget = with_effort(request, card)
+    searched = [] if request.web_search_options is None else [{"type": "web_search"}]
+    tools = make_tool_set(
+        [*(request.tools or ()), *searched],
+        request.tool_choice,
+        request.parallel_tool_calls,
+        STYLES[card.tool_parser],
+        limits,
+    )
+    tools = replace(tools, calls_before=sum(map(_num_calls, request.messages)))
     style = THOUGHTS.get(card.reasoning_parser)
     text, whole = render(request.messages, request, backend, tools.for_template, max_prompt_tokens(request, card))
     shared = shared_params(request, backend, card, limits)
@@ -150,10 +161,11 @@ def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "
     if special and request.skip_special_tokens is None:
         shared["skip_special_tokens"] = False
     params = sampling_params(request, ids, card, limits, max_tokens, None, logprobs=top, name=name, shared=shared)
+    call = make_call(prefix, _continued(request), ids, request, params, limits)
     return _job(
         request,
         backend,
-        [make_call(prefix, _continued(request), ids, request, params, limits)],
+        [replace(call, omitted_tools=tools.omitted)],
         len(whole) - len(ids),
         top=top,
         thinking=None if style is None else ahead == "open",
@@ -203,7 +215,8 @@ def with_effort(request: ChatRequest, card: ModelCard) -> tuple[ChatRequest, int
         return request, budget
     if effort not in EFFORTS:
         known = ", ".join(EFFORTS)
-        raise InvalidRequest(f"reasoning_effort must be one of {known}", param="reasoning_effort")
+        hint = nearest(effort[:64], EFFORTS)
+        raise InvalidRequest(f"reasoning_effort must be one of {known}.{hint}", param="reasoning_effort")
     given: dict[str, Any] = dict.fromkeys(("enable_thinking", "thinking"), effort != "none")
     given["reasoning_effort"] = effort
     known_kwargs = {name: value for name, value in given.items() if name in card.template_arguments}
@@ -288,7 +301,7 @@ def shared_params(request: Sampling, backend: Backend, card: ModelCard, limits: 
     """
     _check_counts(request, card, limits)
     return {
-        "structured_outputs": _structured_outputs(request),
+        "structured_outputs": _structured_outputs(request, limits.closed_schemas),
         "logit_bias": None if request.logit_bias is None else _logit_bias(request.logit_bias, card),
         "bad_words_token_ids": bad_words(request.bad_words, backend) if request.bad_words else None,
     }
@@ -431,8 +444,11 @@ _STRUCTURES = (
 )
 
 
-def _structured_outputs(request: Sampling) -> StructuredOutputsParams | None:
-    """The structure that the answer must have, by any of its fields. Raises InvalidRequest naming the field."""
+def _structured_outputs(request: Sampling, closed: bool) -> StructuredOutputsParams | None:
+    """The structure that the answer must have, by any of its fields. Raises InvalidRequest naming the field.
+
+    closed: objects have only properties that are listed, unless the request says otherwise.
+    """
     given = [name for name in _STRUCTURES if _is_set(getattr(request, name))]
     if len(given) > 1:
         raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: send one", param=given[1])
@@ -442,11 +458,11 @@ def _structured_outputs(request: Sampling) -> StructuredOutputsParams | None:
         return None
     value = getattr(request, given[0])
     if isinstance(value, ResponseFormat):
-        return _from_response_format(value)
+        return _from_response_format(value, closed)
     if isinstance(value, Structure):
-        fields = msgspec.structs.asdict(value)
-        return StructuredOutputsParams(**fields | {"disable_any_whitespace": bool(value.disable_any_whitespace)})
-    one: dict[str, Any] = {given[0].removeprefix("guided_"): value}
+        fields = {name: one for name, one in msgspec.structs.asdict(value).items() if one is not None}
+        return StructuredOutputsParams(**{"disable_additional_properties": closed} | fields)
+    one: dict[str, Any] = {given[0].removeprefix("guided_"): value, "disable_additional_properties": closed}
     return StructuredOutputsParams(**one, whitespace_pattern=request.guided_whitespace_pattern, param=given[0])
 
 
@@ -454,7 +470,7 @@ def _is_set(value: Any) -> bool:
     return value is not None and not (isinstance(value, ResponseFormat) and value.type == "text")
 
 
-def _from_response_format(form: ResponseFormat) -> StructuredOutputsParams:
+def _from_response_format(form: ResponseFormat, closed: bool) -> StructuredOutputsParams:
     param = "response_format"
     inner = form.json_schema.schema if form.json_schema is not None else None
     if form.type not in ("json_object", "json_schema"):
@@ -464,7 +480,7 @@ def _from_response_format(form: ResponseFormat) -> StructuredOutputsParams:
         raise InvalidRequest(f"{param}: the schema is given twice", param=param)
     schema = form.schema if inner is None else inner
     if schema is not None:
-        return StructuredOutputsParams(json=schema, param=param)
+        return StructuredOutputsParams(json=schema, disable_additional_properties=closed, param=param)
     if form.type == "json_schema":
         raise InvalidRequest(f"{param}.json_schema.schema is required", param=f"{param}.json_schema.schema")
     return StructuredOutputsParams(json_object=True, param=param)

@@ -57,9 +57,15 @@ _RESPONSES_NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
     "prompt": "input",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-_MESSAGES_NAMES: Mapping[str, str] = {"stop": "stop_sequences", "prompt": "messages"}
+_MESSAGES_NAMES: Mapping[str, str] = {
+    "prompt": "messages",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
 
 
 def _chat_job(

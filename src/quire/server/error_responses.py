@@ -56,9 +56,9 @@ def json_response(value: Any, headers: Mapping[str, str] | None = None) -> Respo
     return Response(msgspec.json.encode(value), headers=headers, media_type=JSON)
 
 
-async def offloaded_json(size: int, make: Callable[[], Any]) -> Response:
+async def offloaded_json(size: int, make: Callable[[], Any], headers: Mapping[str, str] | None = None) -> Response:
     """A response with what `make` returns as JSON, offloaded as work of `size` bytes."""
-    return Response(await offload(size, lambda: msgspec.json.encode(make())), media_type=JSON)
+    return Response(await offload(size, lambda: msgspec.json.encode(make())), headers=headers, media_type=JSON)
 
 
 def body(

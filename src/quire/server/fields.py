@@ -24,6 +24,7 @@ NO_OPS: Mapping[str, str] = {
     "metadata": "a label for the caller's own records",
     "safety_identifier": "a label for the caller's own records",
     "session_id": "a label that related requests share",
+    "client_metadata": "a label for the caller's own records",
     "store": "nothing is ever stored",
     "service_tier": "there is one tier",
     "prompt_cache_key": "prefixes are found by their tokens, without a key",
@@ -31,6 +32,12 @@ NO_OPS: Mapping[str, str] = {
     "prompt_cache_options": "prefixes stay while there is room",
     "cache_control": "prefixes are found by their tokens, without marks",
     "guided_decoding_backend": "there is one: llguidance",
+    "verbosity": "how long answers are is for the prompt to say",
+    "prediction": "it would make an answer faster, never another one",
+    "max_tool_calls": "this server calls no tools itself: answers say which to call",
+    "include_obfuscation": "streams are not padded",
+    "defer_loading": "all tools are shown to the model at once",
+    "eager_input_streaming": "arguments are always streamed as they come",
     "disable_fallback": "there is nothing to fall back to",
 }
 
@@ -38,9 +45,12 @@ _TOOLS = "this older form is not supported: use tools and tool_choice"
 _TEXT = "this server reads and writes text only"
 _BEAM = "beam search is not supported: use n with a temperature"
 
+# Edits of Anthropic's context_management that leave the conversation as it is.
+_KEEP_ALL: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+
 REFUSED_FIELDS: Mapping[str, Refusal] = {
     "structural_tag": Refusal("use grammar, which can describe text around a schema with %json"),
-    "disable_additional_properties": Refusal("write additionalProperties: false into the schema", (False,)),
+    "disable_additional_properties": Refusal("send it within structured_outputs"),
     "tools": Refusal("tools are called in /v1/chat/completions, /v1/responses and /v1/messages", ([],)),
     "tool_choice": Refusal("there are no tools to choose from here", ("none", "auto")),
     "parallel_tool_calls": Refusal("there are no tools to call here", (True, False)),
@@ -53,11 +63,8 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "return_mm_kwargs": Refusal(_TEXT, (True, False)),
     "prompt_embeds": Refusal("prompts are text or token ids"),
     "suffix": Refusal("filling in between a prompt and a suffix is not supported", ("",)),
-    "prediction": Refusal("predicted outputs are not supported"),
-    "web_search_options": Refusal("this server does not search the web"),
     "moderation": Refusal("this server does not moderate"),
-    "verbosity": Refusal("how long answers are is for the prompt to say", ("medium",)),
-    "reasoning_effort": Refusal("here thoughts are part of the text"),
+    "reasoning_effort": Refusal("it is for conversations: use /v1/chat/completions"),
     "include_reasoning": Refusal("here reasoning is part of the text", (True,)),
     "enable_thinking": Refusal("put what the model's template knows into chat_template_kwargs"),
     "thinking_token_budget": Refusal("here thoughts are part of the text", (-1,)),
@@ -75,7 +82,6 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "repetition_detection": Refusal("use repetition_penalty, stop or max_tokens"),
     "watermarking": Refusal("watermarks are not supported", (False,)),
     "stream_interval": Refusal("tokens are sent as they come", (1,)),
-    "include_obfuscation": Refusal("streams are not padded", (False,)),
     "request_id": Refusal("send the header X-Request-Id"),
     "return_prompt_text": Refusal("/tokenize shows what a template makes of messages", (False,)),
     "return_token_offsets": Refusal("use echo and logprobs, whose text_offset says where tokens begin", (False,)),
@@ -85,14 +91,13 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "previous_response_id": Refusal("nothing is stored: send the whole conversation as input"),
     "conversation": Refusal("nothing is stored: send the whole conversation as input"),
     "background": Refusal("answers come on the connection that asked; /v1/batches works in the background", (False,)),
-    "max_tool_calls": Refusal("this server calls no tools itself: answers say which to call"),
     "truncation": Refusal("prompts are never cut: send the part that matters", ("disabled",)),
-    "reasoning": Refusal(
-        "put what the model's template knows into chat_template_kwargs", ({}, {"effort": None, "summary": None})
-    ),
+    "reasoning": Refusal("use reasoning_effort", ({}, {"effort": None, "summary": None})),
+    "allowed_callers": Refusal("only the model calls tools here", (["direct"],)),
+    "context_management": Refusal("prompts are never edited: send the part that matters", _KEEP_ALL),
+    "mcp_servers": Refusal("this server calls no other: call the tool and send its result", ([],)),
+    "web_search_options": Refusal("this server does not search the web"),
     "container": Refusal("this server runs no code"),
-    "mcp_servers": Refusal("this server calls no other: call the tool and send its result"),
-    "context_management": Refusal("prompts are never edited: send the part that matters"),
     "output_config": Refusal("use response_format, or structured_outputs"),
     "output_format": Refusal("use response_format, or structured_outputs"),
     "inference_geo": Refusal("there is one place: this server"),

@@ -27,6 +27,8 @@ class Limits:
     timeout: seconds until an answer ends, where the request has no timeout of its own; inf for none. keep_alive:
     seconds of silence after which a stream sends a comment. priorities: whether the scheduling policy uses them.
     max_containers: lists and objects in a body. max_answers: prompts times n, at most what the queue holds.
+    closed_schemas: objects of JSON schemas have only the properties that are listed, where the schema does not say.
+    strict_tools: hosted tools that this server lacks are refused, not left out.
     """
 
     max_body_bytes: int = ServerConfig().max_body_bytes
@@ -44,6 +46,8 @@ class Limits:
     timeout: float = math.inf
     keep_alive: float = 15.0
     priorities: bool = True
+    closed_schemas: bool = True
+    strict_tools: bool = False
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:

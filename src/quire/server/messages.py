@@ -13,10 +13,11 @@ from quire.frontend.offload import PER_TOKEN
 from quire.parsers.parts import TextPart
 from quire.server import error_responses
 from quire.server.calls import Job
-from quire.server.fields import require_text
+from quire.server.fields import check, require_text
 from quire.server.outputs import ChoiceBuilder, Usage
-from quire.server.schemas import ChatRequest, Sampling, shared_fields
+from quire.server.schemas import ChatRequest, Sampling, response_format, shared_fields
 from quire.server.stream import Chunks
+from quire.server.tools import hosted_kind
 
 Blocks = str | list[Any]
 
@@ -30,6 +31,8 @@ class CountRequest(Sampling, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
 
@@ -55,12 +58,28 @@ def as_chat(request: CountRequest, card: ModelCard) -> ChatRequest:
         "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
         "thinking_token_budget": _budget(request),
         "chat_template_kwargs": _thinking(request.thinking, card.reasoning_parser != "none"),
+        **_output(request),
     }
     if isinstance(request, MessagesRequest) and request.stop_sequences is not None:
         if request.stop is not None:
             raise InvalidRequest("stop and stop_sequences are the same: send one", param="stop_sequences")
         changed["stop"] = request.stop_sequences
     return ChatRequest(**shared_fields(request) | changed)
+
+
+def _output(request: CountRequest) -> dict[str, Any]:
+    """The fields of a chat request for the format and the effort of the answer."""
+    config = check(request.output_config or {}, ("format", "effort"), where="output_config.")
+    given = {"response_format": request.response_format}
+    for name, one in (("output_config.format", config.get("format")), ("output_format", request.output_format)):
+        if one is not None:
+            given[name] = response_format(one, name)
+    sent = [name for name, one in given.items() if one is not None]
+    if len(sent) > 1:
+        raise InvalidRequest(f"{sent[0]} and {sent[1]} are the same: send one", param=sent[1])
+    if not isinstance(effort := config.get("effort"), str | None):
+        raise InvalidRequest("output_config.effort must be text", param="output_config.effort")
+    return {"response_format": given[sent[0]] if sent else None, "reasoning_effort": effort or request.reasoning_effort}
 
 
 def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -115,6 +134,8 @@ def _text(blocks: Any, where: str) -> str:
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if hosted_kind(tool) is not None:
+        return dict(tool)
     if tool.get("type", "custom") != "custom":
         kind = str(tool["type"])[:40]
         raise InvalidRequest(f"{where}.type {kind!r} is not supported: describe a tool of your own", param="tools")
@@ -136,12 +157,17 @@ def _choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | No
 
 
 def _thinking(thinking: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any] | None:
-    """The template's arguments."""
+    """The template's arguments; the budget is `_budget`'s.
+
+    `adaptive` leaves it to the model how much it thinks, so a model that does not think takes it as well.
+    """
     if thinking is None:
         return None
     kind = thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidRequest("thinking.type must be enabled, adaptive or disabled", param="thinking")
+    if kind == "adaptive" and not thinks:
+        return None
     if kind != "disabled" and not thinks:
         raise InvalidRequest("thinking: this model has no thoughts: send type disabled, or nothing", param="thinking")
     return {"enable_thinking": kind != "disabled"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -17,22 +18,49 @@ from quire.server import error_responses
 from quire.server.calls import Job
 from quire.server.fields import check, require_text
 from quire.server.outputs import ChoiceBuilder, Usage, chat_logprobs_of
-from quire.server.schemas import ChatRequest, JsonSchema, ResponseFormat, Sampling, shared_fields
+from quire.server.schemas import (
+    ChatRequest,
+    ResponseFormat,
+    Sampling,
+    StreamOptions,
+    response_format,
+    shared_fields,
+)
 from quire.server.stream import Chunks
+from quire.server.tools import hosted_kind, joined_name
 from quire.types import TokenLogprobs
 
 _json = msgspec.json.Encoder().encode
 _LOGPROBS = "message.output_text.logprobs"
 
+# What else `include` may ask for: parts of items that answers here never have.
+_NOTHING_TO_INCLUDE = (
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+
+# Fields of `reasoning` that ask for a summary, which is a service of OpenAI's: thoughts are sent as they are.
+_SUMMARIES = ("summary", "generate_summary")
+
+# The argument of a custom tool, whose input is text.
+_INPUT = "input"
+
 # The type of an event, and its other fields.
 _Event = tuple[str, dict[str, Any]]
 
-# The item that a part belongs to.
-_ITEMS: Mapping[str, str] = {
-    "content": "message",
-    "reasoning": "reasoning",
-    "call": "function_call",
-    "arguments": "function_call",
+_CALLS = ("function_call", "custom_tool_call")
+
+# The items that a part may belong to.
+_ITEMS: Mapping[str, tuple[str, ...]] = {
+    "content": ("message",),
+    "reasoning": ("reasoning",),
+    "call": _CALLS,
+    "arguments": _CALLS,
 }
 
 
@@ -51,8 +79,10 @@ class ResponsesRequest(Sampling, kw_only=True):
     include: list[str] | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
-    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    stream_options: StreamOptions | None = None
 
 
 def as_chat(request: ResponsesRequest, card: ModelCard) -> ChatRequest:
@@ -63,8 +93,11 @@ def as_chat(request: ResponsesRequest, card: ModelCard) -> ChatRequest:
     items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     for i, item in enumerate(items):
         _item(item, f"input[{i}]", messages)
-    for name in set(request.include or ()) - {_LOGPROBS}:
+    for name in set(request.include or ()) - {_LOGPROBS, *_NOTHING_TO_INCLUDE}:
         raise InvalidRequest(f"include: {name[:64]!r} is not kept here", param="include")
+    reasoning = check(request.reasoning or {}, ("effort", *_SUMMARIES), where="reasoning.")
+    if not isinstance(effort := reasoning.get("effort"), str | None):
+        raise InvalidRequest("reasoning.effort must be text", param="reasoning.effort")
     logprobs = _LOGPROBS in (request.include or ()) or request.top_logprobs is not None
     changed: dict[str, Any] = {
         "messages": messages,
@@ -73,6 +106,8 @@ def as_chat(request: ResponsesRequest, card: ModelCard) -> ChatRequest:
         "tool_choice": _choice(request.tool_choice),
         "response_format": _format(request),
         "logprobs": logprobs or None,
+        "reasoning_effort": effort or request.reasoning_effort,
+        "stream_options": None,
     }
     return ChatRequest(**shared_fields(request) | changed)
 
@@ -87,11 +122,15 @@ def _item(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]]) -
             messages[-1]["content"] = message["content"]
         else:
             messages.append(message)
-    elif kind == "function_call":
-        function = {"name": require_text(item, "name", where), "arguments": require_text(item, "arguments", where)}
+    elif kind in ("function_call", "custom_tool_call"):
+        if kind == "function_call":
+            arguments = require_text(item, "arguments", where)
+        else:
+            arguments = _json({_INPUT: require_text(item, "input", where)}).decode()
+        function = {"name": _shown_name(item, require_text(item, "name", where)), "arguments": arguments}
         call = {"id": require_text(item, "call_id", where), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         output = _content(item.get("output"), f"{where}.output")
         messages.append({"role": "tool", "tool_call_id": require_text(item, "call_id", where), "content": output})
     elif kind == "reasoning":
@@ -129,35 +168,83 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     return parts
 
 
+def _shown_name(given: Mapping[str, Any], name: str) -> str:
+    """The name by which the model sees the function `name`, which may be that of a namespace."""
+    return joined_name(given["namespace"], name) if isinstance(given.get("namespace"), str) else name
+
+
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        kind = str(tool.get("type"))[:40]
-        raise InvalidRequest(f"{where}.type {kind!r} is not supported: use function", param="tools")
+    """A tool as chat requests have it."""
+    kind = tool.get("type")
+    if hosted_kind(tool) is not None:
+        return dict(tool)
+    if kind == "namespace":
+        inner = tool.get("tools")
+        if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+            raise InvalidRequest(f"{where}.tools must be a list of functions", param="tools")
+        return {**tool, "tools": [_tool(one, f"{where}.tools[{i}]") for i, one in enumerate(inner)]}
+    if kind == "custom":
+        return {"type": "function", "function": _custom(tool, where)}
+    if kind != "function":
+        raise InvalidRequest(
+            f"{where}.type {str(kind)[:40]!r} is not supported: use function, custom or namespace", param="tools"
+        )
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
+def _custom(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A custom tool as a function whose only argument is the tool's input.
+
+    A grammar of the input is described to the model. It is not enforced: within JSON, other tokens write the same text.
+    """
+    kept = check({k: v for k, v in tool.items() if k != "type"}, ("name", "description", "format"), where=f"{where}.")
+    about = kept.get("description", "")
+    form = kept.get("format", {"type": "text"})
+    if not isinstance(about, str) or not isinstance(form, dict) or form.get("type") not in ("text", "grammar"):
+        raise InvalidRequest(
+            f"{where} needs a description in text, and a format of type text or grammar", param="tools"
+        )
+    if form["type"] == "grammar":
+        definition, syntax = require_text(form, "definition", f"{where}.format"), form.get("syntax")
+        about = f"{about}\n\nThe input must match this grammar ({syntax}):\n{definition}".lstrip()
+    properties = {_INPUT: {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": [_INPUT], "additionalProperties": False}
+    return {"name": kept.get("name"), "description": about, "parameters": schema}
+
+
+def _custom_names(tools: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The names by which the model sees custom tools. tools: of a request that was taken."""
+    for tool in tools:
+        if tool["type"] == "custom":
+            yield tool["name"]
+        elif tool["type"] == "namespace":
+            yield from (joined_name(tool["name"], name) for name in _custom_names(tool["tools"]))
+
+
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+        name = choice.get("name")
+        return {"type": "function", "function": {"name": _shown_name(choice, name) if isinstance(name, str) else name}}
     return choice
 
 
 def _format(request: ResponsesRequest) -> ResponseFormat | None:
     """The format in `text`, or vLLM's response_format."""
-    text = check(request.text or {}, ("format",), where="text.")
-    given = text.get("format")
+    given = check(request.text or {}, ("format",), where="text.").get("format")
     if given is None:
         return request.response_format
     if request.response_format is not None:
         raise InvalidRequest("text.format and response_format exclude each other", param="text")
-    if not isinstance(given, dict) or not isinstance(given.get("type"), str):
-        raise InvalidRequest("text.format must be an object with a type", param="text")
-    kept = check(given, ("type", "name", "description", "schema", "strict"), where="text.format.")
-    if not isinstance(schema := kept.get("schema"), dict | None):
-        raise InvalidRequest("text.format.schema must be a JSON schema", param="text")
-    if kept["type"] != "json_schema":
-        return ResponseFormat(type=kept["type"])
-    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema))
+    return response_format(given, "text.format")
+
+
+def _call_input(arguments: str) -> str:
+    """The input of a call of a custom tool. Arguments that were cut short, or are no object, stay as they are."""
+    with suppress(msgspec.DecodeError, RecursionError):
+        given = msgspec.json.decode(arguments)
+        if isinstance(given, dict) and isinstance(given.get(_INPUT), str):
+            return str(given[_INPUT])
+    return arguments
 
 
 # ---------------------------------------------------------------- answers
@@ -174,6 +261,9 @@ class ResponseChunks(Chunks[Delta]):
         self._output: list[dict[str, Any]] = []
         # Those that the current item will get.
         self._logprobs: list[TokenLogprobs] = []
+        self._custom = frozenset(_custom_names(job.request.tools or ()))
+        # The arguments of the current call of a custom tool, whose input is sent when they are complete.
+        self._arguments = ""
         self._number = 0
         self._finish: str | None = None
         repeated = (job.request.instructions, job.request.tools, job.request.text, job.request.tool_choice)
@@ -241,11 +331,13 @@ class ResponseChunks(Chunks[Delta]):
 
     def _add(self, part: TextPart) -> Iterator[_Event]:
         """Append a part to the current item, or to a new one. Each event is to be encoded before the next is made."""
-        if part.kind == "call" or not self._output or self._output[-1]["type"] != _ITEMS[part.kind]:
+        if part.kind == "call" or not self._output or self._output[-1]["type"] not in _ITEMS[part.kind]:
             yield from self._end_item("completed")
             yield from self._begin_item(part)
         item, where = self._output[-1], self._where()
-        if part.kind == "arguments":
+        if part.kind == "arguments" and item["type"] == "custom_tool_call":
+            self._arguments += part.text
+        elif part.kind == "arguments":
             item["arguments"] += part.text
             yield "response.function_call_arguments.delta", {**where, "delta": part.text}
         elif part.kind != "call":
@@ -264,8 +356,13 @@ class ResponseChunks(Chunks[Delta]):
         content: dict[str, Any] = {}
         item: dict[str, Any]
         if part.kind == "call":
-            called = {"name": part.text, "call_id": self._job.tools.call_id(part.text, part.call), "arguments": ""}
-            item = {"type": "function_call", "id": f"fc_{id}", "status": status, **called}
+            namespace, name = self._job.tools.grouped.get(part.text, (None, part.text))
+            called = {"name": name, "call_id": self._job.tools.call_id(part.text, part.call)}
+            called |= {} if namespace is None else {"namespace": namespace}
+            if part.text in self._custom:
+                item = {"type": "custom_tool_call", "id": f"ctc_{id}", "status": status, **called, "input": ""}
+            else:
+                item = {"type": "function_call", "id": f"fc_{id}", "status": status, **called, "arguments": ""}
         elif part.kind == "reasoning":
             content = {"type": "reasoning_text", "text": ""}
             item = {"type": "reasoning", "id": f"rs_{id}", "summary": [], "content": [content]}
@@ -286,7 +383,11 @@ class ResponseChunks(Chunks[Delta]):
         item, where = self._output[-1], self._where()
         if "status" in item:
             item["status"] = status
-        if item["type"] == "function_call":
+        if item["type"] == "custom_tool_call":
+            item["input"], self._arguments = _call_input(self._arguments), ""
+            yield "response.custom_tool_call_input.delta", {**where, "delta": item["input"]}
+            yield "response.custom_tool_call_input.done", {**where, "input": item["input"]}
+        elif item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield "response.function_call_arguments.done", {**where, **done}
         else:
@@ -327,7 +428,7 @@ class ResponseChunks(Chunks[Delta]):
             "output": self._output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None} | (request.reasoning or {}),
             "store": False,
             "temperature": params.temperature,
             "text": request.text or {"format": {"type": "text"}},

@@ -44,6 +44,21 @@ class ResponseFormat(Struct, kw_only=True):
     schema: dict[str, Any] | None = None
 
 
+def response_format(given: Any, where: str) -> ResponseFormat:
+    """The format of another API's field: `text.format` of Responses, `output_config.format` of Messages.
+
+    where: the field. Raises InvalidRequest naming it.
+    """
+    if not isinstance(given, dict) or not isinstance(given.get("type"), str):
+        raise InvalidRequest(f"{where} must be an object with a type", param=where)
+    kept = fields.check(given, ("type", "name", "description", "schema", "strict"), where=f"{where}.")
+    if not isinstance(schema := kept.get("schema"), dict | None):
+        raise InvalidRequest(f"{where}.schema must be a JSON schema", param=where)
+    if kept["type"] != "json_schema":
+        return ResponseFormat(type=kept["type"])
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema))
+
+
 class Structure(Struct, kw_only=True):
     """vLLM's `structured_outputs`."""
 
@@ -54,6 +69,7 @@ class Structure(Struct, kw_only=True):
     grammar: str | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 class _ModelField(Struct, kw_only=True):
@@ -135,6 +151,7 @@ class ChatRequest(Answers, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    web_search_options: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
     reasoning_effort: str | None = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -142,7 +143,16 @@ class EventStream(Generic[D]):
     write, so a slow reader costs fewer writes, not more memory.
     """
 
-    def __init__(self, begin: Callable[[], ResultStream[D]], chunks: Chunks[D], *, keep_alive: float) -> None:
+    def __init__(
+        self,
+        begin: Callable[[], ResultStream[D]],
+        chunks: Chunks[D],
+        *,
+        keep_alive: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """headers: header fields beside those of every stream."""
+        self._headers = (*HEADERS, *((name.encode(), value.encode()) for name, value in headers.items()))
         self._begin = begin
         self._chunks = chunks
         self._keep_alive = keep_alive
@@ -219,7 +229,7 @@ class EventStream(Generic[D]):
         self._spoke = True
         if not self._started:
             self._started = True
-            await self._send_head({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await self._send_head({"type": "http.response.start", "status": 200, "headers": self._headers})
             data = await offload(self._chunks.edge_cost, self._chunks.opening) + data
         await self._send_body({"type": "http.response.body", "body": data, "more_body": True})
 

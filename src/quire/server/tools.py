@@ -15,8 +15,9 @@ from quire.parsers.tools.kinds import properties_of
 from quire.parsers.tools.readers import reader_of
 from quire.parsers.tools.styles import HERMES, Style, TaggedStyle
 from quire.server.fields import check
+from quire.server.limits import Limits
 from quire.structured_output.call_rules import argument_rules, literal
-from quire.structured_output.schema import check_schema
+from quire.structured_output.schema import check_schema, closed
 from quire.types import UNLIMITED, StructuredOutputsParams
 
 MAX_TOOLS = 128
@@ -25,7 +26,21 @@ MAX_TOOLS = 128
 _MAX_FORCED = 16
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME_FORM = "1 to 64 letters, digits, dots, dashes and low lines"
+_NAMESPACE = ("name", "description", "tools")
 _FUNCTION = ("name", "description", "parameters", "strict")
+HOSTED = frozenset(
+    {
+        *("web_search", "web_search_preview", "web_fetch", "file_search", "tool_search", "code_interpreter"),
+        *("image_generation", "computer", "computer_use", "computer_use_preview", "local_shell", "shell", "mcp"),
+        *("apply_patch", "code_execution", "bash", "text_editor", "memory", "mcp_toolset"),
+        *("tool_search_tool_regex", "tool_search_tool_bm25"),
+    }
+)
+"""Kinds of tools that OpenAI or Anthropic run, or whose arguments only their models know. They are left out of requests
+that do not insist on them."""
+
+_VERSION = re.compile(r"_\d{4}_?\d{2}_?\d{2}$")
 _CHOICES = "auto, none, required or {'type': 'function', 'function': {'name': ...}}"
 
 
@@ -35,7 +50,9 @@ class ToolSet:
 
     for_template: tools as the model's template expects them; None for none. parameters: the properties of the arguments
     of each tool that may be called; schemas: of the arguments. forced: the answer must be tool calls. strict: calls
-    must match their schemas. most: calls in one answer. calls_before: calls in the conversation so far.
+    must match their schemas. most: calls in one answer. calls_before: calls in the conversation so far. closed: as of
+    `Limits.closed_schemas`. grouped: namespace and name of each function of a namespace, by the name that the model
+    sees. omitted: kinds of hosted tools that were left out.
     """
 
     style: Style = HERMES
@@ -46,6 +63,9 @@ class ToolSet:
     strict: bool = False
     most: int = UNLIMITED
     calls_before: int = 0
+    closed: bool = True
+    grouped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    omitted: tuple[str, ...] = ()
 
     def reader(self) -> Splitter:
         """Reads the tool calls in the text of one choice."""
@@ -90,6 +110,7 @@ class ToolSet:
             schema = json.loads(otherwise.kind[1])
             check_schema(schema, otherwise.param)
             start = "calls | answer"
+            schema = closed(schema) if otherwise.disable_additional_properties else schema
             rules.append(f"answer: {literal(begin)} structure")
             rules.append(f"structure: {_schema(schema, otherwise)}")
         return "\n".join([f"start: {start}", *rules])
@@ -114,7 +135,7 @@ class ToolSet:
             # The number of a call is the model's to count.
             head = " /[0-9]{1,4}/ ".join(map(literal, self.style.start.replace("{name}", name).split("{index}")))
             rules.append(f"call_{i}: {head} arguments_{i} {literal(self.style.finish)}")
-            rules += argument_rules(f"arguments_{i}", form, schema, _schema)
+            rules += argument_rules(f"arguments_{i}", form, closed(schema) if self.closed else schema, _schema)
         return rules
 
 
@@ -134,18 +155,31 @@ def make_tool_set(
     choice: str | Mapping[str, Any] | None,
     parallel: bool | None,
     style: Style,
+    limits: Limits,
 ) -> ToolSet:
     """Check the fields tools, tool_choice and parallel_tool_calls. Raises InvalidRequest naming the field."""
-    functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
+    functions: list[dict[str, Any]] = []
+    grouped: dict[str, tuple[str, str]] = {}
+    omitted: list[str] = []
+    for i, tool in enumerate(tools or ()):
+        if (kind := hosted_kind(tool)) is not None:
+            if limits.strict_tools:
+                raise InvalidRequest(f"tools[{i}]: this server has no {kind}: leave it out", param="tools")
+            omitted.append(kind)
+        elif tool.get("type") == "namespace":
+            grouped |= _namespace(tool, f"tools[{i}]", functions)
+        else:
+            functions.append(_function(tool, f"tools[{i}]"))
     names = [function["name"] for function in functions]
     if len(names) > MAX_TOOLS:
         raise InvalidRequest(f"tools: {len(names)} tools, and at most {MAX_TOOLS} are taken", param="tools")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidRequest(f"tools: two are called {twice!r}", param="tools")
-    named = _named_tool(choice, names)
+    named = _named_tool(choice, names, omitted)
+    left_out = tuple(dict.fromkeys(omitted))
     if not names or choice == "none":
-        return ToolSet(style=style)
+        return ToolSet(style=style, omitted=left_out)
     callable_ = {f["name"]: f.get("parameters") or {"type": "object", "properties": {}} for f in functions}
     if named is not None:
         callable_ = {named: callable_[named]}
@@ -157,7 +191,46 @@ def make_tool_set(
         forced=named is not None or choice == "required",
         strict=bool(style.before and not style.bare) and any(function.get("strict") for function in functions),
         most=1 if parallel is False or named is not None else style.most,
+        closed=limits.closed_schemas,
+        grouped=grouped,
+        omitted=left_out,
     )
+
+
+def hosted_kind(tool: Mapping[str, Any]) -> str | None:
+    """The kind of a tool that OpenAI or Anthropic run or define themselves, without its version; None for others."""
+    kind = _VERSION.sub("", str(tool.get("type", "")))
+    return kind if kind in HOSTED else None
+
+
+def joined_name(namespace: str, name: str) -> str:
+    """The name by which a model sees a function of a namespace."""
+    return f"{namespace.removesuffix('__')}__{name}"
+
+
+def _namespace(tool: Mapping[str, Any], where: str, functions: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Append the functions of a namespace to `functions`. Returns namespace and name by the names that models see.
+
+    The first function's description begins with that of the namespace.
+    """
+    check({name: tool[name] for name in tool if name != "type"}, _NAMESPACE, where=f"{where}.")
+    namespace, about, inner = tool.get("name"), tool.get("description") or "", tool.get("tools")
+    if not isinstance(namespace, str) or not _NAME.fullmatch(namespace):
+        raise InvalidRequest(f"{where}.name must be {_NAME_FORM}", param="tools")
+    if not isinstance(about, str):
+        raise InvalidRequest(f"{where}.description must be text", param="tools")
+    if not isinstance(inner, list) or not all(isinstance(one, Mapping) for one in inner):
+        raise InvalidRequest(f"{where}.tools must be a list of functions", param="tools")
+    grouped = {}
+    for i, one in enumerate(inner):
+        function = _function(one, f"{where}.tools[{i}]")
+        shown = joined_name(namespace, function["name"])
+        grouped[shown] = (namespace, function["name"])
+        if about:
+            function["description"] = "\n\n".join(filter(None, (about, function.get("description"))))
+        functions.append({**function, "name": shown})
+        about = ""
+    return grouped
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -178,24 +251,25 @@ def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(function.get(name), wanted | None):
             raise InvalidRequest(f"{where}.function.{name} must be {what}", param="tools")
     if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
-        raise InvalidRequest(
-            f"{where}.function.name must be 1 to 64 letters, digits, dots, dashes and low lines", param="tools"
-        )
+        raise InvalidRequest(f"{where}.function.name must be {_NAME_FORM}", param="tools")
     if not isinstance((function.get("parameters") or {}).get("properties", {}), dict):
         raise InvalidRequest(f"{where}.function.parameters.properties must be an object", param="tools")
     return {name: value for name, value in function.items() if value is not None}
 
 
-def _named_tool(choice: str | Mapping[str, Any] | None, names: Sequence[str]) -> str | None:
-    """The tool that tool_choice names, if it does."""
+def _named_tool(choice: str | Mapping[str, Any] | None, names: Sequence[str], omitted: Sequence[str]) -> str | None:
+    """The tool that tool_choice names, if it does. omitted: kinds of hosted tools, none of which can be forced."""
+    lacks = f": this server has no {omitted[0]}" if omitted else ""
     if choice == "required" and not names:
-        raise InvalidRequest("tool_choice required needs tools", param="tool_choice")
+        raise InvalidRequest(f"tool_choice required needs tools{lacks}", param="tool_choice")
     if choice is None or choice in ("auto", "none", "required"):
         return None
+    if isinstance(choice, Mapping) and (kind := hosted_kind(choice)) is not None:
+        raise InvalidRequest(f"tool_choice: this server has no {kind}: choose a function", param="tool_choice")
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise InvalidRequest(f"tool_choice must be {_CHOICES}", param="tool_choice")
     if name not in names:
-        raise InvalidRequest(f"tool_choice: there is no tool {name[:64]!r} among tools", param="tool_choice")
+        raise InvalidRequest(f"tool_choice: there is no tool {name[:64]!r} among tools{lacks}", param="tool_choice")
     return name

@@ -6,8 +6,10 @@ is enforced in part is worse than none, since the client trusts the answer.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from quire.errors import InvalidRequest
 
@@ -46,6 +48,12 @@ REFUSED: Mapping[str, str] = {
 }
 """Keywords that would restrict the answer and are not supported, and what to use instead."""
 
+_NO_RESTRICTION: Mapping[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": ({}, {"type": "string"}),
+}
+"""Values of these keywords that restrict nothing, which generators of schemas write."""
+
 
 def check_schema(schema: Any, param: str) -> None:
     """Raise InvalidRequest naming the first keyword that is not supported, and its place.
@@ -74,8 +82,7 @@ def _check_keywords(schema: Mapping[str, Any], where: str, known: Mapping[str, s
         if name in OBEYED:
             continue
         if name in REFUSED:
-            # Many generators write uniqueItems: false, which restricts nothing.
-            if (name, value) != ("uniqueItems", False):
+            if value not in _NO_RESTRICTION.get(name, ()):
                 raise _refusal(f"the keyword {name!r} in {where} is not supported: {REFUSED[name]}", param)
         elif name.lower() in known:
             raise _refusal(f"unknown keyword {name[:64]!r} in {where}. Did you mean {known[name.lower()]!r}?", param)
@@ -98,6 +105,74 @@ def _inside(schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
     for name in _ALONE:
         if name in schema:
             yield f"{where}/{name}", schema[name]
+
+
+def closed(schema: Any) -> Any:
+    """A copy of a checked schema in which objects have no properties but those listed.
+
+    `additionalProperties: false` is added to each schema that has `properties` and neither `additionalProperties` nor
+    `patternProperties`. Not where several schemas describe the same object (`allOf`, or `properties` beside `anyOf`,
+    `oneOf` or `$ref`), since each of them would exclude the properties of the others, and not where a property is
+    required that is not listed.
+    """
+    whole = copy.deepcopy(schema)
+    schemas = list(_subschemas(whole))
+    waiting = [part for one in schemas if len(parts := _parts(one, whole)) > 1 for group in parts for part in group]
+    combined: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict) and id(one) not in combined:
+            combined.add(id(one))
+            waiting += [part for group in _parts(one, whole) for part in group]
+    for one in schemas:
+        if id(one) not in combined and _closable(one):
+            one["additionalProperties"] = False
+    return whole
+
+
+def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """`schema` and all schemas in it that are objects."""
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            yield one
+            waiting += [inner for _, inner in _inside(one, "")]
+
+
+def _parts(schema: Mapping[str, Any], whole: Any) -> list[list[Any]]:
+    """The schemas that describe the value that `schema` describes: groups that all hold, of each group one."""
+    parts: list[list[Any]] = [[schema]] if "properties" in schema else []
+    for name in ("anyOf", "oneOf", "allOf"):
+        members = schema.get(name)
+        if isinstance(members, list):
+            parts += [[one] for one in members] if name == "allOf" else [members]
+    if isinstance(ref := schema.get("$ref"), str):
+        parts.append([_target(ref, whole)])
+    return parts
+
+
+def _target(ref: str, whole: Any) -> Any:
+    """What a reference within the schema points to; None if that is nothing."""
+    found = whole
+    for key in unquote(ref.removeprefix("#")).split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isascii() and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def _closable(schema: Mapping[str, Any]) -> bool:
+    listed, required, least = schema.get("properties"), schema.get("required", []), schema.get("minProperties", 0)
+    return (
+        isinstance(listed, dict)
+        and not schema.keys() & {"additionalProperties", "patternProperties"}
+        and isinstance(required, list)
+        and all(name in listed for name in required if isinstance(name, str))
+        and not (isinstance(least, int) and least > len(listed))
+    )
 
 
 def _refusal(why: str, param: str) -> InvalidRequest:
