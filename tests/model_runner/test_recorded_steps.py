@@ -71,7 +71,11 @@ def requests(*, poisoned: bool = False) -> list[Request]:
         if poisoned and i == 4:
             prompt = (*prompt[:-1], POISON)
         stop = frozenset({17, 34}) if i % 2 else frozenset[int]()
-        out.append(Request(id=str(i), prompt=prompt, max_new_tokens=new, sampling=sampling, stop=stop, seed=i - 5, choice=i % 2))
+        out.append(
+            Request(
+                id=str(i), prompt=prompt, max_new_tokens=new, sampling=sampling, stop=stop, seed=i - 5, choice=i % 2
+            )
+        )
     return out
 
 
@@ -121,7 +125,9 @@ class Recorded:
         rows, runner = self.executor.runner.rows, self.executor.runner
         for name in ("num_blocks", "num_known", "num_computed", "num_drafted", "is_new"):
             self.lines.append(f"  {name} {getattr(rows, name).astype(int).tolist()}")
-        self.lines += [f"  {r}: {rows.tokens[r, : n + rows.num_drafted[r]].tolist()}" for r, n in enumerate(rows.num_known) if n]
+        self.lines += [
+            f"  {r}: {rows.tokens[r, : n + rows.num_drafted[r]].tolist()}" for r, n in enumerate(rows.num_known) if n
+        ]
         if isinstance(runner, LookaheadRunner):
             columns = runner.state.columns
             for name in ("known", "length", "done"):
@@ -259,9 +265,7 @@ def draft_pools() -> Any:
 
 
 def model_drafter() -> ModelDrafter:
-    return ModelDrafter(
-        DRAFT, draft_pools(), vocab_size=VOCAB, num_drafts=2, rows=ROWS, device=torch.device("cpu")
-    )
+    return ModelDrafter(DRAFT, draft_pools(), vocab_size=VOCAB, num_drafts=2, rows=ROWS, device=torch.device("cpu"))
 
 
 def model_proposer() -> ModelProposer:
