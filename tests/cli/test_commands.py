@@ -314,7 +314,7 @@ def test_verifications_are_reported_as_written_down(calls: Calls, monkeypatch: p
     for words in (
         ("--deterministic", "--repeat", "2"),
         ("--repeat", "0", "--requests", "5", "--new", "6", "m"),
-        ("--repeat", "1", "--requests", "3", "--new", "3", "--json", "m", "--seed", "9"),
+        ("--repeat", "1", "--requests", "3", "--new", "3", "--json", "m", "--seed", "9", "--max-model-len", "60"),
         ("--speculative-config", '{"method": "ngram"}', "--repeat", "0", "--requests", "2"),
         ("--new", "700"),
     ):
