@@ -14,6 +14,7 @@ import torch
 from quire.assembly import engine, engine_child, grpc, hf, limits, onnx, speculate
 from quire.config import Settings
 from quire.engine.executor import Description
+from quire.engine.protocol import BuildFailed
 from quire.errors import InvalidModel, QuireError
 from quire.model_runner.memory import LayerShape
 from quire.models.registry import read_spec
@@ -405,3 +406,12 @@ def test_an_engines_process_begins_as_written_down(calls: Calls, monkeypatch: py
         monkeypatch.setattr(engine_child, "_settings", lambda link, options=options: Settings.of(**options))
         calls.say("exit", engine_child.main())
     check(EXPECTED / "children.txt", "\n".join(calls.lines))
+
+
+@pytest.mark.parametrize("gone", [BrokenPipeError, ConnectionResetError])
+def test_a_server_that_has_gone_is_found_out_by_the_next_read(gone: type[Exception]) -> None:
+    link: Any = SimpleNamespace(sendall=Calls().to("sendall", raises=gone()))
+    engine_child._send(link, BuildFailed("InvalidModel", "it is broken"))
+    full: Any = SimpleNamespace(sendall=Calls().to("sendall", raises=OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        engine_child._send(full, BuildFailed("InvalidModel", "it is broken"))

@@ -323,6 +323,12 @@ def test_verifications_are_reported_as_written_down(calls: Calls, monkeypatch: p
     check(EXPECTED / "verify.txt", "\n".join(line.rstrip() for line in calls.lines))
 
 
+def test_a_comparison_needs_a_package_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diff, "import_module", Calls().to("import_module", raises=ImportError("transformers")))
+    with pytest.raises(InvalidConfig, match=r"^quire diff compares with transformers: pip install 'quire-llm\[dev\]'$"):
+        diff.reference(Path("folder"), (5,))
+
+
 def test_comparisons_are_reported_as_written_down(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff, "locate", lambda name, **rest: calls.say("located", [name, rest]) or Path("folder"))
     tokens = iter([(5, 6, 7), InvalidModel("no tokenizer"), (5,), (5,)])

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.engine.engine import Engine
 from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.device_steps import TorchSteps
-from quire.model_runner.graphs import GraphKey, WorkQueue
+from quire.model_runner.graphs import GraphKey, WorkQueue, Works
 from quire.model_runner.lookahead_runner import LookaheadRunner
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.sampling.features import COLUMNS
@@ -84,6 +84,13 @@ class Queue(WorkQueue):
 
     def __init__(self) -> None:
         self.ran: list[str] = []
+
+    def precompile(self, works: Works) -> None:
+        self.ran.append(f"compiles {len(works)}")
+
+    def prepare(self, key: GraphKey, work: Any) -> None:
+        self.ran.append("prepares")
+        super().prepare(key, work)
 
     def run(self, key: GraphKey, work: Any) -> None:
         self.ran.append("x".join(map(str, key[:3])) + f" {key.kind} {key.features}")
