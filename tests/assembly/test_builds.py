@@ -74,6 +74,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
             canary.quality = Quality(9, 0.875, 0.5, 0.25, 0.125) if named["quantization"] == "int8" else None
         return note_load(folder, canary=canary and (canary.encoded, canary.threshold), **named)
 
+    monkeypatch.setattr(engine, "read_config", lambda folder: {"architectures": ["LlamaForCausalLM"]})
     monkeypatch.setattr(engine, "load_model", load)
     monkeypatch.setattr(speculate, "load_model", noted.to("load_draft", draft))
     monkeypatch.setattr(speculate, "allocate", noted.to("allocate", ["pools"]))
@@ -283,12 +284,20 @@ def test_foreign_executors_are_made_as_written_down(
     kind: str, calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     module: Any = {"onnx": onnx, "hf": hf}[kind]
-    foreign = SimpleNamespace(spec=spec(), dtype=torch.float32)
+    foreign = SimpleNamespace(
+        spec=spec(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        layers=["layer"],
+        past=SimpleNamespace(whole=False, about="kept"),
+    )
     monkeypatch.setattr(module, "locate", lambda name, **rest: calls.say("located", rest) or tmp_path)
     if kind == "hf":
         monkeypatch.setattr(hf, "choose_device", lambda name: torch.device("cuda" if name == "cuda" else "cpu"))
         monkeypatch.setattr(hf, "HfModel", calls.to("HfModel", foreign))
-        monkeypatch.setattr(hf, "LocalExecutor", calls.to("LocalExecutor", "executor"))
+        monkeypatch.setattr(hf, "load", calls.to("load", "loaded"))
+        monkeypatch.setattr(hf, "kv_budget", calls.to("kv_budget", GIB))
+        monkeypatch.setattr(hf, "paged", calls.to("paged", "executor"))
     else:
         monkeypatch.setattr(onnx, "OnnxModel", calls.to("OnnxModel", foreign))
         monkeypatch.setattr(onnx, "parameters", lambda spec: 20_000_000)
