@@ -481,13 +481,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "norm_topk_prob": True,
         },
         "olmoe-mqa-one-of-many": {
-            "hidden_size": 40,
+            "hidden_size": 80,
             "num_attention_heads": 5,
             "num_key_value_heads": 1,
             "intermediate_size": 33,
             "num_experts": 16,
             "num_experts_per_tok": 1,
-            "tie_word_embeddings": True,
         },
         "granitemoe-gqa": {
             **GRANITE_SCALES,
@@ -532,7 +531,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "hidden_size": 56,
             "num_attention_heads": 7,
             "num_key_value_heads": 7,
-            "intermediate_size": 45,
+            "intermediate_size": 61,
             "num_local_experts": 4,
             "shared_intermediate_size": 21,
             "tie_word_embeddings": True,

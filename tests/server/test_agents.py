@@ -110,11 +110,11 @@ async def test_the_effort_reaches_the_template_and_none_turns_thinking_off() -> 
     ]
     async with served(template=template, about=QWEN) as server:
         for path, fields in spelled:
-            for effort, shown in (("high", "high"), ("none", "False")):
+            for effort, shown in (("high", "highTrue"), ("none", "False")):
                 assert (await server.post(path, **PATHS[path], **fields(effort))).status_code == 200
                 assert TOKENIZER.decode(server.port.submitted[-1].prompt).startswith(shown + "<|im_start|>")
         await server.chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "mine"})
-        assert TOKENIZER.decode(server.port.submitted[-1].prompt).startswith("mine<")
+        assert TOKENIZER.decode(server.port.submitted[-1].prompt).startswith("mineTrue<")
 
 
 async def test_the_format_of_an_answer_is_one_thing_under_each_of_its_names() -> None:

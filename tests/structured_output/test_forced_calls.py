@@ -13,6 +13,7 @@ from quire.parsers.parts import TextPart
 from quire.parsers.reasoning import THOUGHTS, bounded
 from quire.parsers.tools.readers import reader_of
 from quire.parsers.tools.styles import STYLES, TaggedStyle, ToolParser, calls_text
+from quire.server.limits import Limits
 from quire.server.tools import ToolSet, make_tool_set
 from quire.structured_output.llguidance import LlguidanceCompiler
 from quire.types import StructuredOutputsParams
@@ -50,7 +51,7 @@ def letters(text: str) -> list[int]:
 
 def tool_set(name: ToolParser, choice: Any = "required", schemas: dict[str, Any] = SCHEMAS, **about: Any) -> ToolSet:
     tools = [{"type": "function", "function": {"name": n, "parameters": s, **about}} for n, s in schemas.items()]
-    return make_tool_set(tools, choice, None, STYLES[name])
+    return make_tool_set(tools, choice, None, STYLES[name], Limits())
 
 
 def written(name: ToolParser, *calls: tuple[str, dict[str, Any]]) -> str:

@@ -307,7 +307,7 @@ BLOCKS = (
     Item(EXECUTOR, elsewhere, executors=("local", "ahead"), ci=(), needs=("grpc",)),
     Item(CLIENT, elsewhere, executors=(), ci=(), needs=("grpc",)),
     Item(ONNX, onnx, executors=(), ci=(), needs=("onnx", "onnxruntime")),
-    Item(HF, hf, executors=(), ci=(), needs=("transformers",)),
+    Item(HF, hf, executors=(), ci=(), needs=("quire.executors.hf",)),
 )
 
 AGENT = "test_the_agent_itself_ends_after_two_tools"

@@ -77,7 +77,8 @@ def known() -> dict[str, Any]:
 
 def tried(deployments: Deployments, known: dict[str, Any], setting: Setting, item: Item) -> None:
     for package in (*item.needs, *(("grpc",) if setting.executor == "grpc" else ())):
-        pytest.importorskip(package, reason=f"{item.name} needs {package}, which is not installed")
+        reason = f"{item.name} needs {package}, which is not installed, or too old"
+        pytest.importorskip(package, reason=reason, exc_type=ImportError)
     if setting != REFERENCE and item.name not in known:
         known[item.name] = item.run(deployments.at(REFERENCE))
     answer = item.run(deployments.at(setting))

@@ -13,10 +13,15 @@ from quire.errors import InvalidConfig
 
 
 def extra(module: str, name: str) -> Any:
-    """Import `module`, which needs the extra called `name`. Raises InvalidConfig where a package is missing."""
+    """Import `module`, which needs the extra called `name`. Raises InvalidConfig where a package is missing or too
+    old."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise InvalidConfig(
             f"this needs a package that is not installed ({error.name}): pip install 'quire-llm[{name}]'"
+        ) from error
+    except ImportError as error:
+        raise InvalidConfig(
+            f"an installed package is too old ({error.name}): pip install -U 'quire-llm[{name}]'"
         ) from error

@@ -178,7 +178,7 @@ def choose_executor(settings: Settings) -> str:
     name = architecture_name(fields)
     if name in ARCHITECTURES:
         return "local"
-    known = find_spec("transformers") is not None and import_module("quire.executors.hf").knows(fields, name)
+    known = find_spec("transformers") is not None and extra("quire.executors.hf", "hf").knows(fields, name)
     if not known:
         find_architecture(name)
     return "hf"

@@ -217,9 +217,10 @@ def with_effort(request: ChatRequest, card: ModelCard) -> tuple[ChatRequest, int
         known = ", ".join(EFFORTS)
         hint = nearest(effort[:64], EFFORTS)
         raise InvalidRequest(f"reasoning_effort must be one of {known}.{hint}", param="reasoning_effort")
-    given: dict[str, Any] = dict.fromkeys(("enable_thinking", "thinking"), effort != "none")
-    given["reasoning_effort"] = effort
-    known_kwargs = {name: value for name, value in given.items() if name in card.template_arguments}
+    switches = [name for name in ("enable_thinking", "thinking") if name in card.template_arguments]
+    known_kwargs: dict[str, Any] = dict.fromkeys(switches, effort != "none")
+    if "reasoning_effort" in card.template_arguments and (effort != "none" or not switches):
+        known_kwargs["reasoning_effort"] = effort
     in_template = "reasoning_effort" in known_kwargs or (effort == "none" and bool(known_kwargs))
     merged = {**known_kwargs, **(request.chat_template_kwargs or {})}
     budget = EFFORTS[effort] if budget is None and not in_template else budget

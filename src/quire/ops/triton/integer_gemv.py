@@ -531,8 +531,13 @@ AMPERE = (8, 0)
 MAX_ROWS = 4
 """Rows up to which these kernels are faster than `integer_gemm`'s."""
 
-WARPS_EACH, REGISTERS = 4, 128
-"""Warps of a program, and of a thread's registers those that hold requested numbers."""
+LEAST_WARPS, MOST_WARPS, REGISTERS = 4, 16, 128
+"""Warps of a program, and of a thread's registers those that hold requested numbers: a quarter with the most warps,
+which have half as many."""
+
+UNROLLED = 32
+"""Units of 4-bit numbers that a warp multiplies, written out one by one: twice as many take four times as long to
+compile."""
 
 
 def takes(x: Tensor, card: DeviceInfo, *matrices: IntegerMatrix) -> bool:
@@ -567,6 +572,13 @@ def add_slots(x: Tensor, routing: Routing, matrix: IntegerMatrix, card: DeviceIn
     return out
 
 
+def num_warps(units: int, rows: int, bits: int, gate: Gate) -> int:
+    """Warps that share units: so many that what is written out of each stays short, and none without any."""
+    written = units * (bits // 4) * (2 if gate else 1)
+    wanted = min(MOST_WARPS, max(LEAST_WARPS, block(triton.cdiv(written, UNROLLED))))
+    return min(wanted, two(triton.cdiv(units * rows, 8)))
+
+
 def launch(
     x: Tensor,
     matrix: IntegerMatrix,
@@ -584,11 +596,11 @@ def launch(
     used = 1 if routing is None else routing.experts.shape[1]
     outputs, supers = out.shape[-1], supers_of(matrix)
     strides = (0, 0, 0) if routing is None else (matrix.weight.stride(0) // 8, matrix.words.stride(0), supers.stride(0))
-    padded, own = block(rows), triton.cdiv(matrix.inputs, UNIT.value)
+    padded, own = 1 if rows == 1 else MAX_ROWS, triton.cdiv(matrix.inputs, UNIT.value)
     units = own * used if mode.value == TOKEN.value else own
-    warps = min(WARPS_EACH, two(triton.cdiv(units * padded, 8)))
+    warps = num_warps(units, padded, matrix.bits, gate)
     batches = triton.cdiv(units * padded, 8 * warps)
-    registers = 8 // padded * matrix.bits * (2 if gate else 1)
+    registers = 8 // padded * matrix.bits * (2 if gate else 1) * (4 if warps == MOST_WARPS else 1)
     integer_gemv_kernel[(triton.cdiv(outputs, 16), count)](
         *(x.view(torch.int64), matrix.weight.view(torch.int64), matrix.words, supers, x if bias is None else bias, out),
         *(experts, weights, rows, outputs, matrix.inputs, *strides),
