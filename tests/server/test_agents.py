@@ -108,7 +108,8 @@ async def test_the_effort_reaches_the_template_and_none_turns_thinking_off() -> 
         ("/v1/messages", lambda effort: {"output_config": {"effort": effort}}),
         ("/v1/messages", lambda effort: {"reasoning_effort": effort}),
     ]
-    async with served(template=template, about=QWEN) as server:
+    about = QWEN | {"template_arguments": frozenset({"reasoning_effort", "enable_thinking"})}
+    async with served(template=template, about=about) as server:
         for path, fields in spelled:
             for effort, shown in (("high", "highTrue"), ("none", "False")):
                 assert (await server.post(path, **PATHS[path], **fields(effort))).status_code == 200

@@ -150,8 +150,9 @@ def bounded(
         return None
     if structure is None:
         structure = StructuredOutputsParams(thought_budget=budget, param="thinking_token_budget")
-    begin = "" if ahead == "none" else structure.begin
-    return replace(structure, thoughts=ahead, reasoning_parser=parser, thought_budget=budget, begin=begin)
+    if ahead == "none":
+        return replace(structure, thoughts=ahead, thought_budget=budget, begin="")
+    return replace(structure, thoughts=ahead, reasoning_parser=parser, thought_budget=budget)
 
 
 State = Literal["begin", "inside", "after", "answer"]
