@@ -436,6 +436,15 @@ def batch_sums(
     return made
 
 
+@triton.jit
+def write_zeros(out, row, outputs, DEPENDENT: tl.constexpr):
+    """This program's outputs of a token without experts."""
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    n = tl.program_id(0) * 16 + tl.arange(0, 16)
+    tl.store(out + row.to(tl.int64) * outputs + n, tl.zeros([16], out.dtype.element_ty), mask=n < outputs)
+
+
 @kernel(do_not_specialize=["rows"])
 def integer_gemv_kernel(
     x, weight, words, supers, bias, out, experts, weights, rows, outputs, inputs, size, scales, extra,
@@ -450,8 +459,8 @@ def integer_gemv_kernel(
     DEPTH batches are requested before the wait, the others as many batches ahead. MODE: see `DENSE`. experts, weights:
     of the slots; size, scales, extra: how far the next expert's weight, words and supers are.
     """
-    lane = tl.arange(0, 32 * WARPS)
-    thread = lane // 32, lane % 32 // 4, lane % 4
+    i = tl.arange(0, 32 * WARPS)
+    thread = i // 32, i % 32 // 4, i % 4
     PARTS: tl.constexpr = 2 if GATE else 1
     ALL: tl.constexpr = UNITS * USED if MODE == TOKEN else UNITS
     number = tl.program_id(1)
@@ -466,11 +475,7 @@ def integer_gemv_kernel(
     elif MODE == TOKEN:
         experts, weights = experts + number * USED, weights + number * USED
         if tl.load(experts) < 0:
-            wait(DEPENDENT)
-            release(DEPENDENT)
-            n = tl.program_id(0) * 16 + tl.arange(0, 16)
-            place = out + number.to(tl.int64) * outputs + n
-            tl.store(place, tl.zeros([16], out.dtype.element_ty), mask=n < outputs)
+            write_zeros(out, number, outputs, DEPENDENT)
             return
         x += number.to(tl.int64) * USED * (inputs // 4)
     matrix = weight, words, supers, size, scales, extra
