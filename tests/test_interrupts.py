@@ -75,7 +75,7 @@ def llm(request: pytest.FixtureRequest, executor: Gated, monkeypatch: pytest.Mon
     kv = KVCacheManager(about.num_blocks, about.block_size, make_prefix_cache(about.block_size, True))
     engine = Engine(Scheduler(kv, rows=about.num_rows), executor, lookahead=request.param)
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
-    text = SimpleNamespace(tokenizer=tokenizer(), template=template, defaults={})
+    text = SimpleNamespace(tokenizer=tokenizer(), template=template, defaults={}, reasoning_parser="none")
     monkeypatch.setattr("quire.llm.build_engine", lambda settings: engine)
     monkeypatch.setattr("quire.llm.build_text", lambda settings: text)
     with LLM() as opened:

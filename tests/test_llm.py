@@ -114,7 +114,9 @@ def engine(alphabet: Alphabet, lookahead: int, chunk: int) -> Engine:
 @pytest.fixture
 def llm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
-    text = SimpleNamespace(tokenizer=tokenizer(), template=template, defaults={"temperature": 0.5})
+    text = SimpleNamespace(
+        tokenizer=tokenizer(), template=template, defaults={"temperature": 0.5}, reasoning_parser="none"
+    )
     monkeypatch.setattr("quire.llm.build_engine", lambda settings: engine)
     monkeypatch.setattr("quire.llm.build_text", lambda settings: text)
     with LLM() as opened:

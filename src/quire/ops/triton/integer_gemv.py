@@ -507,10 +507,9 @@ def integer_gemv_kernel(
         ys = added(ys, made)
     e = tl.arange(0, 16 * ROWS)
     r, n = e // 2 % ROWS, tl.program_id(0) * 16 + e // (2 * ROWS) + 8 * (e % 2)
-    y = collected(ys, 0, WARPS, ROWS)
-    z = collected(ys, 1, WARPS, ROWS) if GATE else y
-    place = (number + r).to(tl.int64) * outputs + n
-    given(y, z, bias, out, place, n, outputs, (r < rows) & (n < outputs), GATE, ACT, BIAS)
+    y, z = collected(ys, 0, WARPS, ROWS), collected(ys, PARTS - 1, WARPS, ROWS)
+    inside, place = (r < rows) & (n < outputs), (number + r).to(tl.int64) * outputs + n
+    given(y, z, bias, out, place, n, outputs, inside, GATE, ACT, BIAS)
 
 
 @triton.jit
