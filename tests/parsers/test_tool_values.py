@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.parsers.parts import TextPart, joined
+from quire.parsers.tools.kinds import kinds_of, properties_of
 from quire.parsers.tools.readers import reader_of
 from quire.parsers.tools.styles import STYLES, Parameters, TaggedStyle, calls_text
 
@@ -124,3 +125,14 @@ def test_arguments_that_are_no_object_are_no_call(given: Any) -> None:
 def test_arguments_that_are_null_or_empty_are_an_empty_object(given: Any) -> None:
     text = json.dumps({"name": "weather", "arguments": given})
     assert parse("llama3_json", text) == [TextPart("call", "weather"), TextPart("arguments", "{}")]
+
+
+def test_references_that_branch_at_every_level_are_read_once() -> None:
+    """Read each time, these would be a billion."""
+    levels = 30
+    definitions: dict[str, Any] = {f"x{i}": {"anyOf": [{"$ref": f"#/$defs/x{i + 1}"}] * 2} for i in range(levels)}
+    definitions[f"x{levels}"] = {"type": "integer"}
+    found = properties_of({"properties": {"a": {"$ref": "#/$defs/x0"}}, "$defs": definitions})
+    assert kinds_of(found["a"]) == {"integer"}
+    itself = properties_of({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"$ref": "#/$defs/x"}}})
+    assert "object" in kinds_of(itself["a"])

@@ -166,3 +166,31 @@ def test_a_schema_that_cannot_be_compiled_is_refused_by_name() -> None:
     assert form is not None
     with pytest.raises(InvalidRequest, match="tool_choice"):
         COMPILE(form)
+
+
+TREE: dict[str, Any] = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "left": {"$ref": "#/$defs/node"},
+                "right": {"$ref": "#/$defs/node"},
+            },
+            "required": ["name"],
+        },
+        "nest": {"type": "array", "items": {"$ref": "#/$defs/nest"}},
+    },
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/node"}, "nest": {"$ref": "#/$defs/nest"}},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_schemas_that_refer_to_themselves_bind_calls(name: ToolParser) -> None:
+    form = tool_set(name, schemas={"plant": TREE}).structure(None)
+    tree = {"name": "a", "left": {"name": "b", "right": {"name": ""}}, "right": {"name": "c"}}
+    assert allows(form, written(name, ("plant", {"root": tree, "nest": [[], [[]]]})))
+    assert not allows(form, written(name, ("plant", {"root": {"name": "a", "left": {"name": "b", "up": {}}}})))
+    assert not allows(form, written(name, ("plant", {"nest": [[1]]})))

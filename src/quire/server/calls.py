@@ -46,9 +46,8 @@ class Job:
     id: of the answer, as clients see it. top: alternatives to show for each token, None for no log-probabilities.
     scored_only: max_tokens 0 with echo, which asks for the prompt's log-probabilities only. thinking: whether answers
     begin inside a thought without a mark of its own; None if the model does not reason. thought_style: how thoughts are
-    marked. reasons: whether thoughts are
-    shown. truncated: prompt tokens left out on request, None if the request does not ask for it. params: effective
-    sampling parameters to show. began: time.perf_counter() at which the request came.
+    marked. reasons: whether thoughts are shown. truncated: prompt tokens left out on request, None if the request does
+    not ask for it. params: effective sampling parameters to show. began: time.perf_counter() at which the request came.
     """
 
     id: str

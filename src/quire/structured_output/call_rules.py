@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.parsers.tools.kinds import kinds_of, properties_of
+from quire.parsers.tools.kinds import References, kinds_of, properties_of
 from quire.parsers.tools.styles import Notation, Parameters
 
 JsonRule = Callable[[Any], str]
@@ -86,8 +86,11 @@ class _Noted:
     def __init__(self, quote: str, root: Any, as_json: JsonRule) -> None:
         self._quote = quote
         self._root = root
+        self._references = References(root)
         self._as_json = as_json
         self._rules: list[str] = []
+        # Schemas of objects and lists and their rules, by identity: references lead to one in itself, and repeatedly.
+        self._made: dict[int, tuple[Any, str]] = {}
         self._any = ""
 
     def rules(self, name: str) -> list[str]:
@@ -101,11 +104,15 @@ class _Noted:
         if kinds == {"string"}:
             self._rules.append(f"{name}: {literal(self._quote)} {name}_text")
             self._rules += _string_rules(f"{name}_text", self._quote, about)
+        elif id(about) in self._made:
+            self._rules.append(f"{name}: {self._made[id(about)][1]}")
         elif kinds == {"object"} and isinstance(about.get("properties"), Mapping):
+            self._made[id(about)] = about, name
             self._object(name, about)
         elif kinds == {"array"} and "items" in about:
+            self._made[id(about)] = about, name
             self._list(name, f"{name}_item")
-            self._value(f"{name}_item", properties_of({**self._root, "properties": {"x": about["items"]}})["x"])
+            self._value(f"{name}_item", self._references.resolved(about["items"]))
         elif not kinds & {"string", "object", "array"}:
             self._rules.append(f"{name}: {self._as_json(_alone(schema, self._root))}")
         else:
@@ -117,7 +124,7 @@ class _Noted:
     def _object(self, name: str, schema: Mapping[str, Any]) -> None:
         """Properties in order. The rule `_none_i` goes on before the first of them, `_some_i` behind it."""
         required = schema.get("required") or ()
-        resolved = properties_of({**self._root, "properties": schema["properties"]})
+        resolved = self._references.properties(schema)
         self._rules.append(f'{name}: "{{" {name}_none_0 "}}"')
         for i, (key, each) in enumerate(resolved.items()):
             pair, more = f"{name}_pair_{i}", f"{name}_some_{i + 1}"

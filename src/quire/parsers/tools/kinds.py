@@ -14,28 +14,48 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schemas of the properties of an object, those that are references replaced by what they refer to."""
-    given = schema.get("properties")
-    return {name: _resolved(each, schema) for name, each in given.items()} if isinstance(given, Mapping) else {}
+class References:
+    """What references in the schema `root` refer to, each read once: chains and trees of references cost no more than
+    their text, and the same one always gives the same object."""
 
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._known: dict[str, Any] = {}
 
-def _resolved(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
-    """`schema` without a reference in itself or in its alternatives; those inside of its parts stay."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
-        return schema
-    ref = schema.get("$ref")
-    if isinstance(ref, str) and ref.startswith("#/"):
-        target: Any = root
+    def properties(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The schemas of the properties of an object, those that are references replaced by what they refer to."""
+        given = schema.get("properties")
+        return {name: self.resolved(each) for name, each in given.items()} if isinstance(given, Mapping) else {}
+
+    def resolved(self, schema: Any, depth: int = 0) -> Any:
+        """`schema` without a reference in itself or in its alternatives; those inside of its parts stay. A reference
+        that leads to itself allows anything."""
+        if not isinstance(schema, Mapping) or depth > _DEEPEST:
+            return schema
+        ref = schema.get("$ref")
+        if isinstance(ref, str) and ref.startswith("#/"):
+            if ref not in self._known:
+                target = self._target(ref)
+                self._known[ref] = True
+                self._known[ref] = schema if target is None else self.resolved(target, depth + 1)
+            return self._known[ref]
+        alternatives = {
+            name: [self.resolved(each, depth + 1) for each in schema[name]]
+            for name in ("anyOf", "oneOf")
+            if isinstance(schema.get(name), list)
+        }
+        return {**schema, **alternatives} if alternatives else schema
+
+    def _target(self, ref: str) -> Any:
+        target: Any = self._root
         for step in ref[2:].split("/"):
             target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        return schema if target is None else _resolved(target, root, depth + 1)
-    alternatives = {
-        name: [_resolved(each, root, depth + 1) for each in schema[name]]
-        for name in ("anyOf", "oneOf")
-        if isinstance(schema.get(name), list)
-    }
-    return {**schema, **alternatives} if alternatives else schema
+        return target
+
+
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """See `References.properties`, of the properties of the root itself."""
+    return References(schema).properties(schema)
 
 
 _KINDS: Mapping[type, str] = {
@@ -51,8 +71,13 @@ _ALL = frozenset(_KINDS.values())
 _PYTHON: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
 
 
-def kinds_of(schema: Any, depth: int = 0) -> frozenset[str]:
+def kinds_of(schema: Any) -> frozenset[str]:
     """The JSON types that a schema allows; all of them where it does not say."""
+    return _kinds_of(schema, set())
+
+
+def _kinds_of(schema: Any, seen: set[int], depth: int = 0) -> frozenset[str]:
+    """seen: alternatives that were counted, which several may share."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return _ALL
     given = schema.get("type")
@@ -65,7 +90,9 @@ def kinds_of(schema: Any, depth: int = 0) -> frozenset[str]:
         return frozenset({_KINDS.get(type(schema["const"]), "null")})
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            return frozenset().union(*(kinds_of(each, depth + 1) for each in schema[name]))
+            fresh = {id(each): each for each in schema[name] if id(each) not in seen}
+            seen |= fresh.keys()
+            return frozenset().union(*(_kinds_of(each, seen, depth + 1) for each in fresh.values()))
     return _ALL
 
 

@@ -48,11 +48,11 @@ class CallStyle:
     """What the formats of all families have in common.
 
     models: those that write so, for the documentation. bare: at the beginning of an answer, calls may stand without a
-    mark. special: the marks are special tokens, which decoding omits by
-    default. call_id: of a call, for templates that check or show it: `{name}`, `{index}` (its number in the
-    conversation) and `{random}` stand in it. id_length: characters of `{random}`. most: calls in one answer. before,
-    between, after: the text around and between the calls of an answer. start: what a call begins with, up to its
-    arguments: `{name}` stands in it, and `{index}` for a number. end: what follows the arguments.
+    mark. special: the marks are special tokens, which decoding omits by default. call_id: of a call, for templates that
+    check or show it: `{name}`, `{index}` (its number in the conversation) and `{random}` stand in it. id_length:
+    characters of `{random}`. most: calls in one answer. before, between, after: the text around and between the calls
+    of an answer. start: what a call begins with, up to its arguments: `{name}` stands in it, and `{index}` for a
+    number. finish: what follows the arguments.
     """
 
     name: ToolParser
