@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Gate, IntegerMatrix, Routing, TopK
-from quire.ops.integer import dequantize_integers, stack_integers
+from quire.ops.integer import dequantize_integers
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import integer_gemv as few
 from quire.ops.triton.launch import DeviceInfo
@@ -17,6 +17,7 @@ from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from tests.ops.triton.device import DEVICE
 from tests.ops.triton.integers import KINDS, made, off
 from tests.ops.triton.test_experts import padded, routed
+from tests.ops.triton.test_integer_experts import mixture
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
 INTEGERS = pytest.mark.parametrize(KINDS.args[0], [each for each in KINDS.args[1] if each[0] != "floats"], ids=str)
@@ -117,17 +118,6 @@ def test_operations_take_it_for_few_rows(gate: Gate, dtype: torch.dtype, monkeyp
 # ---------------------------------------------------------------- mixtures
 
 
-def mixture(kind: str, group: int, count: int, hidden: int, width: int) -> tuple[IntegerMatrix, IntegerMatrix]:
-    """Gate and up, and down. Superblocks have at least so many inputs."""
-    torch.manual_seed(count)
-    wide = 256 if kind.startswith("q") else width
-    pairs = [(made(kind, group, 2 * wide, hidden), made(kind, group, hidden, wide)) for _ in range(count)]
-    gate_up, down = (stack_integers(each) for each in zip(*pairs, strict=True))
-    assert gate_up is not None
-    assert down is not None
-    return gate_up, down
-
-
 def both(x: Tensor, routing: Routing, gate_up: IntegerMatrix, down: IntegerMatrix, gate: Gate) -> Tensor:
     inner = few.multiply_slots(x, routing, gate_up, gate, CARD)
     return few.add_slots(inner, routing, down, CARD)
@@ -160,11 +150,11 @@ def test_tokens_that_fill_up_a_step_and_idle_experts_are_not_read() -> None:
     routing = TritonOps(DEVICE).route(x, router, TopK(2, True), batch=padded(4, 2))
     assert (routing.experts[2:] == -1).all()
     real = Routing(*(each[:2] for each in routing))
-    want = REFERENCE.quantized_experts(x[:2].bfloat16().float(), real, gate_up, down, "silu")
+    want = REFERENCE.quantized_experts(x[:2].half().float(), real, gate_up, down, "silu")
     idle = [e for e in range(9) if e not in real.experts.flatten().tolist()]
     for matrix in (gate_up, down):
         matrix.words[idle] = -1  # scales and zero points that are no numbers
     x[2:] = float("nan")
-    got = both(x.bfloat16(), routing, gate_up, down, "silu")
+    got = both(x.half(), routing, gate_up, down, "silu")
     assert off(got[:2], want) < 1e-2
     assert (got[2:] == 0).all()

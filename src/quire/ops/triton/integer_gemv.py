@@ -28,6 +28,7 @@ from quire.ops.triton.integer_gemm import (
     SUPERBLOCKS,
     ZEROS,
     byte_of,
+    in_float16,
     lower,
     signed_byte_of,
     supers_of,
@@ -64,27 +65,22 @@ lop3.b32 $7, s, 0x000f000f, 0x43004300, 0xea;
 """Eight bytes -> pairs of 128 + q: columns 0 and 2, 1 and 3, 4 and 6, 5 and 7 of their low halves, then of their high
 ones."""
 
-BYTES = """{
-.reg .b32 a, b, c, d, m;
-mov.b32 m, 0xbf80bf80;
-mov.b64 {a, b}, $4;
-prmt.b32 c, a, a, 0x1100;
-prmt.b32 d, a, a, 0x3322;
-lop3.b32 $0, c, 0x00800080, 0x43004300, 0xea;
-lop3.b32 $1, d, 0x00800080, 0x43004300, 0xea;
+FOUR_BYTES = """
+prmt.b32 c, {word}, {word}, 0x1100;
+prmt.b32 d, {word}, {word}, 0x3322;
+lop3.b32 ${low}, c, 0x00800080, 0x43004300, 0xea;
+lop3.b32 ${high}, d, 0x00800080, 0x43004300, 0xea;
 lop3.b32 c, c, 0x007f007f, 0x43004300, 0xea;
 lop3.b32 d, d, 0x007f007f, 0x43004300, 0xea;
-fma.rn.bf16x2 $0, $0, m, c;
-fma.rn.bf16x2 $1, $1, m, d;
-prmt.b32 c, b, b, 0x1100;
-prmt.b32 d, b, b, 0x3322;
-lop3.b32 $2, c, 0x00800080, 0x43004300, 0xea;
-lop3.b32 $3, d, 0x00800080, 0x43004300, 0xea;
-lop3.b32 c, c, 0x007f007f, 0x43004300, 0xea;
-lop3.b32 d, d, 0x007f007f, 0x43004300, 0xea;
-fma.rn.bf16x2 $2, $2, m, c;
-fma.rn.bf16x2 $3, $3, m, d;
-}"""
+fma.rn.bf16x2 ${low}, ${low}, m, c;
+fma.rn.bf16x2 ${high}, ${high}, m, d;"""
+
+BYTES = (
+    "{ .reg .b32 a, b, c, d, m; mov.b32 m, 0xbf80bf80; mov.b64 {a, b}, $4;"
+    + FOUR_BYTES.format(word="a", low=0, high=1)
+    + FOUR_BYTES.format(word="b", low=2, high=3)
+    + "}"
+)
 """Eight signed bytes -> pairs of neighbours: see `integer_gemm.BYTES`."""
 
 ORDERED = "{ .reg .b32 a, b; mov.b64 {a, b}, $2; prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632; }"
@@ -97,13 +93,6 @@ PRODUCT = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
     "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
-
-
-def in_float16(code: str) -> str:
-    """The same with 1024 + q."""
-    for old, new in (("0x4300", "0x6400"), ("4300,", "6400,"), ("bf80", "bc00"), ("bf16", "f16")):
-        code = code.replace(old, new)
-    return code
 
 
 NIBBLES_ASM, NIBBLES_16 = tl.constexpr(NIBBLES), tl.constexpr(in_float16(NIBBLES))
