@@ -74,7 +74,7 @@ def build_engine(
     make = Engine if folder is None else recorded(folder, settings.execution.recording_max_bytes)
     policy = build_policy(settings)
     target = settings.scheduler.latency_target_ms
-    executor, limits, static_gauges = make_executor(settings)
+    executor, limits, static_gauges, plan_delay = make_executor(settings)
     executor = wrap(executor)
     engine = make(
         build_scheduler(settings, executor.describe(), limits, policy),
@@ -82,7 +82,7 @@ def build_engine(
         lookahead=limits.lookahead,
         observers=observers,
         step_budget=LatencyController(target / 1e3) if target else None,
-        plan_delay=build_plan_delay(choose_executor(settings)),
+        plan_delay=plan_delay,
         keep=keep,
     )
     engine.description = replace(engine.description, static_gauges=engine.description.static_gauges | static_gauges)
@@ -120,7 +120,7 @@ def _local(settings: Settings) -> BuiltExecutor:
         executor: Executor = on_host(settings, model, limits, layers)
     else:
         executor = _cuda().make_executor(settings, model, device, limits)
-    return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges)
+    return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
 
 
 def on_host(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> LocalExecutor:
@@ -182,11 +182,6 @@ def choose_executor(settings: Settings) -> str:
     if not known:
         find_architecture(name)
     return "hf"
-
-
-def build_plan_delay(executor: str) -> PlanDelay | None:
-    """None, for no delay, where the executor is elsewhere: planning then hides the way there."""
-    return PlanDelay() if executor == "local" else None
 
 
 def build_policy(settings: Settings) -> SchedulingPolicy:

@@ -12,6 +12,7 @@ import torch
 
 from quire.config import OPTIONS, Settings
 from quire.engine.executor import Executor
+from quire.engine.timing import PlanDelay
 from quire.errors import InvalidConfig
 from quire.model_runner.memory import GIB, activation_bytes
 from quire.models.spec import ModelSpec
@@ -40,11 +41,15 @@ class Limits(NamedTuple):
 
 
 class BuiltExecutor(NamedTuple):
-    """An executor, its sizes, and gauges measured while it was built."""
+    """An executor, its sizes, and gauges measured while it was built.
+
+    plan_delay: None, for no delay, where the executor is elsewhere: planning then hides the way there.
+    """
 
     executor: Executor
     limits: Limits
     static_gauges: dict[str, float]
+    plan_delay: PlanDelay | None = None
 
 
 def reject_options(settings: Settings, executor: str, fixed: Mapping[str, str]) -> None:
