@@ -23,7 +23,7 @@ types:
 
 # One thread a worker: two workers that each use every core spend their time waiting for each other.
 test:
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --durations=30
 
 bench:
 	$(PYTHON) -m quire bench engine --requests 1000

@@ -18,6 +18,8 @@ from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import FixedDrafts
 from quire.types import GREEDY, Request
+from tests.checkpoints import greedy
+from tests.models.feeding import Feeder
 
 
 class Subject:
@@ -30,7 +32,9 @@ class Subject:
         shared = draw(40)
         self.prompts = [(shared if i % 3 == 0 else ()) + draw(rng.randrange(2, 60)) for i in range(15)]
         self.prompts.append(self.prompts[0])
-        self.want = [reference(theirs, prompt, new) for prompt in self.prompts]
+        guesses = Feeder(ours, page_size=16).greedy([list(prompt) for prompt in self.prompts], new)
+        asked = zip(self.prompts, guesses, strict=True)
+        self.want = [tuple(greedy(theirs, prompt, new, guess)) for prompt, guess in asked]
 
     def engine(self, *, pages: int = 400, page_size: int = 16, drafts: int = 0, **settings: Any) -> Engine:
         """An engine around the CPU executor; `settings` are the scheduler's, and those of the lines below."""

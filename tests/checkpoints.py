@@ -7,7 +7,7 @@ have a standard deviation of at least 1 and greedy answers wander.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -1187,10 +1187,17 @@ def draw(name: str, parameter: torch.Tensor, generator: torch.Generator, family:
     return noise * 1.5 * parameter.shape[-1] ** -0.5
 
 
-def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """What transformers says next, `count` tokens, each from the whole sequence anew."""
-    tokens = list(prompt)
+def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int, guess: Sequence[int] = ()) -> list[int]:
+    """What transformers says next, `count` tokens, each from the whole sequence without a cache.
+
+    guess: what it may say. As much of it as is right is confirmed in one run; the answer does not depend on it.
+    """
+    said: list[int] = []
     with torch.no_grad():
-        for _ in range(count):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+        while len(said) < count:
+            tried = list(guess[len(said) : count - 1]) if said == list(guess[: len(said)]) else []
+            logits = model(torch.tensor([[*prompt, *said, *tried]])).logits[0, len(prompt) + len(said) - 1 :]
+            best = logits.argmax(-1).tolist()
+            right = next((i for i, (a, b) in enumerate(zip(tried, best, strict=False)) if a != b), len(tried))
+            said += best[: right + 1]
+    return said

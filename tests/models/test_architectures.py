@@ -1,4 +1,8 @@
-"""Every architecture against transformers, on tiny checkpoints whose every parameter is random."""
+"""Every architecture against transformers, on tiny checkpoints whose every parameter is random.
+
+CI compares logits and answers of every shape, and the rest for the first shape of each architecture; `make nightly`
+compares everything.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,19 @@ from transformers import PreTrainedModel
 
 from quire.models.registry import Model
 from quire.weights.load import load_model
-from tests.checkpoints import SHAPES, greedy, make
+from tests.checkpoints import FIRST, SHAPES, greedy, make
 from tests.models.feeding import Feeder, prompts
 
+Pair = tuple[PreTrainedModel, Path]
 
-@pytest.fixture(scope="module", params=SHAPES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+LATER = [pytest.param(shape, marks=() if shape in FIRST else pytest.mark.nightly) for shape in SHAPES]
+EVERY = pytest.mark.parametrize("pair", SHAPES, indirect=True, scope="module")
+FIRST_OF_EACH = pytest.mark.parametrize("pair", LATER, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """transformers' model of a shape, and its checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)
     return make(folder, request.param), folder
 
@@ -26,8 +37,7 @@ def theirs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_logits_are_those_of_transformers_in_ragged_chunks(pair: tuple[PreTrainedModel, Path], page_size: int) -> None:
+def same_logits(pair: Pair, page_size: int) -> None:
     reference, folder = pair
     model: Model = load_model(folder, dtype="float32")
     asked = prompts(model.spec.vocab)
@@ -39,15 +49,27 @@ def test_logits_are_those_of_transformers_in_ragged_chunks(pair: tuple[PreTraine
         assert (ours - wanted).abs().max() < 1e-4
 
 
-def test_greedy_answers_are_those_of_transformers(pair: tuple[PreTrainedModel, Path]) -> None:
+@EVERY
+def test_logits_are_those_of_transformers_in_ragged_chunks(pair: Pair) -> None:
+    same_logits(pair, page_size=16)
+
+
+@FIRST_OF_EACH
+def test_logits_are_those_of_transformers_with_a_token_a_page(pair: Pair) -> None:
+    same_logits(pair, page_size=1)
+
+
+@EVERY
+def test_greedy_answers_are_those_of_transformers(pair: Pair) -> None:
     reference, folder = pair
     asked = prompts(load_model(folder).spec.vocab, seed=1)[:3]
     ours = Feeder(load_model(folder, dtype="float32"), page_size=4).greedy(asked, 64)
-    assert ours == [greedy(reference, tokens, 64) for tokens in asked]
+    assert ours == [greedy(reference, tokens, 64, said) for tokens, said in zip(asked, ours, strict=True)]
     assert all(len(set(answer)) >= 16 for answer in ours), "an answer that repeats itself would hide errors"
 
 
-def test_bfloat16_stays_near_float32(pair: tuple[PreTrainedModel, Path]) -> None:
+@FIRST_OF_EACH
+def test_bfloat16_stays_near_float32(pair: Pair) -> None:
     reference, folder = pair
     asked = prompts(load_model(folder).spec.vocab)
     model = load_model(folder, dtype="bfloat16")
