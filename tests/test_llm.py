@@ -397,3 +397,41 @@ def test_a_structure_binds_a_chat_from_its_first_token_where_thinking_is_disable
         with pytest.raises(InvalidRequest, match="seen"):
             llm.chat(messages, params, chat_template_kwargs=options)
     assert bound == [thoughts] * 2
+
+
+def test_what_vllm_takes_and_changes_nothing_is_taken(llm: LLM) -> None:
+    asked = SamplingParams(temperature=0.0, max_tokens=3)
+    plain = llm.generate("abc", asked)[0].outputs
+    assert llm.generate("abc", asked, lora_request=None, priority=[0])[0].outputs == plain
+    talk = [{"role": "user", "content": "abc"}]
+    assert llm.chat(talk, asked, lora_request=None, chat_template_content_format="auto")[0].outputs == plain
+
+
+def test_an_argument_that_would_change_something_is_refused_by_name(llm: LLM) -> None:
+    for call in (llm.generate, llm.chat, llm.embed):
+        with pytest.raises(InvalidRequest, match="lora_request='adapter' is not supported, only None") as caught:
+            call("abc", lora_request="adapter")  # type: ignore[operator]
+        assert caught.value.param == "lora_request"
+
+
+@pytest.mark.parametrize(
+    ("priority", "named"),
+    [([1], "2 prompts but 1"), (3, "scheduling_policy"), ("high", "must be a list"), ([True, 0], "must be a number")],
+)
+def test_a_priority_that_says_nothing_is_refused(llm: LLM, priority: Any, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named) as caught:
+        llm.generate(["a", "b"], priority=priority)
+    assert caught.value.param == "priority"
+
+
+@pytest.mark.parametrize(("priority", "reached"), [(None, [0, 0]), (-2, [-2, -2]), ([5, 1], [5, 1])])
+def test_a_priority_reaches_the_scheduler_that_reads_it(
+    llm: LLM, engine: Engine, monkeypatch: pytest.MonkeyPatch, priority: Any, reached: list[int]
+) -> None:
+    add, priorities = engine.add, []
+    monkeypatch.setattr(
+        engine, "add", lambda request, *more: (priorities.append(request.priority), add(request, *more))
+    )
+    llm.settings = Settings.of(scheduling_policy="priority")
+    llm.generate(["a", "b"], SamplingParams(max_tokens=1), priority=priority)
+    assert priorities == reached

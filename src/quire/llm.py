@@ -23,14 +23,16 @@ from quire import errors
 from quire.assembly.engine import build_engine
 from quire.assembly.limits import choose_device
 from quire.assembly.text import build_text
-from quire.checks import token_ids
+from quire.checks import number, token_ids
 from quire.config import Settings
+from quire.config.vllm import check_method, options_of
 from quire.engine.thread import EngineThread, wait_for
 from quire.errors import InvalidRequest, QuireError
 from quire.frontend.interface import Call, Delta
 from quire.frontend.processor import (
     OutputProcessor,
     check_embedding,
+    check_priority,
     delta_of_error,
     embedding_vector,
     output_processor,
@@ -43,6 +45,7 @@ from quire.structured_output.llguidance import LlguidanceCompiler
 from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import (
+    UNLIMITED,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -63,13 +66,16 @@ Message = Mapping[str, Any]
 class LLM:
     """A model in this process. Arguments are the options of `quire serve`, by name; or whole `settings`.
 
+    Arguments of vLLM's `LLM` and of its methods that are none here are taken with values that change nothing
+    (`tensor_parallel_size=1`, `lora_request=None`); others are refused by name. See docs/clients.md.
+
     May be used from any number of threads: their requests run in the same steps. A signal never interrupts a step, so
     after Ctrl-C the next call works as any other. Raises InvalidConfig or InvalidModel; its methods raise Closed after
     `close`, and Interrupted when another thread closes it meanwhile.
     """
 
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
-        self.settings = Settings.of(model=model, **options) if settings is None else settings
+        self.settings = Settings.of(model=model, **options_of(options)) if settings is None else settings
         self._text = build_text(self.settings)
         self._grammars = GrammarCompiler(LlguidanceCompiler(lambda: self._text.tokenizer))
         self._grammars_lock = threading.Lock()
@@ -87,13 +93,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """One answer for each prompt, in order. `sampling_params`: for all, one for each, or the model's defaults.
 
-        `use_tqdm` (vLLM's name) shows progress on a terminal. Raises InvalidRequest naming the field.
+        `use_tqdm` (vLLM's name) shows progress on a terminal. priority: for all or one for each, lower is sooner; needs
+        a `scheduling_policy` that reads it. others: arguments of vLLM that change nothing. Raises InvalidRequest naming
+        the field.
         """
         self._thread.check()
-        return [job.output() for job in self._run(self._read(prompts), sampling_params, use_tqdm)]
+        check_method(others)
+        return [job.output() for job in self._run(self._read(prompts), sampling_params, use_tqdm, priority)]
 
     def embed(
         self,
@@ -103,6 +114,7 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool = True,
         use_tqdm: bool = True,
+        **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt, in order, of the model's hidden states: their mean, or the last one.
 
@@ -110,6 +122,7 @@ class LLM:
         naming the field, also where the executor has no hidden states.
         """
         self._thread.check()
+        check_method(others)
         check_embedding(dimensions, pools=self._engine.description.supports_pooling)
         asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
         return [
@@ -126,12 +139,14 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """One answer for each conversation, or for the only one.
 
         Raises InvalidRequest also when the model has no chat template, or its template refuses the messages.
         """
         self._thread.check()
+        check_method(others)
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
                 "continue_final_message goes on with the last message, add_generation_prompt begins another: set one",
@@ -240,9 +255,11 @@ class LLM:
         prompts: Sequence[tuple[str | None, tuple[int, ...]]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         watch: bool,
+        priority: int | Sequence[int] | None = None,
     ) -> list[_Job]:
         each = _for_each(params or self.default_sampling_params(), len(prompts))
-        jobs = [self._job(text, ids, one) for (text, ids), one in zip(prompts, each, strict=True)]
+        urgency = self._priorities(priority, len(prompts))
+        jobs = [self._job(*prompt, one, urgent) for prompt, one, urgent in zip(prompts, each, urgency, strict=True)]
         ended: SimpleQueue[QuireError | None] = SimpleQueue()
         readers = [reader for job in jobs for reader in self._readers(job, ended.put)]
         console = Console(stderr=True)
@@ -277,8 +294,18 @@ class LLM:
                     raise errors.of(delta.status, delta.error, param=delta.param)
                 finish = delta.finish_reason
 
-    def _job(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> _Job:
-        return _Job(Call(id=f"llm-{next(self._names)}", prompt=ids, text=text, sampling=params))
+    def _job(self, text: str | None, ids: tuple[int, ...], params: SamplingParams, priority: int = 0) -> _Job:
+        return _Job(Call(id=f"llm-{next(self._names)}", prompt=ids, text=text, sampling=params, priority=priority))
+
+    def _priorities(self, given: int | Sequence[int] | None, prompts: int) -> Sequence[int]:
+        each = [given or 0] * prompts if given is None or isinstance(given, int) else given
+        _check_list("priority", each)
+        if len(each) != prompts:
+            raise InvalidRequest(f"there are {prompts} prompts but {len(each)} priorities", param="priority")
+        for one in each:
+            number("priority", one, -UNLIMITED, UNLIMITED, whole=True)
+            check_priority(one, self.settings.scheduler.scheduling_policy != "fcfs")
+        return each
 
     def _readers(self, job: _Job, end: Callable[[QuireError | None], None]) -> list[_Reader]:
         """One for each answer. end: called when it is complete, or with why it will never be."""

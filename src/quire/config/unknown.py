@@ -43,7 +43,8 @@ UNSUPPORTED = _by_name(
         "edit config.json in a local copy of the model": "rope_scaling rope_theta hf_overrides",
         "see --load-format": "model_loader_extra_config",
         "weights stream to the device by themselves": "max_parallel_loading_workers",
-        "models read and write text only": "limit_mm_per_prompt mm_processor_kwargs",
+        "models read and write text only": "limit_mm_per_prompt mm_processor_kwargs allowed_local_media_path",
+        "LLM.embed and /v1/embeddings take what a vector is made of": "pooler_config override_pooler_config",
         "prompts are texts or token ids": "enable_prompt_embeds",
         "tokenizer.json is the one format; see --tokenizer": "tokenizer_mode",
         "send token ids as the prompt instead": "skip_tokenizer_init",
@@ -56,7 +57,9 @@ UNSUPPORTED = _by_name(
         "see --latency-target-ms": "scheduler_delay_factor",
         "it follows from --speculative-config": "num_lookahead_slots",
         "windows are the model's own": "disable_sliding_window",
-        "it says nothing about this engine: leave it out": "disable_cascade_attn use_v2_block_manager",
+        "it says nothing about this engine: leave it out": (
+            "disable_cascade_attn use_v2_block_manager disable_async_output_proc"
+        ),
         "see --executor": "worker_cls",
         "K/V stays in the server that made it": "kv_transfer_config",
         "see /ui and /v1/requests": "kv_events_config",

@@ -18,7 +18,7 @@ from quire.errors import InvalidRequest, QuireError, escape_control_lines
 from quire.frontend.interface import Call, Delta
 from quire.tokenization.detokenizer import Detokenizer, NoText, StopFinder, StopStrings
 from quire.tokenization.tokenizer import Tokenizer
-from quire.types import Request, RequestStepOutput, SamplingParams, TokenLogprobs
+from quire.types import BACKGROUND, Request, RequestStepOutput, SamplingParams, TokenLogprobs
 
 log = logging.getLogger("uvicorn.error")
 
@@ -101,6 +101,24 @@ def max_new_tokens(prompt: int, sampling: SamplingParams, limit: int) -> int:
             code="context_length_exceeded",
         )
     return sampling.max_tokens
+
+
+def check_priority(priority: int | None, used: bool) -> None:
+    """Raise InvalidRequest for a priority where the scheduling policy has none, and from BACKGROUND on.
+
+    used: whether it has. Priorities from BACKGROUND on are the server's own.
+    """
+    if priority and not used:
+        raise InvalidRequest(
+            "priority means nothing here: set the option scheduling_policy (--scheduling-policy) to priority",
+            param="priority",
+        )
+    if priority and not -BACKGROUND < priority < BACKGROUND:
+        raise InvalidRequest(
+            f"priority must be between {1 - BACKGROUND} and {BACKGROUND - 1}, lower being sooner, "
+            f"not {str(priority)[:24]}",
+            param="priority",
+        )
 
 
 class Encoder(Protocol):

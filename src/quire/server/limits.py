@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from quire.config import ServerConfig
 from quire.errors import InvalidRequest, TooLarge
+from quire.frontend.processor import check_priority
 from quire.server import error_responses
-from quire.types import BACKGROUND
 
 _CONTAINERS = frozenset({dict, list})
 
@@ -123,17 +123,8 @@ def check_answers(prompts: int, n: int | None, limits: Limits) -> None:
 
 
 def check_priority_and_timeout(priority: int | None, timeout: float | None, limits: Limits) -> None:
-    """Raises InvalidRequest naming the field. Priorities from BACKGROUND on are the server's own."""
-    if priority and not limits.priorities:
-        raise InvalidRequest(
-            "priority means nothing here: start the server with --scheduling-policy priority", param="priority"
-        )
-    if priority and not -BACKGROUND < priority < BACKGROUND:
-        raise InvalidRequest(
-            f"priority must be between {1 - BACKGROUND} and {BACKGROUND - 1}, lower being sooner, "
-            f"not {str(priority)[:24]}",
-            param="priority",
-        )
+    """Raises InvalidRequest naming the field."""
+    check_priority(priority, limits.priorities)
     if timeout is not None and not timeout > 0:
         raise InvalidRequest("timeout must be above 0 seconds", param="timeout")
 
