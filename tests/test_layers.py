@@ -27,7 +27,7 @@ LAYERS = (
     ("frontend",),
     ("server",),
     ("assembly",),
-    ("sim", "llm"),
+    ("sim", "llm", "async_llm"),
     ("cli",),
     ("bench",),
 )
@@ -51,7 +51,13 @@ NEEDS_TORCH = {f"quire.cli.{name}" for name in ("check", "diff", "inspect", "pla
 """Commands that look at a model: they are imported when they are asked for."""
 TORCH_FREE_MODULES = (
     *("quire.executors.synthetic", "quire.bench.engine"),
-    *("quire.assembly.text", "quire.assembly.server", "quire.assembly.proxy", "quire.weights.locate"),
+    *(
+        "quire.assembly.text",
+        "quire.assembly.backend",
+        "quire.assembly.server",
+        "quire.assembly.proxy",
+        "quire.weights.locate",
+    ),
 )
 
 LOADERS = {

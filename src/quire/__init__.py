@@ -1,6 +1,7 @@
 """Quire: an LLM inference engine and OpenAI-compatible server that is small enough to be read.
 
-`import quire` is light and needs no torch; `quire.LLM` loads what it takes to run a model when first asked for.
+`import quire` is light and needs no torch; `quire.LLM` and `quire.AsyncLLM` load what it takes to run
+a model when first asked for.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from quire.errors import QuireError
 from quire.types import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
     from quire.llm import LLM
 
 __version__ = "0.2.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "QuireError",
     "RequestOutput",
@@ -30,4 +33,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "LLM":
         return importlib.import_module("quire.llm").LLM
+    if name == "AsyncLLM":
+        return importlib.import_module("quire.async_llm").AsyncLLM
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -11,7 +11,6 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, Self, cast
 
@@ -22,13 +21,15 @@ from rich.progress import Progress
 from quire import errors
 from quire.assembly.engine import build_engine
 from quire.assembly.limits import choose_device
+from quire.assembly.prompts import Message, Prompt, PromptReader, check_list, last_text
 from quire.assembly.text import build_text
-from quire.checks import number, token_ids
+from quire.checks import number
 from quire.config import Settings
 from quire.config.vllm import check_method, options_of
 from quire.engine.thread import EngineThread, wait_for
 from quire.errors import InvalidRequest, QuireError
 from quire.frontend.interface import Call, Delta
+from quire.frontend.outputs import request_output
 from quire.frontend.processor import (
     OutputProcessor,
     check_embedding,
@@ -38,7 +39,6 @@ from quire.frontend.processor import (
     output_processor,
     requests,
 )
-from quire.parsers.reasoning import THOUGHTS, bounded, thoughts_ahead
 from quire.scheduler.constraint import FREE, Constraint
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
@@ -46,7 +46,6 @@ from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import (
     UNLIMITED,
-    CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     FinishReason,
@@ -56,11 +55,6 @@ from quire.types import (
     RequestStepOutput,
     SamplingParams,
 )
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
-
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -77,6 +71,7 @@ class LLM:
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
         self.settings = Settings.of(model=model, **options_of(options)) if settings is None else settings
         self._text = build_text(self.settings)
+        self._prompts = PromptReader(self._text)
         self._grammars = GrammarCompiler(LlguidanceCompiler(lambda: self._text.tokenizer))
         self._grammars_lock = threading.Lock()
         if choose_device(self.settings.execution.device).type == "cuda":
@@ -104,7 +99,7 @@ class LLM:
         """
         self._thread.check()
         check_method(others)
-        return [job.output() for job in self._run(self._read(prompts), sampling_params, use_tqdm, priority)]
+        return [job.output() for job in self._run(self._prompts.read(prompts), sampling_params, use_tqdm, priority)]
 
     def embed(
         self,
@@ -126,7 +121,8 @@ class LLM:
         check_embedding(dimensions, pools=self._engine.description.supports_pooling)
         asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
         return [
-            job.embedding(dimensions, normalize=normalize) for job in self._run(self._read(prompts), asked, use_tqdm)
+            job.embedding(dimensions, normalize=normalize)
+            for job in self._run(self._prompts.read(prompts), asked, use_tqdm)
         ]
 
     def chat(
@@ -158,14 +154,16 @@ class LLM:
             "tools": tools,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        _check_list("messages", messages)
+        check_list("messages", messages)
         alone = len(messages) > 0 and isinstance(messages[0], Mapping)
         several = cast("Sequence[Sequence[Message]]", [messages] if alone else messages)
-        talks = [self._rendered(talk, **rendering) for talk in several]
+        talks = [self._prompts.rendered(talk, **rendering) for talk in several]
         each = _for_each(sampling_params or self.default_sampling_params(), len(talks))
-        begun = [_last(talk) if continue_final_message else "" for talk in several]
+        begun = [last_text(talk) if continue_final_message else "" for talk in several]
         off = (chat_template_kwargs or {}).get("enable_thinking") is False
-        bound = [self._bound(*one, off=off) for one in zip((text for text, _ in talks), begun, each, strict=True)]
+        bound = [
+            self._prompts.bound(*one, off=off) for one in zip((text for text, _ in talks), begun, each, strict=True)
+        ]
         return [job.output() for job in self._run(talks, bound, use_tqdm)]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
@@ -174,15 +172,15 @@ class LLM:
         Raises the error with which the request failed.
         """
         self._thread.check()
-        return self._stream(*self._encoded(prompt), sampling_params or self.default_sampling_params())
+        return self._stream(*self._prompts.encoded(prompt), sampling_params or self.default_sampling_params())
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Generator[str, None, None]:
         """As `stream`, for a conversation."""
         self._thread.check()
-        text, ids = self._rendered(messages)
-        return self._stream(text, ids, self._bound(text, "", sampling_params or self.default_sampling_params()))
+        text, ids = self._prompts.rendered(messages)
+        return self._stream(text, ids, self._prompts.bound(text, "", sampling_params or self.default_sampling_params()))
 
     def default_sampling_params(self, **changed: Any) -> SamplingParams:
         """What the model's generation_config.json recommends, with some fields `changed`."""
@@ -206,47 +204,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # ---------------------------------------------------------------- prompts
-
-    def _read(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | None, tuple[int, ...]]]:
-        _check_prompt("prompts", prompts)
-        alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        several = cast("Sequence[Prompt]", [prompts] if alone else prompts)
-        return [self._encoded(prompt) for prompt in several]
-
-    def _encoded(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
-        if isinstance(prompt, Mapping):
-            known = {"prompt", "prompt_token_ids"} & set(prompt)
-            if not known or len(prompt) > len(known):
-                raise InvalidRequest(
-                    f"a prompt has 'prompt' or 'prompt_token_ids' and nothing else, not {sorted(prompt)}",
-                    param="prompts",
-                )
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            _check_prompt("a prompt", text or "")
-            return text, self._text.tokenizer.encode(text or "") if ids is None else token_ids("prompt_token_ids", ids)
-        if isinstance(prompt, str):
-            return prompt, self._text.tokenizer.encode(prompt)
-        _check_prompt("a prompt", prompt)
-        return None, token_ids("prompts", prompt)
-
-    def _rendered(self, messages: Sequence[Message], **rendering: Any) -> tuple[str, tuple[int, ...]]:
-        if self._text.template is None:
-            raise InvalidRequest("this model has no chat template: give one with chat_template=", param="messages")
-        _check_mappings("messages", messages, "role", str)
-        _check_mappings("tools", rendering.get("tools") or (), "function", Mapping)
-        text = self._text.template.render(messages, **rendering)
-        return text, self._text.tokenizer.encode(text, add_special_tokens=False)
-
-    def _bound(self, text: str, begun: str, params: SamplingParams, *, off: bool = False) -> SamplingParams:
-        """`params` for a conversation rendered as `text`: a structure binds what comes after the thoughts,
-        which are bounded too."""
-        parser, form = self._text.reasoning_parser, params.structured_outputs
-        ahead = thoughts_ahead(parser, text, begun, off=off)
-        style = THOUGHTS.get(parser)
-        form = form and replace(form, begin="" if style is None else style.answer)
-        return replace(params, structured_outputs=bounded(form, parser, ahead, params.thinking_token_budget))
 
     # ---------------------------------------------------------------- running
 
@@ -299,7 +256,7 @@ class LLM:
 
     def _priorities(self, given: int | Sequence[int] | None, prompts: int) -> Sequence[int]:
         each = [given or 0] * prompts if given is None or isinstance(given, int) else given
-        _check_list("priority", each)
+        check_list("priority", each)
         if len(each) != prompts:
             raise InvalidRequest(f"there are {prompts} prompts but {len(each)} priorities", param="priority")
         for one in each:
@@ -333,16 +290,7 @@ class _Job:
         self.choices: list[list[Delta]] = [[] for _ in range(call.sampling.n)]
 
     def output(self) -> RequestOutput:
-        first = self.choices[0]
-        return RequestOutput(
-            request_id=self.call.id,
-            prompt=self.call.text,
-            prompt_token_ids=self.call.prompt,
-            outputs=tuple(self._completion(index, deltas) for index, deltas in enumerate(self.choices)),
-            finished=True,
-            prompt_logprobs=next((delta.prompt_logprobs for delta in first if delta.prompt_logprobs), None),
-            num_cached_tokens=max(delta.num_cached for delta in first),
-        )
+        return request_output(self.call, self.choices)
 
     def embedding(self, dimensions: int | None, *, normalize: bool) -> EmbeddingRequestOutput:
         """Raises InvalidRequest for a prompt that could not be computed, and for dimensions there are not."""
@@ -352,19 +300,6 @@ class _Job:
         numbers = embedding_vector(last.pooled, dimensions, normalize=normalize)
         outputs = EmbeddingOutput(tuple(numbers.tolist()))
         return EmbeddingRequestOutput(self.call.id, self.call.prompt, outputs, num_cached_tokens=last.num_cached)
-
-    def _completion(self, index: int, deltas: Sequence[Delta]) -> CompletionOutput:
-        wanted = self.call.sampling.logprobs is not None
-        logprobs = tuple(one for delta in deltas for one in delta.logprobs)
-        return CompletionOutput(
-            index=index,
-            text="".join(delta.text for delta in deltas),
-            token_ids=tuple(token for delta in deltas for token in delta.tokens),
-            cumulative_logprob=sum(one.logprob for one in logprobs) if wanted else None,
-            logprobs=logprobs if wanted else None,
-            finish_reason=deltas[-1].finish_reason,
-            stop_reason=deltas[-1].error or deltas[-1].stop_reason,
-        )
 
 
 class _Reader:
@@ -426,33 +361,9 @@ def _take_over_threads() -> None:
     torch.set_num_threads(torch.get_num_threads())
 
 
-def _check_prompt(what: str, given: object) -> None:
-    if not isinstance(given, Sequence | Mapping) or isinstance(given, bytes):
-        kinds = "text, token ids, {'prompt': text}, {'prompt_token_ids': ids}, or a list of these"
-        raise InvalidRequest(f"{what} must be {kinds}, not {type(given).__name__}", param="prompts")
-
-
-def _check_list(name: str, given: object) -> Sequence[object]:
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise InvalidRequest(f"{name} must be a list, not {given!r}"[:200], param=name)
-    return given
-
-
-def _check_mappings(name: str, given: object, key: str, kind: type) -> None:
-    for i, one in enumerate(_check_list(name, given)):
-        if not isinstance(one, Mapping) or not isinstance(one.get(key), kind):
-            raise InvalidRequest(f"{name}[{i}] must be a mapping with a {key}, not {one!r}"[:200], param=name)
-
-
 def _check_params(given: object) -> None:
     if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
         raise InvalidRequest("sampling_params must be SamplingParams, or a list of them", param="sampling_params")
-
-
-def _last(messages: Sequence[Message]) -> str:
-    """The text of the last message, which an answer may go on with."""
-    content = messages[-1].get("content") if messages else None
-    return content if isinstance(content, str) else ""
 
 
 def _for_each(params: SamplingParams | Sequence[SamplingParams], prompts: int) -> Sequence[SamplingParams]:

@@ -247,7 +247,7 @@ async def test_the_queue_is_as_long_after_background_requests_have_ended_as_befo
             port.say(request[0], 1, finish="stop", stop_token=1)
     elif how == "abort":
         for line in lines:
-            backend._end(line, "abort")
+            backend.end(line, "abort")
     elif how == "die":
         port.die("signal 9")
         port.up = True

@@ -313,6 +313,23 @@ BLOCKS = (
 AGENT = "test_the_agent_itself_ends_after_two_tools"
 
 NAMED = (
+    Named(
+        "docs/guides/offline-inference.md: asyncio",
+        "how much it says depends on time",
+        "tests/test_docs.py::test_each_example_in_python_runs",
+    ),
+    *(
+        Named(f"AsyncLLM.{name}", "does what AsyncLLM.generate does, or no step", f"tests/test_async_llm.py::{test}")
+        for name, test in (
+            ("abort", "test_an_abort_ends_one_request_and_gives_its_blocks_back"),
+            ("chat", "test_a_conversation_is_rendered_by_the_models_template"),
+            ("close", "test_closing_interrupts_those_that_run_and_refuses_those_that_come"),
+            ("default_sampling_params", "test_defaults_are_the_models"),
+            ("get_tokenizer", "test_defaults_are_the_models"),
+            ("reset_prefix_cache", "test_answers_are_those_of_llm"),
+            ("start", "test_a_start_that_fails_says_why_to_every_caller"),
+        )
+    ),
     *(
         Named(
             f"docs/quickstart.md: {name}",

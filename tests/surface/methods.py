@@ -1,10 +1,15 @@
-"""Every public method of `LLM`."""
+"""Every public method of `LLM` and `AsyncLLM`."""
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import Any
 
-from quire import LLM, SamplingParams
+import pytest
+
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.assembly import backend
 from quire.types import RequestOutput, StructuredOutputsParams
 from tests.surface.deployment import Deployment
 from tests.surface.items import Item
@@ -77,6 +82,33 @@ def close(deployment: Deployment) -> Any:
             return first, texts_of(another.generate("Once upon a time", GREEDY))
 
 
+def async_generate(deployment: Deployment) -> Any:
+    """Several tasks at once, and one that is aborted before."""
+    deployment.rest()
+    chosen = StructuredOutputsParams(choice=("yes", "no"))
+    how = [GREEDY, SEEDED, SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=chosen), GREEDY]
+    prompts = ["Once upon a time", "The little dog", "Is a dog an animal? ", LONG]
+
+    async def last(llm: AsyncLLM, prompt: str, params: SamplingParams) -> RequestOutput:
+        [found] = [one async for one in llm.generate(prompt, params, prompt, output_kind="final_only")]
+        return found
+
+    async def at_once() -> list[RequestOutput]:
+        async with AsyncLLM(**deployment.options(), standby_engine=False) as llm:
+            reasons = []
+            async for output in llm.generate("One day", SamplingParams(temperature=0.0, max_tokens=200), "first"):
+                reasons.append(output.outputs[0].finish_reason)
+                await llm.abort("first")
+            assert reasons[-1] == "abort"
+            return await asyncio.gather(*(last(llm, *one) for one in zip(prompts, how, strict=True)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if deployment.interpreted:
+            there = partial(backend.engine_process, child=deployment.module)
+            patch.setattr("quire.async_llm.engine_process", there)
+        return texts_of(asyncio.run(at_once()))
+
+
 METHODS = (
     Item("LLM.generate", generate, part="llm"),
     Item("LLM.chat", chat, part="llm"),
@@ -91,4 +123,5 @@ METHODS = (
     ),
     Item("LLM.get_tokenizer", lambda deployment: deployment.llm.get_tokenizer().encode("One day"), part="llm"),
     Item("LLM.close", close),
+    Item("AsyncLLM.generate", async_generate, ci=("local", "grpc")),
 )

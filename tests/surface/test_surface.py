@@ -1,4 +1,5 @@
-"""The user's surface under other settings than a CPU's: every command, every method of `LLM`, every block of the docs.
+"""The user's surface under other settings than a CPU's: every command, every method of `LLM` and `AsyncLLM`, every
+block of the docs.
 
 What a user can do is listed (`methods`, `commands`, `blocks`); what it is done under is a look-ahead (0, 1, 2), an
 executor (on the CPU; the one of GPUs that is run ahead of, its kernels interpreted; one behind gRPC) and speculation
@@ -26,7 +27,7 @@ from typing import Any
 import click
 import pytest
 
-from quire import LLM
+from quire import LLM, AsyncLLM
 from quire.cli import main
 from tests.live import ROOT
 from tests.surface.blocks import BLOCKS, NAMED, blocks
@@ -116,8 +117,13 @@ def commands(group: click.Group, before: str = "quire") -> Iterator[str]:
 
 def test_everything_is_listed() -> None:
     listed = {name for item in ITEMS for name in item.name.split(", quire ")} | {each.name for each in NAMED}
-    methods = [name for name, _ in inspect.getmembers(LLM, inspect.isfunction) if not name.startswith("_")]
-    there = [*commands(main), *(f"LLM.{name}" for name in methods), *(block.name for block in blocks())]
+    methods = [
+        f"{kind.__name__}.{name}"
+        for kind in (LLM, AsyncLLM)
+        for name, _ in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_")
+    ]
+    there = [*commands(main), *methods, *(block.name for block in blocks())]
     assert len(there) == len(set(there)) > 60
     assert [name for name in there if name not in listed and name.removeprefix("quire ") not in listed] == []
     assert [each.name for each in NAMED if each.name not in there] == []

@@ -5,26 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import socket
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import uvloop
 from starlette.types import ASGIApp
 
 from quire import __version__, heap
+from quire.assembly.backend import ENGINE_MODULE, build_backend, engine_process, model_name
 from quire.assembly.text import Text, build_text
-from quire.config import OPTIONS, Settings
+from quire.config import Settings
 from quire.config.settings import ServerConfig, check_files
-from quire.engine.client import EngineProcess
-from quire.frontend.interface import ModelCard
 from quire.frontend.native import NativeBackend
 from quire.frontend.upstream import UpstreamBackend
-from quire.observability import engine_metrics
 from quire.observability.frontend_metrics import FrontendMetrics
 from quire.observability.live_view import Broadcaster
 from quire.observability.logs import RequestLogger, ToolLogger, log_config, run_with_stats
@@ -39,19 +35,11 @@ from quire.server.endpoints import answerer
 from quire.server.limits import Limits
 from quire.server.serve import listen
 from quire.server.serve import serve as serve_app
-from quire.types import UNLIMITED
-
-ENGINE_ENVIRONMENT = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"})
-"""On a CPU, oneDNN caches 1,024 matrix products, one for each shape, and so does torch's layer above it, at some 280 kB
-each: memory grew over thousands of requests, and they were no faster."""
-
-STANDBY_DELAY = 10.0
-"""Seconds after the engine is ready until a standby process is started."""
 
 log = logging.getLogger("uvicorn.error")
 
 
-def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> None:
+def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises InvalidModel or InvalidConfig before the port is opened.
 
     child: the module that the engine's process runs.
@@ -59,24 +47,13 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
     started = time.monotonic()
     text = build_text(settings)
     server, scheduler = settings.server, settings.scheduler
-    name = settings.model.served_model_name or settings.model.model
-    engine = engine_process(settings, name, child)
+    name = model_name(settings)
+    engine = engine_process(settings, child)
     traces = build_traces(server.otlp_traces_endpoint, engine.explain, model=name)
-    card = ModelCard(
-        id=name,
-        created=int(time.time()),
-        max_model_len=UNLIMITED,
-        root=settings.model.model,
-        defaults=text.defaults,
-        tool_parser=text.tool_parser,
-        reasoning_parser=text.reasoning_parser,
-        template_arguments=frozenset() if text.template is None else text.template.arguments,
-    )
-    backend = NativeBackend(
-        engine=engine,
-        tokenizer=text.tokenizer,
-        chat=text.template,
-        card=card,
+    backend = build_backend(
+        settings,
+        text,
+        engine,
         observer=build_observer(settings, name, traces),
         max_queued=scheduler.max_num_queued_reqs,
     )
@@ -192,16 +169,4 @@ def connection_timeouts(server: ServerConfig, *, relays: bool = False) -> Timeou
         keep_alive=server.timeout_keep_alive,
         read=server.read_timeout,
         write=server.write_timeout,
-    )
-
-
-def engine_process(settings: Settings, name: str, child: str = "quire.assembly.engine_child") -> EngineProcess:
-    """The engine that these settings describe, in a process of its own, which gets no secrets."""
-    options = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
-    return EngineProcess(
-        [sys.executable, "-m", child],
-        options,
-        partial(engine_metrics.METRICS.text, model=name),
-        environment=ENGINE_ENVIRONMENT,
-        standby_after=STANDBY_DELAY if settings.server.standby_engine else None,
     )

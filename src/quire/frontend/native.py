@@ -143,7 +143,7 @@ class NativeBackend(DrainingService):
         self._num_background += len(asked) * (call.priority >= BACKGROUND)
         self._requests[live] = None
         if call.timeout < math.inf:
-            live.timer = asyncio.get_running_loop().call_later(call.timeout, self._end, live, "timeout")
+            live.timer = asyncio.get_running_loop().call_later(call.timeout, self.end, live, "timeout")
         return live
 
     def _check_ready(self) -> None:
@@ -218,7 +218,7 @@ class NativeBackend(DrainingService):
         for (last, made), answers in gaps.items():
             observer.on_gap(now - last, made, answers)
         for live in unread:
-            self._end(live, "abort")
+            self.end(live, "abort")
         for why, ids in over.items():
             self.engine.abort(ids, why)
         for live in woken:
@@ -270,8 +270,8 @@ class NativeBackend(DrainingService):
 
     # ---------------------------------------------------------------- aborts
 
-    def _end(self, live: ActiveRequest, reason: FinishReason) -> None:
-        """End every answer of a call that has not ended."""
+    def end(self, live: ActiveRequest, reason: FinishReason) -> None:
+        """End every answer of a call that has not ended; its stream has what was generated, and this finish_reason."""
         now = self.clock()
         over = list(live.processors.values())
         for answer in over:
@@ -292,7 +292,7 @@ class NativeBackend(DrainingService):
     def _abort_all(self) -> None:
         for live in list(self._requests):
             if live.processors:
-                self._end(live, "abort")
+                self.end(live, "abort")
 
     def _on_reader_closed(self, live: ActiveRequest) -> None:
         """The reader closed the stream: finished, failed, or disconnected. Blocks are free within a step."""

@@ -1,0 +1,62 @@
+"""The native backend from settings: text here, the engine in a process of its own. Needs no torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from quire.assembly.text import Text
+from quire.config import OPTIONS, Settings
+from quire.engine.client import EngineProcess
+from quire.frontend.interface import ModelCard
+from quire.frontend.native import NativeBackend
+from quire.observability import engine_metrics
+from quire.types import UNLIMITED
+
+ENGINE_ENVIRONMENT = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"})
+"""On a CPU, oneDNN caches 1,024 matrix products, one for each shape, and so does torch's layer above it, at some 280 kB
+each: memory grew over thousands of requests, and they were no faster."""
+
+ENGINE_MODULE = "quire.assembly.engine_child"
+"""What the engine's process runs."""
+
+STANDBY_DELAY = 10.0
+"""Seconds after the engine is ready until a standby process is started."""
+
+
+def build_backend(settings: Settings, text: Text, engine: EngineProcess, **more: Any) -> NativeBackend:
+    """A backend that answers with the model's text and this engine. more: further fields of NativeBackend."""
+    card = ModelCard(
+        id=model_name(settings),
+        created=int(time.time()),
+        max_model_len=UNLIMITED,
+        root=settings.model.model,
+        defaults=text.defaults,
+        tool_parser=text.tool_parser,
+        reasoning_parser=text.reasoning_parser,
+        template_arguments=frozenset() if text.template is None else text.template.arguments,
+    )
+    return NativeBackend(engine=engine, tokenizer=text.tokenizer, chat=text.template, card=card, **more)
+
+
+def model_name(settings: Settings) -> str:
+    """What clients call the model."""
+    return settings.model.served_model_name or settings.model.model
+
+
+def engine_process(settings: Settings, child: str = ENGINE_MODULE) -> EngineProcess:
+    """The engine that these settings describe, in a process of its own, which gets no secrets.
+
+    child: the module that it runs.
+    """
+    options = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
+    return EngineProcess(
+        [sys.executable, "-m", child],
+        options,
+        partial(engine_metrics.METRICS.text, model=model_name(settings)),
+        environment=ENGINE_ENVIRONMENT,
+        standby_after=STANDBY_DELAY if settings.server.standby_engine else None,
+    )

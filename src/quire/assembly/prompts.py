@@ -1,0 +1,92 @@
+"""Prompts as a Python caller gives them: text, token ids or messages become token ids, for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from quire.assembly.text import Text
+from quire.checks import token_ids
+from quire.errors import InvalidRequest
+from quire.parsers.reasoning import THOUGHTS, bounded, thoughts_ahead
+from quire.types import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+Message = Mapping[str, Any]
+
+
+class PromptReader:
+    """Turns prompts into token ids. May be used from any thread; methods raise InvalidRequest naming the argument."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+
+    def read(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | None, tuple[int, ...]]]:
+        """One prompt, or a list of them, each `encoded`."""
+        _check_prompt("prompts", prompts)
+        alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several = cast("Sequence[Prompt]", [prompts] if alone else prompts)
+        return [self.encoded(prompt) for prompt in several]
+
+    def encoded(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        """A prompt's text, None if it has none, and its token ids."""
+        if isinstance(prompt, Mapping):
+            known = {"prompt", "prompt_token_ids"} & set(prompt)
+            if not known or len(prompt) > len(known):
+                raise InvalidRequest(
+                    f"a prompt has 'prompt' or 'prompt_token_ids' and nothing else, not {sorted(prompt)}",
+                    param="prompts",
+                )
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            _check_prompt("a prompt", text or "")
+            return text, self._text.tokenizer.encode(text or "") if ids is None else token_ids("prompt_token_ids", ids)
+        if isinstance(prompt, str):
+            return prompt, self._text.tokenizer.encode(prompt)
+        _check_prompt("a prompt", prompt)
+        return None, token_ids("prompts", prompt)
+
+    def rendered(self, messages: Sequence[Message], **rendering: Any) -> tuple[str, tuple[int, ...]]:
+        """A conversation's text by the model's chat template, and its token ids. rendering: of `ChatTemplate`."""
+        if self._text.template is None:
+            raise InvalidRequest("this model has no chat template: give one with chat_template=", param="messages")
+        _check_mappings("messages", messages, "role", str)
+        _check_mappings("tools", rendering.get("tools") or (), "function", Mapping)
+        text = self._text.template.render(messages, **rendering)
+        return text, self._text.tokenizer.encode(text, add_special_tokens=False)
+
+    def bound(self, text: str, begun: str, params: SamplingParams, *, off: bool = False) -> SamplingParams:
+        """`params` for a conversation rendered as `text`: a structure binds what comes after the thoughts,
+        which are bounded too. begun: what the answer goes on with. off: thinking is disabled."""
+        parser, form = self._text.reasoning_parser, params.structured_outputs
+        ahead = thoughts_ahead(parser, text, begun, off=off)
+        style = THOUGHTS.get(parser)
+        form = form and replace(form, begin="" if style is None else style.answer)
+        return replace(params, structured_outputs=bounded(form, parser, ahead, params.thinking_token_budget))
+
+
+def check_list(name: str, given: object) -> Sequence[object]:
+    """`given`, if it is a list. Raises InvalidRequest."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise InvalidRequest(f"{name} must be a list, not {given!r}"[:200], param=name)
+    return given
+
+
+def last_text(messages: Sequence[Message]) -> str:
+    """The text of the last message, which an answer may go on with."""
+    content = messages[-1].get("content") if messages else None
+    return content if isinstance(content, str) else ""
+
+
+def _check_prompt(what: str, given: object) -> None:
+    if not isinstance(given, Sequence | Mapping) or isinstance(given, bytes):
+        kinds = "text, token ids, {'prompt': text}, {'prompt_token_ids': ids}, or a list of these"
+        raise InvalidRequest(f"{what} must be {kinds}, not {type(given).__name__}", param="prompts")
+
+
+def _check_mappings(name: str, given: object, key: str, kind: type) -> None:
+    for i, one in enumerate(check_list(name, given)):
+        if not isinstance(one, Mapping) or not isinstance(one.get(key), kind):
+            raise InvalidRequest(f"{name}[{i}] must be a mapping with a {key}, not {one!r}"[:200], param=name)

@@ -1,0 +1,264 @@
+"""The engine for asyncio programs, with vLLM's interface: in a process of its own, driven as a server drives it.
+
+from quire import AsyncLLM, SamplingParams
+async with AsyncLLM() as llm:
+    async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=50), "first"):
+        print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, cast, get_args
+
+from quire.assembly.backend import build_backend, engine_process
+from quire.assembly.prompts import Message, Prompt, PromptReader
+from quire.assembly.text import build_text
+from quire.checks import number
+from quire.config import Settings
+from quire.config.vllm import check_method, options_of
+from quire.errors import Closed, Interrupted, InvalidRequest, QuireError
+from quire.frontend.interface import Call, Delta, iterate
+from quire.frontend.offload import offload
+from quire.frontend.outputs import merge, request_output
+from quire.frontend.processor import ActiveRequest, check_priority
+from quire.tokenization.tokenizer import Tokenizer
+from quire.types import UNLIMITED, RequestOutput, SamplingParams
+
+OutputKind = Literal["cumulative", "delta", "final_only"]
+"""What each output has: all tokens so far, those since the last output, or all of them in one output at the end."""
+
+_BYTES_PER_TOKEN = 4
+"""About what a token id costs to read, in bytes of text."""
+
+_Encoded = tuple[str | None, tuple[int, ...], SamplingParams]
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request from its first step to its end. live: None while its prompt is being encoded."""
+
+    live: ActiveRequest | None = None
+    aborted: bool = False
+
+
+class AsyncLLM:
+    """A model for the tasks of one event loop. Arguments are those of `LLM`.
+
+    Any number of tasks may call it at once; their requests run in the same steps. It starts with the first request, or
+    with `async with` or `start`. Constructing it raises InvalidConfig or InvalidModel, and blocks while text files are
+    read. Methods raise Closed after `close` and in another event loop.
+    """
+
+    def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
+        self.settings = Settings.of(model=model, **options_of(options)) if settings is None else settings
+        self._text = build_text(self.settings)
+        self._prompts = PromptReader(self._text)
+        seeds = random.Random(self.settings.model.seed)
+        self._backend = build_backend(
+            self.settings,
+            self._text,
+            engine_process(self.settings),
+            max_queued=UNLIMITED,
+            max_unread=UNLIMITED,
+            seeds=lambda: seeds.getrandbits(63),
+        )
+        self._numbers = itertools.count()
+        self._running: dict[str, _Running] = {}
+        """By request_id."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Return when requests are accepted. Raises InvalidModel, InvalidConfig or Unavailable."""
+        self._check()
+        if self._starting is None:
+            self._loop = asyncio.get_running_loop()
+            self._starting = self._loop.create_task(self._backend.start())
+        await asyncio.shield(self._starting)
+        self._check()
+
+    async def close(self) -> None:
+        """End the engine's process; again: no effect. Running calls raise Interrupted."""
+        self._check_loop()
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        if self._starting is not None:
+            with contextlib.suppress(QuireError):  # who waits for the start gets it
+                await self._starting
+        await self._backend.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _check(self) -> None:
+        """Raises Closed if no call can be made any more."""
+        if self._closing is not None:
+            raise Closed("this AsyncLLM has been closed: make another")
+        self._check_loop()
+
+    def _check_loop(self) -> None:
+        if self._loop not in (None, asyncio.get_running_loop()):
+            raise Closed("this AsyncLLM was started in another event loop, and its engine answers there: make another")
+
+    # ---------------------------------------------------------------- requests
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        output_kind: OutputKind = "cumulative",
+        **others: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs for one prompt as its tokens are generated; the last is `finished`.
+
+        Tokens that are ready together come in one output. Closing the generator, or cancelling the task that reads it,
+        ends the request. sampling_params: the model's defaults if None. request_id: unique among running requests, for
+        `abort`; drawn if None. priority: as for `LLM.generate`. output_kind: vLLM's, see `OutputKind`. others: vLLM's
+        arguments that change nothing.
+
+        Iteration raises InvalidRequest naming the field, Interrupted where the engine's process ends, Unavailable while
+        it starts again, and StepFailed where this request cannot be computed.
+        """
+
+        def encode(params: SamplingParams) -> _Encoded:
+            return *self._prompts.encoded(prompt), params
+
+        return self._stream(_size(prompt), encode, sampling_params, request_id, priority, output_kind, others)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        output_kind: OutputKind = "cumulative",
+        **others: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `generate`, for a conversation. Raises InvalidRequest also where the model has no chat template."""
+
+        def encode(params: SamplingParams) -> _Encoded:
+            text, ids = self._prompts.rendered(messages)
+            return text, ids, self._prompts.bound(text, "", params)
+
+        return self._stream(UNLIMITED, encode, sampling_params, request_id, priority, output_kind, others)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End these requests: their last output has what was generated, and the finish_reason 'abort'.
+
+        Ids that do not run are ignored.
+        """
+        self._check()
+        for id in [request_id] if isinstance(request_id, str) else list(request_id):
+            running = self._running.get(id, _Running())
+            running.aborted = True
+            if running.live is not None:
+                self._backend.end(running.live, "abort")
+
+    async def _stream(
+        self,
+        size: int,
+        encode: Callable[[SamplingParams], _Encoded],
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        kind: OutputKind,
+        others: dict[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """size: of the prompt, in bytes. encode: makes a call's text, token ids and parameters."""
+        count = next(self._numbers)
+        id = f"async-{count}" if request_id is None else request_id
+        self._check_arguments(id, params, priority, kind, others)
+        self._running[id] = running = _Running()
+        try:
+            await self.start()
+            text, ids, sampling = await offload(size, lambda: encode(params or self.default_sampling_params()))
+            self._check()
+            # Outputs of an earlier request with this id may still be on their way.
+            call = Call(id=f"{id}-{count}", prompt=ids, text=text, sampling=sampling, priority=priority)
+            with contextlib.closing(self._backend.answer(call)) as running.live:
+                if running.aborted:
+                    self._backend.end(running.live, "abort")
+                async with contextlib.aclosing(_outputs(replace(call, id=id), running.live, kind)) as outputs:
+                    async for output in outputs:
+                        self._check_closed(output)
+                        yield output
+        finally:
+            del self._running[id]
+
+    def _check_closed(self, output: RequestOutput) -> None:
+        """Raises Interrupted for an output that was cut short by `close`."""
+        if self._closing is not None and any(one.finish_reason == "abort" for one in output.outputs):
+            raise Interrupted("this AsyncLLM was closed while the request was running")
+
+    def _check_arguments(self, id: object, params: object, priority: object, kind: str, others: dict[str, Any]) -> None:
+        """Raise InvalidRequest naming the argument."""
+        check_method(others)
+        if not isinstance(id, str) or not id:
+            raise InvalidRequest(f"request_id must be a text that is not empty, not {id!r:.80}", param="request_id")
+        if id in self._running:
+            raise InvalidRequest(f"request_id {id!r:.80} is running: give each request its own", param="request_id")
+        if not isinstance(params, SamplingParams | None):
+            raise InvalidRequest("sampling_params must be SamplingParams", param="sampling_params")
+        if kind not in get_args(OutputKind):
+            raise InvalidRequest(f"output_kind must be one of {', '.join(get_args(OutputKind))}", param="output_kind")
+        number("priority", priority, -UNLIMITED, UNLIMITED, whole=True)
+        check_priority(cast(int, priority), self.settings.scheduler.scheduling_policy != "fcfs")
+
+    # ---------------------------------------------------------------- the model
+
+    def default_sampling_params(self, **changed: Any) -> SamplingParams:
+        """What the model's generation_config.json recommends, with some fields `changed`."""
+        return SamplingParams(**{**self._text.defaults, **changed})
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._text.tokenizer
+
+    async def reset_prefix_cache(self) -> None:
+        """Later prompts find nothing computed before."""
+        await self.start()
+        self._backend.reset_prefix_cache()
+
+
+async def _outputs(call: Call, live: ActiveRequest, kind: OutputKind) -> AsyncGenerator[RequestOutput, None]:
+    """What the deltas of a call come to, as `kind` says. Raises what ends the stream."""
+    so_far = [Delta(index, "") for index in range(call.sampling.n)]
+    finished = False
+    async for deltas in iterate(live):
+        changed = {delta.index: Delta(delta.index, "") for delta in deltas}
+        for delta in deltas:
+            changed[delta.index] = merge(changed[delta.index], delta)
+            so_far[delta.index] = merge(so_far[delta.index], delta)
+        finished = all(one.finish_reason is not None for one in so_far)
+        if kind == "delta":
+            output = request_output(call, [[changed[index]] for index in sorted(changed)])
+            yield replace(output, finished=finished)
+        elif kind == "cumulative" or finished:
+            yield request_output(call, [[one] for one in so_far])
+
+
+def _size(prompt: Prompt) -> int:
+    """About how much work it is to encode a prompt, in bytes of text."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return _BYTES_PER_TOKEN * len(prompt) if isinstance(prompt, Sequence) else UNLIMITED
