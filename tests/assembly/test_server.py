@@ -53,7 +53,8 @@ def wired(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: Any) -> st
 
     def app(backend: Any, **parts: Any) -> None:
         own, about = backend.engine, backend.model()
-        lines.extend([f"card {about.id} {about.root} {about.defaults} {about.tool_parser} {about.reasoning_parser}"])
+        names, parsers = ", ".join(about.names), f"{about.tool_parser} {about.reasoning_parser}"
+        lines.append(f"card {names} {about.root} {about.defaults} {parsers}")
         lines.append(
             f"queued {backend.max_queued} observers {[type(one).__name__ for one in backend.observer._observers]}"
         )
@@ -95,7 +96,7 @@ def wired(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: Any) -> st
 WIRED: dict[str, dict[str, Any]] = {
     "defaults": {},
     "everything": {
-        "served_model_name": "name",
+        "served_model_name": ("name", "also", "name"),
         "host": "0.0.0.0",
         "port": 81,
         "api_key": ("a", "b"),

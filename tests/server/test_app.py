@@ -38,6 +38,20 @@ async def test_the_model_is_listed_as_clients_read_it() -> None:
     assert error["code"] == "model_not_found"
 
 
+async def test_every_name_of_the_model_answers_and_answers_have_the_first() -> None:
+    async with served(about={"aliases": ("org/also", "third")}) as server:
+        listed = (await server.client.get("/v1/models")).json()["data"]
+        assert [one["id"] for one in listed] == ["tiny", "org/also", "third"]
+        assert (await server.client.get("/v1/models/org/also")).json() == listed[1]
+        for name in ("tiny", "org/also", "third"):
+            assert (await server.chat(model=name))["model"] == "tiny"
+            chunks = await server.stream("/v1/completions", model=name, prompt="say dog")
+            assert {chunk["model"] for chunk in chunks} == {"tiny"}
+            assert (await server.post("/tokenize", model=name, prompt="a")).status_code == 200
+        refused = await server.post("/v1/completions", model="other", prompt="a")
+        check_error(refused, 404, "model", "this server has 'tiny', 'org/also', 'third'")
+
+
 async def test_text_becomes_tokens_and_tokens_text() -> None:
     ids = list(TOKENIZER.encode("the dog"))
     async with served() as server:

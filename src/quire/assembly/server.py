@@ -59,11 +59,12 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
     started = time.monotonic()
     text = build_text(settings)
     server, scheduler = settings.server, settings.scheduler
-    name = settings.model.served_model_name or settings.model.model
+    name, *aliases = dict.fromkeys(settings.model.served_model_name or (settings.model.model,))
     engine = engine_process(settings, name, child)
     traces = build_traces(server.otlp_traces_endpoint, engine.explain, model=name)
     card = ModelCard(
         id=name,
+        aliases=tuple(aliases),
         created=int(time.time()),
         max_model_len=UNLIMITED,
         root=settings.model.model,

@@ -292,7 +292,12 @@ class ModelConfig:
         "The model: 'embedded' (shipped with Quire), a folder, or a Hugging Face repository.",
         metavar="MODEL",
     )
-    served_model_name: str | None = option(None, "The name clients use for the model. Unset: as given by --model.")
+    served_model_name: tuple[str, ...] | None = option(
+        None,
+        "A name that clients use for the model; several are allowed (repeat the flag, or use commas): answers and "
+        "metrics have the first. Unset: as given by --model.",
+        unset="none",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Type of weights and activations; auto: what suits the device and the checkpoint."
     )

@@ -97,7 +97,7 @@ async def iterate(answers: ResultStream[T]) -> AsyncGenerator[Sequence[T], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The served model. defaults: the sampling fields of generation_config.json.
+    """The served model. aliases: names of it besides `id`. defaults: the sampling fields of generation_config.json.
 
     pools: whether it computes embeddings. template_arguments: names that its chat template reads. tool_parser,
     reasoning_parser: how its answers are parsed (see `parsers.tools.styles` and `parsers.reasoning`).
@@ -113,6 +113,12 @@ class ModelCard:
     reasoning_parser: ReasoningParser = "none"
     pools: bool = False
     template_arguments: frozenset[str] = frozenset()
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may use, `id` first."""
+        return (self.id, *self.aliases)
 
 
 class Service(Protocol):

@@ -164,7 +164,8 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{id}`."""
-        return json_response(_card(prompts.model(request.path_params["id"], self._backend)))
+        name = request.path_params["id"]
+        return json_response(_card(prompts.model(name, self._backend), name))
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`."""
@@ -217,7 +218,7 @@ def create_app(
             for path, one in {**ENDPOINTS, "/v1/generate": GENERATE}.items()
         ),
         *api.token_routes(),
-        get_json("/v1/models", lambda: {"object": "list", "data": [_card(backend.model())]}),
+        get_json("/v1/models", partial(_models, backend)),
         Route("/v1/models/{id:path}", api.model),
         Route("/reset_prefix_cache", api.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", api.metrics),
@@ -295,9 +296,14 @@ def build_app(
     return CrossOrigin(guard, origins) if origins else guard
 
 
-def _card(card: ModelCard) -> dict[str, Any]:
+def _models(backend: Backend) -> dict[str, Any]:
+    card = backend.model()
+    return {"object": "list", "data": [_card(card, name) for name in card.names]}
+
+
+def _card(card: ModelCard, name: str) -> dict[str, Any]:
     return {
-        "id": card.id,
+        "id": name,
         "object": "model",
         "created": card.created,
         "owned_by": "quire",

@@ -31,9 +31,9 @@ _ANSWER_ONLY = frozenset({"refusal", "annotations", "audio", "function_call"})
 def model(name: str | None, backend: Backend) -> ModelCard:
     """The model served. name: what the request asks for, if anything. Raises UnknownModel for another model."""
     card = backend.model()
-    if name is not None and name != card.id:
+    if name is not None and name not in card.names:
         raise UnknownModel(
-            f"the model {name[:200]!r} is not served here: this server has {card.id!r}",
+            f"the model {name[:200]!r} is not served here: this server has {', '.join(map(repr, card.names))}",
             param="model",
             code="model_not_found",
         )
