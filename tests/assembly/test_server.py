@@ -61,6 +61,7 @@ def wired(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: Any) -> st
         lines.append(f"engine {own.argv[1:]} {own.environment} {own.standby_after} seed {own.settings['seed']}")
         lines.append(f"secrets {[name for name in own.settings if 'key' in name]}")
         lines.extend([f"limits {parts['limits']}", f"origins {parts['origins']} recording {parts['recording']}"])
+        lines.append(f"tokenizer {sorted(parts['tokenizer_info'] or ())}")
         keys, rates, hosts = parts["keys"], parts["rates"], parts["hosts"]
         lines.append(f"keys {keys.needed} {keys.has_admin} {len(keys._keys)} {len(keys._admin)}")
         lines.append(f"rates {rates._requests} {rates._tokens}")
@@ -97,6 +98,7 @@ WIRED: dict[str, dict[str, Any]] = {
     "defaults": {},
     "everything": {
         "served_model_name": ("name", "also", "name"),
+        "enable_tokenizer_info_endpoint": True,
         "host": "0.0.0.0",
         "port": 81,
         "api_key": ("a", "b"),

@@ -199,6 +199,9 @@ class ServerConfig:
         "Refuse requests with tools of OpenAI or Anthropic that this server lacks, such as web_search. Otherwise they "
         "are left out, and the header x-quire-omitted-tools says which.",
     )
+    enable_tokenizer_info_endpoint: bool = option(
+        False, "Answer /tokenizer_info with the tokenizer's configuration and the chat template, to all clients."
+    )
     max_n: int = option(128, "Most answers to one prompt: the largest n.", low=1, high=1024)
     max_connections: int = option(
         4096,

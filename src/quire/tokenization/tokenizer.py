@@ -131,6 +131,7 @@ class Tokenizer:
         self, core: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None, *, eos: Iterable[int] = ()
     ) -> None:
         config = {} if config is None else config
+        self._config = config
         _declare(core, config.get("added_tokens_decoder") or {})
         self._core = core
         added = core.get_added_tokens_decoder()
@@ -220,6 +221,11 @@ class Tokenizer:
         core.no_truncation()
         return str(core.to_str())
 
+    def info(self) -> dict[str, Any]:
+        """tokenizer_config.json as transformers shows it: tokens as their text, without names of files."""
+        shown = {name: _texts(value) for name, value in self._config.items() if not name.endswith("_file")}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **shown}
+
     def id_of(self, name: str) -> int | None:
         """The id of a vocabulary entry by its exact name."""
         return self._core.token_to_id(name)
@@ -288,6 +294,13 @@ def _named(config: Mapping[str, Any]) -> dict[str, str]:
             if isinstance(content, str):
                 named[role] = content
     return named
+
+
+def _texts(value: Any) -> Any:
+    """The value with the text of each token in place of its description."""
+    if isinstance(value, Mapping):
+        return value["content"] if "content" in value else {key: _texts(one) for key, one in value.items()}
+    return [_texts(one) for one in value] if isinstance(value, list) else value
 
 
 def _declare(core: tokenizers.Tokenizer, declared: Mapping[str, Mapping[str, Any]]) -> None:
