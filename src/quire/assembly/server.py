@@ -65,6 +65,7 @@ def serve(settings: Settings, *, child: str = "quire.assembly.engine_child") -> 
     card = ModelCard(
         id=name,
         aliases=tuple(aliases),
+        infill_ends=() if text.tokenizer.infill is None else text.tokenizer.infill.ends,
         created=int(time.time()),
         max_model_len=UNLIMITED,
         root=settings.model.model,
