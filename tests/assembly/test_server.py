@@ -53,13 +53,15 @@ def wired(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: Any) -> st
 
     def app(backend: Any, **parts: Any) -> None:
         own, about = backend.engine, backend.model()
-        lines.extend([f"card {about.id} {about.root} {about.defaults} {about.tool_parser} {about.reasoning_parser}"])
+        names, parsers = ", ".join(about.names), f"{about.tool_parser} {about.reasoning_parser}"
+        lines.append(f"card {names} {about.root} {about.defaults} {parsers}")
         lines.append(
             f"queued {backend.max_queued} observers {[type(one).__name__ for one in backend.observer._observers]}"
         )
         lines.append(f"engine {own.argv[1:]} {own.environment} {own.standby_after} seed {own.settings['seed']}")
         lines.append(f"secrets {[name for name in own.settings if 'key' in name]}")
         lines.extend([f"limits {parts['limits']}", f"origins {parts['origins']} recording {parts['recording']}"])
+        lines.append(f"tokenizer {sorted(parts['tokenizer_info'] or ())}")
         keys, rates, hosts = parts["keys"], parts["rates"], parts["hosts"]
         lines.append(f"keys {keys.needed} {keys.has_admin} {len(keys._keys)} {len(keys._admin)}")
         lines.append(f"rates {rates._requests} {rates._tokens}")
@@ -95,7 +97,8 @@ def wired(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: Any) -> st
 WIRED: dict[str, dict[str, Any]] = {
     "defaults": {},
     "everything": {
-        "served_model_name": "name",
+        "served_model_name": ("name", "also", "name"),
+        "enable_tokenizer_info_endpoint": True,
         "host": "0.0.0.0",
         "port": 81,
         "api_key": ("a", "b"),

@@ -45,3 +45,11 @@ def test_other_executors_know_other_architectures(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
     with pytest.raises(InvalidModel, match=r"no tokenizer\.json"):
         build_text(Settings.of(model=str(tmp_path), executor="hf"))
+
+
+def test_the_tokenizer_is_described_with_the_template_that_is_used(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    own, given = (build_text(Settings.of(chat_template=one)).info() for one in (None, str(template)))
+    assert given["chat_template"] == template.read_text() != own["chat_template"]
+    assert own.items() - given.items() == {("chat_template", own["chat_template"])} and own["eos_token"]

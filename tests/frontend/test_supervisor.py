@@ -136,13 +136,15 @@ def test_serve_starts_it_with_what_follows_the_dashes(fake: Path, tmp_path: Path
     log = tmp_path / "vllm.log"
     command = f"'{sys.executable}' '{fake}'"
     flags = ("--max-model-len", "1k", "--no-enable-prefix-caching", "--vllm-command", command, "--vllm-log", str(log))
-    rest = ("--", "--tensor-parallel-size", "2", "--odd=a,b")
+    names = ("--served-model-name", "a", "--served-model-name", "b")
+    rest = (*names, "--", "--tensor-parallel-size", "2", "--odd=a,b")
     with serving(tmp_path, "--backend", "vllm", "--model", "some/model", *flags, *rest) as live:
         assert live.stats()["backend"] == "vllm" and "fake is ready at" in live.log
+        assert live.metric("vllm:num_requests_running", model_name="a") == 0
         pid = live.engine_pid()
         said = log.read_text().splitlines()[0]
     assert said.startswith(
-        "starting with serve some/model --max-model-len 1000 --no-enable-prefix-caching --host 127.0.0.1"
+        "starting with serve some/model --served-model-name a b --max-model-len 1000 --no-enable-prefix-caching --host "
     )
     assert said.endswith("--tensor-parallel-size 2 --odd=a,b")
     with pytest.raises(ProcessLookupError):

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.errors import QuireError
+from quire.server.access import Keys
 from quire.server.app import create_app
 from tests.server.doubles import ANSWER, HI, TOKENIZER, check_error, served, status
 
@@ -36,6 +37,20 @@ async def test_the_model_is_listed_as_clients_read_it() -> None:
         assert (await server.client.get("/v1/models/tiny")).json() == card
         error = check_error(await server.client.get("/v1/models/org/other"), 404, "model", "'org/other'")
     assert error["code"] == "model_not_found"
+
+
+async def test_every_name_of_the_model_answers_and_answers_have_the_first() -> None:
+    async with served(about={"aliases": ("org/also", "third")}) as server:
+        listed = (await server.client.get("/v1/models")).json()["data"]
+        assert [one["id"] for one in listed] == ["tiny", "org/also", "third"]
+        assert (await server.client.get("/v1/models/org/also")).json() == listed[1]
+        for name in ("tiny", "org/also", "third"):
+            assert (await server.chat(model=name))["model"] == "tiny"
+            chunks = await server.stream("/v1/completions", model=name, prompt="say dog")
+            assert {chunk["model"] for chunk in chunks} == {"tiny"}
+            assert (await server.post("/tokenize", model=name, prompt="a")).status_code == 200
+        refused = await server.post("/v1/completions", model="other", prompt="a")
+        check_error(refused, 404, "model", "this server has 'tiny', 'org/also', 'third'")
 
 
 async def test_text_becomes_tokens_and_tokens_text() -> None:
@@ -78,6 +93,19 @@ async def test_stats_have_the_fields_dashboards_read() -> None:
         *("page_size", "max_pages", "used_pages", "free_pages", "active_sequences", "pressure_events"),
         *("evictions", "utilization", "policy"),
     }
+
+
+async def test_the_tokenizer_is_described_where_the_server_was_started_so() -> None:
+    async with served() as server:
+        error = check_error(await server.client.get("/tokenizer_info"), 404, None, "--enable-tokenizer-info-endpoint")
+        assert error["code"] == "no_tokenizer_info"
+        info = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|end|>", "chat_template": "{{ messages }}"}
+        app = create_app(server.backend, keys=Keys(("sesame",)), tokenizer_info=info)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
+            assert (await client.get("/tokenizer_info")).status_code == 401
+            answer = await client.get("/tokenizer_info", headers={"authorization": "Bearer sesame"})
+            assert answer.json() == info
+            assert (await client.post("/tokenizer_info", headers={"authorization": "Bearer sesame"})).status_code == 405
 
 
 async def test_the_load_counts_prompts_being_answered_as_routers_of_vllm_read_it() -> None:

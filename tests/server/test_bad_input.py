@@ -109,7 +109,9 @@ COMPLETION: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "dog " * 40_000}, "prompt", "tokens, and this model's context holds 128"),
     ({"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
     ({"best_of": 3}, "best_of", "must equal n"),
-    ({"suffix": "end"}, "suffix", "not supported"),
+    ({"suffix": "end"}, "suffix", "no markers to fill in"),
+    ({"suffix": 1}, "suffix", "expected str"),
+    ({"suffix": "end", "prompt": [1]}, "prompt", "with a suffix, a prompt must be text"),
     ({"logprobs": 21}, "logprobs", "between 0 and 20"),
     ({"logprobs": -1}, "logprobs", "between 0 and 20"),
     ({"logprobs": True}, "logprobs", "expected int"),
@@ -383,7 +385,7 @@ def test_a_long_text_of_few_tokens_is_no_prompt_too_long() -> None:
     """Only the beginning of a text of more than 16 characters a token of the context is encoded at first."""
     encoded: list[int] = []
 
-    def encode(text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    def encode(text: str, *, add_special_tokens: bool = True, suffix: str = "") -> tuple[int, ...]:
         encoded.append(len(text))
         return (1,) * min(len(text), most)
 

@@ -100,6 +100,7 @@ async def test_exchanges_with_an_upstream_are_as_written_down(keyed: bool) -> No
         lines += await _written(relayed, server, "no path", "GET", "/v1/nothing")
         lines += await _written(relayed, server, "dots", "GET", "/v1/%2e%2e/x")
         lines += await _written(relayed, server, "tokenize", "POST", "/tokenize", {"prompt": "fine"})
+        lines += await _written(relayed, server, "tokenizer", "GET", "/tokenizer_info")
         lines += await _written(relayed, server, "not passed on", "POST", "/reset_prefix_cache")
         lines += await _written(relayed, server, "too large", "POST", "/v1/completions", {"prompt": "x" * 4000})
         lines += await _written(relayed, server, "metrics", "GET", "/metrics")

@@ -19,6 +19,27 @@ def with_bos() -> Tokenizer:
     return Tokenizer(core, NAMES)
 
 
+def test_its_configuration_is_shown_as_transformers_shows_it() -> None:
+    config = {
+        **NAMES,
+        "vocab_file": "/home/someone/vocab.json",
+        "added_tokens_decoder": {"3": {"content": "<|im_end|>", "special": True}},
+        "additional_special_tokens": ["<|im_start|>", {"content": "<|im_end|>", "lstrip": False}],
+        "model_max_length": 128,
+    }
+    assert Tokenizer(byte_level(), config).info() == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin|>",
+        "eos_token": "<|end|>",
+        "added_tokens_decoder": {"3": "<|im_end|>"},
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "model_max_length": 128,
+    }
+    assert Tokenizer(byte_level(), {"tokenizer_class": "Qwen2Tokenizer"}).info() == {
+        "tokenizer_class": "Qwen2Tokenizer"
+    }
+
+
 def test_text_survives_the_round_trip() -> None:
     tokenizer = Tokenizer(byte_level())
     text = "the lazy dog\n\tcosts 5€ 👩‍👩‍👧 né e"

@@ -29,8 +29,11 @@ STANDBY_DELAY = 10.0
 
 def build_backend(settings: Settings, text: Text, engine: EngineProcess, **more: Any) -> NativeBackend:
     """A backend that answers with the model's text and this engine. more: further fields of NativeBackend."""
+    name, *aliases = dict.fromkeys(settings.model.served_model_name or (settings.model.model,))
     card = ModelCard(
-        id=model_name(settings),
+        id=name,
+        aliases=tuple(aliases),
+        infill_ends=() if text.tokenizer.infill is None else text.tokenizer.infill.ends,
         created=int(time.time()),
         max_model_len=UNLIMITED,
         root=settings.model.model,
@@ -43,8 +46,8 @@ def build_backend(settings: Settings, text: Text, engine: EngineProcess, **more:
 
 
 def model_name(settings: Settings) -> str:
-    """What clients call the model."""
-    return settings.model.served_model_name or settings.model.model
+    """What answers and metrics call the model."""
+    return (settings.model.served_model_name or (settings.model.model,))[0]
 
 
 def engine_process(settings: Settings, child: str = ENGINE_MODULE) -> EngineProcess:

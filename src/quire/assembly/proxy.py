@@ -29,6 +29,7 @@ log = logging.getLogger("uvicorn.error")
 NATIVE_ONLY: Mapping[str, str] = MappingProxyType(
     {
         "batch_dir": "batches are answered in the gaps of our own engine; send them where the upstream takes some",
+        "enable_tokenizer_info_endpoint": "/tokenizer_info is passed on; the upstream has the option",
         "max_n": "requests are passed on as they are; the upstream has a bound of its own",
     }
 )
@@ -60,7 +61,7 @@ def relay(settings: Settings) -> None:
         supervisor = _vllm(settings, port, key, vllm_flags)
         urls = (f"http://127.0.0.1:{port}",)
     # In metrics and traces, which need a name before an upstream is asked.
-    name = settings.model.served_model_name or (settings.model.model if supervisor is not None else "upstream")
+    name = (settings.model.served_model_name or (settings.model.model if supervisor is not None else "upstream",))[0]
     timeline = RequestTimeline(f"answered by {', '.join(urls)}")
     traces = build_traces(server.otlp_traces_endpoint, timeline.explain, model=name)
     backend = UpstreamBackend(
@@ -103,7 +104,7 @@ def _vllm_flags(settings: Settings) -> list[str]:
         if option.kind == "switch":
             flags.append(option.flag if value else "--no-" + option.flag.removeprefix("--"))
         elif value is not None:
-            flags += [option.flag, str(value)]
+            flags += [option.flag, *(value if option.kind == "texts" else (str(value),))]
     return flags
 
 

@@ -73,7 +73,8 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
         batches = BatchService(folder, answer, limits, width=server.batch_concurrency)
     parts = app_parts(settings, keys, limits, Broadcaster(engine))
     recording = recording_folder(settings.execution.recording_dir)
-    app = create_app(backend, **parts, batch_service=batches, recording=recording)
+    info = text.info() if server.enable_tokenizer_info_endpoint else None
+    app = create_app(backend, **parts, batch_service=batches, recording=recording, tokenizer_info=info)
     on_ready = partial(_log_ready, text, backend, started)
     run(settings, app, backend, listen(server.host, server.port), on_ready, traces, batch_service=batches)
 

@@ -32,6 +32,11 @@ class Text(NamedTuple):
     reasoning_parser: ReasoningParser
     tools_from: str
 
+    def info(self) -> dict[str, Any]:
+        """What `/tokenizer_info` answers: the tokenizer's configuration, with the chat template that is used."""
+        template = {} if self.template is None else {"chat_template": self.template.source}
+        return {**self.tokenizer.info(), **template}
+
 
 def build_text(settings: Settings) -> Text:
     """Read the folders of tokenizer and model, or a GGUF file.

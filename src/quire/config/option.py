@@ -89,7 +89,7 @@ class Option:
 
         Raises InvalidConfig; its message begins with `where` (the flag, the variable, the file).
         """
-        if self.optional and (value is None or value == self.unset or (value in (-1, "-1") and self.low >= 0)):
+        if self.optional and (value in (None, self.unset, (self.unset,)) or (value in (-1, "-1") and self.low >= 0)):
             return None
         parsed = _object(value) if self.mapping else _READERS[self.kind](value)
         if parsed is None:

@@ -199,6 +199,9 @@ class ServerConfig:
         "Refuse requests with tools of OpenAI or Anthropic that this server lacks, such as web_search. Otherwise they "
         "are left out, and the header x-quire-omitted-tools says which.",
     )
+    enable_tokenizer_info_endpoint: bool = option(
+        False, "Answer /tokenizer_info with the tokenizer's configuration and the chat template, to all clients."
+    )
     max_n: int = option(128, "Most answers to one prompt: the largest n.", low=1, high=1024)
     max_connections: int = option(
         4096,
@@ -292,7 +295,12 @@ class ModelConfig:
         "The model: 'embedded' (shipped with Quire), a folder, or a Hugging Face repository.",
         metavar="MODEL",
     )
-    served_model_name: str | None = option(None, "The name clients use for the model. Unset: as given by --model.")
+    served_model_name: tuple[str, ...] | None = option(
+        None,
+        "A name that clients use for the model; several are allowed (repeat the flag, or use commas): answers and "
+        "metrics have the first. Unset: as given by --model.",
+        unset="none",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Type of weights and activations; auto: what suits the device and the checkpoint."
     )

@@ -97,8 +97,9 @@ async def iterate(answers: ResultStream[T]) -> AsyncGenerator[Sequence[T], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The served model. defaults: the sampling fields of generation_config.json.
+    """The served model. aliases: names of it besides `id`. defaults: the sampling fields of generation_config.json.
 
+    infill_ends: token ids that end a text between a prompt and a suffix, besides the model's end of text.
     pools: whether it computes embeddings. template_arguments: names that its chat template reads. tool_parser,
     reasoning_parser: how its answers are parsed (see `parsers.tools.styles` and `parsers.reasoning`).
     """
@@ -113,6 +114,13 @@ class ModelCard:
     reasoning_parser: ReasoningParser = "none"
     pools: bool = False
     template_arguments: frozenset[str] = frozenset()
+    aliases: tuple[str, ...] = ()
+    infill_ends: tuple[int, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may use, `id` first."""
+        return (self.id, *self.aliases)
 
 
 class Service(Protocol):
@@ -152,8 +160,8 @@ class Backend(Service, Protocol):
     def model(self) -> ModelCard:
         """The served model."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Text to token ids."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, suffix: str = "") -> tuple[int, ...]:
+        """Text to token ids. suffix: a text to fill in before; raises InvalidRequest where the model cannot."""
 
     def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str:
         """Token ids to text."""

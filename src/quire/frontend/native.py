@@ -92,9 +92,9 @@ class NativeBackend(DrainingService):
         """See Backend."""
         return self.card
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, suffix: str = "") -> tuple[int, ...]:
         """See Backend."""
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, suffix=suffix)
 
     def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str:
         """See Backend."""

@@ -164,7 +164,8 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{id}`."""
-        return json_response(_card(prompts.model(request.path_params["id"], self._backend)))
+        name = request.path_params["id"]
+        return json_response(_card(prompts.model(name, self._backend), name))
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`."""
@@ -200,11 +201,13 @@ def create_app(
     recording: Path | None = None,
     hosts: Hosts | None = None,
     origins: Collection[str] = (),
+    tokenizer_info: Mapping[str, Any] | None = None,
 ) -> ASGIApp:
     """The ASGI application of a backend and a batch service, which the caller starts and closes.
 
     view: what the live page shows. recording: the folder of the flight recorder's files. hosts: the names by which the
-    server may be asked, any by default. origins: those whose pages may use it (CORS).
+    server may be asked, any by default. origins: those whose pages may use it (CORS). tokenizer_info: what
+    /tokenizer_info answers, None to refuse it.
     """
     limits = Limits() if limits is None else limits
     keys = Keys() if keys is None else keys
@@ -217,7 +220,8 @@ def create_app(
             for path, one in {**ENDPOINTS, "/v1/generate": GENERATE}.items()
         ),
         *api.token_routes(),
-        get_json("/v1/models", lambda: {"object": "list", "data": [_card(backend.model())]}),
+        _tokenizer_info_route(tokenizer_info),
+        get_json("/v1/models", partial(_models, backend)),
         Route("/v1/models/{id:path}", api.model),
         Route("/reset_prefix_cache", api.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", api.metrics),
@@ -228,6 +232,18 @@ def create_app(
         *page.routes(),
     ]
     return build_app(routes, keys, page, rates, hosts, origins)
+
+
+def _tokenizer_info_route(info: Mapping[str, Any] | None) -> Route:
+    """`GET /tokenizer_info`. Encoded once: some tokenizers list thousands of tokens."""
+    encoded = None if info is None else Raw(msgspec.json.encode(info))
+
+    def show() -> Raw:
+        if encoded is None:
+            raise NotFound("start the server with --enable-tokenizer-info-endpoint", code="no_tokenizer_info")
+        return encoded
+
+    return get_json("/tokenizer_info", show)
 
 
 def _no_batch_routes() -> list[Route]:
@@ -295,9 +311,14 @@ def build_app(
     return CrossOrigin(guard, origins) if origins else guard
 
 
-def _card(card: ModelCard) -> dict[str, Any]:
+def _models(backend: Backend) -> dict[str, Any]:
+    card = backend.model()
+    return {"object": "list", "data": [_card(card, name) for name in card.names]}
+
+
+def _card(card: ModelCard, name: str) -> dict[str, Any]:
     return {
-        "id": card.id,
+        "id": name,
         "object": "model",
         "created": card.created,
         "owned_by": "quire",

@@ -102,11 +102,12 @@ def completion(request: CompletionRequest, backend: Backend, limits: Limits) -> 
     check_logprobs("logprobs", request.logprobs, limits)
     scored_only = bool(request.echo) and request.max_tokens == 0
     echoed = request.logprobs if request.echo else None
-    given = prompts(request.prompt, card, limits)
+    given = prompts(request.prompt, card, limits, request.suffix)
     check_answers(len(given), request.n, limits)
-    encoded = encode(given, request.add_special_tokens is not False, backend, max_prompt_tokens(request, card))
+    special = request.add_special_tokens is not False
+    encoded = encode(given, special, backend, max_prompt_tokens(request, card), request.suffix)
     max_tokens = 1 if scored_only else request.max_tokens
-    shared = shared_params(request, backend, card, limits)
+    shared = shared_params(request, backend, card, limits) | _infill_params(request, card)
     calls = []
     num_truncated = 0
     for text, whole in encoded:
@@ -122,6 +123,19 @@ def completion(request: CompletionRequest, backend: Backend, limits: Limits) -> 
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
     shown = effective_params(request, calls[0].sampling, card, "max_tokens")
     return _job(request, backend, calls, num_truncated, top=request.logprobs, scored_only=scored_only, params=shown)
+
+
+def _infill_params(request: CompletionRequest, card: ModelCard) -> dict[str, Any]:
+    """The fields of SamplingParams that a suffix sets. Raises InvalidRequest naming a field that it excludes."""
+    if not request.suffix:
+        return {}
+    if request.echo:
+        raise InvalidRequest("echo: with a suffix, put the answer between prompt and suffix yourself", param="echo")
+    if request.truncate_prompt_tokens is not None:
+        what = "truncate_prompt_tokens would cut off the suffix's markers: send shorter texts"
+        raise InvalidRequest(what, param="truncate_prompt_tokens")
+    ends = () if request.ignore_eos else card.infill_ends
+    return {"stop_token_ids": (*(request.stop_token_ids or ()), *ends)}
 
 
 def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "chatcmpl-") -> Job:

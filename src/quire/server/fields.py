@@ -62,7 +62,7 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "media_io_kwargs": Refusal(_TEXT, ({},)),
     "return_mm_kwargs": Refusal(_TEXT, (True, False)),
     "prompt_embeds": Refusal("prompts are text or token ids"),
-    "suffix": Refusal("filling in between a prompt and a suffix is not supported", ("",)),
+    "suffix": Refusal("filling in between a prompt and a suffix is for /v1/completions", ("",)),
     "moderation": Refusal("this server does not moderate"),
     "reasoning_effort": Refusal("it is for conversations: use /v1/chat/completions"),
     "include_reasoning": Refusal("here reasoning is part of the text", (True,)),

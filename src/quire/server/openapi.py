@@ -84,6 +84,7 @@ OPERATIONS = (
     ),
     Operation("post", "/tokenize", "Text or messages to token ids", schemas.TokenizeRequest),
     Operation("post", "/detokenize", "Token ids to text", schemas.DetokenizeRequest),
+    Operation("get", "/tokenizer_info", "How the tokenizer is configured", errors=("404",)),
     Operation("get", "/v1/models", "What is served"),
     Operation("get", "/v1/models/{id}", "The model served", errors=("404",)),
     Operation("post", "/v1/files", "Upload a file", errors=("403", *_BODY), upload=True),

@@ -31,17 +31,20 @@ _ANSWER_ONLY = frozenset({"refusal", "annotations", "audio", "function_call"})
 def model(name: str | None, backend: Backend) -> ModelCard:
     """The model served. name: what the request asks for, if anything. Raises UnknownModel for another model."""
     card = backend.model()
-    if name is not None and name != card.id:
+    if name is not None and name not in card.names:
         raise UnknownModel(
-            f"the model {name[:200]!r} is not served here: this server has {card.id!r}",
+            f"the model {name[:200]!r} is not served here: this server has {', '.join(map(repr, card.names))}",
             param="model",
             code="model_not_found",
         )
     return card
 
 
-def prompts(given: Prompt, card: ModelCard, limits: Limits) -> list[str | tuple[int, ...]]:
-    """The prompts in a `prompt` field: one or several, as text or as token ids. Raises InvalidRequest."""
+def prompts(given: Prompt, card: ModelCard, limits: Limits, suffix: str = "") -> list[str | tuple[int, ...]]:
+    """The prompts in a `prompt` field: one or several, as text or as token ids. Raises InvalidRequest.
+
+    suffix: what follows the answer; with one, a prompt is text, which may be empty.
+    """
     if isinstance(given, str):
         several: list[Any] = [given]
     elif given and type(given[0]) is int:
@@ -61,11 +64,16 @@ def prompts(given: Prompt, card: ModelCard, limits: Limits) -> list[str | tuple[
                 "send all prompts as text, or all as token ids",
                 param="prompt",
             )
-    return [_prompt(one, f"prompt[{i}]" if several is given else "prompt", card) for i, one in enumerate(several)]
+    names = [f"prompt[{i}]" if several is given else "prompt" for i in range(len(several))]
+    return [_prompt(one, where, card, suffix) for one, where in zip(several, names, strict=True)]
 
 
-def _prompt(one: Any, where: str, card: ModelCard) -> str | tuple[int, ...]:
-    """One prompt, checked. where: it stands in the request."""
+def _prompt(one: Any, where: str, card: ModelCard, suffix: str) -> str | tuple[int, ...]:
+    """One prompt, checked. where: it stands in the request. suffix: as of `prompts`."""
+    if suffix and not isinstance(one, str):
+        raise InvalidRequest(f"{where}: with a suffix, a prompt must be text", param="prompt")
+    if suffix:
+        return str(one)
     if not isinstance(one, str | list):
         shown = msgspec.json.encode(one)[:40].decode(errors="replace")
         raise InvalidRequest(f"{where}: expected text or token ids, not {shown}", param="prompt")
@@ -107,17 +115,23 @@ def _too_long(count: str, context: int) -> InvalidRequest:
 
 
 def encode(
-    given: Sequence[str | tuple[int, ...]], special: bool, backend: Backend, context: int = UNLIMITED
+    given: Sequence[str | tuple[int, ...]],
+    special: bool,
+    backend: Backend,
+    context: int = UNLIMITED,
+    suffix: str = "",
 ) -> list[tuple[str | None, tuple[int, ...]]]:
-    """(text, token ids) of each prompt.
+    """(text, token ids) of each prompt. No text where it is not the text of the ids.
 
-    special: add the begin token. context: tokens of a prompt and its answer. Raises InvalidRequest for the first prompt
-    that leaves none for an answer, before the others are encoded.
+    special: add the begin token. context: tokens of a prompt and its answer. suffix: a text to fill in before, which is
+    encoded with each prompt. Raises InvalidRequest for the first prompt that leaves no token for an answer, before the
+    others are encoded.
     """
-    _check_length(given, backend, context)
+    _check_length([*given, suffix], backend, context)
     encoded: list[tuple[str | None, tuple[int, ...]]] = []
     for one in given:
-        text, ids = (one, backend.encode(one, add_special_tokens=special)) if isinstance(one, str) else (None, one)
+        text = one if isinstance(one, str) and not suffix else None
+        ids = one if isinstance(one, tuple) else backend.encode(one, add_special_tokens=special, suffix=suffix)
         if len(ids) >= context:
             raise _too_long(str(len(ids)), context)
         encoded.append((text, ids))

@@ -105,7 +105,8 @@ class Relay:
 
     def routes(self) -> list[Route]:
         """All paths that are passed on, and those that this server answers with upstreams' answers."""
-        paths = ("/v1/{path:path}", "/tokenize", "/detokenize", "/score", "/rerank", "/pooling", "/classify")
+        tokens = ("/tokenize", "/detokenize", "/tokenizer_info")
+        paths = ("/v1/{path:path}", *tokens, "/score", "/rerank", "/pooling", "/classify")
         return [
             Route("/v1/generate", self.generate, methods=["POST"]),
             Route("/metrics", self.metrics),

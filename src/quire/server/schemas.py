@@ -134,6 +134,7 @@ class CompletionRequest(Answers, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: Prompt
+    suffix: str = ""
     logprobs: int | None = None
     best_of: int | None = None
 

@@ -18,6 +18,7 @@ import tokenizers
 
 from quire.errors import InvalidModel, InvalidRequest
 from quire.tokenization.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from quire.tokenization.infill import find_infill, pieces
 from quire.tokenization.vocabularies import Read, byte_alphabet, load_core
 from quire.types import NUMERIC_PARAMETERS, SamplingParams
 
@@ -131,6 +132,7 @@ class Tokenizer:
         self, core: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None, *, eos: Iterable[int] = ()
     ) -> None:
         config = {} if config is None else config
+        self._config = config
         _declare(core, config.get("added_tokens_decoder") or {})
         self._core = core
         added = core.get_added_tokens_decoder()
@@ -146,6 +148,11 @@ class Tokenizer:
             names = {i: token.content for i, token in added.items()}
             self._shown = Pieces(core, self._rule, names, frozenset())
             self._hidden = Pieces(core, self._rule, names, self.special)
+        self.infill = find_infill(self.id_of)
+        """How it marks a gap between two texts; None if it does not."""
+        spaced = self._rule is not None and b"".join(map(self._shown.__getitem__, self._encode("a"))).startswith(b" ")
+        # Where a space is put before a text, it goes before this character, which merges with nothing.
+        self._before = "☺" if spaced else ""
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
@@ -161,13 +168,39 @@ class Tokenizer:
         eos = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
         return cls(core, config, eos=_ids(eos))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of `text`, between the model's begin and end tokens if it has any, unless they are disabled."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, suffix: str = "") -> tuple[int, ...]:
+        """Token ids of `text`, between the model's begin and end tokens if it has any, unless they are disabled.
+
+        suffix: a text to fill in before. The ids are then the model's prompt for the text between the two, in which
+        markers are not read; no end token follows. Raises InvalidRequest where the tokenizer has no markers.
+        """
+        if suffix:
+            ids = self._encode_infill(text, suffix)
+            return (*self._begin, *ids) if add_special_tokens else ids
+        ids = self._encode(text)
+        return (*self._begin, *ids, *self._end) if add_special_tokens else ids
+
+    def _encode(self, text: str) -> tuple[int, ...]:
         if len(text) < _LONG:
-            ids = self._core.encode(text, add_special_tokens=False).ids
-        else:
-            ids = self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return (*self._begin, *ids, *self._end) if add_special_tokens else tuple(ids)
+            return tuple(self._core.encode(text, add_special_tokens=False).ids)
+        return tuple(self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def _encode_inner(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text that goes on from another one: without the space that may be put before a text."""
+        return self._encode(self._before + text)[len(self._encode(self._before)) :]
+
+    def _encode_infill(self, prefix: str, suffix: str) -> tuple[int, ...]:
+        if self.infill is None:
+            raise InvalidRequest(
+                "suffix: this model's tokenizer has no markers to fill in between a prompt and a suffix",
+                param="suffix",
+                code="unsupported_field",
+            )
+        first, *rest = pieces(prefix, self.infill.written)
+        # As in training: a prefix is the beginning of a text, and a suffix is not.
+        before = [*self._encode(first), *(id for piece in rest for id in self._encode_inner(piece))]
+        after = [id for piece in pieces(suffix, self.infill.written) for id in self._encode_inner(piece)]
+        return (self.infill.prefix, *before, self.infill.suffix, *after, self.infill.middle)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `tokens`; ids outside the vocabulary are ignored, and invalid UTF-8 becomes U+FFFD."""
@@ -219,6 +252,11 @@ class Tokenizer:
         core.no_padding()
         core.no_truncation()
         return str(core.to_str())
+
+    def info(self) -> dict[str, Any]:
+        """tokenizer_config.json as transformers shows it: tokens as their text, without names of files."""
+        shown = {name: _texts(value) for name, value in self._config.items() if not name.endswith("_file")}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **shown}
 
     def id_of(self, name: str) -> int | None:
         """The id of a vocabulary entry by its exact name."""
@@ -288,6 +326,13 @@ def _named(config: Mapping[str, Any]) -> dict[str, str]:
             if isinstance(content, str):
                 named[role] = content
     return named
+
+
+def _texts(value: Any) -> Any:
+    """The value with the text of each token in place of its description."""
+    if isinstance(value, Mapping):
+        return value["content"] if "content" in value else {key: _texts(one) for key, one in value.items()}
+    return [_texts(one) for one in value] if isinstance(value, list) else value
 
 
 def _declare(core: tokenizers.Tokenizer, declared: Mapping[str, Mapping[str, Any]]) -> None:
