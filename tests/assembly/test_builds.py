@@ -314,6 +314,19 @@ def test_foreign_executors_are_made_as_written_down(
     check(EXPECTED / f"builds-{kind}.txt", "\n".join(calls.lines).replace(str(tmp_path), "FOLDER"))
 
 
+@pytest.mark.parametrize("kind", ["auto", "local", "grpc", "onnx"])
+@pytest.mark.parametrize("option", [{"device_map": "auto"}, {"max_memory": '{"cpu": "1GiB"}'}])
+def test_where_layers_are_placed_is_asked_of_one_executor_only(kind: str, option: dict[str, str]) -> None:
+    address = {"executor_address": "127.0.0.1:1"} if kind == "grpc" else {}
+    settings = Settings.of(executor=kind, model="embedded", **address, **option)
+    [name] = option
+    with pytest.raises(
+        InvalidConfig, match=rf"--{name.replace('_', '-')} does not go with --executor \w+: it places"
+    ) as no:
+        engine.make_executor(settings)
+    assert no.value.param == name
+
+
 def test_the_memory_of_steps_is_counted_as_written_down() -> None:
     mixture = spec(
         architectures=["Qwen3MoeForCausalLM"],

@@ -88,7 +88,11 @@ def test_charts_of_loads_show_what_is_written_down(drawn: list[str]) -> None:
     users = {
         "about": {"label": "a"},
         "goals": {"ttft": 1000},
-        "levels": [level("8 users", 8, None, 2.0), level("2 users", 2, None, 1.0), {**level("", 4, None, 1.0), "ok": 0}],
+        "levels": [
+            level("8 users", 8, None, 2.0),
+            level("2 users", 2, None, 1.0),
+            {**level("", 4, None, 1.0), "ok": 0},
+        ],
     }
     rate = {"about": {"label": "b"}, "goals": {}, "levels": [level("5 a second", 0, 5.0, 3.0)]}
     for runs in ([users, rate], [rate], [{**users, "goals": {}}]):
@@ -141,7 +145,13 @@ def test_speeds_of_decode_are_medians_of_tokens_after_the_first(monkeypatch: pyt
         {"batch": 1, "quire": 4.0, "transformers": 2.0, "ratio": 2.0},
         {"batch": 4, "quire": 16.0, "transformers": 8.0, "ratio": 2.0},
     ]
-    assert [made[name] for name in ("shape", "dtype", "prompt", "new", "threads")] == ["smollm2-135m", "bfloat16", 3, 9, 1]
+    assert [made[name] for name in ("shape", "dtype", "prompt", "new", "threads")] == [
+        "smollm2-135m",
+        "bfloat16",
+        3,
+        9,
+        1,
+    ]
     check(EXPECTED / "cpu.txt", "\n".join(asked))
 
 
@@ -149,13 +159,19 @@ def test_what_is_noted_of_the_machine_has_no_secret(monkeypatch: pytest.MonkeyPa
     for name in list(monitor.os.environ):
         if name.startswith(("VLLM_", "QUIRE_", "CUDA_")):
             monkeypatch.delenv(name)
-    for name in ("VLLM_API_KEY", "QUIRE_ADMIN_KEY", "OTHER_KEY", "PATHS", "QUIRE_PORT", "CUDA_VISIBLE_DEVICES", "VLLM_X"):
+    for name in (
+        "VLLM_API_KEY",
+        "QUIRE_ADMIN_KEY",
+        "OTHER_KEY",
+        "PATHS",
+        "QUIRE_PORT",
+        "CUDA_VISIBLE_DEVICES",
+        "VLLM_X",
+    ):
         monkeypatch.setenv(name, f"value of {name}")
     monkeypatch.setattr(sys, "argv", ["quire", "bench", "serve", "--api-key=sesame", "sesame", "open"])
     noted = monitor.environment("sesame")
-    assert noted["variables"] == {
-        name: f"value of {name}" for name in ("QUIRE_PORT", "CUDA_VISIBLE_DEVICES", "VLLM_X")
-    }
+    assert noted["variables"] == {name: f"value of {name}" for name in ("QUIRE_PORT", "CUDA_VISIBLE_DEVICES", "VLLM_X")}
     assert noted["argv"] == ["bench", "serve", "--api-key=...", "...", "open"]
     assert monitor.environment()["argv"] == sys.argv[1:]
     assert noted["torch"] == torch.__version__ and noted["cores"] and noted["python"] in sys.version
