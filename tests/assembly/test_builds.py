@@ -15,7 +15,7 @@ from quire.assembly import engine, engine_child, grpc, hf, limits, onnx, specula
 from quire.config import Settings
 from quire.engine.executor import Description
 from quire.engine.protocol import BuildFailed
-from quire.errors import InvalidModel, QuireError
+from quire.errors import InvalidConfig, InvalidModel, QuireError
 from quire.model_runner.memory import LayerShape
 from quire.models.registry import read_spec
 from quire.models.spec import ModelSpec
