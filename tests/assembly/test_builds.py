@@ -316,13 +316,16 @@ def test_foreign_executors_are_made_as_written_down(
 
 @pytest.mark.parametrize("kind", ["auto", "local", "grpc", "onnx"])
 @pytest.mark.parametrize("option", [{"device_map": "auto"}, {"max_memory": '{"cpu": "1GiB"}'}])
-def test_where_layers_are_placed_is_asked_of_one_executor_only(kind: str, option: dict[str, str]) -> None:
+def test_where_layers_are_placed_is_asked_of_one_executor_only(
+    kind: str, option: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for maker in ("_local", "extra"):
+        monkeypatch.setattr(engine, maker, Calls().to(maker, raises=AssertionError("an executor was made")))
     address = {"executor_address": "127.0.0.1:1"} if kind == "grpc" else {}
     settings = Settings.of(executor=kind, model="embedded", **address, **option)
     [name] = option
-    with pytest.raises(
-        InvalidConfig, match=rf"--{name.replace('_', '-')} does not go with --executor \w+: it places"
-    ) as no:
+    told = rf"--{name.replace('_', '-')} does not go with --executor \w+: it places layers"
+    with pytest.raises(InvalidConfig, match=told) as no:
         engine.make_executor(settings)
     assert no.value.param == name
 
