@@ -204,3 +204,14 @@ def test_updates_are_made_in_each_buffer_in_turn() -> None:
         assert [part.tolist() for part in made] == [[10 * i, 10 * i + 1, 5, 3], [i, -i, i + 50, i + 50]]
         held.append([int(buffer[32]) for buffer in ring.host])
     assert held[2:] == [[0, 1, 2], [3, 1, 2], [3, 4, 2], [3, 4, 5], [6, 4, 5]]
+
+
+def test_updates_larger_than_the_buffers_are_made_in_larger_ones() -> None:
+    """Sizes below, at and above what a buffer, the copy on the device and the list of consecutive numbers hold."""
+    ring = UploadRing(SimpleNamespace(device=torch.device("cpu"), offsets={}), num_slots=2)  # type: ignore[arg-type]
+    for size in (1, 1 << 14, (1 << 14) + 1, 3, 1 << 15, (1 << 16) + 1, 5, 1 << 17):
+        values = np.arange(size, dtype=np.int32)[::-1]
+        made = ring.pack([(7, values)])
+        assert (
+            made is not None and torch.equal(made[0], torch.arange(7, 7 + size)) and made[1].tolist() == values.tolist()
+        )
