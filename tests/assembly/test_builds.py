@@ -15,7 +15,7 @@ from quire.assembly import engine, engine_child, grpc, hf, limits, onnx, specula
 from quire.config import Settings
 from quire.engine.executor import Description
 from quire.engine.protocol import BuildFailed
-from quire.errors import InvalidModel, QuireError
+from quire.errors import InvalidConfig, InvalidModel, QuireError
 from quire.model_runner.memory import LayerShape
 from quire.models.registry import read_spec
 from quire.models.spec import ModelSpec
@@ -312,6 +312,22 @@ def test_foreign_executors_are_made_as_written_down(
         settings = Settings.of(executor=kind, **options)
         tried(calls, f"quire serve {options}", lambda settings=settings: engine.make_executor(settings))
     check(EXPECTED / f"builds-{kind}.txt", "\n".join(calls.lines).replace(str(tmp_path), "FOLDER"))
+
+
+@pytest.mark.parametrize("kind", ["auto", "local", "grpc", "onnx"])
+@pytest.mark.parametrize("option", [{"device_map": "auto"}, {"max_memory": '{"cpu": "1GiB"}'}])
+def test_where_layers_are_placed_is_asked_of_one_executor_only(
+    kind: str, option: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for maker in ("_local", "extra"):
+        monkeypatch.setattr(engine, maker, Calls().to(maker, raises=AssertionError("an executor was made")))
+    address = {"executor_address": "127.0.0.1:1"} if kind == "grpc" else {}
+    settings = Settings.of(executor=kind, model="embedded", **address, **option)
+    [name] = option
+    told = rf"--{name.replace('_', '-')} does not go with --executor \w+: it places layers"
+    with pytest.raises(InvalidConfig, match=told) as no:
+        engine.make_executor(settings)
+    assert no.value.param == name
 
 
 def test_the_memory_of_steps_is_counted_as_written_down() -> None:

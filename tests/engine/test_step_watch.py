@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
 from quire.assembly.engine_child import _step_timeout
 from quire.config import Settings
 from quire.engine.step_watch import StepWatch
+from quire.engine.timing import VirtualClock
 from quire.scheduler.plan import Plan, Span
+from quire.scheduler.step_time import StepCost
 from quire.sim.run import SimConfig
 
 
@@ -67,3 +70,14 @@ def test_a_failed_step_names_eight_of_its_requests_and_counts_the_others() -> No
         out = io.StringIO()
         StepWatch(out=out).on_failure("no\x1b memory", [str(i) for i in range(count)], 0.0)
         assert out.getvalue().endswith(shown) and "\x1b" not in out.getvalue()
+
+
+def test_a_report_names_the_last_steps_and_no_more_than_are_kept() -> None:
+    clock, watch = VirtualClock(), StepWatch(keep=3, out=io.StringIO())
+    engine = SimConfig(pages=16, page_size=4, cost=StepCost(0.5)).build(clock, observers=[watch])
+    engine.submit((1, 2, 3), 5, id="it")
+    for steps in range(5):
+        said = watch.report(engine)
+        assert f"engine: {steps} steps committed" in said
+        assert re.findall(r"^  step (\d+) ", said, re.MULTILINE) == [str(n + 1) for n in range(steps)][-3:]
+        engine.step()

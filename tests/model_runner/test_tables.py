@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from quire.errors import InvalidConfig
 from quire.model_runner import memory
+from quire.model_runner.device_state import UploadRing
 from quire.model_runner.device_steps import follow, lookup
 from quire.model_runner.graphs import GraphKey, bucket_seqs, bucket_tokens, padding, round_up
 from quire.model_runner.row_state import RowState, StepShape
@@ -190,3 +192,26 @@ def test_memory_is_planned_as_written_down(monkeypatch: pytest.MonkeyPatch) -> N
             memory.allocate(layers, pages=pages, page_size=16)
         lines.append(str(refused.value))
     check(EXPECTED / "memory.txt", "\n".join(lines))
+
+
+def test_updates_are_made_in_each_buffer_in_turn() -> None:
+    """What a buffer holds stays until as many more were made as there are buffers, for it may still be copied."""
+    ring = UploadRing(SimpleNamespace(device=torch.device("cpu"), offsets={}), num_slots=3)  # type: ignore[arg-type]
+    held = []
+    for i in range(7):
+        made = ring.pack([(10 * i, np.array([i, -i], dtype=np.int32)), (np.array([5, 3]), np.array([i + 50] * 2))])
+        assert made is not None and ring.pack([]) is None
+        assert [part.tolist() for part in made] == [[10 * i, 10 * i + 1, 5, 3], [i, -i, i + 50, i + 50]]
+        held.append([int(buffer[32]) for buffer in ring.host])
+    assert held[2:] == [[0, 1, 2], [3, 1, 2], [3, 4, 2], [3, 4, 5], [6, 4, 5]]
+
+
+def test_updates_larger_than_the_buffers_are_made_in_larger_ones() -> None:
+    """Sizes below, at and above what a buffer, the copy on the device and the list of consecutive numbers hold."""
+    ring = UploadRing(SimpleNamespace(device=torch.device("cpu"), offsets={}), num_slots=2)  # type: ignore[arg-type]
+    for size in (1, 1 << 14, (1 << 14) + 1, 3, 1 << 15, (1 << 16) + 1, 5, 1 << 17):
+        values = np.arange(size, dtype=np.int32)[::-1]
+        made = ring.pack([(7, values)])
+        assert (
+            made is not None and torch.equal(made[0], torch.arange(7, 7 + size)) and made[1].tolist() == values.tolist()
+        )

@@ -153,6 +153,54 @@ def test_yarn_is_read_with_its_gain_and_its_longer_context() -> None:
     assert both.rope.gain == pytest.approx(1.2772589 / 1.1386294)
 
 
+def test_longrope_has_a_gain_and_factors_by_its_lengths() -> None:
+    """(length of training, context, more fields) -> which factors, which below what length, stretch and gain."""
+    lists = {"long_factor": [2.0] * 8, "short_factor": [1.5] * 8}
+    found = {}
+    for original, context, more in (
+        (64, 128, {}),
+        (128, 128, {}),
+        (64, 128, {"attention_factor": 1.3}),
+        (64, 128, {"factor": 4.0}),
+        (64, 128, {"factor": 4.0, "attention_factor": 0.7}),
+        (64, 128, {"factor": 1.0}),
+        (1, 128, {"attention_factor": 1.3}),
+    ):
+        scaling = {"rope_type": "longrope", **lists, **more, "original_max_position_embeddings": original}
+        spec = read_spec(CONFIG | {"rope_scaling": scaling, "max_position_embeddings": context})
+        by_length = [spec.for_length(length).rope.factors[0] for length in (1, original, original + 1, context + 1)]
+        rope = spec.rope
+        found[original, *more.values()] = (rope.factors[0], by_length, rope.factor, round(rope.gain, 6))
+    assert found == {
+        (64,): (2.0, [1.5, 1.5, 2.0, 2.0], 2.0, round((7 / 6) ** 0.5, 6)),
+        (128,): (1.5, [1.5, 1.5, 1.5, 1.5], 1.0, 1.0),
+        (64, 1.3): (2.0, [1.5, 1.5, 2.0, 2.0], 2.0, 1.3),
+        (64, 4.0): (2.0, [1.5, 1.5, 2.0, 2.0], 4.0, round((8 / 6) ** 0.5, 6)),
+        (64, 4.0, 0.7): (2.0, [1.5, 1.5, 2.0, 2.0], 4.0, 0.7),
+        (64, 1.0): (2.0, [1.5, 1.5, 2.0, 2.0], 1.0, 1.0),
+        (1, 1.3): (2.0, [1.5, 1.5, 2.0, 2.0], 128.0, 1.3),
+    }
+    with pytest.raises(InvalidModel, match="longrope needs original_max_position_embeddings"):
+        read_spec(CONFIG | {"rope_scaling": {"rope_type": "longrope", **lists, "original_max_position_embeddings": 1}})
+
+
+def test_layers_of_ernie_with_experts_are_those_between_two_numbers_each_so_many() -> None:
+    """(first, last, interval) -> the layers without experts, of six."""
+    base = CONFIG | {"architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 6, "moe_num_experts": 8}
+    for (first, last, step), dense in {
+        (1, -1, 1): {0},
+        (1, None, 1): {0},
+        (0, 3, 1): {4, 5},
+        (2, 4, 1): {0, 1, 5},
+        (0, 5, 2): {0, 2, 4},
+        (1, 4, 3): {0, 1, 3, 4, 5},
+    }.items():
+        fields = {"moe_layer_start_index": first, "moe_layer_interval": step}
+        given = fields if last is None else fields | {"moe_layer_end_index": last}
+        experts = read_spec(base | given).experts
+        assert experts is not None and experts.dense_layers == dense, given
+
+
 def test_experts_are_read_and_impossible_ones_refused() -> None:
     config = CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 20}
     spec = read_spec(config | {"num_experts_per_tok": 2, "mlp_only_layers": [1]})

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from quire.cli import main
 from quire.engine.engine import Engine
 from quire.engine.timing import VirtualClock
-from quire.errors import InvalidConfig
+from quire.errors import ExecutorLost, InvalidConfig
 from quire.observability import recording_format
 from quire.observability.checkpoint import Anonymizer
 from quire.observability.recorder import recorded
@@ -85,6 +85,27 @@ def test_a_recorder_forgets_requests_however_they_end(tmp_path: Path) -> None:
         engine.step()
     assert engine.recorder.on and engine.recorder._filling == {}  # type: ignore[attr-defined]
     engine.close()
+
+
+def test_each_failure_is_recorded_with_its_own_cause_and_place(tmp_path: Path) -> None:
+    engine = SimConfig(pages=16, page_size=4).build(VirtualClock(), make=recorded(tmp_path))
+    recorder = engine.recorder  # type: ignore[attr-defined]
+    inner = ValueError("inner")
+    for where, error in (("launch", ExecutorLost("gone")), ("result", RuntimeError("outer"))):
+        error.__cause__ = inner if where == "result" else None
+        with pytest.raises(type(error)), recorder.failing(where):
+            raise error
+        recorder.reset()
+        recorder.reset()
+    engine.close()
+    reader = recording_format.RecordingReader([tmp_path])
+    found = [frame for frame in iter(reader.take, None) if isinstance(frame, recording_format.Reset)]
+    assert [(frame.where, frame.kind, frame.lost) for frame in found] == [
+        ("launch", "ExecutorLost", True),
+        ("masks", "", False),
+        ("result", "ValueError", False),
+        ("masks", "", False),
+    ]
 
 
 def test_names_keep_beginnings_and_nothing_else() -> None:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from quire.errors import InvalidConfig
 from quire.server.batch_api.files import listing
 from quire.server.batch_api.runner import BatchService
-from quire.server.batch_api.store import Store, WriteFailed, new_id, newest_first
+from quire.server.batch_api.store import Store, WriteFailed, new_id, newest_first, whole_lines
 from quire.server.limits import Limits
 from tests.server.doubles import check_error
 from tests.server.test_batches import jsonl, line, office
@@ -234,3 +234,22 @@ async def test_a_folder_of_a_version_that_noted_no_format_is_of_the_first(tmp_pa
     (tmp_path / "lock").touch()
     await BatchService(tmp_path, answer, Limits(), width=1).stop()
     assert (tmp_path / "lock").read_text() == "quire batches, format 1\n"
+
+
+@pytest.mark.parametrize(
+    ("held", "lines"),
+    [
+        (b"", []),
+        (b"a\n", [b"a\n"]),
+        (b"a\n\nbc\n", [b"a\n", b"\n", b"bc\n"]),
+        (b"a\nbc\nhalf", [b"a\n", b"bc\n"]),
+        (b"half", []),
+    ],
+)
+def test_a_journal_keeps_its_whole_lines_and_loses_a_cut_one(tmp_path: Path, held: bytes, lines: list[bytes]) -> None:
+    journal = tmp_path / "journal"
+    assert list(whole_lines(journal)) == [] and not journal.exists()
+    journal.write_bytes(held)
+    for _ in range(2):
+        assert list(whole_lines(journal)) == lines
+        assert journal.read_bytes() == b"".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from itertools import repeat
 
@@ -52,6 +53,24 @@ def walks(draw: st.DrawFn) -> tuple[StructuredOutputsParams, list[int], list[int
         choices = sorted(allowed(matcher.masks([*output, *drafts], ())[0])) or [END]
         drafts.append(draw(st.sampled_from(choices) if draw(st.booleans()) else st.integers(0, VOCAB - 1)))
     return structure, output, drafts
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_masks_follow_from_the_output_whatever_was_asked_before(structure: StructuredOutputsParams) -> None:
+    """Outputs that grow, are cut, and whose last token is another; most tokens are the same few."""
+    ran = random.Random(7)
+    asked, output = fresh(structure), list[int]()
+    for _ in range(80):
+        known = fresh(structure).masks(output, ())[0]
+        choices = sorted(allowed(known))[:4] or [END]
+        if len(output) > 5 or ran.random() < 0.2:
+            output = output[: ran.randrange(len(output) + 1)]
+        elif output and ran.random() < 0.4:
+            before = sorted(allowed(fresh(structure).masks(output[:-1], ())[0]))
+            output = [*output[:-1], ran.choice(before[:4])]
+        else:
+            output = [*output, ran.choice(choices)]
+        assert asked.masks(output, ()) == fresh(structure).masks(output, ()), output
 
 
 @given(st.lists(walks(), min_size=1, max_size=5))

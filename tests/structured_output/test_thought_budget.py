@@ -161,6 +161,21 @@ def test_a_structure_behind_a_bounded_thought_is_obeyed() -> None:
     assert forced(form, text + CLOSE + "yes")[len(tokens) : len(tokens) + len(close)] == [[t] for t in close]
 
 
+def test_masks_follow_from_the_output_whatever_was_asked_before() -> None:
+    """Outputs that grow, are cut, and whose last token is another."""
+    ran = random.Random(5)
+    pieces = [60, 80, 81, 82, 1, 2]
+    for kind in CLOSES:
+        made, output = rules(kind, "open", 3), list[int]()
+        asked = ThoughtBudget(made, FREE)
+        for _ in range(400):
+            kept = output[: ran.randrange(len(output) + 1)] if len(output) > 5 or ran.random() < 0.2 else output
+            changed = [*output[:-1], ran.choice(pieces)]
+            output = ran.choice((kept, changed, [*output, ran.choice(pieces)])) if kept is output else kept
+            drafts = [ran.choice(pieces) for _ in range(ran.randrange(3))]
+            assert asked.masks(output, drafts) == ThoughtBudget(made, FREE).masks(output, drafts)
+
+
 def test_thoughts_in_channels_share_one_budget() -> None:
     style = THOUGHTS["openai_gptoss"]
     made = BudgetRules(style, "possible", 3, piece=lambda t: chr(t).encode(), encode=lambda s: [ord(c) for c in s])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from quire.layers.quantization.base import WeightStorage
 from quire.ops.quantized import E4M3, to_fp8
 from quire.weights.canary import ROOM, float8_layers, scale_of
 from quire.weights.files import SINGLE
@@ -64,3 +66,32 @@ def test_values_four_times_as_large_as_the_probes_are_held() -> None:
     larger = ROOM * found
     assert ((to_fp8(larger, scale).float() * scale - larger).abs() <= 0.07 * larger.abs()).all()
     assert scale_of(torch.zeros(4, 2, 2)) is scale_of(torch.full((4, 2, 2), torch.inf)) is None
+
+
+class Asked:
+    """A canary that measures nothing. asked: (what was measured against, whether anything was quantised)."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, bool]] = []
+
+    def record_reference(self, model: object, device: torch.device) -> str:
+        return f"before it was quantised, on {device}"
+
+    def check(self, model: object, stored: list[WeightStorage], device: torch.device, reference: object) -> None:
+        self.asked.append((reference, any(each.quantized is not None for each in stored)))
+
+
+def test_weights_quantised_here_are_measured_against_those_of_the_file(tmp_path: Path) -> None:
+    make(tmp_path, SHAPE)
+    found = {}
+    for load_format in ("auto", "dummy"):
+        for quantization in ("auto", "int8"):
+            canary: Any = Asked()
+            load_model(tmp_path, dtype="float32", load_format=load_format, quantization=quantization, canary=canary)
+            found[load_format, quantization] = canary.asked
+    assert found == {
+        ("auto", "auto"): [],
+        ("auto", "int8"): [("before it was quantised, on cpu", True)],
+        ("dummy", "auto"): [],
+        ("dummy", "int8"): [],
+    }

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import InvalidModel
-from quire.weights.files import PICKLE, PICKLE_INDEX, SINGLE
+from quire.weights.files import PICKLE, PICKLE_INDEX, SINGLE, Checkpoint
 from quire.weights.load import load_model
 from tests.checkpoints import make
 from tests.weights.test_load import SHAPE, answer, edit, refused
@@ -146,3 +146,19 @@ def test_broken_files_are_named(tmp_path: Path, held: dict[str, torch.Tensor]) -
         assert refused(tmp_path).startswith("pytorch_model.bin ")
     torch.save([1, 2], tmp_path / PICKLE)
     assert refused(tmp_path) == "pytorch_model.bin is not a dictionary of tensors"
+
+
+def test_a_folder_without_known_weights_is_refused_with_what_it_has(tmp_path: Path) -> None:
+    wanted = "has neither model.safetensors nor model.safetensors.index.json"
+    for names, told in (
+        (("config.json", "notes.txt"), ""),
+        (("b.bin", "config.json"), " (it has b.bin)"),
+        (("b.bin", "a.pt", "d.pth", "c.safetensors"), " (it has a.pt, b.bin, c.safetensors)"),
+    ):
+        folder = tmp_path / f"of-{len(names)}-{names[0]}"
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+        with pytest.raises(InvalidModel) as no:
+            Checkpoint(folder)
+        assert str(no.value) == f"{folder.name} {wanted}{told}"

@@ -1,0 +1,177 @@
+"""What charts show, what `quire bench cpu` computes and what is noted of the machine, as written down."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from quire.bench import charts, cpu, monitor
+from tests.expected import check
+
+EXPECTED = Path(__file__).parent / "expected"
+
+
+def near(values: Any) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
+
+
+def axes_lines(axes: Axes) -> Iterator[str]:
+    """Everything in a pair of axes that carries a number or a text."""
+    yield f"axes {axes.get_title(loc='left')!r} x {axes.get_xlabel()!r} {axes.get_xscale()} {axes.get_yscale()}"
+    yield f"  limits {near(axes.get_xlim())} / {near(axes.get_ylim())}"
+    for line in axes.lines:
+        x, y = (near(values) for values in (line.get_xdata(), line.get_ydata()))
+        style = f"{line.get_color()} {line.get_linestyle()} {line.get_linewidth():.3g} {line.get_drawstyle()}"
+        yield f"  line {line.get_label()!r} {style} [{x}] [{y}]"
+    for bar in axes.patches:
+        left, bottom, width, height = bar.get_bbox().bounds
+        yield f"  bar {near((left, bottom, width, height))} {near(bar.get_facecolor())}"
+    for text in axes.texts:
+        yield f"  text {text.get_text()!r} {near(text.xy)}"  # type: ignore[attr-defined]
+    if legend := axes.get_legend():
+        yield f"  legend {[text.get_text() for text in legend.get_texts()]}"
+    for axis in (axes.xaxis, axes.yaxis):
+        shown = (axis.get_major_formatter(), axis.get_minor_formatter())
+        yield f"  ticks {[[formatter(value, 0) for value in (0.5, 3.0, 2000.0)] for formatter in shown]}"
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+
+    def svg(figure: Figure) -> str:
+        lines.append(f"figure {near(figure.get_size_inches())}")
+        lines.extend(line for axes in figure.axes for line in axes_lines(axes))
+        return "<svg/>"
+
+    monkeypatch.setattr(charts, "svg", svg)
+    return lines
+
+
+def level(name: str, users: int, rate: float | None, scale: float) -> dict[str, Any]:
+    """A level of a load test as `quire bench serve` saves it; the last two requests failed."""
+    asked = [[i * scale, i * scale + 0.1 * (i + 1), i * scale + 0.3 * (i + 1), 4, 8, 200] for i in range(3)]
+    gauges = [
+        {"s": -1.0, "running": 9, "waiting": 9, "kv": 0.9, "tokens": 0},
+        {"s": -0.25, "running": 1, "waiting": 2, "kv": 0.25, "tokens": 10},
+        {"s": 0.75, "running": 3, "tokens": 30},
+        {"s": 0.75, "running": 4, "waiting": 1, "kv": 0.5, "tokens": 35},
+        {"s": 2.0, "running": 5, "waiting": 0, "kv": 0.75},
+        {"s": 3.0, "running": 2, "waiting": 0, "kv": 0.5, "tokens": 90},
+        {"s": 5.0, "running": 2, "waiting": 0, "kv": 0.5, "tokens": 130},
+    ]
+    return {
+        "level": name,
+        "users": users,
+        "rate": rate,
+        "ok": 3,
+        "tokens_s": 100 * scale,
+        "good_s": 2 * scale,
+        "ms": {"ttft": [10 * scale, 15, 20 * scale], "tpot": [3 * scale, 4, None], "e2el": [1, 2, 3]},
+        "asked": [*asked, [9.0, None, 9.5, 0, 8, 200], [9.0, 9.1, 9.5, 0, 8, 503]],
+        "gauges": gauges,
+        "gpu": [[0.0, 50.0], [1.0, 75.0]] if scale > 1 else [],
+        "seconds": 4.0 * scale,
+    }
+
+
+def test_charts_of_loads_show_what_is_written_down(drawn: list[str]) -> None:
+    users = {
+        "about": {"label": "a"},
+        "goals": {"ttft": 1000},
+        "levels": [
+            level("8 users", 8, None, 2.0),
+            level("2 users", 2, None, 1.0),
+            {**level("", 4, None, 1.0), "ok": 0},
+        ],
+    }
+    rate = {"about": {"label": "b"}, "goals": {}, "levels": [level("5 a second", 0, 5.0, 3.0)]}
+    for runs in ([users, rate], [rate], [{**users, "goals": {}}]):
+        drawn.append(f"-- {[run['about']['label'] for run in runs]}")
+        drawn.append(f"{len(charts.charts(runs))} charts")  # type: ignore[arg-type]
+    check(EXPECTED / "charts.txt", "\n".join(drawn))
+
+
+ROWS: tuple[Mapping[str, Any], ...] = (
+    {"workload": "decode", "batch": 8, "ours": 1234.5, "peer": 1000.0, "target": 1500.0, "ceiling": 4000.0},
+    {"workload": "latency", "batch": 1, "ours": 12.344, "peer": 10.0, "target": 8.0, "ms_a_token": True},
+    {"workload": "prompts", "batch": 0, "ours": 99.96, "peer": 200.0},
+    {"workload": "chat", "concurrency": 64, "ours": 500.0, "peer": 500.0, "target": 450.0},
+    {"workload": "not run", "batch": 1, "ours": None, "peer": 500.0},
+    {"workload": "no peer", "batch": 1, "ours": 5.0, "peer": None},
+)
+
+
+def test_charts_beside_a_peer_show_what_is_written_down(drawn: list[str]) -> None:
+    for rows in (ROWS, ROWS[4:]):
+        assert charts.bars(rows) == ["<svg/>"]
+    check(EXPECTED / "bars.txt", "\n".join(drawn))
+
+
+def test_speeds_of_decode_are_medians_of_tokens_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doubles answer as if a prompt took a second and a token 1/4 or 1/2 s, the middle round twice as long."""
+    asked: list[str] = []
+    before = torch.get_num_threads()
+
+    def maker(name: str, each: float) -> Any:
+        rounds = iter(range(100))
+
+        def decode(prompts: list[list[int]], new: int) -> float:
+            turn = next(rounds) // 3 % 3
+            asked.append(f"{name} {len(prompts)} x {len(prompts[0])} tokens, {new} new: {prompts[0][:2]}")
+            return 1.0 + (new - 1) * each * (2.0 if turn == 1 else 1.0)
+
+        return lambda *config: asked.append(f"{name} of {config}") or decode
+
+    monkeypatch.setattr(cpu, "_quire", maker("quire", 0.25))
+    monkeypatch.setattr(cpu, "_transformers", maker("transformers", 0.5))
+    try:
+        words = ("--batch", "1", "--batch", "4", "--prompt", "3", "--new", "9", "--repeat", "3", "--threads", "1")
+        found = CliRunner().invoke(cpu.command, [*words, "--json"])
+    finally:
+        torch.set_num_threads(before)
+    assert found.exit_code == 0, found.output
+    made = json.loads(found.output)
+    assert made["rows"] == [
+        {"batch": 1, "quire": 4.0, "transformers": 2.0, "ratio": 2.0},
+        {"batch": 4, "quire": 16.0, "transformers": 8.0, "ratio": 2.0},
+    ]
+    assert [made[name] for name in ("shape", "dtype", "prompt", "new", "threads")] == [
+        "smollm2-135m",
+        "bfloat16",
+        3,
+        9,
+        1,
+    ]
+    check(EXPECTED / "cpu.txt", "\n".join(asked))
+
+
+def test_what_is_noted_of_the_machine_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(monitor.os.environ):
+        if name.startswith(("VLLM_", "QUIRE_", "CUDA_")):
+            monkeypatch.delenv(name)
+    for name in (
+        "VLLM_API_KEY",
+        "QUIRE_ADMIN_KEY",
+        "OTHER_KEY",
+        "PATHS",
+        "QUIRE_PORT",
+        "CUDA_VISIBLE_DEVICES",
+        "VLLM_X",
+    ):
+        monkeypatch.setenv(name, f"value of {name}")
+    monkeypatch.setattr(sys, "argv", ["quire", "bench", "serve", "--api-key=sesame", "sesame", "open"])
+    noted = monitor.environment("sesame")
+    assert noted["variables"] == {name: f"value of {name}" for name in ("QUIRE_PORT", "CUDA_VISIBLE_DEVICES", "VLLM_X")}
+    assert noted["argv"] == ["bench", "serve", "--api-key=...", "...", "open"]
+    assert monitor.environment()["argv"] == sys.argv[1:]
+    assert noted["torch"] == torch.__version__ and noted["cores"] and noted["python"] in sys.version
