@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from quire.tokenization.tokenizer import Tokenizer
 from tests.server.doubles import ANSWER, EOS, TOKENIZER, Served, check_error, events, served
+from tests.surface.blocks import FOUND
 from tests.tokenization.vocabulary import byte_level
 
 pytestmark = pytest.mark.anyio
@@ -41,6 +44,14 @@ async def test_the_answer_is_what_stands_between_and_the_prompt_has_the_markers(
         assert choice["prompt_token_ids"] == wanted and answer["usage"]["prompt_tokens"] == len(wanted)
         streamed = await server.post("/v1/completions", prompt="the dog", suffix="boat", stream=True, max_tokens=64)
         assert "".join(event["choices"][0]["text"] for event in events(streamed.text)) == ANSWER
+
+
+async def test_the_example_of_the_guide_is_answered() -> None:
+    words = shlex.split(FOUND["docs/guides/serving.md: infill"].text)
+    asked = json.loads(words[words.index("-d") + 1])
+    assert {"prompt", "suffix"} <= asked.keys()
+    async with filling() as (server, _):
+        assert (await server.complete(**asked))["choices"][0]["text"] == ANSWER
 
 
 async def test_a_prompt_may_be_empty_or_one_of_several() -> None:

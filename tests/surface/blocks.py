@@ -338,6 +338,11 @@ NAMED = (
         )
         for name in ("serve", "test", "curl", "openai", "offline")
     ),
+    Named(
+        "docs/guides/serving.md: infill",
+        "the embedded model has no markers",
+        "tests/server/test_infill.py::test_the_example_of_the_guide_is_answered",
+    ),
     Named("docs/guides/observability.md: pip install -e '.[otel]'", "needs a collector", "tests/test_tracing.py"),
     Named("README.md: test", "CI is this", "tests/test_readme.py::test_the_test_command_is_the_one_ci_runs"),
     Named(
