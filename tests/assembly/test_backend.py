@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from quire.assembly.backend import build_backend, model_name
+from quire.assembly.backend import build_backend, model_names
 from quire.assembly.text import Text
 from quire.config import Settings
 
@@ -24,7 +24,7 @@ def text(infill: Any) -> Text:
 def test_a_model_has_the_names_that_it_is_given(given: dict[str, Any], names: tuple[str, ...]) -> None:
     settings = Settings.of(**given)
     card = build_backend(settings, text(None), cast(Any, None)).card
-    assert card.names == names and model_name(settings) == names[0]
+    assert card.names == names and model_names(settings)[0] == names[0]
     assert (card.root, card.defaults, card.infill_ends) == ("embedded", {"top_k": 5}, ())
     assert (card.tool_parser, card.reasoning_parser) == ("hermes", "qwen3")
 

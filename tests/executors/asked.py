@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from quire.engine.engine import Engine
@@ -19,10 +20,10 @@ def prompts(vocab: int) -> list[tuple[int, ...]]:
     return [*found, found[0]]
 
 
-def ask(engine: Engine, vocab: int, **sampling: Any) -> list[tuple[int, ...]]:
-    """Answers in the order of the prompts."""
+def ask(engine: Engine, asked: Sequence[tuple[int, ...]], new: int = NEW, **sampling: Any) -> list[tuple[int, ...]]:
+    """Answers of `new` tokens in the order of the prompts."""
     params = SamplingParams(**{"temperature": 0.0} | sampling)
-    ids = [engine.submit(prompt, NEW, sampling=params) for prompt in prompts(vocab)]
+    ids = [engine.submit(prompt, new, sampling=params) for prompt in asked]
     said: dict[str, tuple[int, ...]] = dict.fromkeys(ids, ())
     while engine.has_pending_work:
         for event in engine.step():

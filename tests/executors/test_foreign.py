@@ -14,13 +14,14 @@ from quire.assembly.engine import build_engine
 from quire.assembly.grpc import host
 from quire.config import Settings
 from quire.errors import InvalidConfig
-from tests.executors.asked import ask
+from tests.executors.asked import ask, prompts
 
 
 @pytest.fixture(scope="module")
 def want() -> Iterator[dict[str, list[tuple[int, ...]]]]:
     engine = build_engine(Settings.of(dtype="float32"))
-    yield {"greedy": ask(engine, 4096), "seeded": ask(engine, 4096, temperature=1.0, seed=3, top_p=0.9)}
+    seeded = ask(engine, prompts(4096), temperature=1.0, seed=3, top_p=0.9)
+    yield {"greedy": ask(engine, prompts(4096)), "seeded": seeded}
     engine.close()
 
 
@@ -53,8 +54,8 @@ def test_every_foreign_executor_gives_the_local_tokens(
             settings = Settings.of(executor="grpc", executor_address=f"127.0.0.1:{server.port}", **near)
         engine = build_engine(settings)
         stack.callback(engine.close)
-        assert ask(engine, 4096) == want["greedy"]
-        assert ask(engine, 4096, temperature=1.0, seed=3, top_p=0.9) == want["seeded"]
+        assert ask(engine, prompts(4096)) == want["greedy"]
+        assert ask(engine, prompts(4096), temperature=1.0, seed=3, top_p=0.9) == want["seeded"]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from quire.frontend.processor import check_embedding
 from quire.types import Request, SamplingParams
 from tests import checkpoints
 from tests.answers import reference
+from tests.executors.asked import ask
 
 VOCAB, NEW = 211, 12
 
@@ -126,18 +127,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made
 
 
-def ask(engine: Engine, asked: list[tuple[int, ...]], **sampling: Any) -> list[tuple[int, ...]]:
-    params = SamplingParams(**{"temperature": 0.0} | sampling)
-    ids = [engine.submit(prompt, NEW, sampling=params) for prompt in asked]
-    said: dict[str, tuple[int, ...]] = dict.fromkeys(ids, ())
-    while engine.has_pending_work:
-        for event in engine.step():
-            assert event.error is None, event.error
-            said[event.id] += event.tokens
-    assert engine.gauges().used_blocks == 0
-    return [said[id] for id in ids]
-
-
 def built(folder: Path, **options: Any) -> Engine:
     return build_engine(Settings.of(model=str(folder), executor="hf", dtype="float32", **options))
 
@@ -148,8 +137,8 @@ def built(folder: Path, **options: Any) -> Engine:
 def test_the_answers_are_transformers_own_however_steps_are_cut(name: str, cut: str, checkpoint: Any) -> None:
     folder, want = checkpoint(name)
     engine = built(folder, **BLOCK_CUTS[cut])
-    assert ask(engine, prompts()) == want
-    assert ask(engine, prompts()[:1]) == want[:1], "alone, and warm"
+    assert ask(engine, prompts(), NEW) == want
+    assert ask(engine, prompts()[:1], NEW) == want[:1], "alone, and warm"
     if cut == "tight":
         assert engine.gauges().preemptions > 0
     if cut == "drafted":
@@ -218,7 +207,7 @@ def test_a_placed_model_answers_alike(options: dict[str, Any], checkpoint: Any) 
     pytest.importorskip("accelerate")
     folder, want = checkpoint("gpt_neox")
     engine = built(folder, device_map="auto", **options)
-    assert ask(engine, prompts()) == want
+    assert ask(engine, prompts(), NEW) == want
     engine.close()
 
 
@@ -232,7 +221,7 @@ def test_an_architecture_that_quire_lacks_is_run_by_transformers_with_a_line_tha
     with caplog.at_level(logging.WARNING):
         engine = build_engine(chosen)
     assert "(BloomForCausalLM) is run by transformers, Quire has no layers for it: slower than" in caplog.text
-    assert ask(engine, prompts()) == want
+    assert ask(engine, prompts(), NEW) == want
     engine.close()
     advice = r"'BloomForCausalLM' is not supported: .* --executor hf: pip install 'quire-llm\[hf\]'"
     with pytest.raises(InvalidModel, match=advice):
@@ -323,7 +312,7 @@ def test_behind_grpc_it_answers_alike(checkpoint: Any) -> None:
     folder, want = checkpoint("opt")
     server = host(Settings.of(model=str(folder), dtype="float32", max_num_seqs=8), "127.0.0.1:0")
     engine = build_engine(Settings.of(executor="grpc", executor_address=f"127.0.0.1:{server.port}"))
-    assert ask(engine, prompts()) == want
+    assert ask(engine, prompts(), NEW) == want
     engine.close()
     server.stop()
     server.executor.close()

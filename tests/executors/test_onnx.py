@@ -14,7 +14,7 @@ from quire.errors import InvalidConfig, InvalidModel
 from quire.weights.locate import embedded
 from quire.weights.onnx_export import export
 from tests import checkpoints
-from tests.executors.asked import ask
+from tests.executors.asked import ask, prompts
 
 
 @pytest.mark.parametrize("shape", ["llama-mqa-biased-odd-dim", "llama-mha-llama3-rope", "qwen2-gqa", "qwen3-gqa"])
@@ -24,7 +24,7 @@ def test_other_architectures_export_too(shape: str, tmp_path: Path) -> None:
     local = build_engine(Settings.of(model=str(tmp_path / "model"), dtype="float32"))
     onnx = build_engine(Settings.of(model=str(tmp_path / "graphs"), executor="onnx"))
     vocab = local.description.vocab_size
-    assert ask(onnx, vocab) == ask(local, vocab)
+    assert ask(onnx, prompts(vocab)) == ask(local, prompts(vocab))
     local.close()
     onnx.close()
 
@@ -35,7 +35,7 @@ def test_int8_is_smaller_and_answers_nearly_the_same(graphs: Path, tmp_path: Pat
     assert size(tmp_path) < 0.5 * size(graphs)
     engine = build_engine(Settings.of(model=str(tmp_path), executor="onnx"))
     plain = build_engine(Settings.of(model=str(graphs), executor="onnx"))
-    first = [(a[0], b[0]) for a, b in zip(ask(engine, 4096), ask(plain, 4096), strict=True)]
+    first = [(a[0], b[0]) for a, b in zip(ask(engine, prompts(4096)), ask(plain, prompts(4096)), strict=True)]
     assert sum(a == b for a, b in first) >= 7
 
 

@@ -29,7 +29,7 @@ STANDBY_DELAY = 10.0
 
 def build_backend(settings: Settings, text: Text, engine: EngineProcess, **more: Any) -> NativeBackend:
     """A backend that answers with the model's text and this engine. more: further fields of NativeBackend."""
-    name, *aliases = dict.fromkeys(settings.model.served_model_name or (settings.model.model,))
+    name, *aliases = model_names(settings)
     card = ModelCard(
         id=name,
         aliases=tuple(aliases),
@@ -45,9 +45,9 @@ def build_backend(settings: Settings, text: Text, engine: EngineProcess, **more:
     return NativeBackend(engine=engine, tokenizer=text.tokenizer, chat=text.template, card=card, **more)
 
 
-def model_name(settings: Settings) -> str:
-    """What answers and metrics call the model."""
-    return (settings.model.served_model_name or (settings.model.model,))[0]
+def model_names(settings: Settings) -> list[str]:
+    """What clients may call the model, each name once; answers and metrics have the first."""
+    return list(dict.fromkeys(settings.model.served_model_name or (settings.model.model,)))
 
 
 def engine_process(settings: Settings, child: str = ENGINE_MODULE) -> EngineProcess:
@@ -59,7 +59,7 @@ def engine_process(settings: Settings, child: str = ENGINE_MODULE) -> EngineProc
     return EngineProcess(
         [sys.executable, "-m", child],
         options,
-        partial(engine_metrics.METRICS.text, model=model_name(settings)),
+        partial(engine_metrics.METRICS.text, model=model_names(settings)[0]),
         environment=ENGINE_ENVIRONMENT,
         standby_after=STANDBY_DELAY if settings.server.standby_engine else None,
     )

@@ -15,7 +15,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from quire import __version__, heap
-from quire.assembly.backend import ENGINE_MODULE, build_backend, engine_process, model_name
+from quire.assembly.backend import ENGINE_MODULE, build_backend, engine_process, model_names
 from quire.assembly.text import Text, build_text
 from quire.config import Settings
 from quire.config.settings import ServerConfig, check_files
@@ -47,7 +47,7 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
     started = time.monotonic()
     text = build_text(settings)
     server, scheduler = settings.server, settings.scheduler
-    name = model_name(settings)
+    name = model_names(settings)[0]
     engine = engine_process(settings, child)
     traces = build_traces(server.otlp_traces_endpoint, engine.explain, model=name)
     backend = build_backend(
