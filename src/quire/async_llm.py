@@ -222,7 +222,7 @@ class AsyncLLM:
         if kind not in get_args(OutputKind):
             raise InvalidRequest(f"output_kind must be one of {', '.join(get_args(OutputKind))}", param="output_kind")
         number("priority", priority, -UNLIMITED, UNLIMITED, whole=True)
-        check_priority(cast(int, priority), self.settings.scheduler.scheduling_policy != "fcfs")
+        check_priority(cast(int, priority), self.settings.scheduler.reads_priorities)
 
     # ---------------------------------------------------------------- the model
 

@@ -261,7 +261,7 @@ class LLM:
             raise InvalidRequest(f"there are {prompts} prompts but {len(each)} priorities", param="priority")
         for one in each:
             number("priority", one, -UNLIMITED, UNLIMITED, whole=True)
-            check_priority(one, self.settings.scheduler.scheduling_policy != "fcfs")
+            check_priority(one, self.settings.scheduler.reads_priorities)
         return each
 
     def _readers(self, job: _Job, end: Callable[[QuireError | None], None]) -> list[_Reader]:

@@ -61,7 +61,7 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
         max_body_bytes=server.max_body_bytes,
         max_n=server.max_n,
         max_answers=min(1024, scheduler.max_num_queued_reqs),
-        priorities=scheduler.scheduling_policy != "fcfs",
+        priorities=scheduler.reads_priorities,
         closed_schemas=server.closed_schemas,
         strict_tools=server.strict_tools,
     )

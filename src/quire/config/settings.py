@@ -424,6 +424,11 @@ class SchedulerConfig:
         2048, "Most waiting requests; further ones are refused with 429 and a Retry-After.", low=1, high=UNLIMITED
     )
 
+    @property
+    def reads_priorities(self) -> bool:
+        """Whether the scheduling policy reads requests' priorities."""
+        return self.scheduling_policy != "fcfs"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionConfig:
