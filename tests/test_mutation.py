@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 
 from tests.mutation.__main__ import ROOMS, ROOT, main
 from tests.mutation.faults import DoesNotApply, Fault, candidates, drawn, planted, read
+from tests.mutation.marks import Marks, marked, measure
 from tests.mutation.nearest import Nearness
-from tests.mutation.trial import CAUGHT, NOT_APPLIED, SURVIVED, Bench, Limits
+from tests.mutation.trial import CAUGHT, NOT_APPLIED, SURVIVED, Bench, Limits, copied
 
 SMALL = """\
 def limit(a, b):
@@ -133,6 +135,46 @@ def test_the_nearest_tests_of_a_module_are_its_own() -> None:
     assert "tests/test_lattice.py" in tests.nearest("src/quire/scheduler/scheduler.py")[:8]
     assert "tests/config/test_options.py" in tests.nearest("src/quire/config/sources.py")[:2]
     assert tests.nearest("src/quire/executors/onnx.py")[0] == "tests/executors/test_onnx.py", "imported by name"
+
+
+def test_every_module_is_python_with_marks_in_it() -> None:
+    for file in (ROOT / "src/quire").rglob("*.py"):
+        text, spans = marked(file.read_text(), file.name, 7)
+        assert text.count("_mutation_hits[") == len(spans) and ast.parse(text)
+        assert not spans or f"_mutation_hits[{6 + len(spans)}] = 1\n" in text
+        assert all(0 < span.first <= span.last for span in spans)
+
+
+def test_marks_name_the_tests_that_execute_a_line_the_cheapest_first(small: Path) -> None:
+    tests = small / "tests/test_little.py"
+    tests.write_text(
+        tests.read_text()
+        + "\n\n@pytest.fixture(scope='module')\ndef made():\n    return unseen(2)\n"
+        + "\n\ndef test_made(made):\n    assert made\n\n\ndef test_made_again(made):\n    assert made\n"
+        + "\n\ndef test_elsewhere():\n    code = 'from quire.scheduler.little import until; until(1)'\n"
+        + "    subprocess.run([sys.executable, '-c', code], check=True)\n"
+    )
+    tests.write_text("import subprocess\nimport sys\n\nimport pytest\n" + tests.read_text())
+    out, path = small / "marks.jsonl", "src/quire/scheduler/little.py"
+    assert measure(small, copied(small, small / "copy"), ["tests/test_little.py"], out) == 1, "one test is broken"
+    marks = Marks(out, small)
+    by_line = {line: {*itertools.chain(*marks.tests(path, line) or [])} for line in (2, 6, 10, 11, 12)}
+    named = {line: {test.partition("::")[2] for test in found} for line, found in by_line.items()}
+    looped = {"test_until", "test_elsewhere"}
+    assert named == {2: {"test_limit"}, 6: {"test_made", "test_made_again"}, 10: looped, 11: looped, 12: looped}
+    assert [*itertools.chain(*marks.tests(path, 11) or [])] == sorted(by_line[11], reverse=True), (
+        "a process takes longer"
+    )
+    assert marks.tests(path, 5) is None, "no statement of a function"
+    assert measure(small, copied(small, small / "again"), ["tests/test_little.py::test_limit"], out) == 0
+    bench = Bench(small, 1, Limits(fault=600.0, test=60.0), marks=out, most=0)
+    result = bench.tried(Fault(path, 0, "return n", "return n - 1"))
+    bench.close()
+    assert (result.verdict, result.by) == (CAUGHT, "tests/test_little.py::test_until")
+    (small / path).write_text(SMALL + "\n")
+    assert Marks(out, small).tests(path, 2) is None, "of another source"
+    with pytest.raises(ValueError, match="other sources"):
+        measure(small, copied(small, small / "other"), ["tests"], out)
 
 
 @pytest.mark.nightly

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.mutation.faults import Fault, drawn, read
-from tests.mutation.trial import CAUGHT, NOT_APPLIED, Bench, Limits, Result
+from tests.mutation.marks import measure
+from tests.mutation.trial import CAUGHT, NOT_APPLIED, Bench, Limits, Result, copied
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ["scheduler", "engine", "model_runner", "server", "tokenization", "parsers"]
@@ -18,11 +20,15 @@ ROOMS = ["scheduler", "engine", "model_runner", "server", "tokenization", "parse
 def main(arguments: list[str] | None = None) -> int:
     """Runs, prints a line a fault and the score, writes --json; 1 where less than --at-least were caught."""
     options = _parser().parse_args(arguments)
+    if options.measure:
+        with tempfile.TemporaryDirectory(prefix="quire-marks-") as place:
+            return measure(ROOT, copied(ROOT, Path(place) / "tree"), options.tests or ["tests"], options.measure)
     faults = read(options.faults) if options.faults else drawn(ROOT, options.paths, options.count, options.seed)
     if options.list:
         print(json.dumps([fault._asdict() for fault in faults], indent=1, ensure_ascii=False))
         return 0
-    bench = Bench(ROOT, options.jobs, Limits(options.seconds, options.test_seconds), options.tests, most=options.files)
+    limits = Limits(options.seconds, options.test_seconds)
+    bench = Bench(ROOT, options.jobs, limits, options.tests, most=options.files, marks=options.marks)
     results = tried(faults, options.jobs, bench, options.json)
     for result in results:
         if result.verdict != CAUGHT:
@@ -88,6 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--files", type=int, help="most test files that are run for a fault, the nearest (default: all)"
     )
+    parser.add_argument(
+        "--measure", type=Path, help="run --tests (default: all) once and append to this file what each executes"
+    )
+    parser.add_argument("--marks", type=Path, help="what --measure wrote: run the tests that execute the line first")
     parser.add_argument("--jobs", type=int, default=2, help="faults tried side by side")
     parser.add_argument("--seconds", type=float, default=600, help="time for the tests of one fault")
     parser.add_argument(

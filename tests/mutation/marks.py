@@ -55,13 +55,13 @@ def marked(source: str, path: str, start: int) -> tuple[str, list[Span]]:
         spans.append(Span(path, first, statement.end_lineno or first))
     if not spans:
         return source, []
-    future = (one.end_lineno or 0 for one in tree.body if isinstance(one, ast.ImportFrom) and one.module == "__future__")
-    after = max(future, default=0)
-    text = "".join(
-        before.get(i, "") + line + ("from quire_hits import hits as _mutation_hits\n" if i == after else "")
-        for i, line in enumerate(lines, 1)
+    future = (
+        one.end_lineno or 0 for one in tree.body if isinstance(one, ast.ImportFrom) and one.module == "__future__"
     )
-    return text, spans
+    after = max(future, default=0)
+    known = "from quire_hits import hits as _mutation_hits\n"
+    parts = [before.get(i, "") + line + known * (i == after) for i, line in enumerate(lines, 1)]
+    return known * (after == 0) + "".join(parts), spans
 
 
 def _statements(node: ast.AST, inside: bool) -> Iterator[ast.stmt]:
@@ -94,10 +94,11 @@ def mark(tree: Path) -> list[Span]:
     return spans
 
 
-def measure(root: Path, tree: Path, tests: list[str], out: Path) -> None:
+def measure(root: Path, tree: Path, tests: list[str], out: Path) -> int:
     """Runs `tests` in `tree`, a copy of `root` that is marked here, and appends to `out` what each executes.
 
     `out` begins with the statements and their modules' hashes; where it is there, it has to be of the same modules.
+    What pytest returned is returned; tests that fail are not written down.
     """
     sources = {str(file.relative_to(root)): _hash(file) for file in sorted((root / "src/quire").rglob("*.py"))}
     head = {"sources": sources, "spans": mark(tree)}
@@ -107,11 +108,19 @@ def measure(root: Path, tree: Path, tests: list[str], out: Path) -> None:
         if json.loads(next(old))["sources"] != sources:
             raise ValueError(f"{out} is of other sources: remove it")
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider"]
-    command += ["-p", "tests.mutation.marking", "-o", "addopts=--strict-markers", "-m", "not nightly and not gpu", *tests]
+    command += [
+        "-p",
+        "tests.mutation.marking",
+        "-o",
+        "addopts=--strict-markers",
+        "-m",
+        "not nightly and not gpu",
+        *tests,
+    ]
     environ = {**os.environ, "PYTHONPATH": str(tree / "src"), "MUTATION_MARKS": str(out.resolve())}
     process = subprocess.Popen(command, cwd=tree, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        process.wait()
+        return process.wait()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -139,10 +148,13 @@ class Marks:
             head = json.loads(next(lines))
             rows = {row["test"]: row for row in map(json.loads, lines)}  # the last time counts
         self._spans = [Span(*span) for span in head["spans"]]
-        self._same = {path for path, was in head["sources"].items() if (root / path).exists() and _hash(root / path) == was}
+        self._same = {
+            path for path, was in head["sources"].items() if (root / path).exists() and _hash(root / path) == was
+        }
         self._tests = [_Test(name, row["seconds"], base64.b64decode(row["hits"])) for name, row in rows.items()]
-        files = {test.name.partition("::")[0] for test in self._tests}
-        self._recorded = {name for name in files if "expected" in (root / name).read_text()}
+        self.files = {test.name.partition("::")[0] for test in self._tests}
+        """Test files of which the marks tell."""
+        self._recorded = {name for name in self.files if "expected" in (root / name).read_text()}
 
     def tests(self, path: str, line: int) -> list[list[str]] | None:
         """The tests that execute `line` of the module at `path`, in groups, those to run first first.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutation.faults import DoesNotApply, Fault, planted
+from tests.mutation.marks import Marks
 from tests.mutation.nearest import Nearness
 
 _STUCK = 30.0
@@ -72,11 +73,19 @@ def copied(root: Path, to: Path) -> Path:
 class Bench:
     """The places where faults are tried: a clean copy of the tree, and one for each of `jobs` that run side by side.
 
-    tests: files or ids that are run for each fault; None: the `most` nearest files, or all that reach the module.
+    tests: files or ids that are run for each fault; None: those that execute its line by the file `marks`, then the
+    `most` nearest files, or all that reach the module.
     """
 
     def __init__(
-        self, root: Path, jobs: int, limits: Limits, tests: list[str] | None = None, *, most: int | None = None
+        self,
+        root: Path,
+        jobs: int,
+        limits: Limits,
+        tests: list[str] | None = None,
+        *,
+        most: int | None = None,
+        marks: Path | None = None,
     ) -> None:
         self._place = tempfile.TemporaryDirectory(prefix="quire-mutation-", ignore_cleanup_errors=True)
         place = Path(self._place.name)
@@ -85,6 +94,7 @@ class Bench:
         self._limits = limits
         self._given, self._most = tests, most
         self._tests = Nearness(self.clean)
+        self._marks = Marks(marks, self.clean) if marks else None
         self._lock = threading.Lock()
         self._clean_runs: dict[str, float | None] = {}
 
@@ -106,33 +116,44 @@ class Bench:
         before = path.read_text()
         try:
             _write(path, source)
-            nearest = self._given or self._tests.nearest(fault.path, fault.line)[: self._most]
-            verdict, by, ran = self._verdict(tree, nearest, began)
+            verdict, by, ran = self._verdict(tree, self._chosen(fault), began)
         finally:
             _write(path, before)
             with self._lock:
                 self._free.append(tree)
         return Result(fault, verdict, by, ran, time.monotonic() - began)
 
-    def _verdict(self, tree: Path, files: list[str], began: float) -> tuple[str, str, int]:
+    def _chosen(self, fault: Fault) -> list[list[str]]:
+        """The tests to run for `fault`, in groups, the first first."""
+        if self._given:
+            return [[one] for one in self._given]
+        nearest = self._tests.nearest(fault.path, fault.line)
+        marked = self._marks.tests(fault.path, fault.line) if self._marks else None
+        if self._marks and marked is not None:
+            nearest = [file for file in nearest if file not in self._marks.files]
+        return [*(marked or []), *([file] for file in nearest[: self._most])]
+
+    def _verdict(self, tree: Path, groups: list[list[str]], began: float) -> tuple[str, str, int]:
         """A failure counts when it comes again with the fault and not without it; if not, that test is left out.
 
-        Few files at first, then ever more at once: all that are named are imported before the first test runs.
+        Few groups at first, then ever more at once: all files that are named are imported before the first test runs.
         """
         without = {test for test, seconds in self._clean_runs.items() if seconds is None}
         ran, few = 0, 3
-        while files:
+        while groups:
             left = self._limits.fault - (time.monotonic() - began)
             if left <= 0:
                 return SURVIVED, "out of time", ran
-            ended = run(tree, files[:few], without, Limits(left, self._limits.test))
+            ended = run(
+                tree, [test for group in groups[:few] for test in group], without, Limits(left, self._limits.test)
+            )
             ran += ended.ran
             if ended.failed is not None:
                 if self._shows(tree, ended):
                     return CAUGHT, ended.failed + (" (hangs)" if ended.hung else ""), ran
                 without.add(ended.failed)
             elif not ended.out_of_time:
-                files, few = files[few:], 2 * few
+                groups, few = groups[few:], 2 * few
         return SURVIVED, "", ran
 
     def _shows(self, tree: Path, ended: Ended) -> bool:
