@@ -1,0 +1,238 @@
+"""What a config.json is read as, by every architecture: each field left out, changed, impossible or of another type.
+
+`expected` has the spec of one config, and then what each change of one field does to it, or why it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidModel
+from quire.models.registry import ARCHITECTURES, idle_parameters, read_spec
+from quire.models.spec import Config, ModelSpec
+from tests.expected import check
+
+HERE = Path(__file__).parent / "expected"
+FIELDS: Mapping[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-4,
+    "sliding_window": 16,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": [1, 2],
+}
+EXPERTS: Mapping[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GRANITE = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 20}
+GEMMA4 = {
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "global_head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+    },
+}
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 8, "moe_k": 3, "moe_layer_end_index": 3},
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": {"text_config": {**FIELDS, **GEMMA4}},
+    "GPT2LMHeadModel": {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64},
+    "GptOssForCausalLM": {"num_local_experts": 4},
+    "GraniteMoeForCausalLM": GRANITE,
+    "GraniteMoeHybridForCausalLM": {**GRANITE, "num_local_experts": 0, "layer_types": ["full_attention"] * 5},
+    "GraniteMoeSharedForCausalLM": GRANITE,
+    "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 3},
+    "Qwen2MoeForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 20},
+}
+EXTRA = ("layer_types", "no_rope_layers", "moe_layers", "mlp_only_layers", "eos_token_id", "moe_layer_end_index")
+"""Fields that are read without `Config.get`."""
+
+SKIPPED = {("n_layer", "33554432"), ("no_rope_layer_interval", "0")}
+
+ROPES: Mapping[str, Mapping[str, Any]] = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 8.0, "truncate": False},
+    "dynamic": {"factor": 2.0, "alpha": 100.0},
+    "linear": {"factor": 2.0},
+    "proportional": {"partial_rotary_factor": 0.5},
+    "longrope": {"long_factor": [2.0] * 4, "short_factor": [1.5] * 4, "original_max_position_embeddings": 32},
+    "factors": {"factors": [1.0, 2.0, 3.0, 4.0], "factor": 1.0},
+    "none": {},
+}
+
+
+def values(now: object) -> Iterator[object]:
+    """What a field with this value is changed to."""
+    if isinstance(now, bool):
+        yield from (not now, 1)
+    elif isinstance(now, int):
+        yield from (0, 1, now + 1, -1, float(now), 1 << 25, 1 << 70)
+    elif isinstance(now, float):
+        yield from (0.0, 1, now * 2, -1.0, "1")
+    elif isinstance(now, str):
+        yield from ("unknown", 1)
+    elif isinstance(now, list):
+        yield from ([], now[:-1], [*now[:-1], "x"], [*now[:-1], -1], now[0], [True])
+    elif now is None:
+        yield from (True, 0, 1, 3, 0.5, "gelu", [], [0, 1, 1, 0, 1], ["full_attention"] * 5)
+    else:
+        yield from ([], "x")
+
+
+def named(spec: ModelSpec) -> dict[str, str]:
+    return {name: repr(value) for name, value in flat(asdict(spec)).items()} | {
+        "K/V layers": repr(spec.kv_layers),
+        "K/V bytes": repr(spec.kv_bytes(2)),
+        "idle parameters": repr(idle_parameters(spec)),
+    }
+
+
+def flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """One level: rope and experts are objects of fields."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        found |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+def outcome(fields: Mapping[str, Any], base: Mapping[str, str]) -> str:
+    """What is different from `base`, or the error."""
+    try:
+        spec = read_spec(fields)
+    except InvalidModel as error:
+        return f"refused: {error}".replace("\n", " ")[:150]
+    found = named(spec)
+    return ", ".join(f"{name} {found.get(name)}" for name in base | found if found.get(name) != base.get(name))[:300]
+
+
+def changes(fields: Mapping[str, Any], name: str, base: Mapping[str, str], inside: str = "") -> Iterator[str]:
+    """Lines of one field: its values, those that do the same together, and what they do."""
+    outer = fields[inside] if inside else fields
+    results: dict[str, list[str]] = {}
+    without = {k: v for k, v in outer.items() if k != name}
+    tried = [
+        ("missing", without),
+        *((json.dumps(v), outer | {name: v}) for v in values(outer.get(name)) if (name, json.dumps(v)) not in SKIPPED),
+    ]
+    for said, changed in tried:
+        whole = {**fields, inside: changed} if inside else changed
+        results.setdefault(outcome(whole, base), []).append(said if len(said) < 60 else f"{said[:60]}...")
+    results.pop("", None)
+    for result, each in results.items():
+        yield f"{inside}{'.' * bool(inside)}{name} {' | '.join(each)}: {result}"
+
+
+NAMES = (
+    "ArceeForCausalLM",
+    "Cohere2ForCausalLM",
+    "CohereForCausalLM",
+    "Ernie4_5_ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "Exaone4ForCausalLM",
+    "GPT2LMHeadModel",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma4ForCausalLM",
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GlmForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "InternLM3ForCausalLM",
+    "Llama4ForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "Ministral3ForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM",
+)
+"""One name of each class but Llama's."""
+
+
+@contextlib.contextmanager
+def asked(patch: pytest.MonkeyPatch) -> Iterator[dict[str, None]]:
+    """The names of the fields that are asked for."""
+    names: dict[str, None] = dict.fromkeys(EXTRA)
+    get = Config.get
+
+    def noting(self: Config, kind: Any, *several: str, default: Any = None) -> Any:
+        names.update(dict.fromkeys(several))
+        return get(self, kind, *several, default=default)
+
+    with patch.context() as inner:
+        inner.setattr(Config, "get", noting)
+        yield names
+
+
+def lines_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The spec of an architecture's config, and what each change of it does."""
+    fields = {"architectures": [name], **FIELDS, **(EXPERTS if "moe" in name.lower() else {}), **OWN.get(name, {})}
+    with asked(monkeypatch) as names:
+        spec = read_spec(fields)
+    base = named(spec)
+    lines = [f"{field}: {value}" for field, value in base.items()]
+    for field in sorted(names):
+        lines += changes(fields, field, base)
+    for outer in ("per_layer_config", "rope_parameters"):
+        for field in fields.get(outer, ()):
+            lines += changes(fields, field, base, outer)
+    return lines
+
+
+def test_every_field_of_llama_is_read_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(HERE / "read-llama.txt", "\n".join(lines_of("LlamaForCausalLM", monkeypatch)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_is_read_as_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is different from Llama."""
+    llama, own = (lines_of(each, monkeypatch) for each in ("LlamaForCausalLM", name))
+    ours, theirs = {*own}, {*llama}
+    text = [f"+ {line}" for line in own if line not in theirs] + [
+        f"- {line[:60]}" for line in llama if line not in ours
+    ]
+    check(HERE / f"read-{ARCHITECTURES[name].__name__.lower()}.txt", "\n".join(text))
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_every_field_of_rope_is_read_as_recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"architectures": ["LlamaForCausalLM"], **FIELDS}
+    if kind != "none":
+        fields["rope_scaling"] = {"rope_type": kind, **ROPES[kind]}
+    with asked(monkeypatch) as names:
+        base = named(read_spec(fields))
+    lines = [f"{field}: {value}" for field, value in base.items() if field.startswith("rope") or field == "context"]
+    for field in sorted({*names} - {*FIELDS, *EXTRA}) if kind != "none" else ():
+        lines += changes(fields, field, base, "rope_scaling")
+    for field in ("rope_theta", "partial_rotary_factor", "max_position_embeddings", "rope_scaling", "rope_parameters"):
+        lines += changes(fields, field, base)
+    check(HERE / f"rope-{kind}.txt", "\n".join(lines))
