@@ -51,6 +51,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "Gemma4ForConditionalGeneration": {"text_config": {**FIELDS, **GEMMA4}},
     "GPT2LMHeadModel": {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64},
     "GptOssForCausalLM": {"num_local_experts": 4},
+    "Glm4MoeForCausalLM": {"n_routed_experts": 6, "num_experts_per_tok": 2},
     "GraniteMoeForCausalLM": GRANITE,
     "GraniteMoeHybridForCausalLM": {**GRANITE, "num_local_experts": 0, "layer_types": ["full_attention"] * 5},
     "GraniteMoeSharedForCausalLM": GRANITE,

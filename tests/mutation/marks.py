@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,6 +135,21 @@ def packed(hits: bytes) -> str:
     return base64.b64encode(zlib.compress(hits)).decode()
 
 
+def _defined(level: list[ast.stmt], line: int) -> set[str]:
+    """The name of the function or class, or the names of the variables, that `line` is part of the definition of."""
+    names: set[str] = set()
+    while here := [node for node in level if node.lineno <= line <= (node.end_lineno or 0)]:
+        node, level = here[0], []
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return {node.name}
+        if isinstance(node, ast.ClassDef):
+            names, level = {node.name}, node.body
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)} or names
+    return names
+
+
 class _Test(NamedTuple):
     name: str
     seconds: float
@@ -151,23 +167,50 @@ class Marks:
         self._same = {
             path for path, was in head["sources"].items() if (root / path).exists() and _hash(root / path) == was
         }
+        self._sources = {path: (root / path).read_text() for path in self._same}
+        self._trees = {path: ast.parse(source).body for path, source in self._sources.items()}
+        self._by_path: dict[str, list[int]] = defaultdict(list)
+        for i, span in enumerate(self._spans):
+            self._by_path[span.path].append(i)
         self._tests = [_Test(name, row["seconds"], base64.b64decode(row["hits"])) for name, row in rows.items()]
         self.files = {test.name.partition("::")[0] for test in self._tests}
         """Test files of which the marks tell."""
         self._recorded = {name for name in self.files if "expected" in (root / name).read_text()}
 
+    def _innermost(self, path: str, line: int) -> int | None:
+        """The statement of a function that `line` is part of."""
+        around = [i for i in self._by_path.get(path, ()) if self._spans[i].first <= line <= self._spans[i].last]
+        return min(around, key=lambda i: self._spans[i].last - self._spans[i].first, default=None)
+
+    def _executing(self, path: str, line: int) -> set[int]:
+        """The statement of `line`; or those that name what is defined there, directly or through its module."""
+        queue, seen, found = [(path, line)], set[str](), set[int]()
+        while queue:
+            where, at = queue.pop()
+            if (statement := self._innermost(where, at)) is not None:
+                found.add(statement)
+            elif where == path:
+                for name in _defined(self._trees[path], at) - seen:
+                    seen.add(name)
+                    word = re.compile(rf"\b{name}\b")
+                    for other, source in self._sources.items():
+                        if other == path or (Path(path).stem in source and name in source):
+                            queue += ((other, i) for i, text in enumerate(source.splitlines(), 1) if word.search(text))
+        return found
+
     def tests(self, path: str, line: int) -> list[list[str]] | None:
         """The tests that execute `line` of the module at `path`, in groups, those to run first first.
 
-        None where the marks do not tell: the line is no statement of a function, or the module has changed since.
+        A line that is no statement of a function, or is part of a kernel, is executed by the statements that name what
+        it defines. None where the marks do not tell: there is no such statement, or the module has changed since.
         """
-        around = [i for i, span in enumerate(self._spans) if span.path == path and span.first <= line <= span.last]
-        if path not in self._same or not around:
+        wanted = self._executing(path, line) if path in self._same else set()
+        if not wanted:
             return None
-        at = min(around, key=lambda i: self._spans[i].last - self._spans[i].first)
         files: dict[str, list[_Test]] = defaultdict(list)
         for test in sorted(self._tests, key=lambda test: test.seconds):
-            if zlib.decompress(test.hits)[at]:
+            hits = zlib.decompress(test.hits)
+            if any(hits[i] for i in wanted):
                 files[test.name.partition("::")[0]].append(test)
         folder = path.split("/")[2]
         groups: list[tuple[float, list[str]]] = []
