@@ -145,6 +145,33 @@ def test_every_module_is_python_with_marks_in_it() -> None:
         assert all(0 < span.first <= span.last for span in spans)
 
 
+def test_what_is_no_statement_of_a_function_is_executed_by_those_that_name_it(small: Path) -> None:
+    path = "src/quire/scheduler/little.py"
+    lines = ["LEAST = 1", "", "@jit", "def kernel(a):", "    return helper(a)", "", "@jit", "def helper(a):"]
+    lines += [
+        "    return a + LEAST",
+        "",
+        "def run(a):",
+        "    return kernel(a)",
+        "",
+        "class Kept:",
+        "    least: int = 2",
+    ]
+    head = "def jit(found):\n    return found\n\n"
+    (small / path).write_text(head + "\n".join(lines) + "\n\ndef unused():\n    return Kept.least\n")
+    (small / "tests/test_little.py").write_text(
+        "from quire.scheduler.little import run\n\ndef test_run():\n    assert run(1) == 2\n"
+    )
+    out = small / "marks.jsonl"
+    assert measure(small, copied(small, small / "copy"), ["tests"], out) == 0
+    marks, own = Marks(out, small), [["tests/test_little.py::test_run"]]
+    text = (small / path).read_text().splitlines()
+    found = {line: marks.tests(path, text.index(line) + 1) for line in text if line.strip()}
+    by_run = {"LEAST = 1", "    return helper(a)", "    return a + LEAST", "    return kernel(a)"}
+    assert {line for line, tests in found.items() if tests == own} >= by_run
+    assert found["    least: int = 2"] == [], "named by a statement that no test executes"
+
+
 def test_marks_name_the_tests_that_execute_a_line_the_cheapest_first(small: Path) -> None:
     tests = small / "tests/test_little.py"
     tests.write_text(
@@ -165,7 +192,7 @@ def test_marks_name_the_tests_that_execute_a_line_the_cheapest_first(small: Path
     assert [*itertools.chain(*marks.tests(path, 11) or [])] == sorted(by_line[11], reverse=True), (
         "a process takes longer"
     )
-    assert marks.tests(path, 5) is None, "no statement of a function"
+    assert marks.tests(path, 4) is None, "no statement of a function"
     assert measure(small, copied(small, small / "again"), ["tests/test_little.py::test_limit"], out) == 0
     bench = Bench(small, 1, Limits(fault=600.0, test=60.0), marks=out, most=0)
     result = bench.tried(Fault(path, 0, "return n", "return n - 1"))

@@ -108,14 +108,9 @@ def measure(root: Path, tree: Path, tests: list[str], out: Path) -> int:
     with out.open() as old:
         if json.loads(next(old))["sources"] != sources:
             raise ValueError(f"{out} is of other sources: remove it")
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider"]
-    command += [
-        "-p",
-        "tests.mutation.marking",
-        "-o",
-        "addopts=--strict-markers",
-        "-m",
-        "not nightly and not gpu",
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider"),
+        *("-p", "tests.mutation.marking", "-o", "addopts=--strict-markers", "-m", "not nightly and not gpu"),
         *tests,
     ]
     environ = {**os.environ, "PYTHONPATH": str(tree / "src"), "MUTATION_MARKS": str(out.resolve())}
