@@ -483,6 +483,22 @@ def test_after_work_and_a_rest_memory_is_given_back_once(monkeypatch: pytest.Mon
         assert loop._receive() and len(given) == 2
 
 
+@pytest.mark.parametrize(
+    ("due", "before", "after"), [(None, 3.0, None), (0.5, 0.5, 0.5), (9.0, 3.0, 9.0)], ids=["nothing", "soon", "late"]
+)
+def test_an_idle_engine_wakes_for_what_is_due_and_for_memory(
+    due: float | None, before: float, after: float | None
+) -> None:
+    """due: seconds until a grammar's compilation has taken too long; before, after: memory is given back."""
+    front, back = socket.socketpair()
+    with front, back:
+        constraints: Any = SimpleNamespace(timeout=lambda: due)
+        loop = EngineLoop(SimConfig().build(VirtualClock()), back, dict, StepWatch(), constraints)
+        assert loop._idle_timeout() == before
+        loop.trimmed = True
+        assert loop._idle_timeout() == after
+
+
 class Due(PlanDelay):
     """Plans are due at a moment of the machine's clock."""
 

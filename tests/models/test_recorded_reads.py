@@ -39,6 +39,7 @@ GEMMA4 = {
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 8,
     "global_head_dim": 16,
+    "per_layer_config": {"0": {"head_dim": 12, "num_key_value_heads": 3}, "4": {"head_dim": 16}},
     "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -58,10 +59,11 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "Qwen2MoeForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 20},
 }
-EXTRA = ("layer_types", "no_rope_layers", "moe_layers", "mlp_only_layers", "eos_token_id", "moe_layer_end_index")
+EXTRA = (
+    *("layer_types", "no_rope_layers", "moe_layers", "mlp_only_layers", "eos_token_id", "moe_layer_end_index"),
+    *("sliding_window_pattern", "attn_logit_softcapping", "final_logit_softcapping", "mlp_layer_types"),
+)
 """Fields that are read without `Config.get`."""
-
-SKIPPED = {("n_layer", "33554432"), ("no_rope_layer_interval", "0")}
 
 ROPES: Mapping[str, Mapping[str, Any]] = {
     "llama3": {"factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
@@ -126,7 +128,7 @@ def changes(fields: Mapping[str, Any], name: str, base: Mapping[str, str], insid
     without = {k: v for k, v in outer.items() if k != name}
     tried = [
         ("missing", without),
-        *((json.dumps(v), outer | {name: v}) for v in values(outer.get(name)) if (name, json.dumps(v)) not in SKIPPED),
+        *((json.dumps(v), outer | {name: v}) for v in values(outer.get(name))),
     ]
     for said, changed in tried:
         whole = {**fields, inside: changed} if inside else changed

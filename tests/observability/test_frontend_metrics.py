@@ -122,3 +122,18 @@ def test_several_hear_the_same() -> None:
     end(both)
     assert one.text() == other.text() != FrontendMetrics("tiny").text()
     assert both.text() == 2 * one.text()
+
+
+def test_a_group_passes_on_each_call_as_it_came() -> None:
+    calls: list[tuple[object, ...]] = []
+
+    class Noting(FrontendObserver):
+        def __getattribute__(self, name: str) -> object:
+            return lambda *given: calls.append((name, *given))
+
+    group, ended = ObserverGroup(Noting(), Noting()), object()
+    asked = [("on_first", 0.1), ("on_gap", 0.2, 3, 2), ("on_end", ended), ("on_refused", "why"), ("on_surplus", 4)]
+    asked.append(("on_omitted_tool", "kind"))
+    for name, *given in asked:
+        getattr(group, name)(*given)
+    assert calls == [call for call in asked for _ in range(2)]

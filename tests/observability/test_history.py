@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from quire.observability.history import MOST_NOTES, Note, RequestHistory
+from types import SimpleNamespace
+from typing import Any
+
+from quire.observability.history import MOST_NOTES, History, Note, RequestHistory
 from quire.types import Request
 from tests.observability.watched import Watched
 
@@ -109,3 +112,17 @@ def test_a_failed_step_forgets_who_wrote_which_page_and_who_held_what() -> None:
     watched.history.on_failure("it broke", [id], watched.clock.now())
     assert story.held == [] and watched.history.writers == {} and story.waiting
     assert (story.notes[-1].what, story.notes[-1].by) == ("failed", "it broke")
+
+
+def test_by_default_512_requests_of_4_mi_tokens_in_all_and_4096_waits_are_remembered() -> None:
+    history, half = History(), (0,) * (1 << 21)
+    for n in range(514):
+        history.on_submit(Request(id=str(n), prompt=(1,), max_new_tokens=1), 0.0)
+        ended: Any = SimpleNamespace(id=str(n), finished=1.0, finish="stop", tokens=half if n > 511 else ())
+        history.on_end(ended)
+        if n == 511:
+            assert len(history.ended) == 512
+    assert [story.request.id for story in history.ended][-2:] == ["512", "513"]
+    kept = len(history.ended)
+    assert sum(len(story.tokens) for story in history.ended) <= 1 << 22 and kept in (2, 512)
+    assert history.waits.maxlen == 4096

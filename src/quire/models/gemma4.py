@@ -206,9 +206,10 @@ def read_layers(config: Config, spec: ModelSpec) -> ModelSpec:
     full = rope.section("full_attention").with_defaults(**FULL)
     keys_are_values = config.get(bool, "attention_k_eq_v", default=False)
     shared = config.get(int, "num_kv_shared_layers", default=0)
-    if shared >= spec.layers or not set(local[spec.layers - shared :]) <= set(local[: spec.layers - shared]):
-        raise InvalidModel("config.json: num_kv_shared_layers leaves no layer of a type whose K/V could be read")
     heads = tuple(read_heads(config, spec, i, each) for i, each in enumerate(local))
+    kinds, own = [*zip(local, heads, strict=True)], spec.layers - shared
+    if own < 1 or not set(kinds[own:]) <= set(kinds[:own]):
+        raise InvalidModel("config.json: num_kv_shared_layers leaves no layer of a type whose K/V could be read")
     ropes = tuple(
         read_rope(config, dim, rope.section("sliding_attention"), theta=10_000.0)
         if each

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, Heads
 from quire.layers.builder import ModelBuilder
-from quire.models.spec import Config, ModelSpec, read_stop
+from quire.models.spec import Config, ModelSpec, check_layers, read_stop
 from quire.ops.base import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
@@ -64,6 +64,7 @@ class GPT2:
         hidden = config.get(int, "n_embd")
         heads = config.get(int, "n_head")
         layers = config.get(int, "n_layer")
+        check_layers(layers, "n_layer")
         if not heads or hidden % heads:
             raise InvalidModel(f"config.json: n_embd ({hidden}) must be a multiple of n_head ({heads})")
         for name, plain in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):

@@ -169,6 +169,12 @@ def check_sizes(spec: ModelSpec) -> ModelSpec:
     return spec
 
 
+def check_layers(count: int, name: str) -> None:
+    """Raise InvalidModel where the field `name` has a number of layers that is too large to be meant, or none."""
+    if not 1 <= count <= MOST_LAYERS:
+        raise InvalidModel(f"config.json: {name} must be from 1 to {MOST_LAYERS}, not {count}")
+
+
 def read_decoder(config: Config, architecture: str) -> ModelSpec:
     """Read the fields that Llama and its successors share; architectures replace what differs."""
     hidden = config.get(int, "hidden_size")
@@ -176,8 +182,7 @@ def read_decoder(config: Config, architecture: str) -> ModelSpec:
     heads = config.get(int, "num_attention_heads")
     if min(hidden, layers, heads) < 1:
         raise InvalidModel("config.json: hidden_size, num_hidden_layers and num_attention_heads must be above 0")
-    if layers > MOST_LAYERS:
-        raise InvalidModel(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, not {layers}")
+    check_layers(layers, "num_hidden_layers")
     head_dim = config.get(int, "head_dim", default=hidden // heads)
     kv_heads = config.get(int, "num_key_value_heads", default=heads)
     if not kv_heads or heads % kv_heads:

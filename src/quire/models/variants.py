@@ -47,7 +47,7 @@ class SmolLM3(Llama):
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
         spec = read_decoder(config.with_defaults(tie_word_embeddings=True), architecture)
-        every = config.get(int, "no_rope_layer_interval", default=4)
+        every = max(1, config.get(int, "no_rope_layer_interval", default=4))
         rotated = config.fields.get("no_rope_layers") or [(i + 1) % every for i in range(spec.layers)]
         if not isinstance(rotated, list) or len(rotated) < spec.layers:
             raise InvalidModel("config.json: no_rope_layers must be a list of num_hidden_layers numbers")

@@ -269,6 +269,13 @@ def test_an_edit_changes_no_other_row_and_a_row_with_nothing_left_says_so() -> N
     assert (tokens[0], tokens[3]) == (int(logits[0].argmax()), 7)
 
 
+def test_masks_of_an_earlier_step_are_not_read_where_no_row_has_one() -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(14))
+    rows = [Row(SamplingParams(temperature=0.0, allowed_token_ids=(7,))), Row(GREEDY, mask=bitmask((6,)))]
+    assert drawn(logits, rows)[0] == [7, 6]
+    assert drawn(logits, rows, asked_by(rows[:1]))[0] == [7, int(logits[1].argmax())]
+
+
 def test_many_bad_words_and_biases_are_all_seen() -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(13))
     order = greatest(logits[0], VOCAB)

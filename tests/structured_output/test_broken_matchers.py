@@ -1,0 +1,122 @@
+"""Matchers that break in the middle, and tokenizers whose marks are not special for grammars."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.structured_output.llguidance import Matcher, TimeBudget, _as_text, _TokenizerAdapter
+from quire.structured_output.thought_budget import ThoughtBudget
+from quire.token_masks import mask_table
+
+
+class Failing:
+    """The library's matcher, which allows tokens 0 to 3, and has failed from the `last`-th mask or token on."""
+
+    def __init__(self, last: int) -> None:
+        self.left, self.calls = last, list[str]()
+
+    def _count(self, what: str) -> bool:
+        self.calls.append(what)
+        self.left -= 1
+        return self.left >= 0
+
+    def compute_bitmask(self) -> bytes:
+        self._count("mask")
+        return b"\x0f\0\0\0"
+
+    def consume_token(self, token: int) -> bool:
+        return self._count(f"token {token}")
+
+    def rollback(self, count: int) -> None:
+        self.calls.append(f"back {count}")
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+    def is_error(self) -> bool:
+        return self.left < 0
+
+    def get_error(self) -> str:
+        return ""
+
+
+def matcher(last: int) -> tuple[Any, Failing]:
+    inner = Failing(last)
+    return Matcher(inner, frozenset({3}), 4, TimeBudget(clock=lambda: 0.0)), inner
+
+
+def test_a_matcher_that_fails_while_it_makes_a_mask_allows_nothing_and_says_why() -> None:
+    found, inner = matcher(0)
+    assert found.masks([], []) == [b""] and found.why() == "it cannot be followed any further"
+    assert found.masks([], [1]) == [b""] and inner.calls == ["mask"], "it is not asked again"
+
+
+def test_a_matcher_refuses_a_token_of_the_answer() -> None:
+    found, inner = matcher(1)
+    assert found.masks([1, 2], []) == [b""] and found.why() == "the answer left it"
+    assert inner.calls == ["token 1", "token 2"]
+
+
+def test_drafts_are_walked_and_taken_back_and_end_at_the_end_of_the_text() -> None:
+    found, inner = matcher(99)
+    masks = found.masks([1], [2, 0, 3, 3])
+    end = masks[-1]
+    assert masks == [b"\x0f\0\0\0"] * 3 + [end] * 2 and end == b"\x08\0\0\0"
+    assert inner.calls == ["token 1", "mask", "token 2", "mask", "token 0", "mask", "back 2"]
+    assert found.masks([1], [9, 2]) == [b"\x0f\0\0\0"], "a draft that is not allowed is the last"
+    assert inner.calls[-1] == "mask"
+    assert found.masks([1, 3, 2], [1]) == [end], "the text is over, and the draft is not its end"
+    assert found.masks([2], []) == [b"\x0f\0\0\0"] and inner.calls[-3:] == ["reset", "token 2", "mask"]
+
+
+def test_masks_that_the_library_wrote_hold_up_to_the_first_draft_that_is_not_allowed() -> None:
+    found, inner = matcher(99)
+    lines = np.full((5, 1), 0b0111, np.int32)
+    assert found.collect(lines, 1, [2, 3, 1]) == 2 and lines[:, 0].tolist() == [7] * 5
+    lines[2] = 0b1000
+    assert found.collect(lines, 1, [2, 3, 3]) == 3 and lines[:, 0].tolist() == [7, 7, 8, 8, 7]
+    assert found.drafts_to_walk([2, 3, 1]) == [2] and found.drafts_to_walk([2, 1]) == [2, 1]
+    inner.left = -1
+    assert found.collect(lines, 2, [2, 1]) == 1 and lines[:, 0].tolist() == [7, 7, 0, 8, 7]
+    assert found.why() == "it cannot be followed any further"
+
+
+def test_marks_are_text_in_a_tokenizer_for_grammars() -> None:
+    added = [{"id": 4, "special": True}, {"id": 5, "special": True}, {"id": 6, "special": False}]
+    text = json.dumps({"added_tokens": added, "model": {}})
+    assert _as_text(text, set()) == text
+    found = json.loads(_as_text(text, {5, 6}))
+    assert [token["special"] for token in found["added_tokens"]] == [True, False, False]
+
+
+def test_text_is_cut_into_the_longest_tokens_that_are_not_special() -> None:
+    class Tokens:
+        bos, eos, special = 1, frozenset({6, 5}), frozenset({4, 5})
+
+    pieces = [b"a", b"ab", b"abc", b"", b"d", b"e", b"b"]
+    made = _TokenizerAdapter(Tokens(), pieces, {5})  # type: ignore[arg-type]
+    assert (made.bos_token_id, made.eos_token_id, made.special_token_ids) == (1, 5, [4])
+    assert made(b"abcabea") == [2, 1, 5, 0] and made(b"b") == [6] and made(b"") == []
+    assert made(b"abda") == [1], "d is special: what comes before it"
+
+
+def test_masks_of_spans_are_lines_of_one_table() -> None:
+    table = mask_table([[b"\x01", None], [], [b"\x02\x03\0\0\x07\x08\x09\x0a\x0b"]], 2)
+    assert table.lines.shape == (2, 2) and table.places == [[0, -1], [], [1]] and len(table) == 3
+    assert table[0] == [b"\x01" + b"\0" * 7, None] and table[2] == [b"\x02\x03\0\0\x07\x08\x09\x0a"]
+    assert table[1:] == [[], table[2]] and [*table] == table[:]
+
+
+@pytest.mark.parametrize("why", ["", "it left"])
+def test_a_budget_of_thoughts_says_what_its_constraint_says(why: str) -> None:
+    class Inner:
+        def why(self) -> str:
+            return why
+
+    budgeted = ThoughtBudget.__new__(ThoughtBudget)
+    budgeted._inner = Inner()  # type: ignore[assignment]
+    assert budgeted.why() == why
