@@ -38,6 +38,20 @@ def ask(case: Any, live: Live) -> None:
     case.validate_response(answer, checks=CHECKS)
 
 
+def test_a_call_has_one_message_or_more_and_a_prompt_one_character() -> None:
+    types = msgspec.json.decode(document("0"))["components"]["schemas"]
+    fields = [one["properties"] for one in types.values() if "properties" in one]
+    messages = [kind for each in fields for kind in kinds(each.get("messages", {})) if kind.get("type") == "array"]
+    prompts = [kind for each in fields for kind in kinds(each.get("prompt", {})) if kind.get("type") == "string"]
+    assert messages and prompts
+    assert all(kind["minItems"] == 1 and kind["items"] for kind in messages)
+    assert all(kind["minLength"] == 1 for kind in prompts)
+
+
+def kinds(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return schema.get("anyOf", [schema])
+
+
 @schema.parametrize()
 @settings(
     max_examples=8, deadline=None, suppress_health_check=QUIET, phases=[Phase.generate], derandomize=True, database=None

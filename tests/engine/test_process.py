@@ -483,6 +483,21 @@ def test_after_work_and_a_rest_memory_is_given_back_once(monkeypatch: pytest.Mon
         assert loop._receive() and len(given) == 2
 
 
+@pytest.mark.parametrize(("closing", "own", "told"), [(False, True, 1), (False, False, 0), (True, True, 0)])
+def test_only_the_loss_of_the_present_engine_is_reported_and_not_while_closing(
+    closing: bool, own: bool, told: int
+) -> None:
+    """own: the lost connection is that of the engine that runs now, not of one that has been replaced."""
+    reasons: list[str] = []
+    process, link = object.__new__(EngineProcess), SimpleNamespace(was_ready=False)
+    present: Any = link if own else SimpleNamespace()
+    process._closing, process._link, process.process, process._pending_explanations = closing, present, None, {}
+    process._on_death = reasons.append
+    process.on_connection_lost(link)  # type: ignore[arg-type]
+    assert reasons == ["the engine process ended"] * told
+    assert process._link is (None if told else present)
+
+
 @pytest.mark.parametrize(
     ("due", "before", "after"), [(None, 3.0, None), (0.5, 0.5, 0.5), (9.0, 3.0, 9.0)], ids=["nothing", "soon", "late"]
 )
