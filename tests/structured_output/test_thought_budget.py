@@ -176,6 +176,13 @@ def test_masks_follow_from_the_output_whatever_was_asked_before() -> None:
             assert asked.masks(output, drafts) == ThoughtBudget(made, FREE).masks(output, drafts)
 
 
+def test_masks_end_behind_a_draft_that_is_not_the_forced_token() -> None:
+    made, close = rules("two", "open", 2), [only(81), only(82)]
+    for drafts, count in (((), 1), ((5,), 1), ((5, 82), 1), ((81,), 2), ((81, 5), 2), ((81, 82), 3), ((81, 82, 7), 4)):
+        found = ThoughtBudget(made, FREE).masks([1, 2], drafts)
+        assert found == [*close, None, None][:count], drafts
+
+
 def test_thoughts_in_channels_share_one_budget() -> None:
     style = THOUGHTS["openai_gptoss"]
     made = BudgetRules(style, "possible", 3, piece=lambda t: chr(t).encode(), encode=lambda s: [ord(c) for c in s])

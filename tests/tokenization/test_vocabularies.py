@@ -17,7 +17,7 @@ from quire.assembly.text import build_text, build_tokenizer
 from quire.config import Settings
 from quire.errors import InvalidModel
 from quire.tokenization.tokenizer import Tokenizer
-from quire.tokenization.vocabularies import LLAMA3, QWEN2, pairs_of
+from quire.tokenization.vocabularies import LLAMA3, QWEN2, from_gguf, pairs_of
 from tests.tokenization.vocabulary import CHATML, CORPUS, byte_level
 
 TEXTS = [
@@ -214,6 +214,13 @@ def test_a_gguf_tokenizer_that_is_not_known_is_named(tmp_path: Path) -> None:
     write(tmp_path / "b.gguf", "gpt2", ["a"], [1], tokenizer_pre="martian")
     with pytest.raises(InvalidModel, match="cuts texts by 'martian'"):
         build_tokenizer(settings(tmp_path / "b.gguf"))
+
+
+@pytest.mark.parametrize(("kind", "types", "scores"), [("llama", 2, 1), ("llama", 1, 2), ("gpt2", 3, 2)])
+def test_a_gguf_tokenizer_with_lists_of_several_lengths_is_refused(kind: str, types: int, scores: int) -> None:
+    names = {"model": kind, "tokens": ["a", "b"], "token_type": [1] * types, "scores": [0.0] * scores}
+    with pytest.raises(InvalidModel, match=f"has 2 tokens, {types} types and {scores} scores"):
+        from_gguf({f"tokenizer.ggml.{name}": value for name, value in names.items()})
 
 
 def test_pairs_come_best_made_first() -> None:

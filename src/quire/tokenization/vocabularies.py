@@ -271,9 +271,13 @@ def from_gguf(facts: Mapping[str, Any]) -> Read:
         raise InvalidModel(
             f"the file's tokenizer is {kind!r}: only 'gpt2' and 'llama' are read; name one with --tokenizer"
         )
-    kinds = fact("token_type", [1] * len(pieces))
+    kinds, scores = fact("token_type", [1] * len(pieces)), fact("scores", [0.0] * len(pieces))
+    if {len(kinds), len(scores)} != {len(pieces)}:
+        raise InvalidModel(
+            f"the file's tokenizer has {len(pieces)} tokens, {len(kinds)} types and {len(scores)} scores"
+        )
     if kind == "llama":
-        found = SentencePieceModel(pieces, fact("scores", [0.0] * len(pieces)), kinds, BPE, squeeze=False)
+        found = SentencePieceModel(pieces, scores, kinds, BPE, squeeze=False)
         found.prefix = bool(fact("add_space_prefix", True))
         core = from_sentencepiece(found)
     else:
