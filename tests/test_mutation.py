@@ -137,8 +137,9 @@ def test_the_nearest_tests_of_a_module_are_its_own() -> None:
     assert tests.nearest("src/quire/executors/onnx.py")[0] == "tests/executors/test_onnx.py", "imported by name"
 
 
-def test_every_module_is_python_with_marks_in_it() -> None:
-    for file in (ROOT / "src/quire").rglob("*.py"):
+@pytest.mark.parametrize("folder", ["engine", "ops/triton"])
+def test_modules_with_marks_in_them_are_python(folder: str) -> None:
+    for file in (ROOT / "src/quire" / folder).glob("*.py"):
         text, spans = marked(file.read_text(), file.name, 7)
         assert text.count("_mutation_hits[") == len(spans) and ast.parse(text)
         assert not spans or f"_mutation_hits[{6 + len(spans)}] = 1\n" in text
@@ -193,7 +194,6 @@ def test_marks_name_the_tests_that_execute_a_line_the_cheapest_first(small: Path
         "a process takes longer"
     )
     assert marks.tests(path, 4) is None, "no statement of a function"
-    assert measure(small, copied(small, small / "again"), ["tests/test_little.py::test_limit"], out) == 0
     bench = Bench(small, 1, Limits(fault=600.0, test=60.0), marks=out, most=0)
     result = bench.tried(Fault(path, 0, "return n", "return n - 1"))
     bench.close()

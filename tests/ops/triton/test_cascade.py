@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -304,3 +305,27 @@ def test_a_captured_step_finds_shared_prefixes_again() -> None:
         want = ReferenceOps().attention(host_q, whole, host, 0.1)
         for got in out:
             torch.testing.assert_close(got.cpu(), want, atol=5e-5, rtol=5e-5)
+
+
+class Launched:
+    """A kernel's double, which runs nothing."""
+
+    def __getitem__(self, grid: object) -> object:
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize("spread", [0, 5])
+def test_lists_are_where_the_batch_is(spread: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes and devices of a batch on another device than the default one."""
+    for name in ("depth_kernel", "gather_kernel", "tiles_kernel", "shares_kernel"):
+        monkeypatch.setattr(attention_schedule, name, Launched())
+    away, sharing = torch.device("meta"), attention_schedule.PrefixSharing(16, 8, 4, 32)
+    spans = torch.zeros(34, dtype=torch.int32, device=away)
+    batch = SimpleNamespace(kv_len=spans, positions=spans, query_start=spans, page_table=spans[:, None], page_size=16)
+    found = attention_schedule.find_shared_prefixes(batch, sharing)  # type: ignore[arg-type]
+    assert [list(each.shape) for each in found] == [[2, 34], [34], [sharing.bound(34), 6], [2]]
+    tiling = attention_schedule.Tiling(2, 16, 32, 1, 1, spread, 2, UNLIMITED)
+    made = attention_schedule.make_schedule(batch, tiling, 3)  # type: ignore[arg-type]
+    shapes = [[35 + spread, 9], [1], [34 + spread, 3], *([[spread + 1]] if spread else [])]
+    assert [list(each.shape) for each in made if each is not None] == shapes
+    assert {(each.device, each.dtype) for each in (*found, *made) if each is not None} == {(away, torch.int32)}
