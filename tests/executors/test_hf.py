@@ -23,7 +23,7 @@ from quire.assembly.grpc import host
 from quire.assembly.hf import placing
 from quire.config import Settings
 from quire.engine.engine import Engine
-from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
+from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, StepFailed
 from quire.executors.hf import HfModel
 from quire.executors.hf_cache import OneByOne, PagedCache, Places
 from quire.frontend.processor import check_embedding
@@ -337,6 +337,19 @@ def test_a_way_of_keeping_the_past_that_changes_answers_is_not_taken() -> None:
     assert isinstance(HfModel(model, cpu, (Forgetful, OneByOne)).past, OneByOne)
     with pytest.raises(InvalidModel, match="GPTNeoXForCausalLM does not answer the same with and without its past"):
         HfModel(model, cpu, (Forgetful,))
+
+
+def test_a_sequence_that_is_not_there_has_no_past() -> None:
+    def feed_model(*_: object, **__: object) -> Any:
+        raise AssertionError("nothing is computed")
+
+    past = OneByOne(feed_model, keeps=True, singly=False)
+    tokens = torch.tensor([7, 8])
+    with pytest.raises(StepFailed, match="block 5 holds 0 tokens, not 1"):
+        past._feed(5, tokens, 1, [0])
+    past.tokens[5] = tokens
+    with pytest.raises(StepFailed, match="block 5 holds 2 tokens, not 1"):
+        past._feed(5, tokens, 1, [0])
 
 
 def test_a_look_alike_is_not_taken_and_a_missing_tensor_is_named(checkpoint: Any, tmp_path: Path) -> None:

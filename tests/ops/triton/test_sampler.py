@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,6 +202,15 @@ def test_tokens_that_tie_at_the_threshold_are_all_kept() -> None:
     logits[:, 40] = 2.0
     tokens, _ = drawn(logits, [Row(SamplingParams(temperature=3.0, top_k=2), seed=i) for i in range(24)])
     assert set(tokens) == {3, 40, 900, 2300}
+
+
+def test_logits_that_lie_far_apart_are_cut_as_the_hosts() -> None:
+    """Quarters of values do not separate the small ones, quarters of the numbers between them do."""
+    logits = torch.rand(2, VOCAB, generator=torch.Generator().manual_seed(15))
+    logits[0, 3], logits[1, 50:] = 1e30, -1e30
+    limits: tuple[dict[str, Any], ...] = ({"top_k": 40}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 60})
+    for limit in limits:
+        agree(logits, [Row(SamplingParams(temperature=1.0, seed=seed, **limit)) for seed in (1, 2)])
 
 
 def test_penalties_equal_the_oracles() -> None:
