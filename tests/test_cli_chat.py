@@ -177,6 +177,14 @@ def test_a_conversation_is_remembered_and_empty_lines_are_not_asked(monkeypatch:
     assert shown == "[b]1\n[b]2\n"
 
 
+def test_an_answer_has_no_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
+    said = io.StringIO()
+    console = Console(file=said, soft_wrap=True, force_terminal=True, color_system="truecolor", highlight=True)
+    converse(console, [], lambda messages: iter(["1 and ", "True 'x' /y"]))
+    assert "1 and True 'x' /y" in said.getvalue()
+
+
 def test_what_no_longer_fits_is_forgotten_oldest_first_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Again and again, but never the system message."""
     asked: list[list[str]] = []
