@@ -112,7 +112,7 @@ def test_a_load_test_asks_and_saves_what_is_written_down(
         "--label",
         "it",
     ]
-    words += ["--max-concurrency", "2,3", "--num-prompts", "3"]
+    words += ["--max-concurrency", "2,3", "--num-prompts", "3", "--save-result", "load.json"]
     done = CliRunner().invoke(main, ["bench", "serve", *words])
     lines += [f"exit {done.exit_code}", *done.stdout.splitlines()]
     saved = json.loads((tmp_path / "load.json").read_text())
