@@ -6,6 +6,7 @@ of an MLP. Results have the dtype of the first argument; sums are float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
 
@@ -232,9 +233,9 @@ ExpertMatrices = QuantizedMatrix | IntegerMatrix
 class Ops(Protocol):
     """What a device can compute. `ReferenceOps` is the oracle that every other implementation is tested against."""
 
-    @property
-    def rows(self) -> int:
-        """How many rows every product has, for formats that multiply by themselves: see `matmul.in_tiles`."""
+    def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """product(x) of x [T, in], for formats that multiply by themselves: in tiles where rows must not depend on
+        others, see `matmul.in_tiles`."""
 
     def prepare(self, batch: RaggedBatch) -> RaggedBatch:
         """The same batch with what every layer would otherwise compute again. Called once a forward.

@@ -9,7 +9,7 @@ number per byte or two, the even column's in the low bits, with a scale and a ze
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import TypeVar
 
@@ -32,7 +32,6 @@ from quire.ops.base import (
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.ragged import RaggedBatch
-from quire.types import UNLIMITED
 
 Each = TypeVar("Each")
 
@@ -103,8 +102,11 @@ LEAST = 32
 class BaseOps(ABC):
     """What implementations of `Ops` have in common; quantized products dequantize the matrix at each call."""
 
-    rows = UNLIMITED
     multiplies_integers = False
+
+    def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """See `Ops.multiply`."""
+        return product(x)
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
