@@ -4,6 +4,7 @@ for each value, is found out once. What kernels compute, and what is checked whi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -89,6 +90,25 @@ def _remember_dtypes() -> None:
     interpreter._get_np_dtype = numpy_dtype
 
 
+def _leave_equal_shapes() -> None:
+    """Blocks of one shape are what broadcasting makes of them, which is found out by several comparisons otherwise."""
+    plain = interpreter.TritonSemantic.broadcast_impl_value
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        one, other = lhs.type, rhs.type
+        if one.is_block() and other.is_block() and one.shape.values == other.shape.values:
+            return lhs, rhs
+        return plain(self, lhs, rhs)
+
+    interpreter.TritonSemantic.broadcast_impl_value = broadcast
+
+
+def _compute_no_unread_overflow() -> None:
+    """Sums and products of integers are computed again in 64 bits for an assertion that is made in debug mode only."""
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+
+
 def _return_plain_indices() -> None:
     """Triton 3.6 turns its scalars, which are arrays of one, into ints in a way that NumPy 2.4 no longer allows."""
     plain = interpreter._patch_lang_tensor
@@ -100,9 +120,12 @@ def _return_plain_indices() -> None:
     interpreter._patch_lang_tensor = with_index
 
 
+@cache
 def install() -> None:
-    """To be called once in a process, before the first launch."""
+    """Before the first launch, once in a process however often it is asked for."""
     _return_plain_indices()
     interpreter._patch_lang = _Patches()
     _remember_types()
     _remember_dtypes()
+    _leave_equal_shapes()
+    _compute_no_unread_overflow()
