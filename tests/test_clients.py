@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -136,9 +137,13 @@ def test_answers_and_calls_are_objects_of_an_ordinary_class(live: Any, claude: A
     tool: Any = {"type": "function", "function": {"name": "Trip", "parameters": schema}}
     forced: Any = {"type": "function", "function": {"name": "Trip"}}
     asked: dict[str, Any] = {"model": "embedded", "messages": HI, "max_tokens": 200}
-    for seed in range(20):
-        made = live.openai.chat.completions.create(**asked, seed=seed, tools=[tool], tool_choice=forced)
-        Trip.model_validate_json(made.choices[0].message.tool_calls[0].function.arguments, strict=True)
+
+    def call(seed: int) -> Any:
+        return live.openai.chat.completions.create(**asked, seed=seed, tools=[tool], tool_choice=forced)
+
+    with ThreadPoolExecutor(20) as threads:
+        for made in threads.map(call, range(20)):
+            Trip.model_validate_json(made.choices[0].message.tool_calls[0].function.arguments, strict=True)
     form: Any = {"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}}
     made = live.openai.chat.completions.create(**asked, response_format=form)
     Trip.model_validate_json(made.choices[0].message.content)
