@@ -43,6 +43,8 @@ ENDPOINTS = (
     Endpoint("/v1/generate", {"prompt": "x", "max_new_tokens": 4}, most="max_new_tokens"),
     Endpoint("/v1/responses", {"input": "x", "max_output_tokens": 4}, most="max_output_tokens", stop=None),
     Endpoint("/v1/messages", {"messages": HI, "max_tokens": 4, "model": "embedded"}, stop="stop_sequences"),
+    Endpoint("/api/chat", {"messages": HI, "options": {"num_predict": 4}, "stream": False}),
+    Endpoint("/api/generate", {"prompt": "x", "options": {"num_predict": 4}, "stream": False}),
 )
 REFUSED, BAD = (400, 413, 422), (400,)
 FINE = (200,)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from quire.errors import Interrupted, InvalidRequest
-from quire.frontend.interface import Backend, Delta, ModelCard, ResultStream, iterate
+from quire.frontend.interface import Backend, Call, Delta, ModelCard, ResultStream, iterate
 from quire.frontend.offload import offload
 from quire.server import calls, messages, ollama, outputs, responses, schemas
 from quire.server.calls import Job
@@ -88,13 +88,23 @@ def _naming(names: Mapping[str, str], make_job: MakeJob) -> MakeJob:
 
     def renaming(request: Any, backend: Backend, limits: Limits) -> Job:
         try:
-            return make_job(request, backend, limits)
+            job = make_job(request, backend, limits)
         except InvalidRequest as error:
             if (renamed := _renamed(error, request, names)) is None:
                 raise
             raise renamed from error
+        return replace(job, calls=[_with_named_structure(call, request, names) for call in job.calls])
 
     return renaming
+
+
+def _with_named_structure(call: Call, request: Any, names: Mapping[str, str]) -> Call:
+    """The call with this API's name of the field that gave its structure, which the compiler's errors mention."""
+    structure = call.sampling.structured_outputs
+    if structure is None or structure.param not in names or getattr(request, structure.param, None) is not None:
+        return call
+    named = replace(structure, param=names[structure.param])
+    return replace(call, sampling=replace(call.sampling, structured_outputs=named))
 
 
 def _renamed(error: InvalidRequest, request: Any, names: Mapping[str, str]) -> InvalidRequest | None:

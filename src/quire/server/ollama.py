@@ -130,7 +130,7 @@ FIELD_NAMES: Mapping[str, str] = {
 def read_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """`options` as fields of a chat request. Raises InvalidRequest naming one that is wrong or not supported."""
     kept = check(given or {}, Options.__struct_fields__, where="options.", no_ops=OPTION_HINTS, refused=REFUSED_OPTIONS)
-    options = converted(kept, Options, "options.")
+    options = converted({name: _whole(value) for name, value in kept.items()}, Options, "options.")
     penalties = (options.presence_penalty, options.frequency_penalty, (options.repeat_penalty or 1) - 1)
     if any(penalties) and options.repeat_last_n not in (None, -1):
         raise InvalidRequest(
@@ -149,6 +149,11 @@ def read_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
         for name, value in chosen.items()
         if name != "repeat_last_n" and value not in unset.get(name, ())
     }
+
+
+def _whole(value: Any) -> Any:
+    """A number such as 8.0 as 8: clients whose numbers are all floats send whole ones so."""
+    return int(value) if type(value) is float and abs(value) < 1 << 53 and value.is_integer() else value
 
 
 def _shared(request: OllamaRequest) -> dict[str, Any]:
