@@ -297,6 +297,7 @@ BLOCKS = (
     client("docs/clients.md: extra", needs=("openai",), ci=()),
     client("docs/clients.md: responses", needs=("openai",), ci=()),
     client("docs/clients.md: messages", needs=("anthropic",)),
+    client("docs/guides/ollama.md: ollama", needs=("ollama",), ci=()),
     connected(TOOLS),
     connected(EMBEDDINGS),
     *(client(f"docs/guides/structured-outputs.md: {name}") for name in ("schema", "choice", "regex", "grammar")),
