@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -31,6 +31,7 @@ from quire.server.schemas import (
     shared_fields,
 )
 from quire.server.stream import Chunks
+from quire.types import NUMERIC_PARAMETERS
 
 
 class OllamaRequest(Sampling, kw_only=True):
@@ -79,17 +80,29 @@ class OllamaEmbeddingsRequest(Embedding, kw_only=True):
 # ---------------------------------------------------------------- options
 
 
-class Options(msgspec.Struct, kw_only=True):
-    """The `options` that are honoured."""
+# Options that have another name as a field of a chat request.
+_OTHER_NAMES: Mapping[str, str] = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repeat_penalty: float | None = None
+_OLLAMAS: Mapping[str, str] = {theirs: name for name, theirs in _OTHER_NAMES.items()}
+
+if TYPE_CHECKING:
+    _NumericOptions = msgspec.Struct
+else:
+    # Declared once, in SamplingParams.
+    _NumericOptions = msgspec.defstruct(
+        "_NumericOptions",
+        [
+            (_OLLAMAS.get(each.name, each.name), f"{each.annotation} | None", None)
+            for each in NUMERIC_PARAMETERS
+            if each.in_requests
+        ],
+        kw_only=True,
+    )
+
+
+class Options(_NumericOptions, kw_only=True):
+    """The `options` that are honoured, the numbers of SamplingParams first."""
+
     repeat_last_n: int | None = None
     num_predict: int | None = None
     stop: str | list[str] | None = None
@@ -108,15 +121,12 @@ OPTION_HINTS: Mapping[str, str] = {
 """Options without effect."""
 
 REFUSED_OPTIONS: Mapping[str, Refusal] = {
-    "mirostat": Refusal("mirostat is not supported: use temperature, top_p or min_p", (0,)),
-    "tfs_z": Refusal("tail-free sampling is not supported: use top_p or min_p", (1, 1.0)),
-    "typical_p": Refusal("typical sampling is not supported: use top_p or min_p", (1, 1.0)),
+    "mirostat": Refusal("mirostat is not supported: use temperature or top_p", (0,)),
+    "tfs_z": Refusal("tail-free sampling is not supported: use top_p", (1, 1.0)),
+    "typical_p": Refusal("typical sampling is not supported: use top_p", (1, 1.0)),
     "penalize_newline": Refusal("penalties count all tokens", (True,)),
 }
 """Options that would change an answer."""
-
-# Fields of a chat request that have another name among the options.
-_OTHER_NAMES: Mapping[str, str] = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 
 # From a chat request's names of fields to those of Ollama.
 FIELD_NAMES: Mapping[str, str] = {
@@ -131,8 +141,9 @@ def read_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """`options` as fields of a chat request. Raises InvalidRequest naming one that is wrong or not supported."""
     kept = check(given or {}, Options.__struct_fields__, where="options.", no_ops=OPTION_HINTS, refused=REFUSED_OPTIONS)
     options = converted({name: _whole(value) for name, value in kept.items()}, Options, "options.")
-    penalties = (options.presence_penalty, options.frequency_penalty, (options.repeat_penalty or 1) - 1)
-    if any(penalties) and options.repeat_last_n not in (None, -1):
+    chosen = {name: value for name, value in msgspec.structs.asdict(options).items() if value is not None}
+    none = {"presence_penalty": 0, "frequency_penalty": 0, "repeat_penalty": 1}
+    if options.repeat_last_n not in (None, -1) and any(chosen.get(name, off) != off for name, off in none.items()):
         raise InvalidRequest(
             "options.repeat_last_n: penalties count all tokens: send -1, or leave it out", param="options.repeat_last_n"
         )
@@ -143,7 +154,6 @@ def read_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
         )
     # -1: any seed; -1 and -2: as many tokens as there is space for.
     unset = {"seed": (-1,), "num_predict": (-1, -2)}
-    chosen = {name: value for name, value in msgspec.structs.asdict(options).items() if value is not None}
     return {
         _OTHER_NAMES.get(name, name): value
         for name, value in chosen.items()
