@@ -21,7 +21,7 @@ from rich.progress import Progress
 from quire import errors
 from quire.assembly.engine import build_engine
 from quire.assembly.limits import choose_device
-from quire.assembly.prompts import Message, Prompt, PromptReader, check_list, last_text
+from quire.assembly.prompts import Message, Prompt, PromptReader, check_list, last_text, suffixes
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
@@ -89,9 +89,13 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        suffix: str | Sequence[str] = "",
         **others: Any,
     ) -> list[RequestOutput]:
         """One answer for each prompt, in order. `sampling_params`: for all, one for each, or the model's defaults.
+
+        suffix: for all or one for each, what follows the answer, which fills in between; needs a model with markers for
+        that, and prompts that are text.
 
         `use_tqdm` (vLLM's name) shows progress on a terminal. priority: for all or one for each, lower is sooner; needs
         a `scheduling_policy` that reads it. others: arguments of vLLM that change nothing. Raises InvalidRequest naming
@@ -99,7 +103,11 @@ class LLM:
         """
         self._thread.check()
         check_method(others)
-        return [job.output() for job in self._run(self._prompts.read(prompts), sampling_params, use_tqdm, priority)]
+        read = self._prompts.read(prompts, suffix)
+        each = _for_each(sampling_params or self.default_sampling_params(), len(read))
+        ends = suffixes(suffix, len(read))
+        params = [self._prompts.filling(one, end) for one, end in zip(each, ends, strict=True)]
+        return [job.output() for job in self._run(read, params, use_tqdm, priority)]
 
     def embed(
         self,

@@ -314,7 +314,9 @@ def types() -> Iterator[Poison]:
     """Content types, and bodies that are coded."""
     for kind in ("text/plain", "", "application/x-www-form-urlencoded", "application/xml", "a" * 10_000):
         for endpoint in ENDPOINTS:
-            sent = post(endpoint.path, dict(endpoint.body), {"Content-Type": kind})
+            # Ollama's paths take what shells send, and pages nothing but JSON.
+            page = {"Origin": "http://127.0.0.1"} if endpoint.path.startswith("/api/") else {}
+            sent = post(endpoint.path, dict(endpoint.body), {"Content-Type": kind, **page})
             yield Poison(f"{kind[:40]!r} at {endpoint.path}", (sent,), (415, 400))
     form = b'--x\r\nContent-Disposition: form-data; name="f"; filename="../../x"\r\n\r\ny\r\n--x--'
     sent = post("/v1/completions", form, {"Content-Type": "multipart/form-data; boundary=x"})

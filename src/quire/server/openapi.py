@@ -12,7 +12,7 @@ from quire.server import schemas
 from quire.server.access import PUBLIC_PATHS
 from quire.server.batch_api.batches import BATCH_ENDPOINTS, BatchRequest
 from quire.server.endpoints import ENDPOINTS, OLLAMA_ENDPOINTS, TOKEN_COUNT_ENDPOINTS
-from quire.server.error_responses import JSON
+from quire.server.error_responses import JSON, OLLAMA_PATHS
 from quire.server.fields import NO_OPS, REFUSED_FIELDS
 from quire.server.ollama_models import REFUSED_PATHS, OllamaShowRequest
 from quire.types import NUMERIC_PARAMETERS
@@ -131,7 +131,8 @@ def document(version: str) -> bytes:
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
     components = {name: _with_table(schema) for name, schema in made.items()}
-    components["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
+    for name, kind in (("Error", "object"), ("OllamaError", "string")):
+        components[name] = {"type": "object", "required": ["error"], "properties": {"error": {"type": kind}}}
     key = {"type": "http", "scheme": "bearer"}
     return msgspec.json.encode(
         {
@@ -171,7 +172,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
     errors = {*_ALWAYS, *operation.errors, *(_BODY if operation.request_type is not None else ())}
     keyless: dict[str, Any] = {"security": []} if operation.path in PUBLIC_PATHS else {}
     errors -= {"401"} if keyless else set()
-    failed = {"$ref": "#/components/schemas/Error"}
+    failed = {"$ref": f"#/components/schemas/{'OllamaError' if operation.path in OLLAMA_PATHS else 'Error'}"}
     responses: dict[str, Any] = {
         status: {"description": _STATUSES[status], "content": {JSON: {"schema": failed}}} for status in sorted(errors)
     }
