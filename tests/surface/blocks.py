@@ -281,6 +281,7 @@ BLOCKS = (
         "docs/guides/engine.md: from quire.assembly.engine import build_engine",
         common=lambda said: re.findall(r"^\((?:\d+, )+\d+\)", said, re.MULTILINE),
     ),
+    python("docs/guides/offline-inference.md: beams", common=lambda said: re.sub(r"-\d+\.\d+", "", said)),
     python("docs/guides/structured-outputs.md: offline"),
     Item(SPECULATIVE, speculative),
     settings("docs/reference/configuration.md: model: embedded"),
