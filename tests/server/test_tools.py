@@ -191,9 +191,8 @@ async def test_calls_of_tools_that_are_not_allowed_are_not_generated() -> None:
     async with served(template=KNOWS, room=1024) as server:
         await server.chat(tools=TOOLS, tool_choice=allowing("auto", "now"))
         params = server.port.submitted[-1].sampling
-        assert allows(params, "No.") and allows(
-            params, 'So: <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-        )
+        called = 'So: <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+        assert allows(params, "No.") and allows(params, called)
         assert not allows(params, FORCED[0][1])
         tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
         few = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}
