@@ -174,14 +174,17 @@ def allowing(mode: str, *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("parser", "text"), FORCED)
-async def test_only_allowed_tools_are_called_and_the_model_sees_all(parser: str, text: str) -> None:
+async def test_only_allowed_tools_are_called_and_shown_where_nothing_binds_the_calls(parser: str, text: str) -> None:
     async with served(speaking(text), template=KNOWS, room=1024, about={"tool_parser": parser}) as server:
-        for name, called in (("weather", 1), ("now", 0)):
+        # Hermes' calls are bound by a grammar, which the scripted engine does not read: see below.
+        for name, called in (("weather", 1), *([] if parser == "hermes" else [("now", 0)])):
             answer = (await server.chat(tools=TOOLS, tool_choice=allowing("auto", name)))["choices"][0]["message"]
             assert len(answer["tool_calls"]) == called and bool(answer["content"]) != bool(called)
             said = TOKENIZER.decode(server.port.submitted[-1].prompt)
-            assert "weather" in said and "now" in said
+            shown = {tool["function"]["name"] for tool in TOOLS} if parser == "hermes" else {name}
+            assert {one for one in ("weather", "now") if f'"{one}"' in said} == shown
         await server.chat(tools=TOOLS, tool_choice=allowing("required", "weather"))
+        assert '"now"' in TOKENIZER.decode(server.port.submitted[-1].prompt), "a grammar keeps it from being called"
         params = server.port.submitted[-1].sampling
         assert allows(params, text) and not allows(params, "No.")
         assert not allows(params, text.replace("weather", "now").replace('{"city": "Ulm"}', "{}"))

@@ -186,14 +186,18 @@ def make_tool_set(
         callable_ = {named: callable_[named]}
     if allowed is not None:
         callable_ = {name: callable_[name] for name in allowed.names}
+    bindable = bool(style.before and not style.bare)
     bound = allowed is not None or any(function.get("strict") for function in functions)
+    # Where no grammar can keep a model from calling the others, it does not see them.
+    hidden = allowed is not None and not (bindable or allowed.forced)
+    shown = [function for function in functions if not hidden or function["name"] in callable_]
     return ToolSet(
         style=style,
-        for_template=[{"type": "function", "function": function} for function in functions],
+        for_template=[{"type": "function", "function": function} for function in shown] or None,
         parameters={name: properties_of(schema) for name, schema in callable_.items()},
         schemas=callable_,
         forced=named is not None or choice == "required" or (allowed is not None and allowed.forced),
-        strict=bool(style.before and not style.bare) and bound,
+        strict=bindable and bound,
         most=1 if parallel is False or named is not None else style.most,
         closed=limits.closed_schemas,
         grouped=grouped,
