@@ -61,6 +61,8 @@ class NativeBackend(DrainingService):
     _requests: dict[ActiveRequest, None] = field(default_factory=dict)
     """Those that have a reader, oldest first."""
     _stats: dict[str, Any] = field(default_factory=dict)
+    description: Description | None = None
+    """What the engine's executor can do, once it is started."""
 
     # ---------------------------------------------------------------- life cycle
 
@@ -76,7 +78,7 @@ class NativeBackend(DrainingService):
             pools=about.supports_pooling,
             device=about.device,
         )
-        self._stats = _initial_stats(about)
+        self._stats, self.description = _initial_stats(about), about
 
     async def close(self) -> None:
         """See Service."""
