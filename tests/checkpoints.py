@@ -78,7 +78,7 @@ LLAMA4 = MappingProxyType(
         "intermediate_size": 33,
         "intermediate_size_mlp": 70,
         "no_rope_layer_interval": 3,
-        "attention_chunk_size": 512,
+        "attention_chunk_size": 24,
         "floor_scale": 11,
         "attn_scale": 0.6,
     }
@@ -326,6 +326,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "head_dim": 12,
             "num_hidden_layers": 4,
             "num_local_experts": 7,
+            "attention_chunk_size": 7,
             "interleave_moe_layer_step": 2,
             "use_qk_norm": False,
             "tie_word_embeddings": True,
@@ -339,6 +340,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_local_experts": 5,
             "num_experts_per_tok": 2,
             "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 33,
+            "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
             "floor_scale": 7,
         },
         "gemma2-gqa": {

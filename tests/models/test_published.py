@@ -339,6 +339,9 @@ def test_experts_and_heads_of_published_models_are_told(tmp_path: Path) -> None:
         "16 of queries, 8 of keys and values, 256 numbers each; 2 of keys and values, 512 numbers each"
     )
     assert gemma["rope"] == "base 10,000 over 256 numbers of a head; base 1,000,000 over 128 numbers of a head"
+    scout = told("meta-llama/Llama-4-Scout-17B-16E-Instruct")
+    assert scout["attention"] == "36 of 48 layers see their own chunk of 8,192 positions"
+    assert scout["context"] == "10,485,760 tokens"
     assert told("google/gemma-4-E2B-it")["KV a token, as activations"].startswith("18,432 bytes")
 
 
@@ -350,7 +353,8 @@ def test_routers_and_layers_of_published_mixtures_are_as_they_were_published() -
     assert glm.experts.dense_layers == {0, 1, 2}
     assert ernie.experts and ernie.experts.choice == TopK(8, True, floor=1e-12)
     assert ernie.experts.dense_layers == {0, 1, 2}
-    assert (scout.context, [rope.dim for rope in scout.layer_ropes[:4]]) == (8192, [128, 128, 128, 0])
+    assert (scout.context, [rope.dim for rope in scout.layer_ropes[:4]]) == (10485760, [128, 128, 128, 0])
+    assert scout.chunks == (8192, 8192, 8192, UNLIMITED) * 12
     maverick = spec("meta-llama/Llama-4-Maverick-17B-128E-Instruct")
     assert maverick.experts and maverick.experts.dense_layers == set(range(0, 48, 2))
     assert spec("MiniMaxAI/MiniMax-M2").rope.dim == 64

@@ -216,7 +216,8 @@ SCALINGS: Mapping[str, Callable[[Tensor, RopeConfig], Tensor]] = MappingProxyTyp
 class Heads:
     """A layer's heads on this rank: `count` of queries, `kv` of keys and values, of `dim` numbers each.
 
-    window: how many positions a query sees, its own included. soft_cap: of the scores, 0 for none.
+    window: how many positions a query sees, its own included. soft_cap: of the scores, 0 for none. chunk: positions of
+    the chunks of which a query sees its own.
     """
 
     count: int
@@ -225,6 +226,7 @@ class Heads:
     scale: float
     window: int = UNLIMITED
     soft_cap: float = 0.0
+    chunk: int = UNLIMITED
 
 
 class Attention:
@@ -247,5 +249,5 @@ class Attention:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
         q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, angles, self.norms)
-        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks).flatten(1)
+        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk).flatten(1)
         return self.out(select_rows(mixed, outputs))

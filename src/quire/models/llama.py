@@ -120,6 +120,7 @@ class Llama:
             scale=spec.scale or spec.head_dim**-0.5,
             window=spec.windows[index],
             soft_cap=spec.score_cap,
+            chunk=spec.layer_chunks[index],
         )
         norms = self.make_qk_norms(scope) if spec.qk_norm else None
         return scope.attention(

@@ -14,7 +14,7 @@ from quire.types import UNLIMITED
 
 T = TypeVar("T", int, float, str, bool)
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
 
 QKNorm = Literal["", "each", "together", "after_rope"]
 """How queries and keys are normed: not at all, head by head, all heads at once, or head by head after RoPE."""
@@ -25,8 +25,9 @@ class ModelSpec:
     """A decoder's shape.
 
     hidden: width of the residual stream. mlp: inner width of an MLP. context: longest sequence it was made for, in
-    tokens. windows: per layer, how many positions a query sees (UNLIMITED: all). ropes: per layer, where they differ;
-    empty where all are `rope`. tie: the head is the embedding's table. norm_shift: what the weights of norms lack.
+    tokens. windows: per layer, how many positions a query sees (UNLIMITED: all). chunks: per layer, positions of the
+    chunks of which a query sees its own; empty where it sees all. ropes: per layer, where they differ; empty where all
+    are `rope`. tie: the head is the embedding's table. norm_shift: what the weights of norms lack.
     qk_norm: see `QKNorm`. norm_values: v is normed head by head, without weights. layer_heads: per layer (K/V heads,
     head_dim), where they differ; empty where all are `kv_heads` and `head_dim`. layer_mlp: `mlp` of each layer, where
     they differ. keys_are_values: layers whose v is made by the matrix of k. shared_kv: how many of the last layers read
@@ -49,6 +50,7 @@ class ModelSpec:
     norm_eps: float
     rope: RopeConfig
     windows: tuple[int, ...]
+    chunks: tuple[int, ...] = ()
     activation: str = "silu"
     tie: bool = False
     qkv_bias: bool = False
@@ -82,6 +84,11 @@ class ModelSpec:
     def layer_ropes(self) -> tuple[RopeConfig, ...]:
         """Per layer, its rotary embedding."""
         return self.ropes or (self.rope,) * self.layers
+
+    @property
+    def layer_chunks(self) -> tuple[int, ...]:
+        """Per layer, positions of its chunks."""
+        return self.chunks or (UNLIMITED,) * self.layers
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -330,16 +337,16 @@ def interleave(spec: ModelSpec) -> ModelSpec:
     return replace(spec, rope=replace(spec.rope, interleaved=True))
 
 
-def read_locals(config: Config, layers: int, *, every: int) -> tuple[bool, ...]:
-    """Which layers are local, by `layer_types`; without it all but each `every`-th, or all where that is 0."""
-    default = [FULL if every and not (i + 1) % every else SLIDING for i in range(layers)]
+def read_locals(config: Config, layers: int, *, every: int, local: str = SLIDING) -> tuple[bool, ...]:
+    """Which layers are `local`, by `layer_types`; without it all but each `every`-th, or all where that is 0."""
+    default = [FULL if every and not (i + 1) % every else local for i in range(layers)]
     kinds = config.fields.get("layer_types") or default
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise InvalidModel(f"{config.where}: layer_types must be a list of num_hidden_layers ({layers}) names")
     for kind in kinds:
-        if kind not in (SLIDING, FULL):
-            raise InvalidModel(f"{config.where}: layer type {kind!r} is not supported (known: {SLIDING}, {FULL})")
-    return tuple(kind == SLIDING for kind in kinds)
+        if kind not in (local, FULL):
+            raise InvalidModel(f"{config.where}: layer type {kind!r} is not supported (known: {local}, {FULL})")
+    return tuple(kind == local for kind in kinds)
 
 
 def read_stop(config: Config) -> tuple[int, ...]:

@@ -378,12 +378,13 @@ class Ops(Protocol):
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
+        chunk: int = UNLIMITED,
     ) -> Tensor:
         """Causal attention of q [T, H, D] over each span's own blocks, with this step's K/V already written -> [T, H,
         D].
 
-        Query head h uses K/V head h // (H / G). A query at position p sees positions p - window + 1 to p. soft_cap c
-        above 0 makes scores c * tanh(score / c) (Gemma 2). sinks float32 [H]: one more score for each query of a head,
-        which takes part in the softmax and has no value (OpenAI 2025, gpt-oss); None: -inf. What a query may not see
-        never reaches its result, whatever it contains.
+        Query head h uses K/V head h // (H / G). A query at position p sees positions p - window + 1 to p, those of its
+        own chunk of `chunk` positions (Meta 2025, Llama 4). soft_cap c above 0 makes scores c * tanh(score / c) (Gemma
+        2). sinks float32 [H]: one more score for each query of a head, which takes part in the softmax and has no value
+        (OpenAI 2025, gpt-oss); None: -inf. What a query may not see never reaches its result, whatever it contains.
         """

@@ -185,8 +185,8 @@ def gpt_oss(ops: TritonOps) -> None:
     """Attention with sinks, and experts with biases and a clamped gate, in bfloat16 and in MXFP4."""
     pool, sinks = LayerKV(*(halves(4, 8, 64, 64) for _ in "kv")), torch.empty(64)
     for spans, n in ((4, 1), (64, 1), (2, 512)):
-        for window in (128, UNLIMITED):
-            ops.attention(halves(spans * n, 64, 64), pool, batch(spans, n), 0.125, window, sinks=sinks)
+        for window, chunk in ((128, UNLIMITED), (UNLIMITED, UNLIMITED), (UNLIMITED, 256)):
+            ops.attention(halves(spans * n, 64, 64), pool, batch(spans, n), 0.125, window, sinks=sinks, chunk=chunk)
     count, hidden = 32, 2880
     weight = torch.empty(2944 // 64, 1, 32, dtype=torch.uint8)
     words = ints(2944 // 128, 1)

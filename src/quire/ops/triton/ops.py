@@ -282,11 +282,12 @@ class TritonOps(BaseOps):
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
+        chunk: int = UNLIMITED,
     ) -> Tensor:
         """See `Ops.attention`."""
         planned = self.prepare(batch)
-        begun = cascade_attention(q, kv, planned, scale, window, soft_cap, self.card)
-        return attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks)
+        begun = cascade_attention(q, kv, planned, scale, min(window, chunk), soft_cap, self.card)
+        return attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks, chunk)
 
 
 PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
