@@ -130,6 +130,11 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
         "microsoft/Phi-3.5-mini-instruct": (3.821e9, config(
             "Phi3ForCausalLM", 3072, 8192, 32, (32, 32), 32064, 131072, original_max_position_embeddings=4096,
             rope_scaling=long_rope(48), sliding_window=262144, **UNTIED)),
+        "microsoft/Phi-3.5-MoE-instruct": (41.87e9, config(
+            "PhiMoEForCausalLM", 4096, 6400, 32, (32, 8), 32064, 131072, original_max_position_embeddings=4096,
+            attention_bias=True, lm_head_bias=True, num_local_experts=16, num_experts_per_tok=2, rms_norm_eps=1e-5,
+            router_jitter_noise=0.01, sliding_window=131072, rope_theta=10000.0,
+            rope_scaling={**long_rope(64), "short_mscale": 1.2, "long_mscale": 1.3}, **UNTIED)),
         "allenai/OLMo-2-1124-7B": (7.30e9, config(
             "Olmo2ForCausalLM", 4096, 11008, 32, (32, 32), 100352, 4096, rope_theta=500000, **UNTIED)),
         "allenai/Olmo-3-1025-7B": (7.30e9, config(
@@ -394,6 +399,10 @@ def test_scales_and_rotations_are_those_published() -> None:
     assert (phi.rope.dim, phi.rope.factors, phi.rope.gain) == (96, (8.0,) * 48, pytest.approx(1.1902381))
     assert phi.for_length(4096).rope.factors == (1.0,) * 48
     assert phi.for_length(4097).rope.factors == (8.0,) * 48
+    mixture = spec("microsoft/Phi-3.5-MoE-instruct")
+    assert (mixture.rope.factors, mixture.rope.gain) == ((8.0,) * 64, 1.3)
+    assert (mixture.for_length(4096).rope.factors, mixture.for_length(4096).rope.gain) == ((1.0,) * 64, 1.2)
+    assert mixture.experts and mixture.experts.choice == TopK(2, False, margin=0.02)
     assert spec("zai-org/GLM-4-9B-0414").rope.dim == spec("zai-org/glm-4-9b-chat-hf").rope.dim == 64
     assert spec("nvidia/Minitron-4B-Base").rope.dim == 64
     assert spec("tencent/Hunyuan-7B-Instruct").rope.theta == pytest.approx(11158840, rel=1e-4)

@@ -30,7 +30,8 @@ class RopeConfig:
     tokens, of the first training. full_dim: yarn's two bounds are rounded to whole pairs of dimensions. gain: what the
     rotated dimensions are multiplied by. interleaved: neighbours are rotated together, not the two halves of `dim`.
     query_beta: b multiplies the query at position p by 1 + b log(1 + floor((p + query_shift) / original)) (Llama 4).
-    short_factors: instead of `factors` where no sequence is longer than `original` (LongRoPE, Ding et al. 2024).
+    short_factors, short_gain: instead of `factors` and `gain` where no sequence is longer than `original` (LongRoPE,
+    Ding et al. 2024).
     """
 
     dim: int
@@ -48,6 +49,7 @@ class RopeConfig:
     interleaved: bool = False
     query_beta: float = 0.0
     short_factors: tuple[float, ...] = ()
+    short_gain: float = 1.0
     share: float = 1.0
     query_shift: int = 0
 

@@ -221,19 +221,20 @@ class ModelBuilder:
         *,
         soft_cap: float = 0.0,
         scale: float = 1.0,
+        bias: bool = False,
     ) -> LMHead:
         """Hidden states to logits. tied: the embedding whose table it shares."""
         cut = shard_of(vocab, self.parallel, "logits")
         part, columns = MatrixPart(self.prefix + name, vocab, cut), slice(0, hidden)
         stored: WeightStorage
         if tied is None:
-            stored = self._store([part], hidden, columns, keep_precision=True)
+            stored = self._store([part], hidden, columns, bias=bias, keep_precision=True)
         else:
             self.ignore(f"{name}.weight")
             if isinstance(tied, GgufEmbedding):
                 stored = tied.stored
             else:
-                stored = self._store([part], hidden, columns, tied_weight=tied.weight[cut])
+                stored = self._store([part], hidden, columns, bias=bias, tied_weight=tied.weight[cut])
         return LMHead(stored, self.parallel, soft_cap, scale)
 
     def attention(

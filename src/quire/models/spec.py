@@ -56,6 +56,7 @@ class ModelSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     norm_shift: float = 0.0
     qk_norm: QKNorm = ""
     norm_values: bool = False
@@ -77,8 +78,10 @@ class ModelSpec:
 
     def for_length(self, length: int) -> ModelSpec:
         """The same for sequences of at most `length` tokens: LongRoPE has other factors for short ones."""
-        short = self.rope.short_factors
-        return replace(self, rope=replace(self.rope, factors=short)) if short and length <= self.rope.original else self
+        rope = self.rope
+        if not rope.short_factors or length > rope.original:
+            return self
+        return replace(self, rope=replace(rope, factors=rope.short_factors, gain=rope.short_gain))
 
     @property
     def layer_ropes(self) -> tuple[RopeConfig, ...]:
@@ -275,8 +278,10 @@ def read_longrope(config: Config, scaling: Config, rope: RopeConfig) -> RopeConf
         raise InvalidModel(f"{scaling.where}: longrope needs original_max_position_embeddings")
     stretch = scaling.get(float, "factor", default=context / original)
     gain = gain or (math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0)
-    factors = long if context > original else short
-    return replace(rope, factors=factors, short_factors=short, factor=stretch, original=original, gain=gain)
+    gains = [scaling.get(float, name, default=gain) for name in ("short_mscale", "long_mscale")]
+    factors, gain = (long, gains[1]) if context > original else (short, gains[0])
+    whole = replace(rope, factors=factors, factor=stretch, original=original, gain=gain)
+    return replace(whole, short_factors=short, short_gain=gains[0])
 
 
 def read_factors(scaling: Config, name: str, dim: int) -> tuple[float, ...]:

@@ -68,7 +68,9 @@ class TopK(NamedTuple):
     Scores are a float32 softmax over all experts, or with `sigmoid` the sigmoid of each logit. normalize: a token's
     weights are divided by their sum, or by `floor` where that is larger. groups: of as many neighbouring experts each,
     of which only those of the `used_groups` best groups may be used; a group is as good as its two best experts
-    together (DeepSeek-AI 2024). scale: what weights are multiplied by in the end.
+    together (DeepSeek-AI 2024). scale: what weights are multiplied by in the end. margin above 0: of the experts left,
+    the best first, each is weighed by a softmax over the logits of those left that are below its own by at most
+    `margin` times the larger of its logit and their absolute value (SparseMixer, Liu et al. 2023).
     """
 
     used: int
@@ -78,6 +80,7 @@ class TopK(NamedTuple):
     used_groups: int = 1
     scale: float = 1.0
     floor: float = 1e-20
+    margin: float = 0.0
 
 
 class Routing(NamedTuple):

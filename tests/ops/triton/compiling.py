@@ -174,7 +174,9 @@ def mixture(
 ) -> None:
     x = halves(tokens, hidden, dtype=dtype)
     gate_up, down = halves(1, 2 * width, hidden, dtype=dtype), halves(1, hidden, width, dtype=dtype)
-    for choice in (TopK(used, True), TopK(used, True, sigmoid=True, groups=2, used_groups=1)):
+    for choice in (
+        TopK(used, True), TopK(used, True, sigmoid=True, groups=2, used_groups=1), TopK(used, False, margin=0.02)
+    ):  # fmt: skip
         routing = ops.route(x, halves(count, hidden, dtype=dtype), choice)
     for logits in (None, halves(tokens, 1, dtype=dtype)):
         ops.add_shared(x, x, logits)
