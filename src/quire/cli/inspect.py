@@ -31,7 +31,7 @@ from quire.weights.entries import TensorEntry
 from quire.weights.files import Checkpoint, read_config
 from quire.weights.load import choose_dtype, match, named
 from quire.weights.locate import locate
-from quire.weights.schemes import IGNORED_TENSORS, CheckpointFormat, choose_format, read_scheme
+from quire.weights.schemes import IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of, read_scheme
 
 Fact = tuple[str, str]
 
@@ -116,6 +116,7 @@ def build_outline(
     build = ModelBuilder(
         ops=ReferenceOps(), parallel=ParallelGroup(), dtype=dtype, device=torch.device("meta"), format=format
     )
+    build.modules = modules_of(entries)
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     build_model(spec, build)
     return build

@@ -6,7 +6,7 @@ part of this rank, in which format. The loader then only matches names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
@@ -30,8 +30,17 @@ from quire.layers.basic import (
 )
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
 from quire.layers.moe import Experts, MoE, MoEConfig, Router, SeparateExperts, SharedExpert, StackedExperts
-from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage, bias_slots
-from quire.layers.quantization.gguf import GgufFormat, Tables, no_table
+from quire.layers.quantization.base import (
+    Format,
+    Matrix,
+    MatrixPart,
+    Plain,
+    StoredFormat,
+    WeightSlot,
+    WeightStorage,
+    bias_slots,
+)
+from quire.layers.quantization.gguf import Tables, no_table
 from quire.ops.base import ExpertBiases, Gate, Norm, Norms, Ops
 
 Kind = TypeVar("Kind")
@@ -47,7 +56,8 @@ class ExpertNames(NamedTuple):
 
     matrices: of gate, up and down, or of the one that holds gate and up, and of down; # stands for an expert's number,
     and without it one tensor holds the matrices of all experts. transposed: they are [in, out]. interleaved: rows of
-    gate and of up alternate. shared: of the shared expert's matrices, as `matrices`.
+    gate and of up alternate. shared: of the shared expert's matrices, as `matrices`. apart: of gate, up and down in
+    checkpoints that have no such tensor, if there are any.
     """
 
     router: str = "mlp.gate"
@@ -62,6 +72,11 @@ class ExpertNames(NamedTuple):
     )
     shared_gate: str = "mlp.shared_expert_gate"
     gains: str = ""
+    apart: Sequence[str] = ()
+
+    def of_expert(self, number: int) -> Sequence[str]:
+        """`apart` for one expert."""
+        return [name.replace("#", str(number)) for name in self.apart]
 
 
 USUAL_EXPERTS = ExpertNames()
@@ -83,7 +98,7 @@ class ModelBuilder:
 
     slots: where each checkpoint tensor goes, by name; several places where a rank keeps several parts of it. ignored:
     patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`. stacks: see
-    `ExpertStack`.
+    `ExpertStack`. modules: those that the checkpoint has tensors of, as far as it matters under which of several names.
     """
 
     def __init__(
@@ -98,6 +113,7 @@ class ModelBuilder:
     ) -> None:
         self.ops, self.parallel, self.dtype, self.device, self.format = ops, parallel, dtype, device, format
         self.tables = tables
+        self.modules: Collection[str] = frozenset()
         self.prefix = ""
         self.slots: dict[str, list[WeightSlot]] = {}
         self.matrices: list[WeightStorage] = []
@@ -120,6 +136,12 @@ class ModelBuilder:
     def rename(self, prefixes: Mapping[str, str]) -> None:
         """Checkpoint names that begin with a key of `prefixes` begin here with its value."""
         self.renames.update(prefixes)
+        renamed = (
+            ours + name.removeprefix(p) for name in self.modules for p, ours in prefixes.items() if name[: len(p)] == p
+        )
+        self.modules = frozenset(renamed) | frozenset(self.modules)
+        if isinstance(self.format, StoredFormat):
+            self.format = self.format.renamed(prefixes)
 
     def finalize(self) -> None:
         """Convert every matrix to its final form once all slots are filled, one matrix at a time.
@@ -289,6 +311,8 @@ class ModelBuilder:
     ) -> MoE:
         """A router and experts, and the expert that all tokens share. bias: of the shared expert's matrices. Experts of
         a GGUF file that differ in type are dequantized."""
+        if any(self.prefix + name in self.modules for name in names.of_expert(0)):
+            names = names._replace(matrices=names.apart, transposed=False, interleaved=False)
         act, biased, across = activation_of(activation, GATES), mixture.biased, names.transposed
         cut, whole = shard_of(mixture.width, self.parallel, "expert width"), slice(0, hidden)
         *rising, falling = (
@@ -306,7 +330,7 @@ class ModelBuilder:
         experts: Experts
         first = self.parallel.rank == 0
         build, format = copy(self), self.format
-        if isinstance(format, GgufFormat) and not (format.keeps(rises, whole) and format.keeps(falls, cut)):
+        if isinstance(format, StoredFormat) and not (format.keeps(rises, whole) and format.keeps(falls, cut)):
             build.format = format.plain
         if build.format is Plain:
             rise, rise_bias = self._stacked(rises, hidden, whole, names, biased)

@@ -13,7 +13,7 @@ import torch
 
 from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, Attention
-from quire.layers.builder import ExpertNames, ModelBuilder
+from quire.layers.builder import GATED, ExpertNames, ModelBuilder
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama, MLPFunction
 from quire.models.multimodal import nested, select_decoder
@@ -30,7 +30,8 @@ class Llama4(Llama):
         router="feed_forward.router",
         matrices=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
         transposed=True,
-        shared=tuple(f"feed_forward.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+        apart=tuple(f"feed_forward.experts.#.{name}" for name in GATED),
+        shared=tuple(f"feed_forward.shared_expert.{name}" for name in GATED),
     )
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:

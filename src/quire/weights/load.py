@@ -28,7 +28,7 @@ from quire.weights.canary import Canary
 from quire.weights.entries import TensorEntry
 from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import KINDS
-from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format
+from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of
 from quire.weights.stacks import unstacked
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -88,6 +88,7 @@ def load_model(
     build = ModelBuilder(
         ops=ops, parallel=parallel or ParallelGroup(), dtype=number, device=device, format=format, tables=tables
     )
+    build.modules = modules_of(entries)
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     with torch.inference_mode():
         try:
