@@ -146,7 +146,8 @@ def decode(llm: LLM, work: Workload, batch: int, turn: int) -> tuple[float, floa
 def answer(llm: LLM, ids: list[list[int]], new: Sequence[int]) -> float:
     """Seconds for all of them."""
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in new]
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     began = time.perf_counter()
     done = llm.generate(ids, params, use_tqdm=False)
     seconds = time.perf_counter() - began

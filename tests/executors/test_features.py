@@ -84,6 +84,7 @@ def answers(executor: LocalExecutor, lookahead: int) -> dict[str, Answer]:
             answer.tokens.extend(event.tokens)
             answer.logprobs.extend(event.logprobs)
             answer.prompt_logprobs.extend(event.prompt_logprobs)
+    assert not engine.failures  # a step that failed and was done again would answer as well
     return out
 
 

@@ -121,6 +121,7 @@ def ask(engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[int, ...
         engine.add(request)
     while engine.has_pending_work:
         engine.step()
+    assert not engine.failures  # a step that failed and was done again would answer as well
     return {done.id: done.tokens for done in engine.completed_requests}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from quire.model_runner import graphs
 from quire.model_runner.graphs import CudaQueue, GraphKey
 from quire.model_runner.sampling.features import RANDOM
 from quire.ops import gemm as products
-from quire.ops.capture import NotCapturable
+from quire.ops.capture import NotCapturable, captured
 from quire.ops.gemm import TORCH_GEMM, GemmAutotuner, GemmShape, autotuning
 
 
@@ -75,6 +77,38 @@ def test_work_that_cannot_be_captured_yet_is_run_and_then_captured(monkeypatch: 
     tape = Tape(16, monkeypatch)
     assert tape.ready(first, three)[2:] == [("tried", three), ("done", three), ("recorded", three)]
     assert three in tape.graphs
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_collected_while_work_is_captured(
+    enabled: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned memory freed meanwhile would leave an event that no later copy can ask for."""
+    seen = []
+
+    class Graph:
+        def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+            seen.append(("begin", gc.isenabled()))
+
+        def capture_end(self) -> None:
+            seen.append(("end", gc.isenabled()))
+
+    def work() -> None:
+        seen.append(("work", gc.isenabled()))
+        if fails:
+            raise NotCapturable("it has not been timed")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(NotCapturable) if fails else nullcontext():
+            captured(work)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [("begin", False), ("work", False), ("end", False)]
 
 
 class Proposing:

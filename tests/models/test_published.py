@@ -396,7 +396,8 @@ def test_scales_and_rotations_are_those_published() -> None:
     scales = granite.scale, granite.embedding_scale, granite.residual_scale, granite.logit_scale
     assert scales == (0.0078125, 12.0, 0.22, 1 / 16)
     phi = spec("microsoft/Phi-4-mini-instruct")
-    assert (phi.rope.dim, phi.rope.factors, phi.rope.gain) == (96, (8.0,) * 48, pytest.approx(1.1902381))
+    assert (phi.rope.dim, phi.rope.factors) == (96, (8.0,) * 48)
+    assert phi.rope.gain == pytest.approx(1.1902381)
     assert phi.for_length(4096).rope.factors == (1.0,) * 48
     assert phi.for_length(4097).rope.factors == (8.0,) * 48
     mixture = spec("microsoft/Phi-3.5-MoE-instruct")

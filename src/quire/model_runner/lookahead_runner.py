@@ -218,9 +218,9 @@ class LookaheadRunner(BaseRunner):
                 lines = self.score_ring[self.ring_slot, :samples]
                 lines.copy_(self.scores[:samples], non_blocking=True)
                 step.host_scores = lines.numpy()
-            if features & SCORED_WIDE:
+            bits = self.rows.features.bits
+            if features & SCORED_WIDE and len(wide := np.flatnonzero(bits[shape.sample_row] & SCORED_WIDE)):
                 assert self.hidden is not None
-                wide = np.flatnonzero(self.rows.features.bits[shape.sample_row] & SCORED_WIDE)
                 hidden = self.hidden[torch.from_numpy(wide).to(self.hidden.device)]
                 step.logits = self.model.logits(hidden).float().to("cpu", non_blocking=True)
             self.ring_slot = (self.ring_slot + 1) % len(self.ring)

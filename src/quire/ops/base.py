@@ -142,7 +142,8 @@ class IntegerKind(IntEnum):
     256 columns are multiplied with: scale and minimum of columns 0 to 31 and of 32 to 63, or in groups of 16 their four
     signed scales. Minima are subtracted after scaling. FLOATS: the 4 bits are e2m1 numbers (a sign, two bits of
     exponent, one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6), and of 128 columns four bytes, from the lowest bits on, are
-    exponents e of groups of 32, whose scales are 2^(e - 127) (MXFP4, OCP Microscaling Formats 2023).
+    exponents e of groups of 32, whose scales are 2^(e - 127) (MXFP4, OCP Microscaling Formats 2023); `half`: some e is
+    above 128, so that sums are scaled instead of numbers.
     """
 
     ZEROS = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +18,26 @@ def captured(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGra
     """The graph of `work`, which is recorded and not run; kernels that were never launched are loaded. pool: a torch
     handle of memory that graphs share which never run at the same time; None: the graph has its own."""
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool, capture_error_mode="relaxed")
-    try:
-        work()
-    finally:
-        graph.capture_end()
+    with _no_collection():
+        graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+        try:
+            work()
+        finally:
+            graph.capture_end()
     return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from freeing pinned memory meanwhile.
+
+    The allocator records an event on the stream that copied it last, and an event that was recorded during capture can
+    never be queried, so that a later copy fails.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

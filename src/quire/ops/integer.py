@@ -21,6 +21,9 @@ WIDE = 32
 UNIT = 128
 """What columns are padded to a multiple of."""
 
+LARGEST_FACTOR = 128
+"""Largest exponent of scales that numbers of 4 bits are multiplied with in bfloat16: see `IntegerKind`."""
+
 PRECISE = 2.0**-11
 """Relative error of scales that count as held."""
 
@@ -117,8 +120,8 @@ def pack_floats(codes: Tensor, exponents: Tensor) -> IntegerMatrix:
     """codes uint8 [out, in], e2m1 numbers, and exponents uint8 [out, in / 32] of their groups, see `IntegerKind`."""
     padded, bits = filled(codes)
     held = F.pad(exponents, (0, padded.shape[1] // WIDE - exponents.shape[1])).contiguous()
-    words = held.view(torch.int32).t().contiguous()
-    return IntegerMatrix(blocks_of(padded, bits), words, codes.shape[1], bits, WIDE, IntegerKind.FLOATS)
+    words, large = held.view(torch.int32).t().contiguous(), bool((exponents > LARGEST_FACTOR).any())
+    return IntegerMatrix(blocks_of(padded, bits), words, codes.shape[1], bits, WIDE, IntegerKind.FLOATS, large)
 
 
 def pack_superblocks(numbers: Tensor, group: int, scales: Tensor, supers: Tensor) -> IntegerMatrix:
@@ -161,7 +164,8 @@ def blocks_of(numbers: Tensor, bits: int) -> Tensor:
 def stack_integers(matrices: Sequence[IntegerMatrix]) -> IntegerMatrix | None:
     """Matrices of experts in one, see `IntegerMatrix`; None where they differ in layout, or have columns moved."""
     if len({each.half for each in matrices}) > 1:
-        matrices = [in_bfloat16(each) for each in matrices]
+        floats = matrices[0].kind is IntegerKind.FLOATS
+        matrices = [each._replace(half=True) if floats else in_bfloat16(each) for each in matrices]
     layouts = {
         (each.weight.shape, each.words.shape, each.inputs, each.bits, each.group, each.kind, each.half)
         for each in matrices

@@ -194,7 +194,7 @@ def gpt_oss(ops: TritonOps) -> None:
     words = ints(2944 // 128, 1)
     gate_up, down = (
         IntegerMatrix(
-            weight.expand(count, -1, rows, -1), words.expand(count, -1, rows), hidden, 4, 32, IntegerKind.FLOATS
+            weight.expand(count, -1, rows, -1), words.expand(count, -1, rows), hidden, 4, 32, IntegerKind.FLOATS, False
         )
         for rows in (2 * hidden, hidden)
     )
@@ -275,6 +275,13 @@ def alike(ops: BatchInvariantTritonOps) -> None:
     ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, Norms(norm, norm))
 
 
+def single(ops: TritonOps) -> None:
+    """Products with one output, which Triton takes for a constant, as the gate of a shared expert has it."""
+    for rows in (1, 4, 16):
+        ops.linear(halves(rows, 2048), halves(1, 2048))
+    ops.int8_linear(halves(16, 2048), torch.empty(1, 2048, dtype=torch.int8), torch.empty(1, 1))
+
+
 def around() -> None:
     """What is around a forward: of a step, and of drafting."""
     state = DeviceState(RowState(4, 64, 16, 3), spans=8, tokens=64, vocab_size=64, device=torch.device("cpu"))
@@ -315,6 +322,7 @@ def main() -> None:
     ops.card = DeviceInfo(132, capability, dependent, "tf32x3", SHARED, options)
     if "few" in sys.argv:
         by_row(ops)
+        single(ops)
         around()
         print(json.dumps(found))
         return
@@ -323,6 +331,7 @@ def main() -> None:
         print(json.dumps(found))
         return
     everything(ops)
+    single(ops)
     fixed = BatchInvariantTritonOps("cpu")
     fixed.card = replace(ops.card, sms=0)
     alike(fixed)

@@ -14,7 +14,15 @@ KINDS = pytest.mark.parametrize(
     ("kind", "group"),
     [
         *(("zeros", 128), ("zeros", 64), ("zeros", 32), ("nibbles", 32), ("bytes", 32), ("rows", 128)),
-        *(("byte zeros", 128), ("byte zeros", 32), ("floats", 32), ("q4_k", 32), ("q5_k", 32), ("q6_k", 16)),
+        *(
+            ("byte zeros", 128),
+            ("byte zeros", 32),
+            ("floats", 32),
+            ("large floats", 32),
+            ("q4_k", 32),
+            ("q5_k", 32),
+            ("q6_k", 16),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else f"of {value}",
 )
@@ -33,8 +41,9 @@ def made(kind: str, group: int, outputs: int, inputs: int, half: bool = True) ->
         zero = torch.randint(-128, 129, (outputs, count), device=DEVICE) if kind == "byte zeros" else None
         return pack_integers(numbers, group, scale / 16, zero=zero, half=half)
     numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
-    if kind == "floats":
-        exponents = torch.randint(120, 131, (outputs, count), dtype=torch.uint8, device=DEVICE)
+    if kind.endswith("floats"):
+        least = 120 if kind == "large floats" else 116
+        exponents = torch.randint(least, least + 12, (outputs, count), dtype=torch.uint8, device=DEVICE)
         exponents[:, ::7] = 0
         return pack_floats(numbers, exponents)
     if kind == "zeros":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Gate, IntegerMatrix, Routing, TopK
+from quire.ops.base import NO_BIASES, ExpertBiases, Gate, IntegerMatrix, Routing, TopK
 from quire.ops.integer import dequantize_integers
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import integer_gemv as few
@@ -16,11 +16,10 @@ from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from tests.ops.triton.device import DEVICE
 from tests.ops.triton.integers import KINDS, made, off
-from tests.ops.triton.test_experts import padded, routed
-from tests.ops.triton.test_integer_experts import mixture
+from tests.ops.triton.test_experts import padded, random_biases, routed
+from tests.ops.triton.test_integer_experts import inputs, mixture
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
-INTEGERS = pytest.mark.parametrize(KINDS.args[0], [each for each in KINDS.args[1] if each[0] != "floats"], ids=str)
 GATES = pytest.mark.parametrize("gate", ["", "silu"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -32,7 +31,7 @@ def exact(x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> 
     return out
 
 
-@INTEGERS
+@KINDS
 @pytest.mark.parametrize(("gate", "rows"), [("silu", 1), ("", 3)])
 def test_a_product_is_that_of_the_dequantized_matrix(kind: str, group: int, gate: Gate, rows: int) -> None:
     torch.manual_seed(0)
@@ -118,12 +117,28 @@ def test_operations_take_it_for_few_rows(gate: Gate, dtype: torch.dtype, monkeyp
 # ---------------------------------------------------------------- mixtures
 
 
-def both(x: Tensor, routing: Routing, gate_up: IntegerMatrix, down: IntegerMatrix, gate: Gate) -> Tensor:
-    inner = few.multiply_slots(x, routing, gate_up, gate, CARD)
-    return few.add_slots(inner, routing, down, CARD)
+def both(
+    x: Tensor,
+    routing: Routing,
+    gate_up: IntegerMatrix,
+    down: IntegerMatrix,
+    gate: Gate,
+    biases: ExpertBiases = NO_BIASES,
+) -> Tensor:
+    inner = few.multiply_slots(x, routing, gate_up, gate, CARD, biases.gate_up)
+    return few.add_slots(inner, routing, down, CARD, biases.down)
 
 
-@INTEGERS
+@pytest.mark.parametrize(("hidden", "width"), [(128, 64), (100, 40)])
+def test_floats_of_four_bits_with_biases_and_a_clamped_gate(hidden: int, width: int) -> None:
+    gate_up, down = mixture("floats", 32, 5, hidden, width)
+    x, biases = 9 * inputs(3, gate_up).bfloat16(), random_biases(5, hidden, width)
+    routing = routed(3, 5, 2, [0, 2, 4])
+    want = REFERENCE.quantized_experts(x.float(), routing, gate_up, down, "clamped", biases)
+    assert off(both(x, routing, gate_up, down, "clamped", biases), want) < 1e-2
+
+
+@KINDS
 def test_a_mixture_is_that_of_dequantized_matrices(kind: str, group: int) -> None:
     gate_up, down = mixture(kind, group, 3, 256 if kind.startswith("q") else 200, 72)
     x = torch.randn(2, gate_up.inputs, device=DEVICE) / dequantize_integers(gate_up.expert(0)).norm(dim=1).mean()

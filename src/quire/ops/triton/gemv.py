@@ -203,7 +203,7 @@ def vector_kernel(
     """
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     line = weight + n[:, None].to(tl.int64) * inputs + k[None, :]
-    far = outputs.to(tl.int64) * inputs
+    far = tl.cast(outputs, tl.int64) * inputs
     tiles = (lines(line, n, k, 0, outputs, inputs, EVEN),)
     gated = (lines(line + far, n, k, 0, outputs, inputs, EVEN),) if GATE else tiles
     for i in tl.static_range(1, TIMES):
@@ -271,7 +271,7 @@ def matrix_kernel(
     end = tl.minimum(begin + length, inputs)
     held = (r < rows)[:, None]
     line = weight + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * inputs
-    far = outputs.to(tl.int64) * inputs
+    far = tl.cast(outputs, tl.int64) * inputs
     source = x + r[:, None].to(tl.int64) * inputs
     early = begin + tl.arange(0, max(AHEAD, 1))[None, :]
     head, gated_head, first = early, early, early

@@ -57,7 +57,7 @@ def int8_kernel(
     n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)[None, :]
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = weight + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * inputs
-    far = outputs.to(tl.int64) * inputs
+    far = tl.cast(outputs, tl.int64) * inputs
     wait(DEPENDENT)
     release(DEPENDENT)
     source = x + r[:, None].to(tl.int64) * inputs

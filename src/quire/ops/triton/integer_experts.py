@@ -145,7 +145,7 @@ SMALL = IntegerExpertConfig(GemmConfig(16, 32, 64, 4, 3), GemmConfig(16, 32, 64,
 def integer_expert_config(tokens: int, used: int, gate_up: IntegerMatrix, down: IntegerMatrix) -> IntegerExpertConfig:
     """As `expert_config`: the tiles of single products with as many rows. Not measured yet."""
     slots = tokens * used / len(down.weight)
-    if any(each.bits == 8 or each.group < 64 or has_two_products(each) for each in (gate_up, down)):
+    if any(each.bits == 8 or scales_sums(each) or has_two_products(each) for each in (gate_up, down)):
         if tokens <= FEW_TOKENS:
             return FEW_DOUBLE
         return EIGHT_DOUBLE if slots <= 4 else SIXTEEN_DOUBLE if slots <= 10 else MANY_DOUBLE
@@ -154,6 +154,11 @@ def integer_expert_config(tokens: int, used: int, gate_up: IntegerMatrix, down: 
     if slots <= 10:
         return EIGHT if slots <= 4 else SIXTEEN
     return THIRTY_TWO if slots <= 24 else MANY
+
+
+def scales_sums(matrix: IntegerMatrix) -> bool:
+    """Whether sums of 32 columns are scaled, in registers of their own."""
+    return matrix.half if matrix.kind is IntegerKind.FLOATS else matrix.group < 64
 
 
 def multiply_integer_tiles(

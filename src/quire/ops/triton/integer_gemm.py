@@ -101,6 +101,16 @@ fma.rn.bf16x2 $3, b, factor, none;
 bfloat16's exponent and the first of its mantissa, which is 2^126 times too small, exactly, denormal numbers too."""
 
 
+SCALED_E2M1 = E2M1.replace(
+    "mov.b32 factor, 0x7e807e80;\n",
+    "prmt.b32 p, $5, $6, 0x5410;\nprmt.b32 q, $7, $8, 0x5410;\n"
+    "prmt.b32 r, $9, $10, 0x5410;\nprmt.b32 s, $11, $12, 0x5410;\n",
+).replace("factor, none;", "p, q, r, s, none;", 1)
+for old, new in (("c, factor", "c, p"), ("d, factor", "d, q"), ("a, factor", "a, r"), ("b, factor", "b, s")):
+    SCALED_E2M1 = SCALED_E2M1.replace(old, new)
+"""As above, times numbers in the low halves of the next operands, see `factor_of`."""
+
+
 def e2m1_in_float16(code: str) -> str:
     """The same for float16, whose exponent has 5 bits: 2^14 times too small."""
     for old, new in (
@@ -123,6 +133,7 @@ FROM_NIBBLES, FROM_NIBBLES_16 = tl.constexpr(NIBBLES), tl.constexpr(in_float16(N
 FROM_BYTES, FROM_BYTES_16 = tl.constexpr(BYTES), tl.constexpr(in_float16(BYTES))
 
 FROM_E2M1, FROM_E2M1_16 = tl.constexpr(E2M1), tl.constexpr(e2m1_in_float16(E2M1))
+FROM_SCALED_E2M1 = tl.constexpr(SCALED_E2M1)
 
 LARGER = tl.constexpr(0xE400 - 0xC300)
 """What the bits of -128 - z in bfloat16 become those of -1024 - z in float16 by."""
@@ -172,6 +183,26 @@ def from_floats(raw, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)  # fmt: skip
     else:
         return float_of(raw & 15).to(DTYPE), float_of(raw >> 4).to(DTYPE)
+
+
+@triton.jit
+def from_scaled_floats(raw, low, high, word, FAST: tl.constexpr, DTYPE: tl.constexpr):
+    """As `from_floats`, times the scales that `factor_of` made `low` and `high` of."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            FROM_SCALED_E2M1, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r", [raw, low, high, word],
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)  # fmt: skip
+    else:
+        first = float_of(raw & 15) * ((low << 16).to(tl.float32, bitcast=True) * 1.1754943508222875e-38)
+        second = float_of(raw >> 4) * ((high << 16).to(tl.float32, bitcast=True) * 1.1754943508222875e-38)
+        return first.to(DTYPE), second.to(DTYPE)
+
+
+@triton.jit
+def factor_of(word, shift):
+    """2^(e - 1) in bfloat16, e the byte of words from bit `shift` on, at most 128: the scale 2^(e - 127), and what the
+    bits of `E2M1` are too small by."""
+    return (((word >> shift) & 255) + 126) << 7
 
 
 @triton.jit
@@ -304,7 +335,14 @@ def nibble_step(
     outputs that there are."""
     DTYPE: tl.constexpr = low.dtype
     raw = bytes_of(weight, m, start // 64, outputs, STEP // 2)
-    if KIND == ZEROS:
+    if KIND == FLOATS and not HALF and tl.float16 != DTYPE:
+        # bfloat16 holds scaled numbers, too: nothing is left to be done with sums.
+        word, at = words_of(words, n, start // 128, outputs, EVEN_N), start % 128 // 4
+        scale, other = factor_of(word, at), factor_of(word, at + 8)
+        first, second = from_scaled_floats(raw, scale[:, None], other[:, None], word[:, None], FAST, DTYPE)
+        total = tl.dot(first, low, y, input_precision=PRECISION)
+        y = tl.dot(second, high, total, input_precision=PRECISION)
+    elif KIND == ZEROS:
         word = words_of(words, n, start // GROUP, outputs, EVEN_N)
         if GROUP > WIDE:
             first, second = from_nibbles(raw, word[:, None], word[:, None], word[:, None], FAST, DTYPE)

@@ -20,16 +20,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate, IntegerKind, IntegerMatrix, Routing
+from quire.ops.base import Gate, IntegerMatrix, Routing
 from quire.ops.triton.gemv import given, two
 from quire.ops.triton.integer_gemm import (
+    FLOATS,
     PAIRS,
     ROW,
     SUPERBLOCKS,
     ZEROS,
     byte_of,
+    float_of,
     in_float16,
     lower,
+    power_of,
     signed_byte_of,
     supers_of,
     upper,
@@ -83,6 +86,25 @@ BYTES = (
 )
 """Eight signed bytes -> pairs of neighbours: see `integer_gemm.BYTES`."""
 
+
+def floats(half: bool) -> str:
+    """Instructions for eight bytes of e2m1 numbers -> pairs of them in the order of `NIBBLES`. half: in float16. Sign
+    and magnitude are brought to their places, which makes numbers too small, exactly: see `integer_gemm.E2M1`."""
+    magnitude, target = ("0x0e000e00", 11) if half else ("0x01c001c0", 8)
+    lines = ["mov.b64 {a, b}, $8", f"mov.b32 f, {'0x74007400' if half else '0x7e807e80'}", "mov.b32 n, 0x80008000"]
+    for i, (word, last) in enumerate((word, last) for last in (3, 7) for word in ("a", "b")):
+        for number, sign in ((2 * i, last), (2 * i + 1, last + 8)):
+            moved = target - sign + 1
+            lines += [
+                f"sh{'l' if moved > 0 else 'r'}.b32 m, {word}, {abs(moved)}".replace("shr.b32", "shr.u32"),
+                f"lop3.b32 m, m, {magnitude}, 0, 0xea",
+                f"shl.b32 s, {word}, {15 - sign}",
+                "lop3.b32 m, s, 0x80008000, m, 0xea",
+                f"fma.rn.{'f' if half else 'bf'}16x2 ${number}, m, f, n",
+            ]
+    return "{\n.reg .b32 a, b, f, n, m, s;\n" + ";\n".join(lines) + ";\n}"
+
+
 ORDERED = "{ .reg .b32 a, b; mov.b64 {a, b}, $2; prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632; }"
 """Four numbers of x as pairs 0 and 2, 1 and 3."""
 
@@ -96,6 +118,7 @@ PRODUCT = (
 
 
 NIBBLES_ASM, NIBBLES_16 = tl.constexpr(NIBBLES), tl.constexpr(in_float16(NIBBLES))
+FLOATS_ASM, FLOATS_16 = tl.constexpr(floats(False)), tl.constexpr(floats(True))
 BYTES_ASM, BYTES_16 = tl.constexpr(BYTES), tl.constexpr(in_float16(BYTES))
 PRODUCT_ASM, PRODUCT_16 = tl.constexpr(PRODUCT), tl.constexpr(in_float16(PRODUCT))
 ORDERED_ASM, PLAIN_ASM = tl.constexpr(ORDERED), tl.constexpr(PLAIN)
@@ -108,23 +131,39 @@ def nibbles_at(word, place: tl.constexpr, FLOAT16: tl.constexpr):
 
 
 @triton.jit
-def bytes_at(word, place: tl.constexpr, FLOAT16: tl.constexpr):
-    """Two signed bytes of a word from bit `place` on, as a pair."""
-    first = (((word >> place) << 24) >> 24).to(tl.float32)
-    second = (((word >> (place + 8)) << 24) >> 24).to(tl.float32)
+def pair_of(first, second, FLOAT16: tl.constexpr):
+    """Two numbers as a pair."""
     kind: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
     low = first.to(kind).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return low | (second.to(kind).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
-def operands(first, second, BITS: tl.constexpr, FLOAT16: tl.constexpr, FAST: tl.constexpr):
+def floats_at(word, place: tl.constexpr, FLOAT16: tl.constexpr):
+    """What `floats` makes of the bits from `place` on of each half of a word."""
+    return pair_of(float_of((word >> place) & 15), float_of((word >> (place + 16)) & 15), FLOAT16)
+
+
+@triton.jit
+def bytes_at(word, place: tl.constexpr, FLOAT16: tl.constexpr):
+    """Two signed bytes of a word from bit `place` on, as a pair."""
+    first = (((word >> place) << 24) >> 24).to(tl.float32)
+    second = (((word >> (place + 8)) << 24) >> 24).to(tl.float32)
+    return pair_of(first, second, FLOAT16)
+
+
+@triton.jit
+def operands(first, second, BITS: tl.constexpr, KIND: tl.constexpr, FLOAT16: tl.constexpr, FAST: tl.constexpr):
     """What the matrix units take of a row's 64 numbers: eight pairs, two for each of four products. first: eight bytes,
     second: with 8 bits those of the last 32 columns."""
     if FAST:
         if BITS == 4:
+            if KIND == FLOATS:
+                code: tl.constexpr = FLOATS_16 if FLOAT16 else FLOATS_ASM
+            else:
+                code: tl.constexpr = NIBBLES_16 if FLOAT16 else NIBBLES_ASM
             return tl.inline_asm_elementwise(
-                NIBBLES_16 if FLOAT16 else NIBBLES_ASM, "=r,=r,=r,=r,=r,=r,=r,=r,l", [first],
+                code, "=r,=r,=r,=r,=r,=r,=r,=r,l", [first],
                 dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
                 is_pure=True, pack=1)  # fmt: skip
         else:
@@ -138,7 +177,13 @@ def operands(first, second, BITS: tl.constexpr, FLOAT16: tl.constexpr, FAST: tl.
     else:
         a, b = first.to(tl.int32), (first >> 32).to(tl.int32)
         c, d = second.to(tl.int32), (second >> 32).to(tl.int32)
-        if BITS == 4:
+        if KIND == FLOATS:
+            return (
+                floats_at(a, 0, FLOAT16), floats_at(a, 8, FLOAT16), floats_at(b, 0, FLOAT16),
+                floats_at(b, 8, FLOAT16), floats_at(a, 4, FLOAT16), floats_at(a, 12, FLOAT16),
+                floats_at(b, 4, FLOAT16), floats_at(b, 12, FLOAT16),
+            )  # fmt: skip
+        elif BITS == 4:
             return (
                 nibbles_at(a, 0, FLOAT16), nibbles_at(a, 8, FLOAT16), nibbles_at(b, 0, FLOAT16),
                 nibbles_at(b, 8, FLOAT16), nibbles_at(a, 4, FLOAT16), nibbles_at(a, 12, FLOAT16),
@@ -222,6 +267,9 @@ def marked(words, supers, unit, n, whole, inside, KIND: tl.constexpr, GROUP: tl.
             return word, read(words, (unit * 2 + 1) * whole + n, inside, EVEN)
         else:
             return word, word
+    elif KIND == FLOATS:
+        word = read(words, (unit // 2) * whole + n, inside, EVEN) >> (unit % 2 * 16)
+        return word, word
     else:
         word = read(words, unit * whole + n, inside, EVEN)
         if KIND == SUPERBLOCKS:
@@ -250,6 +298,8 @@ def scaled(
     elif KIND == PAIRS:
         LESS: tl.constexpr = MORE + 8.0 if BITS == 4 else 0.0
         return lower(word, HALF) * (a[k] - LESS * sums[k]) + upper(word, HALF) * (a[4 + k] - LESS * sums[4 + k])
+    elif KIND == FLOATS:
+        return power_of(word, 0) * a[k] + power_of(word, 8) * a[4 + k]
     elif GROUP == 32:
         y = byte_of(word, 0) * (a[k] - MORE * sums[k]) + byte_of(word, 2) * (a[4 + k] - MORE * sums[4 + k])
         least = byte_of(word, 1) * sums[k] + byte_of(word, 3) * sums[4 + k]
@@ -414,8 +464,10 @@ def batch_sums(
         a = sums
         for u in tl.static_range(EACH):
             if (batch * EACH + u) * WARPS < ALL:
-                v = operands(numbers[(u * PARTS + p) * 4], numbers[(u * PARTS + p) * 4 + 1], BITS, FLOAT16, FAST)
-                w = operands(numbers[(u * PARTS + p) * 4 + 2], numbers[(u * PARTS + p) * 4 + 3], BITS, FLOAT16, FAST)
+                v = operands(numbers[(u * PARTS + p) * 4], numbers[(u * PARTS + p) * 4 + 1], BITS, KIND, FLOAT16, FAST)
+                w = operands(
+                    numbers[(u * PARTS + p) * 4 + 2], numbers[(u * PARTS + p) * 4 + 3], BITS, KIND, FLOAT16, FAST
+                )
                 a = kept(a, unit_product(v, w, x, t, nil, RUNS, FLOAT16, FAST), u, t, ROWS)
         for k in tl.static_range(4):
             # Column k % 2, row k // 2.
@@ -460,6 +512,8 @@ def integer_gemv_kernel(
         if expert < 0:
             return
         weight, words, supers = weight + expert * size, words + expert * scales, supers + expert * extra
+        if BIAS:
+            bias += expert * (outputs * PARTS)
         x += (number // USED).to(tl.int64) * (inputs // 4)
     elif MODE == TOKEN:
         experts, weights = experts + number * USED, weights + number * USED
@@ -498,7 +552,19 @@ def integer_gemv_kernel(
     r, n = e // 2 % ROWS, tl.program_id(0) * 16 + e // (2 * ROWS) + 8 * (e % 2)
     y, z = collected(ys, 0, WARPS, ROWS), collected(ys, PARTS - 1, WARPS, ROWS)
     inside, place = (r < rows) & (n < outputs), (number + r).to(tl.int64) * outputs + n
-    given(y, z, bias, out, place, n, outputs, inside, GATE, ACT, BIAS)
+    if BIAS and MODE == TOKEN:
+        y += biases_of(bias, experts, weights, n, outputs, USED)
+    given(y, z, bias, out, place, n, outputs, inside, GATE, ACT, BIAS and MODE != TOKEN)
+
+
+@triton.jit
+def biases_of(bias, experts, weights, n, outputs, USED: tl.constexpr):
+    """The biases of a token's experts, times their weights, added up."""
+    y = tl.zeros(n.shape, tl.float32)
+    for s in tl.static_range(USED):
+        line = bias + tl.load(experts + s).to(tl.int64) * outputs
+        y += tl.load(weights + s) * tl.load(line + n, mask=n < outputs, other=0.0).to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -535,11 +601,10 @@ compile."""
 
 def takes(x: Tensor, card: DeviceInfo, *matrices: IntegerMatrix) -> bool:
     """Whether these kernels are for x: few rows of 16-bit numbers, at multiples of 8 bytes, as those of all that is
-    multiplied with the matrices, of integers, on a card with such matrix units, where kernels may depend on the
-    batch."""
+    multiplied with the matrices, on a card with such matrix units, where kernels may depend on the batch."""
     fits = x.dtype in (torch.bfloat16, torch.float16) and x.data_ptr() % 8 == 0 and len(x) <= MAX_ROWS
     fits = fits and card.capability >= AMPERE and card.sms > 0
-    return fits and all(each.inputs % 4 == 0 and each.kind is not IntegerKind.FLOATS for each in matrices)
+    return fits and all(each.inputs % 4 == 0 for each in matrices)
 
 
 def integer_gemv(x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, card: DeviceInfo, gate: Gate = "") -> Tensor:
@@ -549,19 +614,23 @@ def integer_gemv(x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, card: De
     return out
 
 
-def multiply_slots(x: Tensor, routing: Routing, matrix: IntegerMatrix, gate: Gate, card: DeviceInfo) -> Tensor:
-    """x [T, in] times the matrices of its tokens' experts [E, 2 out, in] -> gated [T K, out]."""
+def multiply_slots(
+    x: Tensor, routing: Routing, matrix: IntegerMatrix, gate: Gate, card: DeviceInfo, bias: Tensor | None = None
+) -> Tensor:
+    """x [T, in] times the matrices of its tokens' experts [E, 2 out, in], plus bias [E, 2 out] -> gated [T K, out]."""
     out = x.new_empty(routing.experts.numel(), matrix.outputs // 2)
-    launch(x, matrix, None, out, routing, SLOT, len(out), gate, card)
+    launch(x, matrix, bias, out, routing, SLOT, len(out), gate, card)
     return out
 
 
-def add_slots(x: Tensor, routing: Routing, matrix: IntegerMatrix, card: DeviceInfo) -> Tensor:
-    """x [T K, in] times the matrices of its slots' experts [E, out, in], times their weights, added up -> [T, out].
-    The kernel that is launched before must not be the one that made `routing`."""
+def add_slots(
+    x: Tensor, routing: Routing, matrix: IntegerMatrix, card: DeviceInfo, bias: Tensor | None = None
+) -> Tensor:
+    """x [T K, in] times the matrices of its slots' experts [E, out, in], plus bias [E, out], times their weights, added
+    up -> [T, out]. The kernel that is launched before must not be the one that made `routing`."""
     tokens = len(routing.experts)
     out = x.new_empty(tokens, matrix.outputs)
-    launch(x, matrix, None, out, routing, TOKEN, tokens, "", card)
+    launch(x, matrix, bias, out, routing, TOKEN, tokens, "", card)
     return out
 
 

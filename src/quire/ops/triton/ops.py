@@ -135,9 +135,9 @@ class TritonOps(BaseOps):
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
         if isinstance(gate_up, IntegerMatrix) and isinstance(down, IntegerMatrix):
-            if biases.gate_up is None and biases.down is None and integer_gemv.takes(x, self.card, gate_up, down):
-                inner = integer_gemv.multiply_slots(x, routing, gate_up, gate, self.card)
-                return integer_gemv.add_slots(inner, routing, down, self.card)
+            if integer_gemv.takes(x, self.card, gate_up, down):
+                inner = integer_gemv.multiply_slots(x, routing, gate_up, gate, self.card, biases.gate_up)
+                return integer_gemv.add_slots(inner, routing, down, self.card, biases.down)
             tiles = self.integer_expert_config(routing, x, gate_up, down)
             return integer_experts.integer_experts(x, routing, gate_up, down, gate, tiles, self.card, biases)
         if not (mixture.is_supported(gate_up, self.card) and mixture.is_supported(down, self.card)):
