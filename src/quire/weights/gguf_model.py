@@ -135,7 +135,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3moe": Family("Qwen3MoeForCausalLM"),
     "qwen2moe": Family("Qwen2MoeForCausalLM", QWEN2_MOE_NAMES, known={"norm_topk_prob": False}),
     "olmoe": Family("OlmoeForCausalLM", known={"norm_topk_prob": False}),
-    "granitemoe": Family("GraniteMoeSharedForCausalLM", GRANITE_MOE_NAMES, interleaved=True),
+    "granitemoe": Family("GraniteMoeForCausalLM", GRANITE_MOE_NAMES, interleaved=True),
     "glm4moe": Family("Glm4MoeForCausalLM", GLM4_MOE_NAMES),
     "ernie4_5-moe": Family("Ernie4_5_MoeForCausalLM", ERNIE_MOE_NAMES),
     "minimax-m2": Family("MiniMaxM2ForCausalLM", MINIMAX_NAMES),
@@ -167,6 +167,9 @@ VARIANTS: Mapping[str, Mapping[str, Family]] = {
     "llama": {
         "expert_count": Family("MixtralForCausalLM", MIXTRAL_NAMES, interleaved=True),
         "attention.sliding_window": Family("MistralForCausalLM", interleaved=True),
+    },
+    "granitemoe": {
+        "expert_shared_feed_forward_length": Family("GraniteMoeSharedForCausalLM", GRANITE_MOE_NAMES, interleaved=True),
     },
     "olmo2": {"attention.sliding_window": Family("Olmo3ForCausalLM", SANDWICH_NAMES)},
 }
