@@ -50,8 +50,11 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = MappingProxyType(
         "phimoe": gguf.MODEL_ARCH.PHIMOE,
         "llama4_text": gguf.MODEL_ARCH.LLAMA4,
         "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+        "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     }
 )
+SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron")
+"""Models whose converter adds 1 to the weights of norms."""
 INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoeshared")
 """Models whose converter is Llama's, which interleaves the halves of q's and k's heads."""
 TYPES: Mapping[str, gguf.GGMLQuantizationType] = MappingProxyType(
@@ -87,7 +90,10 @@ def write(
     for key, tensor in experts_stacked(model).items():
         if tied and key == "lm_head.weight":
             continue
-        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        name = GEMMA4.get(key.partition("layers.")[2].partition(".")[2]) or names.get_name(
+            key, try_suffixes=(".weight", ".bias")
+        )
+        name = name.replace("#", key.partition("layers.")[2].partition(".")[0])
         data, kept = stored(changed(config, key, tensor).float().numpy(), kind if isinstance(kind, str) else kind(key))
         writer.add_tensor(name, data, raw_dtype=kept)
         back = torch.from_numpy(gguf.quants.dequantize(data, kept).astype(np.float32))
@@ -97,6 +103,44 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return meant
+
+
+GEMMA4 = MappingProxyType(
+    {"router.scale": "blk.#.ffn_gate_inp.scale", "router.per_expert_scale": "blk.#.ffn_down_exps.scale"}
+)
+"""What the package's table lacks."""
+
+
+def describe_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+    fields = config.to_dict()
+    own = {str(i): each for i, each in (fields["per_layer_config"] or {}).items()}
+    local = [kind == "sliding_attention" for kind in fields["layer_types"]]
+    layers = [fields | own.get(str(i), {}) for i in range(len(local))]
+    shared, width = fields["num_kv_shared_layers"], fields["intermediate_size"]
+    wide = [width * (2 if i >= len(local) - shared else 1) for i in range(len(local))]
+    writer.add_feed_forward_length(wide if fields["use_double_wide_mlp"] else width)
+    writer.add_head_count_kv([each["num_key_value_heads"] for each in layers])
+    writer.add_layer_norm_rms_eps(fields["rms_norm_eps"])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(fields["hidden_size_per_layer_input"])
+    writer.add_sliding_window(fields["sliding_window"])
+    writer.add_sliding_window_pattern(local)
+    full = layers[local.index(False)]["head_dim"]
+    writer.add_key_length(full)
+    writer.add_key_length_swa(layers[local.index(True)]["head_dim"])
+    writer.add_rope_dimension_count(full)
+    rope = fields["rope_parameters"]
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    turning = int(full * rope["full_attention"]["partial_rotary_factor"] / 2)
+    factors = np.array([1.0] * turning + [1e30] * (full // 2 - turning), dtype=np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+    if fields["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(fields["final_logit_softcapping"])
+    if fields["enable_moe_block"]:
+        writer.add_expert_count(fields["num_experts"])
+        writer.add_expert_used_count(fields["top_k_experts"])
+        writer.add_expert_feed_forward_length(fields["moe_intermediate_size"])
 
 
 def describe(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -109,6 +153,9 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gpt2":
         writer.add_feed_forward_length(config.n_inner or 4 * config.hidden_size)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    if config.model_type == "gemma4_text":
+        describe_gemma4(writer, config)
         return
     writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -215,6 +262,9 @@ def experts_stacked(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     for key, tensor in model.state_dict().items():
         key = key.replace("block_sparse_moe", "mlp").replace("mlp.gate.moe_statics", "mlp.moe_statics")
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")
+        if family == "gemma4_text":
+            found[f"{key}.weight" if key.endswith(("gate_up_proj", "down_proj", "layer_scalar")) else key] = tensor
+            continue
         across, interleaved = family in ("llama4_text", "gpt_oss"), family == "gpt_oss"
         part = re.search(r"(experts\.|shared_mlp\.|mlp\.)(gate_up_proj|input_linear)(_bias|\.weight|)$", key)
         if part and (tensor.dim() == 3 or "_mlp" in key or "_bias" in key):
@@ -247,7 +297,7 @@ def changed(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
             .swapaxes(1, 2)
             .reshape(tensor.shape)
         )
-    if config.model_type.startswith(("gemma", "nemotron")) and key.endswith("norm.weight"):
+    if config.model_type in SHIFTED and key.endswith("norm.weight"):
         return tensor + 1
     if config.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return tensor.T.contiguous()
@@ -263,7 +313,7 @@ def unchanged(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
             .swapaxes(1, 2)
             .reshape(tensor.shape)
         )
-    if config.model_type.startswith(("gemma", "nemotron")) and key.endswith("norm.weight"):
+    if config.model_type in SHIFTED and key.endswith("norm.weight"):
         return tensor - 1
     if config.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return tensor.T

@@ -101,6 +101,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "minimax_m2-gqa": {},
     "phimoe-gqa": PHIMOE,
     "llama4_text-gqa": LLAMA4,
+    "gemma4_text-mixture": {},
+    "gemma4_text-inputs-of-layers": {},
     "gpt_oss-gqa": {"rope_parameters": {**GPT_OSS_ROPE, "beta_fast": 32.0, "beta_slow": 1.0}},
 }
 PROMPTS = [[7 * i % 199 for i in range(45)], [3, 5, 8]]

@@ -110,6 +110,26 @@ GPT2_OUTER: Mapping[str, str] = {
     "output": "lm_head",
 }
 GEMMA_NAMES: Mapping[str, str] = {**SANDWICH_NAMES, "ffn_norm": "pre_feedforward_layernorm"}
+GEMMA4_NAMES: Mapping[str, str] = {
+    **GEMMA_NAMES,
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": "experts.gate_up_proj.#",
+    "ffn_down_exps": "experts.down_proj.#",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)},
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+GEMMA4_OUTER: Mapping[str, str] = {
+    **OUTER,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 
 
 class Family(NamedTuple):
@@ -145,6 +165,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": Family("GemmaForCausalLM", shift=1.0),
     "gemma2": Family("Gemma2ForCausalLM", GEMMA_NAMES, shift=1.0),
     "gemma3": Family("Gemma3ForCausalLM", GEMMA_NAMES, shift=1.0),
+    "gemma4": Family("Gemma4ForCausalLM", GEMMA4_NAMES, GEMMA4_OUTER),
     "gpt2": Family("GPT2LMHeadModel", GPT2_NAMES, GPT2_OUTER, "transformer.h"),
     "phi3": Family("Phi3ForCausalLM", FUSED_NAMES),
     "olmo2": Family("Olmo2ForCausalLM", SANDWICH_NAMES),
@@ -177,7 +198,7 @@ VARIANTS: Mapping[str, Mapping[str, Family]] = {
 
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are facts of the rotary embedding."""
-NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias|scale)")
 LAYER = re.compile(r"blk\.(\d+)\.")
 
 
@@ -288,8 +309,9 @@ def halves(whole: Tensor, heads: int) -> Tensor:
 
 
 def kv_heads(gguf: Gguf) -> int:
-    """Number of key/value heads."""
-    return int(gguf.get("attention.head_count_kv") or gguf.get("attention.head_count"))
+    """Number of key/value heads, of the first layer where they differ."""
+    found = gguf.get("attention.head_count_kv") or gguf.get("attention.head_count")
+    return int(found[0] if isinstance(found, list) else found)
 
 
 def gguf_config(gguf: Gguf) -> dict[str, Any]:
@@ -338,6 +360,8 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
         # The largest model of each generation scales scores by hidden / heads, others by head_dim.
         share = hidden // max(1, heads) if get("block_count") == (46 if name == "gemma2" else 62) else head_dim
         fields |= {"query_pre_attn_scalar": share}
+    if name == "gemma4":
+        fields |= gemma4_fields(gguf)
     if name == "gpt2":
         fields |= {
             "n_embd": hidden,
@@ -347,6 +371,46 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
         }
         fields |= {"n_inner": get("feed_forward_length"), "layer_norm_epsilon": get("attention.layer_norm_epsilon")}
     return {key: value for key, value in fields.items() if value is not None}
+
+
+def gemma4_fields(gguf: Gguf) -> dict[str, Any]:
+    """Fields of Gemma 4, whose local and global layers differ in their heads."""
+    get, local = gguf.get, [kind == SLIDING for kind in layer_types(gguf) or ()]
+    per_layer = get("attention.head_count_kv")
+    heads = per_layer if isinstance(per_layer, list) else [per_layer] * len(local)
+    dims = get("attention.key_length"), get("attention.key_length_swa")
+    widths = get("feed_forward_length")
+    widths = widths if isinstance(widths, list) else [widths]
+    own = len(local) - get("attention.shared_kv_layers", 0)
+    turning = scaling(gguf) or {}
+    factors = turning.get("factors", [1.0])
+    # A little more than the share, which is rounded down.
+    share = (sum(factor < FIXED for factor in factors) + 0.25) / len(factors)
+    full = {"rope_type": "proportional", "partial_rotary_factor": share, "rope_theta": get("rope.freq_base")}
+    return {
+        "head_dim": dims[1],
+        "global_head_dim": dims[0],
+        "per_layer_config": {
+            str(i): {"num_key_value_heads": count, "head_dim": dims[each]}
+            for i, (count, each) in enumerate(zip(heads, local, strict=True))
+        },
+        "attention_k_eq_v": any(not local[i] and f"blk.{i}.attn_v.weight" not in gguf.tensors for i in range(own)),
+        "rope_scaling": None,
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10_000.0)},
+        },
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] > widths[0],
+        "hidden_size_per_layer_input": get("embedding_length_per_layer_input", 0),
+        "num_kv_shared_layers": len(local) - own,
+        "enable_moe_block": bool(get("expert_count")),
+        "top_k_experts": get("expert_used_count"),
+    }
+
+
+FIXED = 1e29
+"""Factors of wavelengths above this are those of dimensions that do not turn."""
 
 
 def experts(gguf: Gguf) -> dict[str, Any]:
