@@ -1047,6 +1047,27 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "original_max_position_embeddings": 24,
             },
         },
+        "apertus-gqa": {
+            "hidden_size": 72,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "rope_parameters": dict(LLAMA3_ROPE),
+        },
+        "apertus-mha-tied": {
+            "hidden_size": 66,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 900.0},
+        },
+        "apertus-mqa-biased": {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        },
         "starcoder2-gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "sliding_window": 16},
         "starcoder2-mha-untied": {
             "hidden_size": 54,

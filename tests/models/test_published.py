@@ -135,6 +135,9 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             attention_bias=True, lm_head_bias=True, num_local_experts=16, num_experts_per_tok=2, rms_norm_eps=1e-5,
             router_jitter_noise=0.01, sliding_window=131072, rope_theta=10000.0,
             rope_scaling={**long_rope(64), "short_mscale": 1.2, "long_mscale": 1.3}, **UNTIED)),
+        "swiss-ai/Apertus-8B-Instruct-2509": (8.05e9, config(
+            "ApertusForCausalLM", 4096, 21504, 32, (32, 8), 131072, 65536, rope_theta=12000000.0, hidden_act="xielu",
+            qk_norm=True, post_norm=False, **UNTIED)),
         "allenai/OLMo-2-1124-7B": (7.30e9, config(
             "Olmo2ForCausalLM", 4096, 11008, 32, (32, 32), 100352, 4096, rope_theta=500000, **UNTIED)),
         "allenai/Olmo-3-1025-7B": (7.30e9, config(

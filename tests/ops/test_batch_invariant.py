@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops import batch_invariant
-from quire.ops.base import Angles, Norm, QuantizedMatrix
+from quire.ops.base import XIELU, Angles, Norm, QuantizedMatrix
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.matmul import TILE_ROWS, can_pack, in_tiles, pack, packed_linear
 from quire.ops.reference import ReferenceOps
@@ -46,6 +46,7 @@ def test_every_operation_on_a_row_has_the_same_bits_in_any_batch(dtype: torch.dt
         "gelu gate": OPS.gelu_mul,
         "gelu": OPS.gelu,
         "relu2": OPS.relu2,
+        "xielu": lambda x: OPS.xielu(x, XIELU(*torch.tensor([[0.3], [-0.6], [0.5]]))),
         "norm": lambda x: OPS.norm(x, Norm(norm[0], 1e-6)),
         "layer norm": lambda x: OPS.norm(x, Norm(norm[0], 1e-6, norm[0], centred=True)),
         "tanh": torch.tanh,

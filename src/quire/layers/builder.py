@@ -6,7 +6,7 @@ part of this rank, in which format. The loader then only matches names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
@@ -41,7 +41,7 @@ from quire.layers.quantization.base import (
     bias_slots,
 )
 from quire.layers.quantization.gguf import Tables, no_table
-from quire.ops.base import ExpertBiases, Gate, Norm, Norms, Ops
+from quire.ops.base import XIELU, ExpertBiases, Gate, Norm, Norms, Ops
 
 Kind = TypeVar("Kind")
 
@@ -408,9 +408,19 @@ class ModelBuilder:
         transposed: bool = False,
     ) -> MLP:
         """Two matrices."""
-        act = activation_of(activation, {**dict.fromkeys(GELUS, self.ops.gelu), "relu2": self.ops.relu2})
+        xielu = self._xielu() if activation == "xielu" else self.ops.relu2
+        act = activation_of(
+            activation, {**dict.fromkeys(GELUS, self.ops.gelu), "relu2": self.ops.relu2, "xielu": xielu}
+        )
         rise = self.column_parallel((up,), hidden, ((width, 1),), bias=bias, transposed=transposed)
         return MLP(rise, self.row_parallel(down, (width, 1), hidden, bias=bias, transposed=transposed), act)
+
+    def _xielu(self) -> Callable[[Tensor], Tensor]:
+        """The activation with numbers of its own."""
+        self.ignore("act_fn.eps")
+        names = ("act_fn.alpha_p", "act_fn.alpha_n", "act_fn.beta")
+        how = XIELU(*(self.vector(name, 1, mean=0.5, std=0.0, exact=True) for name in names))
+        return lambda x: self.ops.xielu(x, how)
 
     def _store(
         self,

@@ -62,6 +62,14 @@ class Norms(NamedTuple):
     v_eps: float | None = None
 
 
+class XIELU(NamedTuple):
+    """Trained numbers of an activation, float32 [1] each: see `Ops.xielu`."""
+
+    positive: Tensor
+    negative: Tensor
+    slope: Tensor
+
+
 class TopK(NamedTuple):
     """How a router's logits become experts and weights: each token uses the `used` experts of the largest scores.
 
@@ -357,6 +365,10 @@ class Ops(Protocol):
 
     def relu2(self, x: Tensor) -> Tensor:
         """max(x, 0)^2 (So et al. 2021)."""
+
+    def xielu(self, x: Tensor, how: XIELU) -> Tensor:
+        """p x^2 + b x of x above 0 and n (exp(x) - 1 - x) + b x of others, where b is the slope, p the softplus of
+        `positive`, and n that of `negative` and b more (Huang and Schlag 2024)."""
 
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
         """positions [T], frequencies [r] float32, in radians per position -> cos and sin of their products, times

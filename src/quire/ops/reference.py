@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, Angles, Gate, Norm, Norms
+from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Gate, Norm, Norms
 from quire.ops.paged_attention import FEW, PagedAttentionMetadata, SpanGroup, first_visible, visible
 from quire.ops.quantized import BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -149,6 +149,12 @@ class ReferenceOps(BaseOps):
     def relu2(self, x: Tensor) -> Tensor:
         """See `Ops.relu2`."""
         return F.relu(x).square_()
+
+    def xielu(self, x: Tensor, how: XIELU) -> Tensor:
+        """See `Ops.xielu`."""
+        exact, positive, negative = x.float(), F.softplus(how.positive), how.slope + F.softplus(how.negative)
+        below = (exact.clamp(max=0).exp_() - 1.0 - exact) * negative
+        return torch.where(exact > 0, positive * exact * exact, below).add_(how.slope * exact).to(x.dtype)
 
     def write_kv(self, kv: LayerKV, k: Tensor, v: Tensor, batch: RaggedBatch) -> None:
         """Write k and v [T, G, D] into their slots."""

@@ -29,7 +29,18 @@ from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.row_state import RowState
 from quire.model_runner.sampling.features import COLUMNS
 from quire.model_runner.triton_steps import ForcedSteps
-from quire.ops.base import Angles, ExpertBiases, IntegerKind, IntegerMatrix, Norm, Norms, QuantizedMatrix, Routing, TopK
+from quire.ops.base import (
+    XIELU,
+    Angles,
+    ExpertBiases,
+    IntegerKind,
+    IntegerMatrix,
+    Norm,
+    Norms,
+    QuantizedMatrix,
+    Routing,
+    TopK,
+)
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
@@ -80,6 +91,7 @@ def by_row(ops: TritonOps) -> None:
     ops.silu_mul(x)
     ops.gelu(x)
     ops.relu2(x)
+    ops.xielu(x, XIELU(*torch.empty(3, 1)))
     ops.clamped_mul(x)
     angles = Angles(torch.empty(4, 64), torch.empty(4, 64))
     kv = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128))

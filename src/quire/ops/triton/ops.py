@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.ops.base import (
     NO_BIASES,
+    XIELU,
     Angles,
     AnyMatrix,
     ExpertBiases,
@@ -262,6 +263,10 @@ class TritonOps(BaseOps):
     def relu2(self, x: Tensor) -> Tensor:
         """See `Ops.relu2`."""
         return rows.activation(x, self.card, rows.RELU2, gated=False)
+
+    def xielu(self, x: Tensor, how: XIELU) -> Tensor:
+        """See `Ops.xielu`."""
+        return rows.xielu(x, how, self.card)
 
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
         """See `Ops.angles`."""
