@@ -22,7 +22,7 @@ from quire.models.registry import Model, read_spec
 from quire.ops.base import Ops
 from quire.ops.reference import ReferenceOps
 from quire.weights.canary import feed, pages
-from quire.weights.load import load_model
+from quire.weights.load import DType, load_model
 from tests.models.test_published import MANY_TENSORS, PUBLISHED
 
 LARGE = (*MANY_TENSORS, "baidu/ERNIE-4.5-300B-A47B-PT", "openai/gpt-oss-120b")
@@ -82,11 +82,11 @@ def logits_of(model: Model, device: torch.device) -> Tensor:
     return torch.cat(fed)
 
 
-def answers(folder: Path, ops: Ops) -> Tensor:
+def answers(folder: Path, dtype: DType, ops: Ops) -> Tensor:
     """As `logits_of`, of random weights."""
     device = torch.device("cuda")
     try:
-        return logits_of(load_model(folder, device=device, ops=ops, load_format="dummy"), device)
+        return logits_of(load_model(folder, dtype=dtype, device=device, ops=ops, load_format="dummy"), device)
     finally:
         gc.collect()
         torch.cuda.empty_cache()
@@ -95,14 +95,18 @@ def answers(folder: Path, ops: Ops) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in LARGE])
-def test_a_published_model_says_what_plain_pytorch_says(name: str, tmp_path: Path) -> None:
+def test_a_published_model_is_as_exact_as_plain_pytorch(name: str, tmp_path: Path) -> None:
+    """In bfloat16, against float32: random routers and attention without a scale make much of little."""
     from quire.ops.triton.ops import TritonOps
 
     config = beginning(PUBLISHED[name][1])
     tmp_path.joinpath("config.json").write_text(json.dumps(config))
     words(read_spec(config).vocab).save(str(tmp_path / "tokenizer.json"))
-    want, got = answers(tmp_path, ReferenceOps()), answers(tmp_path, TritonOps("cuda"))
+    exact, plain = (answers(tmp_path, dtype, ReferenceOps()) for dtype in ("float32", "bfloat16"))
+    got = answers(tmp_path, "bfloat16", TritonOps("cuda"))
     assert torch.isfinite(got).all()
+    usual = (plain - exact).std() / exact.std()
     for begin, end in pairwise(STEPS):
-        off = (got[begin:end] - want[begin:end]).std() / want[begin:end].std()
-        assert off < 0.2, (begin, end)  # bfloat16, in which a router may choose another expert
+        off = (got[begin:end] - exact[begin:end]).std() / exact[begin:end].std()
+        # A single row has other luck than all have.
+        assert off < (1.5 if end - begin > 8 else 4) * usual + 0.03, (begin, end, usual)

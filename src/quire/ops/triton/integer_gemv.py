@@ -158,10 +158,9 @@ def operands(first, second, BITS: tl.constexpr, KIND: tl.constexpr, FLOAT16: tl.
     second: with 8 bits those of the last 32 columns."""
     if FAST:
         if BITS == 4:
-            if KIND == FLOATS:
-                code: tl.constexpr = FLOATS_16 if FLOAT16 else FLOATS_ASM
-            else:
-                code: tl.constexpr = NIBBLES_16 if FLOAT16 else NIBBLES_ASM
+            code: tl.constexpr = (
+                (FLOATS_16 if FLOAT16 else FLOATS_ASM) if KIND == FLOATS else (NIBBLES_16 if FLOAT16 else NIBBLES_ASM)
+            )
             return tl.inline_asm_elementwise(
                 code, "=r,=r,=r,=r,=r,=r,=r,=r,l", [first],
                 dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
