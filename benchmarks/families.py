@@ -34,6 +34,9 @@ from quire.types import UNLIMITED
 from tests.models.test_published import PUBLISHED
 
 Row = dict[str, Any]
+IDS = (1000, 40000)
+"""Tokens that every vocabulary has."""
+
 PACKED_EXPERT = 17 / 32
 """Bytes of a number of experts in MXFP4, with its share of a scale."""
 
@@ -97,7 +100,7 @@ def measured(name: str, batches: Sequence[int], prompt: int, new: int, repeat: i
         write(Path(folder), config, spec)
         with LLM(folder, load_format="dummy", max_model_len=4096, max_num_seqs=max(batches)) as llm:
             row["ready_s"] = round(time.perf_counter() - began, 1)
-            answer(llm, *prompts(4, (32, 64), (8, 8), seed=99))
+            answer(llm, *prompts(4, (32, 64), (8, 8), seed=99, ids=IDS))
             heap.settled()
             for batch in batches:
                 runs = [decode(llm, batch, prompt, new, turn) for turn in range(repeat)]
@@ -122,9 +125,9 @@ def write(folder: Path, config: Mapping[str, Any], spec: ModelSpec) -> None:
 
 def decode(llm: LLM, batch: int, prompt: int, new: int, turn: int) -> tuple[float, float]:
     """(seconds a token after the first, seconds to the first) of `batch` sequences together."""
-    ids, _ = prompts(batch, (prompt, prompt), (1, 1), seed=100 + turn + batch, ids=(1000, 40000))
+    ids, _ = prompts(batch, (prompt, prompt), (1, 1), seed=100 + turn + batch, ids=IDS)
     first = answer(llm, ids, [1] * batch)
-    ids, _ = prompts(batch, (prompt, prompt), (1, 1), seed=200 + turn + batch, ids=(1000, 40000))
+    ids, _ = prompts(batch, (prompt, prompt), (1, 1), seed=200 + turn + batch, ids=IDS)
     return (answer(llm, ids, [new] * batch) - first) / (new - 1), first
 
 

@@ -93,6 +93,7 @@ def answers(folder: Path, dtype: DType, ops: Ops) -> Tensor:
 
 
 @pytest.mark.gpu
+@pytest.mark.nightly
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in LARGE])
 def test_a_published_model_is_as_exact_as_plain_pytorch(name: str, tmp_path: Path) -> None:

@@ -220,7 +220,9 @@ class MoE:
             routing = self.ops.select_experts(stored.apply(x), how, correction)
         if gains is None:
             return routing
-        return routing._replace(weights=routing.weights * gains[routing.experts.clamp(min=0)])
+        # Padding has expert -1; and where launches are only recorded, nothing has written the numbers.
+        experts = routing.experts.clamp(0, len(gains) - 1)
+        return routing._replace(weights=routing.weights * gains[experts])
 
     def _weighed(self, x: Tensor, routing: Routing) -> Tensor:
         """What experts make of x times their weights: each slot (a token and one of its experts) as a token."""

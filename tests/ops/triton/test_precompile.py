@@ -13,13 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from triton import knobs
 
 import quire.ops.triton
 from quire.assembly.cuda import make_precompiler
 from quire.model_runner.graphs import no_precompile
 from quire.ops.triton.launch import PRECOMPILING, Kernel
+from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.precompile import PROBES, DeferredCompiler, Precompiler, ReportProgress
+from quire.weights import load
+from quire.weights.canary import feed, pages
+from tests.checkpoints import FIRST, SHAPES, make
 from tests.ops.triton.programs import said
 
 
@@ -49,6 +55,32 @@ def test_what_the_host_launches_can_be_precompiled() -> None:
     kernels = {name: value for one in modules for name, value in vars(one).items() if name.endswith("_kernel")}
     assert len(kernels) > 20
     assert {name for name, value in kernels.items() if not isinstance(value, Kernel)} == set()
+
+
+@pytest.mark.parametrize("shape", [pytest.param(s, marks=() if s in FIRST else pytest.mark.nightly) for s in SHAPES])
+def test_launches_of_a_model_are_recorded_whatever_memory_holds(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What kernels would have written is not there: an index that is read of it may be any number."""
+    make(tmp_path, shape)
+    monkeypatch.setattr(load, "can_pack", lambda *asked: False)  # as on a GPU
+    model = load.load_model(tmp_path, dtype="bfloat16", ops=TritonOps("cpu"))
+    kv, launched, plain = pages(model, 20, torch.device("cpu")), list[Any](), Tensor.new_empty
+
+    def unwritten(like: Tensor, *sizes: Any, **options: Any) -> Tensor:
+        made = plain(like, *sizes, **options)
+        return made.fill_(float("nan") if made.is_floating_point() else 1 << 30)
+
+    monkeypatch.setattr(Tensor, "new_empty", unwritten)
+    recording = PRECOMPILING.set(lambda kernel, grid, *arguments, **options: launched.append(kernel))
+    try:
+        with torch.inference_mode():
+            for begin, end in ((0, 18), (18, 19), (19, 20)):
+                batch = feed(range(20), begin, end, torch.device("cpu"))
+                model.logits(model.forward(batch, kv))
+    finally:
+        PRECOMPILING.reset(recording)
+    assert len(launched) > 10
 
 
 class Made:

@@ -124,10 +124,11 @@ FEW_TOKENS = 4
 """Tokens up to which slots are not sorted."""
 
 FEW = IntegerExpertConfig(GemmConfig(8, 32, 256, 2, 4), GemmConfig(8, 64, 256, 2, 3, 256), False)
-EIGHT = IntegerExpertConfig(GemmConfig(8, 64, 256, 2, 4), GemmConfig(8, 64, 128, 2, 6))
-SIXTEEN = IntegerExpertConfig(GemmConfig(16, 64, 128, 2, 6), GemmConfig(16, 64, 256, 2, 4))
-THIRTY_TWO = IntegerExpertConfig(GemmConfig(32, 64, 256, 4, 3), GemmConfig(32, 64, 128, 4, 3))
-MANY = IntegerExpertConfig(GemmConfig(64, 128, 128, 8, 3), GemmConfig(64, 128, 128, 8, 3))
+EIGHT = IntegerExpertConfig(GemmConfig(8, 128, 128, 4, 4), GemmConfig(8, 128, 128, 4, 4))
+THIRTY_TWO = IntegerExpertConfig(GemmConfig(32, 64, 128, 4, 4), GemmConfig(32, 128, 128, 4, 3))
+SIXTY_FOUR = IntegerExpertConfig(GemmConfig(64, 128, 128, 8, 3), GemmConfig(64, 128, 128, 4, 4))
+MANY = IntegerExpertConfig(GemmConfig(128, 128, 64, 8, 3), GemmConfig(128, 128, 64, 8, 3))
+MANY_FLOATS = IntegerExpertConfig(GemmConfig(128, 64, 64, 4, 4), GemmConfig(128, 128, 64, 8, 3))
 
 FEW_DOUBLE = IntegerExpertConfig(GemmConfig(8, 32, 128, 2, 4), GemmConfig(8, 64, 128, 2, 4, 128), False)
 EIGHT_DOUBLE = IntegerExpertConfig(GemmConfig(8, 64, 128, 2, 4), GemmConfig(8, 64, 128, 2, 4))
@@ -143,7 +144,8 @@ SMALL = IntegerExpertConfig(GemmConfig(16, 32, 64, 4, 3), GemmConfig(16, 32, 64,
 
 
 def integer_expert_config(tokens: int, used: int, gate_up: IntegerMatrix, down: IntegerMatrix) -> IntegerExpertConfig:
-    """As `expert_config`: the tiles of single products with as many rows. Not measured yet."""
+    """As `expert_config`, with experts of Qwen3-30B-A3B in int4, of gpt-oss-20b in MXFP4; not those that are
+    multiplied twice."""
     slots = tokens * used / len(down.weight)
     if any(each.bits == 8 or scales_sums(each) or has_two_products(each) for each in (gate_up, down)):
         if tokens <= FEW_TOKENS:
@@ -151,9 +153,11 @@ def integer_expert_config(tokens: int, used: int, gate_up: IntegerMatrix, down: 
         return EIGHT_DOUBLE if slots <= 4 else SIXTEEN_DOUBLE if slots <= 10 else MANY_DOUBLE
     if tokens <= FEW_TOKENS:
         return FEW
-    if slots <= 10:
-        return EIGHT if slots <= 4 else SIXTEEN
-    return THIRTY_TWO if slots <= 24 else MANY
+    if slots <= 24:
+        return EIGHT if slots <= 10 else THIRTY_TWO
+    if slots <= 96:
+        return SIXTY_FOUR
+    return MANY_FLOATS if down.kind is IntegerKind.FLOATS else MANY
 
 
 def scales_sums(matrix: IntegerMatrix) -> bool:
