@@ -179,11 +179,12 @@ def test_a_server_that_is_not_there_is_one_line_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = quire("bench", "serve", "--base-url", f"http://127.0.0.1:{free_port()}")
+    asked = ("bench", "serve", "--save-result", "load.json", "--base-url", f"http://127.0.0.1:{free_port()}")
+    done = quire(*asked)
     assert done.exit_code == 1 and "is a server there" in done.output and "Traceback" not in done.output
     assert not list(tmp_path.iterdir())
     (tmp_path / "load.json").write_text("of yesterday")
-    quire("bench", "serve", "--base-url", f"http://127.0.0.1:{free_port()}")
+    quire(*asked)
     assert (tmp_path / "load.json").read_text() == "of yesterday"
 
 

@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from quire.cli import main
-from quire.cli.inspect import amount, count
+from quire.cli.inspect import count
+from quire.config.option import amount
 from tests.checkpoints import make
 from tests.expected import check
 from tests.quantised import SHAPE, SIZES, quantise

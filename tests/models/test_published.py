@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from quire.cli.inspect import amount, read_facts, shapes
+from quire.cli.inspect import read_facts, shapes
 from quire.cli.plan import plan_lines
 from quire.config import Settings
+from quire.config.option import amount
 from quire.models.registry import ARCHITECTURES, idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import TopK

@@ -51,7 +51,11 @@ class PromptReader:
     def rendered(self, messages: Sequence[Message], **rendering: Any) -> tuple[str, tuple[int, ...]]:
         """A conversation's text by the model's chat template, and its token ids. rendering: of `ChatTemplate`."""
         if self._text.template is None:
-            raise InvalidRequest("this model has no chat template: give one with chat_template=", param="messages")
+            raise InvalidRequest(
+                "this model has no chat template: give one with --chat-template (in Python: chat_template=)",
+                param="messages",
+                code="no_chat_template",
+            )
         _check_mappings("messages", messages, "role", str)
         _check_mappings("tools", rendering.get("tools") or (), "function", Mapping)
         text = self._text.template.render(messages, **rendering)

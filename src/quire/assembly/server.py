@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import shlex
 import socket
 import time
 from collections.abc import Callable
@@ -18,7 +20,9 @@ from quire import __version__, heap
 from quire.assembly.backend import ENGINE_MODULE, build_backend, engine_process, model_names
 from quire.assembly.text import Text, build_text
 from quire.config import Settings
+from quire.config.option import amount
 from quire.config.settings import ServerConfig, check_files
+from quire.engine.executor import Description
 from quire.frontend.native import NativeBackend
 from quire.frontend.upstream import UpstreamBackend
 from quire.observability.frontend_metrics import FrontendMetrics
@@ -145,6 +149,29 @@ def _log_ready(text: Text, backend: NativeBackend, started: float, url: str) -> 
         "%s is ready at %s after %.1f s; calls of tools: %s (%s), thoughts: %s",
         *(card.id, url, time.monotonic() - started, text.tool_parser, text.tools_from, text.reasoning_parser),
     )
+    if backend.description is not None:
+        log.info("%s", capacity(backend.description, card.max_model_len))
+    log.info("chat and live view: %s/ui; try: %s", url, first_request(card.id, url, chats=backend.chat is not None))
+
+
+def capacity(about: Description, length: int) -> str:
+    """Where a model runs, and how many conversations of `length` tokens its K/V cache holds."""
+    held = about.num_blocks // -(-length // about.block_size)
+    most = about.num_rows // (1 + about.lookahead)
+    return (
+        f"on {about.device} in {about.dtype}; context {length:,} tokens; K/V cache of {about.num_blocks:,} blocks of "
+        f"{about.block_size} tokens ({amount(about.num_blocks * about.block_bytes)}): {min(held, most)} "
+        "conversations of that length at once"
+    )
+
+
+def first_request(model: str, url: str, *, chats: bool) -> str:
+    """A command that asks the server something."""
+    path, what = "completions", {"prompt": "Once upon a time", "max_tokens": 32}
+    if chats:
+        path, what = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
+    body = shlex.quote(json.dumps({"model": model, **what}))
+    return f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d {body}"
 
 
 def build_hosts(settings: Settings) -> Hosts:

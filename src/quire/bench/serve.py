@@ -35,7 +35,7 @@ from quire.observability.prometheus import percentile
 USERS = "1,2,4,8,16,32,64,128"
 QUANTILES = (50, 90, 95, 99)
 SHOWN: Any = MappingProxyType({"metavar": "TEXT", "show_default": True})
-OUTPUT: Any = MappingProxyType({"show_default": True, "help": "Where all of it goes, for `quire bench report`."})
+OUTPUT: Any = MappingProxyType({"metavar": "FILE", "help": "Save all of it there, for `quire bench report`."})
 HELP: Mapping[str, str] = MappingProxyType(
     {
         "users": "Users, each asking again when answered: one measurement for each number.",
@@ -72,8 +72,8 @@ HELP: Mapping[str, str] = MappingProxyType(
 @click.option("--seed", default=7, show_default=True)
 @click.option("--processes", type=click.IntRange(1), default=min(4, os.cpu_count() or 1), show_default=True)
 @click.option("--label", help="What the report calls this run. Unset: the model.")
-@click.option("--save-result", "path", type=FILE, callback=writable, default="load.json", **OUTPUT)
-def command(base_url: str, model: str | None, api_key: str, path: Path, processes: int, **given: Any) -> None:
+@click.option("--save-result", "path", type=FILE, callback=writable, **OUTPUT)
+def command(base_url: str, model: str | None, api_key: str, path: Path | None, processes: int, **given: Any) -> None:
     """Load-test a server that runs: tokens/s and times by number of users, by rate, or along a recorded trace."""
     try:
         origin = Origin.parse(base_url)
@@ -108,13 +108,15 @@ def command(base_url: str, model: str | None, api_key: str, path: Path, processe
             late = min(result["began"] for result in results) - began
             samples = {"gauges": [{**each, "s": each["s"] - late} for each in metrics.samples]}
             found.append({**row, **samples, "gpu": [(s - late, *rest) for s, *rest in gpu.samples]})
-            path.write_text(json.dumps({"about": about, "goals": goals, "levels": found}))
+            if path is not None:
+                path.write_text(json.dumps({"about": about, "goals": goals, "levels": found}))
             Console().print(summary_line(row))
             if not any(each["ok"] for each in found):
                 # A server that answered nothing at the first level answers nothing at the next.
                 break
     show(found)
-    click.echo(f"{path} has all of it; quire bench report {path} draws it")
+    if path is not None:
+        click.echo(f"{path} has all of it; quire bench report {path} draws it")
     if not any(row["ok"] for row in found):
         said = asyncio.run(refusal(replace(job, prompts=levels[0].prompts, output_lens=levels[0].output_lens)))
         raise click.ClickException(f"{base_url} answered nothing: {found[0]['statuses']}; it says: {said}")

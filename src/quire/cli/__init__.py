@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import click
+
 from quire.cli.base import LazyGroup, Root
+
+
+def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Callback of `--version`."""
+    if wanted:
+        from quire.cli.show import versions
+
+        click.echo(versions())
+        context.exit()
+
 
 main = Root(
     name="quire",
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_print_version,
+            help="Print versions.",
+        )
+    ],
     help="Quire: an LLM inference engine and OpenAI-compatible server that is small enough to be read.",
     members={
         "serve": ("quire.cli.serve", "Serve a model over HTTP, in OpenAI's API."),
+        "run": ("quire.cli.chat:run", "Ask a model once, or talk to it."),
         "generate": ("quire.cli.chat:generate", "Print one completion."),
         "chat": ("quire.cli.chat", "Talk to a model, here or behind a server's address."),
         "bench": LazyGroup(
             name="bench",
+            prefix="bench ",
             help="Measure.",
             short_help="Measure.",
             members={
@@ -34,6 +58,7 @@ main = Root(
         "verify": ("quire.cli.verify", "Prove that answers do not depend on load, cache, chunks or drafts."),
         "replay": ("quire.cli.replay", "Make a recording's decisions again, and say why each was made."),
         "demo": ("quire.sim.demo", "Show the engine's loop, step by step."),
+        "doctor": ("quire.cli.doctor", "Say what is missing on this machine, and how to mend it."),
         "config": ("quire.cli.show", "Print the effective settings and where each came from."),
         "version": ("quire.cli.show:show_version", "Print versions."),
     },

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from quire.cli.examples import examples_of
 from quire.config import OPTIONS, Option, Settings, load, refuse
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError, nearest
 from quire.types import NUMERIC_PARAMETERS
@@ -53,11 +54,12 @@ class Refusal(Failure):
 
 
 class LazyGroup(click.Group):
-    """A group that imports a member's module when the member is called, and not to list it."""
+    """A group that imports a member's module when the member is called, and not to list it. prefix: what is written
+    between `quire` and a member's name."""
 
-    def __init__(self, *, members: Mapping[str, Member], **attributes: Any) -> None:
+    def __init__(self, *, members: Mapping[str, Member], prefix: str = "", **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.members = members
+        self.members, self.prefix = members, prefix
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of the members."""
@@ -70,6 +72,7 @@ class LazyGroup(click.Group):
             return member
         module, _, name = member[0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name or "command")
+        command.epilog = examples_of(f"{self.prefix}{cmd_name}")
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
@@ -116,6 +119,12 @@ def _print_traceback(ctx: click.Context) -> None:
 
 
 SECTIONS = tuple(dict.fromkeys(known.section for known in OPTIONS.values()))
+FIRST = (
+    *("model", "served_model_name", "host", "port", "api_key", "dtype", "quantization", "max_model_len"),
+    *("max_num_seqs", "gpu_memory_utilization", "speculative_config"),
+)
+"""Options that a command's help begins with."""
+
 OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "access", "upstream"))
 
 _REST = "quire.rest"
@@ -177,16 +186,17 @@ class SettingsCommand(click.Command):
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the options by section."""
-        by_name = {known.name: known.section for known in self.taken}
-        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        """List the options by section, those that most people need first."""
+        by_name = {known.name: known.section for known in self.taken} | dict.fromkeys(FIRST, "used most")
+        groups: dict[str, list[tuple[str, str]]] = {"Options": [], "used most": []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None:
                 groups.setdefault(by_name.get(param.name or "", "Options"), []).append(record)
         for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 def _dashes(name: str) -> str:

@@ -105,6 +105,7 @@ Answer = Callable[[list[Message]], Iterator[str]]
     cls=SettingsCommand,
     sections=OFFLINE,
     also=("api_key",),
+    positional=True,
     params=[
         click.Option(["--url"], help="Talk to the server at this address instead of loading a model."),
         click.Option(["--system"], metavar="TEXT", help="The system message."),
@@ -112,7 +113,7 @@ Answer = Callable[[list[Message]], Iterator[str]]
     ],
 )
 def command(settings: Settings, url: str | None, system: str | None, **sampling: Any) -> None:
-    """Talk to a model; an empty line is ignored, Ctrl-C stops an answer, Ctrl-C or Ctrl-D at the prompt ends."""
+    """Talk to MODEL; an empty line is ignored, Ctrl-C stops an answer, Ctrl-C or Ctrl-D at the prompt ends."""
     console = Console(highlight=False, soft_wrap=True)
     opening = [{"role": "system", "content": system}] if system else []
     if url is not None:
@@ -123,6 +124,46 @@ def command(settings: Settings, url: str | None, system: str | None, **sampling:
     with quire.LLM(settings=settings) as llm:
         params = llm.default_sampling_params(**{"max_tokens": None, **given(sampling)})
         converse(console, opening, lambda messages: llm.stream_chat(messages, params))
+
+
+@click.command(
+    "run",
+    cls=SettingsCommand,
+    sections=OFFLINE,
+    positional=True,
+    params=[
+        click.Argument(["prompt"], nargs=-1),
+        click.Option(["--system"], metavar="TEXT", help="The system message."),
+        *sampling_options(),
+    ],
+)
+def run(settings: Settings, prompt: tuple[str, ...], system: str | None, **sampling: Any) -> None:
+    """Ask MODEL once and print its answer, or talk to it without a PROMPT.
+
+    A model without a chat template completes the prompt.
+    """
+    opening = [{"role": "system", "content": system}] if system else []
+    with quire.LLM(settings=settings) as llm:
+        params = llm.default_sampling_params(**{"max_tokens": None, **given(sampling)})
+        if not prompt:
+            console = Console(highlight=False, soft_wrap=True)
+            converse(console, opening, lambda messages: llm.stream_chat(messages, params))
+            return
+        text = " ".join(prompt)
+        asked = [*opening, {"role": "user", "content": text}]
+        for piece in answered(llm, asked, text, params):
+            click.echo(piece, nl=False)
+    click.echo()
+
+
+def answered(llm: quire.LLM, messages: list[Message], text: str, params: quire.SamplingParams) -> Iterator[str]:
+    """The answer to messages, or what follows a text where there is no chat template."""
+    try:
+        yield from llm.stream_chat(messages, params)
+    except InvalidRequest as error:
+        if error.code != "no_chat_template":
+            raise
+        yield from llm.stream(text, params)
 
 
 def converse(console: Console, messages: list[Message], answer: Answer) -> None:

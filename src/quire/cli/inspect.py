@@ -16,6 +16,7 @@ from quire.assembly.text import Text, build_text
 from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
 from quire.config import Settings
+from quire.config.option import amount
 from quire.errors import InvalidModel
 from quire.layers.basic import RopeConfig
 from quire.layers.builder import ModelBuilder
@@ -244,14 +245,6 @@ def count(numbers: int) -> str:
     """A large number, rounded: 1.24 B."""
     unit, size = next((each for each in (("B", 1e9), ("M", 1e6), ("k", 1e3)) if numbers >= each[1]), ("", 1))
     return f"{numbers / size:.3g} {unit}".rstrip()
-
-
-def amount(size: float) -> str:
-    """Bytes with a unit: 1.50 GiB."""
-    for unit, each in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= each:
-            return f"{size / each:.2f} {unit}"
-    return f"{size:.0f} bytes"
 
 
 @click.command("inspect", cls=SettingsCommand, sections=("model",), positional=True)

@@ -221,3 +221,11 @@ _READERS: Mapping[Kind, Callable[[object], Any]] = MappingProxyType(
 _TYPES: Mapping[Kind, Any] = MappingProxyType(
     {"text": str, "texts": tuple, "whole": int, "number": int | float, "switch": bool}
 )
+
+
+def amount(size: float) -> str:
+    """Bytes with a unit: 1.50 GiB."""
+    for unit, each in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= each:
+            return f"{size / each:.2f} {unit}"
+    return f"{size:.0f} bytes"

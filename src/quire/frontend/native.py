@@ -61,6 +61,8 @@ class NativeBackend(DrainingService):
     _requests: dict[ActiveRequest, None] = field(default_factory=dict)
     """Those that have a reader, oldest first."""
     _stats: dict[str, Any] = field(default_factory=dict)
+    description: Description | None = None
+    """What the engine's executor can do, once it is started."""
 
     # ---------------------------------------------------------------- life cycle
 
@@ -70,7 +72,7 @@ class NativeBackend(DrainingService):
         about = await self.engine.start()
         limit = min(self.card.max_model_len, about.max_model_len, about.num_blocks * about.block_size)
         self.card = replace(self.card, max_model_len=limit, vocab_size=about.vocab_size, pools=about.supports_pooling)
-        self._stats = _initial_stats(about)
+        self._stats, self.description = _initial_stats(about), about
 
     async def close(self) -> None:
         """See Service."""
