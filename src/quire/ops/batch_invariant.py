@@ -35,7 +35,7 @@ from quire.ops.matmul import (
     pack,
     packed_linear,
 )
-from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, causal_mask
+from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, causal_mask, first_visible, visible
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps, Scores
 from quire.types import UNLIMITED
@@ -116,9 +116,9 @@ class BatchInvariantOps(ReferenceOps):
         step, parts = max(1, AT_ONCE // (each * share)) * each, []
         sinks = None if how.sinks is None else of_tile(how.sinks.view(groups, share), each)
         for start in range(0, group.n, step):
-            part = Queries(start, min(step, group.n - start), each, share, how.window)
+            part = Queries(start, min(step, group.n - start), each, share, how.window, how.chunk)
             some = q.view(spans, group.n, groups, share, dim)[:, start : start + part.n].float()
-            first, seen = visible(paged, i, part)
+            first, seen = visible_runs(paged, i, part)
             keys, values = (x[:, :, first * KEYS : (first + seen.shape[1]) * KEYS] for x in (k, v))
             made = weigh(tiles(some, each), keys, values, seen, how, sinks)[:, :, :, : each * share]
             made = made.reshape(spans, groups, -1, share, dim)[:, :, : part.n]
@@ -128,13 +128,14 @@ class BatchInvariantOps(ReferenceOps):
 
 class Queries(NamedTuple):
     """Some of a group's queries and their tiles: `n` from number `start` on, `each` a tile for the `share` heads of a
-    K/V head. window: as in `Ops.attention`."""
+    K/V head. window, chunk: as in `Ops.attention`."""
 
     start: int
     n: int
     each: int
     share: int
     window: int
+    chunk: int
 
 
 def tiles(q: Tensor, each: int) -> Tensor:
@@ -148,7 +149,7 @@ def tiles(q: Tensor, each: int) -> Tensor:
     return F.pad(tall, (0, 0, 0, -tall.shape[3] % TILE_ROWS)) if tall.shape[3] % TILE_ROWS else tall
 
 
-def visible(paged: PagedAttentionMetadata, index: int, part: Queries) -> tuple[int, Tensor]:
+def visible_runs(paged: PagedAttentionMetadata, index: int, part: Queries) -> tuple[int, Tensor]:
     """(The first run of KEYS that a query sees, bool [S, b, t, M, KEYS] from there on), shared by layers with one
     window.
 
@@ -156,7 +157,7 @@ def visible(paged: PagedAttentionMetadata, index: int, part: Queries) -> tuple[i
     """
     group, key = paged.groups[index], (index, *part)
     past = group.kv_len - group.n + part.start
-    first = max(0, int(past.min()) + 1 - part.window) // KEYS
+    first = first_visible(int(past.min()), part.window, part.chunk) // KEYS
     seen = paged.masks.get(key)
     if seen is None:
         seen = paged.masks[key] = mask(group, past, first, part)
@@ -170,7 +171,7 @@ def mask(group: SpanGroup, past: Tensor, first: int, part: Queries) -> Tensor:
     at = torch.arange(0, part.n, part.each, device=past.device)[:, None] + (row // part.share).clamp(max=part.each - 1)
     place = (past[:, None, None] + at.clamp(max=part.n - 1))[:, None, :, :, None]
     key = torch.arange(first * KEYS, until * KEYS, device=past.device).view(-1, 1, 1, KEYS)
-    return (key <= place) & (key > place - part.window)
+    return visible(key, place, part.window, part.chunk)
 
 
 def of_tile(sinks: Tensor, each: int) -> Tensor:
@@ -247,7 +248,7 @@ class SteadyOps(BatchInvariantOps):
 
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """See `ReferenceOps.attend`."""
-        if how.soft_cap or how.window < UNLIMITED or how.sinks is not None:
+        if how.soft_cap or min(how.window, how.chunk) < UNLIMITED or how.sinks is not None:
             return super().attend(q, kv, paged, i, how)
         return attend_runs(q, kv, paged, i, how.scale)
 
