@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -39,12 +40,28 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = MappingProxyType(
         "starcoder2": gguf.MODEL_ARCH.STARCODER2,
         "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE,
         "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5,
+        "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+        "olmoe": gguf.MODEL_ARCH.OLMOE,
+        "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
+        "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
+        "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+        "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
+        "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
+        "phimoe": gguf.MODEL_ARCH.PHIMOE,
+        "llama4_text": gguf.MODEL_ARCH.LLAMA4,
+        "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+        "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     }
 )
-INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee")
+SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron")
+"""Models whose converter adds 1 to the weights of norms."""
+INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoeshared")
 """Models whose converter is Llama's, which interleaves the halves of q's and k's heads."""
 TYPES: Mapping[str, gguf.GGMLQuantizationType] = MappingProxyType(
-    {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")}
+    {
+        name: gguf.GGMLQuantizationType[name]
+        for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+    }
 )
 
 
@@ -73,7 +90,10 @@ def write(
     for key, tensor in experts_stacked(model).items():
         if tied and key == "lm_head.weight":
             continue
-        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        name = GEMMA4.get(key.partition("layers.")[2].partition(".")[2]) or names.get_name(
+            key, try_suffixes=(".weight", ".bias")
+        )
+        name = name.replace("#", key.partition("layers.")[2].partition(".")[0])
         data, kept = stored(changed(config, key, tensor).float().numpy(), kind if isinstance(kind, str) else kind(key))
         writer.add_tensor(name, data, raw_dtype=kept)
         back = torch.from_numpy(gguf.quants.dequantize(data, kept).astype(np.float32))
@@ -83,6 +103,44 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return meant
+
+
+GEMMA4 = MappingProxyType(
+    {"router.scale": "blk.#.ffn_gate_inp.scale", "router.per_expert_scale": "blk.#.ffn_down_exps.scale"}
+)
+"""What the package's table lacks."""
+
+
+def describe_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+    fields = config.to_dict()
+    own = {str(i): each for i, each in (fields["per_layer_config"] or {}).items()}
+    local = [kind == "sliding_attention" for kind in fields["layer_types"]]
+    layers = [fields | own.get(str(i), {}) for i in range(len(local))]
+    shared, width = fields["num_kv_shared_layers"], fields["intermediate_size"]
+    wide = [width * (2 if i >= len(local) - shared else 1) for i in range(len(local))]
+    writer.add_feed_forward_length(wide if fields["use_double_wide_mlp"] else width)
+    writer.add_head_count_kv([each["num_key_value_heads"] for each in layers])
+    writer.add_layer_norm_rms_eps(fields["rms_norm_eps"])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(fields["hidden_size_per_layer_input"])
+    writer.add_sliding_window(fields["sliding_window"])
+    writer.add_sliding_window_pattern(local)
+    full = layers[local.index(False)]["head_dim"]
+    writer.add_key_length(full)
+    writer.add_key_length_swa(layers[local.index(True)]["head_dim"])
+    writer.add_rope_dimension_count(full)
+    rope = fields["rope_parameters"]
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    turning = int(full * rope["full_attention"]["partial_rotary_factor"] / 2)
+    factors = np.array([1.0] * turning + [1e30] * (full // 2 - turning), dtype=np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+    if fields["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(fields["final_logit_softcapping"])
+    if fields["enable_moe_block"]:
+        writer.add_expert_count(fields["num_experts"])
+        writer.add_expert_used_count(fields["top_k_experts"])
+        writer.add_expert_feed_forward_length(fields["moe_intermediate_size"])
 
 
 def describe(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -96,7 +154,10 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_feed_forward_length(config.n_inner or 4 * config.hidden_size)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
-    writer.add_feed_forward_length(config.intermediate_size)
+    if config.model_type == "gemma4_text":
+        describe_gemma4(writer, config)
+        return
+    writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     writer.add_head_count_kv(config.num_key_value_heads)
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -126,7 +187,7 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
             for name in ("long", "short"):
                 factors = np.array(own[f"{name}_factor"], dtype=np.float32)
                 writer.add_tensor(f"rope_factors_{name}.weight", factors)
-            writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+            writer.add_rope_scaling_orig_ctx_len(own["original_max_position_embeddings"])
             if own.get("attention_factor"):
                 writer.add_rope_scaling_attn_factors(own["attention_factor"])
     if getattr(config, "sliding_window", None):
@@ -136,15 +197,39 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if getattr(config, name, None):
             getattr(writer, f"add_{name}")(getattr(config, name))
-    if getattr(config, "num_experts_per_tok", None):
-        writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        if getattr(config, "moe_intermediate_size", None):
-            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    describe_experts(writer, config)
+
+
+def describe_experts(writer: gguf.GGUFWriter, config: Any) -> None:
+    def has(*names: str) -> Any:
+        return next((found for name in names if (found := getattr(config, name, None)) is not None), None)
+
+    if not has("num_experts_per_tok", "moe_k"):
+        return
+    writer.add_expert_count(has("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts"))
+    writer.add_expert_used_count(has("num_experts_per_tok", "moe_k"))
+    narrow = config.intermediate_size if config.model_type in ("llama4_text", "gpt_oss", "minimax_m2") else None
+    for value, add in (
+        (narrow or has("moe_intermediate_size"), writer.add_expert_feed_forward_length),
+        (has("n_shared_experts", "moe_num_shared_experts"), writer.add_expert_shared_count),
+        (
+            has("shared_expert_intermediate_size", "shared_intermediate_size"),
+            writer.add_expert_shared_feed_forward_length,
+        ),
+        (has("first_k_dense_replace", "moe_layer_start_index"), writer.add_leading_dense_block_count),
+        (has("moe_layer_interval", "interleave_moe_layer_step"), writer.add_interleave_moe_layer_step),
+        (has("routed_scaling_factor"), writer.add_expert_weights_scale),
+        (has("n_group"), writer.add_expert_group_count),
+        (has("topk_group"), writer.add_expert_group_used_count),
+    ):
+        if value is not None:
+            add(value)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_weights_norm(config.norm_topk_prob)
 
 
 def describe_scales(writer: gguf.GGUFWriter, config: Any) -> None:
-    if config.model_type == "granite":
+    if config.model_type in ("granite", "granitemoe", "granitemoeshared"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -173,17 +258,33 @@ def llama3_factors(rope: Mapping[str, Any], config: Any) -> np.ndarray:
 
 def experts_stacked(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The state with experts as converters stack them: names of one matrix for all experts of a layer."""
-    found = {}
+    found, family = dict[str, torch.Tensor](), model.config.model_type
     for key, tensor in model.state_dict().items():
-        key = key.replace("block_sparse_moe", "mlp")
-        if key.endswith("experts.gate_up_proj"):
-            gate, up = tensor.chunk(2, 1)
-            found[key.replace("gate_up_proj", "gate_proj.weight")] = gate
-            found[key.replace("gate_up_proj", "up_proj.weight")] = up
-        elif key.endswith("experts.down_proj"):
-            found[f"{key}.weight"] = tensor
+        key = key.replace("block_sparse_moe", "mlp").replace("mlp.gate.moe_statics", "mlp.moe_statics")
+        key = key.replace("e_score_correction_bias", "e_score_correction.bias")
+        if family == "gemma4_text":
+            found[f"{key}.weight" if key.endswith(("gate_up_proj", "down_proj", "layer_scalar")) else key] = tensor
+            continue
+        across, interleaved = family in ("llama4_text", "gpt_oss"), family == "gpt_oss"
+        part = re.search(r"(experts\.|shared_mlp\.|mlp\.)(gate_up_proj|input_linear)(_bias|\.weight|)$", key)
+        if part and (tensor.dim() == 3 or "_mlp" in key or "_bias" in key):
+            if across and not part[3]:
+                tensor = tensor.transpose(1, 2)
+            dim = 0 if "shared_mlp" in key else 1
+            gate, up = (tensor[:, ::2], tensor[:, 1::2]) if interleaved else tensor.chunk(2, dim)
+            scope = key[: part.start(2)].replace("shared_mlp", "mlp.shared_experts")
+            scope = scope if "experts" in scope else f"{scope}experts."
+            suffix = ".bias" if part[3] == "_bias" else ".weight"
+            found |= {f"{scope}gate_proj{suffix}": gate, f"{scope}up_proj{suffix}": up}
+        elif key.endswith(("experts.down_proj", "experts.down_proj_bias")):
+            moved = tensor.transpose(1, 2) if across and tensor.dim() == 3 else tensor
+            found[key.removesuffix("_bias") + (".bias" if key.endswith("_bias") else ".weight")] = moved
+        elif key.endswith("output_linear.weight"):
+            scope = "mlp.shared_experts" if "shared_mlp" in key else "mlp.experts"
+            found[re.sub(r"(shared_mlp|mlp)\.output_linear", f"{scope}.down_proj", key)] = tensor
         else:
-            found[key] = tensor
+            key = f"{key}.weight" if key.endswith("sinks") else key
+            found[key] = tensor[0] if key.endswith("shared_expert_gate.weight") else tensor
     return found
 
 
@@ -196,7 +297,7 @@ def changed(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
             .swapaxes(1, 2)
             .reshape(tensor.shape)
         )
-    if config.model_type.startswith(("gemma", "nemotron")) and key.endswith("norm.weight"):
+    if config.model_type in SHIFTED and key.endswith("norm.weight"):
         return tensor + 1
     if config.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return tensor.T.contiguous()
@@ -212,7 +313,7 @@ def unchanged(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
             .swapaxes(1, 2)
             .reshape(tensor.shape)
         )
-    if config.model_type.startswith(("gemma", "nemotron")) and key.endswith("norm.weight"):
+    if config.model_type in SHIFTED and key.endswith("norm.weight"):
         return tensor - 1
     if config.model_type == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return tensor.T

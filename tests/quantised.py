@@ -7,6 +7,7 @@ shared with what reads them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -226,6 +227,10 @@ MXFP4 = mxfp4_packed, compressed(4, "float", "group", "mxfp4-pack-quantized", gr
 """Not of FORMATS, for it takes multiples of 32 columns."""
 
 
+MATRICES = re.compile(r"(_proj|\.w[123]|_linear|\.c_fc)\.weight$")
+"""What tools quantise of the layers of any family: no routers, and no tensors that hold many matrices."""
+
+
 def quantise(folder: Path, name: str) -> dict[str, Tensor]:
     """Rewrite the checkpoint in `folder` in the format `name`; -> what it now stands for, under its old names."""
     writer, config = MXFP4 if name == "mxfp4" else FORMATS[name]
@@ -233,7 +238,7 @@ def quantise(folder: Path, name: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for key, tensor in held.items():
         module = key.removesuffix(".weight")
-        if not key.endswith("_proj.weight"):
+        if not MATRICES.search(key) or tensor.dim() > 2:
             tensors[key] = means[key] = tensor
             continue
         written, means[key] = writer(tensor)

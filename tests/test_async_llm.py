@@ -373,3 +373,13 @@ def test_another_event_loop_is_told_that_the_engine_is_elsewhere(llm: AsyncLLM) 
 def test_defaults_are_the_models(llm: AsyncLLM) -> None:
     assert llm.default_sampling_params(max_tokens=3).max_tokens == 3
     assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("One day")) == "One day"
+
+
+def test_a_suffix_needs_a_model_with_markers(runner: asyncio.Runner, llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        async for _ in llm.generate("a", suffix="b"):
+            raise AssertionError("the embedded model fills nothing in")
+
+    with pytest.raises(InvalidRequest, match="no markers") as refused:
+        runner.run(ask())
+    assert refused.value.param == "suffix"

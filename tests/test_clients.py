@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import httpx2
 import jsonschema  # type: ignore[import-untyped]
+import ollama
 import pytest
 from anthropic import Anthropic
 from pydantic import BaseModel, Field
@@ -136,9 +138,13 @@ def test_answers_and_calls_are_objects_of_an_ordinary_class(live: Any, claude: A
     tool: Any = {"type": "function", "function": {"name": "Trip", "parameters": schema}}
     forced: Any = {"type": "function", "function": {"name": "Trip"}}
     asked: dict[str, Any] = {"model": "embedded", "messages": HI, "max_tokens": 200}
-    for seed in range(20):
-        made = live.openai.chat.completions.create(**asked, seed=seed, tools=[tool], tool_choice=forced)
-        Trip.model_validate_json(made.choices[0].message.tool_calls[0].function.arguments, strict=True)
+
+    def call(seed: int) -> Any:
+        return live.openai.chat.completions.create(**asked, seed=seed, tools=[tool], tool_choice=forced)
+
+    with ThreadPoolExecutor(20) as threads:
+        for made in threads.map(call, range(20)):
+            Trip.model_validate_json(made.choices[0].message.tool_calls[0].function.arguments, strict=True)
     form: Any = {"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}}
     made = live.openai.chat.completions.create(**asked, response_format=form)
     Trip.model_validate_json(made.choices[0].message.content)
@@ -208,3 +214,102 @@ def test_usage_is_sent_with_each_chunk_where_asked(live: Any) -> None:
     )
     counts = [piece.usage.completion_tokens for piece in stream if piece.usage is not None]
     assert counts == sorted(counts) and len(counts) > 3 and counts[-1] <= 8
+
+
+@pytest.fixture
+def llama(live: Any) -> Iterator[ollama.Client]:
+    client = ollama.Client(host=live.url, trust_env=False)
+    yield client
+    client._client.close()
+
+
+def test_ollamas_client_chats_and_generates_whole_and_streamed(live: Any, llama: ollama.Client) -> None:
+    few: Any = {"temperature": 0, "num_predict": 40, "num_ctx": 4096}
+    same = live.openai.chat.completions.create(model="embedded", messages=HI, temperature=0, max_tokens=40)
+    for name in ("embedded", "embedded:latest"):
+        whole = llama.chat(name, HI, options=few)
+        assert whole.message.content == same.choices[0].message.content and len(whole.message.content) > 20
+        assert (whole.prompt_eval_count, whole.eval_count) == (same.usage.prompt_tokens, same.usage.completion_tokens)
+    parts = list(llama.chat("embedded", HI, options=few, stream=True))
+    assert "".join(part.message.content or "" for part in parts) == whole.message.content and len(parts) > 5
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].done_reason in ("stop", "length") and parts[-1].eval_count == whole.eval_count
+    assert (parts[-1].total_duration or 0) >= (parts[-1].eval_duration or 0) > 0
+    told = llama.generate("embedded", "Once upon a time", raw=True, options=few)
+    text = live.openai.completions.create(model="embedded", prompt="Once upon a time", temperature=0, max_tokens=40)
+    assert told.response == text.choices[0].text and told.context is None
+    pieces = llama.generate("embedded", "Once upon a time", raw=True, options=few, stream=True)
+    assert "".join(piece.response for piece in pieces) == told.response
+    first = llama.generate("embedded", "Tell me about a boat.", system="Be brief.", options=few)
+    assert llama.generate("embedded", "And?", context=first.context, options=few).response
+    assert llama.generate("embedded").done_reason == llama.chat("embedded").done_reason == "load"
+
+
+def test_ollamas_client_gets_objects_of_an_ordinary_class_and_tool_calls(live: Any, llama: ollama.Client) -> None:
+    schema = Trip.model_json_schema()
+    made = llama.chat("embedded", HI, format=schema, options={"seed": 3, "num_predict": 200})
+    Trip.model_validate_json(made.message.content or "", strict=True)
+    made = llama.generate("embedded", "Rome", format="json", options={"num_predict": 300, "temperature": 0})
+    assert made.done_reason == "length" or json.loads(made.response) is not None
+
+    def weather(city: str, days: int) -> str:
+        """Tells it.
+
+        Args:
+            city: where
+            days: for how long
+        """
+        return f"{city}: warm for {days} days"
+
+    answer = llama.chat("embedded", HI, tools=[weather], options={"num_predict": 20, "seed": 1})
+    call: Any = {"function": {"name": "weather", "arguments": {"city": "Rome", "days": 2}}}
+    talk: Any = [
+        *HI,
+        answer.message,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_name": "weather", "content": weather("Rome", 2)},
+    ]
+    assert llama.chat("embedded", talk, tools=[weather], options={"num_predict": 20}).eval_count
+
+
+def test_ollamas_client_embeds_and_lists(live: Any, llama: ollama.Client) -> None:
+    found = llama.embed("embedded", ["a boat", "a dog"])
+    same = live.openai.embeddings.create(model="embedded", input=["a boat", "a dog"])
+    assert [list(one) for one in found.embeddings] == [pytest.approx(one.embedding, abs=1e-6) for one in same.data]
+    assert len(llama.embeddings("embedded", "a boat").embedding) == len(found.embeddings[0])
+    [listed] = llama.list().models
+    [loaded] = llama.ps().models
+    shown = llama.show("embedded")
+    assert listed.model == loaded.model == "embedded:latest"
+    assert listed.details is not None and listed.details == shown.details == loaded.details
+    assert (listed.details.family, listed.details.format) == ("llama", "safetensors")
+    assert listed.size and listed.modified_at and shown.modelinfo and shown.capabilities
+    assert shown.modelinfo["llama.context_length"] == live.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert {"completion", "embedding"} <= set(shown.capabilities)
+
+
+def test_ollamas_client_is_told_what_to_do_instead(live: Any, llama: ollama.Client) -> None:
+    refused: list[tuple[int, str, Any]] = [
+        (404, "not served here", lambda: llama.chat("llama3.2", HI)),
+        (404, "not served here", lambda: next(iter(llama.chat("llama3.2", HI, stream=True)))),
+        (400, "options.temperature", lambda: llama.chat("embedded", HI, options={"temperature": -1})),
+        (400, "quire serve MODEL", lambda: llama.pull("llama3.2")),
+        (400, "remove the files", lambda: llama.delete("embedded")),
+        (400, "--served-model-name", lambda: llama.copy("embedded", "other")),
+        (400, "options", lambda: llama.create("other", from_="embedded")),
+        (400, "hub", lambda: llama.push("embedded")),
+    ]
+    for status, words, ask in refused:
+        with pytest.raises(ollama.ResponseError, match=words) as caught:
+            ask()
+        assert caught.value.status_code == status
+
+
+def test_the_examples_of_ollamas_documentation_are_answered_as_they_stand(live: Any) -> None:
+    body = b'{"model": "embedded", "messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 3}}'
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    answer = live.http.post("/api/chat", content=body, headers=form)
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert json.loads(answer.text.splitlines()[-1])["eval_count"] <= 3
+    assert live.http.get("/").text == "Ollama is running" and live.http.head("/").status_code == 200
+    assert set(live.http.get("/api/version").json()) == {"version"}

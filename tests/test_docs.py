@@ -175,7 +175,13 @@ GUIDES = ROOT / "docs/guides"
 
 @pytest.mark.parametrize(
     ("page", "number", "lines"),
-    [("offline-inference", 0, 4), ("offline-inference", 1, 3), ("engine", 0, 10), ("engine", 1, 1)],
+    [
+        ("offline-inference", 0, 4),
+        ("offline-inference", 1, 2),
+        ("offline-inference", 2, 3),
+        ("engine", 0, 10),
+        ("engine", 1, 1),
+    ],
 )
 def test_each_example_in_python_runs(page: str, number: int, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", (GUIDES / f"{page}.md").read_text("utf-8"), re.S | re.M)

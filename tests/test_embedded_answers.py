@@ -11,7 +11,7 @@ from quire.assembly import engine as build
 from quire.assembly.engine import build_engine, choose_ops
 from quire.config import Settings
 from quire.engine.engine import Engine
-from quire.ops.batch_invariant import BatchInvariantOps, SteadyOps, has_stable_kernels
+from quire.ops.batch_invariant import BatchInvariantOps, SteadyOps, stable_rows
 from quire.ops.reference import ReferenceOps
 from quire.types import SamplingParams, TokenLogprobs
 
@@ -65,12 +65,12 @@ def test_none_of_10000_answers_of_the_embedded_model_depends_on_load() -> None:
 
 
 def test_a_machine_whose_libraries_do_otherwise_takes_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "has_stable_kernels", lambda: False)
+    monkeypatch.setattr(build, "stable_rows", lambda: 0)
     assert type(choose_ops(torch.device("cpu"), embedded=True)) is BatchInvariantOps
 
 
 def test_what_is_chosen_goes_before_the_embedded_models_default() -> None:
     cpu = torch.device("cpu")
-    assert type(choose_ops(cpu, embedded=True)) is (SteadyOps if has_stable_kernels() else BatchInvariantOps)
+    assert type(choose_ops(cpu, embedded=True)) is (SteadyOps if stable_rows() else BatchInvariantOps)
     assert type(choose_ops(cpu, False, embedded=True)) is type(choose_ops(cpu)) is ReferenceOps
     assert type(choose_ops(cpu, True, embedded=True)) is BatchInvariantOps

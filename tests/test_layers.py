@@ -47,7 +47,7 @@ TORCH_FREE = (
     *("types", "errors", "heap", "checks", "config", "tokenization", "parsers", "scheduler", "engine"),
     *("observability", "frontend", "server", "sim", "cli"),
 )
-NEEDS_TORCH = {f"quire.cli.{name}" for name in ("check", "diff", "inspect", "plan", "verify")}
+NEEDS_TORCH = {f"quire.cli.{name}" for name in ("check", "diff", "doctor", "inspect", "plan", "verify")}
 """Commands that look at a model: they are imported when they are asked for."""
 TORCH_FREE_MODULES = (
     *("quire.executors.synthetic", "quire.bench.engine"),
@@ -72,10 +72,11 @@ LOADERS = {
     "quire.assembly.hf",
     "quire.assembly.text",
     "quire.cli.diff",
+    "quire.cli.doctor",
 }
 """Old names, commands, a user's scheduling policy, the hub's slow client, transformers, which is compared with only
-where it is installed, accelerate, which is looked for, kernels, which need Triton, and what knows models, which needs
-torch: it is asked only where nothing can start anyway."""
+where it is installed, accelerate and extras, which are looked for, kernels, which need Triton, and what knows models,
+which needs torch: it is asked only where nothing can start anyway."""
 
 READ_ONLY = ("Mapping[", "Sequence[", "Collection[")
 """Annotations under which mypy lets nobody write."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import Mask, Plan, Result
 from quire.scheduler.scheduler import Scheduler
 from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.infill import Infill
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED, CompletionOutput, StructuredOutputsParams, TokenLogprobs
 
@@ -152,6 +154,38 @@ def test_more_prompts_than_fit_at_once_all_come_home(llm: LLM) -> None:
 def test_each_prompt_may_have_params_of_its_own(llm: LLM) -> None:
     outputs = llm.generate(["a", "a"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)])
     assert [o.outputs[0].text for o in outputs] == ["b", "bc"]
+
+
+def test_a_suffix_is_filled_in_before_until_a_token_that_ends_the_middle(llm: LLM) -> None:
+    spelled = dict(LETTERS)
+    marks = (spelled["y"], spelled["x"], None, (spelled["e"],))
+    llm._text.tokenizer.infill = Infill(*marks, re.compile("(?!)"))
+    filled = llm.generate(["ab", {"prompt": "ab"}, "p"], SamplingParams(max_tokens=9), suffix=["mn", "", "a"])
+    ids = [tuple(spelled[letter] for letter in letters) for letters in ("xmnyab", "ab", "xayp")]
+    assert [output.prompt_token_ids for output in filled] == ids
+    assert [output.outputs[0].text for output in filled] == ["cd", "cdefghijk", "qrstuvwxy"]
+    assert (filled[0].outputs[0].finish_reason, filled[0].outputs[0].stop_reason) == ("stop", spelled["e"])
+    [on] = llm.generate("ab", SamplingParams(max_tokens=5, ignore_eos=True), suffix="mn")
+    assert on.outputs[0].text == "cdefg"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "suffix", "words"),
+    [
+        (["a", "b"], ["x"], "2 prompts but 1 suffixes"),
+        ("a", 3, "must be a list"),
+        (["a"], [3], "must be text"),
+        ([[1, 2]], "x", "a prompt must be text"),
+        ({"prompt_token_ids": [1]}, "x", "a prompt must be text"),
+        ("a", "x", "no markers"),
+    ],
+)
+def test_a_suffix_that_cannot_be_filled_in_before_is_refused_by_name(
+    llm: LLM, prompts: Any, suffix: Any, words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words) as refused:
+        llm.generate(prompts, suffix=suffix)
+    assert refused.value.param == "suffix"
 
 
 def test_the_end_token_counts_but_is_not_text(llm: LLM) -> None:

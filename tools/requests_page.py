@@ -10,8 +10,18 @@ from msgspec import Struct
 
 from quire.server import schemas
 from quire.server.embeddings import EmbeddingsRequest
-from quire.server.fields import NO_OPS, REFUSED_FIELDS
+from quire.server.fields import NO_OPS, REFUSED_FIELDS, Refusal
 from quire.server.messages import MessagesRequest
+from quire.server.ollama import (
+    OPTION_HINTS,
+    REFUSED_OPTIONS,
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    Options,
+)
+from quire.server.ollama_models import OllamaShowRequest
 from quire.server.responses import ResponsesRequest
 
 _ENDPOINTS: Mapping[str, type[Struct]] = {
@@ -21,13 +31,18 @@ _ENDPOINTS: Mapping[str, type[Struct]] = {
     "messages": MessagesRequest,
     "embeddings": EmbeddingsRequest,
     "generate": schemas.GenerateRequest,
+    "api/chat": OllamaChatRequest,
+    "api/generate": OllamaGenerateRequest,
+    "api/embed": OllamaEmbedRequest,
+    "api/embeddings": OllamaEmbeddingsRequest,
+    "api/show": OllamaShowRequest,
     "tokenize": schemas.TokenizeRequest,
     "detokenize": schemas.DetokenizeRequest,
 }
 
 _PAGE = """# Fields of requests
 
-Written by `make docs` from `src/quire/server/{{schemas,responses,messages,embeddings,fields}}.py`; do not edit.
+Written by `make docs` from `src/quire/server/{{schemas,responses,messages,embeddings,ollama,fields}}.py`; do not edit.
 
 A field is honoured, a no-op by definition, or refused with a 400 that names it and says why. Anything else is unknown
 and refused too, with the nearest known name. `null` is the same as not sent. Names and meanings are OpenAI's, and
@@ -51,7 +66,24 @@ Unless the value asks for nothing.
 
 | field | why | harmless values |
 |---|---|---|
-{refused}"""
+{refused}
+## Ollama's options
+
+The fields of `options` in [Ollama's API](../guides/ollama.md).
+
+| option | value |
+|---|---|
+{options}
+Taken, and without effect:
+
+| option | why |
+|---|---|
+{option_hints}
+Refused, unless the value asks for nothing:
+
+| option | why | harmless values |
+|---|---|---|
+{refused_options}"""
 
 
 def _rows(*rows: Sequence[str]) -> str:
@@ -67,12 +99,24 @@ def markdown() -> str:
     names = {name for name, _ in endpoints}
     honoured = _rows(*((f"`{name}`", value, ", ".join(endpoints[name, value])) for name, value in sorted(endpoints)))
     no_ops = _rows(*((f"`{name}`", why) for name, why in NO_OPS.items() if name not in names))
-    refused = [
-        (f"`{name}`", refusal.why, ", ".join(f"`{json.dumps(value)}`" for value in refusal.no_op))
-        for name, refusal in REFUSED_FIELDS.items()
-        if name not in names
-    ]
-    return _PAGE.format(honoured=honoured, no_ops=no_ops, refused=_rows(*refused))
+    refused = {name: refusal for name, refusal in REFUSED_FIELDS.items() if name not in names}
+    return _PAGE.format(
+        honoured=honoured,
+        no_ops=no_ops,
+        refused=_refused(refused),
+        options=_rows(*((f"`{name}`", value) for name, value in _types(Options).items())),
+        option_hints=_rows(*((f"`{name}`", why) for name, why in OPTION_HINTS.items())),
+        refused_options=_refused(REFUSED_OPTIONS),
+    )
+
+
+def _refused(table: Mapping[str, Refusal]) -> str:
+    return _rows(
+        *(
+            (f"`{name}`", refusal.why, ", ".join(f"`{json.dumps(value)}`" for value in refusal.no_op))
+            for name, refusal in table.items()
+        )
+    )
 
 
 def _types(kind: type[Struct]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from quire.types import CompletionOutput, RequestOutput, SamplingParams, Structu
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
+    from quire.frontend.beam_search import BeamSearchParams
     from quire.llm import LLM
 
 __version__ = "0.2.0"
@@ -21,6 +22,7 @@ __version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "QuireError",
     "RequestOutput",
@@ -35,4 +37,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("quire.llm").LLM
     if name == "AsyncLLM":
         return importlib.import_module("quire.async_llm").AsyncLLM
+    if name == "BeamSearchParams":
+        return importlib.import_module("quire.frontend.beam_search").BeamSearchParams
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, cast, get_args
 
 from quire.assembly.backend import build_backend, engine_process
-from quire.assembly.prompts import Message, Prompt, PromptReader
+from quire.assembly.prompts import Message, Prompt, PromptReader, suffixes
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
@@ -126,23 +126,26 @@ class AsyncLLM:
         *,
         priority: int = 0,
         output_kind: OutputKind = "cumulative",
+        suffix: str = "",
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs for one prompt as its tokens are generated; the last is `finished`.
 
         Tokens that are ready together come in one output. Closing the generator, or cancelling the task that reads it,
         ends the request. sampling_params: the model's defaults if None. request_id: unique among running requests, for
-        `abort`; drawn if None. priority: as for `LLM.generate`. output_kind: vLLM's, see `OutputKind`. others: vLLM's
-        arguments that change nothing.
+        `abort`; drawn if None. priority, suffix: as for `LLM.generate`. output_kind: vLLM's, see `OutputKind`. others:
+        vLLM's arguments that change nothing.
 
         Iteration raises InvalidRequest naming the field, Interrupted where the engine's process ends, Unavailable while
         it starts again, and StepFailed where this request cannot be computed.
         """
 
         def encode(params: SamplingParams) -> _Encoded:
-            return *self._prompts.encoded(prompt), params
+            [end] = suffixes(suffix, 1)
+            return *self._prompts.encoded(prompt, end), self._prompts.filling(params, end)
 
-        return self._stream(_size(prompt), encode, sampling_params, request_id, priority, output_kind, others)
+        size = _size(prompt) + _size(suffix)
+        return self._stream(size, encode, sampling_params, request_id, priority, output_kind, others)
 
     def chat(
         self,

@@ -11,6 +11,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, Self, cast
 
@@ -21,13 +22,21 @@ from rich.progress import Progress
 from quire import errors
 from quire.assembly.engine import build_engine
 from quire.assembly.limits import choose_device
-from quire.assembly.prompts import Message, Prompt, PromptReader, check_list, last_text
+from quire.assembly.prompts import Message, Prompt, PromptReader, check_list, last_text, suffixes
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
 from quire.config.vllm import check_method, options_of
 from quire.engine.thread import EngineThread, wait_for
 from quire.errors import InvalidRequest, QuireError
+from quire.frontend.beam_search import (
+    Beam,
+    BeamSearch,
+    BeamSearchOutput,
+    BeamSearchParams,
+    beam_search_output,
+    search,
+)
 from quire.frontend.interface import Call, Delta
 from quire.frontend.outputs import request_output
 from quire.frontend.processor import (
@@ -36,6 +45,7 @@ from quire.frontend.processor import (
     check_priority,
     delta_of_error,
     embedding_vector,
+    max_new_tokens,
     output_processor,
     requests,
 )
@@ -89,9 +99,13 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        suffix: str | Sequence[str] = "",
         **others: Any,
     ) -> list[RequestOutput]:
         """One answer for each prompt, in order. `sampling_params`: for all, one for each, or the model's defaults.
+
+        suffix: for all or one for each, what follows the answer, which fills in between; needs a model with markers for
+        that, and prompts that are text.
 
         `use_tqdm` (vLLM's name) shows progress on a terminal. priority: for all or one for each, lower is sooner; needs
         a `scheduling_policy` that reads it. others: arguments of vLLM that change nothing. Raises InvalidRequest naming
@@ -99,7 +113,43 @@ class LLM:
         """
         self._thread.check()
         check_method(others)
-        return [job.output() for job in self._run(self._prompts.read(prompts), sampling_params, use_tqdm, priority)]
+        read = self._prompts.read(prompts, suffix)
+        each = _for_each(sampling_params or self.default_sampling_params(), len(read))
+        ends = suffixes(suffix, len(read))
+        params = [self._prompts.filling(one, end) for one, end in zip(each, ends, strict=True)]
+        return [job.output() for job in self._run(read, params, use_tqdm, priority)]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        **others: Any,
+    ) -> list[BeamSearchOutput]:
+        """The `params.beam_width` likeliest answers to each prompt that beam search finds, best first.
+
+        Each step is a request for each beam, whose prompt is mostly in the prefix cache. Raises InvalidRequest naming
+        the field, also where a prompt and `max_tokens` do not fit into the context.
+        """
+        self._thread.check()
+        check_method(others)
+        read = [ids for _, ids in self._prompts.read(prompts)]
+        tokenizer, one = self._text.tokenizer, SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        longest = replace(one, max_tokens=params.max_tokens)
+        for ids in read:
+            max_new_tokens(len(ids), longest, self._context)
+        searches = [BeamSearch(params, tokenizer.eos) for _ in read]
+
+        def likeliest(asked: Sequence[tuple[int, Beam, int]]) -> list[Sequence[tuple[int, float]]]:
+            made = [(None, (*read[i], *beam.tokens)) for i, beam, _ in asked]
+            jobs = self._run(made, [replace(one, logprobs=count) for _, _, count in asked], use_tqdm)
+            return [job.likeliest() for job in jobs]
+
+        search(searches, likeliest)
+        return [
+            beam_search_output(ids, found.beams, params, tokenizer) for ids, found in zip(read, searches, strict=True)
+        ]
 
     def embed(
         self,
@@ -266,14 +316,19 @@ class LLM:
 
     def _readers(self, job: _Job, end: Callable[[QuireError | None], None]) -> list[_Reader]:
         """One for each answer. end: called when it is complete, or with why it will never be."""
-        about, tokenizer, seed = self._engine.description, self._text.tokenizer, self._seeds.getrandbits(63)
-        limit = min(about.max_model_len, about.num_blocks * about.block_size)
+        tokenizer, seed = self._text.tokenizer, self._seeds.getrandbits(63)
         stops = StopStrings(job.call.sampling.stop)
-        asked = requests(job.call, tokenizer=tokenizer, limit=limit, seed=seed)
+        asked = requests(job.call, tokenizer=tokenizer, limit=self._context, seed=seed)
         return [
             _Reader(job, request, self._constraint(request), output_processor(request, tokenizer, stops), end)
             for request in asked
         ]
+
+    @property
+    def _context(self) -> int:
+        """The longest sequence, in tokens."""
+        about = self._engine.description
+        return min(about.max_model_len, about.num_blocks * about.block_size)
 
     def _constraint(self, request: Request) -> Constraint:
         if request.sampling.structured_outputs is None:
@@ -291,6 +346,13 @@ class _Job:
 
     def output(self) -> RequestOutput:
         return request_output(self.call, self.choices)
+
+    def likeliest(self) -> Sequence[tuple[int, float]]:
+        """The likeliest (token id, log-probability) after the prompt. Raises an error that ended it."""
+        last = self.choices[0][-1]
+        if not last.logprobs:
+            raise errors.of(last.status, last.error or "the prompt could not be computed", param=last.param)
+        return last.logprobs[0].top
 
     def embedding(self, dimensions: int | None, *, normalize: bool) -> EmbeddingRequestOutput:
         """Raises InvalidRequest for a prompt that could not be computed, and for dimensions there are not."""

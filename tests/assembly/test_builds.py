@@ -84,7 +84,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
             module, "locate", lambda name, **rest: noted.say("located", [name, rest]) or Path(f"found/{name}")
         )
     monkeypatch.setattr(speculate, "embedded", lambda: Path("embedded"))
-    monkeypatch.setattr(engine, "has_stable_kernels", lambda: False)
+    monkeypatch.setattr(engine, "stable_rows", lambda: 0)
     monkeypatch.setattr(engine, "host_bytes", lambda: 6 * GIB)
     monkeypatch.setattr(torch, "set_num_threads", noted.to("set_num_threads"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
@@ -370,7 +370,7 @@ def test_devices_and_threads_are_chosen_as_written_down(monkeypatch: pytest.Monk
     for asked in (None, False, True):
         for own in (False, True):
             for stable in (False, True):
-                monkeypatch.setattr(engine, "has_stable_kernels", lambda stable=stable: stable)
+                monkeypatch.setattr(engine, "stable_rows", lambda stable=stable: 64 * stable)
                 ops = engine.choose_ops(torch.device("cpu"), asked, embedded=own)
                 lines.append(f"deterministic {asked}, embedded {own}, stable {stable}: {type(ops).__name__}")
     lines.append(f"compiled on a CPU: {engine.count_compiles('cpu')()}")

@@ -43,6 +43,8 @@ ENDPOINTS = (
     Endpoint("/v1/generate", {"prompt": "x", "max_new_tokens": 4}, most="max_new_tokens"),
     Endpoint("/v1/responses", {"input": "x", "max_output_tokens": 4}, most="max_output_tokens", stop=None),
     Endpoint("/v1/messages", {"messages": HI, "max_tokens": 4, "model": "embedded"}, stop="stop_sequences"),
+    Endpoint("/api/chat", {"messages": HI, "options": {"num_predict": 4}, "stream": False}),
+    Endpoint("/api/generate", {"prompt": "x", "options": {"num_predict": 4}, "stream": False}),
 )
 REFUSED, BAD = (400, 413, 422), (400,)
 FINE = (200,)
@@ -312,7 +314,9 @@ def types() -> Iterator[Poison]:
     """Content types, and bodies that are coded."""
     for kind in ("text/plain", "", "application/x-www-form-urlencoded", "application/xml", "a" * 10_000):
         for endpoint in ENDPOINTS:
-            sent = post(endpoint.path, dict(endpoint.body), {"Content-Type": kind})
+            # Ollama's paths take what shells send, and pages nothing but JSON.
+            page = {"Origin": "http://127.0.0.1"} if endpoint.path.startswith("/api/") else {}
+            sent = post(endpoint.path, dict(endpoint.body), {"Content-Type": kind, **page})
             yield Poison(f"{kind[:40]!r} at {endpoint.path}", (sent,), (415, 400))
     form = b'--x\r\nContent-Disposition: form-data; name="f"; filename="../../x"\r\n\r\ny\r\n--x--'
     sent = post("/v1/completions", form, {"Content-Type": "multipart/form-data; boundary=x"})

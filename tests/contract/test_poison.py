@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,13 @@ from tests.contract.streams import hear_all
 from tests.contract.wire import Answer, ask, request, send
 from tests.live import ROOT, Live, serving, standing
 
-POISONS = [*poisons(), *file_poisons()]
-ERRANDS = errands()
+
+@cache
+def every_poison() -> list[Poison]:
+    """Not made by importing, which every worker does: they are hundreds of megabytes."""
+    return [*poisons(), *file_poisons()]
+
+
 TIMEOUT = 100.0
 """Seconds within which everything is answered."""
 
@@ -161,23 +167,24 @@ def check(live: Live, some: Sequence[Poison], errands: Sequence[Errand], *, more
 
 
 def test_every_endpoint_gets_enough_hostile_requests() -> None:
-    assert len(POISONS) >= 80 and len({poison.name for poison in POISONS}) == len(POISONS)
+    every = every_poison()
+    assert len(every) >= 80 and len({poison.name for poison in every}) == len(every)
     for endpoint in ENDPOINTS:
-        assert sum(endpoint.path in poison.name for poison in POISONS) >= 80
+        assert sum(endpoint.path in poison.name for poison in every) >= 80
     for path in (FILES, BATCHES, VECTORS):
         assert sum(path.encode() in poison.parts[0][:80] for poison in file_poisons()) >= 25
 
 
 def test_hostile_requests_affect_only_their_senders(live: Live) -> None:
-    check(live, POISONS[::SHARE], ERRANDS, more=0.05)
+    check(live, every_poison()[::SHARE], errands(), more=0.05)
 
 
 @pytest.mark.nightly
 def test_all_hostile_requests_affect_only_their_senders(tmp_path: Path) -> None:
     """The second time: what the first one brought into memory to stay, such as compiled grammars, is there already."""
     with poisoned(tmp_path) as fresh:
-        asyncio.run(under_load(fresh.port, POISONS, ERRANDS))
-        check(fresh, POISONS, ERRANDS, more=0.05)
+        asyncio.run(under_load(fresh.port, every_poison(), errands()))
+        check(fresh, every_poison(), errands(), more=0.05)
 
 
 @pytest.mark.nightly
@@ -185,7 +192,7 @@ def test_all_hostile_requests_affect_only_their_senders_through_a_proxy(tmp_path
     """It takes JSON only, so uploads are a 415 there."""
     with standing("upstream", tmp_path, *OPTIONS, "--batch-dir", str(tmp_path / "batches")) as live:
         engine = live.engine_pid()
-        wrong = wronged(POISONS, asyncio.run(swallow(live.port, POISONS)), 415, 429)
+        wrong = wronged(every_poison(), asyncio.run(swallow(live.port, every_poison())), 415, 429)
         assert not wrong, wrong
         assert live.settled()["cache"]["used_pages"] == 0 and live.engine_pid() == engine
         assert "Traceback" not in live.log, live.log

@@ -11,7 +11,7 @@ from tests.live import serving
 
 
 @pytest.mark.parametrize(
-    ("seconds", "share"), [(10, 0.2), pytest.param(3600, 0.05, marks=pytest.mark.nightly)], ids=["short", "an hour"]
+    ("seconds", "share"), [(3, 0.2), pytest.param(3600, 0.05, marks=pytest.mark.nightly)], ids=["short", "an hour"]
 )
 def test_memory_and_descriptors_do_not_grow_during_a_soak(tmp_path: Path, seconds: float, share: float) -> None:
     with serving(tmp_path, *OPTIONS) as live:

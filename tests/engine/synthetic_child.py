@@ -1,7 +1,7 @@
 """An engine process for tests: `quire.assembly.engine_child` with a synthetic executor. `bad` in the settings: refuse.
 
-step, token: seconds a step costs, and a token. timeout: seconds any step may take. sticks: hang on some requests.
-window: frames are sent while it is watched.
+step, token: seconds a step costs, and a token. budget: tokens of a step. timeout: seconds any step may take.
+sticks: hang on some requests. window: frames are sent while it is watched.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def main() -> None:
     metrics = EngineMetrics()
     watch = StepWatch(timeout=said.settings.get("timeout"))
     cost = StepCost(said.settings.get("step", 0.0), said.settings.get("token", 0.0))
-    engine = SimConfig(pages=64, page_size=4, cost=cost).build(observers=[metrics, watch])
+    budget = said.settings.get("budget", 512)
+    engine = SimConfig(pages=64, page_size=4, cost=cost, max_num_batched_tokens=budget).build(
+        observers=[metrics, watch]
+    )
     if said.settings.get("sticks"):
         engine.executor = Sticking(engine.executor)
     watch.install_signal_handler(engine)

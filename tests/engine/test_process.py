@@ -257,7 +257,7 @@ def test_a_stopped_engine_is_not_alive_after_the_step_timeout_and_is_replaced() 
     """SIGSTOP: it can neither answer nor be asked to end."""
 
     async def story() -> None:
-        async with Rig(timeout=0.3, step=0.01) as rig:
+        async with Rig(timeout=0.3, step=0.01, budget=8) as rig:  # a step of 512 tokens might take 17 seconds
             rig.port.submit([ask("a", 200)])
             await rig.until(lambda: len(rig.made("a")) > 20)
             assert rig.port.process is not None

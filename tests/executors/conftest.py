@@ -9,11 +9,14 @@ import pytest
 
 from quire.weights.locate import embedded
 from quire.weights.onnx_export import export
+from tests import interpreter
 
 OLDEST = (5, 6)
 """transformers with the caches that `executors.hf_cache` takes: the bound of the extra `hf`."""
 
 collect_ignore = [] if tuple(map(int, version("transformers").split(".")[:2])) >= OLDEST else ["test_hf.py"]
+
+interpreter.install()
 
 
 @pytest.fixture(scope="session")

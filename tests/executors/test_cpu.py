@@ -26,6 +26,7 @@ from tests.executors.driver import (
 )
 from tests.model_runner.oracle import naive
 from tests.model_runner.tiny import POISON, VOCAB, Tiny
+from tests.pairs import pairwise
 
 
 def driver(
@@ -48,11 +49,16 @@ AXES = {
     "max_num_seqs": (3, 16),
 }
 COMBOS = [dict(zip(AXES, v, strict=True)) for v in itertools.product(*AXES.values())]
-CHOSEN = random.Random(1).sample(COMBOS, 216)
+CHOSEN = pairwise(AXES)
+"""In CI: every pair of values, three times over with other values beside it."""
+CHOSEN += [each for seed in (1, 2) for each in pairwise(AXES, seed) if each not in CHOSEN]
+OTHERS = [each for each in random.Random(1).sample(COMBOS, 216) if each not in CHOSEN]
 
 
 @pytest.mark.parametrize(
-    "combo", CHOSEN, ids=lambda c: "-".join(str(v) for v in c.values()).replace(str(UNLIMITED), "all")
+    "combo",
+    [*CHOSEN, *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)],
+    ids=lambda c: "-".join(str(v) for v in c.values()).replace(str(UNLIMITED), "all"),
 )
 def test_every_combination_gives_the_dense_loops_tokens(combo: dict[str, object]) -> None:
     kw = dict(combo)

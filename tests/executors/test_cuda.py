@@ -27,6 +27,7 @@ from quire.scheduler.step_time import StepTimeModel
 from quire.types import UNLIMITED, Request, SamplingParams
 from tests.executors.driver import LONGEST, MODEL, OPENING, REQUESTS, WANT, Driver, Fragile
 from tests.model_runner.tiny import POISON, VOCAB, Tiny
+from tests.pairs import pairwise
 
 
 class Doubtful(Tiny):
@@ -113,12 +114,13 @@ AXES = {
 COMBOS = [dict(zip(AXES, v, strict=True)) for v in itertools.product(*AXES.values())]
 
 
-@pytest.mark.parametrize(
-    "share", [5, 7, *(pytest.param(share, marks=pytest.mark.nightly) for share in (0, 1, 2, 3, 4, 6))]
-)
+SHARES = [pairwise(AXES), *(random.Random(share).sample(COMBOS, 26) for share in range(8))]
+
+
+@pytest.mark.parametrize("share", [0, *(pytest.param(share, marks=pytest.mark.nightly) for share in range(1, 9))])
 def test_every_combination_gives_the_dense_loops_tokens(share: int) -> None:
-    """26 combinations a share, 208 in all; the two in CI have every pair of values in them."""
-    for combo in random.Random(share).sample(COMBOS, 26):
+    """Every pair of values in CI, and 208 combinations besides."""
+    for combo in SHARES[share]:
         settings = dict(combo)
         tight = int(str(settings.pop("tight")))
         it = driver(pages=-(-LONGEST // int(str(settings["size"]))) * tight, **settings)  # type: ignore[arg-type]

@@ -30,9 +30,11 @@ CHAT = [
 class Wire:
     """A connection that has come with these pieces, and then ends, or breaks."""
 
-    def __init__(self, *pieces: bytes, breaks: bool = False, until_closed: bool = False, kind: str = "event-stream"):
+    def __init__(
+        self, *pieces: bytes, breaks: bool = False, until_closed: bool = False, kind: str = "text/event-stream"
+    ):
         self.pieces, self.breaks, self.until_closed = list(pieces), breaks, until_closed
-        self.status, self.headers = 200, [(b"content-type", b"text/" + kind.encode())]
+        self.status, self.headers = 200, [(b"content-type", kind.encode())]
 
     async def read(self) -> bytes:
         if self.pieces:
@@ -162,3 +164,32 @@ def test_addresses_are_read_as_people_write_them(url: str, means: str) -> None:
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidConfig, match="upstream"):
         Origin.parse(url)
+
+
+LINES = [
+    b'{"model":"m","message":{"role":"assistant","content":"a"},"done":false}\n',
+    b'{"model":"m","message":{"role":"assistant","content":" \\"done\\":true"},"done":false}\n',
+    b'{"model":"m","message":{"role":"assistant","content":""},"done":true,"done_reason":"length",'
+    b'"prompt_eval_count":7,"eval_count":5}\n',
+]
+
+
+@given(places=st.lists(st.integers(1, 10_000), max_size=12))
+def test_any_cut_of_ollamas_lines_passes_whole_lines_and_counts_the_same(places: list[int]) -> None:
+    data = b"".join(LINES)
+    pieces, response, heard, error = passed(Wire(*cut(data, places), kind="application/x-ndjson", until_closed=True))
+    assert b"".join(pieces) == data and not error and all(piece.endswith(b"\n") for piece in pieces)
+    assert response.streams and response.lines
+    assert (heard.made, response.tokens, response.prompt_tokens, response.finish) == (2, 5, 7, "length")
+
+
+def test_ollamas_lines_that_end_early_are_cut_short() -> None:
+    assert passed(Wire(*LINES[:2], kind="application/x-ndjson", until_closed=True))[3]
+    assert passed(Wire(b"".join(LINES)[:-9], kind="application/x-ndjson", breaks=True))[0] == [b"".join(LINES[:2])]
+
+
+def test_the_counts_of_ollamas_whole_answers_are_read() -> None:
+    for text in ({"response": "a text"}, {"message": {"role": "assistant", "content": "a"}}):
+        whole = json.dumps({**text, "done": True, "prompt_eval_count": 3, "eval_count": 2}).encode()
+        _, response, _, _ = passed(Wire(whole, kind="application/json"))
+        assert (response.prompt_tokens, response.reported_tokens) == (3, 2)

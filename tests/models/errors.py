@@ -30,6 +30,10 @@ from quire.weights.schemes import ONLINE
 from tests.checkpoints import SHAPES, make
 from tests.gguf_files import TYPES, write
 from tests.models.feeding import Feeder, prompts
+from tests.models.test_published import PUBLISHED
+from tests.models.test_published import spec as published
+from tests.quantised import FORMATS
+from tests.weights.test_quantised_families import FAMILIES as QUANTISED
 
 GUIDES = Path(__file__).parents[2] / "docs/guides"
 PAGES = {"errors": GUIDES / "models.md", "canaries": GUIDES / "quantization.md"}
@@ -38,6 +42,33 @@ CPU = torch.device("cpu")
 DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
+
+
+TEXTS = MappingProxyType({"mistral3": "ministral3"})
+"""Text models that are not named after the multimodal one."""
+
+IMAGES, RANKS, MTP = "images", "several ranks", "layers for drafts"
+LACKING: Mapping[str, str] = MappingProxyType(
+    {
+        "cohere": "query and key norms (Command R+)",
+        "ernie4_5_moe": f"`use_bias`; {MTP}",
+        "gemma3": IMAGES,
+        "gemma4": f"{IMAGES}, audio",
+        "gemma4_text": "several ranks of models with inputs for each layer",
+        "glm4_moe": MTP,
+        "gpt2": "quantised checkpoints: matrices are stored transposed",
+        "gpt_oss": "other clamps of the gate",
+        "granitemoehybrid": "experts, Mamba layers",
+        "internlm3": "sequences longer than its context",
+        "llama4": IMAGES,
+        "minimax_m2": RANKS,
+        "mistral3": IMAGES,
+        "olmo2": RANKS,
+        "olmo3": RANKS,
+        "olmoe": f"`clip_qkv`; {RANKS}",
+    }
+)
+"""What is refused by name, or not loaded."""
 
 
 def theirs(model: PreTrainedModel, asked: Iterable[list[int]]) -> Tensor:
@@ -77,7 +108,7 @@ def table(shapes: Iterable[str]) -> str:
 
 def families(page: str) -> str:
     """A line for each `model_type` of the registry: its architectures, what is compared, the largest error in the
-    table of errors of `page`, and its name in GGUF files, if they are read."""
+    table of errors of `page`, its name in GGUF files, if they are read, and what is not supported."""
     rows = [[cell.strip() for cell in line.split("|")] for line in part(page, "errors").splitlines()]
     errors = {row[1]: row[4] for row in rows if len(row) > 4}
     own: dict[str, list[str]] = {}
@@ -85,10 +116,12 @@ def families(page: str) -> str:
         if name not in own.setdefault(model_type, []):
             own[model_type].append(name)
     compared = [shape.split("-")[0] for shape in SHAPES]
-    lines = [
-        "| `model_type` | `architectures` | checkpoints compared | largest float32 error | GGUF |",
-        "|---" * 5 + "|",
-    ]
+    quantised = {shape.split("-")[0] for shape in QUANTISED}
+    longest: dict[str, int] = {}
+    for spec in map(published, PUBLISHED):
+        longest[spec.architecture] = max(spec.context, longest.get(spec.architecture, 0))
+    titles = "`model_type`", "`architectures`", "checkpoints compared", "largest float32 error", "context", "drafts"
+    lines = [f"| {' | '.join((*titles, 'formats', 'GGUF', 'not supported'))} |", "|---" * 9 + "|"]
     for model_type in sorted(own):
         names = own[model_type]
         files = ", ".join(
@@ -97,7 +130,20 @@ def families(page: str) -> str:
             if {family.architecture, *(each.architecture for each in VARIANTS.get(known, {}).values())} & {*names}
         )
         count = str(compared.count(model_type) or "as the text model")
-        cells = (", ".join(f"`{name}`" for name in names), count, errors.get(model_type, ""), files)
+        context = max((longest.get(name, 0) for name in names), default=0)
+        # A multimodal model is its text model, which is named as it is.
+        text = next((t for t in (model_type, f"{model_type}_text", TEXTS.get(model_type, "")) if t in compared), "")
+        formats = f"plain, {len(FORMATS)} quantised" if text in quantised else "plain"
+        cells = (
+            ", ".join(f"`{name}`" for name in names),
+            count,
+            errors.get(model_type, ""),
+            f"{context:,}" if context else "",
+            "n-gram, model" if text else "",
+            formats,
+            files,
+            LACKING.get(model_type, ""),
+        )
         lines.append(f"| {model_type} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

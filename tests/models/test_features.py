@@ -47,9 +47,11 @@ WITHOUT: Mapping[str, Callable[[ModelSpec], ModelSpec]] = MappingProxyType(
     {
         "windows": lambda spec: replace(spec, windows=(UNLIMITED,) * spec.layers),
         "one more in a window": lambda spec: replace(spec, windows=tuple(min(UNLIMITED, w + 1) for w in spec.windows)),
+        "chunks": lambda spec: replace(spec, chunks=()),
+        "one more in a chunk": lambda spec: replace(spec, chunks=tuple(min(UNLIMITED, n + 1) for n in spec.chunks)),
         "rope": lambda spec: replace(spec, rope=slower(spec.rope), ropes=tuple(map(slower, spec.ropes))),
         "rope scaling": without_scaling,
-        "rope gain": of_rope(gain=1.0),
+        "rope gain": of_rope(gain=1.0, short_gain=1.0),
         "rope rounding": of_rope(full_dim=True),
         "rope of neighbours": of_rope(interleaved=False),
         "gain of queries": of_rope(query_beta=0.0),
@@ -67,7 +69,13 @@ WITHOUT: Mapping[str, Callable[[ModelSpec], ModelSpec]] = MappingProxyType(
         "scale": lambda spec: replace(spec, scale=spec.scale and spec.head_dim**-0.5),
         "cap of scores": lambda spec: replace(spec, score_cap=0.0),
         "cap of logits": lambda spec: replace(spec, logit_cap=0.0),
-        "renormalisation": experts(normalize_weights=True),
+        "renormalisation": lambda spec: (
+            spec if spec.experts and spec.experts.margin else experts(normalize_weights=True)(spec)
+        ),
+        "margin": experts(margin=0.0),
+        "narrower margin": lambda spec: replace(
+            spec, experts=spec.experts and replace(spec.experts, margin=spec.experts.margin / 4)
+        ),
         "shares as they are": experts(normalize_weights=False),
         "sigmoid of shares": experts(sigmoid=False),
         "groups of experts": experts(groups=1, used_groups=1),
@@ -128,7 +136,7 @@ def test_every_family_comes_in_shapes_that_leave_no_way_out(tmp_path: Path) -> N
         make(tmp_path / shape, shape)
         spec = load.read_spec(load.read_config(tmp_path / shape))
         families.setdefault(spec.architecture, []).append(spec)
-        limits = [window for window in spec.windows if window < UNLIMITED]
+        limits = [size for size in (*spec.windows, *spec.chunks) if size < UNLIMITED]
         limits += [rope.original for rope in (spec.rope, *spec.ropes) if rope.original < spec.context]
         assert max(limits, default=0) < sorted(LENGTHS)[-2], shape
     for name, specs in families.items():

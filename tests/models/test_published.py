@@ -131,6 +131,14 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
         "microsoft/Phi-3.5-mini-instruct": (3.821e9, config(
             "Phi3ForCausalLM", 3072, 8192, 32, (32, 32), 32064, 131072, original_max_position_embeddings=4096,
             rope_scaling=long_rope(48), sliding_window=262144, **UNTIED)),
+        "microsoft/Phi-3.5-MoE-instruct": (41.87e9, config(
+            "PhiMoEForCausalLM", 4096, 6400, 32, (32, 8), 32064, 131072, original_max_position_embeddings=4096,
+            attention_bias=True, lm_head_bias=True, num_local_experts=16, num_experts_per_tok=2, rms_norm_eps=1e-5,
+            router_jitter_noise=0.01, sliding_window=131072, rope_theta=10000.0,
+            rope_scaling={**long_rope(64), "short_mscale": 1.2, "long_mscale": 1.3}, **UNTIED)),
+        "swiss-ai/Apertus-8B-Instruct-2509": (8.05e9, config(
+            "ApertusForCausalLM", 4096, 21504, 32, (32, 8), 131072, 65536, rope_theta=12000000.0, hidden_act="xielu",
+            qk_norm=True, post_norm=False, **UNTIED)),
         "allenai/OLMo-2-1124-7B": (7.30e9, config(
             "Olmo2ForCausalLM", 4096, 11008, 32, (32, 32), 100352, 4096, rope_theta=500000, **UNTIED)),
         "allenai/Olmo-3-1025-7B": (7.30e9, config(
@@ -340,6 +348,9 @@ def test_experts_and_heads_of_published_models_are_told(tmp_path: Path) -> None:
         "16 of queries, 8 of keys and values, 256 numbers each; 2 of keys and values, 512 numbers each"
     )
     assert gemma["rope"] == "base 10,000 over 256 numbers of a head; base 1,000,000 over 128 numbers of a head"
+    scout = told("meta-llama/Llama-4-Scout-17B-16E-Instruct")
+    assert scout["attention"] == "36 of 48 layers see their own chunk of 8,192 positions"
+    assert scout["context"] == "10,485,760 tokens"
     assert told("google/gemma-4-E2B-it")["KV a token, as activations"].startswith("18,432 bytes")
 
 
@@ -351,7 +362,8 @@ def test_routers_and_layers_of_published_mixtures_are_as_they_were_published() -
     assert glm.experts.dense_layers == {0, 1, 2}
     assert ernie.experts and ernie.experts.choice == TopK(8, True, floor=1e-12)
     assert ernie.experts.dense_layers == {0, 1, 2}
-    assert (scout.context, [rope.dim for rope in scout.layer_ropes[:4]]) == (8192, [128, 128, 128, 0])
+    assert (scout.context, [rope.dim for rope in scout.layer_ropes[:4]]) == (10485760, [128, 128, 128, 0])
+    assert scout.chunks == (8192, 8192, 8192, UNLIMITED) * 12
     maverick = spec("meta-llama/Llama-4-Maverick-17B-128E-Instruct")
     assert maverick.experts and maverick.experts.dense_layers == set(range(0, 48, 2))
     assert spec("MiniMaxAI/MiniMax-M2").rope.dim == 64
@@ -392,6 +404,10 @@ def test_scales_and_rotations_are_those_published() -> None:
     assert phi.rope.gain == pytest.approx(1.1902381)
     assert phi.for_length(4096).rope.factors == (1.0,) * 48
     assert phi.for_length(4097).rope.factors == (8.0,) * 48
+    mixture = spec("microsoft/Phi-3.5-MoE-instruct")
+    assert (mixture.rope.factors, mixture.rope.gain) == ((8.0,) * 64, 1.3)
+    assert (mixture.for_length(4096).rope.factors, mixture.for_length(4096).rope.gain) == ((1.0,) * 64, 1.2)
+    assert mixture.experts and mixture.experts.choice == TopK(2, False, margin=0.02)
     assert spec("zai-org/GLM-4-9B-0414").rope.dim == spec("zai-org/glm-4-9b-chat-hf").rope.dim == 64
     assert spec("nvidia/Minitron-4B-Base").rope.dim == 64
     assert spec("tencent/Hunyuan-7B-Instruct").rope.theta == pytest.approx(11158840, rel=1e-4)

@@ -23,15 +23,16 @@ EVERY: dict[str, Ops] = {"reference": OPS, "fixed": BatchInvariantOps()}
 
 
 def naive(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, soft_cap: float, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, soft_cap: float, sinks: Tensor | None = None,
+    chunk: int = UNLIMITED,
+) -> Tensor:  # fmt: skip
     """The last len(q) positions of one sequence attend: q [n, H, D], k and v [L, G, D] -> [n, H, D] float64."""
     n, heads, _ = q.shape
     share = heads // k.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float64)
     for i in range(n):
         position = len(k) - n + i
-        seen = slice(max(0, position - window + 1), position + 1)
+        seen = slice(max(position // chunk * chunk, position - window + 1), position + 1)
         for h in range(heads):
             scores = k[seen, h // share].double() @ q[i, h].double() * scale
             if soft_cap:
@@ -65,7 +66,8 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
         "groups": groups,
         "dim": draw(st.sampled_from([2, 5, 8, 16])),
         "size": draw(st.sampled_from([1, 2, 4, 16])),
-        "window": draw(st.sampled_from([UNLIMITED, 1, 3, 7])),
+        "window": draw(st.sampled_from([UNLIMITED, UNLIMITED, 1, 3, 7])),
+        "chunk": draw(st.sampled_from([UNLIMITED, UNLIMITED, 1, 4, 6])),
         "soft_cap": draw(st.sampled_from([0.0, 0.7, 5.0])),
         "sinks": draw(st.booleans()),
         "few": draw(st.sampled_from([1, 4, 32])),
@@ -88,7 +90,8 @@ def check(s: dict, dtype: torch.dtype, tolerance: float, ops: Ops = OPS) -> None
     batch = feed(history, pages, kv, [(i, past, n) for i, (past, n) in enumerate(s["spans"])])
     q = torch.randn(len(batch.slots), s["heads"], s["dim"], dtype=dtype)
     scale = s["dim"] ** -0.5
-    how = scale, s["window"], s["soft_cap"], 2 * torch.randn(s["heads"]) if s.get("sinks") else None
+    sinks = 2 * torch.randn(s["heads"]) if s.get("sinks") else None
+    how = scale, s["window"], s["soft_cap"], sinks, s.get("chunk", UNLIMITED)
     got = ops.attention(q, kv, batch, *how)
     starts = batch.query_start.tolist()
     for i in history:
@@ -99,7 +102,7 @@ def check(s: dict, dtype: torch.dtype, tolerance: float, ops: Ops = OPS) -> None
 @pytest.mark.parametrize("kind", EVERY)
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(s=situations())
-def test_any_mixture_of_spans_windows_caps_and_sinks_attends_as_the_naive_loop(kind: str, s: dict) -> None:
+def test_any_mixture_of_spans_windows_chunks_caps_and_sinks_attends_as_the_naive_loop(kind: str, s: dict) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_attention, "WORTH", s["worth"])
         patch.setattr(paged_attention, "FEW", s["few"])
@@ -119,6 +122,13 @@ def test_a_long_prompt_is_tiled_without_changing_the_answer(kind: str) -> None:
     n = 2 * reference.TILE + 37
     s = {"spans": [(50, n)], "heads": 2, "groups": 1, "dim": 4, "size": 16, "window": 300, "soft_cap": 0.0, "seed": 2}
     check(s, torch.float32, 2e-5, EVERY[kind])
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_long_prompt_begins_and_ends_within_chunks(kind: str) -> None:
+    n = 2 * reference.TILE + 37
+    s = {"spans": [(50, n)], "heads": 2, "groups": 1, "dim": 4, "size": 16, "window": UNLIMITED, "chunk": 130}
+    check(s | {"soft_cap": 0.0, "seed": 2}, torch.float32, 2e-5, EVERY[kind])
 
 
 def test_a_partly_filled_block_is_cleared_of_what_its_last_owner_left() -> None:
@@ -145,12 +155,13 @@ def test_a_prepared_batch_is_prepared_once_and_shared_by_layers_of_other_head_co
         )
 
 
-def test_a_prepared_batch_is_shared_by_layers_with_different_windows() -> None:
+def test_a_prepared_batch_is_shared_by_layers_with_different_windows_and_chunks() -> None:
     torch.manual_seed(3)
     prepared = OPS.prepare(Pages(8, 4).batch([(0, 0, [1] * 9), (1, 0, [4, 5])]))
     q, k, kv = torch.randn(11, 2, 6), torch.randn(11, 1, 6), poisoned(8, 1, 4, 6)
     OPS.write_kv(kv, k, k, prepared)
-    for window in (UNLIMITED, 3, 5, UNLIMITED):
-        got = OPS.attention(q, kv, prepared, 1.0, window)
-        want = torch.cat([naive(q[at], k[at], k[at], 1.0, window, 0.0) for at in (slice(0, 9), slice(9, 11))])
+    for window, chunk in ((UNLIMITED, UNLIMITED), (3, UNLIMITED), (5, 4), (UNLIMITED, 4), (UNLIMITED, 3)):
+        got = OPS.attention(q, kv, prepared, 1.0, window, chunk=chunk)
+        spans = slice(0, 9), slice(9, 11)
+        want = torch.cat([naive(q[at], k[at], k[at], 1.0, window, 0.0, chunk=chunk) for at in spans])
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)

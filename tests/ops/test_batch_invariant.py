@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops import batch_invariant
-from quire.ops.base import Angles, Norm, QuantizedMatrix
+from quire.ops.base import XIELU, Angles, Norm, QuantizedMatrix
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.matmul import TILE_ROWS, can_pack, in_tiles, pack, packed_linear
 from quire.ops.reference import ReferenceOps
@@ -46,6 +46,7 @@ def test_every_operation_on_a_row_has_the_same_bits_in_any_batch(dtype: torch.dt
         "gelu gate": OPS.gelu_mul,
         "gelu": OPS.gelu,
         "relu2": OPS.relu2,
+        "xielu": lambda x: OPS.xielu(x, XIELU(*torch.tensor([[0.3], [-0.6], [0.5]]))),
         "norm": lambda x: OPS.norm(x, Norm(norm[0], 1e-6)),
         "layer norm": lambda x: OPS.norm(x, Norm(norm[0], 1e-6, norm[0], centred=True)),
         "tanh": torch.tanh,
@@ -97,7 +98,16 @@ class Attended:
         )
 
     def fed(
-        self, chunks: list[int], *, size: int, window: int, soft_cap: float, sunk: bool, others: int, seed: int
+        self,
+        chunks: list[int],
+        *,
+        size: int,
+        window: int,
+        chunk: int,
+        soft_cap: float,
+        sunk: bool,
+        others: int,
+        seed: int,
     ) -> Tensor:
         """seed: of what the others are, and of where this one stands among them."""
         rng = random.Random(seed)
@@ -119,7 +129,8 @@ class Attended:
             for fresh, mine in ((k, self.k), (v, self.v), (q, self.q)):
                 fresh[own] = mine[past : past + n]
             OPS.write_kv(kv, k, v, batch)
-            out.append(OPS.attention(q, kv, batch, 0.3, window, soft_cap, self.sinks if sunk else None)[own])
+            sinks = self.sinks if sunk else None
+            out.append(OPS.attention(q, kv, batch, 0.3, window, soft_cap, sinks, chunk)[own])
             past += n
         return torch.cat(out)
 
@@ -135,6 +146,7 @@ def feedings(draw: st.DrawFn) -> dict[str, object]:
         "chunks": chunks,
         "size": draw(st.sampled_from([2, 3, 16, 128, 512])),
         "window": draw(st.sampled_from([UNLIMITED, 13, 200])),
+        "chunk": draw(st.sampled_from([UNLIMITED, UNLIMITED, 27, 130])),
         "soft_cap": draw(st.sampled_from([0.0, 3.0])),
         "sunk": draw(st.booleans()),
         "others": draw(st.integers(0, 3)),
@@ -147,7 +159,7 @@ def feedings(draw: st.DrawFn) -> dict[str, object]:
 def test_attention_has_the_same_bits_with_any_chunk_block_size_and_batch(f: dict, seed: int) -> None:
     chunks = f["chunks"]
     subject = Attended(sum(chunks), *f["shape"], f["dtype"])
-    kinds = {name: f[name] for name in ("window", "soft_cap", "sunk")}
+    kinds = {name: f[name] for name in ("window", "chunk", "soft_cap", "sunk")}
     alone = subject.fed([sum(chunks)], size=16, others=0, seed=0, **kinds)
     assert torch.equal(subject.fed(chunks, size=f["size"], others=f["others"], seed=seed, **kinds), alone)
 
@@ -157,7 +169,15 @@ def test_one_token_at_a_time_is_the_same_as_all_at_once(
     shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = Attended(140, *shape, torch.float32)
-    kinds = {"size": 16, "window": UNLIMITED, "soft_cap": 0.0, "sunk": False, "others": 0, "seed": 0}
+    kinds = {
+        "size": 16,
+        "window": UNLIMITED,
+        "chunk": UNLIMITED,
+        "soft_cap": 0.0,
+        "sunk": False,
+        "others": 0,
+        "seed": 0,
+    }
     whole = subject.fed([140], **kinds)
     assert torch.equal(subject.fed([1] * 140, **kinds), whole)
     monkeypatch.setattr(batch_invariant, "AT_ONCE", 24)

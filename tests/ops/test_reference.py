@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.ops.base import Angles, Norm, Norms
+from quire.ops.base import XIELU, Angles, Norm, Norms
 from quire.ops.matmul import can_pack, pack, packed_linear
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
@@ -83,6 +83,10 @@ def test_gated_activations_take_the_gate_first(dtype: torch.dtype, tolerance: fl
     torch.testing.assert_close(OPS.silu_mul(fused).double(), silu * up.double(), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(OPS.gelu_mul(fused).double(), gelu * up.double(), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(OPS.gelu(gate).double(), gelu, atol=tolerance, rtol=tolerance)
+    how = XIELU(*torch.tensor([[0.3], [-0.6], [0.5]]))
+    p, n, x = how.positive.double().exp().log1p(), 0.5 + how.negative.double().exp().log1p(), gate.double()
+    bent = torch.where(x > 0, p * x * x, n * (torch.expm1(x.clamp(max=0)) - x)) + 0.5 * x
+    torch.testing.assert_close(OPS.xielu(gate, how).double(), bent, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(OPS.relu2(gate).double(), gate.double().clamp(0) ** 2, atol=tolerance, rtol=tolerance)
 
 

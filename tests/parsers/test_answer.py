@@ -64,16 +64,29 @@ SPLITTERS: dict[str, Callable[[], Splitter]] = {
 
 
 @pytest.mark.parametrize("name", SPLITTERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=texts, sizes=cuts)
 def test_however_a_text_is_cut_the_parts_are_the_same(name: str, text: str, sizes: list[int]) -> None:
     assert tell(SPLITTERS[name](), text, sizes) == tell(SPLITTERS[name](), text)
 
 
 @pytest.mark.parametrize("name", SPLITTERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=texts)
 def test_what_is_no_call_and_no_thought_stays_content_to_the_letter(name: str, text: str) -> None:
+    keeps_to_the_letter(name, text)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SPLITTERS)
+@settings(max_examples=500, deadline=None)
+@given(text=texts, sizes=cuts)
+def test_any_text_in_any_cut_at_length(name: str, text: str, sizes: list[int]) -> None:
+    assert tell(SPLITTERS[name](), text, sizes) == tell(SPLITTERS[name](), text)
+    keeps_to_the_letter(name, text)
+
+
+def keeps_to_the_letter(name: str, text: str) -> None:
     parts = tell(SPLITTERS[name](), text)
     if parts and all(part.kind == "content" for part in parts) and "think>" not in text:
         assert "".join(part.text for part in parts) == text

@@ -94,7 +94,7 @@ def check(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(call=calls, ascii=st.booleans())
 @example(call={"name": "weather", "arguments": [1]}, ascii=True)
 @example(call={"name": "weather", "arguments": 7}, ascii=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from quire.server.live_page import LiveSource
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import Request
+from quire.weights.details import ModelDetails
 from tests.frontend.ports import FakePort, Script
 from tests.tokenization.vocabulary import CHATML, byte_level
 
@@ -94,6 +95,8 @@ async def served(
     room: int = 128,
     view: LiveSource | None = None,
     about: dict[str, Any] | None = None,
+    details: Callable[[], ModelDetails] = ModelDetails,
+    tokenizer_info: dict[str, Any] | None = None,
     **rest: Any,
 ) -> AsyncIterator[Served]:
     port = FakePort(script, max_model_len=room) if port is None else port
@@ -107,7 +110,9 @@ async def served(
         **rest,
     )
     await backend.start()
-    app = create_app(backend, limits=limits, keys=Keys(api_keys, admin_keys), rates=rates, version="9.9", view=view)
+    shown = {"details": details, "tokenizer_info": tokenizer_info}
+    keys = Keys(api_keys, admin_keys)
+    app = create_app(backend, limits=limits, keys=keys, rates=rates, version="9.9", view=view, **shown)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers) as client:
         yield Served(port, backend, client, app)

@@ -93,7 +93,7 @@ async def _exchanged(server: Served, exchange: Exchange) -> list[str]:
         f"{response.status_code} "
         + ", ".join(f"{k}: {names.hidden(v)}" for k, v in response.headers.items() if k != "content-length")
     ]
-    if response.headers.get("content-type", "").startswith("text/event-stream"):
+    if response.headers.get("content-type", "").startswith(("text/event-stream", "application/x-ndjson")):
         lines += [names.hidden(line) for line in response.text.split("\n") if line]
     else:
         lines += [names.hidden(response.text)]
@@ -113,6 +113,8 @@ class _Names:
         text = re.sub(r"\b((?:[a-z]+[-_])?)(?:[0-9a-f]{32}|[0-9a-f]{24})\b", number, text)
         text = re.sub(r'(?<=")()[0-9a-f]{9}(?=")', number, text)
         text = re.sub(r'"(created|created_at)":\d+', r'"\1":0', text)
+        text = re.sub(r'"created_at":"[\dTZ:-]+"', '"created_at":"then"', text)
+        text = re.sub(r'_duration":[1-9]\d*', '_duration":1', text)
         return re.sub(r'"latency_ms":[\d.]+', '"latency_ms":0', text)
 
 

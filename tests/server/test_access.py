@@ -64,6 +64,10 @@ async def test_a_key_over_its_rate_gets_retry_after_and_others_go_on() -> None:
         "/v1/messages/count_tokens",
         "/v1/responses/input_tokens",
         "/tokenize",
+        "/api/chat",
+        "/api/embed",
+        "/api/show",
+        "/api/pull",
     ],
 )
 async def test_every_endpoint_counts_towards_a_keys_rate(path: str) -> None:
@@ -180,6 +184,9 @@ async def test_where_there_are_several_keys_each_has_cached_prefixes_of_its_own(
         ("/v1/generate", {"prompt": "hi"}),
         ("/v1/completions", {"prompt": ["hi", "you"], "n": 2}),
         ("/v1/embeddings", {"input": "hi"}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "hi"}], "stream": False}),
+        ("/api/generate", {"prompt": "hi", "stream": False}),
+        ("/api/embed", {"input": "hi"}),
     ],
 )
 async def test_every_route_that_asks_the_engine_keeps_the_prefixes_of_keys_apart(

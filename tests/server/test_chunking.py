@@ -40,7 +40,7 @@ async def begun(server: Served, pending: asyncio.Future[httpx.Response]) -> Requ
 
 async def streamed(server: Served, path: str, body: Parsed, steps: list[list[int]]) -> str:
     """The stream of an answer that is made in these steps."""
-    pending = asyncio.ensure_future(server.post(path, **body, stream=True))
+    pending = asyncio.ensure_future(server.post(path, **{**body, "stream": True}))
     request = await begun(server, pending)
     for i, step in enumerate(steps):
         last: Parsed = {"finish": "stop", "stop_token": EOS} if i == len(steps) - 1 else {}
@@ -53,7 +53,7 @@ async def streamed(server: Served, path: str, body: Parsed, steps: list[list[int
 
 
 def data(text: str) -> list[Parsed]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith(("data: ", "{"))]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
@@ -144,8 +144,24 @@ def messages_whole(answer: Parsed) -> Parsed:
     return said
 
 
+def ollama(lines: list[Parsed]) -> Parsed:
+    said: Parsed = {"text": "", "thinking": "", "calls": []}
+    for line in lines:
+        about = line.get("message", line)
+        said["text"] += about["content"] if "message" in line else about["response"]
+        said["thinking"] += about.get("thinking", "")
+        said["calls"] += [call["function"] for call in about.get("tool_calls", ())]
+    return {**said, "end": {name: line[name] for name in ("done", "done_reason", "eval_count")}}
+
+
+def ollama_whole(answer: Parsed) -> Parsed:
+    return ollama([answer])
+
+
 FUNCTION = {"type": "function", "function": TOOL}
 ENDPOINTS = (
+    ("/api/chat", {"messages": HI, "tools": [FUNCTION], "stream": False}, ollama, ollama_whole),
+    ("/api/generate", {"prompt": "hi", "stream": False}, ollama, ollama_whole),
     ("/v1/completions", {"prompt": "the"}, completion, completion_whole),
     ("/v1/chat/completions", {"messages": HI, "tools": [FUNCTION]}, chat, chat_whole),
     ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **TOOL}]}, responses, responses_whole),
@@ -183,7 +199,7 @@ def test_however_an_answer_is_cut_its_stream_adds_up_to_the_whole(
 def test_two_calls_of_every_family_come_as_two_at_every_endpoint(family: str, size: int) -> None:
     parsed = asyncio.run(cut([TWO[family]], [size] * 400, {"tool_parser": family}))
     for path, said in parsed.items():
-        assert path == "/v1/completions" or len(said["calls"]) == 2, (path, said)
+        assert path in ("/v1/completions", "/api/generate") or len(said["calls"]) == 2, (path, said)
 
 
 async def cut(pieces: list[str], cuts: list[int], about: Parsed) -> dict[str, Parsed]:

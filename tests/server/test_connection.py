@@ -325,7 +325,7 @@ async def test_a_connection_that_is_lost_is_freed_at_once_not_by_the_garbage_col
     gc.collect()
     gc.disable()
     try:
-        async with listening() as (_, port):
+        async with listening(read=0.5) as (_, port):
             for sent in (FINE, request("GET", "/health"), b"garbage\r\n\r\n", b"GET /health HT", b""):
                 await send(port, sent, hang_up=sent == b"")
             _, silent = await asyncio.open_connection("127.0.0.1", port)

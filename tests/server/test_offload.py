@@ -185,6 +185,11 @@ MESSAGE = {
     ],
     "tools": [{"name": "now", "description": "d", "input_schema": TOOL["parameters"]}],
 }
+OLLAMA = [
+    {"role": "user", "content": "u"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {"zone": "z"}}}]},
+    {"role": "tool", "content": "o", "tool_name": "now"},
+]
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", CHAT),
     "unshown tools": ("/v1/chat/completions", {"messages": HI, "tools": TOOLS, "tool_choice": "none"}),
@@ -205,6 +210,11 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "message count": ("/v1/messages/count_tokens", MESSAGE),
     "response count": ("/v1/responses/input_tokens", RESPONSE),
     "embeddings": ("/v1/embeddings", {"input": ["a", "b"], "cache_salt": "s"}),
+    "ollama chat": ("/api/chat", {"messages": OLLAMA, "tools": TOOLS, "format": SCHEMA, "options": {"stop": ["q"]}}),
+    "ollama generate": ("/api/generate", {"prompt": "p", "system": "s", "context": [3, 4], "options": {"num_ctx": 9}}),
+    "ollama embed": ("/api/embed", {"input": ["a", "b"], "truncate": True}),
+    "ollama embeddings": ("/api/embeddings", {"prompt": "p"}),
+    "ollama show": ("/api/show", {"model": "m"}),
     "generate": ("/v1/generate", {"prompt": "p", "stop": ["q"]}),
     "tokenize": ("/tokenize", {"prompt": "p", "return_token_strs": True}),
     "tokenize chat": ("/tokenize", {"messages": CHAT["messages"], "tools": TOOLS}),
@@ -265,7 +275,8 @@ async def test_every_path_that_takes_json_is_among_these() -> None:
     async with served() as server:
         paths = {route.path for route in server.app.app.routes if "POST" in (route.methods or ())}
     without = {"/reset_prefix_cache", "/ping", "/v1/files", "/v1/batches/{id}/cancel", "/v1/files/{rest:path}"}
-    assert paths - without - {"/v1/batches/{rest:path}"} == {path for path, _ in BODIES.values()}
+    without |= {"/v1/batches/{rest:path}", "/api/pull", "/api/push", "/api/create", "/api/copy"}
+    assert paths - without == {path for path, _ in BODIES.values()}
 
 
 async def test_an_upload_costs_the_loop_a_call_for_each_piece_and_not_for_each_byte(
@@ -306,6 +317,7 @@ class Scored(FakePort):
         ("/v1/chat/completions", {"messages": HI, "return_token_ids": True, "tools": TOOLS, "n": 2}, "tools"),
         ("/v1/responses", {"input": "i", "tools": RESPONSE["tools"], "tool_choice": "none"}, "tools"),
         ("/v1/messages", {"messages": HI, "max_tokens": 2}, "system"),
+        ("/api/generate", {}, "prompt"),
     ],
 )
 async def test_what_an_answer_repeats_of_its_request_costs_the_loop_no_more_for_being_larger(

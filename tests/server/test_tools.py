@@ -168,6 +168,60 @@ async def test_a_forced_call_is_written_as_the_family_does_and_obeys_its_schema(
             assert allows(params, text.replace("weather", "now").replace('{"city": "Ulm"}', "{}")) == (choice != named)
 
 
+def allowing(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize(("parser", "text"), FORCED)
+async def test_only_allowed_tools_are_called_and_shown_where_nothing_binds_the_calls(parser: str, text: str) -> None:
+    async with served(speaking(text), template=KNOWS, room=1024, about={"tool_parser": parser}) as server:
+        # Hermes' calls are bound by a grammar, which the scripted engine does not read: see below.
+        for name, called in (("weather", 1), *([] if parser == "hermes" else [("now", 0)])):
+            answer = (await server.chat(tools=TOOLS, tool_choice=allowing("auto", name)))["choices"][0]["message"]
+            assert len(answer["tool_calls"]) == called and bool(answer["content"]) != bool(called)
+            said = TOKENIZER.decode(server.port.submitted[-1].prompt)
+            shown = {tool["function"]["name"] for tool in TOOLS} if parser == "hermes" else {name}
+            assert {one for one in ("weather", "now") if f'"{one}"' in said} == shown
+        await server.chat(tools=TOOLS, tool_choice=allowing("required", "weather"))
+        assert '"now"' in TOKENIZER.decode(server.port.submitted[-1].prompt), "a grammar keeps it from being called"
+        params = server.port.submitted[-1].sampling
+        assert allows(params, text) and not allows(params, "No.")
+        assert not allows(params, text.replace("weather", "now").replace('{"city": "Ulm"}', "{}"))
+
+
+async def test_calls_of_tools_that_are_not_allowed_are_not_generated() -> None:
+    async with served(template=KNOWS, room=1024) as server:
+        await server.chat(tools=TOOLS, tool_choice=allowing("auto", "now"))
+        params = server.port.submitted[-1].sampling
+        called = 'So: <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+        assert allows(params, "No.") and allows(params, called)
+        assert not allows(params, FORCED[0][1])
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        few = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}
+        answer = await server.post("/v1/responses", input="hi", tools=tools, tool_choice=few)
+        assert answer.status_code == 200 and answer.json()["tool_choice"] == few
+        assert server.port.submitted[-1].sampling.structured_outputs == params.structured_outputs
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (allowing("auto", "whether"), "no tool 'whether'"),
+        (allowing("none", "now"), "mode auto or required"),
+        (allowing("required"), "required needs tools"),
+        ({"type": "allowed_tools"}, "needs a list of tools"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["now"]}}, "tool_choice must be"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tols": []}}, "tols"),
+    ],
+)
+async def test_a_choice_of_allowed_tools_that_cannot_be_is_refused(choice: Any, words: str) -> None:
+    async with served(template=KNOWS, room=1024) as server:
+        refused = await server.post("/v1/chat/completions", messages=HI, tools=TOOLS, tool_choice=choice)
+        assert refused.status_code == 400 and words in refused.json()["error"]["message"], refused.text
+        assert refused.json()["error"]["param"].startswith("tool_choice")
+
+
 async def test_strict_tools_bind_calls_and_leave_text_free() -> None:
     strict = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}]
     async with served(template=KNOWS, room=1024) as server:

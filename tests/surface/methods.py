@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, AsyncLLM, SamplingParams
+from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.assembly import backend
 from quire.types import RequestOutput, StructuredOutputsParams
 from tests.surface.deployment import Deployment
@@ -31,6 +31,12 @@ def generate(deployment: Deployment) -> Any:
     how = [GREEDY, SEEDED, SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=chosen), GREEDY]
     with deployment.here():
         return texts_of(llm.generate(["Once upon a time", "The little dog", "Is a dog an animal? ", LONG], how))
+
+
+def beam_search(deployment: Deployment) -> Any:
+    with deployment.here():
+        found = deployment.llm.beam_search(["Once upon a time", "The little dog"], BeamSearchParams(2, 6))
+    return [[(one.tokens, one.finish_reason) for one in output.sequences] for output in found]
 
 
 def chat(deployment: Deployment) -> Any:
@@ -111,6 +117,7 @@ def async_generate(deployment: Deployment) -> Any:
 
 METHODS = (
     Item("LLM.generate", generate, part="llm"),
+    Item("LLM.beam_search", beam_search, part="llm"),
     Item("LLM.chat", chat, part="llm"),
     Item("LLM.stream", stream, part="llm"),
     Item("LLM.stream_chat", stream_chat, part="llm"),

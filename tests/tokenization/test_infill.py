@@ -13,6 +13,8 @@ from tests.tokenization.vocabulary import byte_level, sentencepiece
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 STARCODER = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 DEEPSEEK = ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
+SANTACODER = ("<fim-prefix>", "<fim-suffix>", "<fim-middle>")
+CODESTRAL = ("[PREFIX]", "[SUFFIX]")
 CODE_LLAMA = ("▁<PRE>", "▁<SUF>", "▁<MID>")
 
 
@@ -26,7 +28,7 @@ def ids(tokenizer: Tokenizer, *names: str) -> list[int]:
     return [id for id in map(tokenizer.id_of, names) if id is not None]
 
 
-@pytest.mark.parametrize("names", [QWEN, STARCODER, DEEPSEEK])
+@pytest.mark.parametrize("names", [QWEN, STARCODER, DEEPSEEK, SANTACODER])
 @pytest.mark.parametrize("special", [True, False])
 def test_a_prompt_is_markers_around_the_texts(names: tuple[str, str, str], special: bool) -> None:
     tokenizer = marked(*names, special=special)
@@ -35,6 +37,18 @@ def test_a_prompt_is_markers_around_the_texts(names: tuple[str, str, str], speci
     assert tokenizer.encode("the dog\n  a", suffix=") the boat\n") == (prefix, *before, suffix, *after, middle)
     assert tokenizer.encode("", suffix="a") == (prefix, suffix, *tokenizer.encode("a"), middle)
     assert tokenizer.encode("the dog", suffix="") == tokenizer.encode("the dog")
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_codestrals_suffix_goes_first_and_its_middle_has_no_marker(special: bool) -> None:
+    tokenizer = marked(*CODESTRAL, "[MIDDLE]", special=special, core=sentencepiece())
+    prefix, suffix = ids(tokenizer, *CODESTRAL)
+    before = tokenizer.encode("a dog")
+    assert before[0] == tokenizer.id_of("▁")
+    assert tokenizer.encode("a dog", suffix="do g") == (suffix, *ids(tokenizer, "do", "▁", "g"), prefix, *before)
+    assert tokenizer.encode("", suffix="do") == (suffix, *ids(tokenizer, "do"), prefix)
+    written = tokenizer.encode("a[SUFFIX]", suffix="[PREFIX]do")
+    assert [id for id in written if id in (prefix, suffix)] == [suffix, prefix]
 
 
 def test_the_begin_token_goes_first_and_no_end_token_follows() -> None:
@@ -57,7 +71,7 @@ def test_only_a_prefix_has_the_space_that_sentencepiece_puts_before_a_text() -> 
 
 
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("names", [QWEN, STARCODER, DEEPSEEK, CODE_LLAMA])
+@pytest.mark.parametrize("names", [QWEN, STARCODER, DEEPSEEK, CODE_LLAMA, SANTACODER])
 def test_markers_in_the_texts_are_text(names: tuple[str, str, str], special: bool) -> None:
     tokenizer = marked(*names, special=special, core=sentencepiece() if names is CODE_LLAMA else byte_level())
     markers = ids(tokenizer, *names)
@@ -93,7 +107,7 @@ def test_the_tokens_that_end_a_middle_are_those_that_the_vocabulary_has() -> Non
         assert tokenizer.infill is not None and sorted(tokenizer.infill.ends) == sorted(ids(tokenizer, *ends))
 
 
-@pytest.mark.parametrize("names", [(), QWEN[:2], ("<PRE>", "<SUF>", "<MID>")])
+@pytest.mark.parametrize("names", [(), QWEN[:2], CODESTRAL[:1], ("<PRE>", "<SUF>", "<MID>")])
 def test_a_vocabulary_without_markers_fills_nothing_in(names: tuple[str, ...]) -> None:
     tokenizer = marked(*names)
     assert tokenizer.infill is None

@@ -24,10 +24,33 @@ from quire.weights.canary import Canary, answers
 from quire.weights.gguf import KINDS, Gguf, GgufTensorInfo, read_gguf
 from quire.weights.gguf_model import block_entry
 from quire.weights.load import load_model
-from tests.checkpoints import greedy, make
+from tests.checkpoints import GPT_OSS_ROPE, greedy, make
 from tests.gguf_files import stored, write
 from tests.models.feeding import Feeder
 from tests.weights.test_load import answer
+
+PHIMOE: dict[str, Any] = {
+    "router_jitter_noise": 0.01,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 400.0,
+        "short_factor": [1.0, 1.1, 1.6, 2.5],
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "original_max_position_embeddings": 512,
+        "attention_factor": 1.2,
+        "short_mscale": 1.2,
+        "long_mscale": 1.2,
+    },
+}
+LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "no_rope_layer_interval": 4,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8192,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+}
+"""What their files do not say."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-gqa-tied": {},
@@ -69,6 +92,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "starcoder2-gqa": {},
     "hunyuan_v1_dense-gqa": {},
     "ernie4_5-gqa": {},
+    "qwen2_moe-gqa": {"norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 1},
+    "olmoe-mha": {"norm_topk_prob": False},
+    "granitemoe-gqa": {},
+    "granitemoeshared-gqa": {},
+    "glm4_moe-gqa": {},
+    "ernie4_5_moe-gqa": {},
+    "minimax_m2-gqa": {},
+    "phimoe-gqa": PHIMOE,
+    "llama4_text-gqa": LLAMA4,
+    "gemma4_text-mixture": {},
+    "gemma4_text-inputs-of-layers": {},
+    "gpt_oss-gqa": {"rope_parameters": {**GPT_OSS_ROPE, "beta_fast": 32.0, "beta_slow": 1.0}},
 }
 PROMPTS = [[7 * i % 199 for i in range(45)], [3, 5, 8]]
 
@@ -105,6 +140,7 @@ WIDE = {
         ("Q5_K", 0.5),
         ("Q4_K", 0.9),
         ("Q4_0", 0.9),
+        ("MXFP4", 0.9),
     ],
 )
 def test_every_type_means_what_the_gguf_package_says_it_does(tmp_path: Path, kind: str, near: float) -> None:
@@ -283,21 +319,29 @@ def uneven(name: str) -> str:
     return "Q4_0" if "gate_proj" in name else "Q8_0"
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", mixed, uneven], ids=kind_name)
-@pytest.mark.parametrize("shape", ["qwen3_moe-gqa", "mixtral-three-of-six"], ids=["qwen", "mixtral"])
+KEPT = [
+    (shape, kind)
+    for shape in ("qwen3_moe-gqa", "mixtral-three-of-six")
+    for kind in ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", mixed, uneven)
+] + [("gpt_oss-gqa", "MXFP4"), ("granitemoe-gqa", "Q4_K"), ("llama4_text-gqa", "Q8_0")]
+
+
+@pytest.mark.parametrize(("shape", "kind"), KEPT, ids=kind_name)
 def test_experts_are_kept_where_all_of_a_layer_are_of_one_type(
     tmp_path: Path, kind: str | Callable[[str], str], shape: str
 ) -> None:
     width = {"moe_intermediate_size": 256} if shape.startswith("qwen") else {"intermediate_size": 256}
-    write(tmp_path / "model.gguf", make(tmp_path / "source", shape, hidden_size=256, **width), kind)
+    sizes = {"hidden_size": 256, "head_dim": 32} if shape.startswith(("gpt_oss", "llama4")) else {}
+    model = make(tmp_path / "source", shape, **{**SHAPES.get(shape, {}), "hidden_size": 256, **sizes, **width})
+    write(tmp_path / "model.gguf", model, kind)
     theirs = load_model(tmp_path / "model.gguf", dtype="float32")
     ours = load_model(tmp_path / "model.gguf", dtype="float32", ops=KeptOps(), canary=Canary())
-    own, other = (model.blocks[0].mlp.experts for model in (ours, theirs))
+    own, other = (model.blocks[-1].mlp.experts for model in (ours, theirs))
     if kind is uneven:
         assert all(each.quantized is None for each in (*own.gate_up, *own.down))
     else:
         assert all(isinstance(each, IntegerMatrix) for each in own.joined)
-    x, used = torch.randn(3, 256), torch.tensor([[0, 4], [4, 2], [3, 0]]).int()
+    x, used = torch.randn(3, 256), torch.tensor([[0, 3], [3, 2], [1, 0]]).int()
     routing = Routing(used, torch.rand(3, 2))
     torch.testing.assert_close(own(x, routing), other(x, routing), rtol=1e-4, atol=1e-3)
     found, wanted = (Feeder(model, page_size=16).step([(0, PROMPTS[1])])[0] for model in (ours, theirs))

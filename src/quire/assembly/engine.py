@@ -38,7 +38,7 @@ from quire.models.registry import ARCHITECTURES, Model, architecture_name, find_
 from quire.observability.recorder import recorded
 from quire.observability.recording_format import recording_folder
 from quire.ops.base import Ops
-from quire.ops.batch_invariant import BatchInvariantOps, SteadyOps, has_stable_kernels
+from quire.ops.batch_invariant import BatchInvariantOps, SteadyOps, stable_rows
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
@@ -253,7 +253,8 @@ def choose_ops(device: torch.device, deterministic: bool | None = None, *, embed
     if device.type != "cpu":
         return cast(Ops, _cuda().make_ops(device, bool(deterministic)))
     if deterministic is None and embedded:
-        return SteadyOps() if has_stable_kernels() else BatchInvariantOps()
+        rows = stable_rows()
+        return SteadyOps(rows) if rows else BatchInvariantOps()
     return BatchInvariantOps() if deterministic else ReferenceOps()
 
 

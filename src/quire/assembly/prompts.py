@@ -24,15 +24,25 @@ class PromptReader:
     def __init__(self, text: Text) -> None:
         self._text = text
 
-    def read(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | None, tuple[int, ...]]]:
-        """One prompt, or a list of them, each `encoded`."""
+    def read(
+        self, prompts: Prompt | Sequence[Prompt], suffix: str | Sequence[str] = ""
+    ) -> list[tuple[str | None, tuple[int, ...]]]:
+        """One prompt, or a list of them, each `encoded`. suffix: for all, or one for each."""
         _check_prompt("prompts", prompts)
         alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = cast("Sequence[Prompt]", [prompts] if alone else prompts)
-        return [self.encoded(prompt) for prompt in several]
+        return [self.encoded(prompt, one) for prompt, one in zip(several, suffixes(suffix, len(several)), strict=True)]
 
-    def encoded(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
-        """A prompt's text, None if it has none, and its token ids."""
+    def encoded(self, prompt: Prompt, suffix: str = "") -> tuple[str | None, tuple[int, ...]]:
+        """A prompt's text, None if it has none, and its token ids.
+
+        suffix: a text to fill in before; with one, a prompt is text, and the ids are not those of it.
+        """
+        if suffix:
+            text = prompt.get("prompt") if isinstance(prompt, Mapping) and set(prompt) == {"prompt"} else prompt
+            if not isinstance(text, str):
+                raise InvalidRequest("suffix: with a suffix, a prompt must be text", param="suffix")
+            return None, self._text.tokenizer.encode(text, suffix=suffix)
         if isinstance(prompt, Mapping):
             known = {"prompt", "prompt_token_ids"} & set(prompt)
             if not known or len(prompt) > len(known):
@@ -47,6 +57,13 @@ class PromptReader:
             return prompt, self._text.tokenizer.encode(prompt)
         _check_prompt("a prompt", prompt)
         return None, token_ids("prompts", prompt)
+
+    def filling(self, params: SamplingParams, suffix: str) -> SamplingParams:
+        """`params` for an answer before `suffix`: it also ends at the tokens that end the middle."""
+        infill = self._text.tokenizer.infill
+        if not suffix or infill is None or params.ignore_eos:
+            return params
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *infill.ends))
 
     def rendered(self, messages: Sequence[Message], **rendering: Any) -> tuple[str, tuple[int, ...]]:
         """A conversation's text by the model's chat template, and its token ids. rendering: of `ChatTemplate`."""
@@ -69,6 +86,17 @@ class PromptReader:
         style = THOUGHTS.get(parser)
         form = form and replace(form, begin="" if style is None else style.answer)
         return replace(params, structured_outputs=bounded(form, parser, ahead, params.thinking_token_budget))
+
+
+def suffixes(given: object, prompts: int) -> list[str]:
+    """The suffix of each prompt: one for all, or a list of them. Raises InvalidRequest."""
+    each = [given] * prompts if isinstance(given, str) else check_list("suffix", given)
+    texts = [one for one in each if isinstance(one, str)]
+    if len(texts) < len(each):
+        raise InvalidRequest("suffix must be text, or a list of texts", param="suffix")
+    if len(each) != prompts:
+        raise InvalidRequest(f"there are {prompts} prompts but {len(each)} suffixes", param="suffix")
+    return texts
 
 
 def check_list(name: str, given: object) -> Sequence[object]:

@@ -39,6 +39,7 @@ from quire.server.endpoints import answerer
 from quire.server.limits import Limits
 from quire.server.serve import listen
 from quire.server.serve import serve as serve_app
+from quire.weights.details import read_details
 
 log = logging.getLogger("uvicorn.error")
 
@@ -78,7 +79,8 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
     parts = app_parts(settings, keys, limits, Broadcaster(engine))
     recording = recording_folder(settings.execution.recording_dir)
     info = text.info() if server.enable_tokenizer_info_endpoint else None
-    app = create_app(backend, **parts, batch_service=batches, recording=recording, tokenizer_info=info)
+    details = partial(read_details, text.folder)
+    app = create_app(backend, **parts, batch_service=batches, recording=recording, tokenizer_info=info, details=details)
     on_ready = partial(_log_ready, text, backend, started)
     run(settings, app, backend, listen(server.host, server.port), on_ready, traces, batch_service=batches)
 

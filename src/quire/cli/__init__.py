@@ -10,9 +10,9 @@ from quire.cli.base import LazyGroup, Root
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     """Callback of `--version`."""
     if wanted:
-        from quire.cli.show import versions
-
-        click.echo(versions())
+        command = main.get_command(context, "version")
+        assert command is not None
+        context.invoke(command)
         context.exit()
 
 

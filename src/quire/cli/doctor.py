@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -24,6 +25,9 @@ from quire.assembly.limits import host_bytes
 from quire.cli.tables import console
 from quire.config.option import amount
 from quire.ops.matmul import can_pack
+
+if sys.platform != "win32":
+    import resource
 
 Verdict = Literal["ok", "slow", "missing"]
 """slow: it works, and not as well as it could. missing: something will fail."""
@@ -173,9 +177,7 @@ def disk(name: str, folder: Path) -> Finding:
 
 def descriptors() -> Finding:
     """How many connections and files a process may have."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
+    if sys.platform == "win32":
         return Finding("descriptors", "ok", "no limit is known on this system")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY or hard >= 4096:
@@ -205,7 +207,7 @@ PROBES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "report": ("matplotlib", "`quire bench report`"),
     }
 )
-"""Of extras: a module that tells whether they are installed, and what they are for."""
+"""Of extras: a module that is there where they are installed, and what they are for."""
 
 
 def extras() -> Iterator[Finding]:

@@ -32,7 +32,7 @@ from quire.weights.entries import TensorEntry
 from quire.weights.files import Checkpoint, read_config
 from quire.weights.load import choose_dtype, match, named
 from quire.weights.locate import locate
-from quire.weights.schemes import IGNORED_TENSORS, CheckpointFormat, choose_format, read_scheme
+from quire.weights.schemes import IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of, read_scheme
 
 Fact = tuple[str, str]
 
@@ -117,6 +117,7 @@ def build_outline(
     build = ModelBuilder(
         ops=ReferenceOps(), parallel=ParallelGroup(), dtype=dtype, device=torch.device("meta"), format=format
     )
+    build.modules = modules_of(entries)
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     build_model(spec, build)
     return build
@@ -141,8 +142,9 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
         )
     heads = (f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads))
     yield "heads", f"{spec.heads} of queries, {'; '.join(heads)}"
-    local = Counter(window for window in spec.windows if window < UNLIMITED)
-    seen = ", ".join(f"{n} of {spec.layers} layers see {window:,} positions" for window, n in local.items())
+    local = Counter(f"{size:,} positions" for size in spec.windows if size < UNLIMITED)
+    local.update(f"their own chunk of {size:,} positions" for size in spec.layer_chunks if size < UNLIMITED)
+    seen = ", ".join(f"{n} of {spec.layers} layers see {what}" for what, n in local.items())
     yield "attention", seen or "every layer sees everything"
     yield "rope", describe_ropes(spec.layer_ropes)
     yield "vocabulary", f"{spec.vocab:,}, head {'tied to the embedding' if spec.tie else 'of its own'}"

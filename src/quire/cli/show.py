@@ -30,13 +30,8 @@ def command(settings: Settings) -> None:
 @click.command("version")
 def show_version() -> None:
     """Print the versions of Quire, torch and Python."""
-    click.echo(versions())
-
-
-def versions() -> str:
-    """Quire's, torch's and Python's, in a line."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "not installed"
-    return f"quire {quire.__version__} (torch {torch}, Python {platform.python_version()})"
+    click.echo(f"quire {quire.__version__} (torch {torch}, Python {platform.python_version()})")

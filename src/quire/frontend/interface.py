@@ -100,8 +100,9 @@ class ModelCard:
     """The served model. aliases: names of it besides `id`. defaults: the sampling fields of generation_config.json.
 
     infill_ends: token ids that end a text between a prompt and a suffix, besides the model's end of text.
-    pools: whether it computes embeddings. template_arguments: names that its chat template reads. tool_parser,
-    reasoning_parser: how its answers are parsed (see `parsers.tools.styles` and `parsers.reasoning`).
+    pools: whether it computes embeddings. device: what it runs on, as torch calls it. template_arguments: names that
+    its chat template reads. tool_parser, reasoning_parser: how its answers are parsed (see `parsers.tools.styles` and
+    `parsers.reasoning`).
     """
 
     id: str
@@ -116,6 +117,7 @@ class ModelCard:
     template_arguments: frozenset[str] = frozenset()
     aliases: tuple[str, ...] = ()
     infill_ends: tuple[int, ...] = ()
+    device: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

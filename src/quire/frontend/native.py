@@ -71,7 +71,13 @@ class NativeBackend(DrainingService):
         self.engine.subscribe(self._on_tokens, self._on_death)
         about = await self.engine.start()
         limit = min(self.card.max_model_len, about.max_model_len, about.num_blocks * about.block_size)
-        self.card = replace(self.card, max_model_len=limit, vocab_size=about.vocab_size, pools=about.supports_pooling)
+        self.card = replace(
+            self.card,
+            max_model_len=limit,
+            vocab_size=about.vocab_size,
+            pools=about.supports_pooling,
+            device=about.device,
+        )
         self._stats, self.description = _initial_stats(about), about
 
     async def close(self) -> None:

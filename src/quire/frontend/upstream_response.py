@@ -1,7 +1,7 @@
 """A response of an upstream server on its way to a client: bytes are forwarded unchanged, and tokens are counted.
 
 Events are found by searching for byte sequences that cannot occur inside a JSON string; only the object with the usage
-is parsed.
+is parsed. Ollama's streams are lines of JSON: a line is an event.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from quire.frontend.offload import offload
 MAX_HELD_BYTES = 1 << 20
 """The most bytes of an incomplete event that are held back; a longer event is forwarded in pieces."""
 
-_ENDS = re.compile(rb'"(?:finish_reason|stop_reason)":\s?"(\w+)"')
+_ENDS = re.compile(rb'"(?:finish_reason|stop_reason|done_reason)":\s?"(\w+)"')
 _USAGE = re.compile(rb'"usage":\s?\{')
 _NO_CHOICE = re.compile(rb'"choices":\s?\[\]')
 _ID = re.compile(rb'"id":\s?"([\w.:\-]{1,128})"')
 _EVENT = b"data:"
 _DONE = b"[DONE]"
+_LAST_LINE = re.compile(rb'"done":\s?true')
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_LINE_ENDS = (b"\n",)
 _TAIL = 64
 """Bytes at the end of a stream that contain its last event."""
 
@@ -42,11 +45,14 @@ class _Inner(msgspec.Struct):
 
 
 class _UsageEnvelope(msgspec.Struct):
-    """The places of usage: chat and completions; the last event of Responses; the first event of Messages."""
+    """The places of usage: chat and completions; the last event of Responses; the first event of Messages; Ollama's
+    counts. `response` is a text where it is Ollama's."""
 
     usage: _Usage | None = None
-    response: _Inner | None = None
+    response: _Inner | str | None = None
     message: _Inner | None = None
+    prompt_eval_count: int = 0
+    eval_count: int | None = None
 
 
 _decoder = msgspec.json.Decoder(_UsageEnvelope)
@@ -63,7 +69,8 @@ class Listener(Protocol):
 
 
 class UpstreamResponse:
-    """One response. status, headers: the upstream's. streams: whether it consists of server-sent events.
+    """One response. status, headers: the upstream's. streams: whether it consists of events. lines: whether each event
+    is a line of JSON, as Ollama's are, and none is server-sent.
 
     num_events: so far. reported_tokens: of the answer, None until a usage reports it. prompt_tokens: 0 if unknown.
     finish: the finish reason, '' if unknown. id: the upstream's.
@@ -74,7 +81,9 @@ class UpstreamResponse:
     ) -> None:
         self.status = connection.status
         self.headers = connection.headers
-        self.streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in self.headers)
+        kind = next((value for name, value in self.headers if name == b"content-type"), b"")
+        self.lines = kind.startswith(b"application/x-ndjson")
+        self.streams = self.lines or kind.startswith(b"text/event-stream")
         self.num_events = self.prompt_tokens = 0
         self.reported_tokens: int | None = None
         self.finish = self.id = ""
@@ -83,6 +92,7 @@ class UpstreamResponse:
         self._listener = listener
         self._name = name
         self._rest = self._tail = b""
+        self._complete = False
         self._whole: list[bytes] = []
         self._closed = False
 
@@ -118,7 +128,8 @@ class UpstreamResponse:
     async def _end(self) -> bytes:
         rest = self._rest
         self._rest = b""
-        if self.streams and self._connection.until_closed and _DONE not in self._tail + rest:
+        complete = _LAST_LINE.search(rest) or self._complete if self.lines else _DONE in self._tail + rest
+        if self.streams and self._connection.until_closed and not complete:
             raise ConnectionLost("it closed the connection in the middle of its answer")
         if rest:
             self._count(rest)
@@ -140,12 +151,13 @@ class UpstreamResponse:
         if self._rest:
             data = self._rest + data
             self._rest = b""
-        if not data.endswith(b"\n\n"):
-            cut = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4, data.rfind(b"\r\r") + 2)
-            if cut < 5 and len(data) < MAX_HELD_BYTES:
+        ends = _LINE_ENDS if self.lines else _EVENT_ENDS
+        if not data.endswith(ends[0]):
+            cut = max((found + len(end) for end in ends if (found := data.rfind(end)) >= 0), default=0)
+            if not cut and len(data) < MAX_HELD_BYTES:
                 self._rest = data
                 return b""
-            if cut >= 5:
+            if cut:
                 data, self._rest = data[:cut], data[cut:]
         self._count(data)
         return data
@@ -153,6 +165,9 @@ class UpstreamResponse:
     def _count(self, data: bytes) -> None:
         self._tail = data[-_TAIL:]
         self._read_fields(data)
+        if self.lines:
+            self._count_lines(data)
+            return
         fresh = data.count(b"\n" + _EVENT) + data.startswith(_EVENT)
         if _DONE in self._tail:
             fresh -= 1
@@ -161,6 +176,17 @@ class UpstreamResponse:
                 if line.startswith(_EVENT) and _USAGE.search(line):
                     self._read_usage(line[len(_EVENT) :])
                     fresh -= _NO_CHOICE.search(line) is not None
+        self._add(fresh)
+
+    def _count_lines(self, data: bytes) -> None:
+        fresh = data.count(b"\n")
+        if _LAST_LINE.search(data):
+            self._complete = True
+            fresh -= 1
+            self._read_usage(data.splitlines()[-1])
+        self._add(fresh)
+
+    def _add(self, fresh: int) -> None:
         if fresh > 0:
             self.num_events += fresh
             self._listener.on_tokens(fresh)
@@ -176,7 +202,9 @@ class UpstreamResponse:
             envelope = _decoder.decode(text)
         except (msgspec.DecodeError, RecursionError):
             return
-        inner = envelope.response or envelope.message
+        if envelope.eval_count is not None:
+            self.prompt_tokens, self.reported_tokens = envelope.prompt_eval_count, envelope.eval_count
+        inner = envelope.message if isinstance(envelope.response, str) else envelope.response or envelope.message
         usage = envelope.usage or (inner and inner.usage)
         if usage:
             self.prompt_tokens = usage.prompt_tokens or usage.input_tokens or self.prompt_tokens

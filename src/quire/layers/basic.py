@@ -30,7 +30,8 @@ class RopeConfig:
     tokens, of the first training. full_dim: yarn's two bounds are rounded to whole pairs of dimensions. gain: what the
     rotated dimensions are multiplied by. interleaved: neighbours are rotated together, not the two halves of `dim`.
     query_beta: b multiplies the query at position p by 1 + b log(1 + floor((p + query_shift) / original)) (Llama 4).
-    short_factors: instead of `factors` where no sequence is longer than `original` (LongRoPE, Ding et al. 2024).
+    short_factors, short_gain: instead of `factors` and `gain` where no sequence is longer than `original` (LongRoPE,
+    Ding et al. 2024).
     """
 
     dim: int
@@ -48,6 +49,7 @@ class RopeConfig:
     interleaved: bool = False
     query_beta: float = 0.0
     short_factors: tuple[float, ...] = ()
+    short_gain: float = 1.0
     share: float = 1.0
     query_shift: int = 0
 
@@ -216,7 +218,8 @@ SCALINGS: Mapping[str, Callable[[Tensor, RopeConfig], Tensor]] = MappingProxyTyp
 class Heads:
     """A layer's heads on this rank: `count` of queries, `kv` of keys and values, of `dim` numbers each.
 
-    window: how many positions a query sees, its own included. soft_cap: of the scores, 0 for none.
+    window: how many positions a query sees, its own included. soft_cap: of the scores, 0 for none. chunk: positions of
+    the chunks of which a query sees its own.
     """
 
     count: int
@@ -225,6 +228,7 @@ class Heads:
     scale: float
     window: int = UNLIMITED
     soft_cap: float = 0.0
+    chunk: int = UNLIMITED
 
 
 class Attention:
@@ -247,5 +251,5 @@ class Attention:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
         q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, angles, self.norms)
-        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks).flatten(1)
+        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk).flatten(1)
         return self.out(select_rows(mixed, outputs))

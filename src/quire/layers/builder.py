@@ -6,7 +6,7 @@ part of this rank, in which format. The loader then only matches names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
@@ -30,9 +30,18 @@ from quire.layers.basic import (
 )
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
 from quire.layers.moe import Experts, MoE, MoEConfig, Router, SeparateExperts, SharedExpert, StackedExperts
-from quire.layers.quantization.base import Format, Matrix, MatrixPart, Plain, WeightSlot, WeightStorage, bias_slots
-from quire.layers.quantization.gguf import GgufFormat, Tables, no_table
-from quire.ops.base import ExpertBiases, Gate, Norm, Norms, Ops
+from quire.layers.quantization.base import (
+    Format,
+    Matrix,
+    MatrixPart,
+    Plain,
+    StoredFormat,
+    WeightSlot,
+    WeightStorage,
+    bias_slots,
+)
+from quire.layers.quantization.gguf import Tables, no_table
+from quire.ops.base import XIELU, ExpertBiases, Gate, Norm, Norms, Ops
 
 Kind = TypeVar("Kind")
 
@@ -47,7 +56,8 @@ class ExpertNames(NamedTuple):
 
     matrices: of gate, up and down, or of the one that holds gate and up, and of down; # stands for an expert's number,
     and without it one tensor holds the matrices of all experts. transposed: they are [in, out]. interleaved: rows of
-    gate and of up alternate. shared: of the shared expert's matrices, as `matrices`.
+    gate and of up alternate. shared: of the shared expert's matrices, as `matrices`. apart: of gate, up and down in
+    checkpoints that have no such tensor, if there are any.
     """
 
     router: str = "mlp.gate"
@@ -62,6 +72,11 @@ class ExpertNames(NamedTuple):
     )
     shared_gate: str = "mlp.shared_expert_gate"
     gains: str = ""
+    apart: Sequence[str] = ()
+
+    def of_expert(self, number: int) -> Sequence[str]:
+        """`apart` for one expert."""
+        return [name.replace("#", str(number)) for name in self.apart]
 
 
 USUAL_EXPERTS = ExpertNames()
@@ -83,7 +98,7 @@ class ModelBuilder:
 
     slots: where each checkpoint tensor goes, by name; several places where a rank keeps several parts of it. ignored:
     patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`. stacks: see
-    `ExpertStack`.
+    `ExpertStack`. modules: those that the checkpoint has tensors of, as far as it matters under which of several names.
     """
 
     def __init__(
@@ -98,6 +113,7 @@ class ModelBuilder:
     ) -> None:
         self.ops, self.parallel, self.dtype, self.device, self.format = ops, parallel, dtype, device, format
         self.tables = tables
+        self.modules: Collection[str] = frozenset()
         self.prefix = ""
         self.slots: dict[str, list[WeightSlot]] = {}
         self.matrices: list[WeightStorage] = []
@@ -120,6 +136,12 @@ class ModelBuilder:
     def rename(self, prefixes: Mapping[str, str]) -> None:
         """Checkpoint names that begin with a key of `prefixes` begin here with its value."""
         self.renames.update(prefixes)
+        renamed = (
+            ours + name.removeprefix(p) for name in self.modules for p, ours in prefixes.items() if name[: len(p)] == p
+        )
+        self.modules = frozenset(renamed) | frozenset(self.modules)
+        if isinstance(self.format, StoredFormat):
+            self.format = self.format.renamed(prefixes)
 
     def finalize(self) -> None:
         """Convert every matrix to its final form once all slots are filled, one matrix at a time.
@@ -221,19 +243,20 @@ class ModelBuilder:
         *,
         soft_cap: float = 0.0,
         scale: float = 1.0,
+        bias: bool = False,
     ) -> LMHead:
         """Hidden states to logits. tied: the embedding whose table it shares."""
         cut = shard_of(vocab, self.parallel, "logits")
         part, columns = MatrixPart(self.prefix + name, vocab, cut), slice(0, hidden)
         stored: WeightStorage
         if tied is None:
-            stored = self._store([part], hidden, columns, keep_precision=True)
+            stored = self._store([part], hidden, columns, bias=bias, keep_precision=True)
         else:
             self.ignore(f"{name}.weight")
             if isinstance(tied, GgufEmbedding):
                 stored = tied.stored
             else:
-                stored = self._store([part], hidden, columns, tied_weight=tied.weight[cut])
+                stored = self._store([part], hidden, columns, bias=bias, tied_weight=tied.weight[cut])
         return LMHead(stored, self.parallel, soft_cap, scale)
 
     def attention(
@@ -288,6 +311,8 @@ class ModelBuilder:
     ) -> MoE:
         """A router and experts, and the expert that all tokens share. bias: of the shared expert's matrices. Experts of
         a GGUF file that differ in type are dequantized."""
+        if any(self.prefix + name in self.modules for name in names.of_expert(0)):
+            names = names._replace(matrices=names.apart, transposed=False, interleaved=False)
         act, biased, across = activation_of(activation, GATES), mixture.biased, names.transposed
         cut, whole = shard_of(mixture.width, self.parallel, "expert width"), slice(0, hidden)
         *rising, falling = (
@@ -305,7 +330,7 @@ class ModelBuilder:
         experts: Experts
         first = self.parallel.rank == 0
         build, format = copy(self), self.format
-        if isinstance(format, GgufFormat) and not (format.keeps(rises, whole) and format.keeps(falls, cut)):
+        if isinstance(format, StoredFormat) and not (format.keeps(rises, whole) and format.keeps(falls, cut)):
             build.format = format.plain
         if build.format is Plain:
             rise, rise_bias = self._stacked(rises, hidden, whole, names, biased)
@@ -383,9 +408,19 @@ class ModelBuilder:
         transposed: bool = False,
     ) -> MLP:
         """Two matrices."""
-        act = activation_of(activation, {**dict.fromkeys(GELUS, self.ops.gelu), "relu2": self.ops.relu2})
+        xielu = self._xielu() if activation == "xielu" else self.ops.relu2
+        act = activation_of(
+            activation, {**dict.fromkeys(GELUS, self.ops.gelu), "relu2": self.ops.relu2, "xielu": xielu}
+        )
         rise = self.column_parallel((up,), hidden, ((width, 1),), bias=bias, transposed=transposed)
         return MLP(rise, self.row_parallel(down, (width, 1), hidden, bias=bias, transposed=transposed), act)
+
+    def _xielu(self) -> Callable[[Tensor], Tensor]:
+        """The activation with numbers of its own."""
+        self.ignore("act_fn.eps")
+        names = ("act_fn.alpha_p", "act_fn.alpha_n", "act_fn.beta")
+        how = XIELU(*(self.vector(name, 1, mean=0.5, std=0.0, exact=True) for name in names))
+        return lambda x: self.ops.xielu(x, how)
 
     def _store(
         self,

@@ -36,11 +36,11 @@ from quire.ops.ragged import RaggedBatch
 class MoEConfig:
     """Experts of a layer: `num_experts` MLPs of inner `width`, of which each token uses `num_experts_per_token`.
 
-    normalize_weights, sigmoid, groups, used_groups, scale, floor: see `TopK`. corrected: the router has a correction,
-    see `Ops.select_experts`. weighs_inputs: what an expert reads is multiplied by its weight, not what it makes (Llama
-    4). shared: inner width of an MLP that every token uses too, 0 for none; gated_shared: it is multiplied by the
-    sigmoid of a number made of the token. gained: each expert's weights are multiplied by a number. biased: router and
-    experts have biases. dense_layers: layers with one MLP instead.
+    normalize_weights, sigmoid, groups, used_groups, scale, floor, margin: see `TopK`. corrected: the router has a
+    correction, see `Ops.select_experts`. weighs_inputs: what an expert reads is multiplied by its weight, not what it
+    makes (Llama 4). shared: inner width of an MLP that every token uses too, 0 for none; gated_shared: it is multiplied
+    by the sigmoid of a number made of the token. gained: each expert's weights are multiplied by a number. biased:
+    router and experts have biases. dense_layers: layers with one MLP instead.
     """
 
     num_experts: int
@@ -53,6 +53,7 @@ class MoEConfig:
     used_groups: int = 1
     scale: float = 1.0
     floor: float = 1e-20
+    margin: float = 0.0
     weighs_inputs: bool = False
     shared: int = 0
     gated_shared: bool = False
@@ -71,6 +72,7 @@ class MoEConfig:
             self.used_groups,
             self.scale,
             self.floor,
+            self.margin,
         )
 
     def checked(self) -> MoEConfig:

@@ -6,14 +6,18 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from quire.errors import InvalidModel
-from quire.layers.builder import ExpertNames
+from quire.layers.builder import GATED, ExpertNames
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
 from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT
 
 NAMES = ExpertNames(
-    "mlp.router", ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), transposed=True, interleaved=True
+    "mlp.router",
+    ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    transposed=True,
+    interleaved=True,
+    apart=tuple(f"mlp.experts.#.{name}" for name in GATED),
 )
 
 DEFAULTS = MappingProxyType({"attention_bias": True, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5})

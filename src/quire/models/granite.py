@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE
-from quire.layers.builder import ExpertNames, ModelBuilder
+from quire.layers.builder import GATED, ExpertNames, ModelBuilder
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama, MLPFunction
 from quire.models.spec import Config, ModelSpec, read_decoder
@@ -43,6 +43,7 @@ class GraniteMoe(Granite):
         router="block_sparse_moe.router.layer",
         matrices=("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
         shared=("shared_mlp.input_linear", "shared_mlp.output_linear"),
+        apart=tuple(f"block_sparse_moe.experts.#.{name}" for name in GATED),
     )
 
     @staticmethod

@@ -91,7 +91,7 @@ class Llama:
         self.norm = build.norm_layer(self.make_norm(body, "norm"))
         table = self.embedding if spec.tie else None
         scales = {"soft_cap": spec.logit_cap, "scale": spec.logit_scale}
-        self.head = build.head("lm_head", spec.hidden, spec.vocab, table, **scales)
+        self.head = build.head("lm_head", spec.hidden, spec.vocab, table, bias=spec.head_bias, **scales)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -120,6 +120,7 @@ class Llama:
             scale=spec.scale or spec.head_dim**-0.5,
             window=spec.windows[index],
             soft_cap=spec.score_cap,
+            chunk=spec.layer_chunks[index],
         )
         norms = self.make_qk_norms(scope) if spec.qk_norm else None
         return scope.attention(

@@ -1,8 +1,7 @@
-"""The text models of Llama 4 (Meta 2025): experts in some layers or all, up to the length of a chunk of attention.
+"""The text models of Llama 4 (Meta 2025): experts in some layers or all, and attention in chunks.
 
-Layers with rotary embedding, by neighbours, norm q and k without weights and see their own chunk of tokens; as they are
-served for sequences of one chunk, that is everything. The others' queries grow with their position. A token's expert
-reads it times the sigmoid of its logit.
+Layers with rotary embedding, by neighbours, norm q and k without weights and see their own chunk of tokens. The others
+see everything, and their queries grow with their position. A token's expert reads it times the sigmoid of its logit.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ import torch
 
 from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, Attention
-from quire.layers.builder import ExpertNames, ModelBuilder
+from quire.layers.builder import GATED, ExpertNames, ModelBuilder
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama, MLPFunction
 from quire.models.multimodal import nested, select_decoder
-from quire.models.spec import Config, ModelSpec, interleave, read_decoder
+from quire.models.spec import CHUNKED, FULL, Config, ModelSpec, interleave, read_decoder, read_locals
 from quire.ops.base import Norm, Norms
+from quire.types import UNLIMITED
 
 
 class Llama4(Llama):
@@ -30,7 +30,8 @@ class Llama4(Llama):
         router="feed_forward.router",
         matrices=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
         transposed=True,
-        shared=tuple(f"feed_forward.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+        apart=tuple(f"feed_forward.experts.#.{name}" for name in GATED),
+        shared=tuple(f"feed_forward.shared_expert.{name}" for name in GATED),
     )
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
@@ -61,13 +62,16 @@ class Llama4(Llama):
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
         defaults = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "num_key_value_heads": 8}
-        config = nested(config).with_defaults(**defaults)
+        config = nested(config).with_defaults(attention_chunk_size=8192, **defaults)
         spec = interleave(read_decoder(config, architecture))
         layers = range(spec.layers)
         every = max(1, config.get(int, "no_rope_layer_interval", default=4))
         rotated = read_list(config, "no_rope_layers") or [(i + 1) % every for i in layers]
         if len(rotated) < spec.layers:
             raise InvalidModel("config.json: no_rope_layers must be a list of num_hidden_layers numbers")
+        kinds = config.fields.get("layer_types") or [CHUNKED if each else FULL for each in rotated[: spec.layers]]
+        locals = read_locals(Config({"layer_types": kinds}), spec.layers, every=0, local=CHUNKED)
+        chunk = config.get(int, "attention_chunk_size", default=0) or UNLIMITED
         step = max(1, config.get(int, "interleave_moe_layer_step", default=1))
         mixed = config.fields.get("moe_layers")
         mixed = [i for i in layers if not (i + 1) % step] if mixed is None else read_list(config, "moe_layers")
@@ -81,7 +85,7 @@ class Llama4(Llama):
         return replace(
             spec,
             mlp=config.get(int, "intermediate_size_mlp", default=16384),
-            context=min(spec.context, config.get(int, "attention_chunk_size", default=0) or spec.context),
+            chunks=tuple(chunk if local else UNLIMITED for local in locals),
             ropes=tuple(spec.rope if rotated[i] else plain for i in layers),
             qk_norm="each" if config.get(bool, "use_qk_norm", default=True) else "",
             experts=MoEConfig(

@@ -14,7 +14,7 @@ from quire.types import UNLIMITED
 
 T = TypeVar("T", int, float, str, bool)
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
 
 QKNorm = Literal["", "each", "together", "after_rope"]
 """How queries and keys are normed: not at all, head by head, all heads at once, or head by head after RoPE."""
@@ -25,8 +25,9 @@ class ModelSpec:
     """A decoder's shape.
 
     hidden: width of the residual stream. mlp: inner width of an MLP. context: longest sequence it was made for, in
-    tokens. windows: per layer, how many positions a query sees (UNLIMITED: all). ropes: per layer, where they differ;
-    empty where all are `rope`. tie: the head is the embedding's table. norm_shift: what the weights of norms lack.
+    tokens. windows: per layer, how many positions a query sees (UNLIMITED: all). chunks: per layer, positions of the
+    chunks of which a query sees its own; empty where it sees all. ropes: per layer, where they differ; empty where all
+    are `rope`. tie: the head is the embedding's table. norm_shift: what the weights of norms lack.
     qk_norm: see `QKNorm`. norm_values: v is normed head by head, without weights. layer_heads: per layer (K/V heads,
     head_dim), where they differ; empty where all are `kv_heads` and `head_dim`. layer_mlp: `mlp` of each layer, where
     they differ. keys_are_values: layers whose v is made by the matrix of k. shared_kv: how many of the last layers read
@@ -49,11 +50,13 @@ class ModelSpec:
     norm_eps: float
     rope: RopeConfig
     windows: tuple[int, ...]
+    chunks: tuple[int, ...] = ()
     activation: str = "silu"
     tie: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     norm_shift: float = 0.0
     qk_norm: QKNorm = ""
     norm_values: bool = False
@@ -75,13 +78,20 @@ class ModelSpec:
 
     def for_length(self, length: int) -> ModelSpec:
         """The same for sequences of at most `length` tokens: LongRoPE has other factors for short ones."""
-        short = self.rope.short_factors
-        return replace(self, rope=replace(self.rope, factors=short)) if short and length <= self.rope.original else self
+        rope = self.rope
+        if not rope.short_factors or length > rope.original:
+            return self
+        return replace(self, rope=replace(rope, factors=rope.short_factors, gain=rope.short_gain))
 
     @property
     def layer_ropes(self) -> tuple[RopeConfig, ...]:
         """Per layer, its rotary embedding."""
         return self.ropes or (self.rope,) * self.layers
+
+    @property
+    def layer_chunks(self) -> tuple[int, ...]:
+        """Per layer, positions of its chunks."""
+        return self.chunks or (UNLIMITED,) * self.layers
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -273,8 +283,10 @@ def read_longrope(config: Config, scaling: Config, rope: RopeConfig) -> RopeConf
         raise InvalidModel(f"{scaling.where}: longrope needs original_max_position_embeddings")
     stretch = scaling.get(float, "factor", default=context / original)
     gain = gain or (math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0)
-    factors = long if context > original else short
-    return replace(rope, factors=factors, short_factors=short, factor=stretch, original=original, gain=gain)
+    gains = [scaling.get(float, name, default=gain) for name in ("short_mscale", "long_mscale")]
+    factors, gain = (long, gains[1]) if context > original else (short, gains[0])
+    whole = replace(rope, factors=factors, factor=stretch, original=original, gain=gain)
+    return replace(whole, short_factors=short, short_gain=gains[0])
 
 
 def read_factors(scaling: Config, name: str, dim: int) -> tuple[float, ...]:
@@ -335,16 +347,16 @@ def interleave(spec: ModelSpec) -> ModelSpec:
     return replace(spec, rope=replace(spec.rope, interleaved=True))
 
 
-def read_locals(config: Config, layers: int, *, every: int) -> tuple[bool, ...]:
-    """Which layers are local, by `layer_types`; without it all but each `every`-th, or all where that is 0."""
-    default = [FULL if every and not (i + 1) % every else SLIDING for i in range(layers)]
+def read_locals(config: Config, layers: int, *, every: int, local: str = SLIDING) -> tuple[bool, ...]:
+    """Which layers are `local`, by `layer_types`; without it all but each `every`-th, or all where that is 0."""
+    default = [FULL if every and not (i + 1) % every else local for i in range(layers)]
     kinds = config.fields.get("layer_types") or default
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise InvalidModel(f"{config.where}: layer_types must be a list of num_hidden_layers ({layers}) names")
     for kind in kinds:
-        if kind not in (SLIDING, FULL):
-            raise InvalidModel(f"{config.where}: layer type {kind!r} is not supported (known: {SLIDING}, {FULL})")
-    return tuple(kind == SLIDING for kind in kinds)
+        if kind not in (local, FULL):
+            raise InvalidModel(f"{config.where}: layer type {kind!r} is not supported (known: {local}, {FULL})")
+    return tuple(kind == local for kind in kinds)
 
 
 def read_stop(config: Config) -> tuple[int, ...]:

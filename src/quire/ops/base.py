@@ -6,6 +6,7 @@ of an MLP. Results have the dtype of the first argument; sums are float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
 
@@ -62,13 +63,23 @@ class Norms(NamedTuple):
     v_eps: float | None = None
 
 
+class XIELU(NamedTuple):
+    """Trained numbers of an activation, float32 [1] each: see `Ops.xielu`."""
+
+    positive: Tensor
+    negative: Tensor
+    slope: Tensor
+
+
 class TopK(NamedTuple):
     """How a router's logits become experts and weights: each token uses the `used` experts of the largest scores.
 
     Scores are a float32 softmax over all experts, or with `sigmoid` the sigmoid of each logit. normalize: a token's
     weights are divided by their sum, or by `floor` where that is larger. groups: of as many neighbouring experts each,
     of which only those of the `used_groups` best groups may be used; a group is as good as its two best experts
-    together (DeepSeek-AI 2024). scale: what weights are multiplied by in the end.
+    together (DeepSeek-AI 2024). scale: what weights are multiplied by in the end. margin above 0: of the experts left,
+    the best first, each is weighed by a softmax over the logits of those left that are below its own by at most
+    `margin` times the larger of its logit and their absolute value (SparseMixer, Liu et al. 2023).
     """
 
     used: int
@@ -78,6 +89,7 @@ class TopK(NamedTuple):
     used_groups: int = 1
     scale: float = 1.0
     floor: float = 1e-20
+    margin: float = 0.0
 
 
 class Routing(NamedTuple):
@@ -232,9 +244,9 @@ ExpertMatrices = QuantizedMatrix | IntegerMatrix
 class Ops(Protocol):
     """What a device can compute. `ReferenceOps` is the oracle that every other implementation is tested against."""
 
-    @property
-    def rows(self) -> int:
-        """How many rows every product has, for formats that multiply by themselves: see `matmul.in_tiles`."""
+    def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """product(x) of x [T, in], for formats that multiply by themselves: in tiles where rows must not depend on
+        others, see `matmul.in_tiles`."""
 
     def prepare(self, batch: RaggedBatch) -> RaggedBatch:
         """The same batch with what every layer would otherwise compute again. Called once a forward.
@@ -355,6 +367,10 @@ class Ops(Protocol):
     def relu2(self, x: Tensor) -> Tensor:
         """max(x, 0)^2 (So et al. 2021)."""
 
+    def xielu(self, x: Tensor, how: XIELU) -> Tensor:
+        """p x^2 + b x of x above 0 and n (exp(x) - 1 - x) + b x of others, where b is the slope, p the softplus of
+        `positive`, and n that of `negative` and b more (Huang and Schlag 2024)."""
+
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
         """positions [T], frequencies [r] float32, in radians per position -> cos and sin of their products, times
         gain."""
@@ -379,12 +395,13 @@ class Ops(Protocol):
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
+        chunk: int = UNLIMITED,
     ) -> Tensor:
         """Causal attention of q [T, H, D] over each span's own blocks, with this step's K/V already written -> [T, H,
         D].
 
-        Query head h uses K/V head h // (H / G). A query at position p sees positions p - window + 1 to p. soft_cap c
-        above 0 makes scores c * tanh(score / c) (Gemma 2). sinks float32 [H]: one more score for each query of a head,
-        which takes part in the softmax and has no value (OpenAI 2025, gpt-oss); None: -inf. What a query may not see
-        never reaches its result, whatever it contains.
+        Query head h uses K/V head h // (H / G). A query at position p sees positions p - window + 1 to p, those of its
+        own chunk of `chunk` positions (Meta 2025, Llama 4). soft_cap c above 0 makes scores c * tanh(score / c) (Gemma
+        2). sinks float32 [H]: one more score for each query of a head, which takes part in the softmax and has no value
+        (OpenAI 2025, gpt-oss); None: -inf. What a query may not see never reaches its result, whatever it contains.
         """

@@ -8,10 +8,9 @@ in a vector and in another way in the remainder at its end are composed of steps
 
 `SteadyOps` costs next to nothing, for small models on a CPU that qualifies: it uses the library's own products and
 attention where they give a row the same bits in any batch. oneDNN's packed products of up to some thousand columns do,
-for any number of rows; torch's attention does for any number of sequences and for a multiple of MIN_QUERY_ROWS queries,
-as long as a query always sees the same number of positions. So each query reads whole runs of RUN positions up to its
-own one, masked after it, whatever it is batched with. `has_stable_kernels` tests whether all of that holds on this
-machine.
+for so many rows as `stable_rows` finds on this machine; torch's attention does for any number of sequences and for a
+multiple of MIN_QUERY_ROWS queries, as long as a query always sees the same number of positions. So each query reads
+whole runs of RUN positions up to its own one, masked after it, whatever it is batched with.
 """
 
 from __future__ import annotations
@@ -26,8 +25,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.base import CLAMP_ALPHA
-from quire.ops.matmul import TILE_ROWS, can_pack, combine_experts_in_order, in_order, in_tiles, pack, packed_linear
-from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, causal_mask
+from quire.ops.matmul import (
+    TILE_ROWS,
+    can_pack,
+    combine_experts_in_order,
+    in_order,
+    in_pieces,
+    in_tiles,
+    pack,
+    packed_linear,
+)
+from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, causal_mask, first_visible, visible
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps, Scores
 from quire.types import UNLIMITED
@@ -48,8 +56,11 @@ AT_ONCE = 256
 class BatchInvariantOps(ReferenceOps):
     """`Ops` as `ReferenceOps`, up to rounding, and batch-invariant."""
 
-    rows = TILE_ROWS
     reach = KEYS
+
+    def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """See `Ops.multiply`."""
+        return in_tiles(product, x, TILE_ROWS)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A product in tiles of TILE_ROWS rows."""
@@ -105,9 +116,9 @@ class BatchInvariantOps(ReferenceOps):
         step, parts = max(1, AT_ONCE // (each * share)) * each, []
         sinks = None if how.sinks is None else of_tile(how.sinks.view(groups, share), each)
         for start in range(0, group.n, step):
-            part = Queries(start, min(step, group.n - start), each, share, how.window)
+            part = Queries(start, min(step, group.n - start), each, share, how.window, how.chunk)
             some = q.view(spans, group.n, groups, share, dim)[:, start : start + part.n].float()
-            first, seen = visible(paged, i, part)
+            first, seen = visible_runs(paged, i, part)
             keys, values = (x[:, :, first * KEYS : (first + seen.shape[1]) * KEYS] for x in (k, v))
             made = weigh(tiles(some, each), keys, values, seen, how, sinks)[:, :, :, : each * share]
             made = made.reshape(spans, groups, -1, share, dim)[:, :, : part.n]
@@ -117,13 +128,14 @@ class BatchInvariantOps(ReferenceOps):
 
 class Queries(NamedTuple):
     """Some of a group's queries and their tiles: `n` from number `start` on, `each` a tile for the `share` heads of a
-    K/V head. window: as in `Ops.attention`."""
+    K/V head. window, chunk: as in `Ops.attention`."""
 
     start: int
     n: int
     each: int
     share: int
     window: int
+    chunk: int
 
 
 def tiles(q: Tensor, each: int) -> Tensor:
@@ -137,7 +149,7 @@ def tiles(q: Tensor, each: int) -> Tensor:
     return F.pad(tall, (0, 0, 0, -tall.shape[3] % TILE_ROWS)) if tall.shape[3] % TILE_ROWS else tall
 
 
-def visible(paged: PagedAttentionMetadata, index: int, part: Queries) -> tuple[int, Tensor]:
+def visible_runs(paged: PagedAttentionMetadata, index: int, part: Queries) -> tuple[int, Tensor]:
     """(The first run of KEYS that a query sees, bool [S, b, t, M, KEYS] from there on), shared by layers with one
     window.
 
@@ -145,7 +157,7 @@ def visible(paged: PagedAttentionMetadata, index: int, part: Queries) -> tuple[i
     """
     group, key = paged.groups[index], (index, *part)
     past = group.kv_len - group.n + part.start
-    first = max(0, int(past.min()) + 1 - part.window) // KEYS
+    first = first_visible(int(past.min()), part.window, part.chunk) // KEYS
     seen = paged.masks.get(key)
     if seen is None:
         seen = paged.masks[key] = mask(group, past, first, part)
@@ -159,7 +171,7 @@ def mask(group: SpanGroup, past: Tensor, first: int, part: Queries) -> Tensor:
     at = torch.arange(0, part.n, part.each, device=past.device)[:, None] + (row // part.share).clamp(max=part.each - 1)
     place = (past[:, None, None] + at.clamp(max=part.n - 1))[:, None, :, :, None]
     key = torch.arange(first * KEYS, until * KEYS, device=past.device).view(-1, 1, 1, KEYS)
-    return (key <= place) & (key > place - part.window)
+    return visible(key, place, part.window, part.chunk)
 
 
 def of_tile(sinks: Tensor, each: int) -> Tensor:
@@ -216,9 +228,15 @@ MIN_QUERY_ROWS = 4
 
 
 class SteadyOps(BatchInvariantOps):
-    """`Ops` as `ReferenceOps`, up to rounding, and batch-invariant where `has_stable_kernels`."""
+    """`Ops` as `ReferenceOps`, up to rounding, and batch-invariant where `stable_rows` finds that so many rows of a
+    product at most are."""
 
-    rows = UNLIMITED
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """See `Ops.multiply`."""
+        return in_pieces(product, x, self.rows)
 
     def prepare(self, batch: RaggedBatch) -> PagedAttentionMetadata:
         """See `Ops.prepare`."""
@@ -230,7 +248,7 @@ class SteadyOps(BatchInvariantOps):
 
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """See `ReferenceOps.attend`."""
-        if how.soft_cap or how.window < UNLIMITED or how.sinks is not None:
+        if how.soft_cap or min(how.window, how.chunk) < UNLIMITED or how.sinks is not None:
             return super().attend(q, kv, paged, i, how)
         return attend_runs(q, kv, paged, i, how.scale)
 
@@ -269,33 +287,69 @@ def additive_mask(paged: PagedAttentionMetadata, index: int, share: int, dtype: 
     return made
 
 
+PRODUCTS = ((512, 256), (1536, 256), (256, 768))
+"""Outputs and inputs of matrices that are tried: a library's way to sum depends on both."""
+
+COUNTS = (1, 2, 3, 8, 17, 31, 33, 50, 65, 96, 127, 130, 200)
+"""Rows that are tried."""
+
+MANY = 256
+"""More rows than any way to sum ends at; products of more are cut."""
+
+
 @torch.inference_mode()
-def has_stable_kernels(dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether this machine's libraries compute as `SteadyOps` needs. MKL, which computes float32 attention, does
-    not."""
-    if not can_pack(dtype, torch.device("cpu")):
-        return False
-    random = torch.Generator().manual_seed(0)
+def stable_rows(threads: int = 1) -> int:
+    """The most rows of a product, up to MANY, with which this machine's libraries compute as `SteadyOps` needs; 0: with
+    none.
 
-    def some(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random).to(dtype)
+    MKL, which computes float32 attention, does with none. oneDNN does with any number on some processors; on one with
+    AMX it sums 768 inputs in other runs from 33 rows on. threads: of torch, which it may depend on, too.
+    """
+    if not can_pack(torch.bfloat16, torch.device("cpu")):
+        return 0
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        random = torch.Generator().manual_seed(0)
+        if not has_stable_attention(random):
+            return 0
+        found = MANY
+        for outputs, inputs in PRODUCTS:
+            x, weight = (torch.randn(n, inputs, generator=random).bfloat16() for n in (MANY, outputs))
+            found = min(found, alike_up_to(partial(packed_linear, weight=pack(weight), bias=None), x))
+        return found
+    finally:
+        torch.set_num_threads(before)
 
-    x, q, k, v = some(96, 256), some(3, 4, 96, 32), some(3, 4, 2 * RUN, 32), some(3, 4, 2 * RUN, 32)
-    weight = pack(some(512, 256))
-    seen = torch.zeros(1, 1, 1, 2 * RUN, dtype=dtype)
+
+def alike_up_to(product: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """The most rows, MANY or half, a quarter.. of it, up to which any rows of x come out the same; 0: not even few."""
+    most = MANY
+    while most >= TILE_ROWS:
+        if _alike(lambda rows: product(x[rows]), 0, COUNTS, most):
+            return most
+        most //= 2
+    return 0
+
+
+def has_stable_attention(random: torch.Generator) -> bool:
+    """Whether torch's attention gives a query the same bits in any batch: see the module."""
+    q, k, v = (torch.randn(3, 4, n, 32, generator=random).bfloat16() for n in (96, 2 * RUN, 2 * RUN))
+    seen = torch.zeros(1, 1, 1, 2 * RUN, dtype=q.dtype)
     seen[..., RUN + 7 :] = -math.inf
 
     def attended(spans: slice, rows: slice) -> Tensor:
         return F.scaled_dot_product_attention(q[spans, :, rows], k[spans], v[spans], seen)
 
-    return _alike(lambda rows: packed_linear(x[rows], weight, None), 0, (1, 2, 3, 8, 17, 50)) and all(
-        _alike(lambda rows, spans=spans: attended(spans, rows)[0], 1, (MIN_QUERY_ROWS, 8, 36, 68))  # type: ignore[misc]
+    return all(
+        _alike(lambda rows, spans=spans: attended(spans, rows)[0], 1, (MIN_QUERY_ROWS, 8, 36, 68), 96)  # type: ignore[misc]
         and torch.equal(attended(spans, slice(0, 8))[0], attended(slice(0, 3), slice(0, 8))[0])
         for spans in (slice(0, 1), slice(0, 2))
     )
 
 
-def _alike(way: Callable[[slice], Tensor], rows: int, counts: tuple[int, ...]) -> bool:
-    """Whether some rows at a time, along dimension `rows`, have the same bits as all at once."""
-    whole = way(slice(0, 96))
-    return all(torch.equal(way(slice(5, 5 + n)), whole.narrow(rows, 5, n)) for n in counts)
+def _alike(way: Callable[[slice], Tensor], rows: int, counts: tuple[int, ...], most: int) -> bool:
+    """Whether some rows at a time, along dimension `rows`, have the same bits as `most` at once."""
+    whole = way(slice(0, most))
+    places = [(min(5, most - n), n) for n in counts if n <= most]
+    return all(torch.equal(way(slice(at, at + n)), whole.narrow(rows, at, n)) for at, n in places)

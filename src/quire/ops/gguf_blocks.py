@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import IntegerMatrix
-from quire.ops.integer import pack_integers, pack_superblocks
+from quire.ops.integer import floats_of, pack_floats, pack_integers, pack_superblocks
 
 
 class Blocks(NamedTuple):
@@ -46,6 +46,21 @@ class Blocks(NamedTuple):
         return pack_superblocks(numbers, group, self.scales.view(rows, -1), self.factors.view(rows, -1, 2))
 
 
+class FloatBlocks(NamedTuple):
+    """N blocks of 32 floats of 4 bits, codes uint8 [N, 32], and exponents uint8 [N, 1], see `IntegerKind.FLOATS`."""
+
+    codes: Tensor
+    exponents: Tensor
+
+    def values(self) -> Tensor:
+        """float32 [N, 32]."""
+        return floats_of(self.codes) * torch.exp2(self.exponents.float() - 127.0)
+
+    def matrix(self, rows: int) -> IntegerMatrix:
+        """The matrix of so many rows, each of as many blocks."""
+        return pack_floats(self.codes.view(rows, -1), self.exponents.reshape(rows, -1))
+
+
 def float16(raw: Tensor) -> Tensor:
     """Bytes [N, 2 n] -> float16 [N, n], of which they are."""
     return raw.contiguous().view(torch.float16)
@@ -59,6 +74,11 @@ def q8_0(raw: Tensor) -> Blocks:
 def q4_0(raw: Tensor) -> Blocks:
     """d float16, then 16 bytes, low halves the first 16 numbers: d (q - 8)."""
     return Blocks(torch.cat((raw[:, 2:] & 15, raw[:, 2:] >> 4), 1), float16(raw[:, :2]))
+
+
+def mxfp4(raw: Tensor) -> FloatBlocks:
+    """An exponent e, then 16 bytes, low halves the first 16 codes: 2^(e - 127) times what they stand for."""
+    return FloatBlocks(torch.cat((raw[:, 1:] & 15, raw[:, 1:] >> 4), 1), raw[:, :1])
 
 
 def scales_of(about: Tensor) -> Tensor:
@@ -99,11 +119,12 @@ def q6_k(raw: Tensor) -> Blocks:
     return Blocks(numbers, torch.cat((factor, torch.zeros_like(factor)), 1), raw[:, 192:208].contiguous(), signed=True)
 
 
-BLOCKS: Mapping[str, Callable[[Tensor], Blocks]] = {
+BLOCKS: Mapping[str, Callable[[Tensor], Blocks | FloatBlocks]] = {
     "Q8_0": q8_0,
     "Q4_0": q4_0,
     "Q4_K": q4_k,
     "Q5_K": q5_k,
     "Q6_K": q6_k,
+    "MXFP4": mxfp4,
 }
 """Bytes [N, bytes a block] -> what they stand for."""

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.base import Routing
-from quire.types import UNLIMITED
 
 TILE_ROWS = 8
 """Of a tile. A batch of 8 pays nothing, one row up to two thirds more, a prompt up to twice as much: [3072, 576] in
@@ -28,14 +27,16 @@ float32 takes 86, 138 and 7,010 us at 1, 8 and 512 rows at once, and 144, 141 an
 
 
 def in_tiles(product: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
-    """product(x) of x [T, in] -> [T, out], `rows` at a time, the last tile padded with zeros; UNLIMITED: all at
-    once."""
-    if rows == UNLIMITED:
-        return product(x)
+    """product(x) of x [T, in] -> [T, out], `rows` at a time, the last tile padded with zeros."""
     count = len(x)
     filled = F.pad(x, (0, 0, 0, -count % rows)) if count % rows else x
-    parts = [product(tile) for tile in torch.split(filled, rows)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:count]
+    return in_pieces(product, filled, rows)[:count]
+
+
+def in_pieces(product: Callable[[Tensor], Tensor], x: Tensor, most: int) -> Tensor:
+    """product(x) of x [T, in] -> [T, out], at most so many rows at a time."""
+    parts = [product(piece) for piece in torch.split(x, most)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 PACKED_ROWS = 8

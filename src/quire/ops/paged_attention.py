@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.ops.quantized import E4M3, to_fp8
 from quire.ops.ragged import LayerKV, RaggedBatch, fields_of
+from quire.types import UNLIMITED
 
 FEW = 32
 """Spans of up to this many queries are attended together with others that have as many, one by one above."""
@@ -151,11 +152,11 @@ class PagedAttentionMetadata(RaggedBatch):
                 pool.index_fill_(0, self.begun, 0)
             pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
 
-    def mask(self, index: int, window: int, repeat: int) -> Tensor | None:
+    def mask(self, index: int, window: int, repeat: int, chunk: int = UNLIMITED) -> Tensor | None:
         """[S, 1, repeat * n, L] bool: which of L positions each query sees; None where each sees all."""
-        key = (index, window, repeat)
+        key = (index, window, repeat, chunk)
         if key not in self.masks:
-            self.masks[key] = causal_mask(self.groups[index], window, repeat)
+            self.masks[key] = causal_mask(self.groups[index], window, repeat, chunk)
         return self.masks[key]
 
 
@@ -198,12 +199,22 @@ def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengt
     return SpanGroup(n, rows, kv_len, longest, torch.where(held, pages, pages[:, :1]), even)
 
 
-def causal_mask(group: SpanGroup, window: int, repeat: int) -> Tensor | None:
+def causal_mask(group: SpanGroup, window: int, repeat: int, chunk: int = UNLIMITED) -> Tensor | None:
     """[S, 1, repeat * n, L] bool: which positions each query sees; None where each sees all."""
-    if group.n == 1 and group.even and window >= group.longest:
+    if group.n == 1 and group.even and min(window, chunk) >= group.longest:
         return None
     device = group.kv_len.device
     key = torch.arange(group.longest, device=device)
     query = group.kv_len[:, None] - group.n + torch.arange(group.n, device=device)
-    seen = (key <= query[..., None]) & (key > query[..., None] - window)
+    seen = visible(key, query[..., None], window, chunk)
     return (seen if group.n == 1 else seen.repeat(1, repeat, 1))[:, None]
+
+
+def visible(key: Tensor, query: Tensor, window: int, chunk: int) -> Tensor:
+    """Whether a query at position `query` sees position `key`; see `Ops.attention`."""
+    return (key <= query) & (key > query - window) & (key >= query // chunk * chunk)
+
+
+def first_visible(query: int, window: int, chunk: int) -> int:
+    """The first position that a query at position `query` sees."""
+    return max(query + 1 - window, query // chunk * chunk)

@@ -9,7 +9,7 @@ number per byte or two, the even column's in the low bits, with a scale and a ze
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import TypeVar
 
@@ -32,7 +32,6 @@ from quire.ops.base import (
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.ragged import RaggedBatch
-from quire.types import UNLIMITED
 
 Each = TypeVar("Each")
 
@@ -96,6 +95,18 @@ def in_best_groups(scores: Tensor, how: TopK) -> Tensor:
     return grouped.masked_fill(outside[..., None], float("-inf")).view(scores.shape)
 
 
+def mix_sparsely(logits: Tensor, how: TopK) -> Routing:
+    """`select_experts` with a margin, see `TopK`."""
+    experts, weights, left = list[Tensor](), list[Tensor](), logits
+    for _ in range(how.used):
+        best, number = left.max(-1, keepdim=True)
+        near = best - left <= how.margin * torch.maximum(logits.abs(), best)
+        experts.append(number)
+        weights.append(left.masked_fill(~near, float("-inf")).softmax(-1).gather(-1, number))
+        left = left.scatter(-1, number, float("-inf"))
+    return Routing(torch.cat(experts, -1).int(), torch.cat(weights, -1) * how.scale)
+
+
 LEAST = 32
 """Rows that a card's library wants for products of integers, at least."""
 
@@ -103,8 +114,11 @@ LEAST = 32
 class BaseOps(ABC):
     """What implementations of `Ops` have in common; quantized products dequantize the matrix at each call."""
 
-    rows = UNLIMITED
     multiplies_integers = False
+
+    def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """See `Ops.multiply`."""
+        return product(x)
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
@@ -145,6 +159,8 @@ class BaseOps(ABC):
 
     def select_experts(self, logits: Tensor, how: TopK, correction: Tensor | None = None) -> Routing:
         """See `Ops.select_experts`."""
+        if how.margin:
+            return mix_sparsely(logits.float(), how)
         scores = logits.float().sigmoid() if how.sigmoid else logits.float().softmax(-1)
         ranked = in_best_groups(scores if correction is None else scores + correction, how)
         experts = ranked.topk(how.used, dim=-1).indices

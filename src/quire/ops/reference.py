@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, Angles, Gate, Norm, Norms
-from quire.ops.paged_attention import FEW, PagedAttentionMetadata, SpanGroup
+from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Gate, Norm, Norms
+from quire.ops.paged_attention import FEW, PagedAttentionMetadata, SpanGroup, first_visible, visible
 from quire.ops.quantized import BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.types import UNLIMITED
@@ -25,6 +25,7 @@ class Scores(NamedTuple):
     window: int = UNLIMITED
     soft_cap: float = 0.0
     sinks: Tensor | None = None
+    chunk: int = UNLIMITED
 
     def sink_of(self, groups: int, repeat: int = 1) -> Tensor | None:
         """The sinks of rows of queries, the heads of a K/V head one after the other: [G, R * repeat, 1]."""
@@ -149,6 +150,12 @@ class ReferenceOps(BaseOps):
         """See `Ops.relu2`."""
         return F.relu(x).square_()
 
+    def xielu(self, x: Tensor, how: XIELU) -> Tensor:
+        """See `Ops.xielu`."""
+        exact, positive, negative = x.float(), F.softplus(how.positive), how.slope + F.softplus(how.negative)
+        below = (exact.clamp(max=0).exp_() - 1.0 - exact) * negative
+        return torch.where(exact > 0, positive * exact * exact, below).add_(how.slope * exact).to(x.dtype)
+
     def write_kv(self, kv: LayerKV, k: Tensor, v: Tensor, batch: RaggedBatch) -> None:
         """Write k and v [T, G, D] into their slots."""
         self.prepare(batch).write(kv, k, v)
@@ -162,10 +169,11 @@ class ReferenceOps(BaseOps):
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
+        chunk: int = UNLIMITED,
     ) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
-        how = Scores(scale, window, soft_cap, sinks)
+        how = Scores(scale, window, soft_cap, sinks, chunk)
         parts = [self.attend(q[group.rows], kv, paged, i, how) for i, group in enumerate(paged.groups)]
         if len(parts) == 1 and len(parts[0]) == len(q):
             return parts[0]
@@ -180,7 +188,7 @@ class ReferenceOps(BaseOps):
         k, v = paged.read_kv(kv, i, q.dtype)
         if group.n > FEW:
             return long(q, k[0], v[0], group, how)
-        mask = paged.mask(i, how.window, q.shape[1] // k.shape[1])
+        mask = paged.mask(i, how.window, q.shape[1] // k.shape[1], how.chunk)
         return short(q, k, v, mask, group.n, how)
 
 
@@ -204,16 +212,16 @@ def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, how: Scores) -> Tens
     n, heads, dim = q.shape
     groups = k.shape[0]
     folded = q.view(n, groups, heads // groups, dim).permute(1, 2, 0, 3)
-    past, window = group.longest - n, how.window
+    past = group.longest - n
     sinks = how.sink_of(groups)
     sinks = None if sinks is None else sinks[..., None]
     tiles = []
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
-        low, high = max(0, past + start + 1 - window), past + stop
+        low, high = first_visible(past + start, how.window, how.chunk), past + stop
         key = torch.arange(low, high, device=q.device)
         query = torch.arange(past + start, high, device=q.device)[:, None]
-        mask = (key <= query) & (key > query - window)
+        mask = visible(key, query, how.window, how.chunk)
         shape = (groups, heads // groups, high - low, dim)
         keys, values = k[:, None, low:high].expand(shape), v[:, None, low:high].expand(shape)
         tiles.append(weigh(folded[:, :, start:stop], keys, values, mask, how, sinks))

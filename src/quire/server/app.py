@@ -28,14 +28,23 @@ from quire.server import error_responses, openapi, outputs, prompts, schemas
 from quire.server.access import CrossOrigin, Guard, Hosts, Keys, Rates, refuse_cross_site, trace_context
 from quire.server.batch_api.runner import BatchService
 from quire.server.calls import Job
-from quire.server.embeddings import EmbeddingsRequest
-from quire.server.endpoints import ENDPOINTS, GENERATE, TOKEN_COUNT_ENDPOINTS, Endpoint, gather
+from quire.server.embeddings import Embedding
+from quire.server.endpoints import (
+    ENDPOINTS,
+    GENERATE,
+    OLLAMA_ENDPOINTS,
+    TOKEN_COUNT_ENDPOINTS,
+    Endpoint,
+    gather,
+)
 from quire.server.error_responses import GONE, JSON, NotFound, json_response, offloaded_json
 from quire.server.limits import AdmissionGate, Limits, deadline, read_body
 from quire.server.live_page import LiveSource, Page
+from quire.server.ollama_models import OllamaModels, OllamaShowRequest
 from quire.server.outputs import Usage
 from quire.server.stream import Chunks, EventStream, answer_all, unless_gone
 from quire.server.tools import make_tool_set
+from quire.weights.details import ModelDetails
 
 T = TypeVar("T")
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -72,7 +81,8 @@ class Api:
             return job, endpoint.chunks(job) if job.stream and endpoint.chunks is not None else None
 
         with self._gate.slot() as slot:
-            size, (job, chunks) = await self._read(request, endpoint.request_type, prepare, slot)
+            kind, any_type = endpoint.request_type, endpoint.any_type
+            size, (job, chunks) = await self._read(request, kind, prepare, slot, any_type=any_type)
         begin = partial(self._begin, job)
         if chunks is not None:
             return EventStream(begin, chunks, keep_alive=self._limits.keep_alive, headers=job.headers())
@@ -95,18 +105,24 @@ class Api:
         return admitted
 
     async def _read(
-        self, request: Request, kind: type[schemas.T], prepare: Callable[[schemas.T], T], slot: ExitStack | None = None
+        self,
+        request: Request,
+        kind: type[schemas.T],
+        prepare: Callable[[schemas.T], T],
+        slot: ExitStack | None = None,
+        *,
+        any_type: bool = False,
     ) -> tuple[int, T]:
         """The size of the body in bytes, and what `prepare` makes of the request in it, offloaded together.
 
-        slot: of a request that will be queued (see AdmissionGate).
+        slot: of a request that will be queued (see AdmissionGate). any_type: as of `read_body`.
         """
-        body = await read_body(request, self._limits)
+        body = await read_body(request, self._limits, any_type=any_type)
         await self._gate.wait_turn(slot)
 
         def read() -> T:
             parsed = schemas.parse(body, kind, self._limits)
-            if isinstance(parsed, schemas.Sampling | EmbeddingsRequest) and parsed.timeout is None:
+            if isinstance(parsed, schemas.Sampling | Embedding) and parsed.timeout is None:
                 parsed.timeout = deadline(request.headers)
             return prepare(parsed)
 
@@ -121,10 +137,15 @@ class Api:
             "/detokenize": (schemas.DetokenizeRequest, self._detokenize),
         }
         answers |= {path: (one.request_type, partial(self._count, one)) for path, one in TOKEN_COUNT_ENDPOINTS.items()}
-        return [Route(path, partial(self._tokens, *answer), methods=["POST"]) for path, answer in answers.items()]
+        return [Route(path, partial(self.answer, *answer), methods=["POST"]) for path, answer in answers.items()]
 
-    async def _tokens(self, kind: type[Struct], answer: Callable[[Any], Any], request: Request) -> Response:
-        _, encoded = await self._read(request, kind, lambda parsed: msgspec.json.encode(answer(parsed)))
+    async def answer(
+        self, kind: type[Struct], make: Callable[[Any], Any], request: Request, *, any_type: bool = False
+    ) -> Response:
+        """What `make` returns for a request of this type, as JSON. any_type: as of `read_body`."""
+        _, encoded = await self._read(
+            request, kind, lambda parsed: msgspec.json.encode(make(parsed)), any_type=any_type
+        )
         return Response(encoded, media_type=JSON)
 
     def _count(self, endpoint: Endpoint, request: Struct) -> dict[str, Any]:
@@ -202,24 +223,29 @@ def create_app(
     hosts: Hosts | None = None,
     origins: Collection[str] = (),
     tokenizer_info: Mapping[str, Any] | None = None,
+    details: Callable[[], ModelDetails] = ModelDetails,
 ) -> ASGIApp:
     """The ASGI application of a backend and a batch service, which the caller starts and closes.
 
     view: what the live page shows. recording: the folder of the flight recorder's files. hosts: the names by which the
     server may be asked, any by default. origins: those whose pages may use it (CORS). tokenizer_info: what
-    /tokenizer_info answers, None to refuse it.
+    /tokenizer_info answers, None to refuse it. details: what /api/tags and /api/show say of the checkpoint.
     """
     limits = Limits() if limits is None else limits
     keys = Keys() if keys is None else keys
     rates = Rates() if rates is None else rates
+    template = (tokenizer_info or {}).get("chat_template")
+    models = OllamaModels(backend, details, template if isinstance(template, str) else "")
     api = Api(backend, limits, version, rates, recording)
     page = Page(view, keys, limits)
     routes = [
         *(
             Route(path, partial(api.generation, one), methods=["POST"])
-            for path, one in {**ENDPOINTS, "/v1/generate": GENERATE}.items()
+            for path, one in {**ENDPOINTS, **OLLAMA_ENDPOINTS, "/v1/generate": GENERATE}.items()
         ),
         *api.token_routes(),
+        *models.routes(),
+        Route("/api/show", partial(api.answer, OllamaShowRequest, models.show, any_type=True), methods=["POST"]),
         _tokenizer_info_route(tokenizer_info),
         get_json("/v1/models", partial(_models, backend)),
         Route("/v1/models/{id:path}", api.model),

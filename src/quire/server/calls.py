@@ -94,8 +94,13 @@ class Job:
         return [part for part in parts if part.kind != "reasoning" or self.reasons]
 
 
-def completion(request: CompletionRequest, backend: Backend, limits: Limits) -> Job:
-    """The job of a completion. Raises InvalidRequest or UnknownModel naming the field."""
+def completion(
+    request: CompletionRequest, backend: Backend, limits: Limits, default_max_tokens: int | None = 16
+) -> Job:
+    """The job of a completion. Raises InvalidRequest or UnknownModel naming the field.
+
+    default_max_tokens: where neither the request nor the checkpoint says; None: as many as the context holds.
+    """
     card = model(request.model, backend)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequest("best_of must equal n: answers are not ranked", param="best_of")
@@ -111,12 +116,20 @@ def completion(request: CompletionRequest, backend: Backend, limits: Limits) -> 
     calls = []
     num_truncated = 0
     for text, whole in encoded:
-        ids = truncate(whole, request, card, max_tokens or 16)
+        ids = truncate(whole, request, card, max_tokens or default_max_tokens)
         if len(ids) < len(whole):
             text = None
             num_truncated += len(whole) - len(ids)
         params = sampling_params(
-            request, ids, card, limits, max_tokens, 16, logprobs=request.logprobs, echoed=echoed, shared=shared
+            request,
+            ids,
+            card,
+            limits,
+            max_tokens,
+            default_max_tokens,
+            logprobs=request.logprobs,
+            echoed=echoed,
+            shared=shared,
         )
         calls.append(make_call("cmpl-", text, ids, request, params, limits))
     if request.echo:
@@ -138,9 +151,13 @@ def _infill_params(request: CompletionRequest, card: ModelCard) -> dict[str, Any
     return {"stop_token_ids": (*(request.stop_token_ids or ()), *ends)}
 
 
-def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "chatcmpl-") -> Job:
-    """The job of a chat completion. prefix: of the answer's id. Raises InvalidRequest or UnknownModel naming the
-    field."""
+def chat(
+    request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "chatcmpl-", context: tuple[int, ...] = ()
+) -> Job:
+    """The job of a chat completion. Raises InvalidRequest or UnknownModel naming the field.
+
+    prefix: of the answer's id. context: token ids before those of the messages.
+    """
     card = model(request.model, backend)
     top = (request.top_logprobs or 0) if request.logprobs else None
     check_answers(1, request.n, limits)
@@ -163,6 +180,7 @@ def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "
     tools = replace(tools, calls_before=sum(map(_num_calls, request.messages)))
     style = THOUGHTS.get(card.reasoning_parser)
     text, whole = render(request.messages, request, backend, tools.for_template, max_prompt_tokens(request, card))
+    whole = _after(context, whole, backend)
     shared = shared_params(request, backend, card, limits)
     form = tools.structure(shared["structured_outputs"], "" if style is None else style.answer)
     bound = form is not None or budget is not None
@@ -187,6 +205,14 @@ def chat(request: ChatRequest, backend: Backend, limits: Limits, prefix: str = "
         reasons=request.include_reasoning is not False,
         params=effective_params(request, params, card, name),
     )
+
+
+def _after(context: tuple[int, ...], prompt: tuple[int, ...], backend: Backend) -> tuple[int, ...]:
+    """The prompt behind `context`, which has the begin token already."""
+    if not context:
+        return prompt
+    begin = backend.encode("")
+    return context + (prompt[len(begin) :] if prompt[: len(begin)] == begin else prompt)
 
 
 def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:

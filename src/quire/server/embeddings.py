@@ -16,17 +16,15 @@ from quire.server.limits import Limits, check_answers, check_priority_and_timeou
 from quire.server.outputs import ChoiceBuilder, Usage
 from quire.server.prompts import encode, model, prompts
 from quire.server.schemas import Prompt
-from quire.types import Pooling, SamplingParams
+from quire.types import UNLIMITED, Pooling, SamplingParams
 
 _FORMATS = ("float", "base64")
 
 
-class EmbeddingsRequest(msgspec.Struct, kw_only=True):
-    """`POST /v1/embeddings`."""
+class Embedding(msgspec.Struct, kw_only=True):
+    """Fields of every endpoint that computes embeddings."""
 
-    input: Prompt
     model: str | None = None
-    encoding_format: str | None = None
     dimensions: int | None = None
     pooling: str | None = None
     normalize: bool | None = None
@@ -36,14 +34,24 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True):
     timeout: float | None = None
 
 
-def embedding(request: EmbeddingsRequest, backend: Backend, limits: Limits) -> Job:
-    """A job with one call for each text. Raises InvalidRequest or UnknownModel naming the field."""
+class EmbeddingsRequest(Embedding, kw_only=True):
+    """`POST /v1/embeddings`."""
+
+    input: Prompt
+    encoding_format: str | None = None
+
+
+def embedding(request: EmbeddingsRequest, backend: Backend, limits: Limits, *, truncate: bool = False) -> Job:
+    """A job with one call for each text. Raises InvalidRequest or UnknownModel naming the field.
+
+    truncate: leave out the end of texts that are longer than the context.
+    """
     card = model(request.model, backend)
     check_embedding(request.dimensions, pools=card.pools)
     if request.encoding_format not in (None, *_FORMATS):
         raise InvalidRequest(f"encoding_format must be one of {', '.join(_FORMATS)}", param="encoding_format")
     check_priority_and_timeout(request.priority, request.timeout, limits)
-    texts = _encode(request, backend, card, limits)
+    texts = _encode(request, backend, card, limits, truncate)
     if request.pooling not in (None, "mean", "last"):
         raise InvalidRequest("pooling must be one of mean, last", param="pooling")
     pooling: Pooling = "last" if request.pooling == "last" else "mean"
@@ -52,15 +60,18 @@ def embedding(request: EmbeddingsRequest, backend: Backend, limits: Limits) -> J
     return Job(id=calls[0].id, model=card.id, calls=calls, token_text=backend.token_text)
 
 
-def _encode(request: EmbeddingsRequest, backend: Backend, card: ModelCard, limits: Limits) -> list[tuple[int, ...]]:
+def _encode(
+    request: EmbeddingsRequest, backend: Backend, card: ModelCard, limits: Limits, truncate: bool
+) -> list[tuple[int, ...]]:
     """The token ids of each text. Raises InvalidRequest naming `input`."""
+    most = UNLIMITED if truncate else card.max_model_len
     try:
         given = prompts(request.input, card, limits)
         check_answers(len(given), 1, limits)
-        encoded = encode(given, request.add_special_tokens is not False, backend, card.max_model_len)
+        encoded = encode(given, request.add_special_tokens is not False, backend, most)
     except InvalidRequest as error:
         raise InvalidRequest(str(error).replace("prompt", "input"), param="input", code=error.code) from error
-    return [ids for _, ids in encoded]
+    return [ids[: card.max_model_len - 1] for _, ids in encoded]
 
 
 def embeddings(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from quire.errors import Interrupted, InvalidRequest
-from quire.frontend.interface import Backend, Delta, ModelCard, ResultStream, iterate
+from quire.frontend.interface import Backend, Call, Delta, ModelCard, ResultStream, iterate
 from quire.frontend.offload import offload
-from quire.server import calls, messages, outputs, responses, schemas
+from quire.server import calls, messages, ollama, outputs, responses, schemas
 from quire.server.calls import Job
-from quire.server.embeddings import EmbeddingsRequest, embedding, embeddings
+from quire.server.embeddings import Embedding, EmbeddingsRequest, embedding, embeddings
 from quire.server.limits import Limits
 from quire.server.outputs import ChoiceBuilder, Usage
 from quire.server.stream import Chunks, answer_all
@@ -24,13 +24,14 @@ from quire.types import BACKGROUND, TraceContext
 class Endpoint(NamedTuple):
     """One path. make_job: a request as calls. chunks: encodes its stream, None if it has none. response: its answer.
 
-    All three are offloaded with the request.
+    All three are offloaded with the request. any_type: as of `read_body`.
     """
 
-    request_type: type[schemas.Sampling] | type[EmbeddingsRequest]
+    request_type: type[schemas.Sampling] | type[Embedding]
     make_job: Callable[[Any, Backend, Limits], Job]
     chunks: Callable[[Job], Chunks[Delta]] | None
     response: Callable[[Job, Sequence[ChoiceBuilder], Usage], dict[str, Any]]
+    any_type: bool = False
 
     def job(self, request: Any, backend: Backend, limits: Limits, fingerprint: str, began: float, **fields: Any) -> Job:
         """The job of a request. fingerprint: the system's. fields: of each of its calls."""
@@ -68,20 +69,42 @@ _MESSAGES_NAMES: Mapping[str, str] = {
 }
 
 
+MakeJob = Callable[[Any, Backend, Limits], Job]
+
+
 def _chat_job(
     as_chat: Callable[[Any, ModelCard], schemas.ChatRequest], names: Mapping[str, str], prefix: str
-) -> Callable[[Any, Backend, Limits], Job]:
+) -> MakeJob:
     """The `make_job` of requests that become chat requests. prefix: of the answer's id. names: see `_renamed`."""
 
     def make_job(request: Any, backend: Backend, limits: Limits) -> Job:
+        return calls.chat(as_chat(request, backend.model()), backend, limits, prefix)
+
+    return _naming(names, make_job)
+
+
+def _naming(names: Mapping[str, str], make_job: MakeJob) -> MakeJob:
+    """The same, with this API's names of fields in its errors. names: see `_renamed`."""
+
+    def renaming(request: Any, backend: Backend, limits: Limits) -> Job:
         try:
-            return calls.chat(as_chat(request, backend.model()), backend, limits, prefix)
+            job = make_job(request, backend, limits)
         except InvalidRequest as error:
             if (renamed := _renamed(error, request, names)) is None:
                 raise
             raise renamed from error
+        return replace(job, calls=[_with_named_structure(call, request, names) for call in job.calls])
 
-    return make_job
+    return renaming
+
+
+def _with_named_structure(call: Call, request: Any, names: Mapping[str, str]) -> Call:
+    """The call with this API's name of the field that gave its structure, which the compiler's errors mention."""
+    structure = call.sampling.structured_outputs
+    if structure is None or structure.param not in names or getattr(request, structure.param, None) is not None:
+        return call
+    named = replace(structure, param=names[structure.param])
+    return replace(call, sampling=replace(call.sampling, structured_outputs=named))
 
 
 def _renamed(error: InvalidRequest, request: Any, names: Mapping[str, str]) -> InvalidRequest | None:
@@ -130,6 +153,32 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/responses": Endpoint(responses.ResponsesRequest, _response_job, responses.ResponseChunks, responses.response),
     "/v1/messages": Endpoint(messages.MessagesRequest, _message_job, messages.MessageChunks, messages.message),
     "/v1/embeddings": Endpoint(EmbeddingsRequest, embedding, None, embeddings),
+}
+
+
+OLLAMA_ENDPOINTS: Mapping[str, Endpoint] = {
+    "/api/chat": Endpoint(
+        ollama.OllamaChatRequest,
+        _naming({**ollama.FIELD_NAMES, "prompt": "messages"}, ollama.chat),
+        ollama.OllamaLines,
+        ollama.answer,
+        any_type=True,
+    ),
+    "/api/generate": Endpoint(
+        ollama.OllamaGenerateRequest,
+        _naming({**ollama.FIELD_NAMES, "messages": "prompt"}, ollama.generate),
+        ollama.OllamaLines,
+        ollama.answer,
+        any_type=True,
+    ),
+    "/api/embed": Endpoint(ollama.OllamaEmbedRequest, ollama.embed, None, ollama.embedded, any_type=True),
+    "/api/embeddings": Endpoint(
+        ollama.OllamaEmbeddingsRequest,
+        _naming({"input": "prompt"}, ollama.embed),
+        None,
+        ollama.embedded_one,
+        any_type=True,
+    ),
 }
 
 

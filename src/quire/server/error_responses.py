@@ -1,4 +1,4 @@
-"""Responses in JSON, and errors as clients of OpenAI's and Anthropic's APIs expect them."""
+"""Responses in JSON, and errors as clients of OpenAI's, Anthropic's and Ollama's APIs expect them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ GONE = 499
 
 # Seconds of Retry-After while the server is starting, restarting or shutting down.
 _RETRY_AFTER = 5
+
+OLLAMA_PATHS = (
+    *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/show", "/api/ps"),
+    *("/api/version", "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"),
+)
+"""The paths of Ollama's API."""
 
 INTERNAL = "the server met an error of its own; its log says more"
 
@@ -64,10 +70,12 @@ async def offloaded_json(size: int, make: Callable[[], Any], headers: Mapping[st
 def body(
     message: str, status: int, kind: str, *, param: str | None = None, code: str | int | None = None, path: str = ""
 ) -> bytes:
-    """The error object that clients of `path` expect: Anthropic's or OpenAI's. kind: of OpenAI's."""
+    """The error object that clients of `path` expect: Anthropic's, Ollama's or OpenAI's. kind: of OpenAI's."""
     if "/v1/messages" in path:
         kind = _KINDS.get(status, InvalidRequest.kind if status < 500 else "api_error")
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+    if path.endswith(OLLAMA_PATHS):
+        return msgspec.json.encode({"error": message})
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 

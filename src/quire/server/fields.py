@@ -39,6 +39,7 @@ NO_OPS: Mapping[str, str] = {
     "defer_loading": "all tools are shown to the model at once",
     "eager_input_streaming": "arguments are always streamed as they come",
     "disable_fallback": "there is nothing to fall back to",
+    "keep_alive": "the model stays loaded as long as the server runs",
 }
 
 _TOOLS = "this older form is not supported: use tools and tool_choice"
@@ -58,6 +59,7 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "function_call": Refusal(_TOOLS, ("none", "auto")),
     "audio": Refusal(_TEXT),
     "modalities": Refusal(_TEXT, (["text"],)),
+    "images": Refusal(_TEXT, ([],)),
     "mm_processor_kwargs": Refusal(_TEXT, ({},)),
     "media_io_kwargs": Refusal(_TEXT, ({},)),
     "return_mm_kwargs": Refusal(_TEXT, (True, False)),
@@ -70,6 +72,9 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "thinking_token_budget": Refusal("here thoughts are part of the text", (-1,)),
     "documents": Refusal("put documents into a message", ([],)),
     "chat_template": Refusal("templates are code: start the server with --chat-template"),
+    "template": Refusal("templates are code: start the server with --chat-template", ("",)),
+    "truncate": Refusal("prompts are never cut: send the part that matters", (False,)),
+    "shift": Refusal("an answer ends where the context does", (False,)),
     "use_beam_search": Refusal(_BEAM, (False,)),
     "length_penalty": Refusal(_BEAM, (1, 1.0)),
     "early_stopping": Refusal(_BEAM, (False,)),
@@ -122,11 +127,19 @@ ELSEWHERE: Mapping[str, str] = {
 }
 
 
-def check(given: Mapping[str, Any], honoured: Iterable[str], *, where: str = "") -> dict[str, Any]:
+def check(
+    given: Mapping[str, Any],
+    honoured: Iterable[str],
+    *,
+    where: str = "",
+    no_ops: Mapping[str, str] = NO_OPS,
+    refused: Mapping[str, Refusal] = REFUSED_FIELDS,
+) -> dict[str, Any]:
     """The honoured fields of `given`, without those that are None. Raises InvalidRequest naming the first refused or
     unknown field.
 
-    where: path of the object, such as 'stream_options.', for the message.
+    where: path of the object, such as 'stream_options.', for the message. no_ops, refused: the table of the object's
+    other fields.
     """
     known = frozenset(honoured)
     kept = {}
@@ -135,11 +148,11 @@ def check(given: Mapping[str, Any], honoured: Iterable[str], *, where: str = "")
             continue
         if name in known:
             kept[name] = value
-        elif name in REFUSED_FIELDS:
-            refusal = REFUSED_FIELDS[name]
+        elif name in refused:
+            refusal = refused[name]
             if value not in refusal.no_op:
                 raise InvalidRequest(f"{where}{name}: {refusal.why}", param=where + name, code="unsupported_field")
-        elif name not in NO_OPS:
+        elif name not in no_ops:
             path = where + name[:64]
             hint = nearest(name[:64], known) if where else _hint(name, known)
             raise InvalidRequest(f"unknown field {path!r}.{hint}", param=path, code="unknown_field")

@@ -50,10 +50,15 @@ class Limits:
     strict_tools: bool = False
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
-    """The whole body. Raises TooLarge as soon as it is, and UnsupportedMedia if it is compressed or not JSON."""
+async def read_body(request: Request, limits: Limits, *, any_type: bool = False) -> bytes:
+    """The whole body. Raises TooLarge as soon as it is, and UnsupportedMedia if it is compressed or not JSON.
+
+    any_type: take a body whatever it is declared to be, but from web pages: their requests name an origin, and a page
+    of another site may send anything but JSON without a preflight.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
+    if kind != "application/json" and (from_page or not any_type):
         raise error_responses.UnsupportedMedia(
             f"the body must be JSON: send the header 'Content-Type: application/json', not {kind or 'none'!r}"
         )

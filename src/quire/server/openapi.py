@@ -11,14 +11,16 @@ from msgspec import Struct
 from quire.server import schemas
 from quire.server.access import PUBLIC_PATHS
 from quire.server.batch_api.batches import BATCH_ENDPOINTS, BatchRequest
-from quire.server.endpoints import ENDPOINTS, TOKEN_COUNT_ENDPOINTS
-from quire.server.error_responses import JSON
+from quire.server.endpoints import ENDPOINTS, OLLAMA_ENDPOINTS, TOKEN_COUNT_ENDPOINTS
+from quire.server.error_responses import JSON, OLLAMA_PATHS
 from quire.server.fields import NO_OPS, REFUSED_FIELDS
+from quire.server.ollama_models import REFUSED_PATHS, OllamaShowRequest
 from quire.types import NUMERIC_PARAMETERS
 
 EVENTS = "text/event-stream"
 TEXT = "text/plain"
 BYTES = "application/octet-stream"
+LINES = "application/x-ndjson"
 
 _STATUSES: Mapping[str, str] = {
     "200": "What was asked for",
@@ -82,6 +84,19 @@ OPERATIONS = (
         Operation("post", path, "Count a prompt's tokens", count.request_type)
         for path, count in TOKEN_COUNT_ENDPOINTS.items()
     ),
+    *(
+        Operation("post", path, "Ollama's API", one.request_type, (JSON, *((LINES,) if one.chunks else ())), ("504",))
+        for path, one in OLLAMA_ENDPOINTS.items()
+    ),
+    Operation("post", "/api/show", "Ollama's API: the model", OllamaShowRequest),
+    Operation("get", "/api/tags", "Ollama's API: the models served"),
+    Operation("get", "/api/ps", "Ollama's API: the models loaded"),
+    Operation("get", "/api/version", "Ollama's API: its version"),
+    *(
+        Operation(method.lower(), path, "Ollama's API: refused, with what to do instead", errors=("400", "429"))
+        for path, (method, _) in REFUSED_PATHS.items()
+    ),
+    Operation("get", "/", "Whether an Ollama is here", None, (TEXT,)),
     Operation("post", "/tokenize", "Text or messages to token ids", schemas.TokenizeRequest),
     Operation("post", "/detokenize", "Token ids to text", schemas.DetokenizeRequest),
     Operation("get", "/tokenizer_info", "How the tokenizer is configured", errors=("404",)),
@@ -116,7 +131,8 @@ def document(version: str) -> bytes:
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
     components = {name: _with_table(schema) for name, schema in made.items()}
-    components["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
+    for name, kind in (("Error", "object"), ("OllamaError", "string")):
+        components[name] = {"type": "object", "required": ["error"], "properties": {"error": {"type": kind}}}
     key = {"type": "http", "scheme": "bearer"}
     return msgspec.json.encode(
         {
@@ -156,7 +172,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
     errors = {*_ALWAYS, *operation.errors, *(_BODY if operation.request_type is not None else ())}
     keyless: dict[str, Any] = {"security": []} if operation.path in PUBLIC_PATHS else {}
     errors -= {"401"} if keyless else set()
-    failed = {"$ref": "#/components/schemas/Error"}
+    failed = {"$ref": f"#/components/schemas/{'OllamaError' if operation.path in OLLAMA_PATHS else 'Error'}"}
     responses: dict[str, Any] = {
         status: {"description": _STATUSES[status], "content": {JSON: {"schema": failed}}} for status in sorted(errors)
     }

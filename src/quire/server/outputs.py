@@ -33,9 +33,15 @@ _FLOOR = -9999.0
 
 
 class Usage:
-    """Counts the tokens of one HTTP request: each prompt once, and all answers."""
+    """Counts the tokens of one HTTP request: each prompt once, and all answers.
 
-    __slots__ = ("_cached", "_counted", "_details", "_style", "_text", "_thinking", "_thoughts", "completion", "prompt")
+    first: time.perf_counter() at the first delta, None before.
+    """
+
+    __slots__ = (
+        *("_cached", "_counted", "_details", "_style", "_text", "_thinking", "_thoughts"),
+        *("completion", "first", "prompt"),
+    )
 
     def __init__(self, job: Job) -> None:
         self._text = job.token_text
@@ -47,9 +53,12 @@ class Usage:
         self._cached: dict[int, int] = {}
         self.prompt = sum(len(call.prompt) for call in job.calls)
         self.completion = 0
+        self.first: float | None = None
 
     def add(self, delta: Delta) -> None:
         """Count a delta's tokens."""
+        if self.first is None:
+            self.first = time.perf_counter()
         if self._counted:
             self.completion += len(delta.tokens)
         if delta.num_cached:

@@ -15,6 +15,9 @@ from quire.server.limits import Limits
 from quire.server.schemas import ChatRequest, Prompt, TokenizeRequest
 from quire.types import UNLIMITED
 
+LATEST = ":latest"
+"""The tag of Ollama's names that have none."""
+
 _KIND: Mapping[type, str] = {str: "text", list: "token ids"}
 
 # A text with more characters per token of the context than this may be too long for it: only its beginning is encoded
@@ -29,9 +32,12 @@ _ANSWER_ONLY = frozenset({"refusal", "annotations", "audio", "function_call"})
 
 
 def model(name: str | None, backend: Backend) -> ModelCard:
-    """The model served. name: what the request asks for, if anything. Raises UnknownModel for another model."""
+    """The model served. name: what the request asks for, if anything. Raises UnknownModel for another model.
+
+    `name:latest`, as tools made for Ollama write it, is `name`.
+    """
     card = backend.model()
-    if name is not None and name not in card.names:
+    if name is not None and name not in card.names and name.removesuffix(LATEST) not in card.names:
         raise UnknownModel(
             f"the model {name[:200]!r} is not served here: this server has {', '.join(map(repr, card.names))}",
             param="model",

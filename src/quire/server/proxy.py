@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -45,7 +45,10 @@ _RESPONSE_ONLY = frozenset(b"connection keep-alive transfer-encoding content-len
 _CORS = b"access-control-"
 
 # Paths whose requests observers see.
-_GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_GENERATE = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/api/chat", "/api/generate"),
+)
 
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 
@@ -53,9 +56,19 @@ _KEYS = frozenset({b"authorization", b"x-api-key"})
 _SECRETS = re.compile(rb"auth|key|token|secret|credential")
 
 
+class _PeekedOptions(msgspec.Struct):
+    """Those of Ollama's `options`."""
+
+    num_predict: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+
 class _PeekedFields(msgspec.Struct):
     """What observers see of a request; nothing else uses it."""
 
+    options: _PeekedOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -71,10 +84,13 @@ def peek_fields(body: bytes) -> tuple[int, SamplingParams]:
     """(max_tokens, 0 if not given, sampling parameters) of a request. Invalid ones are for the upstream to refuse."""
     try:
         peeked = _peek.decode(body)
-        given = {name: getattr(peeked, name) for name in ("temperature", "top_p", "seed")}
+        where = peeked if peeked.options is None else peeked.options
+        given = {name: getattr(where, name) for name in ("temperature", "top_p", "seed")}
         sampling = SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except (msgspec.DecodeError, RecursionError, QuireError):
         return 0, SamplingParams()
+    if peeked.options is not None:
+        return max(peeked.options.num_predict or 0, 0), sampling
     return peeked.max_completion_tokens or peeked.max_tokens or peeked.max_output_tokens or 0, sampling
 
 
@@ -94,6 +110,18 @@ class _RelayedChunks(Chunks[bytes]):
         return data + DONE
 
 
+class _RelayedLines(_RelayedChunks):
+    """An upstream's lines of JSON as they come. Between them nothing is sent: an empty line is no JSON."""
+
+    media_type: ClassVar[bytes] = b"application/x-ndjson"
+
+    def keep_alive(self) -> bytes:
+        return b""
+
+    def failed(self, error: Exception) -> bytes:
+        return error_responses.of(error, self._path) + b"\n"
+
+
 class Relay:
     """The handlers that pass requests on to upstream servers. keys: of this server, which are not passed on."""
 
@@ -106,7 +134,7 @@ class Relay:
     def routes(self) -> list[Route]:
         """All paths that are passed on, and those that this server answers with upstreams' answers."""
         tokens = ("/tokenize", "/detokenize", "/tokenizer_info")
-        paths = ("/v1/{path:path}", *tokens, "/score", "/rerank", "/pooling", "/classify")
+        paths = ("/v1/{path:path}", "/api/{path:path}", "/", *tokens, "/score", "/rerank", "/pooling", "/classify")
         return [
             Route("/v1/generate", self.generate, methods=["POST"]),
             Route("/metrics", self.metrics),
@@ -116,14 +144,16 @@ class Relay:
     async def relay(self, request: Request) -> Response | EventStream[bytes]:
         """Any other path: the upstream's answer, as it is."""
         self._backend.admit()
-        body = await read_body(request, self._limits) if request.method == "POST" else b""
+        any_type = request.url.path.endswith(error_responses.OLLAMA_PATHS)
+        has_body = request.method == "POST" or request.url.path.endswith("/api/delete")
+        body = await read_body(request, self._limits, any_type=any_type) if has_body else b""
         until = _until(request.headers)
         work = self._exchange(request, request.scope["raw_path"], body, until, may_stream=True)
         if (answer := await unless_gone(request.receive, work)) is None:
             return Response(status_code=GONE)
         upstream, whole = answer
         if whole is None:
-            chunks = _RelayedChunks(request.url.path)
+            chunks = (_RelayedLines if upstream.lines else _RelayedChunks)(request.url.path)
             return EventStream(partial(UpstreamEvents, upstream, until), chunks, keep_alive=self._limits.keep_alive)
         headers = [
             (name, value) for name, value in upstream.headers if not (name in _RESPONSE_ONLY or name.startswith(_CORS))
@@ -159,7 +189,7 @@ class Relay:
             return upstream, None
         whole = await _by(until, _whole(upstream))
         if upstream.status >= 400:
-            await offload(len(whole), partial(self._check, upstream, whole))
+            await offload(len(whole), partial(self._check, upstream, whole, path.decode("latin-1")))
         return upstream, whole
 
     def _as_completion(self, raw: bytes) -> bytes:
@@ -209,7 +239,7 @@ class Relay:
             if name not in dropped and not (_SECRETS.search(name) and self._keys.in_field(value)):
                 yield name, value
 
-    def _check(self, upstream: UpstreamResponse, whole: bytes) -> None:
+    def _check(self, upstream: UpstreamResponse, whole: bytes, path: str) -> None:
         """Raises an error for an upstream's refusal, unless its answer is an error object that can be passed on."""
         if upstream.status in (401, 403) and self._backend.keyed:
             raise Unavailable(f"the upstream refused this server's key ({upstream.status})", code="upstream_key")
@@ -217,7 +247,7 @@ class Relay:
             error = msgspec.json.decode(whole).get("error")
         except (msgspec.DecodeError, AttributeError, RecursionError):
             error = None
-        if not isinstance(error, dict):
+        if not isinstance(error, str if path.endswith(error_responses.OLLAMA_PATHS) else dict):
             raise UpstreamRefusal(upstream.status, whole)
 
 

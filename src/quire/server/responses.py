@@ -225,6 +225,9 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
         name = choice.get("name")
         return {"type": "function", "function": {"name": _shown_name(choice, name) if isinstance(name, str) else name}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        allowed = {"mode": choice.get("mode", "auto"), "tools": [_choice(tool) for tool in choice["tools"]]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice
 
 

@@ -204,10 +204,15 @@ def parse(body: bytes, kind: type[T], limits: Limits) -> T:
     check_depth(raw, limits)
     kept = fields.check(raw, kind.__struct_fields__)
     _check_within(kept, _WITHIN, "")
+    return converted(kept, kind)
+
+
+def converted(given: Mapping[str, Any], kind: type[T], where: str = "") -> T:
+    """`given` as a `kind`. where: path of the object. Raises InvalidRequest naming the field whose type is wrong."""
     try:
-        return msgspec.convert(kept, kind)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise _named(error) from error
+        raise _named(error, where) from error
 
 
 # Fields that are objects with fields of their own; `json_schema` is in `response_format`.
@@ -234,12 +239,13 @@ _WHERE = re.compile(r"(.*?)(?: - at `(?:key in )?\$\.?(.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
-def _named(error: msgspec.ValidationError) -> InvalidRequest:
-    """msgspec's message, after the field's name."""
+def _named(error: msgspec.ValidationError, path: str) -> InvalidRequest:
+    """msgspec's message, after the field's name. path: of the object that has the field."""
     if missing := _MISSING.match(str(error)):
-        return InvalidRequest(f"{missing[1]} is required", param=missing[1], code="missing_field")
+        name = path + missing[1]
+        return InvalidRequest(f"{name} is required", param=name, code="missing_field")
     found = _WHERE.fullmatch(str(error))
-    what, where = (found[1], found[2]) if found else (str(error), None)
+    what, where = (found[1], found[2] and path + found[2]) if found else (str(error), None)
     what = what[:1].lower() + what[1:].replace("`", "").replace(" | null", "")
     return InvalidRequest(f"{where}: {what}" if where else what, param=where, code="invalid_type")
 

@@ -1,4 +1,4 @@
-"""Server-sent events over ASGI: streams, and noticing that a client has closed its connection."""
+"""Streams over ASGI, as server-sent events or lines of JSON, and noticing that a client has closed its connection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -22,11 +22,9 @@ D = TypeVar("D")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
+EVENTS = b"text/event-stream; charset=utf-8"
+_UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+HEADERS = ((b"content-type", EVENTS), *_UNBUFFERED)
 
 
 def event(data: bytes) -> bytes:
@@ -37,8 +35,11 @@ def event(data: bytes) -> bytes:
 class Chunks(ABC, Generic[D]):
     """Encodes the stream of one job in the shape of its API, as events. Used by one thread at a time.
 
-    Costs are about how many bytes the work is worth (`frontend.offload`); edge_cost is that of `opening` and `closing`.
+    media_type: of the stream. Costs are about how many bytes the work is worth (`frontend.offload`); edge_cost is that
+    of `opening` and `closing`.
     """
+
+    media_type: ClassVar[bytes] = EVENTS
 
     @property
     def edge_cost(self) -> int:
@@ -60,6 +61,10 @@ class Chunks(ABC, Generic[D]):
     def closing(self) -> bytes:
         """Events after the last delta, [DONE] included."""
         return b""
+
+    def keep_alive(self) -> bytes:
+        """What is sent where there is nothing to send, which clients pass over: a comment."""
+        return KEEP_ALIVE
 
     @abstractmethod
     def failed(self, error: Exception) -> bytes:
@@ -138,9 +143,9 @@ class EventStream(Generic[D]):
     """An ASGI response that streams the result of `begin`.
 
     The status goes out with the first delta, so that a refusal still gets one of its own; after `keep_alive` seconds
-    without any it goes out with a comment. Later errors become an event. What is ready is written at once, in the call
-    that announces it; while a reader is slow a task waits for it, and deltas that are ready by then are sent in one
-    write, so a slow reader costs fewer writes, not more memory.
+    without any it goes out with `Chunks.keep_alive`. Later errors become an event. What is ready is written at once, in
+    the call that announces it; while a reader is slow a task waits for it, and deltas that are ready by then are sent
+    in one write, so a slow reader costs fewer writes, not more memory.
     """
 
     def __init__(
@@ -152,7 +157,8 @@ class EventStream(Generic[D]):
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """headers: header fields beside those of every stream."""
-        self._headers = (*HEADERS, *((name.encode(), value.encode()) for name, value in headers.items()))
+        kind = (b"content-type", chunks.media_type)
+        self._headers = (kind, *_UNBUFFERED, *((name.encode(), value.encode()) for name, value in headers.items()))
         self._begin = begin
         self._chunks = chunks
         self._keep_alive = keep_alive
@@ -189,7 +195,7 @@ class EventStream(Generic[D]):
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._keep_alive, self._tick)
         if not self._spoke:
-            self._write(KEEP_ALIVE)
+            self._write(self._chunks.keep_alive())
         self._spoke = False
 
     async def _write_ready(self, first: bytes) -> None:

@@ -7,7 +7,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.errors import InvalidRequest
 from quire.parsers.parts import PLAIN, Splitter
@@ -41,7 +41,7 @@ HOSTED = frozenset(
 that do not insist on them."""
 
 _VERSION = re.compile(r"_\d{4}_?\d{2}_?\d{2}$")
-_CHOICES = "auto, none, required or {'type': 'function', 'function': {'name': ...}}"
+_CHOICES = "auto, none, required, {'type': 'function', 'function': {'name': ...}} or {'type': 'allowed_tools', ...}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,20 +176,28 @@ def make_tool_set(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidRequest(f"tools: two are called {twice!r}", param="tools")
-    named = _named_tool(choice, names, omitted)
+    allowed = _allowed_tools(choice, names, omitted)
+    named = _named_tool(choice, names, omitted) if allowed is None else None
     left_out = tuple(dict.fromkeys(omitted))
     if not names or choice == "none":
         return ToolSet(style=style, omitted=left_out)
     callable_ = {f["name"]: f.get("parameters") or {"type": "object", "properties": {}} for f in functions}
     if named is not None:
         callable_ = {named: callable_[named]}
+    if allowed is not None:
+        callable_ = {name: callable_[name] for name in allowed.names}
+    bindable = bool(style.before and not style.bare)
+    bound = allowed is not None or any(function.get("strict") for function in functions)
+    # Where no grammar can keep a model from calling the others, it does not see them.
+    hidden = allowed is not None and not (bindable or allowed.forced)
+    shown = [function for function in functions if not hidden or function["name"] in callable_]
     return ToolSet(
         style=style,
-        for_template=[{"type": "function", "function": function} for function in functions],
+        for_template=[{"type": "function", "function": function} for function in shown] or None,
         parameters={name: properties_of(schema) for name, schema in callable_.items()},
         schemas=callable_,
-        forced=named is not None or choice == "required",
-        strict=bool(style.before and not style.bare) and any(function.get("strict") for function in functions),
+        forced=named is not None or choice == "required" or (allowed is not None and allowed.forced),
+        strict=bindable and bound,
         most=1 if parallel is False or named is not None else style.most,
         closed=limits.closed_schemas,
         grouped=grouped,
@@ -255,6 +263,37 @@ def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance((function.get("parameters") or {}).get("properties", {}), dict):
         raise InvalidRequest(f"{where}.function.parameters.properties must be an object", param="tools")
     return {name: value for name, value in function.items() if value is not None}
+
+
+class _Allowed(NamedTuple):
+    """An `allowed_tools` choice. names: of the functions that may be called. forced: one of them has to be."""
+
+    names: tuple[str, ...]
+    forced: bool
+
+
+def _allowed_tools(
+    choice: str | Mapping[str, Any] | None, names: Sequence[str], omitted: Sequence[str]
+) -> _Allowed | None:
+    """The tools that `tool_choice` allows of those that the model sees; None where it is another choice."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return None
+    given = choice.get("allowed_tools")
+    kept = check(given if isinstance(given, Mapping) else {}, ("mode", "tools"), where="tool_choice.allowed_tools.")
+    mode, tools = kept.get("mode", "auto"), kept.get("tools")
+    if mode not in ("auto", "required") or not isinstance(tools, list):
+        raise InvalidRequest(
+            "tool_choice.allowed_tools needs a list of tools, and the mode auto or required", param="tool_choice"
+        )
+    chosen = []
+    for tool in tools:
+        if isinstance(tool, Mapping) and hosted_kind(tool) in omitted:
+            continue
+        chosen.append(_named_tool(tool if isinstance(tool, Mapping) else {}, names, omitted) or "")
+    if mode == "required" and not chosen:
+        lacks = f": this server has no {omitted[0]}" if omitted else ""
+        raise InvalidRequest(f"tool_choice required needs tools{lacks}", param="tool_choice")
+    return _Allowed(tuple(dict.fromkeys(chosen)), mode == "required")
 
 
 def _named_tool(choice: str | Mapping[str, Any] | None, names: Sequence[str], omitted: Sequence[str]) -> str | None:

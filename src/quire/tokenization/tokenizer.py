@@ -200,7 +200,7 @@ class Tokenizer:
         # As in training: a prefix is the beginning of a text, and a suffix is not.
         before = [*self._encode(first), *(id for piece in rest for id in self._encode_inner(piece))]
         after = [id for piece in pieces(suffix, self.infill.written) for id in self._encode_inner(piece)]
-        return (self.infill.prefix, *before, self.infill.suffix, *after, self.infill.middle)
+        return self.infill.prompt(before, after)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `tokens`; ids outside the vocabulary are ignored, and invalid UTF-8 becomes U+FFFD."""

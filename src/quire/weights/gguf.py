@@ -37,6 +37,7 @@ KINDS: Mapping[int, Kind] = {
     12: Kind("Q4_K", 256, 144),
     13: Kind("Q5_K", 256, 176),
     14: Kind("Q6_K", 256, 210),
+    39: Kind("MXFP4", 32, 17),
 }
 """Storage types that can be read, by their number in the file."""
 

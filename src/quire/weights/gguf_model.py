@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +50,47 @@ SANDWICH_NAMES: Mapping[str, str] = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 FUSED_NAMES: Mapping[str, str] = {**LLAMA_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+SHARED_NAMES: Mapping[str, str] = {
+    f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
+}
+QWEN2_MOE_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+GRANITE_MOE_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **{f"ffn_{part}_exps": f"block_sparse_moe.experts.#.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_shexp": "shared_mlp.input_linear" for part in ("gate", "up")},
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
+GLM4_MOE_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    **SHARED_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
+ERNIE_MOE_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    **SHARED_NAMES,
+    "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
+}
+MINIMAX_NAMES: Mapping[str, str] = {
+    **MIXTRAL_NAMES,
+    "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+}
+LLAMA4_NAMES: Mapping[str, str] = {
+    **{part: name.replace("mlp.", "feed_forward.") for part, name in LLAMA_NAMES.items()},
+    **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_gate_inp": "feed_forward.router",
+}
+GPT_OSS_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    "ffn_gate_inp": "mlp.router",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks.weight": "self_attn.sinks",
+}
 GLM4_NAMES: Mapping[str, str] = {
     **FUSED_NAMES,
     "post_attention_norm": "post_self_attn_layernorm",
@@ -67,12 +110,33 @@ GPT2_OUTER: Mapping[str, str] = {
     "output": "lm_head",
 }
 GEMMA_NAMES: Mapping[str, str] = {**SANDWICH_NAMES, "ffn_norm": "pre_feedforward_layernorm"}
+GEMMA4_NAMES: Mapping[str, str] = {
+    **GEMMA_NAMES,
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": "experts.gate_up_proj.#",
+    "ffn_down_exps": "experts.down_proj.#",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)},
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+GEMMA4_OUTER: Mapping[str, str] = {
+    **OUTER,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 
 
 class Family(NamedTuple):
     """What llama.cpp calls an architecture. architecture: in config.json. names: of a layer's tensors, in the file and
     in the checkpoint; outer: of the others; prefix: of layers. interleaved: the converter interleaves the halves of
-    heads of q and k, whose rotation llama.cpp knows by neighbours. shift: what it adds to the weights of norms.
+    heads of q and k, whose rotation llama.cpp knows by neighbours. shift: what it adds to the weights of norms. known:
+    fields of config.json that files of the family do not have.
     """
 
     architecture: str
@@ -81,6 +145,7 @@ class Family(NamedTuple):
     prefix: str = "model.layers"
     interleaved: bool = False
     shift: float = 0.0
+    known: Mapping[str, Any] = MappingProxyType({})
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -88,9 +153,19 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM"),
     "qwen3": Family("Qwen3ForCausalLM"),
     "qwen3moe": Family("Qwen3MoeForCausalLM"),
+    "qwen2moe": Family("Qwen2MoeForCausalLM", QWEN2_MOE_NAMES, known={"norm_topk_prob": False}),
+    "olmoe": Family("OlmoeForCausalLM", known={"norm_topk_prob": False}),
+    "granitemoe": Family("GraniteMoeForCausalLM", GRANITE_MOE_NAMES, interleaved=True),
+    "glm4moe": Family("Glm4MoeForCausalLM", GLM4_MOE_NAMES),
+    "ernie4_5-moe": Family("Ernie4_5_MoeForCausalLM", ERNIE_MOE_NAMES),
+    "minimax-m2": Family("MiniMaxM2ForCausalLM", MINIMAX_NAMES),
+    "phimoe": Family("PhimoeForCausalLM", MIXTRAL_NAMES),
+    "llama4": Family("Llama4ForCausalLM", LLAMA4_NAMES),
+    "gpt-oss": Family("GptOssForCausalLM", GPT_OSS_NAMES),
     "gemma": Family("GemmaForCausalLM", shift=1.0),
     "gemma2": Family("Gemma2ForCausalLM", GEMMA_NAMES, shift=1.0),
     "gemma3": Family("Gemma3ForCausalLM", GEMMA_NAMES, shift=1.0),
+    "gemma4": Family("Gemma4ForCausalLM", GEMMA4_NAMES, GEMMA4_OUTER),
     "gpt2": Family("GPT2LMHeadModel", GPT2_NAMES, GPT2_OUTER, "transformer.h"),
     "phi3": Family("Phi3ForCausalLM", FUSED_NAMES),
     "olmo2": Family("Olmo2ForCausalLM", SANDWICH_NAMES),
@@ -114,13 +189,17 @@ VARIANTS: Mapping[str, Mapping[str, Family]] = {
         "expert_count": Family("MixtralForCausalLM", MIXTRAL_NAMES, interleaved=True),
         "attention.sliding_window": Family("MistralForCausalLM", interleaved=True),
     },
+    "granitemoe": {
+        "expert_shared_feed_forward_length": Family("GraniteMoeSharedForCausalLM", GRANITE_MOE_NAMES, interleaved=True),
+    },
     "olmo2": {"attention.sliding_window": Family("Olmo3ForCausalLM", SANDWICH_NAMES)},
 }
 """What files of one name are, by the fact that only they have."""
 
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are facts of the rotary embedding."""
-NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias|scale)")
+LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 def block_entry(gguf: Gguf, info: GgufTensorInfo) -> TensorEntry:
@@ -143,21 +222,43 @@ def block_entry(gguf: Gguf, info: GgufTensorInfo) -> TensorEntry:
 
 def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
     """The file's tensors with transformers' names and layouts."""
-    entries: dict[str, TensorEntry] = {}
-    for name, held in gguf.tensors.items():
+    found: dict[str, list[TensorEntry]] = {}
+    layers = int(gguf_config(gguf).get("num_hidden_layers", 0))
+    # In this order gate comes before up, of which some families have one matrix.
+    for name, held in sorted(gguf.tensors.items()):
         if held.kind.name in PLAIN:
             entry = file_entry(gguf.path, held.start, PLAIN[held.kind.name], held.shape, held.kind.name)
         else:
             entry = block_entry(gguf, held)
-        if name in FACTORS:
+        layer = LAYER.match(name)
+        if name in FACTORS or (layer and int(layer[1]) >= layers):
             continue
         theirs = transformers_name(gguf, name)
         entry = restored(gguf, name, theirs, entry)
         if "#" in theirs:
-            entries |= {theirs.replace("#", str(e)): entry.part(e) for e in range(entry.shape[0])}
+            for e in range(entry.shape[0]):
+                found.setdefault(theirs.replace("#", str(e)), []).append(entry.part(e))
         else:
-            entries[theirs] = entry
-    return entries
+            found.setdefault(theirs, []).append(entry)
+    return {name: below_each_other(parts) for name, parts in found.items()}
+
+
+def below_each_other(parts: Sequence[TensorEntry]) -> TensorEntry:
+    """One matrix of several, one below the other."""
+    if len(parts) == 1:
+        return parts[0]
+    shape = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
+    stored = [part.stored for part in parts if part.stored is not None and part.kind == parts[0].kind]
+    return replace(
+        parts[0],
+        dtype=torch.float32 if len(stored) < len(parts) else parts[0].dtype,
+        shape=shape,
+        size=sum(part.size for part in parts),
+        read=lambda cut: torch.cat([part.read(()) for part in parts])[cut],
+        copy=None,
+        each=None,
+        stored=below_each_other(stored) if len(stored) == len(parts) else None,
+    )
 
 
 def transformers_name(gguf: Gguf, name: str) -> str:
@@ -168,6 +269,8 @@ def transformers_name(gguf: Gguf, name: str) -> str:
     layer, part, kind = found.groups()
     family = family_of(gguf)
     known = family.outer if layer is None else family.names
+    if f"{part}.{kind}" in known:
+        return f"{family.prefix}.{layer}.{known[f'{part}.{kind}']}"
     if part not in known:
         return name
     return f"{known[part]}.{kind}" if layer is None else f"{family.prefix}.{layer}.{known[part]}.{kind}"
@@ -191,6 +294,8 @@ def restored(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEn
     if family.interleaved and re.search(r"\.attn_[qk]\.", name):
         heads = gguf.get("attention.head_count") if ".attn_q." in name else kv_heads(gguf)
         return entry.transformed(entry.shape, lambda whole: halves(whole, heads), rows_only=True)
+    if name.endswith(".ffn_gate_inp_shexp.weight") and len(entry.shape) == 1:
+        return entry.transformed((1, *entry.shape), lambda whole: whole[None])
     if family.shift and name.endswith("norm.weight"):
         return entry.transformed(entry.shape, lambda whole: whole.float() - family.shift)
     if gguf.architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", theirs):
@@ -204,8 +309,9 @@ def halves(whole: Tensor, heads: int) -> Tensor:
 
 
 def kv_heads(gguf: Gguf) -> int:
-    """Number of key/value heads."""
-    return int(gguf.get("attention.head_count_kv") or gguf.get("attention.head_count"))
+    """Number of key/value heads, of the first layer where they differ."""
+    found = gguf.get("attention.head_count_kv") or gguf.get("attention.head_count")
+    return int(found[0] if isinstance(found, list) else found)
 
 
 def gguf_config(gguf: Gguf) -> dict[str, Any]:
@@ -217,7 +323,8 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
     fields = {
         "architectures": [family.architecture],
         "hidden_size": hidden,
-        "num_hidden_layers": get("block_count"),
+        # Layers that draft the tokens after the next are counted, and not read.
+        "num_hidden_layers": get("block_count") and get("block_count") - get("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads(gguf),
         "head_dim": head_dim,
@@ -234,6 +341,9 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "use_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "qkv_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in gguf.tensors,
+        "lm_head_bias": "output.bias" in gguf.tensors,
         "attention_multiplier": get("attention.scale"),
         "embedding_multiplier": get("embedding_scale"),
         "residual_multiplier": get("residual_scale"),
@@ -243,16 +353,15 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
         "eos_token_id": gguf.facts.get("tokenizer.ggml.eos_token_id"),
         "final_logit_softcapping": get("final_logit_softcapping"),
         "attn_logit_softcapping": get("attn_logit_softcapping"),
-        "num_experts": get("expert_count"),
-        "num_local_experts": get("expert_count"),
-        "num_experts_per_tok": get("expert_used_count"),
-        "moe_intermediate_size": get("expert_feed_forward_length"),
-        "norm_topk_prob": True,
+        **experts(gguf),
+        **family.known,
     }
     if name.startswith("gemma"):
         # The largest model of each generation scales scores by hidden / heads, others by head_dim.
         share = hidden // max(1, heads) if get("block_count") == (46 if name == "gemma2" else 62) else head_dim
         fields |= {"query_pre_attn_scalar": share}
+    if name == "gemma4":
+        fields |= gemma4_fields(gguf)
     if name == "gpt2":
         fields |= {
             "n_embd": hidden,
@@ -262,6 +371,79 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
         }
         fields |= {"n_inner": get("feed_forward_length"), "layer_norm_epsilon": get("attention.layer_norm_epsilon")}
     return {key: value for key, value in fields.items() if value is not None}
+
+
+def gemma4_fields(gguf: Gguf) -> dict[str, Any]:
+    """Fields of Gemma 4, whose local and global layers differ in their heads."""
+    get, local = gguf.get, [kind == SLIDING for kind in layer_types(gguf) or ()]
+    per_layer = get("attention.head_count_kv")
+    heads = per_layer if isinstance(per_layer, list) else [per_layer] * len(local)
+    dims = get("attention.key_length"), get("attention.key_length_swa")
+    widths = get("feed_forward_length")
+    widths = widths if isinstance(widths, list) else [widths]
+    own = len(local) - get("attention.shared_kv_layers", 0)
+    turning = scaling(gguf) or {}
+    factors = turning.get("factors", [1.0])
+    # A little more than the share, which is rounded down.
+    share = (sum(factor < FIXED for factor in factors) + 0.25) / len(factors)
+    full = {"rope_type": "proportional", "partial_rotary_factor": share, "rope_theta": get("rope.freq_base")}
+    return {
+        "head_dim": dims[1],
+        "global_head_dim": dims[0],
+        "per_layer_config": {
+            str(i): {"num_key_value_heads": count, "head_dim": dims[each]}
+            for i, (count, each) in enumerate(zip(heads, local, strict=True))
+        },
+        "attention_k_eq_v": any(not local[i] and f"blk.{i}.attn_v.weight" not in gguf.tensors for i in range(own)),
+        "rope_scaling": None,
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10_000.0)},
+        },
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] > widths[0],
+        "hidden_size_per_layer_input": get("embedding_length_per_layer_input", 0),
+        "num_kv_shared_layers": len(local) - own,
+        "enable_moe_block": bool(get("expert_count")),
+        "top_k_experts": get("expert_used_count"),
+    }
+
+
+FIXED = 1e29
+"""Factors of wavelengths above this are those of dimensions that do not turn."""
+
+
+def experts(gguf: Gguf) -> dict[str, Any]:
+    """Fields of a mixture."""
+    get, width = gguf.get, gguf.get("expert_feed_forward_length")
+    fields = {
+        "num_experts": get("expert_count"),
+        "num_local_experts": get("expert_count"),
+        "num_experts_per_tok": get("expert_used_count"),
+        "moe_intermediate_size": width,
+        "norm_topk_prob": get("expert_weights_norm", True),
+        "routed_scaling_factor": get("expert_weights_scale"),
+        "n_group": get("expert_group_count"),
+        "topk_group": get("expert_group_used_count"),
+        "n_shared_experts": get("expert_shared_count"),
+        "moe_num_shared_experts": get("expert_shared_count"),
+        "shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
+        "shared_intermediate_size": get("expert_shared_feed_forward_length"),
+        "first_k_dense_replace": get("leading_dense_block_count"),
+        "moe_layer_start_index": get("leading_dense_block_count"),
+        "moe_layer_interval": get("interleave_moe_layer_step"),
+        "interleave_moe_layer_step": get("interleave_moe_layer_step"),
+    }
+    if gguf.architecture in ("llama4", "gpt-oss", "minimax-m2") and width:
+        fields |= {"intermediate_size": width, "intermediate_size_mlp": get("feed_forward_length")}
+    if gguf.architecture == "llama4":
+        # Not in the file: the smaller model norms queries and keys, the larger one does not.
+        fields |= {"use_qk_norm": get("expert_count") != MAVERICK}
+    return fields
+
+
+MAVERICK = 128
+"""Experts of the larger model of Llama 4."""
 
 
 def rotated_share(gguf: Gguf, head_dim: int) -> float | None:
@@ -295,5 +477,7 @@ def scaling(gguf: Gguf) -> dict[str, Any] | None:
     kind = gguf.get("rope.scaling.type", "none")
     if kind == "none":
         return None
-    found = {"rope_type": kind, "factor": gguf.get("rope.scaling.factor"), "original_max_position_embeddings": length}
-    return {name: value for name, value in found.items() if value is not None}
+    metadata: dict[str, Any] = {"rope_type": kind, "factor": gguf.get("rope.scaling.factor")}
+    metadata |= {"original_max_position_embeddings": length}
+    metadata |= {"truncate": False} if gguf.architecture == "gpt-oss" else {}
+    return {name: value for name, value in metadata.items() if value is not None}

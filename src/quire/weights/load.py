@@ -28,7 +28,7 @@ from quire.weights.canary import Canary
 from quire.weights.entries import TensorEntry
 from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import KINDS
-from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format
+from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of
 from quire.weights.stacks import unstacked
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -88,6 +88,7 @@ def load_model(
     build = ModelBuilder(
         ops=ops, parallel=parallel or ParallelGroup(), dtype=number, device=device, format=format, tables=tables
     )
+    build.modules = modules_of(entries)
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     with torch.inference_mode():
         try:
@@ -97,10 +98,7 @@ def load_model(
             if "memory" not in str(error):
                 raise
             raise InvalidModel(f"there is no memory for {folder.name}: `quire plan` says what fits") from error
-        held = sum(place.target.nbytes for places in build.slots.values() for place in places)
-        if held > room:
-            sizes = f"{held / 2**30:.1f} GiB of weights, and there are {room / 2**30:.1f} GiB"
-            raise InvalidModel(f"there is no memory for {folder.name}: {sizes}; `quire plan` says what fits")
+        check_room(build, folder.name, room)
         if checkpoint is None:
             random_init(build, seed, progress)
         else:
@@ -114,6 +112,14 @@ def load_model(
         if canary and any(stored.quantized is not None for stored in build.matrices):
             canary.check(model, build.matrices, device, reference)
     return model
+
+
+def check_room(build: ModelBuilder, name: str, room: float) -> None:
+    """Raises InvalidModel for weights that take more than `room` bytes."""
+    held = sum(place.target.nbytes for places in build.slots.values() for place in places)
+    if held > room:
+        sizes = f"{held / 2**30:.1f} GiB of weights, and there are {room / 2**30:.1f} GiB"
+        raise InvalidModel(f"there is no memory for {name}: {sizes}; `quire plan` says what fits")
 
 
 def choose_dtype(asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, device: torch.device) -> torch.dtype:

@@ -72,7 +72,7 @@ def check(spec: ModelSpec, quantised: bool) -> None:
         raise InvalidModel("export-onnx takes plain weights only, and this checkpoint is quantised")
     if min(spec.windows) < min(spec.context, UNLIMITED):
         raise InvalidModel(f"export-onnx knows no sliding window, and {name} here has one of {min(spec.windows)}")
-    if spec.ropes or spec.experts or spec.score_cap or spec.logit_cap or spec.activation != "silu":
+    if spec.ropes or spec.chunks or spec.experts or spec.score_cap or spec.logit_cap or spec.activation != "silu":
         raise InvalidModel(f"export-onnx cannot say what is special in this {name}: use --executor local")
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.layers.quantization.base import Format, Layout, Matrix, WeightStorage
+from quire.layers.quantization.base import Format, Layout, Matrix, MatrixPart, WeightStorage
 from quire.layers.quantization.integers import IntegerScheme
 from quire.layers.quantization.mxfp4 import GROUP, Mxfp4Scheme
 from quire.layers.quantization.scaled import ROW, TILE, OnlineQuantization, ScaleScheme
@@ -43,6 +44,14 @@ IGNORED_TENSORS = (
 """Tensors of quantized checkpoints that are not needed: activations are scaled dynamically."""
 
 
+def modules_of(names: Iterable[str]) -> frozenset[str]:
+    """The modules that have tensors of these names."""
+    return frozenset(name.rpartition(".")[0] for name in names)
+
+
+NO_PREFIXES: Mapping[str, str] = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """A quantization_config. name: its quant_method. layout: of quantized matrices. skipped: modules left plain."""
@@ -59,11 +68,19 @@ class Scheme:
 class CheckpointFormat:
     """A format that keeps each matrix as the checkpoint stores it.
 
-    entries: the checkpoint's tensors; where there are none (dummy weights), the config's names decide.
+    entries: the checkpoint's tensors; where there are none (dummy weights), the config's names decide. prefixes: see
+    `StoredFormat.renamed`.
     """
 
-    def __init__(self, scheme: Scheme, plain: Format, entries: Mapping[str, TensorEntry]) -> None:
-        self.scheme, self.plain, self.entries = scheme, plain, entries
+    def __init__(
+        self,
+        scheme: Scheme,
+        plain: Format,
+        entries: Mapping[str, TensorEntry],
+        prefixes: Mapping[str, str] = NO_PREFIXES,
+    ) -> None:
+        self.scheme, self.plain, self.entries, self.prefixes = scheme, plain, entries, prefixes
+        self.modules = modules_of(entries)
 
     def __call__(self, matrix: Matrix, ops: Ops, shared: Tensor | None = None) -> WeightStorage:
         """Storage of the matrix as the scheme has it: quantized, or plain where its parts are."""
@@ -75,13 +92,32 @@ class CheckpointFormat:
             raise InvalidModel(f"some of {names} are quantised and some not: they are multiplied as one, and cannot be")
         return self.scheme.layout.store(matrix, ops)
 
+    def keeps(self, experts: Sequence[Sequence[MatrixPart]], cut: slice) -> bool:
+        """See `StoredFormat`."""
+        return not all(self._plain(part.name, False) for parts in experts for part in parts)
+
+    def renamed(self, prefixes: Mapping[str, str]) -> CheckpointFormat:
+        """See `StoredFormat`."""
+        return CheckpointFormat(self.scheme, self.plain, self.entries, {**self.prefixes, **prefixes})
+
+    def _theirs(self, name: str) -> list[str]:
+        """What the checkpoint may call a module."""
+        longer = (theirs + name.removeprefix(ours) for theirs, ours in self.prefixes.items() if name.startswith(ours))
+        return [name, *longer]
+
+    def _entry(self, name: str) -> TensorEntry | None:
+        """The plain matrix of this name, or the tensor that holds it with those of other experts."""
+        stack, _, number = name.rpartition(".")
+        stacks = (stack, f"{stack}.weight") if number.isdecimal() else ()
+        return next((self.entries[key] for key in (f"{name}.weight", *stacks) if key in self.entries), None)
+
     def _plain(self, name: str, keep_precision: bool) -> bool:
-        entry = self.entries.get(f"{name}.weight")
+        names = self._theirs(name)
+        entry = next((found for theirs in names if (found := self._entry(theirs)) is not None), None)
         if entry is not None:
             return entry.dtype.is_floating_point and entry.dtype.itemsize > 1
-        return self.scheme.is_skipped(name) or (
-            keep_precision and not any(key.startswith(f"{name}.") for key in self.entries)
-        )
+        skipped = any(self.scheme.is_skipped(theirs) for theirs in names)
+        return skipped or (keep_precision and not any(theirs in self.modules for theirs in names))
 
 
 def choose_format(config: Mapping[str, Any], asked: str, plain: Format, entries: Mapping[str, TensorEntry]) -> Format:

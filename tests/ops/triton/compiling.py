@@ -29,7 +29,18 @@ from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.row_state import RowState
 from quire.model_runner.sampling.features import COLUMNS
 from quire.model_runner.triton_steps import ForcedSteps
-from quire.ops.base import Angles, ExpertBiases, IntegerKind, IntegerMatrix, Norm, Norms, QuantizedMatrix, Routing, TopK
+from quire.ops.base import (
+    XIELU,
+    Angles,
+    ExpertBiases,
+    IntegerKind,
+    IntegerMatrix,
+    Norm,
+    Norms,
+    QuantizedMatrix,
+    Routing,
+    TopK,
+)
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
@@ -80,6 +91,7 @@ def by_row(ops: TritonOps) -> None:
     ops.silu_mul(x)
     ops.gelu(x)
     ops.relu2(x)
+    ops.xielu(x, XIELU(*torch.empty(3, 1)))
     ops.clamped_mul(x)
     angles = Angles(torch.empty(4, 64), torch.empty(4, 64))
     kv = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128))
@@ -174,7 +186,9 @@ def mixture(
 ) -> None:
     x = halves(tokens, hidden, dtype=dtype)
     gate_up, down = halves(1, 2 * width, hidden, dtype=dtype), halves(1, hidden, width, dtype=dtype)
-    for choice in (TopK(used, True), TopK(used, True, sigmoid=True, groups=2, used_groups=1)):
+    for choice in (
+        TopK(used, True), TopK(used, True, sigmoid=True, groups=2, used_groups=1), TopK(used, False, margin=0.02)
+    ):  # fmt: skip
         routing = ops.route(x, halves(count, hidden, dtype=dtype), choice)
     for logits in (None, halves(tokens, 1, dtype=dtype)):
         ops.add_shared(x, x, logits)
@@ -185,8 +199,8 @@ def gpt_oss(ops: TritonOps) -> None:
     """Attention with sinks, and experts with biases and a clamped gate, in bfloat16 and in MXFP4."""
     pool, sinks = LayerKV(*(halves(4, 8, 64, 64) for _ in "kv")), torch.empty(64)
     for spans, n in ((4, 1), (64, 1), (2, 512)):
-        for window in (128, UNLIMITED):
-            ops.attention(halves(spans * n, 64, 64), pool, batch(spans, n), 0.125, window, sinks=sinks)
+        for window, chunk in ((128, UNLIMITED), (UNLIMITED, UNLIMITED), (UNLIMITED, 256)):
+            ops.attention(halves(spans * n, 64, 64), pool, batch(spans, n), 0.125, window, sinks=sinks, chunk=chunk)
     count, hidden = 32, 2880
     weight = torch.empty(2944 // 64, 1, 32, dtype=torch.uint8)
     words = ints(2944 // 128, 1)

@@ -47,6 +47,7 @@ def situation(
 def check(
     spans: Spans, heads: int, groups: int, dim: int, page: int = 16, window: int = UNLIMITED, soft_cap: float = 0.0,
     dtype: torch.dtype = torch.float32, tolerance: float = 2e-5, pads: int = 0, sunk: bool = False,
+    chunk: int = UNLIMITED,
 ) -> None:  # fmt: skip
     """pads: spans without tokens behind the real ones, and as many padding tokens, as a captured step has them."""
     q, kv, batch, held = situation(spans, heads, groups, dim, page, dtype)
@@ -54,10 +55,11 @@ def check(
     starts = batch.query_start.tolist()
     if pads:
         batch, q = padded(batch, pads), torch.cat((q, q.new_full((pads, heads, dim), float("nan"))))
-    got = OPS.attention(q.to(DEVICE), moved(kv), moved(batch), dim**-0.5, window, soft_cap, placed(sinks)).cpu()
+    how = dim**-0.5, window, soft_cap
+    got = OPS.attention(q.to(DEVICE), moved(kv), moved(batch), *how, placed(sinks), chunk).cpu()
     for i, (k, v) in enumerate(held):
         own = slice(starts[i], starts[i + 1])
-        want = naive(q[own], k, v, dim**-0.5, window, soft_cap, sinks)
+        want = naive(q[own], k, v, *how, sinks, chunk)
         torch.testing.assert_close(got[own].double(), want, atol=tolerance, rtol=tolerance)
 
 
@@ -96,6 +98,18 @@ def test_any_head_dim(dim: int) -> None:
 @pytest.mark.parametrize("spans", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_a_window_hides_what_is_further_back(spans: Spans, window: int) -> None:
     check(spans, 4, 2, 16, window=window)
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 140])
+@pytest.mark.parametrize("spans", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
+def test_a_query_sees_nothing_before_its_own_chunk(spans: Spans, chunk: int) -> None:
+    check(spans, 4, 2, 16, chunk=chunk)
+
+
+def test_a_long_span_crosses_chunks_and_a_long_context_ends_in_one() -> None:
+    check([(1200, 1), (30, 1)], 4, 1, 16, chunk=900, sunk=True)
+    check([(20, 300)], 4, 2, 64, chunk=100, dtype=torch.float16, tolerance=3e-3)
+    check([(90, 40), (31, 1)], 4, 2, 16, chunk=32, window=20)
 
 
 @pytest.mark.parametrize("spans", [DECODE, MIXED], ids=["decode", "mixed"])

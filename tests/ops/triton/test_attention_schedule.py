@@ -31,9 +31,11 @@ def decode(lengths: list[int], pads: int = 0) -> AttentionPlan:
     return AttentionPlan.of(batch)
 
 
-def shared_out(lengths: list[int], window: int = UNLIMITED, pads: int = 0) -> tuple[AttentionSchedule, list[list[int]]]:
+def shared_out(
+    lengths: list[int], window: int = UNLIMITED, pads: int = 0, chunk: int = UNLIMITED
+) -> tuple[AttentionSchedule, list[list[int]]]:
     """The list, checked, and the blocks that each program reads, piece by piece."""
-    tiling = Tiling(4, 16, COLUMNS, 1, 1, SPREAD, 1, window)
+    tiling = Tiling(4, 16, COLUMNS, 1, 1, SPREAD, 1, window, chunk=chunk)
     made = make_schedule(decode(lengths, pads), tiling, 8)
     total = int(made.total)
     assert total <= tiling.bound(decode(lengths, pads)) == len(made.arrived) == len(made.pieces) - 1
@@ -43,7 +45,8 @@ def shared_out(lengths: list[int], window: int = UNLIMITED, pads: int = 0) -> tu
     for span, length in enumerate(lengths):
         mine = [i for i, piece in enumerate(pieces) if piece[6] == span]
         assert mine == list(range(mine[0], mine[-1] + 1)), "counters are found from a piece's place among its tile's"
-        first, last = max(length - window, 0) // COLUMNS, (length - 1) // COLUMNS + 1
+        seen = max(length - window, (length - 1) // chunk * chunk)
+        first, last = seen // COLUMNS, (length - 1) // COLUMNS + 1
         cuts = [pieces[i][4] for i in mine] + [pieces[mine[-1]][5]]
         assert cuts == sorted(set(cuts)) and cuts[0] == first and cuts[-1] == last
         for part, i in enumerate(mine):
@@ -98,6 +101,14 @@ def test_only_a_window_is_divided() -> None:
     for count in (4, 64):
         _, programs = shared_out([rng.randint(300, 3000) for _ in range(count)], window=200)
         assert sum(map(sum, programs)) <= 5 * count
+
+
+def test_only_the_last_chunk_is_divided() -> None:
+    rng = random.Random(6)
+    for count in (4, 64):
+        lengths = [rng.randint(300, 3000) for _ in range(count)]
+        _, programs = shared_out(lengths, chunk=256)
+        assert sum(map(sum, programs)) == sum((length - 1) % 256 // COLUMNS + 1 for length in lengths)
 
 
 def test_one_long_sequence_has_no_more_pieces_than_are_quickly_combined() -> None:

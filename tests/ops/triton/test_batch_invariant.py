@@ -116,7 +116,16 @@ class Layer:
         self.sinks = torch.randn(self.heads, generator=torch.Generator().manual_seed(9)).to(DEVICE)
 
     def fed(
-        self, chunks: list[int], *, page: int, window: int, soft_cap: float, sunk: bool, others: int, seed: int
+        self,
+        chunks: list[int],
+        *,
+        page: int,
+        window: int,
+        chunk: int,
+        soft_cap: float,
+        sunk: bool,
+        others: int,
+        seed: int,
     ) -> Tensor:
         rng, pages = random.Random(seed), Pages(400, page, seed)
         pool = poisoned(400, self.groups, page, self.dim)
@@ -138,24 +147,23 @@ class Layer:
             turns = Angles(*OPS.angles(batch.positions, frequencies))
             norms = Norms(Norm(self.norm, 1e-6), Norm(self.norm, 1e-6))
             q = OPS.qk_norm_rope_store_kv(qkv.to(DEVICE), self.heads, kv, batch, turns, norms)
-            out.append(
-                OPS.attention(q, kv, batch, 0.3, window, soft_cap, self.sinks if sunk else None)[first : first + n]
-            )
+            sinks = self.sinks if sunk else None
+            out.append(OPS.attention(q, kv, batch, 0.3, window, soft_cap, sinks, chunk)[first : first + n])
             past += n
         return torch.cat(out)
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "soft_cap", "sunk"),
+    ("shape", "window", "chunk", "soft_cap", "sunk"),
     [
-        ((2, 4, 16), UNLIMITED, 0.0, False),
-        ((1, 3, 32), 13, 0.0, True),
-        ((3, 1, 16), UNLIMITED, 5.0, False),
+        ((2, 4, 16), UNLIMITED, UNLIMITED, 0.0, False),
+        ((1, 3, 32), 13, UNLIMITED, 0.0, True),
+        ((3, 1, 16), UNLIMITED, 25, 5.0, False),
     ],
 )
 def test_attention_has_the_same_bits_with_any_chunk_block_size_and_batch(
-    shape: tuple[int, int, int], window: int, soft_cap: float, sunk: bool
+    shape: tuple[int, int, int], window: int, chunk: int, soft_cap: float, sunk: bool
 ) -> None:
-    layer, kinds = Layer(60, *shape), {"window": window, "soft_cap": soft_cap, "sunk": sunk}
+    layer, kinds = Layer(60, *shape), {"window": window, "chunk": chunk, "soft_cap": soft_cap, "sunk": sunk}
     alone = layer.fed([60], page=16, others=0, seed=0, **kinds)
     assert torch.equal(layer.fed([1, 2, 20, 1, 30, 6], page=64, others=1, seed=3, **kinds), alone)

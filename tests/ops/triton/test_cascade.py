@@ -227,14 +227,14 @@ def test_pages_of_eight_bits_are_read_times_their_scales() -> None:
     torch.testing.assert_close(got, ReferenceOps().attention(q, exact, batch, 0.25), atol=1e-5, rtol=1e-5)
 
 
-def test_layers_with_a_window_and_those_without_take_turns() -> None:
+def test_layers_with_a_window_or_chunks_and_those_without_take_turns() -> None:
     q, kv, batch = situation(ALL)
     planned, whole = OPS.prepare(moved(batch)), LayerKV(kv.k.nan_to_num(), kv.v.nan_to_num())
-    for window in (100, UNLIMITED, 100, UNLIMITED):
-        got = OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25, window).cpu()
-        want = ReferenceOps().attention(q, whole, batch, 0.25, window)
+    for window, chunk in ((100, UNLIMITED), (UNLIMITED, UNLIMITED), (UNLIMITED, 100), (100, UNLIMITED)):
+        got = OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25, window, chunk=chunk).cpu()
+        want = ReferenceOps().attention(q, whole, batch, 0.25, window, chunk=chunk)
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
-    assert len(planned.lists) == 2
+    assert len(planned.lists) == 3
     assert depths(planned) == [128] * len(ALL)
 
 

@@ -99,8 +99,19 @@ def test_the_router_chooses_as_a_softmax_and_top_k(
         (18, TopK(5, False, groups=3, used_groups=2, scale=0.5)),
         (6, TopK(4, True, floor=0.5)),
         (6, TopK(2, True, sigmoid=True, floor=10.0)),
+        (12, TopK(2, False, margin=0.5)),
+        (9, TopK(3, False, margin=0.02, scale=2.0)),
     ],
-    ids=["sigmoid", "scaled", "groups", "groups of a softmax", "floor", "floor of a sigmoid"],
+    ids=[
+        "sigmoid",
+        "scaled",
+        "groups",
+        "groups of a softmax",
+        "floor",
+        "floor of a sigmoid",
+        "margin",
+        "narrow margin",
+    ],
 )
 @pytest.mark.parametrize(
     ("how", "tokens"), [(GemmConfig(1, 2, 16, 1), 3), (GemmConfig(16, 16, 32, 4, 3), 40)], ids=["three", "forty"]
@@ -109,7 +120,7 @@ def test_the_router_chooses_and_weighs_as_it_is_told(
     how: GemmConfig, tokens: int, count: int, choice: TopK, corrected: bool
 ) -> None:
     x, weight, _, _ = randoms(tokens, count, 48, 8)
-    correction = torch.randn(count, device=DEVICE) * 0.2 if corrected else None
+    correction = torch.randn(count, device=DEVICE) * 0.2 if corrected and not choice.margin else None
     got = route(x, weight * 0.2, choice, how, CARD, ARRIVED, correction)
     want = REFERENCE.route(x, weight * 0.2, choice, correction)
     assert torch.equal(got.experts, want.experts)
@@ -127,6 +138,16 @@ def test_weights_of_a_router_are_those_of_the_papers() -> None:
     chosen, weights = REFERENCE.select_experts(logits, best)
     assert chosen.tolist() == [[1, 0]]
     torch.testing.assert_close(weights, torch.tensor([[0.7, 0.5]]))
+
+
+def test_a_router_with_a_margin_weighs_an_expert_among_those_that_are_nearly_as_good() -> None:
+    """1 is near 1.1 by a margin of 0.1, -3 is not; of those left, 0.95 is near 1, the first is no longer there."""
+    logits = torch.tensor([[1.0, -3.0, 1.1, 0.95], [-2.0, -2.1, -1.0, -2.5]])
+    chosen, weights = REFERENCE.select_experts(logits, TopK(2, False, margin=0.1))
+    assert chosen.tolist() == [[2, 0], [2, 0]]
+    first, second = (torch.tensor(some).softmax(0)[0] for some in ([1.1, 1.0], [1.0, 0.95]))
+    torch.testing.assert_close(weights[0], torch.stack((first, second)))
+    torch.testing.assert_close(weights[1], torch.tensor([1.0, torch.tensor([-2.0, -2.1]).softmax(0)[0]]))
 
 
 @pytest.mark.parametrize("gated", [False, True])

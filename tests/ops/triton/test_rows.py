@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops.base import Angles, Norm, Norms
+from quire.ops.base import XIELU, Angles, Norm, Norms
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
@@ -44,6 +44,8 @@ def test_activations(dtype: torch.dtype, tolerance: float) -> None:
     for name in ("silu_mul", "gelu_mul", "gelu", "relu2"):
         want = getattr(REFERENCE, name)(x)
         torch.testing.assert_close(getattr(OPS, name)(x), want, atol=tolerance, rtol=tolerance)
+    how = XIELU(*torch.tensor([[0.3], [-0.6], [0.5]], device=DEVICE))
+    torch.testing.assert_close(OPS.xielu(x, how), REFERENCE.xielu(x, how), atol=tolerance, rtol=tolerance)
 
 
 @DTYPES

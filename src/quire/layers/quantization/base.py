@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -203,6 +203,19 @@ def bias_slots(matrix: Matrix, bias: Tensor | None) -> list[WeightSlot]:
 
 Format = Callable[[Matrix, Ops, Tensor | None], WeightStorage]
 """Creates a matrix's storage. A tensor given (of a tied head) is the matrix, which the embedding fills."""
+
+
+@runtime_checkable
+class StoredFormat(Protocol):
+    """A format that keeps matrices as a checkpoint stores them, and others in `plain`."""
+
+    plain: Format
+
+    def keeps(self, experts: Sequence[Sequence[MatrixPart]], cut: slice) -> bool:
+        """Whether matrices of experts, each of these parts, are kept as stored; columns `cut` of them are needed."""
+
+    def renamed(self, prefixes: Mapping[str, str]) -> StoredFormat:
+        """The same for a model that knows names which begin with a key of `prefixes` by ones with its value."""
 
 
 def weight_slot(

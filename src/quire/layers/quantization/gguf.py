@@ -114,6 +114,10 @@ class GgufFormat:
         kinds = [self.kinds(parts, cut) for parts in experts]
         return len({kind for each in kinds for kind in each}) == 1 and all(kinds)
 
+    def renamed(self, prefixes: Mapping[str, str]) -> GgufFormat:
+        """Itself: tensors of a file are read under the model's names."""
+        return self
+
     def kinds(self, parts: Sequence[MatrixPart], cut: slice) -> list[StoredBlocks]:
         """How parts are stored; none if any is not in blocks, or the columns kept cut through them."""
         found = [self.blocks.get(f"{part.name}.weight") for part in parts]

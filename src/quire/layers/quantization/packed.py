@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.layers.quantization.base import Matrix, Plain, QuantizedWeight, WeightSlot, bias_of, bias_slots, weight_slot
 from quire.ops.base import Gate, Ops
-from quire.ops.matmul import in_tiles, pack, packed_linear
+from quire.ops.matmul import pack, packed_linear
 
 TILE = 16 << 20
 """Bytes of a tile: large enough that one more product costs nothing beside reading it, and small beside a model, since
@@ -128,6 +128,6 @@ class Packed:
                 assert self.tied_weight is not None, "a matrix is multiplied by before it is filled"
                 parts.append(self.ops.linear(x, self.tied_weight[tile.rows], bias))
             else:
-                parts.append(in_tiles(partial(packed_linear, weight=tile.packed, bias=bias), x, self.ops.rows))
+                parts.append(self.ops.multiply(partial(packed_linear, weight=tile.packed, bias=bias), x))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return self.ops.apply_gate(y, gate)

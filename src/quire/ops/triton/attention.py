@@ -31,23 +31,25 @@ from quire.ops.triton.attention_schedule import (
     PrefixPartials,
     PrefixSharing,
     Tiling,
+    first_visible,
     spread,
 )
 from quire.ops.triton.launch import DeviceInfo, block, fetch, kernel, release, wait
 from quire.ops.triton.rows import tanh
+from quire.types import UNLIMITED
 
 
 @triton.jit
 def fold_blocks(
-    m, z, acc, q, position, begin, end, k, v, pages, group, length, bend, cap, slope, window,
+    m, z, acc, q, position, floor, begin, end, k, v, pages, group, length, bend, cap, slope,
     CAP: tl.constexpr, MASKED: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add blocks begin to end of a sequence to running maximum m, sum z and weighted sum acc of each row.
 
     A score is the product, with a soft cap if there is one, times `slope`: from there on, powers of two. MASKED: some
-    row may not see some of it. What is hidden from all is not read into v: a weight of 0 times NaN is NaN. A block's
-    index in the table is read one block ahead, so that nothing waits for it.
+    row may not see some of it: each sees positions `floor` to `position`. What is hidden from all is not read into v: a
+    weight of 0 times NaN is NaN. A block's index in the table is read one block ahead, so that nothing waits for it.
     """
     i, d = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_D)
     coming = tl.load(pages + begin * COLUMNS // PAGE, mask=begin < end, other=0)
@@ -69,9 +71,9 @@ def fold_blocks(
         if CAP:
             x = tanh(x * bend) * cap
         if MASKED:
-            seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window)
+            seen = (at[None, :] <= position[:, None]) & (at[None, :] >= floor[:, None])
             x = tl.where(seen, x, -1e30)
-            held = ((at < length) & (at > tl.min(position, 0) - window))[:, None]
+            held = ((at < length) & (at >= tl.min(floor, 0)))[:, None]
             values = tl.load(v + place, mask=held & (d < DIM)[None, :], other=0.0)
         elif DIM == BLOCK_D:
             values = tl.load(v + place)
@@ -129,7 +131,7 @@ def piece_of(pieces, at, FIELDS: tl.constexpr):
 @triton.jit
 def attend(
     at, token, n, first, length, begin, end, span, split, before, q, k, v, table, sinks, arrived, out, parts, sums,
-    begun_parts, begun_sums, bend, cap, slope, v_scale, window, lines, columns,
+    begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
     CAP: tl.constexpr, SINKS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
     REAL: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -141,6 +143,7 @@ def attend(
     pages = table + span.to(tl.int64) * columns
     query, head = (first + r) // SHARE, group * SHARE + (first + r) % SHARE
     position = length - n + query
+    floor = first_visible(position, window, chunk) if WINDOWED else position * 0
     row = (token + query).to(tl.int64) * (GROUPS * SHARE) + head
     place = row[:, None] * DIM + d[None, :]
     real = (query < n)[:, None] & (d < DIM)[None, :]
@@ -159,17 +162,18 @@ def attend(
         low, high = length - n + first // SHARE, length - n + tl.minimum((first + ROWS - 1) // SHARE, n - 1)
         clear = begin
         if WINDOWED:
-            clear = tl.minimum(tl.maximum((tl.maximum(high - window + 1, 0) + COLUMNS - 1) // COLUMNS, begin), end)
+            clear = (first_visible(high, window, chunk) + COLUMNS - 1) // COLUMNS
+            clear = tl.minimum(tl.maximum(clear, begin), end)
             m, z, acc = fold_blocks(
-                m, z, acc, queries, position, begin, clear, k, v, pages, group, length, bend, cap, slope, window,
+                m, z, acc, queries, position, floor, begin, clear, k, v, pages, group, length, bend, cap, slope,
                 CAP, True, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
         edge = tl.maximum(tl.minimum((low + 1) // COLUMNS, end), clear)
         m, z, acc = fold_blocks(
-            m, z, acc, queries, position, clear, edge, k, v, pages, group, length, bend, cap, slope, window,
+            m, z, acc, queries, position, floor, clear, edge, k, v, pages, group, length, bend, cap, slope,
             CAP, False, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
         begin = edge
     m, z, acc = fold_blocks(
-        m, z, acc, queries, position, begin, end, k, v, pages, group, length, bend, cap, slope, window,
+        m, z, acc, queries, position, floor, begin, end, k, v, pages, group, length, bend, cap, slope,
         CAP, True, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
     acc = acc * (v_scale / tl.maximum(z, 1e-30))[:, None]
     splits, base = split // 65536, at - split % 65536
@@ -184,7 +188,7 @@ def attend(
 @kernel(do_not_specialize=["lines"])
 def attention_kernel(
     q, k, v, table, sinks, pieces, count, arrived, starts, out, parts, sums, begun_parts, begun_sums, bend, cap, slope,
-    v_scale, window, lines, columns,
+    v_scale, window, chunk, lines, columns,
     CAP: tl.constexpr, SINKS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
     SEVERAL: tl.constexpr, REAL: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
@@ -208,13 +212,13 @@ def attention_kernel(
             token, n, first, length, begin, end, span, split, before = piece_of(pieces, at, FIELDS)
             attend(
                 at, token, n, first, length, begin, end, span, split, before, q, k, v, table, sinks, arrived, out,
-                parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, lines, columns,
+                parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
                 CAP, SINKS, GROUPS, SHARE, DIM, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES, WINDOWED, STAGES,
                 PRECISION, AT_ONCE, BEGUN)  # fmt: skip
     elif index < stop:
         attend(
             index, token, n, first, length, begin, end, span, split, before, q, k, v, table, sinks, arrived, out, parts,
-            sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, lines, columns,
+            sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
             CAP, SINKS, GROUPS, SHARE, DIM, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES, WINDOWED, STAGES,
             PRECISION, AT_ONCE, BEGUN)  # fmt: skip
 
@@ -338,7 +342,7 @@ def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
 
 def attention(
     q: Tensor, kv: LayerKV, batch: AttentionPlan, scale: float, window: int, soft_cap: float, card: DeviceInfo,
-    begun: PrefixPartials | None = None, sinks: Tensor | None = None,
+    begun: PrefixPartials | None = None, sinks: Tensor | None = None, chunk: int = UNLIMITED,
 ) -> Tensor:  # fmt: skip
     """See `Ops.attention`. Rows that belong to no span are not written. begun: partial results over shared prefixes.
 
@@ -353,7 +357,7 @@ def attention(
     sharing = begun.sharing if begun else None
     for tile, least, most in tiles(card, share, dim, kv.k.element_size(), batch.max_query, len(batch.kv_len)):
         room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0
-        tiling = Tiling(share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing)
+        tiling = Tiling(share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing, chunk)
         work, fresh = batch.work(tiling, groups)
         bound, starts = len(work.arrived), work.starts
         real, wide = min(tile.rows, block(most * share)), block(dim, 16)
@@ -363,11 +367,11 @@ def attention(
             *(q, kv.k, kv.v, batch.page_table, q if sinks is None else sinks, *work[:3]),
             *(work.total if starts is None else starts, out, parts, sums),
             *(begun[:2] if begun else (parts, sums)),
-            *(bend, soft_cap, slope, kv.v_scale, window, len(q) * heads, batch.page_table.stride(0)),
+            *(bend, soft_cap, slope, kv.v_scale, window, chunk, len(q) * heads, batch.page_table.stride(0)),
             CAP=soft_cap > 0, SINKS=sinks is not None, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, ROWS=tile.rows,
             COLUMNS=tile.columns, BLOCK_D=wide, SPLIT=room > 0, SEVERAL=starts is not None, REAL=real,
             PHASES=tile.rows >= 64, AT_ONCE=max(1, min(16 if starts is None else 4,
-            4096 * tile.warps // (real * wide))), WINDOWED=window < batch.max_kv, STAGES=tile.stages,
+            4096 * tile.warps // (real * wide))), WINDOWED=min(window, chunk) < batch.max_kv, STAGES=tile.stages,
             PRECISION=card.precision, BEGUN=begun is not None, FIELDS=FIELDS, DEPENDENT=card.dependent,
             num_warps=tile.warps, **({} if fresh else card.options),
         )  # fmt: skip
@@ -415,8 +419,8 @@ def cascade_kernel(
         z = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         m, z, acc = fold_blocks(
-            m, z, acc, queries, r, begin, end, k, v, table + span.to(tl.int64) * columns, group, end * COLUMNS,
-            bend, cap, slope, 0, CAP, False, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
+            m, z, acc, queries, r, r, begin, end, k, v, table + span.to(tl.int64) * columns, group, end * COLUMNS,
+            bend, cap, slope, CAP, False, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
         line = row + run * lines
         tl.store(parts + line[:, None] * DIM + d[None, :], acc / z[:, None], mask=real)
         tl.store(sums + line, m + tl.log2(z), mask=r < count * SHARE)

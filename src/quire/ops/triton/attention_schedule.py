@@ -184,8 +184,8 @@ class Tiling(NamedTuple):
 
     share: query heads per K/V head. rows, columns: a tile's size, columns being tokens. least, most: queries of the
     spans that it is for. spread: programs among which blocks are divided, each span being one tile; 0: a piece is a
-    tile. run: the least blocks of a program. window: as in `Ops.attention`. sharing: how spans share prefixes, after
-    which they begin; None: they do not.
+    tile. run: the least blocks of a program. window, chunk: as in `Ops.attention`. sharing: how spans share prefixes,
+    after which they begin; None: they do not.
     """
 
     share: int
@@ -197,6 +197,7 @@ class Tiling(NamedTuple):
     run: int
     window: int
     sharing: PrefixSharing | None = None
+    chunk: int = UNLIMITED
 
     def bound(self, batch: RaggedBatch) -> int:
         """The most pieces that there can be."""
@@ -259,6 +260,12 @@ def spans_of(query_start, kv_len, s, spans, least, most):
 
 
 @triton.jit
+def first_visible(position, window, chunk):
+    """The first position that queries at `position` see, which is not negative; see `Ops.attention`."""
+    return tl.maximum(position - window + 1, position // chunk * chunk)
+
+
+@triton.jit
 def alone(seen, each, SPREAD: tl.constexpr, ALONE: tl.constexpr):
     """The length of pieces, of spans that see so many blocks, with which each program has at most one; `each`, if that
     is too long."""
@@ -271,14 +278,14 @@ def alone(seen, each, SPREAD: tl.constexpr, ALONE: tl.constexpr):
 
 @kernel
 def tiles_kernel(
-    query_start, kv_len, pieces, count, spans, window, least, most,
+    query_start, kv_len, pieces, count, spans, window, chunk, least, most,
     SHARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program: all spans at once, a tile of each at a time. Long spans come first, so that none ends alone."""
     s = tl.arange(0, BLOCK_S)
     token, n, length, chosen = spans_of(query_start, kv_len, s, spans, least, most)
     total = tl.where(chosen, (n * SHARE + ROWS - 1) // ROWS, 0)
-    seen = tl.where(chosen, length - tl.maximum(length - n + 1 - window, 0), 0)
+    seen = tl.where(chosen, length - first_visible(length - n, window, chunk), 0)
     if BLOCK_S <= 512:
         longer = (seen[:, None] > seen[None, :]) | ((seen[:, None] == seen[None, :]) & (s[:, None] < s[None, :]))
         first = tl.sum(tl.where(longer, total[:, None], 0), 0)
@@ -289,14 +296,14 @@ def tiles_kernel(
         tile = total - 1 - j
         low = tile * ROWS // SHARE
         high = tl.minimum((tile * ROWS + ROWS - 1) // SHARE, n - 1)
-        begin = tl.maximum(length - n + low + 1 - window, 0) // COLUMNS
+        begin = first_visible(length - n + low, window, chunk) // COLUMNS
         end = (length - n + high) // COLUMNS + 1
         put(pieces, first + j, j < total, token, n, tile * ROWS, length, begin, end, s, s * 0, s * 0 + 1, s * 0, FIELDS)
 
 
 @kernel
 def shares_kernel(
-    query_start, kv_len, begun, pieces, count, starts, spans, window, least, most,
+    query_start, kv_len, begun, pieces, count, starts, spans, window, chunk, least, most,
     COLUMNS: tl.constexpr, SPREAD: tl.constexpr, RUN: tl.constexpr, MOST: tl.constexpr, LONG: tl.constexpr,
     ALONE: tl.constexpr, MANY: tl.constexpr, BEGUN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -307,7 +314,7 @@ def shares_kernel(
     token, n, length, chosen = spans_of(query_start, kv_len, s, spans, least, most)
     behind = tl.load(begun + s, mask=s < spans, other=0) if BEGUN else 0
     parts = tl.load(begun + spans + s, mask=s < spans, other=0) if BEGUN else s * 0
-    low = tl.maximum(length - n + 1 - window, behind) // COLUMNS
+    low = tl.maximum(first_visible(length - n, window, chunk), behind) // COLUMNS
     seen = tl.where(chosen, (length + COLUMNS - 1) // COLUMNS - low, 0)
     end, blocks = tl.cumsum(seen, 0), tl.sum(seen, 0)
     begin = end - seen
@@ -348,8 +355,8 @@ class AttentionPlan(RaggedBatch):
 
     def work(self, tiling: Tiling, groups: int) -> tuple[AttentionSchedule, bool]:
         """The list for a tiling, and whether it has just been made."""
-        if tiling.window >= self.max_kv:
-            tiling = tiling._replace(window=UNLIMITED)
+        window, chunk = (size if size < self.max_kv else UNLIMITED for size in (tiling.window, tiling.chunk))
+        tiling = tiling._replace(window=window, chunk=chunk)
         fresh = (tiling, groups) not in self.lists
         if fresh:
             self.lists[tiling, groups] = make_schedule(self, tiling, groups)
@@ -372,7 +379,7 @@ def make_schedule(batch: AttentionPlan, tiling: Tiling, groups: int) -> Attentio
     arrived = torch.zeros(bound, groups, dtype=torch.int32, device=device)
     several = tiling.spread > 0 and spans > FEW_SPANS
     starts = torch.empty(tiling.spread + 1, dtype=torch.int32, device=device) if several else None
-    about = tiling.window, tiling.least, tiling.most
+    about = tiling.window, tiling.chunk, tiling.least, tiling.most
     same = {"COLUMNS": tiling.columns, "BLOCK_S": size, "FIELDS": FIELDS, "num_warps": max(1, min(8, size // 32))}
     if tiling.spread:
         begun = batch.prefixes(tiling.sharing)[0].begun if tiling.sharing else batch.kv_len

@@ -78,7 +78,7 @@ def in_best_groups(scores, e, count, GROUPS: tl.constexpr, USED_GROUPS: tl.const
 def choose(
     logits, bias, correction, experts, weights, places, null, r, inside, count, scale, floor,
     USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
-    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr, MARGIN: tl.constexpr,
 ):  # fmt: skip
     """`select_experts` of rows of logits, ties by the lower number. PADDED: rows whose place is below `null` get expert
     -1 and weight 0.
@@ -96,7 +96,7 @@ def choose(
     value = finite_only(value)
     top = tl.max(tl.where(e < count, value, -3.4e38), 1)
     total = tl.full([inside.shape[0]], 1.0, tl.float32)
-    if not SIGMOID:
+    if not SIGMOID and MARGIN == 0:
         total = tl.sum(tl.where(e < count, score_of(value, top[:, None], SIGMOID), 0.0), 1)
     if CORRECTED:
         value = score_of(value, top[:, None], SIGMOID) / total[:, None]
@@ -120,6 +120,10 @@ def choose(
         if CORRECTED:
             logit = finite_only(tl.load(row + chosen, mask=inside, other=0.0, cache_modifier=".cg"))
         share = score_of(logit, top, SIGMOID)
+        if MARGIN > 0:
+            lead = logit[:, None]
+            near = (key > LEAST) & (lead - value <= MARGIN * tl.maximum(tl.abs(value), lead))
+            share = 1.0 / tl.sum(tl.where(near, tl.exp(tl.minimum(value - lead, 0.0)), 0.0), 1)
         if NORMALIZE:
             total = share if u == 0 else total + share
         shares += (share,)  # type: ignore[assignment]
@@ -135,7 +139,8 @@ def route_kernel(
     USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
     GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
-    ALL: tl.constexpr, SOME: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    ALL: tl.constexpr, SOME: tl.constexpr, MARGIN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """float32 logits of BLOCK_E experts for ROWS rows, without their bias; the last program of these rows then
     chooses their experts.
@@ -180,7 +185,7 @@ def route_kernel(
             some = tl.program_id(0) * ROWS + first + tl.arange(0, SOME)
             choose(
                 logits, bias, correction, experts, weights, places, null, some, some < rows, count, scale, floor, USED,
-                NORMALIZE, SIGMOID, BIAS, CORRECTED, GROUPS, USED_GROUPS, PADDED, ALL,
+                NORMALIZE, SIGMOID, BIAS, CORRECTED, GROUPS, USED_GROUPS, PADDED, ALL, MARGIN,
             )  # fmt: skip
 
 
@@ -657,7 +662,7 @@ def route(
         CORRECTED=correction is not None, GROUPS=choice.groups, USED_GROUPS=choice.used_groups,
         PADDED=batch is not None, EVEN=hidden % how.inputs == 0, WHOLE=count % how.outputs == 0, ROWS=how.rows,
         BLOCK_E=how.outputs, BLOCK_K=how.inputs, TIMES=1 if how.stages else times, APART=apart(how),
-        ALL=block(count), SOME=min(how.rows, max(1, 2048 // block(count))), STAGES=how.stages,
+        ALL=block(count), SOME=min(how.rows, max(1, 2048 // block(count))), MARGIN=choice.margin, STAGES=how.stages,
         PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
     )  # fmt: skip
     return Routing(experts, weights)

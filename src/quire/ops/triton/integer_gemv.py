@@ -547,10 +547,20 @@ def integer_gemv_kernel(
             held[b][0], held[b][1][0], held[b][1][1], columns[b], thread[2], b, MODE, ALL, BITS, KIND, GROUP, HALF,
             ROWS, PARTS, WARPS, FLOAT16, FAST)  # fmt: skip
         ys = added(ys, made)
+    write_sums(ys, bias, out, experts, weights, rows, outputs, MODE, USED, GATE, ACT, BIAS, ROWS, WARPS)
+
+
+@triton.jit
+def write_sums(
+    ys, bias, out, experts, weights, rows, outputs,
+    MODE: tl.constexpr, USED: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Add up this program's sums over warps and units, and write them."""
     e = tl.arange(0, 16 * ROWS)
     r, n = e // 2 % ROWS, tl.program_id(0) * 16 + e // (2 * ROWS) + 8 * (e % 2)
-    y, z = collected(ys, 0, WARPS, ROWS), collected(ys, PARTS - 1, WARPS, ROWS)
-    inside, place = (r < rows) & (n < outputs), (number + r).to(tl.int64) * outputs + n
+    y, z = collected(ys, 0, WARPS, ROWS), collected(ys, 1 if GATE else 0, WARPS, ROWS)
+    inside, place = (r < rows) & (n < outputs), (tl.program_id(1) + r).to(tl.int64) * outputs + n
     if BIAS and MODE == TOKEN:
         y += biases_of(bias, experts, weights, n, outputs, USED)
     given(y, z, bias, out, place, n, outputs, inside, GATE, ACT, BIAS and MODE != TOKEN)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.ops.base import (
     NO_BIASES,
+    XIELU,
     Angles,
     AnyMatrix,
     ExpertBiases,
@@ -263,6 +264,10 @@ class TritonOps(BaseOps):
         """See `Ops.relu2`."""
         return rows.activation(x, self.card, rows.RELU2, gated=False)
 
+    def xielu(self, x: Tensor, how: XIELU) -> Tensor:
+        """See `Ops.xielu`."""
+        return rows.xielu(x, how, self.card)
+
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
         """See `Ops.angles`."""
         return rows.angles(positions, frequencies, gain, self.card)
@@ -282,11 +287,12 @@ class TritonOps(BaseOps):
         window: int = UNLIMITED,
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
+        chunk: int = UNLIMITED,
     ) -> Tensor:
         """See `Ops.attention`."""
         planned = self.prepare(batch)
-        begun = cascade_attention(q, kv, planned, scale, window, soft_cap, self.card)
-        return attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks)
+        begun = cascade_attention(q, kv, planned, scale, min(window, chunk), soft_cap, self.card)
+        return attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks, chunk)
 
 
 PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, Angles, Norm, Norms
+from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Norm, Norms
 from quire.ops.quantized import E4M3, E4M3_MAX
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
@@ -197,6 +197,37 @@ def activation(x: Tensor, card: DeviceInfo, kind: int, *, gated: bool) -> Tensor
         *(x, out, width, stride),
         KIND=kind, GATED=gated, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(2 * size), **card.options,
     )  # fmt: skip
+    return out
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x))."""
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@kernel
+def xielu_kernel(x, positive, negative, slope, out, count, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """BLOCK numbers of `Ops.xielu`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.load(slope)
+    p, n = softplus(tl.load(positive)), b + softplus(tl.load(negative))
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    given = tl.load(x + at, mask=at < count, other=0.0)
+    value = given.to(tl.float32)
+    below = n * (tl.exp(tl.minimum(value, 0.0)) - 1.0 - value)
+    made = tl.where(value > 0, p * value * value, below) + b * value
+    tl.store(out + at, made.to(given.dtype), mask=at < count)
+
+
+def xielu(x: Tensor, how: XIELU, card: DeviceInfo) -> Tensor:
+    """See `Ops.xielu`."""
+    x, size = x.contiguous(), 1024
+    out = torch.empty_like(x)
+    xielu_kernel[(triton.cdiv(x.numel(), size),)](
+        *(x, *how, out, x.numel()), BLOCK=size, DEPENDENT=card.dependent, num_warps=4, **card.options
+    )
     return out
 
 
