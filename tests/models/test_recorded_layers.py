@@ -19,7 +19,7 @@ from quire.layers.quantization.base import WeightSlot
 from quire.models.registry import ARCHITECTURES, build_model, parameters, read_spec
 from quire.ops.reference import ReferenceOps
 from tests.expected import check
-from tests.models.test_recorded_reads import EXPERTS, FIELDS, NAMES, OWN
+from tests.models.test_recorded_reads import EXPERTS, FIELDS, NAMES, OWN, brief
 
 HERE = Path(__file__).parent / "expected"
 PASSED = (ReferenceOps, ParallelGroup, torch.device, torch.dtype)
@@ -37,7 +37,7 @@ class Second(ParallelGroup):
 
 def described(name: str, value: object) -> Iterator[str]:
     """Lines of `value` and what it is made of, each with the path to it."""
-    if isinstance(value, PASSED) or name.endswith((".spec", ".matrix", ".parallel", ".ops")):
+    if isinstance(value, PASSED) or name.endswith((".spec", ".matrix", ".parallel", ".ops", ".rope")):
         return
     if isinstance(value, Tensor):
         numbers = f" {value.flatten()[:3].tolist()}" if value.device.type != "meta" and value.numel() else ""
@@ -46,7 +46,7 @@ def described(name: str, value: object) -> Iterator[str]:
         yield f"{name}: {value!r}"
     elif isinstance(value, Mapping):
         for i, (key, one) in enumerate(value.items()):
-            yield f"{name}.{i}: {key}"
+            yield f"{name}.{i}: {brief(key)}"
             yield from described(f"{name}.{i}", one)
     elif isinstance(value, Sequence) and not hasattr(value, "_fields"):
         for i, one in enumerate(value):
@@ -56,13 +56,19 @@ def described(name: str, value: object) -> Iterator[str]:
     elif callable(value) and hasattr(value, "__qualname__"):
         yield f"{name}: {value.__qualname__}"
     else:
-        parts = {field.name: getattr(value, field.name) for field in fields(value)} if is_dataclass(value) else {}
+        parts = {each.name: getattr(value, each.name) for each in fields(value)} if is_dataclass(value) else {}
+        parts = {name: one for name, one in parts.items() if isinstance(one, Tensor) or one != default_of(value, name)}
         parts |= getattr(value, "_asdict", dict)() or vars(value) if not parts else {}
         inner = {part: [*described(f"{name}.{part}", one)] for part, one in parts.items()}
         plain = {part for part, one in parts.items() if isinstance(one, PLAIN)}
         short = [inner[part][0].removeprefix(f"{name}.") for part in parts if part in plain]
         yield f"{name}: {type(value).__name__} " + ", ".join(short)
         yield from (line for part, one in inner.items() if part not in plain for line in one)
+
+
+def default_of(value: object, name: str) -> object:
+    """The default of a dataclass's field."""
+    return next(each.default for each in fields(value) if each.name == name)  # type: ignore[arg-type]
 
 
 def placed(place: WeightSlot) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,20 +95,33 @@ def values(now: object) -> Iterator[object]:
         yield from ([], "x")
 
 
+def brief(value: object) -> str:
+    """`repr`, but of a dataclass only what is not its default: a field that is new changes no text."""
+    if isinstance(value, tuple) and any(map(is_dataclass, value)):
+        return f"({', '.join(map(brief, value))})"
+    if not is_dataclass(value):
+        return repr(value)
+    return f"{type(value).__name__}({', '.join(f'{name}={one}' for name, one in own(value).items())})"
+
+
+def own(value: Any) -> dict[str, str]:
+    """The fields that are not their default, one level deep."""
+    found: dict[str, str] = {}
+    for field in fields(value):
+        now = getattr(value, field.name)
+        if is_dataclass(now):
+            found |= {f"{field.name}.{name}": one for name, one in own(now).items()}
+        elif now != field.default:
+            found[field.name] = brief(now)
+    return found
+
+
 def named(spec: ModelSpec) -> dict[str, str]:
-    return {name: repr(value) for name, value in flat(asdict(spec)).items()} | {
+    return own(spec) | {
         "K/V layers": repr(spec.kv_layers),
         "K/V bytes": repr(spec.kv_bytes(2)),
         "idle parameters": repr(idle_parameters(spec)),
     }
-
-
-def flat(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """One level: rope and experts are objects of fields."""
-    found: dict[str, Any] = {}
-    for name, value in fields.items():
-        found |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
-    return found
 
 
 def outcome(fields: Mapping[str, Any], base: Mapping[str, str]) -> str:
@@ -118,7 +131,9 @@ def outcome(fields: Mapping[str, Any], base: Mapping[str, str]) -> str:
     except InvalidModel as error:
         return f"refused: {error}".replace("\n", " ")[:150]
     found = named(spec)
-    return ", ".join(f"{name} {found.get(name)}" for name in base | found if found.get(name) != base.get(name))[:300]
+    return ", ".join(
+        f"{name} {found.get(name, 'default')}" for name in base | found if found.get(name) != base.get(name)
+    )[:300]
 
 
 def changes(fields: Mapping[str, Any], name: str, base: Mapping[str, str], inside: str = "") -> Iterator[str]:
@@ -139,6 +154,7 @@ def changes(fields: Mapping[str, Any], name: str, base: Mapping[str, str], insid
 
 
 NAMES = (
+    "ApertusForCausalLM",
     "ArceeForCausalLM",
     "Cohere2ForCausalLM",
     "CohereForCausalLM",
@@ -170,6 +186,7 @@ NAMES = (
     "Olmo3ForCausalLM",
     "OlmoeForCausalLM",
     "Phi3ForCausalLM",
+    "PhiMoEForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
