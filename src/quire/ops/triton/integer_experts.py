@@ -125,6 +125,7 @@ FEW_TOKENS = 4
 
 FEW = IntegerExpertConfig(GemmConfig(8, 32, 256, 2, 4), GemmConfig(8, 64, 256, 2, 3, 256), False)
 EIGHT = IntegerExpertConfig(GemmConfig(8, 128, 128, 4, 4), GemmConfig(8, 128, 128, 4, 4))
+SIXTEEN = IntegerExpertConfig(GemmConfig(16, 64, 128, 2, 6), GemmConfig(16, 64, 256, 2, 4))
 THIRTY_TWO = IntegerExpertConfig(GemmConfig(32, 64, 128, 4, 4), GemmConfig(32, 128, 128, 4, 3))
 SIXTY_FOUR = IntegerExpertConfig(GemmConfig(64, 128, 128, 8, 3), GemmConfig(64, 128, 128, 4, 4))
 MANY = IntegerExpertConfig(GemmConfig(128, 128, 64, 8, 3), GemmConfig(128, 128, 64, 8, 3))
@@ -153,10 +154,10 @@ def integer_expert_config(tokens: int, used: int, gate_up: IntegerMatrix, down: 
         return EIGHT_DOUBLE if slots <= 4 else SIXTEEN_DOUBLE if slots <= 10 else MANY_DOUBLE
     if tokens <= FEW_TOKENS:
         return FEW
-    if slots <= 24:
-        return EIGHT if slots <= 10 else THIRTY_TWO
+    if slots <= 10:
+        return EIGHT if slots <= 4 else SIXTEEN
     if slots <= 96:
-        return SIXTY_FOUR
+        return THIRTY_TWO if slots <= 24 else SIXTY_FOUR
     return MANY_FLOATS if down.kind is IntegerKind.FLOATS else MANY
 
 
