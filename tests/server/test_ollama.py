@@ -440,6 +440,14 @@ async def test_every_path_needs_the_key(server: Served) -> None:
         assert (await guarded.client.post("/api/chat", json=talk("hi"), headers=key)).status_code == 200
 
 
+async def test_a_browser_is_led_to_the_page_with_or_without_a_key() -> None:
+    for keys in ((), ("k",)):
+        async with served(api_keys=keys) as made:
+            shown = await made.client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+            assert (shown.status_code, shown.headers["location"]) == (307, "ui")
+            assert (await made.client.get("/ui")).status_code == 200
+
+
 async def test_the_counts_add_up_and_the_times_are_in_nanoseconds(server: Served) -> None:
     answer = (await server.post("/api/chat", messages=HI, stream=False)).json()
     assert answer["prompt_eval_count"] == len(server.port.submitted[-1].prompt)

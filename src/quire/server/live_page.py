@@ -103,6 +103,11 @@ class _SignIn(msgspec.Struct):
     key: str
 
 
+def reads_html(headers: Mapping[str, str]) -> bool:
+    """Whether a client is a browser, which shows what it gets."""
+    return "text/html" in headers.get("accept", "")
+
+
 class Page:
     """The handlers of `/ui` and of `/v1/requests`. view: None for a backend that cannot be looked into."""
 
@@ -131,6 +136,8 @@ class Page:
         """Whether a request needs no key: for the page's own files, which are the same for all readers, and for paths
         that the page uses once its browser has signed in."""
         if path in ("/ui", "/ui/", "/ui/session") or path.removeprefix("/ui/") in self._files:
+            return True
+        if path == "/" and reads_html(headers):
             return True
         if path not in _SESSION_PATHS and not path.startswith("/v1/requests"):
             return False

@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from quire.errors import InvalidRequest
 from quire.frontend.interface import Backend, ModelCard
 from quire.server.error_responses import json_response
+from quire.server.live_page import reads_html
 from quire.server.prompts import LATEST, model
 from quire.weights.details import ModelDetails
 
@@ -65,7 +66,7 @@ class OllamaModels:
         """All paths but that of `show`, whose request has a body."""
         lists: dict[str, Callable[[], Any]] = {"/api/tags": self.tags, "/api/ps": self.running}
         return [
-            Route("/", partial(_text, "Ollama is running")),
+            Route("/", _root),
             Route("/api/version", partial(_json, lambda: {"version": API_VERSION})),
             *(Route(path, partial(_json, answer)) for path, answer in lists.items()),
             *(
@@ -165,8 +166,9 @@ async def _json(value: Callable[[], Any], request: Request) -> Response:
     return json_response(await asyncio.to_thread(value))
 
 
-async def _text(text: str, request: Request) -> Response:
-    return PlainTextResponse(text)
+async def _root(request: Request) -> Response:
+    """`GET /`: browsers are led to the page, and clients of Ollama learn that one is here."""
+    return RedirectResponse("ui") if reads_html(request.headers) else PlainTextResponse("Ollama is running")
 
 
 async def _refuse(name: str, why: str, request: Request) -> Response:
