@@ -84,7 +84,8 @@ class HfModel:
             if len(at):
                 found.append(made.reshape(-1, made.shape[-1]))
         self.found = torch.cat(found) if found else self.found[:0]
-        return rows
+        # Where the caller's indices are: it selects rows before it asks for logits.
+        return rows.to(batch.tokens.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, 1] rows of the last forward's logits -> logits [R, V] float32."""
@@ -143,8 +144,9 @@ class HfModel:
         done = [0, 0]
         try:
             for step in ((4, 0), (3, 3), (1, 1), (1, 1)):
-                batch = probe_batch(asked, done, step, size)
-                logits = self.logits(self.forward(batch, kv)).cpu()
+                batch = probe_batch(asked, done, step, size, self.device)
+                every = torch.arange(sum(step), device=self.device)
+                logits = self.logits(self.forward(batch, kv)[every]).cpu()
                 got[0].append(logits[: step[0]])
                 got[1].append(logits[step[0] :])
                 done = [at + n for at, n in zip(done, step, strict=True)]
@@ -168,20 +170,23 @@ def offsets(places: Places, wanted: Sequence[int]) -> tuple[list[int], Tensor]:
     return kept, torch.tensor([start + i for start in places.starts for i in kept], dtype=torch.int64)
 
 
-def probe_batch(asked: Sequence[Tensor], done: Sequence[int], step: Sequence[int], size: int) -> RaggedBatch:
+def probe_batch(
+    asked: Sequence[Tensor], done: Sequence[int], step: Sequence[int], size: int, device: torch.device
+) -> RaggedBatch:
     """The next `step` tokens of each sequence, after `done`; sequence i has 4 blocks of `size` from 1 + 4 i on."""
     used = [i for i in range(len(asked)) if step[i]]
     table = torch.tensor([[1 + 4 * i + j for j in range(4)] for i in used], dtype=torch.int32)
     ends = [done[i] + step[i] for i in used]
     positions = torch.cat([torch.arange(done[i], done[i] + step[i]) for i in used])
     row = torch.repeat_interleave(torch.arange(len(used)), torch.tensor([step[i] for i in used]))
+    starts = [0, *torch.tensor([step[i] for i in used]).cumsum(0).tolist()]
     return RaggedBatch(
-        tokens=torch.cat([asked[i][done[i] : done[i] + step[i]] for i in used]),
-        positions=positions,
-        slots=table[row, positions // size].long() * size + positions % size,
-        query_start=torch.tensor([0, *torch.tensor([step[i] for i in used]).cumsum(0).tolist()], dtype=torch.int32),
-        kv_len=torch.tensor(ends, dtype=torch.int32),
-        page_table=table,
+        tokens=torch.cat([asked[i][done[i] : done[i] + step[i]] for i in used]).to(device),
+        positions=positions.to(device),
+        slots=(table[row, positions // size].long() * size + positions % size).to(device),
+        query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+        kv_len=torch.tensor(ends, dtype=torch.int32, device=device),
+        page_table=table.to(device),
         page_size=size,
         max_query=max(step),
         max_kv=max(ends),
