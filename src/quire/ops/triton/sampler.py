@@ -137,9 +137,11 @@ def narrowed(logits, peak, limit, above, start, top, heat, vocab, chunks, MASS: 
     below `top`, where to begin if enough is above it.
     """
     floor = tl.maximum(start, above)
+    # 1 less than a number above 2^24 is that number, and the search would not end.
+    least = tl.maximum(1.0, tl.abs(top) * 1e-6)
     much, _, _, number, _, _ = weighed(logits, peak, floor, floor, floor, top, heat, vocab, chunks, MASS, CHUNK)
     while (much < limit) & (floor > above):
-        floor = tl.maximum(floor - (top - floor) * 3.0 - 1.0, above)
+        floor = tl.maximum(floor - (top - floor) * 3.0 - least, above)
         much, _, _, number, _, _ = weighed(logits, peak, floor, floor, floor, top, heat, vocab, chunks, MASS, CHUNK)
     high, beyond, step = top, number * 0, number * 0
     number = tl.where(much < limit, 0, number)
