@@ -176,7 +176,7 @@ async def test_the_version_is_served() -> None:
         ("POST", "/v1/models", 405),
         ("DELETE", "/health", 405),
         ("POST", "/v1/completions/", 404),
-        ("GET", "/", 404),
+        ("GET", "/v2", 404),
     ],
 )
 async def test_wrong_turns_get_the_whole_error_object(method: str, path: str, status: int) -> None:
