@@ -205,7 +205,7 @@ def test_tokens_that_tie_at_the_threshold_are_all_kept() -> None:
 
 
 def test_logits_that_lie_far_apart_are_cut_as_the_hosts() -> None:
-    """Quarters of values do not separate the small ones, quarters of the numbers between them do; and nothing is between
+    """Quarters of values do not separate the small ones, quarters of the numbers between them do. Nothing is between
     1e30 and 1 less."""
     logits = torch.rand(2, VOCAB, generator=torch.Generator().manual_seed(15))
     logits[0, 3], logits[1, 50:] = 1e30, -1e30
