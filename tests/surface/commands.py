@@ -30,6 +30,16 @@ def chat(deployment: Deployment) -> Any:
     return deployment.quire("chat", "--system", "Be kind.", *SHORT, input="Hello!\nTell me about a boat.\n")
 
 
+def run(deployment: Deployment) -> Any:
+    once = deployment.quire("run", "embedded", "Tell", "me", "about a boat.", *SHORT)
+    return once, deployment.quire("run", "embedded", "--system", "Be kind.", *SHORT, input="Hello!\n")
+
+
+def doctor(deployment: Deployment) -> Any:
+    """What it finds differs from machine to machine."""
+    return [each["name"] for each in json.loads(deployment.quire("doctor", "--json", codes=(0, 1)))][:2]
+
+
 def chat_elsewhere(deployment: Deployment) -> Any:
     url = deployment.server.url
     return alone("chat", "--url", url, "--max-tokens", 6, input="Hello!\nA boat?\n")
@@ -203,6 +213,8 @@ LADDER = "tests/benchmarks/test_ladder.py"
 COMMANDS = (
     Item("quire generate", generate),
     Item("quire chat", chat),
+    Item("quire run", run),
+    Item("quire doctor", doctor, executors=("local",)),
     Item("quire config", config),
     Item("quire plan", plan, executors=("local",)),
     Item("quire bench engine", engine, executors=("local",)),
