@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
-
 import quire
 from quire.cli import main
 from quire.config import OPTIONS
@@ -23,23 +21,18 @@ from quire.ops.gemm import FORMAT as GEMM
 from quire.server import openapi
 from quire.server.batch_api.store import FORMAT as BATCHES
 from quire.weights.files import ONNX_FORMAT
+from tests.commands import commands
 from tools.metrics_page import rows as metrics
 
 FILE = Path(__file__).with_name("stable.json")
 PAGE = Path(__file__).parents[1] / "docs/reference/stability.md"
 
 
-def commands(group: click.Group, before: str = "quire") -> Iterator[tuple[str, list[str]]]:
-    """Each command with its flags, but for those of settings, which are options."""
+def flags() -> dict[str, list[str]]:
+    """The flags of each command, but for those of settings, which are options."""
     options = {flag for known in OPTIONS.values() for flag in (known.flag, f"--no-{known.flag[2:]}")}
-    with click.Context(group) as context:
-        for name in group.list_commands(context):
-            command = group.get_command(context, name)
-            if isinstance(command, click.Group):
-                yield from commands(command, f"{before} {name}")
-            elif command is not None:
-                flags = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
-                yield f"{before} {name}", sorted(flag for flag in flags - options if flag.startswith("-"))
+    found = {path: {f for p in one.params for f in (*p.opts, *p.secondary_opts)} for path, one in commands(main)}
+    return {path: sorted(flag for flag in each - options if flag.startswith("-")) for path, each in found.items()}
 
 
 def fields(messages: Any, before: str = "") -> Iterator[tuple[str, dict[str, int]]]:
@@ -55,7 +48,7 @@ def surface() -> dict[str, Any]:
     contract = executor_pb2.DESCRIPTOR
     return {
         "quire.__all__": sorted(quire.__all__),
-        "commands": dict(commands(main)),
+        "commands": flags(),
         "options": sorted(known.flag for known in OPTIONS.values()),
         "routes": sorted(f"{method.upper()} {path}" for path, kinds in described["paths"].items() for method in kinds),
         "metrics": {name: f"{kind} {' '.join(labels)}".strip() for name, kind, labels, _ in sorted(metrics())},

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from quire import errors
 from quire.assembly.engine import build_engine
 from quire.assembly.limits import choose_device
-from quire.assembly.prompts import Message, Prompt, PromptReader, check_list, last_text, suffixes
+from quire.assembly.prompts import Message, Prompt, PromptReader, check_list, last_text, listed, suffixes
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
@@ -113,9 +113,10 @@ class LLM:
         """
         self._thread.check()
         check_method(others)
-        read = self._prompts.read(prompts, suffix)
+        several = listed(prompts)
+        ends = suffixes(suffix, len(several))
+        read = [self._prompts.encoded(prompt, end) for prompt, end in zip(several, ends, strict=True)]
         each = _for_each(sampling_params or self.default_sampling_params(), len(read))
-        ends = suffixes(suffix, len(read))
         params = [self._prompts.filling(one, end) for one, end in zip(each, ends, strict=True)]
         return [job.output() for job in self._run(read, params, use_tqdm, priority)]
 

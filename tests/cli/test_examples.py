@@ -5,29 +5,18 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
 
-import click
 import pytest
 from click.testing import CliRunner
 
 from quire.cli import main
 from quire.cli.examples import EXAMPLES
 from quire.config import OPTIONS
-
-
-def commands(group: click.Group, before: str = "") -> Iterator[str]:
-    with click.Context(group) as context:
-        for name in group.list_commands(context):
-            command = group.get_command(context, name)
-            if isinstance(command, click.Group):
-                yield from commands(command, f"{before}{name} ")
-            else:
-                yield before + name
+from tests.commands import commands
 
 
 def test_every_command_has_examples_and_no_other() -> None:
-    assert {*EXAMPLES} == {*commands(main)}
+    assert {f"quire {path}" for path in EXAMPLES} == {path for path, _ in commands(main)}
 
 
 @pytest.mark.parametrize("path", EXAMPLES)

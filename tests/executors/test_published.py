@@ -7,7 +7,6 @@ not compile, or is given a single output.
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import words
+from benchmarks import families
 from quire.models.registry import Model, read_spec
 from quire.ops.base import Ops
 from quire.ops.reference import ReferenceOps
@@ -101,8 +100,7 @@ def test_a_published_model_is_as_exact_as_plain_pytorch(name: str, tmp_path: Pat
     from quire.ops.triton.ops import TritonOps
 
     config = beginning(PUBLISHED[name][1])
-    tmp_path.joinpath("config.json").write_text(json.dumps(config))
-    words(read_spec(config).vocab).save(str(tmp_path / "tokenizer.json"))
+    families.write(tmp_path, config, read_spec(config))
     exact, plain = (answers(tmp_path, dtype, ReferenceOps()) for dtype in ("float32", "bfloat16"))
     got = answers(tmp_path, "bfloat16", TritonOps("cuda"))
     assert torch.isfinite(got).all()

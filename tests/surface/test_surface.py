@@ -24,11 +24,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import click
 import pytest
 
 from quire import LLM, AsyncLLM
 from quire.cli import main
+from tests.commands import commands
 from tests.live import ROOT
 from tests.surface.blocks import BLOCKS, NAMED, blocks
 from tests.surface.commands import COMMANDS
@@ -105,16 +105,6 @@ def test_the_surface_answers_alike_on_a_card(
     tried(deployments, known, setting, item)
 
 
-def commands(group: click.Group, before: str = "quire") -> Iterator[str]:
-    with click.Context(group) as context:
-        for name in group.list_commands(context):
-            command = group.get_command(context, name)
-            if isinstance(command, click.Group):
-                yield from commands(command, f"{before} {name}")
-            else:
-                yield f"{before} {name}"
-
-
 def test_everything_is_listed() -> None:
     listed = {name for item in ITEMS for name in item.name.split(", quire ")} | {each.name for each in NAMED}
     methods = [
@@ -123,7 +113,7 @@ def test_everything_is_listed() -> None:
         for name, _ in inspect.getmembers(kind, inspect.isfunction)
         if not name.startswith("_")
     ]
-    there = [*commands(main), *methods, *(block.name for block in blocks())]
+    there = [*(path for path, _ in commands(main)), *methods, *(block.name for block in blocks())]
     assert len(there) == len(set(there)) > 60
     assert [name for name in there if name not in listed and name.removeprefix("quire ") not in listed] == []
     assert [each.name for each in NAMED if each.name not in there] == []

@@ -24,14 +24,9 @@ class PromptReader:
     def __init__(self, text: Text) -> None:
         self._text = text
 
-    def read(
-        self, prompts: Prompt | Sequence[Prompt], suffix: str | Sequence[str] = ""
-    ) -> list[tuple[str | None, tuple[int, ...]]]:
-        """One prompt, or a list of them, each `encoded`. suffix: for all, or one for each."""
-        _check_prompt("prompts", prompts)
-        alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        several = cast("Sequence[Prompt]", [prompts] if alone else prompts)
-        return [self.encoded(prompt, one) for prompt, one in zip(several, suffixes(suffix, len(several)), strict=True)]
+    def read(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | None, tuple[int, ...]]]:
+        """One prompt, or a list of them, each `encoded`."""
+        return [self.encoded(prompt) for prompt in listed(prompts)]
 
     def encoded(self, prompt: Prompt, suffix: str = "") -> tuple[str | None, tuple[int, ...]]:
         """A prompt's text, None if it has none, and its token ids.
@@ -86,6 +81,13 @@ class PromptReader:
         style = THOUGHTS.get(parser)
         form = form and replace(form, begin="" if style is None else style.answer)
         return replace(params, structured_outputs=bounded(form, parser, ahead, params.thinking_token_budget))
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt, or a list of them, as a list. Raises InvalidRequest."""
+    _check_prompt("prompts", prompts)
+    alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return cast("Sequence[Prompt]", [prompts] if alone else prompts)
 
 
 def suffixes(given: object, prompts: int) -> list[str]:

@@ -70,7 +70,7 @@ def findings(port: int) -> Iterator[Finding]:
         yield disk(name, folder)
     yield descriptors()
     yield listening(port)
-    yield from extras()
+    yield extras()
 
 
 def show(found: list[Finding]) -> None:
@@ -210,7 +210,7 @@ PROBES: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Of extras: a module that is there where they are installed, and what they are for."""
 
 
-def extras() -> Iterator[Finding]:
+def extras() -> Finding:
     """Which optional parts are installed."""
     missing = {}
     for extra, (module, purpose) in PROBES.items():
@@ -222,4 +222,4 @@ def extras() -> Iterator[Finding]:
             missing[extra] = purpose
     here = ", ".join(name for name in PROBES if name not in missing) or "none"
     lines = "; ".join(f"{purpose}: pip install 'quire-llm[{extra}]'" for extra, purpose in missing.items())
-    yield Finding("extras", "ok", f"installed: {here}" + (f". Not: {lines}" if lines else ""))
+    return Finding("extras", "ok", f"installed: {here}" + (f". Not: {lines}" if lines else ""))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,7 +179,7 @@ def probe_batch(
     ends = [done[i] + step[i] for i in used]
     positions = torch.cat([torch.arange(done[i], done[i] + step[i]) for i in used])
     row = torch.repeat_interleave(torch.arange(len(used)), torch.tensor([step[i] for i in used]))
-    starts = [0, *torch.tensor([step[i] for i in used]).cumsum(0).tolist()]
+    starts = list(accumulate((step[i] for i in used), initial=0))
     return RaggedBatch(
         tokens=torch.cat([asked[i][done[i] : done[i] + step[i]] for i in used]).to(device),
         positions=positions.to(device),
