@@ -142,7 +142,8 @@ def floor(spec: ModelSpec, config: Mapping[str, Any], batch: int, length: int) -
         experts = idle / unused
         used = experts * (1 - unused**batch) * (PACKED_EXPERT if "quantization_config" in config else 2)
     windows = [min(length, length if window == UNLIMITED else window) for window in spec.windows]
-    kv = sum(2 * heads * dim * 2 * seen for (heads, dim), seen in zip(spec.kv_shapes, windows, strict=False))
+    kept = (heads * (key + value) * 2 for heads, key, value in spec.kv_shapes)
+    kv = sum(size * seen for size, seen in zip(kept, windows, strict=False))
     return (2 * (number - embedding - experts) + used + batch * kv) / BANDWIDTH
 
 

@@ -119,7 +119,7 @@ ON_HOST: list[dict[str, Any]] = [
 
 def float8(model: Any, probe: tuple[int, ...], device: torch.device) -> Any:
     """K/V in float8 in all but the first layer."""
-    layers = tuple(LayerShape(2, 16, torch.float8_e4m3fn if i else model.dtype, 0.5, 0.25) for i in range(3))
+    layers = tuple(LayerShape(2, 16, 16, torch.float8_e4m3fn if i else model.dtype, 0.5, 0.25) for i in range(3))
     return layers, Quality(len(probe), 0.75, 0.5, 0.125, 0.25)
 
 

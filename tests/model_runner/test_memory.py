@@ -17,21 +17,23 @@ from quire.model_runner.memory import (
     plan_blocks,
     usable_blocks,
 )
+from quire.ops.ragged import KVShape
 from quire.scheduler.kv_cache import KVCacheManager
 
-LAYERS = layer_shapes(((3, 64),) * 30, torch.bfloat16)
+LAYERS = layer_shapes((KVShape(3, 64, 64),) * 30, torch.bfloat16)
 
 
 def test_a_block_is_keys_and_values_of_every_layer() -> None:
     assert block_bytes(LAYERS, 16) == 2 * 16 * 3 * 64 * 2 * 30
-    mixed = (LayerShape(1, 256, torch.bfloat16), LayerShape(4, 128, torch.float32))
+    mixed = (LayerShape(1, 200, 312, torch.bfloat16), LayerShape(4, 128, 128, torch.float32))
     assert block_bytes(mixed, 8) == 2 * 8 * (256 * 2 + 4 * 128 * 4)
 
 
 def test_what_is_allocated_is_what_was_computed_and_reads_zero() -> None:
-    mixed = (LayerShape(1, 8, torch.bfloat16), LayerShape(2, 4, torch.float32))
+    mixed = (LayerShape(1, 8, 20, torch.bfloat16), LayerShape(2, 4, 4, torch.float32))
     kv = allocate(mixed, pages=5, page_size=4)
     assert [tuple(each.k.shape) for each in kv] == [(6, 1, 4, 8), (6, 2, 4, 4)]
+    assert [tuple(each.v.shape) for each in kv] == [(6, 1, 4, 20), (6, 2, 4, 4)]
     assert sum(t.nbytes for each in kv for t in (each.k, each.v)) == 6 * block_bytes(mixed, 4)
     assert all(not t.any() for each in kv for t in (each.k, each.v))
     assert all(each.k.data_ptr() != each.v.data_ptr() for each in kv)

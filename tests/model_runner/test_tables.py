@@ -20,6 +20,7 @@ from quire.model_runner.sampling import noise
 from quire.model_runner.sampling.features import COLUMNS, SamplingFeatures, pack_lists
 from quire.model_runner.sampling.sampler import Truncation, mask, score_tokens, truncate
 from quire.model_runner.speculative import NgramDrafter
+from quire.ops.ragged import KVShape
 from quire.scheduler.plan import NewSequence, Span
 from quire.types import SamplingParams
 from tests.calls import shown
@@ -162,7 +163,7 @@ def test_drafts_by_look_up_are_as_written_down() -> None:
 
 
 def test_memory_is_planned_as_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = memory.layer_shapes(((2, 16), (1, 8)), torch.bfloat16)
+    layers = memory.layer_shapes((KVShape(2, 16, 16), KVShape(1, 8, 8)), torch.bfloat16)
     lines = [shown(layers)]
     for page, rows, length in ((16, 4, 100), (8, 1, 9), (1, 3, 2), (16, 4, 17)):
         each = memory.block_bytes(layers, page)
@@ -180,7 +181,7 @@ def test_memory_is_planned_as_written_down(monkeypatch: pytest.MonkeyPatch) -> N
                 tokens=tokens, logits=logits, hidden=64, widest=300, vocab_size=1000, dtype=dtype
             )
             lines.append(f"activations of {tokens} tokens, {logits} rows, {dtype}: {size}")
-    pools = memory.allocate((memory.LayerShape(2, 16, torch.float16, 0.5, 0.25),), pages=3, page_size=4)
+    pools = memory.allocate((memory.LayerShape(2, 16, 16, torch.float16, 0.5, 0.25),), pages=3, page_size=4)
     lines += [f"{pool.k.shape} {pool.v.shape} {pool.k.dtype} {pool.k_scale} {pool.v_scale}" for pool in pools]
 
     def full(*args: object, **rest: object) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import KVShape, LayerKV, RaggedBatch
 
 VOCAB, HIDDEN, LAYERS, HEADS, DIM = 61, 16, 2, 2, 8
 POISON = VOCAB - 1
@@ -24,7 +24,7 @@ class Tiny:
     def __init__(self, seed: int = 0, context: int = 256) -> None:
         draw = torch.Generator().manual_seed(seed)
         make = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64)  # noqa: E731
-        self.spec = SimpleNamespace(vocab=VOCAB, kv_shapes=((HEADS, DIM),) * LAYERS)
+        self.spec = SimpleNamespace(vocab=VOCAB, kv_shapes=(KVShape(HEADS, DIM, DIM),) * LAYERS)
         self.embedding, self.position = make(VOCAB, HIDDEN), 0.5 * make(context, HIDDEN)
         self.embedding[POISON] = torch.nan
         self.qkv = [make(HIDDEN, 3 * HEADS * DIM) / 4 for _ in range(LAYERS)]

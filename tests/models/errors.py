@@ -51,11 +51,14 @@ IMAGES, RANKS, MTP = "images", "several ranks", "layers for drafts"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
         "cohere": "query and key norms (Command R+)",
+        "deepseek_v2": f"`attention_bias` without `q_lora_rank`; {MTP}",
+        "deepseek_v3": f"`attention_bias` without `q_lora_rank`; sparse attention (V3.2); {MTP}",
         "ernie4_5_moe": f"`use_bias`; {MTP}",
         "gemma3": IMAGES,
         "gemma4": f"{IMAGES}, audio",
         "gemma4_text": "several ranks of models with inputs for each layer",
         "glm4_moe": MTP,
+        "glm4_moe_lite": MTP,
         "gpt2": "quantised checkpoints: matrices are stored transposed",
         "gpt_oss": "other clamps of the gate",
         "granitemoehybrid": "experts, Mamba layers",

@@ -29,7 +29,9 @@ class Feeder:
     def __init__(self, model: Model, *, page_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
         self.model = model
         self.pages = Pages(POOL, page_size, seed)
-        self.kv = [poisoned(POOL, heads, page_size, dim, dtype) for heads, dim in model.spec.kv_shapes]
+        self.kv = [
+            poisoned(POOL, heads, page_size, key, dtype, value_dim=value) for heads, key, value in model.spec.kv_shapes
+        ]
         self.fed: dict[int, int] = {}
 
     def keep(self, layers: Sequence[LayerShape]) -> None:

@@ -44,6 +44,29 @@ def long_rope(pairs: int) -> dict[str, Any]:
 
 
 GRANITE = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "rope_theta": 1e7, "tie_word_embeddings": True}
+DEEPSEEK_V2_ROPE: dict[str, Any] = {
+    "type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}
 MISTRAL3_YARN = {
     "type": "yarn",
     "rope_theta": 1e6,
@@ -242,6 +265,35 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             use_qk_norm=True, partial_rotary_factor=0.5, rope_theta=1000000, rms_norm_eps=1e-5, n_routed_experts=160,
             num_experts_per_tok=8, moe_intermediate_size=1536, n_shared_experts=1, first_k_dense_replace=3, n_group=1,
             topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, num_nextn_predict_layers=1, **UNTIED)),
+        "deepseek-ai/DeepSeek-V2-Lite": (15.71e9, config(
+            "DeepseekV2ForCausalLM", 2048, 10944, 27, (16, 16), 102400, 163840, rope_theta=10000, kv_lora_rank=512,
+            q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=64,
+            n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1,
+            moe_layer_freq=1, n_group=1, topk_group=1, topk_method="greedy", norm_topk_prob=False,
+            routed_scaling_factor=1.0, rope_scaling=DEEPSEEK_V2_ROPE, **UNTIED)),
+        "deepseek-ai/DeepSeek-V2": (235.7e9, config(
+            "DeepseekV2ForCausalLM", 5120, 12288, 60, (128, 128), 102400, 163840, rope_theta=10000, kv_lora_rank=512,
+            q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=160,
+            n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1536, first_k_dense_replace=1,
+            moe_layer_freq=1, n_group=8, topk_group=3, topk_method="group_limited_greedy", norm_topk_prob=False,
+            routed_scaling_factor=16.0, rope_scaling=DEEPSEEK_V2_ROPE, **UNTIED)),
+        "deepseek-ai/DeepSeek-V3": (671e9, config(
+            "DeepseekV3ForCausalLM", 7168, 18432, 61, (128, 128), 129280, 163840, rope_theta=10000,
+            n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048,
+            n_group=8, topk_group=4, routed_scaling_factor=2.5,
+            **DEEPSEEK_V3, rope_scaling=DEEPSEEK_V2_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}, **UNTIED)),
+        "moonshotai/Kimi-K2-Instruct": (1026e9, config(
+            "DeepseekV3ForCausalLM", 7168, 18432, 61, (64, 64), 163840, 131072, rope_theta=50000.0,
+            n_routed_experts=384, num_experts_per_tok=8, moe_intermediate_size=2048,
+            n_group=1, topk_group=1, routed_scaling_factor=2.827,
+            **DEEPSEEK_V3 | {"first_k_dense_replace": 1}, rope_scaling=DEEPSEEK_V2_ROPE | {
+                "factor": 32.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}, **UNTIED)),
+        "zai-org/GLM-4.7-Flash": (29.9e9, config(
+            "Glm4MoeLiteForCausalLM", 2048, 10240, 47, (20, 20), 154880, 202752, rope_theta=1000000, kv_lora_rank=512,
+            q_lora_rank=768, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, n_routed_experts=64,
+            n_shared_experts=1, num_experts_per_tok=4, moe_intermediate_size=1536, first_k_dense_replace=1,
+            norm_topk_prob=True, routed_scaling_factor=1.8, n_group=1, topk_group=1, topk_method="noaux_tc",
+            rms_norm_eps=1e-5, num_nextn_predict_layers=1, **UNTIED)),
         "MiniMaxAI/MiniMax-M2": (229e9, config(
             "MiniMaxM2ForCausalLM", 3072, 1536, 62, (48, 8), 200064, 196608, head_dim=128, rotary_dim=64,
             rope_theta=5000000, num_local_experts=256, num_experts_per_tok=8, scoring_func="sigmoid",
@@ -296,6 +348,10 @@ ACTIVE = MappingProxyType(
         "allenai/OLMoE-1B-7B-0924": 1.3e9,
         "ibm-granite/granite-3.1-1b-a400m-instruct": 0.4e9,
         "ibm-granite/granite-3.1-3b-a800m-instruct": 0.8e9,
+        "deepseek-ai/DeepSeek-V2-Lite": 2.4e9,
+        "deepseek-ai/DeepSeek-V2": 21e9,
+        "deepseek-ai/DeepSeek-V3": 37e9,
+        "moonshotai/Kimi-K2-Instruct": 32e9,
         "zai-org/GLM-4.5-Air": 12e9,
         "zai-org/GLM-4.6": 32e9,
         "MiniMaxAI/MiniMax-M2": 10e9,
@@ -318,7 +374,14 @@ def test_the_parameters_of_a_published_model_add_up(name: str) -> None:
         assert found - idle_parameters(spec(name)) == pytest.approx(ACTIVE[name], rel=0.125)
 
 
-MANY_TENSORS = ("zai-org/GLM-4.6", "MiniMaxAI/MiniMax-M2", "meta-llama/Llama-4-Maverick-17B-128E-Instruct")
+MANY_TENSORS = (
+    "deepseek-ai/DeepSeek-V2",
+    "deepseek-ai/DeepSeek-V3",
+    "moonshotai/Kimi-K2-Instruct",
+    "zai-org/GLM-4.6",
+    "MiniMaxAI/MiniMax-M2",
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+)
 """Models of so many matrices that only `make nightly` makes plans for them."""
 
 

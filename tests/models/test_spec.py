@@ -36,7 +36,7 @@ def test_a_config_is_read_with_the_defaults_of_its_architecture() -> None:
 
 def test_kv_and_parameters_are_counted() -> None:
     spec = read_spec(CONFIG)
-    assert spec.kv_shapes == ((2, 16), (2, 16))
+    assert spec.kv_shapes == ((2, 16, 16), (2, 16, 16))
     assert spec.kv_bytes(2) == 2 * 2 * 2 * 16 * 2
     layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 100 + 2 * 64
     assert parameters(spec) == 2 * layer + 64 + 2 * 300 * 64

@@ -49,10 +49,12 @@ class Pages:
         )
 
 
-def poisoned(pages: int, heads: int, size: int, dim: int, dtype: torch.dtype = torch.float32) -> LayerKV:
-    """A pool of NaN: whatever is read before it is written shows in the result."""
+def poisoned(
+    pages: int, heads: int, size: int, dim: int, dtype: torch.dtype = torch.float32, *, value_dim: int = 0
+) -> LayerKV:
+    """A pool of NaN: whatever is read before it is written shows in the result. value_dim: 0 for `dim`."""
 
-    def pool() -> Tensor:
+    def pool(dim: int) -> Tensor:
         return torch.full((pages, heads, size, dim), float("nan"), dtype=dtype)
 
-    return LayerKV(pool(), pool())
+    return LayerKV(pool(dim), pool(value_dim or dim))

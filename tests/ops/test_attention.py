@@ -26,10 +26,10 @@ def naive(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, soft_cap: float, sinks: Tensor | None = None,
     chunk: int = UNLIMITED,
 ) -> Tensor:  # fmt: skip
-    """The last len(q) positions of one sequence attend: q [n, H, D], k and v [L, G, D] -> [n, H, D] float64."""
+    """The last len(q) positions of one sequence attend: q [n, H, D], k [L, G, D], v [L, G, E] -> [n, H, E] float64."""
     n, heads, _ = q.shape
     share = heads // k.shape[1]
-    out = torch.zeros(q.shape, dtype=torch.float64)
+    out = torch.zeros(n, heads, v.shape[-1], dtype=torch.float64)
     for i in range(n):
         position = len(k) - n + i
         seen = slice(max(position // chunk * chunk, position - window + 1), position + 1)

@@ -6,6 +6,7 @@ biases. `make nightly` has all.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,18 @@ SIZES: Mapping[str, int] = MappingProxyType(
 )
 """Of whatever a family has: every number a multiple of a group."""
 
+LATENTS: Mapping[str, int] = MappingProxyType(
+    {
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 64,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 16,
+    }
+)
+"""Of families with latent attention."""
+
 FAMILIES = tuple(shape for shape in SHAPES if shape in FIRST and not shape.startswith("gpt2"))
 
 APART = "llama4_text-gqa apart"
@@ -53,6 +66,8 @@ IN_CI = MappingProxyType(
         "glm4-gqa": ("gptq-act-order", "fp8-blocks"),
         "qwen2_moe-gqa": ("gptq",),
         "glm4_moe-gqa": ("int8-w8a8", "fp8-rows"),
+        "deepseek_v2-plain-queries": ("awq",),
+        "deepseek_v3-groups-yarn": ("fp8-blocks",),
         "minimax_m2-gqa": ("fp8-blocks",),
         "phimoe-gqa": ("int4-packed-zeros",),
         "granitemoeshared-gqa": ("int4-packed",),
@@ -77,7 +92,8 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     shape, folder = request.param.split()[0], tmp_path_factory.mktemp("family")
     own = {"model_type": shape.split("-")[0], **SHAPES[shape]}
     known = AutoConfig.for_model(own["model_type"]).to_dict()
-    sizes = {name: size for name, size in SIZES.items() if name in known or name in own}
+    wanted = {**SIZES, **LATENTS} if "kv_lora_rank" in own else SIZES
+    sizes = {name: size for name, size in wanted.items() if name in known or name in own}
     make(folder, shape, **sizes)
     if request.param == APART:
         save_file(apart(load_file(folder / SINGLE)), folder / SINGLE)
@@ -142,5 +158,19 @@ def test_a_quantised_family_says_what_its_numbers_stand_for(source: Path, name: 
     wanted, right = said(load_model(folder, dtype="float32"))
     assert sum(not torch.equal(means[key], before[key]) for key in means) >= 8, "little was quantised"
     assert wanted.std() > 0.5
+    assert (logits - wanted).abs().max() < 1e-3
+    assert tokens == right
+
+
+def test_queries_and_latents_may_be_stored_in_different_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools leave out matrices whose rows are no multiple of their groups: of DeepSeek's, what makes latents."""
+    folder = tmp_path / "model"
+    make(folder, "deepseek_v3-groups-yarn", **{**SIZES, **LATENTS})
+    monkeypatch.setattr("tests.quantised.MATRICES", re.compile(r"(q_a|kv_b|o|gate|up|down)_proj\.weight$"))
+    means = quantise(folder, "awq")
+    assert not any("kv_a_proj" in name and name.endswith("qweight") for name in load_file(folder / SINGLE))
+    logits, tokens = said(load_model(folder, dtype="float32", canary=Exact()))
+    plain(folder, means)
+    wanted, right = said(load_model(folder, dtype="float32"))
     assert (logits - wanted).abs().max() < 1e-3
     assert tokens == right

@@ -117,7 +117,7 @@ def working_bytes(spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured:
     captured: most tokens of a captured step, 0 without graphs; graphs keep memory of their own. rows: rows of logits.
     """
     projections = [2 * max(spec.layer_mlp, default=spec.mlp)]
-    projections += [(spec.heads + 2 * heads) * dim for heads, dim in set(spec.kv_shapes)]
+    projections += [spec.heads * max(key, value) + heads * (key + value) for heads, key, value in set(spec.kv_shapes)]
     if spec.experts is not None:
         # At once there are the inner numbers and the outputs of every expert that a token uses.
         projections.append(spec.experts.num_experts_per_token * (spec.experts.width + spec.hidden) // 2)

@@ -163,13 +163,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _exchange(self, pool: Tensor, new: Tensor) -> Tensor:
         _, heads, size, dim = pool.shape
-        rows, width = pool.view(-1, dim), new.shape[-1]
-        if width < dim:
-            new = torch.nn.functional.pad(new, (0, dim - width))
+        rows = pool.view(-1, dim)
         written = self.places.pool_rows(heads, size, pool.device, written=True)
         rows.index_copy_(0, written, new.transpose(1, 2).reshape(-1, dim).to(pool.dtype))
         found = rows.index_select(0, self.places.pool_rows(heads, size, pool.device, written=False))
-        return found.view(len(new), heads, -1, dim)[..., :width].to(new.dtype)
+        return found.view(len(new), heads, -1, dim).to(new.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns of keys, and where they begin."""
@@ -299,10 +297,11 @@ def named(cache: Any) -> dict[str, Any]:
 
 
 def layer_shape(layer: Any) -> LayerShape:
-    """The shape of a cache layer that has been filled; values that are narrower than keys are padded."""
+    """The shape of a cache layer that has been filled."""
     return LayerShape(
         layer.keys.shape[1],
-        max(layer.keys.shape[-1], layer.values.shape[-1]),
+        layer.keys.shape[-1],
+        layer.values.shape[-1],
         torch.promote_types(layer.keys.dtype, layer.values.dtype),
         device=str(layer.keys.device),
     )

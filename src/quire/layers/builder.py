@@ -28,6 +28,7 @@ from quire.layers.basic import (
     RopeConfig,
     Rotary,
 )
+from quire.layers.latent import Decompression, LatentAttention, LatentConfig, QueryProjection
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
 from quire.layers.moe import Experts, MoE, MoEConfig, Router, SeparateExperts, SharedExpert, StackedExperts
 from quire.layers.quantization.base import (
@@ -118,7 +119,7 @@ class ModelBuilder:
         self.slots: dict[str, list[WeightSlot]] = {}
         self.matrices: list[WeightStorage] = []
         self.embeddings: list[WeightStorage] = []
-        self.separate: list[SeparateExperts] = []
+        self.unjoined: list[SeparateExperts | Decompression] = []
         self.ignored: list[str] = []
         self.renames: dict[str, str] = {}
         self.stacks: list[ExpertStack] = []
@@ -151,9 +152,9 @@ class ModelBuilder:
         self.slots.clear()
         for stored in (*self.embeddings, *self.matrices):
             stored.finalize()
-        for experts in self.separate:
-            experts.join()
-        self.separate.clear()
+        for several in self.unjoined:
+            several.join()
+        self.unjoined.clear()
 
     def vector(
         self, name: str, size: int, *, mean: float = 0.0, std: float = 0.1, shift: float = 0.0, exact: bool = False
@@ -284,6 +285,43 @@ class ModelBuilder:
         back = self.row_parallel(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
         return Attention(qkv, back, own, self.ops, norms, self.sinks(sinks, heads.count) if sinks else None)
 
+    def latent_attention(
+        self, hidden: int, heads: int, latent: LatentConfig, scale: float, eps: float, *, bias: bool = False
+    ) -> LatentAttention:
+        """heads: of the whole model. bias: of the first products and of the last, see `LatentConfig.queries`."""
+        kept, each = latent.latents + latent.rotated, latent.plain + latent.rotated
+        names, outputs = ("q_proj", "kv_a_proj_with_mqa"), [(heads, each), (1, kept)]
+        second = norm = None
+        if latent.queries:
+            names, outputs = ("q_a_proj", names[1]), [(1, latent.queries), (1, kept)]
+            norm = self.rms_norm("q_a_layernorm", latent.queries, eps)
+            second = self.column_parallel(("q_b_proj",), latent.queries, [(heads, each)])
+        if len({self._kept_as_stored(name) for name in names}) == 1:
+            first = [self.column_parallel(names, hidden, outputs, bias=bias)]
+        else:
+            pairs = zip(names, outputs, strict=True)
+            first = [self.column_parallel((name,), hidden, [size], bias=bias) for name, size in pairs]
+        project = QueryProjection(first, second, norm, self.ops, kept)
+        back = self.row_parallel("o_proj", (heads, latent.value), hidden, bias=bias)
+        small = self.rms_norm("kv_a_layernorm", latent.latents, eps)
+        return LatentAttention(project, small, self._decompression(heads, latent), back, latent, scale, self.ops)
+
+    def _decompression(self, heads: int, latent: LatentConfig) -> Decompression:
+        """`kv_b_proj`, as stored only where the checkpoint's is quantized."""
+        name, unit = "kv_b_proj", latent.plain + latent.value
+        part = MatrixPart(self.prefix + name, heads * unit, shard_of(heads, self.parallel, name, unit))
+        build = copy(self)
+        if not self._kept_as_stored(name):
+            build.format = Plain
+        made = Decompression(build._store([part], latent.latents, slice(0, latent.latents)), latent)
+        self.unjoined.append(made)
+        return made
+
+    def _kept_as_stored(self, name: str) -> bool:
+        """Whether the checkpoint's matrix is quantized, and not dequantized while it is loaded."""
+        part = MatrixPart(self.prefix + name, 0, slice(0, 0))
+        return isinstance(self.format, StoredFormat) and self.format.keeps([[part]], slice(0, 0))
+
     def sinks(self, name: str, heads: int) -> Tensor:
         """This rank's of a number for each of `heads`, float32."""
         cut = shard_of(heads, self.parallel, name)
@@ -343,7 +381,7 @@ class ModelBuilder:
                 for parts in falls
             ]
             experts = SeparateExperts(gate_ups, downs, act, self.ops)
-            self.separate.append(experts)
+            self.unjoined.append(experts)
         correction = self.vector(names.correction, mixture.num_experts, exact=True) if mixture.corrected else None
         gains = self.vector(names.gains, mixture.num_experts, mean=1.0, exact=True) if mixture.gained else None
         router = Router(self.router(names.router, hidden, mixture.num_experts, bias=biased), correction, gains)

@@ -36,11 +36,11 @@ from quire.ops.ragged import RaggedBatch
 class MoEConfig:
     """Experts of a layer: `num_experts` MLPs of inner `width`, of which each token uses `num_experts_per_token`.
 
-    normalize_weights, sigmoid, groups, used_groups, scale, floor, margin: see `TopK`. corrected: the router has a
-    correction, see `Ops.select_experts`. weighs_inputs: what an expert reads is multiplied by its weight, not what it
-    makes (Llama 4). shared: inner width of an MLP that every token uses too, 0 for none; gated_shared: it is multiplied
-    by the sigmoid of a number made of the token. gained: each expert's weights are multiplied by a number. biased:
-    router and experts have biases. dense_layers: layers with one MLP instead.
+    normalize_weights, sigmoid, groups, used_groups, group_best, scale, floor, margin: see `TopK`. corrected: the
+    router has a correction, see `Ops.select_experts`. weighs_inputs: what an expert reads is multiplied by its weight,
+    not what it makes (Llama 4). shared: inner width of an MLP that every token uses too, 0 for none; gated_shared: it
+    is multiplied by the sigmoid of a number made of the token. gained: each expert's weights are multiplied by a
+    number. biased: router and experts have biases. dense_layers: layers with one MLP instead.
     """
 
     num_experts: int
@@ -51,6 +51,7 @@ class MoEConfig:
     corrected: bool = False
     groups: int = 1
     used_groups: int = 1
+    group_best: int = 2
     scale: float = 1.0
     floor: float = 1e-20
     margin: float = 0.0
@@ -73,6 +74,7 @@ class MoEConfig:
             self.scale,
             self.floor,
             self.margin,
+            self.group_best,
         )
 
     def checked(self) -> MoEConfig:

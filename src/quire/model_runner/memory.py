@@ -8,33 +8,34 @@ from typing import NamedTuple
 import torch
 
 from quire.errors import InvalidConfig
-from quire.ops.ragged import LayerKV
+from quire.ops.ragged import KVShape, LayerKV
 
 GIB = 1 << 30
 
 
 class LayerShape(NamedTuple):
-    """K/V of one layer per token: `heads` keys and values of `dim` numbers in `dtype`, in units of their scales.
+    """K/V of one layer per token, as `KVShape`, in `dtype`, in units of their scales.
 
     device: where the layer is, if a model is on several; empty: where the pool is.
     """
 
     heads: int
-    dim: int
+    key_dim: int
+    value_dim: int
     dtype: torch.dtype
     k_scale: float = 1.0
     v_scale: float = 1.0
     device: str = ""
 
 
-def layer_shapes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[LayerShape, ...]:
-    """The same dtype for all layers. shapes: (K/V heads, head dim) per layer, as `ModelSpec.kv_shapes`."""
-    return tuple(LayerShape(heads, dim, dtype) for heads, dim in shapes)
+def layer_shapes(shapes: Sequence[KVShape], dtype: torch.dtype) -> tuple[LayerShape, ...]:
+    """The same dtype for all layers. shapes: as `ModelSpec.kv_shapes`."""
+    return tuple(LayerShape(*shape, dtype) for shape in shapes)
 
 
 def block_bytes(layers: Sequence[LayerShape], block_size: int) -> int:
     """Bytes of one block: keys and values of `block_size` tokens in every layer."""
-    return sum(2 * block_size * each.heads * each.dim * each.dtype.itemsize for each in layers)
+    return sum(block_size * each.heads * (each.key_dim + each.value_dim) * each.dtype.itemsize for each in layers)
 
 
 def usable_blocks(rows: int, max_model_len: int, page_size: int) -> int:
@@ -93,13 +94,16 @@ def allocate(
     Raises MemoryError if there is not that much.
     """
 
-    def zeros(each: LayerShape) -> torch.Tensor:
+    def zeros(each: LayerShape, dim: int) -> torch.Tensor:
         try:
-            shape = pages + 1, each.heads, page_size, each.dim
+            shape = pages + 1, each.heads, page_size, dim
             return torch.zeros(shape, dtype=each.dtype, device=each.device or device)
         except RuntimeError as error:
             # On a CPU torch has no exception class of its own for it.
             whole = _gib((pages + 1) * block_bytes(layers, page_size))
             raise MemoryError(f"{pages:,} KV blocks of {page_size} tokens take {whole}") from error
 
-    return [LayerKV(zeros(each), zeros(each), k_scale=each.k_scale, v_scale=each.v_scale) for each in layers]
+    return [
+        LayerKV(zeros(each, each.key_dim), zeros(each, each.value_dim), k_scale=each.k_scale, v_scale=each.v_scale)
+        for each in layers
+    ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.basic import Attention, Heads, NormLayer
 from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
+from quire.layers.latent import LatentAttention
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -39,7 +40,7 @@ class BlockNorms(NamedTuple):
 class Block:
     """One layer: attention and `mlp`, each between two norms, most of which a model does not have."""
 
-    def __init__(self, norms: Sequence[NormLayer], attention: Attention, mlp: MLPFunction) -> None:
+    def __init__(self, norms: Sequence[NormLayer], attention: Attention | LatentAttention, mlp: MLPFunction) -> None:
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = attention
         self.mlp = mlp
@@ -110,7 +111,7 @@ class Llama:
             norms.append(build.norm_layer(self.make_norm(build, name) if name else None, scale))
         return self.block(norms, self.make_attention(build, index), self.make_mlp(build, index))
 
-    def make_attention(self, build: ModelBuilder, index: int) -> Attention:
+    def make_attention(self, build: ModelBuilder, index: int) -> Attention | LatentAttention:
         """`self_attn` of layer `index`."""
         spec, scope = self.spec, build.scope("self_attn")
         heads = Heads(

@@ -14,6 +14,7 @@ import torch
 from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, Attention
 from quire.layers.builder import GATED, ExpertNames, ModelBuilder
+from quire.layers.latent import LatentAttention
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama, MLPFunction
 from quire.models.multimodal import nested, select_decoder
@@ -38,10 +39,10 @@ class Llama4(Llama):
         select_decoder(build)
         super().__init__(spec, build)
 
-    def make_attention(self, build: ModelBuilder, index: int) -> Attention:
+    def make_attention(self, build: ModelBuilder, index: int) -> Attention | LatentAttention:
         """`self_attn` of layer `index`, in which nothing is normed without a rotary embedding."""
         made = super().make_attention(build, index)
-        if not self.spec.layer_ropes[index].dim:
+        if isinstance(made, Attention) and not self.spec.layer_ropes[index].dim:
             made.norms = None
         return made
 

@@ -9,7 +9,9 @@ from typing import Any, Literal, TypeVar
 
 from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, RopeConfig
+from quire.layers.latent import LatentConfig
 from quire.layers.moe import MoEConfig
+from quire.ops.ragged import KVShape
 from quire.types import UNLIMITED
 
 T = TypeVar("T", int, float, str, bool)
@@ -34,8 +36,8 @@ class ModelSpec:
     K/V of earlier ones. layer_inputs: width of what each layer reads of the tokens themselves, 0: nothing. scale: of
     attention's scores, 0 for 1 / sqrt(head_dim). embedding_scale, residual_scale, logit_scale: what embeddings, what
     attention and MLP add, and logits are multiplied by. score_cap, logit_cap: soft caps, 0 for none. experts: None
-    where every layer has one MLP. dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text
-    ids.
+    where every layer has one MLP. latent: None where keys and values are kept as they are, of `kv_heads` heads.
+    dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids.
     """
 
     architecture: str
@@ -73,6 +75,7 @@ class ModelSpec:
     score_cap: float = 0.0
     logit_cap: float = 0.0
     experts: MoEConfig | None = None
+    latent: LatentConfig | None = None
     dtype: str = ""
     stop: tuple[int, ...] = ()
 
@@ -94,9 +97,11 @@ class ModelSpec:
         return self.chunks or (UNLIMITED,) * self.layers
 
     @property
-    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Per layer that stores K/V: (K/V heads, head dim), of the whole model."""
-        return self.each_heads[: self.layers - self.shared_kv]
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """Per layer that stores K/V: its shape, of the whole model."""
+        if self.latent is not None:
+            return (KVShape(1, self.latent.rotated, self.latent.latents),) * self.layers
+        return tuple(KVShape(heads, dim, dim) for heads, dim in self.each_heads[: self.layers - self.shared_kv])
 
     @property
     def each_heads(self) -> tuple[tuple[int, int], ...]:
@@ -112,7 +117,7 @@ class ModelSpec:
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of K/V a token takes, all layers, at `itemsize` bytes a number."""
-        return sum(2 * heads * dim * itemsize for heads, dim in self.kv_shapes)
+        return sum(heads * (key + value) * itemsize for heads, key, value in self.kv_shapes)
 
 
 LARGEST, MOST_LAYERS = 1 << 24, 1 << 12

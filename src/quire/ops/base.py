@@ -76,10 +76,10 @@ class TopK(NamedTuple):
 
     Scores are a float32 softmax over all experts, or with `sigmoid` the sigmoid of each logit. normalize: a token's
     weights are divided by their sum, or by `floor` where that is larger. groups: of as many neighbouring experts each,
-    of which only those of the `used_groups` best groups may be used; a group is as good as its two best experts
-    together (DeepSeek-AI 2024). scale: what weights are multiplied by in the end. margin above 0: of the experts left,
-    the best first, each is weighed by a softmax over the logits of those left that are below its own by at most
-    `margin` times the larger of its logit and their absolute value (SparseMixer, Liu et al. 2023).
+    of which only those of the `used_groups` best groups may be used; a group is as good as its `group_best` best
+    experts, one or two, together (DeepSeek-AI 2024). scale: what weights are multiplied by in the end. margin above 0:
+    of the experts left, the best first, each is weighed by a softmax over the logits of those left that are below its
+    own by at most `margin` times the larger of its logit and their absolute value (SparseMixer, Liu et al. 2023).
     """
 
     used: int
@@ -90,6 +90,7 @@ class TopK(NamedTuple):
     scale: float = 1.0
     floor: float = 1e-20
     margin: float = 0.0
+    group_best: int = 2
 
 
 class Routing(NamedTuple):
@@ -384,6 +385,26 @@ class Ops(Protocol):
         With `norms`, q and k are normed, before they are rotated or after. Each pair of dimensions of each head of q
         and k is rotated by its angle (Su et al. 2021); dimensions from 2 r on are unchanged. k and v are written to the
         batch's slots, except those of the null block, which need not be written.
+        """
+
+    def norm_rope_store_latent(
+        self, q: Tensor, compressed: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, norm: Norm
+    ) -> Tensor:
+        """From the projections to `latent_attention`: q [T, H, N + R], compressed [T, C + R] -> [T, H, R].
+
+        Each token's C latents are normed and written to the batch's slots of kv.v, the R numbers after them are rotated
+        by its angles and written to those of kv.k. Of each query the last R numbers are rotated, and returned.
+        """
+
+    def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [T, H, n], weight [H, n, m] -> [T, H, m]: each head by its own matrix. Both may have any strides."""
+
+    def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
+        """Causal attention of q [T, H, C] and rotated [T, H, R] to latents, kv.v, and what was rotated of their tokens,
+        kv.k, with this step's already written -> [T, H, C] (DeepSeek-AI 2024, DeepSeek-V2; its section 2.1.2 is how
+        keys and values need not be made of the latents).
+
+        A score is q times the latent and rotated times what was rotated; the latents are the values, too.
         """
 
     def attention(

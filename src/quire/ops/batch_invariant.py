@@ -70,6 +70,10 @@ class BatchInvariantOps(ReferenceOps):
             bias = None if bias is None else F.pad(bias, (0, NARROW - out))
         return in_tiles(partial(F.linear, weight=weight, bias=bias), x, TILE_ROWS)[:, :out]
 
+    def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `Ops.heads_linear`."""
+        return torch.stack([self.product(x[:, i], each.t()) for i, each in enumerate(weight)], 1)
+
     def rotate(self, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate pairs without complex products."""
         return first * cos - second * sin, first * sin + second * cos
@@ -109,10 +113,7 @@ class BatchInvariantOps(ReferenceOps):
         spans, share = len(group.kv_len), heads // groups
         each = max(1, TILE_ROWS // share)
         last = -(-group.longest // KEYS)
-        k, v = (
-            paged.read(pool, i, by, q.dtype)[:, :, : last * KEYS].float()
-            for pool, by in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
-        )
+        k, v = (x.float() for x in paged.read_kv(kv, i, q, last * KEYS))
         step, parts = max(1, AT_ONCE // (each * share)) * each, []
         sinks = None if how.sinks is None else of_tile(how.sinks.view(groups, share), each)
         for start in range(0, group.n, step):
@@ -121,9 +122,9 @@ class BatchInvariantOps(ReferenceOps):
             first, seen = visible_runs(paged, i, part)
             keys, values = (x[:, :, first * KEYS : (first + seen.shape[1]) * KEYS] for x in (k, v))
             made = weigh(tiles(some, each), keys, values, seen, how, sinks)[:, :, :, : each * share]
-            made = made.reshape(spans, groups, -1, share, dim)[:, :, : part.n]
-            parts.append(made.permute(0, 2, 1, 3, 4).reshape(spans, part.n, heads, dim))
-        return torch.cat(parts, 1).view(-1, heads, dim).to(q.dtype)
+            made = made.reshape(spans, groups, -1, share, v.shape[-1])[:, :, : part.n]
+            parts.append(made.permute(0, 2, 1, 3, 4).reshape(spans, part.n, heads, -1))
+        return torch.cat(parts, 1).flatten(0, 1).to(q.dtype)
 
 
 class Queries(NamedTuple):
@@ -181,11 +182,11 @@ def of_tile(sinks: Tensor, each: int) -> Tensor:
 
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, how: Scores, sinks: Tensor | None) -> Tensor:
-    """softmax(q k^T scale) v: q [S, G, t, M, D], k and v [S, G, b * KEYS, D], seen [S, b, t, M, KEYS], sinks [G, 1, 1,
-    M, 1] -> as q."""
+    """softmax(q k^T scale) v: q [S, G, t, M, D], k [S, G, b * KEYS, D], v [S, G, b * KEYS, E], seen [S, b, t, M, KEYS],
+    sinks [G, 1, 1, M, 1] -> [S, G, t, M, E]."""
     spans, groups, count, rows, dim = q.shape
-    runs = seen.shape[1]
-    k, v = (x.reshape(spans * groups, runs, KEYS, dim) for x in (k, v))
+    runs, wanted = seen.shape[1], v.shape[-1]
+    k, v = (x.reshape(spans * groups, runs, KEYS, x.shape[-1]) for x in (k, v))
     wide = q.reshape(spans * groups, 1, count, rows, dim).expand(-1, runs, -1, -1, -1)
     scores = products(wide, k.transpose(-1, -2)).mul_(how.scale)
     if how.soft_cap:
@@ -196,12 +197,12 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, how: Scores, sinks: Ten
         sinks = sinks.repeat(spans, 1, 1, 1, 1)
         top = torch.maximum(top, sinks)
     weight = scores.sub_(top).exp_()
-    whole, parts = weight.sum(-1, keepdim=True), products(weight, F.pad(v, (0, -dim % WIDE)))
+    whole, parts = weight.sum(-1, keepdim=True), products(weight, F.pad(v, (0, -wanted % WIDE)))
     total = in_order(whole.unbind(1))
     if sinks is not None:
         total = total + (sinks - top).exp_()[:, 0]
     made = in_order(parts.unbind(1)) / total
-    return made[..., :dim].view(spans, groups, count, rows, dim)
+    return made[..., :wanted].view(spans, groups, count, rows, wanted)
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
@@ -254,16 +255,16 @@ class SteadyOps(BatchInvariantOps):
 
 
 def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float) -> Tensor:
-    """Attention of one group's queries over its blocks -> [S * n, H, D]."""
+    """Attention of one group's queries over its blocks -> [S * n, H, E]."""
     group, (_, heads, dim), groups = paged.groups[index], q.shape, kv.k.shape[1]
     spans, n, share = len(group.kv_len), group.n, heads // groups
-    k, v = paged.read_kv(kv, index, q.dtype)
+    k, v = paged.read_kv(kv, index, q)
     rows = n * share
     some = q.view(spans, n, groups, share, dim).permute(0, 2, 3, 1, 4).reshape(spans, groups, rows, dim)
     some = pad_rows(some)
     seen = additive_mask(paged, index, share, q.dtype)
     out = F.scaled_dot_product_attention(some, k, v, seen, scale=scale)[:, :, :rows]
-    return out.reshape(spans, groups, share, n, dim).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, dim)
+    return out.reshape(spans, groups, share, n, -1).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, -1)
 
 
 def pad_rows(x: Tensor) -> Tensor:

@@ -126,19 +126,21 @@ class PagedAttentionMetadata(RaggedBatch):
         found = found.view(picked.shape[0], heads, -1, dim)
         return found if pool.dtype is dtype else found.to(dtype).mul_(scale)
 
-    def read_kv(self, kv: LayerKV, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """K and V of group `index`, as far as its longest span: [S, G, L, D] each, of `dtype`."""
-        longest = self.groups[index].longest
-        k, v = self.read(kv.k, index, kv.k_scale, dtype), self.read(kv.v, index, kv.v_scale, dtype)
-        return k[:, :, :longest], v[:, :, :longest]
+    def read_kv(self, kv: LayerKV, index: int, q: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
+        """K [S, G, L, D] and V [S, G, L, E] of group `index` for queries q [.., D], of its dtype, as far as `length`, 0
+        for the group's longest span. Where less than D is kept of keys, they begin with their values: latents."""
+        length = length or self.groups[index].longest
+        k, v = self.read(kv.k, index, kv.k_scale, q.dtype), self.read(kv.v, index, kv.v_scale, q.dtype)
+        k, v = k[:, :, :length], v[:, :, :length]
+        return k if k.shape[-1] == q.shape[-1] else torch.cat((v, k), -1), v
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor) -> None:
-        """Write k and v [T, G, D] into the batch's slots.
+        """Write k [T, G, D] and v [T, G, E] into the batch's slots.
 
         A partly filled block is cleared first: what its last owner left there, if it is NaN, would reach a result
         through a weight of zero.
         """
-        pages, heads, size, dim = kv.k.shape
+        pages, heads, size, _ = kv.k.shape
         rows = self.targets.get(heads)
         if rows is None:
             page, offset = self.slots // size, self.slots % size
@@ -150,6 +152,7 @@ class PagedAttentionMetadata(RaggedBatch):
                 pool, new = pool.view(torch.uint8), to_fp8(new, scale).view(torch.uint8)
             if len(self.begun):
                 pool.index_fill_(0, self.begun, 0)
+            dim = pool.shape[-1]
             pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
 
     def mask(self, index: int, window: int, repeat: int, chunk: int = UNLIMITED) -> Tensor | None:

@@ -90,7 +90,7 @@ def in_best_groups(scores: Tensor, how: TopK) -> Tensor:
     if how.groups == 1:
         return scores
     grouped = scores.view(len(scores), how.groups, -1)
-    best = grouped.topk(2, dim=-1).values.sum(-1).topk(how.used_groups, dim=-1).indices
+    best = grouped.topk(how.group_best, dim=-1).values.sum(-1).topk(how.used_groups, dim=-1).indices
     outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, value=False)
     return grouped.masked_fill(outside[..., None], float("-inf")).view(scores.shape)
 

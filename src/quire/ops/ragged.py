@@ -7,7 +7,7 @@ H query heads, G key/value heads, D head dim, N pages in the pool, B tokens a pa
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,9 +57,21 @@ def select_rows(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
     return x if wanted is None else x.index_select(0, wanted)
 
 
+class KVShape(NamedTuple):
+    """K/V of one layer per token: `heads` keys of `key_dim` numbers and values of `value_dim`.
+
+    The two differ where a layer keeps latents (`layers/latent.py`): values are the latents, which are also what keys
+    begin with, and only the rest of a key is kept as one.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's K/V pool: k and v, each [N, G, B, D]. A block id indexes every layer's tensors.
+    """One layer's K/V pool: k [N, G, B, D] and v [N, G, B, E], see `KVShape`. A block id indexes every layer's tensors.
 
     A (block, head) tile is contiguous, so that a kernel reads it in one run. k_scale and v_scale: what one stored unit
     represents, 1 unless the pool is float8.

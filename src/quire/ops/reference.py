@@ -177,15 +177,32 @@ class ReferenceOps(BaseOps):
         parts = [self.attend(q[group.rows], kv, paged, i, how) for i, group in enumerate(paged.groups)]
         if len(parts) == 1 and len(parts[0]) == len(q):
             return parts[0]
-        out = torch.zeros_like(q)
+        out = q.new_zeros(*q.shape[:2], kv.v.shape[-1])
         for group, part in zip(paged.groups, parts, strict=True):
             out[group.rows] = part
         return out
 
+    def norm_rope_store_latent(
+        self, q: Tensor, compressed: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, norm: Norm
+    ) -> Tensor:
+        """See `Ops.norm_rope_store_latent`."""
+        latent, turned = compressed.tensor_split([kv.v.shape[-1]], -1)
+        rotated, key = self.rope(q[..., -turned.shape[-1] :], turned[:, None], angles)
+        self.write_kv(kv, key, self.norm(latent.contiguous(), norm)[:, None], batch)
+        return rotated
+
+    def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `Ops.heads_linear`."""
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+    def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
+        """See `Ops.latent_attention`."""
+        return self.attention(torch.cat((q, rotated), -1), kv, batch, scale)
+
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
-        """Attention of the queries q [S * n, H, D] of group number i over its blocks -> as q."""
+        """Attention of the queries q [S * n, H, D] of group number i over its blocks -> [S * n, H, E]."""
         group = paged.groups[i]
-        k, v = paged.read_kv(kv, i, q.dtype)
+        k, v = paged.read_kv(kv, i, q)
         if group.n > FEW:
             return long(q, k[0], v[0], group, how)
         mask = paged.mask(i, how.window, q.shape[1] // k.shape[1], how.chunk)
@@ -193,7 +210,8 @@ class ReferenceOps(BaseOps):
 
 
 def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, n: int, how: Scores) -> Tensor:
-    """Attention of S spans of n queries together: q [S * n, H, D], k and v [S, G, L, D], mask [S, 1, 1 or R * n, L].
+    """Attention of S spans of n queries together: q [S * n, H, D], k [S, G, L, D], v [S, G, L, E],
+    mask [S, 1, 1 or R * n, L] -> [S * n, H, E].
 
     The R = H / G query heads of a K/V head become R times as many queries, so that K/V is not repeated.
     """
@@ -201,17 +219,17 @@ def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, n: int, how: Sco
     heads = q.shape[1]
     if n == 1:
         folded = q.view(spans, groups, heads // groups, dim)
-        return weigh(folded, k, v, mask, how, how.sink_of(groups)).reshape(spans, heads, dim)
+        return weigh(folded, k, v, mask, how, how.sink_of(groups)).reshape(spans, heads, -1)
     folded = q.view(spans, n, groups, heads // groups, dim).permute(0, 2, 3, 1, 4).reshape(spans, groups, -1, dim)
     out = weigh(folded, k, v, mask, how, how.sink_of(groups, n))
-    return out.view(spans, groups, -1, n, dim).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, dim)
+    return out.view(spans, groups, -1, n, v.shape[-1]).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, -1)
 
 
 def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, how: Scores) -> Tensor:
-    """Attention of one span of many queries, tile by tile: q [n, H, D], k and v [G, L, D]."""
-    n, heads, dim = q.shape
+    """Attention of one span of many queries, tile by tile: q [n, H, D], k [G, L, D], v [G, L, E] -> [n, H, E]."""
+    n, heads, _ = q.shape
     groups = k.shape[0]
-    folded = q.view(n, groups, heads // groups, dim).permute(1, 2, 0, 3)
+    folded = q.view(n, groups, heads // groups, -1).permute(1, 2, 0, 3)
     past = group.longest - n
     sinks = how.sink_of(groups)
     sinks = None if sinks is None else sinks[..., None]
@@ -222,10 +240,9 @@ def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, how: Scores) -> Tens
         key = torch.arange(low, high, device=q.device)
         query = torch.arange(past + start, high, device=q.device)[:, None]
         mask = visible(key, query, how.window, how.chunk)
-        shape = (groups, heads // groups, high - low, dim)
-        keys, values = k[:, None, low:high].expand(shape), v[:, None, low:high].expand(shape)
+        keys, values = (x[:, None, low:high].expand(-1, heads // groups, -1, -1) for x in (k, v))
         tiles.append(weigh(folded[:, :, start:stop], keys, values, mask, how, sinks))
-    return torch.cat(tiles, 2).permute(2, 0, 1, 3).reshape(n, heads, dim)
+    return torch.cat(tiles, 2).permute(2, 0, 1, 3).reshape(n, heads, -1)
 
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores, sinks: Tensor | None) -> Tensor:

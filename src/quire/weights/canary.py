@@ -92,7 +92,7 @@ def pages(model: Model, length: int, device: torch.device) -> list[LayerKV]:
     def zeros(heads: int, dim: int) -> Tensor:
         return torch.zeros(count, heads, PAGE, dim, dtype=model.dtype, device=device)
 
-    return [LayerKV(zeros(heads, dim), zeros(heads, dim)) for heads, dim in model.spec.kv_shapes]
+    return [LayerKV(zeros(heads, key), zeros(heads, value)) for heads, key, value in model.spec.kv_shapes]
 
 
 @torch.inference_mode()
@@ -222,11 +222,11 @@ def float8_layers(model: Model, encoded: Sequence[int], device: torch.device) ->
     reference = answers(model, tokens, device, caches)
     layers = []
     for cache in caches:
-        heads, _, dim = cache.k.shape[1:]
+        heads, dims = cache.k.shape[1], (cache.k.shape[3], cache.v.shape[3])
         scales = [scale_of(written(pool, len(tokens))) for pool in (cache.k, cache.v)]
         rough = any(scale is None for scale in scales)
         kept = [1.0 if rough or scale is None else scale for scale in scales]
-        layers.append(LayerShape(heads, dim, model.dtype if rough else E4M3, kept[0], kept[1]))
+        layers.append(LayerShape(heads, *dims, model.dtype if rough else E4M3, kept[0], kept[1]))
     room = allocate(layers, pages=-(-len(tokens) // PAGE), page_size=PAGE, device=device)
     return tuple(layers), compare(reference, answers(model, tokens, device, room), tokens)
 

@@ -25,6 +25,7 @@ from tests.ops.batches import Pages, poisoned
 from tests.ops.triton.device import DEVICE, moved
 
 OPS, REFERENCE = BatchInvariantTritonOps(DEVICE), ReferenceOps()
+BOTH = OPS, REFERENCE
 OUT, IN = 70, 144
 
 
@@ -55,9 +56,10 @@ def ways() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Ten
     groups = torch.arange(IN, device=DEVICE) // 48
     scales, zeros = torch.rand(OUT, 3, device=DEVICE), torch.randint(0, 16, (OUT, 3), device=DEVICE).to(torch.uint8)
     whole = (weight * 20).clamp(-127, 127).to(torch.int8)
+    heads = torch.randn(3, IN // 3, 50, device=DEVICE)
 
     def of(name: str, *given: object, **named: object) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        return tuple(lambda x, ops=ops: getattr(ops, name)(x, *given, **named) for ops in (OPS, REFERENCE))  # type: ignore[return-value]
+        return tuple(lambda x, ops=ops: getattr(ops, name)(x, *given, **named) for ops in BOTH)  # type: ignore[return-value]
 
     return {
         "plain": of("linear", weight, bias),
@@ -68,6 +70,7 @@ def ways() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Ten
         "int8": of("int8_linear", whole, scale),
         "norm": of("norm", Norm(weight[0], 1e-6)),
         "silu": of("silu_mul"),
+        "heads": tuple(lambda x, ops=ops: ops.heads_linear(x.view(len(x), 3, -1), heads).flatten(1) for ops in BOTH),
     }
 
 

@@ -41,15 +41,17 @@ from quire.types import UNLIMITED
 
 @triton.jit
 def fold_blocks(
-    m, z, acc, q, position, floor, begin, end, k, v, pages, group, length, bend, cap, slope,
-    CAP: tl.constexpr, MASKED: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    m, z, acc, q, rotated, position, floor, begin, end, k, v, pages, group, length, bend, cap, slope,
+    CAP: tl.constexpr, MASKED: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr,
+    PAGE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add blocks begin to end of a sequence to running maximum m, sum z and weighted sum acc of each row.
 
     A score is the product, with a soft cap if there is one, times `slope`: from there on, powers of two. MASKED: some
     row may not see some of it: each sees positions `floor` to `position`. What is hidden from all is not read into v: a
     weight of 0 times NaN is NaN. A block's index in the table is read one block ahead, so that nothing waits for it.
+    ROTATED: v has latents, which are keys, too, and k the rest of keys, so many numbers that are multiplied with
+    `rotated`; 0: k has all of keys.
     """
     i, d = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_D)
     coming = tl.load(pages + begin * COLUMNS // PAGE, mask=begin < end, other=0)
@@ -63,16 +65,26 @@ def fold_blocks(
             page = tl.load(pages + at // PAGE, mask=at < length, other=0).to(tl.int64)
             line = (page * GROUPS + group) * PAGE + at % PAGE
         place = line[:, None] * DIM + d[None, :]
-        if DIM == BLOCK_D:
-            keys = tl.load(k + place)
+        source = v if ROTATED else k
+        if ROTATED and MASKED:
+            keys = tl.load(source + place, mask=(at < length)[:, None] & (d < DIM)[None, :], other=0.0)
+        elif DIM == BLOCK_D:
+            keys = tl.load(source + place)
         else:
-            keys = tl.load(k + place, mask=d[None, :] < DIM, other=0.0)
+            keys = tl.load(source + place, mask=d[None, :] < DIM, other=0.0)
         x = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION)
+        if ROTATED:
+            e = tl.arange(0, rotated.shape[1])
+            rest = tl.load(k + line[:, None] * ROTATED + e[None, :], mask=e[None, :] < ROTATED, other=0.0)
+            x = tl.dot(rotated, tl.trans(rest.to(q.dtype)), x, input_precision=PRECISION)
         if CAP:
             x = tanh(x * bend) * cap
         if MASKED:
             seen = (at[None, :] <= position[:, None]) & (at[None, :] >= floor[:, None])
             x = tl.where(seen, x, -1e30)
+        if ROTATED:
+            values = keys
+        elif MASKED:
             held = ((at < length) & (at >= tl.min(floor, 0)))[:, None]
             values = tl.load(v + place, mask=held & (d < DIM)[None, :], other=0.0)
         elif DIM == BLOCK_D:
@@ -90,17 +102,19 @@ def fold_blocks(
 
 @triton.jit
 def ahead(
-    k, v, pages, b, group, GROUPS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr
+    k, v, pages, b, group, GROUPS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Prefetch block b's keys and values into L2, a line of 64 numbers at a time; of heads of any other size than a
-    power of two only the first."""
+    power of two only the first, of latents not the rest of keys."""
     LINES: tl.constexpr = DIM // 64 if DIM >= 64 and DIM & (DIM - 1) == 0 else 1
     at = b * COLUMNS + tl.arange(0, COLUMNS)
     page = tl.load(pages + at // PAGE).to(tl.int64)
     line = ((page * GROUPS + group) * PAGE + at % PAGE) * DIM
     place = line[:, None] + 64 * tl.arange(0, LINES)[None, :]
-    fetch(k, place)
     fetch(v, place)
+    if not ROTATED:
+        fetch(k, place)
 
 
 @triton.jit
@@ -130,12 +144,12 @@ def piece_of(pieces, at, FIELDS: tl.constexpr):
 
 @triton.jit
 def attend(
-    at, token, n, first, length, begin, end, span, split, before, q, k, v, table, sinks, arrived, out, parts, sums,
-    begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
+    at, token, n, first, length, begin, end, span, split, before, q, turned, k, v, table, sinks, arrived, out, parts,
+    sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
     CAP: tl.constexpr, SINKS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
-    REAL: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    AT_ONCE: tl.constexpr, BEGUN: tl.constexpr,
+    ROTATED: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, REAL: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, AT_ONCE: tl.constexpr, BEGUN: tl.constexpr,
 ):  # fmt: skip
     """Compute piece `at` of the list for one K/V head. SINKS: a tile begins with the sinks of its heads."""
     group = tl.program_id(0)
@@ -147,7 +161,11 @@ def attend(
     row = (token + query).to(tl.int64) * (GROUPS * SHARE) + head
     place = row[:, None] * DIM + d[None, :]
     real = (query < n)[:, None] & (d < DIM)[None, :]
-    queries = tl.load(q + place, mask=real, other=0.0)
+    queries, rotated = tl.load(q + place, mask=real, other=0.0), 0
+    if ROTATED:
+        e = tl.arange(0, BLOCK_R)
+        kept = (query < n)[:, None] & (e < ROTATED)[None, :]
+        rotated = tl.load(turned + row[:, None] * ROTATED + e[None, :], mask=kept, other=0.0)
     m = tl.full([ROWS], -1e20, tl.float32)  # above what hidden scores become: their weights are 0, whatever the row
     z = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -165,16 +183,16 @@ def attend(
             clear = (first_visible(high, window, chunk) + COLUMNS - 1) // COLUMNS
             clear = tl.minimum(tl.maximum(clear, begin), end)
             m, z, acc = fold_blocks(
-                m, z, acc, queries, position, floor, begin, clear, k, v, pages, group, length, bend, cap, slope,
-                CAP, True, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
+                m, z, acc, queries, rotated, position, floor, begin, clear, k, v, pages, group, length, bend, cap,
+                slope, CAP, True, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
         edge = tl.maximum(tl.minimum((low + 1) // COLUMNS, end), clear)
         m, z, acc = fold_blocks(
-            m, z, acc, queries, position, floor, clear, edge, k, v, pages, group, length, bend, cap, slope,
-            CAP, False, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
+            m, z, acc, queries, rotated, position, floor, clear, edge, k, v, pages, group, length, bend, cap, slope,
+            CAP, False, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
         begin = edge
     m, z, acc = fold_blocks(
-        m, z, acc, queries, position, floor, begin, end, k, v, pages, group, length, bend, cap, slope,
-        CAP, True, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
+        m, z, acc, queries, rotated, position, floor, begin, end, k, v, pages, group, length, bend, cap, slope,
+        CAP, True, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
     acc = acc * (v_scale / tl.maximum(z, 1e-30))[:, None]
     splits, base = split // 65536, at - split % 65536
     if SPLIT and splits > 1:
@@ -187,12 +205,13 @@ def attend(
 
 @kernel(do_not_specialize=["lines"])
 def attention_kernel(
-    q, k, v, table, sinks, pieces, count, arrived, starts, out, parts, sums, begun_parts, begun_sums, bend, cap, slope,
-    v_scale, window, chunk, lines, columns,
+    q, turned, k, v, table, sinks, pieces, count, arrived, starts, out, parts, sums, begun_parts, begun_sums, bend, cap,
+    slope, v_scale, window, chunk, lines, columns,
     CAP: tl.constexpr, SINKS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
-    SEVERAL: tl.constexpr, REAL: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, AT_ONCE: tl.constexpr, BEGUN: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROTATED: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, SEVERAL: tl.constexpr, REAL: tl.constexpr, PHASES: tl.constexpr,
+    WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, AT_ONCE: tl.constexpr, BEGUN: tl.constexpr,
+    FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program's pieces, several if SEVERAL, for one K/V head. SPLIT: a tile may be split into several pieces. PHASES:
     blocks that all rows see need no mask. REAL: the most rows there can be."""
@@ -204,23 +223,23 @@ def attention_kernel(
     token, n, first, length, begin, end, span, split, before = piece_of(pieces, index, FIELDS)
     if DEPENDENT:
         if index < stop:
-            ahead(k, v, table + span.to(tl.int64) * columns, begin, group, GROUPS, DIM, PAGE, COLUMNS)
+            ahead(k, v, table + span.to(tl.int64) * columns, begin, group, GROUPS, DIM, ROTATED, PAGE, COLUMNS)
     wait(DEPENDENT)
     release(DEPENDENT)
     if SEVERAL:
         for at in range(index, stop):
             token, n, first, length, begin, end, span, split, before = piece_of(pieces, at, FIELDS)
             attend(
-                at, token, n, first, length, begin, end, span, split, before, q, k, v, table, sinks, arrived, out,
-                parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
-                CAP, SINKS, GROUPS, SHARE, DIM, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES, WINDOWED, STAGES,
-                PRECISION, AT_ONCE, BEGUN)  # fmt: skip
+                at, token, n, first, length, begin, end, span, split, before, q, turned, k, v, table, sinks, arrived,
+                out, parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
+                CAP, SINKS, GROUPS, SHARE, DIM, ROTATED, BLOCK_R, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES,
+                WINDOWED, STAGES, PRECISION, AT_ONCE, BEGUN)  # fmt: skip
     elif index < stop:
         attend(
-            index, token, n, first, length, begin, end, span, split, before, q, k, v, table, sinks, arrived, out, parts,
-            sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
-            CAP, SINKS, GROUPS, SHARE, DIM, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES, WINDOWED, STAGES,
-            PRECISION, AT_ONCE, BEGUN)  # fmt: skip
+            index, token, n, first, length, begin, end, span, split, before, q, turned, k, v, table, sinks, arrived,
+            out, parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
+            CAP, SINKS, GROUPS, SHARE, DIM, ROTATED, BLOCK_R, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES,
+            WINDOWED, STAGES, PRECISION, AT_ONCE, BEGUN)  # fmt: skip
 
 
 @triton.jit
@@ -334,6 +353,21 @@ def tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: i
     return [(small, 1, short), (large(card, dim, wide), short + 1, most)]
 
 
+def latent_tiles(
+    card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: int
+) -> list[tuple[Tile, int, int]]:
+    """As `tiles`, of latents: a row's weighted sum fills the registers of eight warps, so a multiprocessor has one
+    program at a time."""
+    columns, large = (64, 64) if wide <= 2 and card.shared > 200 << 10 else (16, 16)
+    small = Tile(16, columns, 8, 2, 2)
+    if not card.sms:
+        return [(small, 1, most)]
+    short = max(1, 16 // share)
+    if most <= short:
+        return [(small, 1, most)]
+    return [(small, 1, short), (Tile(large, columns, 8, 2, 0), short + 1, most)]
+
+
 def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
     """What `fold_blocks` calls bend and slope, for products that are scaled by `scale`."""
     log2e = 1.4426950408889634
@@ -343,8 +377,10 @@ def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
 def attention(
     q: Tensor, kv: LayerKV, batch: AttentionPlan, scale: float, window: int, soft_cap: float, card: DeviceInfo,
     begun: PrefixPartials | None = None, sinks: Tensor | None = None, chunk: int = UNLIMITED,
+    rotated: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `Ops.attention`. Rows that belong to no span are not written. begun: partial results over shared prefixes.
+    """See `Ops.attention`, and with `rotated` `Ops.latent_attention`. Rows that belong to no span are not written.
+    begun: partial results over shared prefixes.
 
     The list of pieces is read before the wait, so the kernel right after the one that makes it is launched without
     overlap.
@@ -355,7 +391,9 @@ def attention(
     out = torch.empty_like(q)
     bend, slope = slopes(scale * kv.k_scale, soft_cap)
     sharing = begun.sharing if begun else None
-    for tile, least, most in tiles(card, share, dim, kv.k.element_size(), batch.max_query, len(batch.kv_len)):
+    turns = 0 if rotated is None else rotated.shape[-1]
+    choose = latent_tiles if turns else tiles
+    for tile, least, most in choose(card, share, dim, kv.k.element_size(), batch.max_query, len(batch.kv_len)):
         room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0
         tiling = Tiling(share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing, chunk)
         work, fresh = batch.work(tiling, groups)
@@ -364,12 +402,14 @@ def attention(
         parts = q.new_empty(bound * groups * tile.rows * dim if room else 1, dtype=torch.float32)
         sums = q.new_empty(bound * groups * tile.rows if room else 1, dtype=torch.float32)
         attention_kernel[(groups, bound if starts is None else room)](
-            *(q, kv.k, kv.v, batch.page_table, q if sinks is None else sinks, *work[:3]),
+            *(q, q if rotated is None else rotated, kv.k, kv.v, batch.page_table, q if sinks is None else sinks),
+            *work[:3],
             *(work.total if starts is None else starts, out, parts, sums),
             *(begun[:2] if begun else (parts, sums)),
             *(bend, soft_cap, slope, kv.v_scale, window, chunk, len(q) * heads, batch.page_table.stride(0)),
-            CAP=soft_cap > 0, SINKS=sinks is not None, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, ROWS=tile.rows,
-            COLUMNS=tile.columns, BLOCK_D=wide, SPLIT=room > 0, SEVERAL=starts is not None, REAL=real,
+            CAP=soft_cap > 0, SINKS=sinks is not None, GROUPS=groups, SHARE=share, DIM=dim, ROTATED=turns,
+            BLOCK_R=block(turns, 16), PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns, BLOCK_D=wide,
+            SPLIT=room > 0, SEVERAL=starts is not None, REAL=real,
             PHASES=tile.rows >= 64, AT_ONCE=max(1, min(16 if starts is None else 4,
             4096 * tile.warps // (real * wide))), WINDOWED=min(window, chunk) < batch.max_kv, STAGES=tile.stages,
             PRECISION=card.precision, BEGUN=begun is not None, FIELDS=FIELDS, DEPENDENT=card.dependent,
@@ -403,7 +443,7 @@ def cascade_kernel(
         if first < total:
             span = tl.load(pieces + first * FIELDS + 2)
             begin = tl.load(pieces + first * FIELDS + 3) * (UNIT // COLUMNS)
-            ahead(k, v, table + span.to(tl.int64) * columns, begin, group, GROUPS, DIM, PAGE, COLUMNS)
+            ahead(k, v, table + span.to(tl.int64) * columns, begin, group, GROUPS, DIM, 0, PAGE, COLUMNS)
     wait(DEPENDENT)
     release(DEPENDENT)
     for index in range(first, total, tl.num_programs(1)):
@@ -419,8 +459,8 @@ def cascade_kernel(
         z = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         m, z, acc = fold_blocks(
-            m, z, acc, queries, r, r, begin, end, k, v, table + span.to(tl.int64) * columns, group, end * COLUMNS,
-            bend, cap, slope, CAP, False, GROUPS, DIM, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
+            m, z, acc, queries, 0, r, r, begin, end, k, v, table + span.to(tl.int64) * columns, group, end * COLUMNS,
+            bend, cap, slope, CAP, False, GROUPS, DIM, 0, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
         line = row + run * lines
         tl.store(parts + line[:, None] * DIM + d[None, :], acc / z[:, None], mask=real)
         tl.store(sums + line, m + tl.log2(z), mask=r < count * SHARE)

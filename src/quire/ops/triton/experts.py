@@ -56,16 +56,19 @@ def score_of(logits, top, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def in_best_groups(scores, e, count, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, ALL: tl.constexpr):
+def in_best_groups(
+    scores, e, count, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, ALL: tl.constexpr
+):  # fmt: skip
     """scores [rows, ALL], very small for experts outside the best groups, see `TopK`. Of equal groups the first."""
     own = e // (count // GROUPS)
     rank = tl.full(scores.shape, -3.4e38, tl.float32)
     for g in tl.static_range(GROUPS):
         here = tl.where(own == g, scores, -1e30)
         best = tl.max(here, 1)
-        first = tl.min(tl.where(here == best[:, None], e, ALL), 1)
-        second = tl.max(tl.where(e == first[:, None], -1e30, here), 1)
-        rank = tl.where(own == g, (best + second)[:, None], rank)
+        if GROUP_BEST == 2:
+            first = tl.min(tl.where(here == best[:, None], e, ALL), 1)
+            best += tl.max(tl.where(e == first[:, None], -1e30, here), 1)
+        rank = tl.where(own == g, best[:, None], rank)
     kept = tl.zeros(scores.shape, tl.int1)
     for _ in tl.static_range(USED_GROUPS):
         left = tl.where(kept | (e >= count), -3.4e38, rank)
@@ -78,7 +81,8 @@ def in_best_groups(scores, e, count, GROUPS: tl.constexpr, USED_GROUPS: tl.const
 def choose(
     logits, bias, correction, experts, weights, places, null, r, inside, count, scale, floor,
     USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
-    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr, MARGIN: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PADDED: tl.constexpr,
+    ALL: tl.constexpr, MARGIN: tl.constexpr,
 ):  # fmt: skip
     """`select_experts` of rows of logits, ties by the lower number. PADDED: rows whose place is below `null` get expert
     -1 and weight 0.
@@ -102,7 +106,7 @@ def choose(
         value = score_of(value, top[:, None], SIGMOID) / total[:, None]
         value += tl.load(correction + e, mask=e < count, other=0.0)
         if GROUPS > 1:
-            value = in_best_groups(value, e, count, GROUPS, USED_GROUPS, ALL)
+            value = in_best_groups(value, e, count, GROUPS, USED_GROUPS, GROUP_BEST, ALL)
     bits = value.to(tl.int32, bitcast=True)
     key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (ALL - 1 - e)
     key = tl.where(e < count, key, LEAST)
@@ -137,7 +141,8 @@ def choose(
 def route_kernel(
     x, weight, bias, correction, logits, experts, weights, places, arrived, null, rows, count, hidden, scale, floor,
     USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
-    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PADDED: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
     ALL: tl.constexpr, SOME: tl.constexpr, MARGIN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -185,7 +190,7 @@ def route_kernel(
             some = tl.program_id(0) * ROWS + first + tl.arange(0, SOME)
             choose(
                 logits, bias, correction, experts, weights, places, null, some, some < rows, count, scale, floor, USED,
-                NORMALIZE, SIGMOID, BIAS, CORRECTED, GROUPS, USED_GROUPS, PADDED, ALL, MARGIN,
+                NORMALIZE, SIGMOID, BIAS, CORRECTED, GROUPS, USED_GROUPS, GROUP_BEST, PADDED, ALL, MARGIN,
             )  # fmt: skip
 
 
@@ -660,7 +665,8 @@ def route(
         *(0 if batch is None else batch.page_size, tokens, count, hidden, choice.scale, choice.floor),
         USED=choice.used, NORMALIZE=choice.normalize, SIGMOID=choice.sigmoid, BIAS=bias is not None,
         CORRECTED=correction is not None, GROUPS=choice.groups, USED_GROUPS=choice.used_groups,
-        PADDED=batch is not None, EVEN=hidden % how.inputs == 0, WHOLE=count % how.outputs == 0, ROWS=how.rows,
+        GROUP_BEST=choice.group_best, PADDED=batch is not None, EVEN=hidden % how.inputs == 0,
+        WHOLE=count % how.outputs == 0, ROWS=how.rows,
         BLOCK_E=how.outputs, BLOCK_K=how.inputs, TIMES=1 if how.stages else times, APART=apart(how),
         ALL=block(count), SOME=min(how.rows, max(1, 2048 // block(count))), MARGIN=choice.margin, STAGES=how.stages,
         PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,

@@ -37,7 +37,7 @@ from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.quantized import E4M3, BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import experts as mixture
-from quire.ops.triton import gemv, int8_gemm, integer_experts, integer_gemm, integer_gemv, quantized_gemm, rows
+from quire.ops.triton import gemv, int8_gemm, integer_experts, integer_gemm, integer_gemv, latent, quantized_gemm, rows
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
@@ -278,6 +278,26 @@ class TritonOps(BaseOps):
         """See `Ops.qk_norm_rope_store_kv`."""
         return rows.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms, self.card)
 
+    def norm_rope_store_latent(
+        self, q: Tensor, compressed: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, norm: Norm
+    ) -> Tensor:
+        """See `Ops.norm_rope_store_latent`."""
+        return latent.norm_rope_store_latent(q, compressed, kv, batch, angles, norm, self.card)
+
+    def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `Ops.heads_linear`."""
+        return latent.heads_linear(x, weight, self.heads_config(x, weight), self.card)
+
+    def heads_config(self, x: Tensor, weight: Tensor) -> GemmConfig:
+        """How products by head are tiled."""
+        if x.dtype is torch.float32:
+            return latent.EXACT_HEAD_TILE
+        return latent.heads_config(len(x), weight.shape[2])
+
+    def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
+        """See `Ops.latent_attention`."""
+        return attention(q, kv, self.prepare(batch), scale, UNLIMITED, 0.0, self.card, rotated=rotated)
+
     def attention(
         self,
         q: Tensor,
@@ -330,6 +350,10 @@ class BatchInvariantTritonOps(TritonOps):
     def router_config(self, tokens: int, weight: Tensor) -> GemmConfig:
         """The same for any number of tokens."""
         return mixture.FIXED_ROUTER
+
+    def heads_config(self, x: Tensor, weight: Tensor) -> GemmConfig:
+        """The same for any number of tokens."""
+        return latent.EXACT_HEAD_TILE if x.dtype is torch.float32 else latent.HEAD_TILE
 
     def expert_config(self, routing: Routing, down: Tensor) -> mixture.ExpertConfig:
         """The same for any number of tokens."""

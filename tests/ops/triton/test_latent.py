@@ -1,0 +1,115 @@
+"""Latent attention: keys and values as they would be made of every latent, in a naive loop, and kernels beside the
+reference, over pools that are NaN wherever no sequence wrote."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.ops.base import Angles, Norm, Ops
+from quire.ops.batch_invariant import BatchInvariantOps
+from quire.ops.ragged import LayerKV
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
+from quire.types import UNLIMITED
+from tests.ops.batches import Pages, poisoned
+from tests.ops.test_attention import naive
+from tests.ops.triton.device import DEVICE, moved
+from tests.ops.triton.test_attention import DECODE, MIXED, VERIFY, Spans
+
+REFERENCE = ReferenceOps()
+IMPLEMENTATIONS = {
+    "reference": REFERENCE,
+    "invariant": BatchInvariantOps(),
+    "kernels": TritonOps(DEVICE),
+    "invariant-kernels": BatchInvariantTritonOps(DEVICE),
+}
+
+
+def check(
+    ops: Ops, spans: Spans, heads: int, latents: int, rotated: int, page: int = 16,
+    dtype: torch.dtype = torch.float32, tolerance: float = 2e-5,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    count = 2 + sum(-(-(past + n) // page) for past, n in spans)
+    pages, kv = Pages(count, page, 0), poisoned(count, 1, page, rotated, dtype, value_dim=latents)
+    held = [torch.randn(past + n, 1, latents + rotated, dtype=dtype) for past, n in spans]
+    for past, n in ((0, [past for past, _ in spans]), (1, [n for _, n in spans])):
+        fed = [(i, spans[i][0] * past, count) for i, count in enumerate(n) if count]
+        if not fed:
+            continue
+        batch = pages.batch([(i, start, [0] * count) for i, start, count in fed], spare=2)
+        whole = torch.cat([held[i][start : start + count] for i, start, count in fed])
+        REFERENCE.write_kv(kv, whole[..., latents:], whole[..., :latents], batch)
+    q = torch.randn(len(batch.slots), heads, latents + rotated, dtype=dtype)
+    apart = (q[..., :latents].contiguous().to(DEVICE), q[..., latents:].contiguous().to(DEVICE))
+    got = ops.latent_attention(*apart, moved(kv), moved(batch), 0.3).cpu()
+    assert got.shape == (len(q), heads, latents)
+    starts = batch.query_start.tolist()
+    for i, each in enumerate(held):
+        own = slice(starts[i], starts[i + 1])
+        want = naive(q[own], each, each[..., :latents], 0.3, UNLIMITED, 0.0)
+        torch.testing.assert_close(got[own].double(), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize("spans", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
+def test_any_mixture_of_spans_attends_as_the_naive_loop(ops: Ops, spans: Spans) -> None:
+    check(ops, spans, 6, 24, 10)
+
+
+@pytest.mark.parametrize("heads", [1, 5, 16, 20, 40])
+@pytest.mark.parametrize("page", [4, 64])
+def test_any_number_of_heads_shares_latents(heads: int, page: int) -> None:
+    check(IMPLEMENTATIONS["kernels"], [(70, 1), (3, 4)], heads, 32, 8, page)
+
+
+def test_a_long_context_is_split_and_combined() -> None:
+    check(IMPLEMENTATIONS["kernels"], [(900, 1), (30, 1)], 3, 16, 16)
+
+
+def test_the_sizes_of_published_models_in_half_precision() -> None:
+    check(IMPLEMENTATIONS["kernels"], [(130, 1), (0, 20)], 16, 512, 64, 64, torch.float16, 4e-3)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_latents_are_normed_and_stored_and_queries_rotated(tokens: int, interleaved: bool) -> None:
+    torch.manual_seed(0)
+    batch = moved(Pages(30, 4).batch([(0, 0, [0] * tokens)], spare=1))
+    total = len(batch.slots)
+    whole = torch.randn(total, 5 * 22 + 26, device=DEVICE)
+    q, compressed = whole[:, :-26].view(total, 5, 22), whole[:, -26:]
+    angle, norm = torch.randn(total, 3, device=DEVICE), Norm(torch.randn(20, device=DEVICE), 0.1)
+    turn = Angles(angle.cos(), angle.sin(), interleaved)
+    pools = [(torch.zeros(30, 1, 4, 6, device=DEVICE), torch.zeros(30, 1, 4, 20, device=DEVICE)) for _ in range(2)]
+    made = [
+        ops.norm_rope_store_latent(q, compressed, LayerKV(*pool), batch, turn, norm)
+        for ops, pool in zip((IMPLEMENTATIONS["kernels"], REFERENCE), pools, strict=True)
+    ]
+    torch.testing.assert_close(made[0], made[1], atol=1e-5, rtol=1e-5)
+    for got, want in zip(*pools, strict=True):
+        torch.testing.assert_close(got[1:], want[1:], atol=1e-5, rtol=1e-5)
+        assert not got[0].any(), "the null block stays as it is"
+        assert want[1:].any()
+
+
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_each_head_has_its_own_matrix(ops: Ops, tokens: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(tokens, 3, 40, device=DEVICE), torch.randn(3, 60, 50, device=DEVICE)
+    for left, right in ((x[..., :30], weight[:, :30]), (x, weight[:, :40].transpose(1, 2).transpose(1, 2))):
+        want = torch.einsum("thn,hnm->thm", left.double(), right.double())
+        torch.testing.assert_close(ops.heads_linear(left, right).double(), want, atol=1e-4, rtol=1e-4)
+    turned = weight[:, 20:].transpose(1, 2)[:, :40]
+    want = torch.einsum("thn,hnm->thm", x.double(), turned.double())
+    torch.testing.assert_close(ops.heads_linear(x, turned).double(), want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_token_has_the_same_bits_in_any_batch() -> None:
+    """Kernels: see test_batch_invariant."""
+    ops, x, weight = IMPLEMENTATIONS["invariant"], torch.randn(70, 3, 40), torch.randn(3, 40, 50)
+    whole = ops.heads_linear(x, weight)
+    for at, count in ((0, 1), (3, 2), (20, 17), (69, 1)):
+        assert torch.equal(ops.heads_linear(x[at : at + count], weight), whole[at : at + count])
