@@ -158,6 +158,67 @@ def decode_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield f"attention prompt 4 x 1024 {heads}", partial(attention, ops, "prompt 4 x 1024", heads, [(0, 1024)] * 4)
 
 
+def latent_attention(ops: TritonOps, name: str, heads: int, spans: Sequence[tuple[int, int]]) -> Case:
+    """Attention of `heads` heads to the latents of DeepSeek V2 and V3."""
+    latents, rotated = 512, 64
+    held, width = sum(past + n for past, n in spans), 2 * (latents + rotated)
+    needed = sum(-(-(past + n) // PAGE) for past, n in spans) + 1
+    pages = max(needed, CACHE // (PAGE * width))
+    kv = LayerKV(noise(pages, 1, PAGE, rotated), noise(pages, 1, PAGE, latents))
+    tokens = sum(n for _, n in spans)
+    q, turned = noise(tokens, heads, latents), noise(tokens, heads, rotated)
+    batches = [ops.prepare(batch_of(spans, pages)) for _ in range(min(8, max(1, pages // needed)))]
+    attend = partial(ops.latent_attention, scale=0.05)
+
+    def check() -> float:
+        few = spans[:2]
+        part, rows = batch_of(few, pages), sum(n for _, n in few)
+        whole = LayerKV(kv.k.float(), kv.v.float())
+        want = ReferenceOps().latent_attention(q[:rows].float(), turned[:rows].float(), whole, part, 0.05)
+        return relative(attend(q[:rows], turned[:rows], kv, part), want)
+
+    flops = 2 * heads * (2 * latents + rotated) * sum(n * (past + (n + 1) / 2) for past, n in spans)
+    calls = [partial(attend, q, turned, kv, batch) for batch in batches for _ in range(max(1, 8 // len(batches)))]
+    return Case(f"latent attention {name} {heads} heads", check, calls, held * width, flops)
+
+
+def by_head(ops: TritonOps, tokens: int, heads: int, inputs: int, outputs: int) -> Case:
+    """Products by head, with matrices cut out of one, as latent attention has them."""
+    size = heads * inputs * outputs * 2
+    weights = [noise(heads, inputs, outputs) for _ in range(copies(size))]
+    x = noise(tokens, heads, inputs)
+
+    def check() -> float:
+        return relative(ops.heads_linear(x, weights[0]), ReferenceOps().heads_linear(x.float(), weights[0].float()))
+
+    calls = [partial(ops.heads_linear, x, weight) for weight in weights]
+    name = f"latent product {heads} heads {inputs} by {outputs} rows {tokens}"
+    return Case(name, check, calls, size + 2 * tokens * heads * (inputs + outputs), 2.0 * tokens * size / 2)
+
+
+def latent_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
+    layouts = {
+        "decode 1 x 1024": [(1023, 1)],
+        "decode 16 x 1024": [(1023, 1)] * 16,
+        "decode 64 x 1024": [(1023, 1)] * 64,
+        "decode 256 x 1024": [(1023, 1)] * 256,
+        "decode 1 x 32768": [(32767, 1)],
+        "decode 16 x 8192": [(8191, 1)] * 16,
+        "verify 16 x 4096, 4 each": [(4092, 4)] * 16,
+        "prompt 8 x 1024": [(0, 1024)] * 8,
+        "prompt 1 x 4096": [(0, 4096)],
+    }
+    for name, spans in layouts.items():
+        for heads in (16, 128) if name.startswith("decode") else (16,):
+            yield f"latent attention {name} {heads} heads", partial(latent_attention, ops, name, heads, spans)
+    for tokens in (1, 16, 64, 256, 4096):
+        for inputs, outputs in ((128, 512), (512, 128)):
+            yield (
+                f"latent product 16 heads {inputs} by {outputs} rows {tokens}",
+                partial(by_head, ops, tokens, 16, inputs, outputs),
+            )
+
+
 MATRICES: Mapping[str, tuple[int, int]] = {
     "0.6b qkv": (4096, 1024), "0.6b o": (1024, 2048), "0.6b gate_up": (6144, 1024), "0.6b down": (1024, 3072),
     "1b qkv": (3072, 2048), "1b o": (2048, 2048), "1b gate_up": (16384, 2048), "1b down": (2048, 8192),
@@ -292,5 +353,5 @@ def sampler_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
 
 def cases(ops: TritonOps, only: str = "") -> Iterator[Callable[[], Case]]:
     """All of them, made when called for: what they hold is large."""
-    for group in (row_cases, decode_cases, linear_cases, sampler_cases):
+    for group in (row_cases, decode_cases, latent_cases, linear_cases, sampler_cases):
         yield from (make for name, make in group(ops) if only in name)

@@ -1,7 +1,8 @@
 """Run as a program: compiles every kernel for a compute capability, without a card. See `test_compiles`.
 
 Arguments: the capability, the bytes of shared memory it has, and "float32" for deterministic products in that, too, or
-"few" for a few kernels that soon compile, or "gpt_oss" for those that gpt-oss alone has.
+"few" for a few kernels that soon compile, or "gpt_oss" or
+"latents" for those that gpt-oss or latent attention alone has.
 
 Prints, as JSON, [kernel, bytes of shared memory, registers' worth of bytes spilled] of each.
 """
@@ -219,6 +220,20 @@ def gpt_oss(ops: TritonOps) -> None:
         ops.experts(x, routing, *plain, "clamped", biases)
 
 
+def latents(ops: TritonOps, dtype: torch.dtype = BF16) -> None:
+    """Latent attention of DeepSeek V2 Lite, whole and on a rank, and of GLM 4.7 Flash."""
+    pool = LayerKV(halves(4, 1, 64, 64, dtype=dtype), halves(4, 1, 64, 512, dtype=dtype))
+    angles, norm = Angles(torch.empty(1, 32), torch.empty(1, 32), interleaved=True), Norm(halves(512), 1e-6)
+    for heads, plain, value in ((16, 128, 128), (8, 128, 128), (20, 192, 256)):
+        weight = halves(heads, plain + value, 512, dtype=dtype)
+        for spans, n in ((4, 1), (64, 1), (8, 4), (2, 512)):
+            q = halves(spans * n, heads, plain + 64, dtype=dtype)
+            rotated = ops.norm_rope_store_latent(q, q[:, 0], pool, batch(spans, n), angles, norm)
+            absorbed = ops.heads_linear(q[..., :plain], weight[:, :plain])
+            mixed = ops.latent_attention(absorbed, rotated, pool, batch(spans, n), 0.1)
+            ops.heads_linear(mixed, weight[:, plain:].transpose(1, 2))
+
+
 def integers() -> list[IntegerMatrix]:
     """One of each kind."""
     zeros, superblocks, pairs, row, floats = IntegerKind
@@ -342,10 +357,18 @@ def main() -> None:
         gpt_oss(ops)
         print(json.dumps(found))
         return
-    everything(ops)
-    single(ops)
     fixed = BatchInvariantTritonOps("cpu")
     fixed.card = replace(ops.card, sms=0)
+    if "latents" in sys.argv:
+        for each in (ops, fixed):
+            latents(each)
+        print(json.dumps(found))
+        return
+    everything(ops)
+    single(ops)
+    latents(ops, torch.float32)
+    for each in (ops, fixed):
+        latents(each)
     alike(fixed)
     around()
     print(json.dumps(found))

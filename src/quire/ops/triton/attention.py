@@ -359,7 +359,7 @@ def latent_tiles(
     """As `tiles`, of latents: a row's weighted sum fills the registers of eight warps, so a multiprocessor has one
     program at a time."""
     columns, large = (64, 64) if wide <= 2 and card.shared > 200 << 10 else (16, 16)
-    small = Tile(16, columns, 8, 2, 2)
+    small = Tile(16, columns, 8, 3 if columns == 64 else 2, 2)
     if not card.sms:
         return [(small, 1, most)]
     short = max(1, 16 // share)
