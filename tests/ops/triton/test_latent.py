@@ -58,7 +58,7 @@ def test_any_mixture_of_spans_attends_as_the_naive_loop(ops: Ops, spans: Spans) 
     check(ops, spans, 6, 24, 10)
 
 
-@pytest.mark.parametrize("heads", [1, 5, 16, 20, 40])
+@pytest.mark.parametrize("heads", [1, 5, 16, 20, 40, 64, 128])
 @pytest.mark.parametrize("page", [4, 64])
 def test_any_number_of_heads_shares_latents(heads: int, page: int) -> None:
     check(IMPLEMENTATIONS["kernels"], [(70, 1), (3, 4)], heads, 32, 8, page)
@@ -66,6 +66,7 @@ def test_any_number_of_heads_shares_latents(heads: int, page: int) -> None:
 
 def test_a_long_context_is_split_and_combined() -> None:
     check(IMPLEMENTATIONS["kernels"], [(900, 1), (30, 1)], 3, 16, 16)
+    check(IMPLEMENTATIONS["kernels"], [(300, 1), (30, 1)], 128, 16, 16)
 
 
 def test_the_sizes_of_published_models_in_half_precision() -> None:

@@ -51,19 +51,22 @@ def fold_blocks(
     row may not see some of it: each sees positions `floor` to `position`. What is hidden from all is not read into v: a
     weight of 0 times NaN is NaN. A block's index in the table is read one block ahead, so that nothing waits for it.
     ROTATED: v has latents, which are keys, too, and k the rest of keys, so many numbers that are multiplied with
-    `rotated`; 0: k has all of keys.
+    `rotated`, the same for all groups of heads; 0: k has all of keys.
     """
     i, d = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_D)
+    KEPT: tl.constexpr = 1 if ROTATED else GROUPS
+    if ROTATED:
+        group *= 0
     coming = tl.load(pages + begin * COLUMNS // PAGE, mask=begin < end, other=0)
     for b in tl.range(begin, end, num_stages=STAGES):
         at = b * COLUMNS + i
         if PAGE % COLUMNS == 0:
             page = coming.to(tl.int64)
             coming = tl.load(pages + (b + 1) * COLUMNS // PAGE, mask=b + 1 < end, other=0)
-            line = (page * GROUPS + group) * PAGE + b * COLUMNS % PAGE + i
+            line = (page * KEPT + group) * PAGE + b * COLUMNS % PAGE + i
         else:
             page = tl.load(pages + at // PAGE, mask=at < length, other=0).to(tl.int64)
-            line = (page * GROUPS + group) * PAGE + at % PAGE
+            line = (page * KEPT + group) * PAGE + at % PAGE
         place = line[:, None] * DIM + d[None, :]
         source = v if ROTATED else k
         if ROTATED and MASKED:
@@ -110,8 +113,8 @@ def ahead(
     LINES: tl.constexpr = DIM // 64 if DIM >= 64 and DIM & (DIM - 1) == 0 else 1
     at = b * COLUMNS + tl.arange(0, COLUMNS)
     page = tl.load(pages + at // PAGE).to(tl.int64)
-    line = ((page * GROUPS + group) * PAGE + at % PAGE) * DIM
-    place = line[:, None] + 64 * tl.arange(0, LINES)[None, :]
+    line = (page * (1 if ROTATED else GROUPS) + (0 if ROTATED else group)) * PAGE + at % PAGE
+    place = line[:, None] * DIM + 64 * tl.arange(0, LINES)[None, :]
     fetch(v, place)
     if not ROTATED:
         fetch(k, place)
@@ -353,19 +356,26 @@ def tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: i
     return [(small, 1, short), (large(card, dim, wide), short + 1, most)]
 
 
+MOST_SHARING = 64
+"""Heads of a program at most that read the same latents; more are groups of so many, which read them again."""
+
+
 def latent_tiles(
     card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: int
 ) -> list[tuple[Tile, int, int]]:
-    """As `tiles`, of latents: a row's weighted sum fills the registers of eight warps, so a multiprocessor has one
-    program at a time."""
-    columns, large = (64, 64) if wide <= 2 and card.shared > 200 << 10 else (16, 16)
-    small = Tile(16, columns, 8, 3 if columns == 64 else 2, 2)
+    """As `tiles`, of latents, whose weighted sums fill the registers even of tiles of few rows (measured, H200)."""
+    if wide > 2 or card.shared < 200 << 10:
+        sizes = [Tile(16, 16, 4, 2, 2)]
+    else:
+        sizes = [Tile(16, 32, 4, 3, 1, 4), Tile(32, 32, 4, 3, 1, 4), Tile(64, 64, 8, 2, 1)]
     if not card.sms:
-        return [(small, 1, most)]
-    short = max(1, 16 // share)
-    if most <= short:
-        return [(small, 1, most)]
-    return [(small, 1, short), (Tile(large, columns, 8, 2, 0), short + 1, most)]
+        return [(sizes[0], 1, most)]
+    alone = next((tile for tile in sizes if share <= tile.rows), sizes[-1])
+    whole = next((tile for tile in sizes if most * share <= tile.rows), None)
+    if whole is not None:
+        return [(whole, 1, most)]
+    short = max(1, alone.rows // share)
+    return [(alone, 1, short), (sizes[-1]._replace(a_card=0), short + 1, most)][: 1 + (most > short)]
 
 
 def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
@@ -387,6 +397,8 @@ def attention(
     """
     _, heads, dim = q.shape
     _, groups, page, _ = kv.k.shape
+    if rotated is not None and heads % MOST_SHARING == 0:
+        groups = heads // MOST_SHARING
     share = heads // groups
     out = torch.empty_like(q)
     bend, slope = slopes(scale * kv.k_scale, soft_cap)
