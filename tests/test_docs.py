@@ -24,7 +24,7 @@ from tools import metrics_page, options_page, parsers_page, requests_page
 from tools.reference import PAGES as GENERATED
 
 ROOT = Path(__file__).parents[1]
-PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"))
+PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/*.md"))
 
 
 @pytest.mark.parametrize(
