@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -213,11 +214,33 @@ def test_each_switch_shown_can_be_set_alone() -> None:
             main.main(["config", *shlex.split(one)], standalone_mode=False)
 
 
+IDEAS = sorted(page for page in (ROOT / "docs/how-it-works").glob("*.md") if page.stem != "index")
+
+
 def test_files_that_are_named_are_there() -> None:
     """Paths in code quotes on the pages for contributors: from the root, or the end of a path in src/quire."""
-    for page in ("docs/architecture.md", "CONTRIBUTING.md"):
-        for path in re.findall(r"`([\w/.]+(?:/|\.py|\.proto))`", (ROOT / page).read_text("utf-8")):
+    for page in (ROOT / "docs/architecture.md", ROOT / "CONTRIBUTING.md", *IDEAS):
+        for path in re.findall(r"`([\w/.]+(?:/|\.py|\.proto))`", page.read_text("utf-8")):
             assert (ROOT / path).exists() or any((ROOT / "src/quire").rglob(path.rstrip("/"))), (page, path)
+
+
+def test_each_idea_has_its_drawing_its_files_and_its_place() -> None:
+    """Drawings are plain: a title, no script, nothing fetched. Names of classes and functions exist in a file named."""
+    index = (ROOT / "docs/how-it-works/index.md").read_text("utf-8")
+    assert re.findall(r"^\| \[[^]]+\]\(([\w-]+)\.md\)", index, re.MULTILINE) and len(IDEAS) >= 9
+    for page in IDEAS:
+        text = page.read_text("utf-8")
+        assert f"]({page.name})" in index
+        [drawing] = re.findall(r"^!\[.+\]\((\S+)\)$", text, re.MULTILINE)
+        root = ElementTree.parse(page.parent / drawing).getroot()
+        kinds = {element.tag.rpartition("}")[2] for element in root.iter()}
+        assert "title" in kinds and kinds <= {"svg", "title", "defs", "marker", "path", "rect", "line", "text"}
+        rows = re.findall(r"^\| `([\w/.]+)` \| (.*) \|$", text, re.MULTILINE)
+        assert rows, page
+        for path, what in rows:
+            code = (ROOT / "src/quire" / path).read_text("utf-8")
+            for name in re.findall(r"`(\w+)`", what):
+                assert re.search(rf"\b(?:class|def) {name}\b", code), (page.name, path, name)
 
 
 def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
