@@ -155,7 +155,7 @@ def test_the_image_s_command_is_one_there_is() -> None:
 def test_the_image_has_every_file_that_the_build_needs() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()}
-    assert copied == {"pyproject.toml", "README.md", "LICENSE", "src"}
+    assert copied == {"pyproject.toml", "README.md", "LICENSE", "THIRD_PARTY_NOTICES.md", "src"}
     assert all((ROOT / name).exists() and f"!{name}" in ignored for name in copied)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -51,8 +52,20 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
             assert path.exists() or str(path.relative_to(ROOT / "docs")) in GENERATED, target
 
 
+SEARCHED = {
+    "function calling": "guides/tool-calling/",
+    "windows": "installation/#windows",
+    "macos": "installation/#macos",
+    "out of memory": "troubleshooting/#the-server-runs-out-of-memory",
+    "gguf": "guides/gguf/",
+    "system message": "guides/prefix-caching/#what-is-shared",
+    "asyncllm": "examples/#async_llmpy",
+}
+"""What newcomers look for, and a place that the site's search has to find for it."""
+
+
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Every page is in the navigation, and every link and anchor leads to one."""
+    """Every page is in the navigation, every link and anchor leads to one, and search finds what is looked for."""
     done = subprocess.run(
         ["make", "site", f"PYTHON={sys.executable}", f"SITE={tmp_path}"],
         cwd=ROOT,
@@ -67,6 +80,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]+)"', (tmp_path / "index.html").read_text()
     )
     assert not fetched, "a page fetches something from elsewhere"
+    index = json.loads((tmp_path / "search/search_index.json").read_text("utf-8"))["docs"]
+    for words, place in SEARCHED.items():
+        found = [each["location"] for each in index if words in f"{each['title']} {each['text']}".lower()]
+        assert place in found, (words, found)
 
 
 def commands(text: str) -> Iterator[str]:
