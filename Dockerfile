@@ -8,7 +8,7 @@ RUN if [ -z "$TORCH_INDEX" ]; then apt-get update && apt-get install -y --no-ins
   rm -rf /var/lib/apt/lists/*; fi
 RUN useradd --create-home quire
 WORKDIR /home/quire/src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE THIRD_PARTY_NOTICES.md ./
 COPY src src
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} . && rm -rf /home/quire/src/*
 

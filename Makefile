@@ -1,6 +1,6 @@
 # Everything a contributor runs. Tools come from the `dev` extra: pip install -e ".[dev]"
 PYTHON ?= python
-CODE = src tests training benchmarks
+CODE = src tests training benchmarks examples
 
 SEED ?= 1
 REFERENCE = docs/reference

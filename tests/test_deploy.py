@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -155,7 +156,7 @@ def test_the_image_s_command_is_one_there_is() -> None:
 def test_the_image_has_every_file_that_the_build_needs() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()}
-    assert copied == {"pyproject.toml", "README.md", "LICENSE", "src"}
+    assert copied == {"pyproject.toml", "README.md", "LICENSE", "THIRD_PARTY_NOTICES.md", "src"}
     assert all((ROOT / name).exists() and f"!{name}" in ignored for name in copied)
 
 
@@ -185,3 +186,98 @@ def test_prometheus_finds_every_pod_and_not_one_through_the_service() -> None:
         "regex": port["name"],
         "action": "keep",
     } in (job["relabel_configs"])
+
+
+MANIFESTS = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
+VERSIONS = ("1.31", kubernetes_validate.latest_version())
+"""Of Kubernetes: the oldest with a schema that is still in use, and the latest."""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_manifests_match_the_schemas_of_kubernetes(version: str) -> None:
+    """Strictly: an unknown field is an error. Kinds of operators have their own tests."""
+    kinds = []
+    for path in MANIFESTS:
+        for manifest in yaml.safe_load_all(path.read_text()):
+            if manifest["apiVersion"] in ("v1", "apps/v1", "networking.k8s.io/v1"):
+                kubernetes_validate.validate(manifest, version, strict=True)
+                kinds.append(manifest["kind"])
+    assert sorted(kinds) == ["Deployment", "NetworkPolicy", "Service"]
+
+
+def test_a_manifest_with_a_wrong_field_is_refused() -> None:
+    wrong = json.loads(json.dumps(SERVICE))
+    wrong["spec"]["selektor"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="selektor"):
+        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
+
+
+def test_pods_meet_the_restricted_standard() -> None:
+    """Kubernetes' Pod Security Standards, "restricted"."""
+    assert POD["securityContext"]["runAsNonRoot"] and POD["securityContext"]["runAsUser"] != 0
+    assert POD["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert CONTAINER["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert POD["automountServiceAccountToken"] is False
+    assert all({*volume} - {"name"} <= {"emptyDir", "persistentVolumeClaim"} for volume in POD["volumes"])
+
+
+def test_the_network_policy_is_of_the_pods_and_lets_their_port_in() -> None:
+    [policy] = yaml.safe_load_all((ROOT / "deploy/kubernetes/network.yaml").read_text())
+    assert policy["spec"]["podSelector"] == DEPLOYMENT["spec"]["selector"]
+    [ingress], [names, models] = policy["spec"]["ingress"], policy["spec"]["egress"]
+    [port] = CONTAINER["ports"]
+    assert [each["port"] for each in ingress["ports"]] == [port["name"]]
+    assert {each["port"] for each in names["ports"]} == {53}
+    assert [each["port"] for each in models["ports"]] == [443]
+
+
+UNIT = (ROOT / "deploy/systemd/quire.service").read_text()
+
+
+def unit(name: str) -> list[str]:
+    """The values of a setting of the unit, in the order of its lines."""
+    return re.findall(rf"^{name}=(.*)$", UNIT, re.MULTILINE)
+
+
+def test_the_unit_starts_a_command_there_is_with_options_there_are() -> None:
+    [command] = unit("ExecStart")
+    assert command.split()[0].endswith("/quire")
+    with click.Context(main) as context:
+        assert main.get_command(context, command.split()[1]) is not None
+    given = dict(each.split("=", 1) for each in unit("Environment"))
+    settings = Settings.build({option(name): (value, "unit") for name, value in given.items() if "QUIRE_" in name})
+    assert settings.server.host == "127.0.0.1"
+    [stop] = unit("TimeoutStopSec")
+    assert int(stop) > settings.server.shutdown_timeout
+
+
+def test_the_unit_may_write_where_models_kernels_and_files_are_kept() -> None:
+    given = dict(each.split("=", 1) for each in unit("Environment"))
+    [cache], [state] = unit("CacheDirectory"), unit("StateDirectory")
+    assert unit("ProtectSystem") == ["strict"] and unit("DynamicUser") == ["yes"]
+    assert given["HF_HOME"].startswith(f"/var/cache/{cache}/")
+    assert given["TRITON_CACHE_DIR"].startswith(f"/var/cache/{cache}/")
+    assert [given["HOME"]] == unit("WorkingDirectory") == [f"/var/lib/{state}"]
+    assert not unit("MemoryDenyWriteExecute") and not unit("PrivateDevices")
+
+
+def test_every_setting_of_the_unit_is_spelled_as_systemd_has_it() -> None:
+    """A setting in another section, or with another name, is ignored by systemd with a line in its log."""
+    known = {
+        "Unit": {"Description", "Wants", "After"},
+        "Service": {
+            *("Type", "Environment", "EnvironmentFile", "ExecStart", "TimeoutStopSec", "KillMode", "Restart"),
+            *("RestartSec", "LimitNOFILE", "DynamicUser", "CacheDirectory", "StateDirectory", "StateDirectoryMode"),
+            *("WorkingDirectory", "NoNewPrivileges", "ProtectSystem", "ProtectHome", "PrivateTmp"),
+            *("ProtectKernelTunables", "ProtectKernelModules", "ProtectControlGroups", "RestrictAddressFamilies"),
+            *("RestrictSUIDSGID", "CapabilityBoundingSet"),
+        },
+        "Install": {"WantedBy"},
+    }
+    section = ""
+    for line in UNIT.splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif line and not line.startswith("#"):
+            assert line.partition("=")[0] in known[section], line
+    assert section == "Install"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -24,7 +26,7 @@ from tools import metrics_page, options_page, parsers_page, requests_page
 from tools.reference import PAGES as GENERATED
 
 ROOT = Path(__file__).parents[1]
-PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"))
+PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/*.md"))
 
 
 @pytest.mark.parametrize(
@@ -50,8 +52,20 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
             assert path.exists() or str(path.relative_to(ROOT / "docs")) in GENERATED, target
 
 
+SEARCHED = {
+    "function calling": "guides/tool-calling/",
+    "windows": "installation/#windows",
+    "macos": "installation/#macos",
+    "out of memory": "troubleshooting/#the-server-runs-out-of-memory",
+    "gguf": "guides/gguf/",
+    "system message": "guides/prefix-caching/#what-is-shared",
+    "asyncllm": "examples/#async_llmpy",
+}
+"""What newcomers look for, and a place that the site's search has to find for it."""
+
+
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Every page is in the navigation, and every link and anchor leads to one."""
+    """Every page is in the navigation, every link and anchor leads to one, and search finds what is looked for."""
     done = subprocess.run(
         ["make", "site", f"PYTHON={sys.executable}", f"SITE={tmp_path}"],
         cwd=ROOT,
@@ -66,6 +80,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]+)"', (tmp_path / "index.html").read_text()
     )
     assert not fetched, "a page fetches something from elsewhere"
+    index = json.loads((tmp_path / "search/search_index.json").read_text("utf-8"))["docs"]
+    for words, place in SEARCHED.items():
+        found = [each["location"] for each in index if words in f"{each['title']} {each['text']}".lower()]
+        assert place in found, (words, found)
 
 
 def commands(text: str) -> Iterator[str]:
@@ -213,11 +231,33 @@ def test_each_switch_shown_can_be_set_alone() -> None:
             main.main(["config", *shlex.split(one)], standalone_mode=False)
 
 
+IDEAS = sorted(page for page in (ROOT / "docs/how-it-works").glob("*.md") if page.stem != "index")
+
+
 def test_files_that_are_named_are_there() -> None:
     """Paths in code quotes on the pages for contributors: from the root, or the end of a path in src/quire."""
-    for page in ("docs/architecture.md", "CONTRIBUTING.md"):
-        for path in re.findall(r"`([\w/.]+(?:/|\.py|\.proto))`", (ROOT / page).read_text("utf-8")):
+    for page in (ROOT / "docs/architecture.md", ROOT / "CONTRIBUTING.md", *IDEAS):
+        for path in re.findall(r"`([\w/.]+(?:/|\.py|\.proto))`", page.read_text("utf-8")):
             assert (ROOT / path).exists() or any((ROOT / "src/quire").rglob(path.rstrip("/"))), (page, path)
+
+
+def test_each_idea_has_its_drawing_its_files_and_its_place() -> None:
+    """Drawings are plain: a title, no script, nothing fetched. Names of classes and functions exist in a file named."""
+    index = (ROOT / "docs/how-it-works/index.md").read_text("utf-8")
+    assert re.findall(r"^\| \[[^]]+\]\(([\w-]+)\.md\)", index, re.MULTILINE) and len(IDEAS) >= 9
+    for page in IDEAS:
+        text = page.read_text("utf-8")
+        assert f"]({page.name})" in index
+        [drawing] = re.findall(r"^!\[.+\]\((\S+)\)$", text, re.MULTILINE)
+        root = ElementTree.parse(page.parent / drawing).getroot()
+        kinds = {element.tag.rpartition("}")[2] for element in root.iter()}
+        assert "title" in kinds and kinds <= {"svg", "title", "defs", "marker", "path", "rect", "line", "text"}
+        rows = re.findall(r"^\| `([\w/.]+)` \| (.*) \|$", text, re.MULTILINE)
+        assert rows, page
+        for path, what in rows:
+            code = (ROOT / "src/quire" / path).read_text("utf-8")
+            for name in re.findall(r"`(\w+)`", what):
+                assert re.search(rf"\b(?:class|def) {name}\b", code), (page.name, path, name)
 
 
 def test_messages_in_troubleshooting_are_those_of_the_code() -> None:

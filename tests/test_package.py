@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import quire
+from tools.release import notes
 
 ROOT = Path(__file__).parents[1]
+NOTICES = ROOT / "THIRD_PARTY_NOTICES.md"
 LIMIT = 20 * 10**6
 COMPILED = {".so", ".pyd", ".dll", ".dylib", ".a", ".o"}
 
@@ -37,18 +42,69 @@ def test_hints_to_install_an_extra_name_the_distribution_and_an_extra_that_it_ha
 
 
 @pytest.mark.nightly
-def test_the_wheel_holds_the_model_and_fits_every_platform(tmp_path: Path) -> None:
-    """Needs a package index, for the build back end."""
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
-    subprocess.run(command, check=True, timeout=3000)
-    [wheel] = tmp_path.glob("*.whl")
+def test_the_wheel_and_the_sdist_are_whole(tmp_path: Path) -> None:
+    """The wheel is built from the sdist; installed in an environment of its own it answers. Needs a package index."""
+    dist, place = tmp_path / "dist", tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "build", "--outdir", dist, ROOT], check=True, timeout=3000)
+    [wheel], [_] = dist.glob("*.whl"), dist.glob("*.tar.gz")
     assert wheel.name == f"quire_llm-{quire.__version__}-py3-none-any.whl"
     assert wheel.stat().st_size < LIMIT
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert any(name.endswith(".safetensors") for name in names)
     assert "quire/py.typed" in names
+    assert {name.rpartition("/")[2] for name in names if "/licenses/" in name} == {"LICENSE", NOTICES.name}
     assert not {Path(name).suffix for name in names} & COMPILED
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True, timeout=600)
+    [packages] = place.glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    install = [sys.executable, "-m", "pip", "--python", place, "install", "--quiet", "--no-deps", wheel]
+    subprocess.run(install, check=True, timeout=600)
+    command = [place / "bin/quire", "generate", "Once upon a time", "--max-tokens", "4"]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, check=True, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600)
+    assert done.stdout.strip()
+
+
+def test_each_library_is_in_the_notices_with_its_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = {"always": project["dependencies"]} | {
+        f"extra `{name}`": libraries for name, libraries in project["optional-dependencies"].items() if name != "dev"
+    }
+    wanted = {(re.split(r"[><=;\[ ]", each)[0], when) for when, libraries in installed.items() for each in libraries}
+    listed = re.findall(r"^\| ([\w-]+) \| [^|]+ \| (always|extra `\w+`) \|$", NOTICES.read_text(), re.MULTILINE)
+    assert {*listed} == wanted
+    assert NOTICES.name in project["license-files"]
+
+
+def test_each_extra_is_tried_every_night() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    assert {*jobs["extras"]["strategy"]["matrix"]["extra"]} == {*project["optional-dependencies"]}
+    known = re.findall(r"^    (\w+)\) echo", (ROOT / ".ci/package").read_text(), re.MULTILINE)
+    assert {*known} == {*project["optional-dependencies"]}
+
+
+CHANGES = "# Changelog\n\n## 0.3.0 (2027-01-31)\n\n- One.\n\n## 0.2.0 (2026-12-01)\n\n- Two.\n"
+
+
+def test_a_release_has_the_notes_of_its_version() -> None:
+    assert notes("v0.3.0", "0.3.0", CHANGES) == "- One.\n"
+    assert notes("v0.2.0", "0.2.0", CHANGES) == "- Two.\n"
+
+
+@pytest.mark.parametrize(
+    ("tag", "version", "changes", "why"),
+    [
+        ("v0.3.1", "0.3.0", CHANGES, "the tag is v0.3.1, and .* has version 0.3.0"),
+        ("v0.4.0", "0.4.0", CHANGES, "no entry '## 0.4.0"),
+        ("v0.3.0", "0.3.0", CHANGES.replace("2027-01-31", "unreleased"), "'unreleased' is none"),
+        ("v0.3.0", "0.3.0", CHANGES.replace("- One.\n", ""), "says nothing of 0.3.0"),
+    ],
+)
+def test_a_release_that_does_not_agree_with_itself_is_refused(tag: str, version: str, changes: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        notes(tag, version, changes)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,14 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security-policy.md",
+    "THIRD_PARTY_NOTICES.md": "third-party.md",
     "training/README.md": "training.md",
     "benchmarks/README.md": "performance/benchmarks.md",
 }
 """A file's path from the root: the page of the site, in docs/, that it becomes."""
+PAGE_OF = OUTSIDE | {"examples/README.md": "examples.md"}
+"""Links to these files become links to their pages."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -51,7 +55,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def relative(link: re.Match[str]) -> str:
         path = os.path.normpath(here / link[1])
-        linked = OUTSIDE.get(path, path.removeprefix("docs/"))
+        linked = PAGE_OF.get(path, path.removeprefix("docs/"))
         return f"]({os.path.relpath(linked, PurePosixPath(target).parent)}"
 
     return re.sub(r"\]\((?![a-z]+:)([^)#\s]+)", relative, markdown)

@@ -1,4 +1,4 @@
-"""Reference pages that are generated while the site is built: commands, HTTP routes, and the Python API."""
+"""Pages that are generated while the site is built: commands, HTTP routes, the Python API, and the examples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +16,8 @@ from quire import errors
 from quire.cli import main
 from quire.config import OPTIONS
 from quire.server import openapi
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def cli() -> str:
@@ -122,7 +125,18 @@ def _cell(text: str | None) -> str:
     return (text or "").replace("|", "\\|").replace("\n", " ")
 
 
+def examples() -> str:
+    """The page of examples: the folder's README, whose links to programs lead to their code below."""
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    parts = [re.sub(r"\]\((\w+)\.py\)", r"](#\1py)", text)]
+    for name in re.findall(r"\]\((\w+\.py)\)", text):
+        code = (EXAMPLES / name).read_text(encoding="utf-8")
+        parts.append(f"## `{name}`\n\n```python\n{code}```\n")
+    return "\n".join(parts)
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
+    "examples.md": examples,
     "reference/cli.md": cli,
     "reference/http.md": http,
     "reference/python.md": python,

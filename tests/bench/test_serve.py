@@ -63,6 +63,9 @@ def test_users_are_answered_and_a_report_shows_it_and_no_key(upstream: str, tmp_
     assert drawn.exit_code == 0, drawn.output
     page = shown.read_text()
     assert "sesame" not in page + saved.read_text() + done.output and "<b>" not in page
+    assert not re.search(
+        r"""(?:src|href)=["'](?!#|data:)|@import|url\((?!#|data:)|<script""", page
+    )  # all is in the page
     charts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(charts) == 4 + 2 * 3
     assert all(len(list(ElementTree.fromstring(chart).iter())) > 50 for chart in charts)

@@ -47,7 +47,7 @@ async def test_the_answer_is_what_stands_between_and_the_prompt_has_the_markers(
 
 
 async def test_the_example_of_the_guide_is_answered() -> None:
-    words = shlex.split(FOUND["docs/guides/serving.md: infill"].text)
+    words = shlex.split(FOUND["docs/guides/fill-in-the-middle.md: infill"].text)
     asked = json.loads(words[words.index("-d") + 1])
     assert {"prompt", "suffix"} <= asked.keys()
     async with filling() as (server, _):

@@ -341,7 +341,7 @@ NAMED = (
         for name in ("serve", "test", "curl", "openai", "offline")
     ),
     Named(
-        "docs/guides/serving.md: infill",
+        "docs/guides/fill-in-the-middle.md: infill",
         "the embedded model has no markers",
         "tests/server/test_infill.py::test_the_example_of_the_guide_is_answered",
     ),

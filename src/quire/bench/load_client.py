@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from quire.observability.prometheus import percentile
@@ -55,10 +56,10 @@ class LoadJob:
 
 
 class RequestTiming(NamedTuple):
-    """Times of one request in seconds after `begin`: when it was due, of its first token (0 for none), and of its end.
+    """Times of one request in seconds after `begin`: when it was due, of its first token (0 for none), and of its last.
 
-    The wait for a free stream counts from when the request was due. status: of HTTP, 0 where the connection broke, 500
-    where the stream held an error.
+    Without a token, `ended` is the end of the answer. The wait for a free stream counts from when the request was due.
+    status: of HTTP, 0 where the connection broke, 500 where the stream held an error.
     """
 
     since: float
@@ -71,7 +72,10 @@ class RequestTiming(NamedTuple):
 
 @dataclass
 class ClientTally:
-    """Seconds to first tokens and between events, and token counts from `usage`. began and ended are wall times."""
+    """Seconds to first tokens and between events of answers without an error, and token counts from `usage`.
+
+    began and ended are wall times.
+    """
 
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -150,8 +154,7 @@ async def read_answer(reader: asyncio.StreamReader, since: float, tally: ClientT
         await asyncio.sleep(retry_after(head))
         return RequestTiming(since, 0.0, ended, 0, 0, status)
     rest = b""
-    first = 0.0
-    last = since
+    arrived: list[float] = []
     num_new = 0
     num_prompt = 0
     while not rest.endswith(b"0\r\n\r\n"):
@@ -162,10 +165,7 @@ async def read_answer(reader: asyncio.StreamReader, since: float, tally: ClientT
         *events, rest = (rest + data).split(b"\n\n")
         for event in events:
             if b'"choices":[{' in event:
-                (tally.gaps if first else tally.first).append(now - last)
-                first = first or now
-                last = now
-                tally.events += 1
+                arrived.append(now)
             elif b'"usage":' in event:
                 usage = json.loads(event[event.index(b"{") :])["usage"]
                 num_new = usage["completion_tokens"]
@@ -174,7 +174,13 @@ async def read_answer(reader: asyncio.StreamReader, since: float, tally: ClientT
                 status = 500
     tally.tokens += num_new
     tally.prompted += num_prompt
-    return RequestTiming(since, first, time.perf_counter(), num_prompt, num_new, status)
+    tally.events += len(arrived)
+    if not arrived:
+        return RequestTiming(since, 0.0, time.perf_counter(), num_prompt, num_new, status)
+    if status == 200:
+        tally.first.append(arrived[0] - since)
+        tally.gaps.extend(later - earlier for earlier, later in pairwise(arrived))
+    return RequestTiming(since, arrived[0], arrived[-1], num_prompt, num_new, status)
 
 
 def retry_after(head: bytes) -> float:

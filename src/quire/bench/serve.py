@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -30,7 +31,6 @@ from quire.bench.offline import FILE, writable
 from quire.cli.tables import numbers
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
-from quire.observability.prometheus import percentile
 
 USERS = "1,2,4,8,16,32,64,128"
 QUANTILES = (50, 90, 95, 99)
@@ -148,7 +148,11 @@ async def refusal(job: LoadJob) -> str:
 
 
 def measured(results: Sequence[ClientResult], goals: Mapping[str, float]) -> dict[str, Any]:
-    """One level's row: counts, rates, times in milliseconds by QUANTILES, and the timing of every request.
+    """One level's row: counts, rates, times in milliseconds by QUANTILES, their means, and the timing of every request.
+
+    The definitions are those of `vllm bench serve`: `ttft` to the first token, `e2el` to the last, `itl` between
+    events, `tpot` from the first token to the last over the tokens after the first, of answers with more than one.
+    Percentiles are interpolated. Requests that failed count in none of them.
 
     goals: milliseconds that a request may take, by ttft, tpot and e2el; those within all goals count as `good`.
     """
@@ -161,10 +165,11 @@ def measured(results: Sequence[ClientResult], goals: Mapping[str, float]) -> dic
         took = {"ttft": one.first - one.since, "e2el": one.ended - one.since}
         took["tpot"] = (one.ended - one.first) / max(1, one.new - 1)
         for what, seconds in took.items():
-            times[what].append(1e3 * seconds)
+            if what != "tpot" or one.new > 1:
+                times[what].append(1e3 * seconds)
         good += all(1e3 * took[what] <= limit for what, limit in goals.items())
     times["itl"] = [1e3 * x for result in results for x in result["gaps"]]
-    quantiles = {what: [percentile(values, q) for q in QUANTILES] for what, values in times.items()}
+    known = {what: np.asarray(values or [np.nan]) for what, values in times.items()}
     seconds = whole["seconds"]
     return {
         "requests": len(every),
@@ -177,7 +182,8 @@ def measured(results: Sequence[ClientResult], goals: Mapping[str, float]) -> dic
         "tokens_an_event": whole["tokens_an_event"],
         "good": good if goals else None,
         "good_s": good / seconds if goals else None,
-        "ms": quantiles,
+        "ms": {what: np.percentile(values, QUANTILES).tolist() for what, values in known.items()},
+        "mean_ms": {what: float(values.mean()) for what, values in known.items()},
         "asked": every,
     }
 
