@@ -16,7 +16,8 @@ from rich.console import Console
 
 import quire
 from quire.cli import main
-from quire.cli.chat import ChatClient, Message, converse
+from quire.cli.chat import ChatClient
+from quire.cli.conversation import Conversation, Message, converse
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidRequest, QuireError, Unauthorized, Unavailable
 from quire.types import SamplingParams
@@ -160,7 +161,7 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 def talk(lines: str, answer: Any, messages: list[Message], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     console = Console(file=io.StringIO(), soft_wrap=True)
-    converse(console, messages, answer)
+    converse(Conversation(console, messages, answer))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -181,7 +182,7 @@ def test_an_answer_has_no_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
     said = io.StringIO()
     console = Console(file=said, soft_wrap=True, force_terminal=True, color_system="truecolor", highlight=True)
-    converse(console, [], lambda messages: iter(["1 and ", "True 'x' /y"]))
+    converse(Conversation(console, [], lambda messages: iter(["1 and ", "True 'x' /y"])))
     assert "1 and True 'x' /y" in said.getvalue()
 
 
@@ -252,7 +253,7 @@ def test_who_types_hears_what_failed_and_may_go_on(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n"))
     console = Console(file=io.StringIO(), soft_wrap=True, force_terminal=True, color_system=None)
     messages: list[Message] = []
-    converse(console, messages, answer)
+    converse(Conversation(console, messages, answer))
     assert [m["content"] for m in messages] == ["one", "so fa", "three", "so fa"]
     assert "it [broke] off" in console.file.getvalue()  # type: ignore[attr-defined]
 

@@ -30,6 +30,13 @@ def test_this_machine_is_described_as_a_table_and_as_json() -> None:
         assert row["name"] in shown.output and (row["verdict"] == "ok" or row["mend"])
 
 
+@pytest.mark.parametrize("port", ["-1", "65536", "http"])
+def test_a_port_that_is_none_is_refused(port: str) -> None:
+    done = CliRunner().invoke(main, ["doctor", "--port", port])
+    assert done.exit_code == 2
+    assert "Invalid value for '--port'" in done.output
+
+
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("slow", 0), ("missing", 1)])
 def test_only_what_is_missing_makes_it_fail(
     verdict: doctor.Verdict, code: int, monkeypatch: pytest.MonkeyPatch

@@ -34,8 +34,14 @@ def test_what_is_neither_folder_nor_hub_id_is_refused(name: str) -> None:
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InvalidModel, match="is a file: name the folder"):
+    with pytest.raises(InvalidModel, match=r"no \.gguf file: name one, or the folder"):
         locate.locate(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8000", "https://huggingface.co/owner/name"])
+def test_an_address_is_no_model(address: str) -> None:
+    with pytest.raises(InvalidModel, match=r"is an address: .* `quire chat --url ADDRESS`"):
+        locate.locate(address)
 
 
 def test_a_hub_id_goes_to_the_hub_without_code_or_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import http.client
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 import quire
 from quire.cli.base import OFFLINE, SettingsCommand, given, sampling_options
+from quire.cli.conversation import Answer, Conversation, Message, Thought, converse, history
 from quire.config import Settings
-from quire.errors import InvalidConfig, InvalidRequest, QuireError, Unauthorized, Unavailable
+from quire.errors import InvalidConfig, InvalidRequest, Unauthorized, Unavailable
 
 
 class ChatClient:
@@ -40,7 +40,7 @@ class ChatClient:
         self._model = model
 
     def answer(self, messages: list[dict[str, str]], **sampling: Any) -> Iterator[str]:
-        """Stream the text of the next message.
+        """Stream the text of the next message; pieces of reasoning are `Thought`s.
 
         Raises InvalidRequest, Unauthorized, or Unavailable, also for an answer that breaks off and for another API.
         """
@@ -66,7 +66,10 @@ class ChatClient:
                 if "error" in chunk:
                     raise Unavailable(f"{self._url}: {chunk['error'].get('message')}")
                 for choice in chunk.get("choices", ()):
-                    if text := choice["delta"].get("content"):
+                    delta = choice["delta"]
+                    if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                        yield Thought(thought)
+                    if text := delta.get("content"):
                         yield text
         raise Unavailable(f"{self._url} broke off its answer")
 
@@ -95,9 +98,12 @@ class ChatClient:
         return kind(f"{self._url}: {message}")
 
 
-Message = dict[str, str]
-Answer = Callable[[list[Message]], Iterator[str]]
-"""From messages to the pieces of the assistant's answer."""
+def talk_options() -> list[click.Option]:
+    """New options of what may become a conversation."""
+    return [
+        click.Option(["--system"], metavar="TEXT", help="The system message."),
+        click.Option(["--plain"], is_flag=True, help="Show answers as they are, without rendering Markdown."),
+    ]
 
 
 @click.command(
@@ -108,22 +114,54 @@ Answer = Callable[[list[Message]], Iterator[str]]
     positional=True,
     params=[
         click.Option(["--url"], help="Talk to the server at this address instead of loading a model."),
-        click.Option(["--system"], metavar="TEXT", help="The system message."),
+        *talk_options(),
+        click.Option(
+            ["--history-file"],
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="Keep what is typed in this file, for the arrow keys of the next conversation.",
+        ),
         *sampling_options(),
     ],
 )
-def command(settings: Settings, url: str | None, system: str | None, **sampling: Any) -> None:
-    """Talk to MODEL; an empty line is ignored, Ctrl-C stops an answer, Ctrl-C or Ctrl-D at the prompt ends."""
-    console = Console(highlight=False, soft_wrap=True)
-    opening = [{"role": "system", "content": system}] if system else []
-    if url is not None:
+def command(
+    settings: Settings,
+    url: str | None,
+    system: str | None,
+    plain: bool,
+    history_file: Path | None,
+    **sampling: Any,
+) -> None:
+    """Talk to MODEL; /help lists commands, Ctrl-C stops an answer, Ctrl-D or /bye ends.
+
+    At the prompt, arrow keys bring back what was typed. Nothing is kept in a file unless --history-file names one.
+    """
+    with history(history_file):
+        if url is None:
+            with quire.LLM(settings=settings) as llm:
+                talk_here(llm, system, given(sampling), plain=plain)
+            return
         keys, named = settings.server.api_key, settings.source("model") != "default"
         remote = ChatClient(url, key=keys[0] if keys else None, model=settings.model.model if named else None)
-        converse(console, opening, lambda messages: remote.answer(messages, **given(sampling)))
-        return
-    with quire.LLM(settings=settings) as llm:
-        params = llm.default_sampling_params(**{"max_tokens": None, **given(sampling)})
-        converse(console, opening, lambda messages: llm.stream_chat(messages, params))
+        chosen = given(sampling)
+        converse(conversation(system, chosen, lambda messages: remote.answer(messages, **chosen), plain=plain))
+
+
+def talk_here(llm: quire.LLM, system: str | None, sampling: dict[str, Any], *, plain: bool) -> None:
+    """Converse with a model in this process. sampling: what `/set` changes."""
+
+    def answer(messages: list[Message]) -> Iterator[str]:
+        return llm.stream_chat(messages, llm.default_sampling_params(**{"max_tokens": None, **sampling}))
+
+    # Refused before the first question.
+    llm.default_sampling_params(**{"max_tokens": None, **sampling})
+    converse(conversation(system, sampling, answer, plain=plain))
+
+
+def conversation(system: str | None, sampling: dict[str, Any], answer: Answer, *, plain: bool) -> Conversation:
+    """A conversation that begins with a system message, if there is one."""
+    opening = [{"role": "system", "content": system}] if system else []
+    console = Console(highlight=False, soft_wrap=plain or not sys.stdout.isatty())
+    return Conversation(console, opening, answer, sampling, markdown=not plain)
 
 
 @click.command(
@@ -133,22 +171,21 @@ def command(settings: Settings, url: str | None, system: str | None, **sampling:
     positional=True,
     params=[
         click.Argument(["prompt"], nargs=-1),
-        click.Option(["--system"], metavar="TEXT", help="The system message."),
+        *talk_options(),
         *sampling_options(),
     ],
 )
-def run(settings: Settings, prompt: tuple[str, ...], system: str | None, **sampling: Any) -> None:
+def run(settings: Settings, prompt: tuple[str, ...], system: str | None, plain: bool, **sampling: Any) -> None:
     """Ask MODEL once and print its answer, or talk to it without a PROMPT.
 
     A model without a chat template completes the prompt.
     """
     opening = [{"role": "system", "content": system}] if system else []
     with quire.LLM(settings=settings) as llm:
-        params = llm.default_sampling_params(**{"max_tokens": None, **given(sampling)})
         if not prompt:
-            console = Console(highlight=False, soft_wrap=True)
-            converse(console, opening, lambda messages: llm.stream_chat(messages, params))
+            talk_here(llm, system, given(sampling), plain=plain)
             return
+        params = llm.default_sampling_params(**{"max_tokens": None, **given(sampling)})
         text = " ".join(prompt)
         asked = [*opening, {"role": "user", "content": text}]
         for piece in answered(llm, asked, text, params):
@@ -164,59 +201,6 @@ def answered(llm: quire.LLM, messages: list[Message], text: str, params: quire.S
         if error.code != "no_chat_template":
             raise
         yield from llm.stream(text, params)
-
-
-def converse(console: Console, messages: list[Message], answer: Answer) -> None:
-    """Take turns until the input ends, or until Ctrl-C between answers."""
-    fixed = len(messages)
-    with suppress(KeyboardInterrupt, EOFError):
-        while True:
-            asked = console.input("[bold green]you[/] " if console.is_terminal else "")
-            if asked.strip():
-                take_turn(console, messages, fixed, asked, answer)
-
-
-def take_turn(console: Console, messages: list[Message], fixed: int, asked: str, answer: Answer) -> None:
-    """Answer one question, and append both messages; after Ctrl-C as much of the answer as was shown."""
-    messages.append({"role": "user", "content": asked})
-    said = ""
-    try:
-        with closing(answer_within_context(console, messages, fixed, answer)) as pieces:
-            for piece in pieces:
-                said += piece
-                console.out(piece, end="", highlight=False)
-    except KeyboardInterrupt:
-        if not said:
-            # Chat templates need an answer for each question.
-            messages.pop()
-        else:
-            messages.append({"role": "assistant", "content": said})
-        console.print()
-    except QuireError as error:
-        if not console.is_terminal:
-            raise
-        # At a terminal the user can try again.
-        messages.pop()
-        console.print(f"\n{escape(str(error))}", style="red")
-    else:
-        messages.append({"role": "assistant", "content": said})
-        console.print()
-
-
-def answer_within_context(
-    console: Console, messages: list[Message], fixed: int, answer: Answer
-) -> Generator[str, None, None]:
-    """The answer's pieces. If the messages exceed the context, drop the oldest question and answer, and say so."""
-    while True:
-        try:
-            yield from answer(messages)
-            return
-        except InvalidRequest as error:
-            # No other word is in every server's message.
-            if "context" not in str(error) or len(messages) < fixed + 3:
-                raise
-            del messages[fixed : fixed + 2]
-            console.print("(too long for the model: the oldest question and its answer are forgotten)", style="dim")
 
 
 OPENING = "Once upon a time"

@@ -43,7 +43,9 @@ class Finding(NamedTuple):
 
 
 @click.command("doctor")
-@click.option("--port", default=8000, show_default=True, help="Where a server would listen.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Where a server would listen."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(port: int, as_json: bool) -> None:
     """Look at torch, GPU, compiler, processor, memory, disk, limits and caches.

@@ -27,6 +27,7 @@ EXAMPLES: Mapping[str, Sequence[Example]] = MappingProxyType(
         "chat": (
             ("quire chat FOLDER --system 'Answer in one sentence.'", "a conversation with a model in this process"),
             ("quire chat --url http://127.0.0.1:8000", "with a server's model"),
+            ("quire chat FOLDER --history-file ~/.quire/history", "and arrow keys bring back earlier questions"),
         ),
         "bench latency": (("quire bench latency FOLDER --batch-size 8", "the time of a batch of eight"),),
         "bench throughput": (("quire bench throughput FOLDER --num-prompts 200", "tokens a second of 200"),),

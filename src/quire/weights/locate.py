@@ -34,7 +34,12 @@ def locate(model: str, *, revision: str | None = None, cache: str | None = None)
     if path.is_file() and path.suffix == ".gguf":
         return path
     if path.is_file():
-        raise InvalidModel(f"{model} is a file: name the folder that holds config.json")
+        raise InvalidModel(f"{model} is a file, and no .gguf file: name one, or the folder that holds config.json")
+    if model.startswith(("http://", "https://")):
+        raise InvalidModel(
+            f"model {model!r} is an address: name a folder or a hub id such as 'owner/name'; a server that runs is "
+            "talked to with `quire chat --url ADDRESS`"
+        )
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith((".", "/", "~")):
         raise InvalidModel(
             f"model {model!r} is neither {EMBEDDED!r}, nor a folder here, nor a hub id such as 'owner/name'"
@@ -71,8 +76,10 @@ def fetch(name: str, revision: str | None = None, cache: str | None = None) -> P
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise InvalidModel(f"the hub has no model {name!r}, or it is private and you are not logged in") from None
     except errors.LocalEntryNotFoundError:
+        where = cache or importlib.import_module("huggingface_hub.constants").HF_HUB_CACHE
         raise Unavailable(
-            f"{name} is not in the local hub cache, and the hub is offline or cannot be reached"
+            f"{name} is not in the local hub cache, and the hub is offline or cannot be reached: {where} was looked in "
+            f"(HF_HOME names another). Where there is a network, `hf download {name}` fetches it"
         ) from None
     except OSError as error:
         raise Unavailable(f"{name} could not be downloaded: {error}") from None
