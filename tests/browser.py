@@ -26,7 +26,7 @@ from tests.live import serving
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
 )
-SIZES = {"desktop": (1440, 900), "laptop": (1280, 720), "phone": (390, 844)}
+SIZES = {"desktop": (1440, 900), "laptop": (1280, 720), "phone": (360, 780)}
 HEADS = (
     "Once upon a time there was a girl called Lily who lived in a small house near the sea with her dog. ",
     "The old king had three sons, and the youngest of them was called Tom. One day the king said: ",
@@ -45,7 +45,9 @@ def chromium() -> Iterator[Browser]:
 class Opened:
     """A page, and what its console said that it should not have."""
 
-    def __init__(self, browser: Browser, url: str, size: str = "desktop", theme: str = "light") -> None:
+    def __init__(
+        self, browser: Browser, url: str, size: str = "desktop", theme: str = "light", view: str = "chat"
+    ) -> None:
         width, height = SIZES[size]
         scale = 2 if size == "phone" else 1
         self.context = browser.new_context(
@@ -60,7 +62,7 @@ class Opened:
         self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(f"{url}/ui")
+        self.page.goto(f"{url}/ui#{view}")
 
     def held(self) -> int:
         """KV blocks that are held, as the map's label says."""
@@ -75,16 +77,28 @@ class Opened:
             assert time.monotonic() < deadline, f"never true: {script}; {self.complaints}"
             self.page.wait_for_timeout(50)
 
-    def serious(self) -> list[str]:
-        """axe-core's serious and critical violations."""
+    def violations(self) -> list[str]:
+        """axe-core's violations, of all impacts."""
         if not self.page.evaluate("typeof window.axe === 'object'"):
             self.page.evaluate(Path(AXE_FILE_PATH).read_text("utf-8"))
         found: dict[str, Any] = self.page.evaluate("axe.run()")
-        return [
-            f"{one['id']}: {one['help']} ({one['nodes'][0]['html'][:120]})"
-            for one in found["violations"]
-            if one["impact"] in ("serious", "critical")
-        ]
+        return [f"{one['id']}: {one['help']} ({one['nodes'][0]['html'][:120]})" for one in found["violations"]]
+
+    def answers(self, *deltas: dict[str, Any], finish: str = "stop") -> None:
+        """Let the page get these deltas for what it asks next, instead of the server's answer."""
+        chunks = [{"id": "chatcmpl-0", "choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+        chunks.append({"id": "chatcmpl-0", "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+        body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+        self.page.unroute_all()
+        self.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
+
+    def ask(self, text: str) -> None:
+        """Send a message, and wait for the end of its answer."""
+        before = self.page.locator(".talk .assistant").count()
+        self.page.fill("#say", text)
+        self.page.press("#say", "Enter")
+        self.page.locator(".talk .assistant:not(.waiting)").nth(before).wait_for()
+        self.wait("document.querySelector('#send').textContent === 'Send'")
 
     def close(self) -> None:
         self.context.close()
@@ -128,29 +142,70 @@ def picture(opened: Opened, path: Path) -> None:
     """A small PNG."""
     opened.page.screenshot(path=path)
     with Image.open(path) as image:
-        image.convert("RGB").save(path, optimize=True)
+        image.convert("RGB").quantize(128).save(path, optimize=True)
+
+
+CODE = """Reverse a list **in place** or as a copy:
+
+```python
+words = ["one", "two", "three"]
+words.reverse()          # in place
+copy = words[::-1]       # a copy
+```
+
+| way | changes the list | returns |
+|---|---|---|
+| `reverse()` | yes | `None` |
+| `[::-1]` | no | a new list |
+
+1. Use `reverse()` where nobody else holds the list.
+2. Else use a slice; see [the documentation](https://docs.python.org/3/tutorial/datastructures.html).
+"""
+
+
+def chats(browser: Browser, url: str, folder: Path, size: str, theme: str) -> None:
+    """The chat, with given answers so that the pictures are the same each time."""
+    opened = Opened(browser, url, size, theme)
+    opened.wait("document.querySelector('#state').dataset.is === 'live'")
+    picture(opened, folder / f"chat-idle-{size}-{theme}.png")
+    opened.answers({"reasoning": "A slice makes a copy. reverse() changes the list itself."}, {"content": CODE})
+    opened.ask("How do I reverse a list in Python?")
+    picture(opened, folder / f"chat-code-{size}-{theme}.png")
+    call = {"index": 0, "id": "call_1", "function": {"name": "get_weather", "arguments": '{"city": "Oslo", "days": 2}'}}
+    opened.answers({"tool_calls": [call]}, finish="tool_calls")
+    opened.page.locator("#new-chat").click()
+    opened.ask("What will the weather in Oslo be?")
+    picture(opened, folder / f"chat-tool-{size}-{theme}.png")
+    error = {"message": "This model's maximum context length is 512 tokens.", "code": "context_length_exceeded"}
+    opened.page.unroute_all()
+    opened.page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json={"error": error}))
+    opened.page.locator("#new-chat").click()
+    opened.page.fill("#say", "Summarise this report: ...")
+    opened.page.press("#say", "Enter")
+    opened.page.locator(".talk .error").wait_for()
+    picture(opened, folder / f"chat-failed-{size}-{theme}.png")
+    opened.close()
 
 
 def main(folder: Path) -> None:
+    sides = [(size, theme) for size in ("desktop", "phone") for theme in ("light", "dark")]
     with tempfile.TemporaryDirectory() as place, chromium() as browser:
         few = ("--num-gpu-blocks-override", "144", "--max-num-seqs", "12", "--long-prefill-token-threshold", "48")
-        with serving(Path(place), *few) as live, Crowd(live.url, 17):
-            for size, theme in (("desktop", "light"), ("desktop", "dark"), ("phone", "light"), ("phone", "dark")):
-                opened = Opened(browser, live.url, size, theme)
-                opened.page.wait_for_timeout(9000)
-                opened.page.fill("#say", "Tell me a story about a dog and a boat.")
-                opened.page.press("#say", "Enter")
-                opened.page.wait_for_timeout(2500)
-                if theme == "dark":
-                    opened.page.locator(".rows button").nth(3).click()
-                    opened.page.wait_for_timeout(1500)
-                if size == "phone":
-                    top = "#side" if theme == "dark" else "body"
-                    opened.page.evaluate(f"document.querySelector('{top}').scrollIntoView()")
-                    opened.page.wait_for_timeout(300)
-                picture(opened, folder / f"ui-{size}-{theme}.png")
-                print(json.dumps({"size": size, "theme": theme, "complaints": opened.complaints}))
-                opened.close()
+        with serving(Path(place), *few) as live:
+            for size, theme in sides:
+                chats(browser, live.url, folder, size, theme)
+            with Crowd(live.url, 17):
+                for size, theme in sides:
+                    opened = Opened(browser, live.url, size, theme, "engine")
+                    opened.page.wait_for_timeout(7000)
+                    if theme == "dark":
+                        opened.page.locator(".rows button").nth(3).click()
+                        opened.page.wait_for_timeout(1500)
+                    if (size, theme) == ("phone", "dark"):
+                        opened.page.evaluate("document.querySelector('#side').scrollIntoView()")
+                        opened.page.wait_for_timeout(300)
+                    picture(opened, folder / f"ui-{size}-{theme}.png")
+                    opened.close()
 
 
 if __name__ == "__main__":

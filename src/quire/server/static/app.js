@@ -88,7 +88,7 @@ function choose(number) {
   const request = view.world.requests.get(number) ?? null;
   if (request === null) return;
   view.chosen = number;
-  turn("story");
+  turn("engine");
   story.show(request);
 }
 
@@ -122,12 +122,15 @@ function numberOf(id) {
   return null;
 }
 
+/** Show the chat or the engine. The address says which, so that a link or a reload leads to the same. */
 function turn(name) {
-  for (const each of ["chat", "story"]) {
+  for (const each of ["chat", "engine"]) {
     find(each).hidden = each !== name;
     find(`tab-${each}`).setAttribute("aria-selected", String(each === name));
     find(`tab-${each}`).tabIndex = each === name ? 0 : -1;
   }
+  document.body.dataset.view = name;
+  history.replaceState(null, "", name === "chat" ? location.pathname : "#engine");
 }
 
 // -------------------------------------------------------------------- holding, saving, opening
@@ -185,6 +188,7 @@ function draw(now) {
     view.world = live;
     view.at = now / 1e3 + offset - DELAY;
   }
+  if (find("engine").hidden) return;
   for (const panel of [figures, timeline, steps, pages, story]) panel.draw(view);
 }
 
@@ -196,7 +200,7 @@ async function enter() {
     return;
   }
   const models = await fetch("v1/models");
-  if (models.ok) chat.model = (await models.json()).data[0].id;
+  if (models.ok) chat.settings.offer((await models.json()).data.map((model) => model.id));
   listen();
 }
 
@@ -213,14 +217,15 @@ function wire() {
     view.span = Number(event.target.value);
     if (!view.live) move(find("when").value / 1000);
   });
-  for (const name of ["chat", "story"]) find(`tab-${name}`).addEventListener("click", () => turn(name));
-  find("side").querySelector(".tabs").addEventListener("keydown", (event) => {
+  for (const name of ["chat", "engine"]) find(`tab-${name}`).addEventListener("click", () => turn(name));
+  document.querySelector(".views").addEventListener("keydown", (event) => {
     if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
-    turn(find("chat").hidden ? "chat" : "story");
-    find("side").querySelector("[aria-selected=true]").focus();
+    turn(find("chat").hidden ? "chat" : "engine");
+    document.querySelector(".views [aria-selected=true]").focus();
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key !== " " || event.target.closest("button, input, textarea, select, [role=slider]")) return;
+    if (event.key !== " " || event.target.closest("button, input, textarea, select, [role=slider], #chat")) return;
+    if (find("engine").hidden) return;
     event.preventDefault();
     hold(view.live);
   });
@@ -228,5 +233,6 @@ function wire() {
 }
 
 wire();
+turn(location.hash === "#engine" ? "engine" : "chat");
 enter();
 requestAnimationFrame(draw);

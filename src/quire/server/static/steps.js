@@ -124,7 +124,7 @@ export class Steps {
   tell(step, view) {
     const now = performance.now();
     if (!step) {
-      this.detail.replaceChildren(element("p", { text: "No step yet: nothing has been asked." }));
+      this.detail.replaceChildren(element("p", { text: "No step since this page was opened." }));
       return;
     }
     if (this.shownStep === step.number || (this.chosen === null && this.shownStep !== null && now - this.shownAt < SLOW)) return;
