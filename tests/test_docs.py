@@ -195,8 +195,9 @@ GUIDES = ROOT / "docs/guides"
     ("page", "number", "lines"),
     [
         ("offline-inference", 0, 4),
-        ("offline-inference", 1, 2),
-        ("offline-inference", 2, 3),
+        ("offline-inference", 1, 3),
+        ("offline-inference", 2, 2),
+        ("offline-inference", 3, 3),
         ("engine", 0, 10),
         ("engine", 1, 1),
     ],

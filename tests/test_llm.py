@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from quire import LLM, SamplingParams
+from quire import LLM, RequestOutput, SamplingParams
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.engine.executor import Description
-from quire.errors import InvalidConfig, InvalidRequest, QuireError
+from quire.errors import Closed, InvalidConfig, InvalidRequest, QuireError
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import Mask, Plan, Result
 from quire.scheduler.scheduler import Scheduler
@@ -154,6 +155,63 @@ def test_more_prompts_than_fit_at_once_all_come_home(llm: LLM) -> None:
 def test_each_prompt_may_have_params_of_its_own(llm: LLM) -> None:
     outputs = llm.generate(["a", "a"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)])
     assert [o.outputs[0].text for o in outputs] == ["b", "bc"]
+
+
+def test_what_is_enqueued_is_returned_once_in_order(llm: LLM) -> None:
+    first = llm.enqueue(["abc", "x"], SamplingParams(max_tokens=3))
+    [third] = llm.enqueue("m", SamplingParams(max_tokens=2, n=2), use_tqdm=False, lora_request=None)
+    assert only(llm, "a", max_tokens=2).text == "bc", "other calls run meanwhile"
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == [*first, third]
+    found = [(output.prompt, [one.text for one in output.outputs]) for output in outputs]
+    assert found == [("abc", ["def"]), ("x", ["yz"]), ("m", ["no", "oq"])]
+    assert all(output.finished for output in outputs)
+    assert llm.wait_for_completion() == []
+
+
+def test_what_is_enqueued_runs_before_it_is_waited_for(llm: LLM) -> None:
+    llm.enqueue("a", SamplingParams(max_tokens=5))
+    [batch] = llm._enqueued
+    error = batch.ended.get(timeout=30)
+    batch.ended.put(error)
+    assert error is None
+    [output] = llm.wait_for_completion((RequestOutput,))
+    assert output.outputs[0].text == "bcdef"
+
+
+@pytest.mark.parametrize("suffix", ["", "mn"])
+def test_nothing_is_enqueued_of_a_call_that_is_refused(llm: LLM, suffix: str) -> None:
+    with pytest.raises(InvalidRequest, match="lora_request"):
+        llm.enqueue("a", lora_request="adapter", suffix=suffix)
+    with pytest.raises(InvalidRequest, match="suffix" if suffix else "context|tokens"):
+        llm.enqueue(["a", "b" * (CONTEXT + 1)], SamplingParams(max_tokens=5), suffix=suffix)
+    assert llm.wait_for_completion() == []
+
+
+def test_only_types_that_are_enqueued_can_be_waited_for(llm: LLM) -> None:
+    [id] = llm.enqueue("a", SamplingParams(max_tokens=1))
+    with pytest.raises(InvalidRequest, match="nothing else is enqueued") as caught:
+        llm.wait_for_completion((int, str))
+    assert caught.value.param == "output_type"
+    [output] = llm.wait_for_completion(RequestOutput)
+    assert output.request_id == id
+
+
+def test_two_threads_that_wait_share_what_was_enqueued(llm: LLM) -> None:
+    ids = [id for letter in "abcdefgh" for id in llm.enqueue(letter, SamplingParams(max_tokens=4))]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(llm.wait_for_completion, use_tqdm=False) for _ in range(2)]
+        outputs = [output for each in waiting for output in each.result(timeout=30)]
+    assert sorted(output.request_id for output in outputs) == sorted(ids)
+
+
+def test_closing_ends_what_was_enqueued(llm: LLM) -> None:
+    llm.enqueue(["a"] * 20, SamplingParams(max_tokens=20))
+    llm.close()
+    with pytest.raises(Closed, match="has been closed"):
+        llm.wait_for_completion()
+    with pytest.raises(Closed, match="has been closed"):
+        llm.enqueue("a")
 
 
 def test_a_suffix_is_filled_in_before_until_a_token_that_ends_the_middle(llm: LLM) -> None:

@@ -6,12 +6,14 @@ LLM().generate(["Once upon a time"], SamplingParams(max_tokens=50))
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, Self, cast
 
@@ -89,6 +91,8 @@ class LLM:
         self._engine = build_engine(self.settings)
         self._seeds = random.Random(self.settings.model.seed)
         self._names = itertools.count()
+        self._enqueued: deque[_Batch] = deque()
+        """What `wait_for_completion` returns next; a deque, as its methods are atomic."""
         self._thread = EngineThread(self._engine, _take_over_threads)
         weakref.finalize(self, self._thread.leave)
 
@@ -113,12 +117,54 @@ class LLM:
         """
         self._thread.check()
         check_method(others)
-        several = listed(prompts)
-        ends = suffixes(suffix, len(several))
-        read = [self._prompts.encoded(prompt, end) for prompt, end in zip(several, ends, strict=True)]
-        each = _for_each(sampling_params or self.default_sampling_params(), len(read))
-        params = [self._prompts.filling(one, end) for one, end in zip(each, ends, strict=True)]
+        read, params = self._completions(prompts, sampling_params, suffix)
         return [job.output() for job in self._run(read, params, use_tqdm, priority)]
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        suffix: str | Sequence[str] = "",
+        **others: Any,
+    ) -> list[str]:
+        """Start what `generate` would answer, and return at once: the `request_id` of each prompt, in order.
+
+        `wait_for_completion` returns the outputs, which are kept until then. Arguments are those of `generate`;
+        `use_tqdm` changes nothing, as nothing is waited for. Raises InvalidRequest naming the field; then none runs.
+        """
+        del use_tqdm
+        self._thread.check()
+        check_method(others)
+        batch = self._batch(*self._completions(prompts, sampling_params, suffix), priority)
+        _Running(self._thread, batch.readers).__enter__()
+        self._enqueued.append(batch)
+        return [job.call.id for job in batch.jobs]
+
+    def wait_for_completion(
+        self,
+        output_type: type[RequestOutput] | tuple[type, ...] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The outputs of all that was enqueued, by any thread, since this was called last, in that order.
+
+        Each output is returned once. Where an exception ends the wait, Ctrl-C for example, those requests end with it.
+        output_type: vLLM's; only RequestOutput is enqueued here. Raises InvalidRequest for types without it.
+        """
+        self._thread.check()
+        types = output_type if isinstance(output_type, tuple) else (output_type or RequestOutput,)
+        if RequestOutput not in types:
+            raise InvalidRequest("output_type must be RequestOutput: nothing else is enqueued", param="output_type")
+        batches: list[_Batch] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                batches.append(self._enqueued.popleft())
+        with contextlib.ExitStack() as stack:
+            stack.push(_Running(self._thread, [reader for batch in batches for reader in batch.readers]))
+            return [job.output() for job in _wait(batches, use_tqdm)]
 
     def beam_search(
         self,
@@ -265,23 +311,34 @@ class LLM:
         watch: bool,
         priority: int | Sequence[int] | None = None,
     ) -> list[_Job]:
+        batch = self._batch(prompts, params, priority)
+        with _Running(self._thread, batch.readers):
+            return _wait([batch], watch)
+
+    def _batch(
+        self,
+        prompts: Sequence[tuple[str | None, tuple[int, ...]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+    ) -> _Batch:
         each = _for_each(params or self.default_sampling_params(), len(prompts))
         urgency = self._priorities(priority, len(prompts))
         jobs = [self._job(*prompt, one, urgent) for prompt, one, urgent in zip(prompts, each, urgency, strict=True)]
         ended: SimpleQueue[QuireError | None] = SimpleQueue()
-        readers = [reader for job in jobs for reader in self._readers(job, ended.put)]
-        console = Console(stderr=True)
-        with (
-            _Running(self._thread, readers),
-            Progress(console=console, transient=True, disable=not (watch and console.is_terminal)) as progress,
-        ):
-            task = progress.add_task("answers", total=len(readers))
-            for _ in readers:
-                error = wait_for(ended)
-                if error is not None:
-                    raise error
-                progress.advance(task)
-        return jobs
+        return _Batch(jobs, [reader for job in jobs for reader in self._readers(job, ended.put)], ended)
+
+    def _completions(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        suffix: str | Sequence[str],
+    ) -> tuple[list[tuple[str | None, tuple[int, ...]]], list[SamplingParams]]:
+        """Text and token ids of each prompt, and its parameters."""
+        several = listed(prompts)
+        ends = suffixes(suffix, len(several))
+        read = [self._prompts.encoded(prompt, end) for prompt, end in zip(several, ends, strict=True)]
+        each = _for_each(params or self.default_sampling_params(), len(read))
+        return read, [self._prompts.filling(one, end) for one, end in zip(each, ends, strict=True)]
 
     def _stream(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> Generator[str, None, None]:
         job = self._job(text, ids, params)
@@ -398,6 +455,29 @@ class _Reader:
 
     def lost(self, error: QuireError) -> None:
         self._end(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The prompts of one call. ended: gets None for each answer that is complete, or why it will never be."""
+
+    jobs: list[_Job]
+    readers: list[_Reader]
+    ended: SimpleQueue[QuireError | None]
+
+
+def _wait(batches: Sequence[_Batch], watch: bool) -> list[_Job]:
+    """The jobs of all batches when every answer is complete. watch: show progress on a terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not (watch and console.is_terminal)) as progress:
+        task = progress.add_task("answers", total=sum(len(batch.readers) for batch in batches))
+        for batch in batches:
+            for _ in batch.readers:
+                error = wait_for(batch.ended)
+                if error is not None:
+                    raise error
+                progress.advance(task)
+    return [job for batch in batches for job in batch.jobs]
 
 
 class _Running:

@@ -281,6 +281,7 @@ BLOCKS = (
         "docs/guides/engine.md: from quire.assembly.engine import build_engine",
         common=lambda said: re.findall(r"^\((?:\d+, )+\d+\)", said, re.MULTILINE),
     ),
+    python("docs/guides/offline-inference.md: enqueue", common=lambda said: re.sub(r"llm-\d+", "", said)),
     python("docs/guides/offline-inference.md: beams", common=lambda said: re.sub(r"-\d+\.\d+", "", said)),
     python("docs/guides/structured-outputs.md: offline"),
     Item(SPECULATIVE, speculative),
@@ -319,6 +320,11 @@ NAMED = (
         "docs/guides/offline-inference.md: asyncio",
         "how much it says depends on time",
         "tests/test_docs.py::test_each_example_in_python_runs",
+    ),
+    Named(
+        "LLM.wait_for_completion",
+        "is what LLM.enqueue is tried with",
+        "tests/test_llm.py::test_what_is_enqueued_is_returned_once_in_order",
     ),
     *(
         Named(f"AsyncLLM.{name}", "does what AsyncLLM.generate does, or no step", f"tests/test_async_llm.py::{test}")

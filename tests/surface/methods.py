@@ -33,6 +33,17 @@ def generate(deployment: Deployment) -> Any:
         return texts_of(llm.generate(["Once upon a time", "The little dog", "Is a dog an animal? ", LONG], how))
 
 
+def enqueue(deployment: Deployment) -> Any:
+    """Two calls that run at once, with an answer that was asked for meanwhile."""
+    llm = deployment.llm
+    with deployment.here():
+        ids = [*llm.enqueue(["Once upon a time", LONG], GREEDY), *llm.enqueue("The little dog", SEEDED)]
+        between = llm.generate("One day", GREEDY)
+        outputs = llm.wait_for_completion()
+    assert [one.request_id for one in outputs] == ids
+    return texts_of([*between, *outputs])
+
+
 def beam_search(deployment: Deployment) -> Any:
     with deployment.here():
         found = deployment.llm.beam_search(["Once upon a time", "The little dog"], BeamSearchParams(2, 6))
@@ -117,6 +128,7 @@ def async_generate(deployment: Deployment) -> Any:
 
 METHODS = (
     Item("LLM.generate", generate, part="llm"),
+    Item("LLM.enqueue", enqueue, part="llm"),
     Item("LLM.beam_search", beam_search, part="llm"),
     Item("LLM.chat", chat, part="llm"),
     Item("LLM.stream", stream, part="llm"),
