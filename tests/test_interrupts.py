@@ -189,7 +189,13 @@ def test_signals_at_any_moment_leave_the_next_call_right(llm: LLM, times: int, m
     assert came > 0
 
 
-def test_an_interrupted_call_ends_what_it_asked_for(llm: LLM, executor: Gated) -> None:
+def enqueue_and_wait(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    llm.enqueue(prompt, params)
+    llm.wait_for_completion(use_tqdm=False)
+
+
+@pytest.mark.parametrize("call", [LLM.generate, enqueue_and_wait])
+def test_an_interrupted_call_ends_what_it_asked_for(llm: LLM, executor: Gated, call: Callable[..., object]) -> None:
     """Ctrl-C while a step is under way that takes long: the call ends at once, its request with the step."""
     executor.gate.clear()
     executor.reached.clear()
@@ -201,7 +207,7 @@ def test_an_interrupted_call_ends_what_it_asked_for(llm: LLM, executor: Gated) -
     helper = threading.Thread(target=interrupt)
     helper.start()
     with pytest.raises(KeyboardInterrupt):
-        llm.generate("a", SamplingParams(max_tokens=30), use_tqdm=False)
+        call(llm, "a", SamplingParams(max_tokens=30))
     helper.join()
     assert not executor.gate.is_set(), "the step was waited for"
     executor.gate.set()
