@@ -707,6 +707,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_key_value_heads": 7,
             **LATENTS,
             "v_head_dim": 24,
+            "kv_lora_rank": 26,
             "q_lora_rank": 30,
             "mlp_layer_types": ["sparse"] * 3,
             "moe_intermediate_size": 21,

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from quire import LLM, SamplingParams
-from quire.cli.chat import Message, converse
+from quire.cli.conversation import Conversation, Message, converse
 from quire.engine.engine import Engine
 from quire.errors import Closed, Interrupted, StepFailed
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
@@ -405,7 +405,7 @@ def test_ctrl_c_stops_an_answer_of_chat_and_keeps_the_session(where: str, monkey
 
     monkeypatch.setattr("sys.stdin", io.StringIO("first\nsecond\n"))
     shown, talk = Screen(), list[Message]()
-    converse(Console(file=shown, soft_wrap=True), talk, answer)
+    converse(Conversation(Console(file=shown, soft_wrap=True), talk, answer))
     assert ended == [True, False], "the answer that was stopped is still being made, or the session has ended"
     said = [] if where == "before the first piece" else ["first", "one"]
     assert [message["content"] for message in talk] == [*said, "second", "fine"]
@@ -422,7 +422,7 @@ def test_ctrl_c_at_the_prompt_ends_chat_cleanly(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("sys.stdin", Keyboard("hello\n^C\nnever\n"))
     talk: list[Message] = []
-    converse(Console(file=io.StringIO()), talk, lambda messages: iter(["fine"]))
+    converse(Conversation(Console(file=io.StringIO()), talk, lambda messages: iter(["fine"])))
     assert [message["content"] for message in talk] == ["hello", "fine"]
 
 
@@ -438,7 +438,10 @@ def test_chat_in_this_process_goes_on_after_ctrl_c(llm: LLM) -> None:
     before, sys.stdin = sys.stdin, io.StringIO("a\nf\n")
     try:
         shown, talk = Screen(), list[Message]()
-        converse(Console(file=shown, soft_wrap=True), talk, lambda messages: llm.stream_chat(messages[-1:], SHORT))
+        made = Conversation(
+            Console(file=shown, soft_wrap=True), talk, lambda messages: llm.stream_chat(messages[-1:], SHORT)
+        )
+        converse(made)
     finally:
         sys.stdin = before
     assert [message["content"] for message in talk] == ["a", "b", "f", "ghijk"]

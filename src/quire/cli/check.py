@@ -33,9 +33,14 @@ TINY: Mapping[str, Any] = MappingProxyType(
         "max_position_embeddings": 256,
         "sliding_window": 16,
         "num_experts": 4,
+        "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
         "shared_intermediate_size": 256,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "kv_lora_rank": 48,
+        "v_head_dim": 32,
     }
 )
 """Sizes of the models of `--all`, as most families name them."""
