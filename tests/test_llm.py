@@ -201,7 +201,7 @@ def test_two_threads_that_wait_share_what_was_enqueued(llm: LLM) -> None:
     ids = [id for letter in "abcdefgh" for id in llm.enqueue(letter, SamplingParams(max_tokens=4))]
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(llm.wait_for_completion, use_tqdm=False) for _ in range(2)]
-        outputs = [output for each in waiting for output in each.result(timeout=30)]
+        outputs = [output for each in waiting for output in each.result(timeout=60)]
     assert sorted(output.request_id for output in outputs) == sorted(ids)
 
 

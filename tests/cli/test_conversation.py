@@ -278,7 +278,7 @@ def test_a_terminal_edits_pastes_stops_answers_and_keeps_history_where_asked(tmp
             terminal.wait_for("on on")
             terminal.interrupt()
             terminal.wait_for("you ")
-            assert server.left.wait(30), "an answer that is stopped is not generated further"  # type: ignore[attr-defined]
+            assert server.left.wait(60), "an answer that is stopped is not generated further"  # type: ignore[attr-defined]
             terminal.type("\x1b[200~one\ntwo\x1b[201~\r")
             terminal.wait_for("heard")
             terminal.wait_for("you ")
@@ -286,7 +286,7 @@ def test_a_terminal_edits_pastes_stops_answers_and_keeps_history_where_asked(tmp
             terminal.wait_for("Ctrl-C again")
             terminal.wait_for("you ")
             terminal.interrupt()
-            assert terminal.process.wait(30) == 0
+            assert terminal.process.wait(60) == 0
         finally:
             terminal.close()
         asked = [[one["content"] for one in each["messages"]] for each in server.asked]  # type: ignore[attr-defined]
@@ -307,7 +307,7 @@ def test_odd_terminals_show_answers(environ: dict[str, str]) -> None:
             terminal.wait_for("heard")
             terminal.wait_for("you ")
             terminal.type("/bye\r")
-            assert terminal.process.wait(30) == 0
+            assert terminal.process.wait(60) == 0
         finally:
             terminal.close()
 
