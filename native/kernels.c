@@ -637,7 +637,114 @@ static void linear(const struct linear *a, int64_t *next) {
 
 #define KEYS 64 /* attended at a time */
 
-/* One span's queries of one K/V head: online softmax over its blocks. */
+/* Sums of neighbours of a, then of b. */
+INLINE vf pairs(vf a, vf b) {
+    const vi even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+}
+
+/* The sums of 16 vectors. */
+INLINE vf sums_of(vf *x) {
+    for (int left = 8; left; left /= 2)
+        for (int i = 0; i < left; i++)
+            x[i] = pairs(x[2 * i], x[2 * i + 1]);
+    return x[0];
+}
+
+/* Where the numbers of a position of a K/V head begin, `dim` each. */
+INLINE int64_t place(const struct attention *a, int64_t span, int64_t group, int64_t position, int64_t dim) {
+    int64_t page = a->page_table[span * a->table_stride + position / a->page_size];
+    return ((page * a->groups + group) * a->page_size + position % a->page_size) * dim;
+}
+
+/* Products of q [rows, dim] with up to 16 keys -> score [rows, KEYS]. */
+static void scores(const struct attention *a, int64_t span, int64_t group, int64_t at, int64_t count, const float *q,
+                   int64_t rows, float *score) {
+    int64_t dim = a->dim;
+    float held[LANES * 512] __attribute__((aligned(64)));
+    for (int64_t j = 0; j < count; j++) {
+        int64_t from = place(a, span, group, at + j, dim);
+        for (int64_t i = 0; i < dim; i += LANES)
+            storef(held + j * dim + i, get16(a->k, from + i, a->kv_bf16));
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        vf part[LANES];
+        for (int64_t j = 0; j < LANES; j++)
+            part[j] = zero();
+        for (int64_t j = 0; j < count; j++) {
+            vf dot = zero();
+            for (int64_t i = 0; i < dim; i += LANES)
+                dot += loadf(held + j * dim + i) * loadf(q + r * dim + i);
+            part[j] = dot;
+        }
+        vf s = sums_of(part);
+        if (a->soft_cap > 0)
+            s = (1.0f - 2.0f / (exponential(2.0f * s / a->soft_cap) + 1.0f)) * a->soft_cap;
+        storef(score + r * KEYS, s);
+    }
+}
+
+/* Add `count` values, weighed by score [rows, KEYS], to `size` vectors of total [rows, wide_dim]. */
+INLINE void weigh(const struct attention *a, const int64_t *from, int64_t count, const float *score, int64_t wide_dim,
+                  int rows, int size, float *total) {
+    vf sum[4][4];
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < size; i++)
+            sum[r][i] = loadf(total + r * wide_dim + i * LANES);
+    for (int64_t j = 0; j < count; j++)
+        for (int i = 0; i < size; i++) {
+            vf v = get16(a->v, from[j] + i * LANES, a->kv_bf16);
+            for (int r = 0; r < rows; r++)
+                sum[r][i] += v * score[r * KEYS + j];
+        }
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < size; i++)
+            storef(total + r * wide_dim + i * LANES, sum[r][i]);
+}
+
+static void values(const struct attention *a, int64_t span, int64_t group, int64_t at, int64_t count,
+                   const float *score, int64_t rows, float *total) {
+    int64_t wide_dim = a->value_dim, from[KEYS];
+    for (int64_t i = 0; i < wide_dim;) {
+        int size = wide_dim - i >= 4 * LANES ? 4 : 1;
+        for (int64_t j = 0; j < count; j++)
+            from[j] = place(a, span, group, at + j, wide_dim) + i;
+        for (int64_t r = 0; r < rows;) {
+            int now = rows - r >= 4 ? 4 : rows - r >= 3 ? 3 : rows - r;
+            const float *s = score + r * KEYS;
+            float *to = total + r * wide_dim + i;
+            switch (now * 8 + size) {
+            case 36: weigh(a, from, count, s, wide_dim, 4, 4, to); break;
+            case 33: weigh(a, from, count, s, wide_dim, 4, 1, to); break;
+            case 28: weigh(a, from, count, s, wide_dim, 3, 4, to); break;
+            case 25: weigh(a, from, count, s, wide_dim, 3, 1, to); break;
+            case 20: weigh(a, from, count, s, wide_dim, 2, 4, to); break;
+            case 17: weigh(a, from, count, s, wide_dim, 2, 1, to); break;
+            case 12: weigh(a, from, count, s, wide_dim, 1, 4, to); break;
+            default: weigh(a, from, count, s, wide_dim, 1, 1, to);
+            }
+            r += now;
+        }
+        i += size * LANES;
+    }
+}
+
+/* Scores of positions that a query does not see become -inf. */
+static void hide(const struct attention *a, int64_t past, int64_t at, int64_t count, int64_t rows, float *score) {
+    int64_t share = a->heads / a->groups, last = past + (rows - 1) / share;
+    if (at + count - 1 <= past && at > last - a->window && at >= last / a->chunk * a->chunk)
+        return;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t query = past + r / share;
+        for (int64_t j = 0; j < count; j++) {
+            int64_t position = at + j;
+            if (position > query || position <= query - a->window || position < query / a->chunk * a->chunk)
+                score[r * KEYS + j] = -INFINITY;
+        }
+    }
+}
+
+/* One span's queries of one K/V head: online softmax over its blocks, at positions that are multiples of KEYS. */
 static void attend(const struct attention *a, int64_t span, int64_t group) {
     int64_t share = a->heads / a->groups, first = a->query_start[span], n = a->query_start[span + 1] - first;
     int64_t rows = n * share, dim = a->dim, wide_dim = a->value_dim, length = a->kv_len[span], past = length - n;
@@ -654,34 +761,22 @@ static void attend(const struct attention *a, int64_t span, int64_t group) {
     }
     int64_t lowest = past + 1 - a->window, begin = past / a->chunk * a->chunk;
     int64_t start = lowest > begin ? lowest : begin;
-    start = start < 0 ? 0 : start;
-    for (int64_t at = start; at < length;) {
+    for (int64_t at = start < 0 ? 0 : start; at < length;) {
         int64_t stop = (at / KEYS + 1) * KEYS, count = (stop < length ? stop : length) - at;
-        for (int64_t j = 0; j < count; j++) {
-            int64_t position = at + j, page = a->page_table[span * a->table_stride + position / a->page_size];
-            int64_t key = ((page * a->groups + group) * a->page_size + position % a->page_size) * dim;
-            for (int64_t r = 0; r < rows; r++) {
-                int64_t query = past + r / share;
-                vf dot = zero();
-                for (int64_t i = 0; i < dim; i += LANES)
-                    dot += get16(a->k, key + i, a->kv_bf16) * loadf(q + r * dim + i);
-                int seen = position <= query && position > query - a->window && position >= query / a->chunk * a->chunk;
-                float s = sum(dot);
-                if (a->soft_cap > 0)
-                    s = tanhf(s / a->soft_cap) * a->soft_cap;
-                score[r * KEYS + j] = seen ? s : -INFINITY;
-            }
-        }
+        for (int64_t j = 0; j < count; j += LANES)
+            scores(a, span, group, at + j, count - j < LANES ? count - j : LANES, q, rows, score + j);
+        hide(a, past, at, count, rows, score);
         for (int64_t r = 0; r < rows; r++) {
             float *s = score + r * KEYS, best = top[r];
-            for (int64_t j = 0; j < count; j++)
-                best = s[j] > best ? s[j] : best;
+            for (int64_t j = count; j < KEYS; j++)
+                s[j] = -INFINITY;
+            vf most = maximum(maximum(loadf(s), loadf(s + 16)), maximum(loadf(s + 32), loadf(s + 48)));
+            for (int i = 0; i < LANES; i++)
+                best = most[i] > best ? most[i] : best;
             if (best == -INFINITY) {
                 memset(s, 0, sizeof(float) * KEYS);
                 continue;
             }
-            for (int64_t j = count; j < KEYS; j++)
-                s[j] = -INFINITY;
             float shrink = expf(top[r] - best);
             vf added = zero();
             for (int64_t j = 0; j < KEYS; j += LANES) {
@@ -694,18 +789,7 @@ static void attend(const struct attention *a, int64_t span, int64_t group) {
             for (int64_t i = 0; i < wide_dim; i += LANES)
                 storef(total + r * wide_dim + i, loadf(total + r * wide_dim + i) * shrink);
         }
-        for (int64_t j = 0; j < count; j++) {
-            int64_t position = at + j, page = a->page_table[span * a->table_stride + position / a->page_size];
-            int64_t value = ((page * a->groups + group) * a->page_size + position % a->page_size) * wide_dim;
-            for (int64_t r = 0; r < rows; r++) {
-                float w = score[r * KEYS + j];
-                if (w == 0.0f)
-                    continue;
-                for (int64_t i = 0; i < wide_dim; i += LANES)
-                    storef(total + r * wide_dim + i,
-                           loadf(total + r * wide_dim + i) + get16(a->v, value + i, a->kv_bf16) * w);
-            }
-        }
+        values(a, span, group, at, count, score, rows, total);
         at += count;
     }
     for (int64_t r = 0; r < rows; r++) {

@@ -215,7 +215,7 @@ SCORES: dict[str, Callable[[int], dict[str, object]]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", SCORES)
 def test_spans_of_any_length_attend(ops: NativeOps, how: str, dtype: torch.dtype) -> None:
-    for heads, groups, dim, value_dim in ((6, 2, 16, 16), (3, 3, 48, 32), (8, 1, 64, 64)):
+    for heads, groups, dim, value_dim in ((6, 2, 16, 16), (3, 3, 48, 32), (8, 1, 64, 64), (2, 1, 528, 16)):
         more = SCORES[how](heads)
         pages = Pages(80, 4)
         kv = poisoned(80, groups, 4, dim, dtype, value_dim=value_dim)

@@ -241,11 +241,11 @@ class NativeOps(ReferenceOps):
     def _attends(self, q: Tensor, kv: LayerKV) -> bool:
         dims = q.shape[-1] == kv.k.shape[-1] and q.shape[-1] % PANEL_ROWS == 0 and kv.v.shape[-1] % PANEL_ROWS == 0
         dtypes = q.dtype in FLOATS and kv.k.dtype in FLOATS and kv.v.dtype is kv.k.dtype
-        return dims and dtypes and q.stride(-1) == 1 and q.stride(1) == q.shape[-1]
+        return dims and dtypes and q.shape[-1] <= MOST_KEY_DIM and q.stride(-1) == 1 and q.stride(1) == q.shape[-1]
 
 
-MOST_DIM = 1024
-"""Numbers of a head that are rotated at most."""
+MOST_DIM, MOST_KEY_DIM = 1024, 512
+"""Numbers of a head that the kernels have room for: that are rotated, and of a key that is attended to."""
 
 
 def by_heads(norms: Norms, dim: int) -> bool:
