@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,11 @@ def test_what_a_killed_server_decided_is_decided_again(tmp_path: Path) -> None:
             next(stream)
             os.kill(live.engine_pid(), signal.SIGKILL)
             assert b"error" in b"".join(stream)
+        deadline = time.monotonic() + 100
+        while len(list(folder.glob("*"))) < 2:  # the next engine's own
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        live.settled()
     [found, after] = again(folder)
     assert "was not closed" in found["notes"][0] and found["requests"] == 31 and found["ended"]["abort"] >= 1
     assert found["preemptions"]["count"] and found["settings"]["speculation"] == "AdaptiveDrafts"

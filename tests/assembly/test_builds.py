@@ -127,6 +127,7 @@ def test_executors_on_a_host_are_made_as_written_down(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine, "float8_layers", float8)
+    monkeypatch.setattr(engine, "best_level", lambda: None)
     for options in ON_HOST:
         tried(calls, f"quire serve {options}", lambda options=options: engine.make_executor(Settings.of(**options)))
         calls.lines += [f"logged {each.levelname} {each.getMessage()}" for each in caplog.records]
@@ -370,6 +371,7 @@ def test_devices_and_threads_are_chosen_as_written_down(monkeypatch: pytest.Monk
     for asked in (None, False, True):
         for own in (False, True):
             for stable in (False, True):
+                monkeypatch.setattr(engine, "best_level", lambda: None)
                 monkeypatch.setattr(engine, "stable_rows", lambda stable=stable: 64 * stable)
                 ops = engine.choose_ops(torch.device("cpu"), asked, embedded=own)
                 lines.append(f"deterministic {asked}, embedded {own}, stable {stable}: {type(ops).__name__}")

@@ -39,6 +39,8 @@ from quire.observability.recorder import recorded
 from quire.observability.recording_format import recording_folder
 from quire.ops.base import Ops
 from quire.ops.batch_invariant import BatchInvariantOps, SteadyOps, stable_rows
+from quire.ops.native.library import LEVELS, best_level
+from quire.ops.native.ops import NativeOps
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
@@ -224,7 +226,9 @@ def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Mo
             locate(model.model, revision=model.revision, cache=model.download_dir),
             dtype=model.dtype,
             device=device,
-            ops=choose_ops(device, settings.execution.deterministic, embedded=by_default),
+            ops=choose_ops(
+                device, settings.execution.deterministic, embedded=by_default, kernels=settings.execution.cpu_kernels
+            ),
             load_format=model.load_format,
             quantization=model.quantization,
             canary=canary,
@@ -245,17 +249,38 @@ def count_compiles(device: str) -> Callable[[], int]:
     return int if device == "cpu" else cast(Callable[[], int], _cuda().count_compiles())
 
 
-def choose_ops(device: torch.device, deterministic: bool | None = None, *, embedded: bool = False) -> Ops:
+def choose_ops(
+    device: torch.device, deterministic: bool | None = None, *, embedded: bool = False, kernels: str = "auto"
+) -> Ops:
     """The kernels for a device.
 
     deterministic: batch-invariant ones; None: only for the embedded model as shipped, on a CPU, where they cost little.
+    kernels: of a CPU, `cpu_kernels`.
     """
     if device.type != "cpu":
         return cast(Ops, _cuda().make_ops(device, bool(deterministic)))
     if deterministic is None and embedded:
         rows = stable_rows()
         return SteadyOps(rows) if rows else BatchInvariantOps()
-    return BatchInvariantOps() if deterministic else ReferenceOps()
+    if deterministic:
+        return BatchInvariantOps()
+    level = choose_level(kernels)
+    return NativeOps(level) if level else ReferenceOps()
+
+
+def choose_level(asked: str) -> str | None:
+    """The instruction set whose kernels run, a key of `LEVELS`; None: torch. Raises InvalidConfig for one that this
+    machine does not have."""
+    best = best_level()
+    if asked == "auto" or asked == "torch":
+        return best if asked == "auto" else None
+    if best is None or LEVELS[asked] > LEVELS[best]:
+        known = [name for name, level in LEVELS.items() if best and level <= LEVELS[best]]
+        raise InvalidConfig(
+            f"--cpu-kernels {asked}: this processor has no such instructions; it has "
+            f"{', '.join(known) or 'none of them'}. Leave the option out, or use torch"
+        )
+    return asked
 
 
 # -------------------------------------------------------------------- quality of quantised weights and K/V

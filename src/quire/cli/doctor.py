@@ -25,6 +25,7 @@ from quire.assembly.limits import host_bytes
 from quire.cli.tables import console
 from quire.config.option import amount
 from quire.ops.matmul import can_pack
+from quire.ops.native.library import best_level
 
 if sys.platform != "win32":
     import resource
@@ -138,7 +139,7 @@ def compiler(search: Callable[[str], str | None] = shutil.which) -> Finding:
 def processor() -> Finding:
     """Cores, and what torch multiplies with."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    says = f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}"
+    says = f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}, {best_level() or 'torch'} kernels"
     if can_pack(torch.bfloat16, torch.device("cpu")):
         return Finding("processor", "ok", f"{says}, bfloat16 in hardware")
     mend = "bfloat16 is emulated: float32 or GGUF files are faster here."

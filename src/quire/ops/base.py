@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire.ops.panels import PanelMatrix
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.types import UNLIMITED
 
@@ -216,7 +217,7 @@ class IntegerMatrix(NamedTuple):
 class MixedMatrix(NamedTuple):
     """Matrices of different layouts, one below the other."""
 
-    parts: tuple[IntegerMatrix, ...]
+    parts: tuple[IntegerMatrix | PanelMatrix, ...]
 
     @property
     def outputs(self) -> int:
@@ -225,7 +226,7 @@ class MixedMatrix(NamedTuple):
 
     def rows(self, which: slice) -> MixedMatrix:
         """Some of its rows, in order."""
-        some, first = list[IntegerMatrix](), 0
+        some, first = list[IntegerMatrix | PanelMatrix](), 0
         wanted = range(*which.indices(self.outputs))
         for part in self.parts:
             begin, stop = (max(0, -(-(at - wanted.start) // wanted.step)) for at in (first, first + part.outputs))
@@ -235,7 +236,7 @@ class MixedMatrix(NamedTuple):
         return MixedMatrix(tuple(some))
 
 
-AnyMatrix = QuantizedMatrix | IntegerMatrix | MixedMatrix
+AnyMatrix = QuantizedMatrix | IntegerMatrix | PanelMatrix | MixedMatrix
 """A quantized matrix."""
 
 ExpertMatrices = QuantizedMatrix | IntegerMatrix
@@ -263,13 +264,13 @@ class Ops(Protocol):
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """tokens [T], weight [V, hidden] -> [T, hidden]."""
 
-    def integer_embedding(self, tokens: Tensor, matrix: IntegerMatrix, dtype: torch.dtype) -> Tensor:
+    def integer_embedding(self, tokens: Tensor, matrix: IntegerMatrix | PanelMatrix, dtype: torch.dtype) -> Tensor:
         """As `embedding`, with a matrix of integers, in dtype."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """x [T, in], weight [out, in], bias [out] -> [T, out]; with a gate [T, out / 2], see `Gate`."""
 
-    def arranged(self, matrix: QuantizedMatrix) -> AnyMatrix:
+    def arranged(self, matrix: AnyMatrix) -> AnyMatrix:
         """The same matrix as these products read it fastest. Called once, when it is loaded."""
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:

@@ -134,12 +134,16 @@ class PagedAttentionMetadata(RaggedBatch):
         k, v = k[:, :, :length], v[:, :, :length]
         return k if k.shape[-1] == q.shape[-1] else torch.cat((v, k), -1), v
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor) -> None:
-        """Write k [T, G, D] and v [T, G, E] into the batch's slots.
+    def clear(self, kv: LayerKV) -> None:
+        """Clear blocks that are about to be partly filled: what the last owner left there, if it is NaN, would reach a
+        result through a weight of zero."""
+        if len(self.begun):
+            for pool in (kv.k, kv.v):
+                (pool.view(torch.uint8) if pool.dtype is E4M3 else pool).index_fill_(0, self.begun, 0)
 
-        A partly filled block is cleared first: what its last owner left there, if it is NaN, would reach a result
-        through a weight of zero.
-        """
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor) -> None:
+        """Write k [T, G, D] and v [T, G, E] into the batch's slots."""
+        self.clear(kv)
         pages, heads, size, _ = kv.k.shape
         rows = self.targets.get(heads)
         if rows is None:
@@ -150,8 +154,6 @@ class PagedAttentionMetadata(RaggedBatch):
         for pool, new, scale in ((kv.k, k, kv.k_scale), (kv.v, v, kv.v_scale)):
             if pool.dtype is E4M3:  # whose bytes torch moves only as bytes
                 pool, new = pool.view(torch.uint8), to_fp8(new, scale).view(torch.uint8)
-            if len(self.begun):
-                pool.index_fill_(0, self.begun, 0)
             dim = pool.shape[-1]
             pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
 

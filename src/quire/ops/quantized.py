@@ -25,12 +25,12 @@ from quire.ops.base import (
     Gate,
     IntegerMatrix,
     MixedMatrix,
-    QuantizedMatrix,
     Routing,
     TopK,
 )
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
+from quire.ops.panels import PanelMatrix
 from quire.ops.ragged import RaggedBatch
 
 Each = TypeVar("Each")
@@ -52,7 +52,9 @@ def dequantize(matrix: AnyMatrix) -> Tensor:
     if isinstance(matrix, IntegerMatrix):
         return dequantize_integers(matrix)
     if isinstance(matrix, MixedMatrix):
-        return torch.cat([dequantize_integers(part) for part in matrix.parts])
+        return torch.cat([dequantize(part) for part in matrix.parts])
+    if isinstance(matrix, PanelMatrix):
+        return matrix.values_of()
     weight, scale = matrix.weight, matrix.scale
     if matrix.zero is not None and matrix.groups is not None:
         numbers = (torch.stack((weight & 15, weight >> 4), -1).flatten(1) if matrix.is_int4 else weight).float()
@@ -140,7 +142,7 @@ class BaseOps(ABC):
         """See `Ops.embedding`."""
         return F.embedding(tokens, weight)
 
-    def integer_embedding(self, tokens: Tensor, matrix: IntegerMatrix, dtype: torch.dtype) -> Tensor:
+    def integer_embedding(self, tokens: Tensor, matrix: IntegerMatrix | PanelMatrix, dtype: torch.dtype) -> Tensor:
         """See `Ops.integer_embedding`."""
         return dequantize(matrix.rows(tokens)).to(dtype)
 
@@ -223,7 +225,7 @@ class BaseOps(ABC):
 
         return through_experts(x, routing, count, mlp, self.combine_experts)
 
-    def arranged(self, matrix: QuantizedMatrix) -> AnyMatrix:
+    def arranged(self, matrix: AnyMatrix) -> AnyMatrix:
         """See `Ops.arranged`."""
         return matrix
 

@@ -17,12 +17,13 @@ from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Format, Plain, WeightSlot
 from quire.layers.quantization.gguf import GgufFormat, StoredBlocks, Tables, no_table
-from quire.layers.quantization.packed import SMALL, packed_if_large
+from quire.layers.quantization.packed import SMALL, Panels, packed_if_large
 from quire.layers.quantization.scaled import OnlineQuantization
 from quire.models.registry import Model, build_model, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
 from quire.ops.matmul import can_pack
+from quire.ops.native.ops import NativeOps
 from quire.ops.reference import ReferenceOps
 from quire.weights.canary import Canary
 from quire.weights.entries import TensorEntry
@@ -83,7 +84,7 @@ def load_model(
     checkpoint = None if load_format == "dummy" else Checkpoint(folder)
     number = choose_dtype(dtype, spec, checkpoint, device)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
-    plain, tables = kept_as_stored(choose_plain_format(number, device, draft), ops, entries)
+    plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
     format = choose_format(config, quantization, plain, entries)
     build = ModelBuilder(
         ops=ops, parallel=parallel or ParallelGroup(), dtype=number, device=device, format=format, tables=tables
@@ -136,8 +137,10 @@ def choose_dtype(asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, d
     return found or torch.float32
 
 
-def choose_plain_format(dtype: torch.dtype, device: torch.device, draft: bool) -> Format:
-    """Format of plain weights: packed for oneDNN where the CPU can, else as they are."""
+def choose_plain_format(dtype: torch.dtype, device: torch.device, draft: bool, ops: Ops) -> Format:
+    """Format of plain weights: in panels or packed for oneDNN where the CPU can, else as they are."""
+    if isinstance(ops, NativeOps) and dtype is torch.bfloat16:
+        return partial(Panels, spare=[])
     least = SMALL if draft and dtype is torch.float32 else 0
     return partial(packed_if_large, spare=[], least=least) if can_pack(dtype, device) else Plain
 

@@ -21,6 +21,7 @@ from quire.layers.quantization.base import (
 )
 from quire.ops.base import Gate, IntegerMatrix, MixedMatrix, Ops
 from quire.ops.gguf_blocks import BLOCKS
+from quire.ops.panels import PanelMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class GgufStorage:
             made.append(kind.packed(torch.cat([raw for _, raw in run])))
         self.raw.clear()
         matrix = made[0] if len(made) == 1 else MixedMatrix(tuple(made))
-        self.quantized = QuantizedWeight(self.ops, matrix, self.bias)
+        self.quantized = QuantizedWeight(self.ops, self.ops.arranged(matrix), self.bias)
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         """As `WeightStorage.apply`."""
@@ -86,7 +87,7 @@ class GgufStorage:
     def rows(self, tokens: Tensor) -> Tensor:
         """Rows number `tokens` [T], in the model's dtype: the embedding of a table of one part."""
         assert self.quantized is not None
-        assert isinstance(self.quantized.matrix, IntegerMatrix)
+        assert isinstance(self.quantized.matrix, IntegerMatrix | PanelMatrix)
         return self.ops.integer_embedding(tokens, self.quantized.matrix, self.matrix.dtype)
 
 

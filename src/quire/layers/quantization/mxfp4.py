@@ -73,7 +73,7 @@ class Mxfp4Storage:
             name = self.matrix.parts[0].name
             raise InvalidModel(f"{name}.weight_scale holds numbers that cannot be scales: the checkpoint is broken")
         codes = torch.stack((self.raw & 15, self.raw >> 4), -1).flatten(1)
-        self.quantized = QuantizedWeight(self.ops, pack_floats(codes, self.exponents), self.bias)
+        self.quantized = QuantizedWeight(self.ops, self.ops.arranged(pack_floats(codes, self.exponents)), self.bias)
         del self.raw, self.exponents
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:

@@ -1,7 +1,9 @@
-"""Matrices in oneDNN's blocked layout: up to three times as fast on a CPU as a plain one."""
+"""Matrices in layouts that a CPU multiplies by faster than by plain ones: oneDNN's blocks, and panels."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from threading import Lock
@@ -12,6 +14,7 @@ from torch import Tensor
 from quire.layers.quantization.base import Matrix, Plain, QuantizedWeight, WeightSlot, bias_of, bias_slots, weight_slot
 from quire.ops.base import Gate, Ops
 from quire.ops.matmul import pack, packed_linear
+from quire.ops.panels import PANEL_ROWS, PanelMatrix
 
 TILE = 16 << 20
 """Bytes of a tile: large enough that one more product costs nothing beside reading it, and small beside a model, since
@@ -37,15 +40,14 @@ def packed_if_large(
 class Tile:
     """Some rows of a matrix. Their memory is taken when the first numbers arrive, and reused once they are packed.
 
-    spare: memory that other tiles no longer need.
+    spare: memory that other tiles no longer need. pack: what is done with the rows.
     """
 
-    def __init__(self, rows: slice, matrix: Matrix, spare: list[Tensor]) -> None:
-        self.rows, self.spare = rows, spare
+    def __init__(self, rows: slice, matrix: Matrix, spare: list[Tensor], pack: Callable[[Tensor], object]) -> None:
+        self.rows, self.spare, self.pack = rows, spare, pack
         self.outline = torch.empty(rows.stop - rows.start, matrix.local_shape[1], dtype=matrix.dtype, device="meta")
         self.left = self.outline.numel()
         self.memory: Tensor | None = None
-        self.packed: Tensor | None = None
         self._lock = Lock()
 
     def acquire(self, into: Tensor) -> Tensor:
@@ -62,7 +64,7 @@ class Tile:
             self.left -= into.numel()
             filled, memory = self.left == 0, self.memory
         if filled and memory is not None:
-            self.packed = pack(memory[: self.outline.nbytes].view(into.dtype).view(self.outline.shape))
+            self.pack(memory[: self.outline.nbytes].view(into.dtype).view(self.outline.shape))
             self.memory = None
             self.spare.append(memory)
 
@@ -76,24 +78,35 @@ def take(spare: list[Tensor], size: int) -> Tensor:
     return memory if memory.nbytes >= size else torch.empty(size, dtype=torch.uint8)
 
 
-class Packed:
-    """Tiles of rows, one below the other. Those of a tied head are copies, made when the embedding is loaded.
+class TiledStorage:
+    """A matrix that is assembled tile by tile, each of which is packed when it is complete.
 
-    spare: buffers in which the matrices of one model are assembled, one after the other.
+    spare: buffers in which the matrices of one model are assembled, one after the other. tied_weight: the table of a
+    tied head, which is packed when the embedding is loaded. unit: rows that a tile has a multiple of.
     """
 
     quantized: QuantizedWeight | None = None
+    unit = 1
 
     def __init__(
         self, matrix: Matrix, ops: Ops, tied_weight: Tensor | None = None, *, spare: list[Tensor] | None = None
     ) -> None:
         rows, columns = matrix.local_shape
-        step = max(1, TILE // max(1, columns * matrix.dtype.itemsize))
+        step = max(self.unit, TILE // max(1, columns * matrix.dtype.itemsize) // self.unit * self.unit)
         self.matrix, self.ops, self.tied_weight = matrix, ops, tied_weight
         self.bias = bias_of(matrix)
         self.spare: list[Tensor] = [] if spare is None else spare
         edges = (*range(0, rows, step), rows)
-        self.tiles = [Tile(slice(*pair), matrix, self.spare) for pair in pairwise(edges)]
+        cuts = [slice(*pair) for pair in pairwise(edges)]
+        self.tiles = [Tile(rows, matrix, self.spare, partial(self.pack, rows)) for rows in cuts]
+
+    @abstractmethod
+    def pack(self, rows: slice, weight: Tensor) -> None:
+        """Pack rows of the matrix, which lie in weight."""
+
+    @abstractmethod
+    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        """As `WeightStorage.apply`."""
 
     def slots(self) -> list[WeightSlot]:
         """Slots of each part's rows in each tile, and of the biases."""
@@ -117,17 +130,51 @@ class Packed:
         self.spare.clear()
         if self.tied_weight is not None:
             for tile in self.tiles:
-                tile.packed = pack(self.tied_weight[tile.rows])
+                self.pack(tile.rows, self.tied_weight[tile.rows])
+
+
+class Packed(TiledStorage):
+    """Tiles of rows in oneDNN's layout, one below the other."""
+
+    def __init__(
+        self, matrix: Matrix, ops: Ops, tied_weight: Tensor | None = None, *, spare: list[Tensor] | None = None
+    ) -> None:
+        super().__init__(matrix, ops, tied_weight, spare=spare)
+        self.packed: dict[int, Tensor] = {}
+
+    def pack(self, rows: slice, weight: Tensor) -> None:
+        """See `TiledStorage`."""
+        self.packed[rows.start] = pack(weight)
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         """As `WeightStorage.apply`."""
         parts = []
         for tile in self.tiles:
-            bias = None if self.bias is None else self.bias[tile.rows]
-            if tile.packed is None:
+            bias, held = None if self.bias is None else self.bias[tile.rows], self.packed.get(tile.rows.start)
+            if held is None:
                 assert self.tied_weight is not None, "a matrix is multiplied by before it is filled"
                 parts.append(self.ops.linear(x, self.tied_weight[tile.rows], bias))
             else:
-                parts.append(self.ops.multiply(partial(packed_linear, weight=tile.packed, bias=bias), x))
+                parts.append(self.ops.multiply(partial(packed_linear, weight=held, bias=bias), x))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return self.ops.apply_gate(y, gate)
+
+
+class Panels(TiledStorage):
+    """One matrix in panels, which `NativeOps` multiplies by."""
+
+    unit = PANEL_ROWS
+
+    def __init__(
+        self, matrix: Matrix, ops: Ops, tied_weight: Tensor | None = None, *, spare: list[Tensor] | None = None
+    ) -> None:
+        super().__init__(matrix, ops, tied_weight, spare=spare)
+        self.panels = PanelMatrix.empty(*matrix.local_shape, matrix.dtype)
+
+    def pack(self, rows: slice, weight: Tensor) -> None:
+        """See `TiledStorage`."""
+        self.panels.write(rows.start, weight)
+
+    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        """As `WeightStorage.apply`."""
+        return self.ops.quantized_linear(x, self.panels, self.bias, gate)

@@ -34,6 +34,7 @@ from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import GemmAutotuner, on_the_card
 from quire.ops.integer import integers_of
 from quire.ops.matmul import combine_experts_in_order, in_order
+from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import E4M3, BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton import experts as mixture
@@ -162,21 +163,25 @@ class TritonOps(BaseOps):
         tokens, used = routing.experts.shape
         return integer_experts.integer_expert_config(tokens, used, gate_up, down)
 
-    def integer_embedding(self, tokens: Tensor, matrix: IntegerMatrix, dtype: torch.dtype) -> Tensor:
+    def integer_embedding(self, tokens: Tensor, matrix: IntegerMatrix | PanelMatrix, dtype: torch.dtype) -> Tensor:
         """See `Ops.integer_embedding`."""
+        if isinstance(matrix, PanelMatrix):
+            return super().integer_embedding(tokens, matrix, dtype)
         return integer_gemm.dequantize(matrix, dtype, self.card, chosen=tokens)
 
-    def arranged(self, matrix: QuantizedMatrix) -> AnyMatrix:
+    def arranged(self, matrix: AnyMatrix) -> AnyMatrix:
         """See `Ops.arranged`."""
-        return integers_of(matrix) or matrix
+        return (isinstance(matrix, QuantizedMatrix) and integers_of(matrix)) or matrix
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""
         if isinstance(matrix, IntegerMatrix):
             return self.integer_linear(x, matrix, bias, gate)
         if isinstance(matrix, MixedMatrix):
-            y = torch.cat([self.integer_linear(x, part, None, "") for part in matrix.parts], 1)
+            y = torch.cat([self.quantized_linear(x, part) for part in matrix.parts], 1)
             return self.apply_gate(y if bias is None else y + bias, gate)
+        if isinstance(matrix, PanelMatrix):
+            return super().quantized_linear(x, matrix, bias, gate)
         if matrix.groups is not None and not matrix.is_int4:
             return super().quantized_linear(x, matrix, bias, gate)
         if matrix.weight.dtype is E4M3 and not self.card.float8:

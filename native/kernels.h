@@ -1,0 +1,86 @@
+/* Kernels of one instruction set: included by kernels.c, which is compiled once for each (see build.sh).
+
+   Vectors are GCC's, of 16 lanes, so that one source serves every instruction set; lanes are 16 neighbouring outputs of
+   a matrix. A matrix [n, k] is stored in panels of 16 outputs, k padded to a multiple of 32:
+
+     F32   [n / 16][k][16] float
+     BF16  [n / 16][k / 2][16][2] bfloat16, which is a tile of AMX as it is
+     INT8  [n / 16][k / 4][16][4] signed bytes
+     INT4  [n / 16][k / 8][16] words of 32 bits, number i of 8 in bits 4 i to 4 i + 3
+
+   Scales, zero points and minima of groups of columns are [n / 16][k / group][16].
+
+   Each output is summed along k in an order that depends on nothing but the matrix's kind and the way: so a row has the
+   same bits in any batch that takes the same way.
+*/
+
+#ifndef QUIRE_KERNELS_H
+#define QUIRE_KERNELS_H
+
+#include <stdint.h>
+
+enum { F32, BF16, INT8, INT4 };
+
+/* How scales are stored: float16, bfloat16, float32; or bytes, unsigned with minima or signed, times float16 numbers
+   of 256 columns, [n / 16][k / 256][2][16]: what scales and what minima are multiplied by. */
+enum { SCALE_F16, SCALE_BF16, SCALE_F32, SCALE_U8, SCALE_I8 };
+
+enum { NO_GATE, SILU, GELU };
+
+struct matrix {
+    int64_t n, k;
+    int32_t kind, group, scale_kind, has_zeros;
+    const void *weight, *scale, *zero, *super;
+    const float *values; /* what the 16 numbers of INT4 stand for */
+};
+
+struct linear {
+    const struct matrix *matrix;
+    const void *x;
+    void *y;
+    const void *bias;
+    int64_t rows, x_stride, y_stride;
+    int32_t x_bf16, y_bf16, bias_bf16, gate;
+    int32_t inputs;
+};
+
+struct attention {
+    const void *q;
+    void *out;
+    const void *k, *v;
+    const int32_t *query_start, *kv_len, *page_table;
+    const float *sinks;
+    int64_t spans, heads, groups, dim, value_dim, page_size, table_stride, q_stride;
+    int64_t window, chunk, most;
+    float scale, soft_cap;
+    int32_t q_bf16, kv_bf16;
+};
+
+struct norm {
+    const void *x;
+    void *residual, *out;
+    const void *weight, *bias;
+    int64_t rows, size;
+    float eps, scale;
+    int32_t bf16, weight_bf16, centred;
+};
+
+struct rope {
+    const void *qkv;
+    void *q, *k_pool, *v_pool;
+    const int64_t *slots;
+    const float *cos, *sin;
+    const void *q_norm, *k_norm;
+    int64_t rows, heads, groups, dim, half, page_size, stride;
+    float q_eps, k_eps;
+    int32_t bf16, weight_bf16, interleaved;
+};
+
+struct kernels {
+    void (*linear)(const struct linear *, int64_t *next);
+    void (*attention)(const struct attention *, int64_t *next);
+    void (*norm)(const struct norm *, int64_t *next);
+    void (*rope)(const struct rope *, int64_t *next);
+};
+
+#endif

@@ -1,0 +1,77 @@
+/* What Python calls: each call is run by the threads of torch's OpenMP. See kernels.h. */
+
+#include <stddef.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "kernels.h"
+
+extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx;
+
+#define VERSION 1
+
+static const struct kernels *chosen;
+static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+
+enum { AVX2, AVX512, AVX512_BF16, AMX };
+
+int quire_version(void) { return VERSION; }
+
+/* Of the files it is built from: see build.sh. */
+const char *quire_source(void) { return SOURCE; }
+
+/* The best instruction set of this processor; -1: none that is supported. */
+int quire_best(void) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
+        return -1;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
+        return AVX2;
+    if (!__builtin_cpu_supports("avx512bf16"))
+        return AVX512;
+    unsigned eax = 7, ebx, ecx = 0, edx;
+    __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+    const int has_amx = (edx >> 24 & 1) && (edx >> 22 & 1);
+    /* ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA: asks the kernel for the tiles' registers. */
+    return has_amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? AMX : AVX512_BF16;
+}
+
+/* `run` is GOMP_parallel, or NULL for one thread. */
+void quire_start(int level, void *run) {
+    static const struct kernels *const tables[] = {&kernels_avx2, &kernels_avx512, &kernels_avx512_bf16, &kernels_amx};
+    chosen = tables[level];
+    parallel = run;
+}
+
+struct job {
+    void (*kernel)(const void *, int64_t *);
+    const void *arguments;
+    int64_t next;
+};
+
+static void work(void *data) {
+    struct job *job = data;
+    job->kernel(job->arguments, &job->next);
+}
+
+static void run(void (*kernel)(const void *, int64_t *), const void *arguments, int threads) {
+    struct job job = {kernel, arguments, 0};
+    if (threads > 1 && parallel != NULL)
+        parallel(work, &job, threads, 0);
+    else
+        work(&job);
+}
+
+typedef void (*kernel)(const void *, int64_t *);
+
+void quire_linear(const struct matrix *matrix, const void *x, void *y, const void *bias, int64_t rows,
+                  int64_t x_stride, int32_t inputs, int32_t x_bf16, int32_t bias_bf16, int32_t gate, int32_t threads) {
+    struct linear a = {matrix, x,          y,    bias,   rows,      x_stride, gate ? matrix->n / 2 : matrix->n,
+                       x_bf16, x_bf16, bias_bf16, gate, inputs};
+    run((kernel)chosen->linear, &a, threads);
+}
+
+void quire_attention(const struct attention *a, int threads) { run((kernel)chosen->attention, a, threads); }
+void quire_norm(const struct norm *a, int threads) { run((kernel)chosen->norm, a, threads); }
+void quire_rope(const struct rope *a, int threads) { run((kernel)chosen->rope, a, threads); }

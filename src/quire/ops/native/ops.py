@@ -1,0 +1,278 @@
+"""`NativeOps`: the CPU's operations by the library of kernels, what it does not have by torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from quire.ops.base import (
+    Angles,
+    AnyMatrix,
+    Gate,
+    IntegerMatrix,
+    MixedMatrix,
+    Norm,
+    Norms,
+    QuantizedMatrix,
+)
+from quire.ops.integer import integers_of
+from quire.ops.native.library import LEVELS, CAttention, CMatrix, CNorm, CRope, load, parallel_function
+from quire.ops.native.pack import in_panels
+from quire.ops.panels import PANEL_ROWS, PanelMatrix, concatenated
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.reference import ReferenceOps, Scores
+from quire.types import UNLIMITED
+
+GATES: Mapping[str, int] = MappingProxyType({"": 0, "silu": 1, "gelu": 2})
+"""Those that products have, by what the library calls them."""
+
+FLOATS = (torch.float32, torch.bfloat16)
+
+MANY_QUERIES = 8
+"""Queries of a span above which torch attends: its products of many rows are faster than ours of few."""
+
+WORTH_THREADS = 1 << 14
+"""Numbers below which a second thread costs more than it computes."""
+
+
+def address(x: Tensor | None) -> int | None:
+    """Where its numbers lie."""
+    return None if x is None else x.data_ptr()
+
+
+class NativeOps(ReferenceOps):
+    """`Ops` as `ReferenceOps`, up to rounding. level: of `LEVELS`. Raises RuntimeError where the library is missing."""
+
+    multiplies_integers = True
+
+    def __init__(self, level: str) -> None:
+        library = load()
+        if library is None:
+            raise RuntimeError("the CPU kernels do not run on this machine")
+        library.quire_start(LEVELS[level], parallel_function())
+        self.library = library
+
+    def panel_linear(self, x: Tensor, matrix: PanelMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """As `linear`, with a matrix in panels."""
+        if matrix.order is not None:
+            x = x.index_select(-1, matrix.order)
+        if x.dtype not in FLOATS:
+            return self.panel_linear(x.float(), matrix, bias, gate).to(x.dtype)
+        width = matrix.outputs
+        fused = gate in GATES and (not gate or width % (2 * PANEL_ROWS) == 0)
+        if gate and fused:
+            width //= 2
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        y = x.new_empty(len(x), width)
+        self.library.quire_linear(
+            handle_of(matrix),
+            x.data_ptr(),
+            y.data_ptr(),
+            address(bias),
+            len(x),
+            x.stride(0),
+            matrix.inputs,
+            x.dtype is torch.bfloat16,
+            bias is not None and bias.dtype is torch.bfloat16,
+            GATES[gate] if fused else 0,
+            torch.get_num_threads(),
+        )
+        return y if fused else self.apply_gate(y, gate)
+
+    def arranged(self, matrix: AnyMatrix) -> AnyMatrix:
+        """See `Ops.arranged`."""
+        if isinstance(matrix, MixedMatrix):
+            return MixedMatrix(tuple(in_panels(cast(IntegerMatrix, part)) for part in matrix.parts))
+        found = integers_of(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
+        return in_panels(found) if isinstance(found, IntegerMatrix) else matrix
+
+    def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """See `Ops.quantized_linear`."""
+        if isinstance(matrix, PanelMatrix):
+            return self.panel_linear(x, matrix, bias, gate)
+        if isinstance(matrix, MixedMatrix):
+            made = concatenated([self.quantized_linear(x, part) for part in matrix.parts])
+            return self.apply_gate(made if bias is None else made + bias, gate)
+        return super().quantized_linear(x, matrix, bias, gate)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See `Ops.norm`."""
+        if x.dtype not in FLOATS or not x.is_contiguous() or norm.weight.dtype not in FLOATS:
+            return super().norm(x, norm)
+        out = torch.empty_like(x)
+        self._norm(x, None, out, norm, 1.0)
+        return out
+
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None = None,
+        scale: float = 1.0,
+        gain: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.add_norm`."""
+        plain = norm is not None and gain is None and residual.is_contiguous() and residual.dtype in FLOATS
+        x = self.norm(x, before) if before else x
+        if norm is None or not plain or not x.is_contiguous() or norm.weight.dtype not in FLOATS:
+            return super().add_norm(x, residual, norm, None, scale, gain)
+        out = torch.empty_like(x)
+        self._norm(x, residual, out, norm, scale)
+        return out, residual
+
+    def _norm(self, x: Tensor, residual: Tensor | None, out: Tensor, norm: Norm, scale: float) -> None:
+        size = x.shape[-1]
+        arguments = CNorm(
+            x.data_ptr(),
+            address(residual),
+            out.data_ptr(),
+            norm.weight.data_ptr(),
+            address(norm.bias),
+            x.numel() // size,
+            size,
+            norm.eps,
+            scale,
+            x.dtype is torch.bfloat16,
+            norm.weight.dtype is torch.bfloat16,
+            norm.centred,
+        )
+        self.library.quire_norm(ctypes.byref(arguments), threads_for(x))
+
+    def qk_norm_rope_store_kv(
+        self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
+    ) -> Tensor:
+        """See `Ops.qk_norm_rope_store_kv`."""
+        dim, dtype = kv.k.shape[3], qkv.dtype
+        groups = (qkv.shape[-1] // dim - heads) // 2
+        if (
+            dtype not in FLOATS
+            or dim > MOST_DIM
+            or kv.k.dtype is not dtype
+            or kv.v.dtype is not dtype
+            or angles.query_gain is not None
+            or not qkv.is_contiguous()
+            or (norms is not None and not by_heads(norms, dim))
+        ):
+            return super().qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms)
+        if groups:
+            self.prepare(batch).clear(kv)
+        q = qkv.new_empty(len(qkv), heads, dim)
+        first, second = (None, None) if norms is None else (norms.q, norms.k)
+        arguments = CRope(
+            qkv.data_ptr(),
+            q.data_ptr(),
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
+            batch.slots.data_ptr(),
+            angles.cos.data_ptr(),
+            angles.sin.data_ptr(),
+            None if first is None else first.weight.data_ptr(),
+            None if second is None else second.weight.data_ptr(),
+            len(qkv),
+            heads,
+            groups,
+            dim,
+            angles.cos.shape[-1],
+            kv.k.shape[2],
+            qkv.stride(0),
+            0.0 if first is None else first.eps,
+            0.0 if second is None else second.eps,
+            dtype is torch.bfloat16,
+            first is not None and first.weight.dtype is torch.bfloat16,
+            angles.interleaved,
+        )
+        self.library.quire_rope(ctypes.byref(arguments), threads_for(qkv))
+        return q
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window: int = UNLIMITED,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = UNLIMITED,
+    ) -> Tensor:
+        """See `Ops.attention`."""
+        paged = self.prepare(batch)
+        if not self._attends(q, kv) or all(group.n > MANY_QUERIES for group in paged.groups):
+            return super().attention(q, kv, paged, scale, window, soft_cap, sinks, chunk)
+        out = q.new_empty(*q.shape[:2], kv.v.shape[-1])
+        how = Scores(scale, window, soft_cap, sinks, chunk)
+        for i, group in enumerate(paged.groups):
+            if group.n > MANY_QUERIES:
+                out[group.rows] = self.attend(q[group.rows], kv, paged, i, how)
+        arguments = CAttention(
+            q.data_ptr(),
+            out.data_ptr(),
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
+            paged.query_start.data_ptr(),
+            paged.kv_len.data_ptr(),
+            paged.page_table.data_ptr(),
+            address(sinks),
+            len(paged.kv_len),
+            q.shape[1],
+            kv.k.shape[1],
+            q.shape[2],
+            kv.v.shape[-1],
+            kv.k.shape[2],
+            paged.page_table.stride(0),
+            q.stride(0),
+            window,
+            chunk,
+            MANY_QUERIES,
+            scale,
+            soft_cap,
+            q.dtype is torch.bfloat16,
+            kv.k.dtype is torch.bfloat16,
+        )
+        self.library.quire_attention(ctypes.byref(arguments), torch.get_num_threads())
+        return out
+
+    def _attends(self, q: Tensor, kv: LayerKV) -> bool:
+        dims = q.shape[-1] == kv.k.shape[-1] and q.shape[-1] % PANEL_ROWS == 0 and kv.v.shape[-1] % PANEL_ROWS == 0
+        dtypes = q.dtype in FLOATS and kv.k.dtype in FLOATS and kv.v.dtype is kv.k.dtype
+        return dims and dtypes and q.shape[-1] <= MOST_KEY_DIM and q.stride(-1) == 1 and q.stride(1) == q.shape[-1]
+
+
+MOST_DIM, MOST_KEY_DIM = 1024, 512
+"""Numbers of a head that the kernels have room for: that are rotated, and of a key that is attended to."""
+
+
+def by_heads(norms: Norms, dim: int) -> bool:
+    """Whether the kernel norms heads so: by themselves, before they are rotated, q and k alike."""
+    weights = (norms.q.weight, norms.k.weight)
+    alike = weights[0].dtype is weights[1].dtype and weights[0].dtype in FLOATS
+    plain = not norms.after_rope and norms.v_eps is None and not norms.q.centred and not norms.k.centred
+    return alike and plain and all(len(weight) == dim for weight in weights)
+
+
+def threads_for(x: Tensor) -> int:
+    """Threads worth having for so many numbers."""
+    return 1 if x.numel() < WORTH_THREADS else torch.get_num_threads()
+
+
+def handle_of(matrix: PanelMatrix) -> ctypes.Array[CMatrix]:
+    """What the kernels know a matrix by."""
+    if matrix.handle is None:
+        made = CMatrix(
+            matrix.outputs,
+            matrix.padded,
+            matrix.kind,
+            matrix.group,
+            matrix.scale_kind,
+            matrix.zero is not None and matrix.supers is None,
+            matrix.weight.data_ptr(),
+            *(address(part) for part in (matrix.scale, matrix.zero, matrix.supers, matrix.values)),
+        )
+        matrix.handle = ctypes.pointer(made)
+    return cast("ctypes.Array[CMatrix]", matrix.handle)

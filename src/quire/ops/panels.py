@@ -1,0 +1,158 @@
+"""Matrices as the CPU's kernels read them: in panels of 16 outputs, of floats or of integers with scales.
+
+`PanelMatrix` is the layout of `native/kernels.h`: a vector holds neighbouring outputs, so that nothing is added
+up within one, scales of a group of columns are one load, and a panel of bfloat16 pairs is a tile of AMX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PANEL_ROWS = 16
+"""Outputs of a panel."""
+
+UNIT = 32
+"""What columns are padded to a multiple of: a tile of AMX has as many."""
+
+
+class PanelKind(IntEnum):
+    """What a panel holds for k columns: float32 [k, 16]; bfloat16 [k / 2, 16, 2]; int8 [k / 4, 16, 4]; or words of 32
+    bits [k / 8, 16], column i of 8 in bits 4 i to 4 i + 3."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class ScaleKind(IntEnum):
+    """Scales: floats; or bytes times float16 numbers for 256 columns, unsigned with minima or signed."""
+
+    F16 = 0
+    BF16 = 1
+    F32 = 2
+    U8 = 3
+    I8 = 4
+
+
+PLAIN: Mapping[torch.dtype, PanelKind] = MappingProxyType(
+    {torch.float32: PanelKind.F32, torch.bfloat16: PanelKind.BF16}
+)
+"""Kinds of unquantized matrices."""
+
+
+@dataclass(slots=True, eq=False)
+class PanelMatrix:
+    """A matrix [outputs, inputs].
+
+    weight: uint8 [panels, bytes]. scale [panels, G, 16]: of groups of `group` columns. zero: bfloat16 zero points of
+    groups, or uint8 minima where scales are U8. supers: float16 [panels, padded / 256, 2, 16], what scales and minima
+    are multiplied by. values: float32 [16], what INT4's numbers stand for. order: int64 [in], columns of x in the
+    matrix's order; None: as they are. which: the rows this stands for, None for all; those of some are for `values_of`
+    only. handle: what the kernels are called with, made at the first call.
+    """
+
+    kind: PanelKind
+    outputs: int
+    inputs: int
+    padded: int
+    weight: Tensor
+    group: int = 0
+    scale_kind: ScaleKind = ScaleKind.F16
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    supers: Tensor | None = None
+    values: Tensor | None = None
+    order: Tensor | None = None
+    which: Tensor | None = None
+    handle: Any = field(default=None, repr=False)
+
+    @classmethod
+    def empty(cls, outputs: int, inputs: int, dtype: torch.dtype) -> PanelMatrix:
+        """An unquantized matrix, whose rows `write` fills. dtype: float32 or bfloat16."""
+        padded = -(-inputs // UNIT) * UNIT
+        panels = -(-outputs // PANEL_ROWS)
+        weight = torch.zeros(panels, padded * PANEL_ROWS * dtype.itemsize, dtype=torch.uint8)
+        return cls(PLAIN[dtype], outputs, inputs, padded, weight)
+
+    def write(self, first: int, rows: Tensor) -> None:
+        """Fill rows from number `first` on, a multiple of 16, of an unquantized matrix."""
+        filled = F.pad(rows, (0, self.padded - self.inputs, 0, -len(rows) % PANEL_ROWS))
+        panels = slice(first // PANEL_ROWS, first // PANEL_ROWS + len(filled) // PANEL_ROWS)
+        words = filled.view(torch.int32)
+        turned = words.view(-1, PANEL_ROWS, words.shape[1]).transpose(1, 2)
+        self.weight[panels].view(torch.int32).view(turned.shape).copy_(turned)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of numbers and scales."""
+        parts = (self.weight, self.scale, self.zero, self.supers)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def rows(self, which: slice | Tensor) -> PanelMatrix:
+        """Some of its rows; a tensor [T] holds their numbers."""
+        numbers = torch.arange(self.outputs) if self.which is None else self.which
+        return replace(self, which=numbers[which], handle=None)
+
+    def values_of(self) -> Tensor:
+        """The numbers that it represents, float32 [outputs, inputs], or of the rows it stands for."""
+        which = torch.arange(self.outputs) if self.which is None else self.which
+        panel, place = which // PANEL_ROWS, which % PANEL_ROWS
+        numbers = self._numbers(panel, place)
+        scale, less = self._scales(panel, place)
+        if scale is not None:
+            numbers.view(len(which), -1, self.group).mul_(scale[..., None])
+        if less is not None:
+            numbers.view(len(which), -1, self.group).sub_(less[..., None])
+        ordered = numbers[:, : self.inputs]
+        return ordered if self.order is None else torch.empty_like(ordered).index_copy_(1, self.order, ordered)
+
+    def _numbers(self, panel: Tensor, place: Tensor) -> Tensor:
+        words = self.weight.view(torch.int32).view(len(self.weight), -1, PANEL_ROWS)[panel, :, place].contiguous()
+        if self.kind is PanelKind.F32:
+            return words.view(torch.float32)
+        if self.kind is PanelKind.BF16:
+            return words.view(torch.bfloat16).float()
+        if self.kind is PanelKind.INT8:
+            return words.view(torch.int8).float()
+        stored = words.view(torch.uint8)
+        assert self.values is not None
+        return self.values[torch.stack((stored & 15, stored >> 4), -1).flatten(1).int()]
+
+    def _scales(self, panel: Tensor, place: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if self.scale is None:
+            return None, None
+        scale = self.scale[panel, :, place].float()
+        zero = None if self.zero is None else self.zero[panel, :, place].float()
+        if self.supers is None:
+            return scale, None if zero is None else zero * scale
+        each = 256 // self.group
+        both = self.supers[panel, :, :, place].float().repeat_interleave(each, 1)
+        return scale * both[..., 0], None if zero is None else zero * both[..., 1]
+
+
+def panels_of(values: Tensor) -> Tensor:
+    """values [out, G] -> [panels, G, 16], zeros after the last output."""
+    filled = F.pad(values, (0, 0, 0, -len(values) % PANEL_ROWS))
+    return filled.view(-1, PANEL_ROWS, values.shape[1]).transpose(1, 2).contiguous()
+
+
+def pack_numbers(numbers: Tensor) -> Tensor:
+    """numbers [out, in], in a multiple of 8, int8, or of 4 bits in uint8 -> `PanelMatrix.weight`."""
+    if numbers.dtype is torch.uint8:
+        numbers = numbers[:, ::2] | (numbers[:, 1::2] << 4)
+    words = numbers.contiguous().view(torch.int32)
+    return panels_of(words).view(torch.uint8).view(-(-len(words) // PANEL_ROWS), -1)
+
+
+def concatenated(matrices: Sequence[Tensor]) -> Tensor:
+    """Results of several matrices side by side."""
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), -1)

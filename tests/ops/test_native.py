@@ -1,0 +1,288 @@
+"""The CPU's kernels against plain torch: every kind of matrix, gate, dtype and number of rows, at every instruction set
+of this processor."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.assembly import engine
+from quire.errors import InvalidConfig
+from quire.ops.base import Angles, Gate, IntegerMatrix, MixedMatrix, Norm, Norms, QuantizedMatrix
+from quire.ops.integer import dequantize_integers, pack_floats, pack_integers, pack_rows, pack_superblocks
+from quire.ops.native import library
+from quire.ops.native.library import LEVELS, best_level
+from quire.ops.native.ops import NativeOps
+from quire.ops.panels import PanelMatrix
+from quire.ops.quantized import dequantize
+from quire.ops.ragged import LayerKV
+from quire.ops.reference import ReferenceOps
+from tests.ops.batches import Pages, poisoned
+
+REFERENCE = ReferenceOps()
+BEST = best_level()
+HERE = [level for level, number in LEVELS.items() if BEST is not None and number <= LEVELS[BEST]]
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+
+
+@pytest.fixture(params=HERE)
+def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
+    """The operations at each level, with two threads; the best one is chosen again afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with torch.inference_mode():
+        yield NativeOps(request.param)
+    torch.set_num_threads(before)
+    assert BEST is not None
+    NativeOps(BEST)
+
+
+def halves(scale: Tensor, half: bool) -> Tensor:
+    return (scale.half() if half else scale.bfloat16()).float()
+
+
+def integers(out: int, columns: int) -> dict[str, IntegerMatrix]:
+    """One matrix of every layout."""
+    draw = torch.Generator().manual_seed(out * columns)
+    eight = torch.randint(-127, 128, (out, columns), dtype=torch.int8, generator=draw)
+    four = torch.randint(0, 16, (out, columns), dtype=torch.uint8, generator=draw)
+    fine = torch.rand(out, -(-columns // 32), generator=draw) + 0.1
+    coarse, zero = fine[:, :: 128 // 32], torch.randint(0, 16, (out, -(-columns // 128)), generator=draw).float()
+    made = {"rows": pack_rows(eight, fine[:, :1])}
+    for half in (True, False):
+        made |= {
+            f"8 bits, {half}": pack_integers(eight, 32, halves(fine, half), half=half),
+            f"4 bits, {half}": pack_integers(four, 32, halves(fine, half), half=half),
+            f"8 bits with zeros, {half}": pack_integers(eight, 128, halves(coarse, half), zero=zero - 4, half=half),
+            f"4 bits with zeros, {half}": pack_integers(four, 128, halves(coarse, half), zero=zero, half=half),
+        }
+    made["floats"] = pack_floats(four, torch.randint(118, 130, fine.shape, dtype=torch.uint8, generator=draw))
+    if columns % 256 == 0:
+        scales = torch.randint(0, 63, (out, columns // 16), dtype=torch.uint8, generator=draw)
+        supers = torch.rand(out, columns // 256, 2, generator=draw).half()
+        made["superblocks of 4 bits"] = pack_superblocks(four, 32, scales, supers)
+        made["superblocks of 8 bits"] = pack_superblocks(eight.abs() % 32, 32, scales, supers)
+        made["superblocks of 16"] = pack_superblocks(
+            eight % 32, 16, scales.view(torch.int8).sub(30).view(torch.uint8), supers
+        )
+    return made
+
+
+def plain(out: int, columns: int, dtype: torch.dtype) -> PanelMatrix:
+    made = PanelMatrix.empty(out, columns, dtype)
+    weight = torch.randn(out, columns).to(dtype)
+    made.write(0, weight[: out // 32 * 16])
+    made.write(out // 32 * 16, weight[out // 32 * 16 :])
+    assert torch.equal(made.values_of(), weight.float())
+    return made
+
+
+def agree(got: Tensor, wanted: Tensor, tolerance: float) -> None:
+    assert float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-6)) < tolerance
+
+
+def products(ops: NativeOps, matrix: PanelMatrix, dtype: torch.dtype, rows: int) -> None:
+    """Products of so many rows with and without a bias and each gate."""
+    dense = matrix.values_of()
+    x, bias = torch.randn(rows, matrix.inputs).to(dtype), torch.randn(matrix.outputs).to(dtype)
+    exact = x.float() @ dense.t()
+    tolerance = DTYPES[dtype]
+    agree(ops.quantized_linear(x, matrix), exact, tolerance)
+    agree(ops.quantized_linear(x[:, :], matrix, bias), exact + bias.float(), tolerance)
+    gates: tuple[Gate, ...] = ("silu", "gelu")
+    for gate in gates if matrix.outputs % 2 == 0 else ():
+        agree(ops.quantized_linear(x, matrix, bias, gate), REFERENCE.apply_gate(exact + bias, gate), 2 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(96, 256), (100, 384), (33, 512)], ids=str)
+def test_every_layout_multiplies_as_its_numbers_do(ops: NativeOps, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for name, stored in integers(*shape).items():
+        matrix = ops.arranged(stored)
+        assert isinstance(matrix, PanelMatrix), name
+        torch.testing.assert_close(matrix.values_of(), dequantize_integers(stored), msg=name)
+        for rows in (1, 3, 8, 21):
+            products(ops, matrix, dtype, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(96, 256), (130, 72), (1, 40), (17, 1)], ids=str)
+def test_plain_matrices_of_any_size_multiply(ops: NativeOps, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = plain(*shape, dtype)
+    for rows in (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 70):
+        products(ops, matrix, dtype, rows) if rows else None
+        assert ops.panel_linear(torch.zeros(rows, shape[1], dtype=dtype), matrix).shape == (rows, shape[0])
+
+
+def test_a_row_has_the_same_bits_in_any_batch(ops: NativeOps) -> None:
+    matrix, x = plain(96, 320, torch.bfloat16), torch.randn(70, 320).bfloat16()
+    whole = ops.panel_linear(x, matrix)
+    for first, count in ((0, 1), (3, 2), (5, 4), (1, 8), (9, 17), (20, 33)):
+        assert torch.equal(ops.panel_linear(x[first : first + count], matrix), whole[first : first + count])
+
+
+def test_rows_may_lie_apart_and_columns_be_reordered(ops: NativeOps) -> None:
+    stored = integers(48, 256)["8 bits, True"]
+    x = torch.randn(5, 600).bfloat16()
+    agree(ops.quantized_linear(x[:, 40:296], ops.arranged(stored)), x[:, 40:296].float() @ dequantize(stored).t(), 0.02)
+    agree(ops.quantized_linear(x[:, ::2][:, :256], ops.arranged(stored)),
+          x[:, ::2][:, :256].float() @ dequantize(stored).t(), 0.02)  # fmt: skip
+    moved = stored._replace(order=torch.randperm(256))
+    agree(ops.quantized_linear(x[:, :256], ops.arranged(moved)), x[:, :256].float() @ dequantize(moved).t(), 0.02)
+
+
+def test_rows_of_a_matrix_are_its_values(ops: NativeOps) -> None:
+    for name, stored in integers(40, 256).items():
+        matrix, which = ops.arranged(stored), torch.tensor([3, 39, 3, 16])
+        assert isinstance(matrix, PanelMatrix)
+        torch.testing.assert_close(dequantize(matrix.rows(which)), dequantize(stored)[which], msg=name)
+        torch.testing.assert_close(dequantize(matrix.rows(slice(5, 30))), dequantize(stored)[5:30], msg=name)
+        assert ops.integer_embedding(which, matrix, torch.bfloat16).dtype is torch.bfloat16
+
+
+def test_matrices_of_several_layouts_multiply_as_one(ops: NativeOps) -> None:
+    some = integers(48, 256)
+    parts = (some["8 bits, True"], some["superblocks of 4 bits"])
+    matrix = ops.arranged(MixedMatrix(parts))
+    dense, x, bias = torch.cat([dequantize(part) for part in parts]), torch.randn(3, 256), torch.randn(96)
+    agree(ops.quantized_linear(x, matrix, bias, "silu"), REFERENCE.silu_mul(x @ dense.t() + bias), 1e-4)
+
+
+def test_matrices_of_checkpoints_are_arranged_and_others_stay(ops: NativeOps) -> None:
+    scaled = QuantizedMatrix(torch.randint(-127, 128, (32, 64), dtype=torch.int8), torch.rand(32, 1))
+    arranged, x = ops.arranged(scaled), torch.randn(2, 64)
+    assert isinstance(arranged, PanelMatrix)
+    agree(ops.quantized_linear(x, arranged), x @ dequantize(scaled).t(), 1e-5)
+    float8 = scaled._replace(weight=torch.randn(32, 64).to(torch.float8_e4m3fn))
+    assert ops.arranged(float8) is float8
+    agree(ops.quantized_linear(x, float8), x @ dequantize(float8).t(), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("centred", [False, True])
+def test_norms(ops: NativeOps, centred: bool, dtype: torch.dtype) -> None:
+    for size in (1, 15, 16, 72, 128):
+        x, residual = (3 * torch.randn(5, size).to(dtype) for _ in range(2))
+        for number in (dtype, torch.float32):
+            bias = torch.randn(size).to(number) if centred else None
+            norm = Norm(torch.rand(size).to(number), 1e-5, bias, centred)
+            agree(ops.norm(x, norm), REFERENCE.norm(x, norm), DTYPES[dtype])
+            for scale in (1.0, 0.3):
+                got = ops.add_norm(x, residual.clone(), norm, None, scale)
+                wanted = REFERENCE.add_norm(x, residual.clone(), norm, None, scale)
+                agree(got[0], wanted[0], 2 * DTYPES[dtype])
+                agree(got[1], wanted[1], DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_and_keys_are_normed_rotated_and_stored(
+    ops: NativeOps, normed: bool, interleaved: bool, dtype: torch.dtype
+) -> None:
+    heads, groups, dim = 6, 2, 48
+    pages = Pages(12, 4)
+    batch = pages.batch([(0, 0, [1] * 7), (1, 3, [1, 2]), (2, 8, [5])])
+    count = len(batch.tokens)
+    qkv = torch.randn(count, (heads + 2 * groups) * dim).to(dtype)
+    norms = Norms(*(Norm(torch.rand(dim).to(dtype), 1e-5) for _ in range(2))) if normed else None
+    for half in (0, 16, 24):
+        angles = Angles(*(torch.randn(count, half) for _ in range(2)), interleaved)
+        made = []
+        for each in (ops, REFERENCE):
+            kv = LayerKV(*(torch.zeros(12, groups, 4, dim, dtype=dtype) for _ in range(2)))
+            q = each.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms)
+            made.append((q, kv.k, kv.v))
+        for got, wanted in zip(*made, strict=True):
+            agree(got, wanted, DTYPES[dtype])
+
+
+SCORES: dict[str, Callable[[int], dict[str, object]]] = {
+    "plain": lambda heads: {},
+    "window": lambda heads: {"window": 5},
+    "chunk": lambda heads: {"chunk": 6},
+    "cap": lambda heads: {"soft_cap": 3.0},
+    "sinks": lambda heads: {"sinks": torch.randn(heads)},
+    "all": lambda heads: {"window": 9, "chunk": 12, "soft_cap": 5.0, "sinks": torch.randn(heads)},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", SCORES)
+def test_spans_of_any_length_attend(ops: NativeOps, how: str, dtype: torch.dtype) -> None:
+    for heads, groups, dim, value_dim in ((6, 2, 16, 16), (3, 3, 48, 32), (8, 1, 64, 64), (2, 1, 528, 16)):
+        more = SCORES[how](heads)
+        pages = Pages(80, 4)
+        kv = poisoned(80, groups, 4, dim, dtype, value_dim=value_dim)
+        lengths = {0: 1, 1: 70, 2: 65, 3: 20, 4: 30}
+        whole = pages.batch([(s, 0, [1] * n) for s, n in lengths.items()])
+        k, v = (torch.randn(len(whole.tokens), groups, size).to(dtype) for size in (dim, value_dim))
+        REFERENCE.write_kv(kv, k, v, whole)
+        batch = pages.batch([(s, lengths[s] - n, [1] * n) for s, n in ((0, 1), (1, 1), (2, 3), (3, 9), (4, 2))])
+        q = torch.randn(len(batch.tokens), heads, dim).to(dtype)
+        got = ops.attention(q, kv, ops.prepare(batch), 0.25, **more)  # type: ignore[arg-type]
+        wanted = REFERENCE.attention(q.float(), LayerKV(kv.k.float(), kv.v.float()), batch, 0.25, **more)  # type: ignore[arg-type]
+        assert got.dtype is dtype
+        agree(got, wanted, DTYPES[dtype])
+
+
+def test_the_best_level_runs_unless_answers_must_not_depend_on_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert isinstance(engine.choose_ops(cpu), NativeOps) is (BEST is not None)
+    assert not isinstance(engine.choose_ops(cpu, True), NativeOps)
+    monkeypatch.setattr(engine, "best_level", lambda: None)
+    assert type(engine.choose_ops(cpu)) is ReferenceOps
+
+
+@pytest.mark.parametrize("what", ["system", "machine", "missing", "version", "broken"])
+def test_where_the_library_does_not_run_there_is_none(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setattr(library, "load", library.load.__wrapped__)
+    if what == "system":
+        monkeypatch.setattr(library.sys, "platform", "darwin")
+    elif what == "machine":
+        monkeypatch.setattr(library.platform, "machine", lambda: "aarch64")
+    elif what == "version":
+        monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
+    else:
+        file = tmp_path / "libquire_cpu.so"  # type: ignore[operator]
+        if what == "broken":
+            file.write_bytes(b"no library")
+        monkeypatch.setattr(library, "FILE", file)
+    assert library.load() is None
+    assert best_level() is None
+
+
+def test_the_library_is_built_from_its_source() -> None:
+    built = library.load()
+    assert built is not None
+    folder, files = library.FILE.parents[4] / "native", ("kernels.h", "kernels.c", "library.c", "build.sh")
+    source = hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
+    built.quire_source.restype = ctypes.c_char_p
+    assert built.quire_source().decode() == source, "run native/build.sh src/quire/ops/native/libquire_cpu.so"
+    assert library.FILE.stat().st_size < 2 << 20
+
+
+def test_an_instruction_set_can_be_chosen_and_one_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine.choose_level("torch") is None
+    assert type(engine.choose_ops(torch.device("cpu"), kernels="torch")) is ReferenceOps
+    monkeypatch.setattr(engine, "best_level", lambda: "avx512")
+    assert (engine.choose_level("auto"), engine.choose_level("avx512")) == ("avx512", "avx512")
+    with pytest.raises(
+        InvalidConfig, match="--cpu-kernels amx: this processor has no such instructions; it has avx512"
+    ):
+        engine.choose_level("amx")
+    monkeypatch.setattr(engine, "best_level", lambda: None)
+    assert engine.choose_level("auto") is None
+    with pytest.raises(InvalidConfig, match="none of them"):
+        engine.choose_level("avx512")
+
+
+def test_threads_are_those_of_torch() -> None:
+    assert library.parallel_function() is not None
