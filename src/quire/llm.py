@@ -51,6 +51,7 @@ from quire.frontend.processor import (
     output_processor,
     requests,
 )
+from quire.parsers.parts import Splitter, TextPart
 from quire.scheduler.constraint import FREE, Constraint
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
@@ -279,6 +280,19 @@ class LLM:
         text, ids = self._prompts.rendered(messages)
         return self._stream(text, ids, self._prompts.bound(text, "", sampling_params or self.default_sampling_params()))
 
+    def stream_chat_parts(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Generator[TextPart, None, None]:
+        """As `stream_chat`, with reasoning apart: each piece has a `kind`, "reasoning" or "content", and a `text`.
+
+        The marks between them are in neither. A model that does not reason has content alone.
+        """
+        self._thread.check()
+        text, ids = self._prompts.rendered(messages)
+        params = self._prompts.bound(text, "", sampling_params or self.default_sampling_params())
+        splitter, params = self._prompts.splitter(text, params)
+        return self._parts(self._stream(text, ids, params), splitter)
+
     def default_sampling_params(self, **changed: Any) -> SamplingParams:
         """What the model's generation_config.json recommends, with some fields `changed`."""
         return SamplingParams(**{**self._text.defaults, **changed})
@@ -358,6 +372,13 @@ class LLM:
                 if delta.error is not None:
                     raise errors.of(delta.status, delta.error, param=delta.param)
                 finish = delta.finish_reason
+
+    @staticmethod
+    def _parts(pieces: Generator[str, None, None], splitter: Splitter) -> Generator[TextPart, None, None]:
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                yield from splitter.feed(piece)
+            yield from splitter.flush()
 
     def _job(self, text: str | None, ids: tuple[int, ...], params: SamplingParams, priority: int = 0) -> _Job:
         return _Job(Call(id=f"llm-{next(self._names)}", prompt=ids, text=text, sampling=params, priority=priority))
