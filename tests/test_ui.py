@@ -402,7 +402,8 @@ def test_what_does_not_fit_is_dropped_oldest_first_and_none_is_broken(live: Live
         localStorage.setItem("quire-conversation-odd", "{");
         localStorage.setItem("quire-conversation-other", JSON.stringify({ id: "another", messages: 5 }));
         const messages = [{ role: "assistant", content: "x", tool_calls: [5], reasoning: 7, images: ["javascript:1"] }];
-        localStorage.setItem("quire-conversation-last", JSON.stringify({ id: "last", title: 1, changed: 9e15, messages }));
+        const last = { id: "last", title: 1, changed: 9e15, messages };
+        localStorage.setItem("quire-conversation-last", JSON.stringify(last));
         const again = new Conversations(() => 0).list;
         return [many, gone, again.slice(1).map((one) => one.title), again[0].messages[0]];
     }"""

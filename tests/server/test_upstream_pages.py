@@ -14,6 +14,8 @@ from tests.frontend.stub import stub
 from tests.server.doubles import check_error
 from tests.server.relayed import Relayed, relaying
 
+pytestmark = pytest.mark.anyio
+
 
 async def message(lines: Any) -> tuple[int, dict[str, Any]]:
     """The next message: the number of a server and a frame of it."""
@@ -26,24 +28,27 @@ def lines_of(response: httpx.Response) -> Any:
 
 
 async def test_frames_of_the_servers_behind_come_in_one_stream_with_their_numbers() -> None:
-    async with stub() as server, relaying(server) as inner, stub() as bare:
-        async with relaying(bare, str(inner.client.base_url)) as outer:  # type: ignore[arg-type]
-            async with outer.client.stream("GET", "/ui/servers") as seen:
-                assert seen.headers["content-type"].startswith("text/event-stream")
-                lines = lines_of(seen)
-                first = dict([await message(lines), await message(lines)])
-                assert first[0] == {"why": "it has no live page"}
-                assert first[1]["whole"]["requests"] == []
-                await inner.text("fine")
+    async with stub() as server, relaying(server) as inner, relaying(server, address(inner)) as outer:
+        async with outer.client.stream("GET", "/ui/servers") as seen:
+            assert seen.headers["content-type"].startswith("text/event-stream")
+            lines = lines_of(seen)
+            first = dict([await message(lines), await message(lines)])
+            assert first[0] == {"why": "it has no live page"}
+            assert first[1]["whole"]["requests"] == []
+            await inner.text("fine")
+            number, frame = await message(lines)
+            while number == 0:
                 number, frame = await message(lines)
-                while number == 0:
-                    number, frame = await message(lines)
-                assert [what for what, *_ in frame["events"]] == ["new", "open", "first", "end"]
-            await unwatched(inner)
-            told = await outer.client.get("/ui/servers/1/requests/cmpl-7/explain")
-            assert told.json() == (await inner.client.get("/v1/requests/cmpl-7/explain")).json()
-            check_error(await outer.client.get("/ui/servers/1/requests/x/explain"), 404)
-            check_error(await outer.client.get("/ui/servers/7/requests/x/explain"), 404, words="there are 2")
+            assert [what for what, *_ in frame["events"]] == ["new", "open", "first", "end"]
+        await unwatched(inner)
+        told = await outer.client.get("/ui/servers/1/requests/cmpl-7/explain")
+        assert told.json() == (await inner.client.get("/v1/requests/cmpl-7/explain")).json()
+        check_error(await outer.client.get("/ui/servers/1/requests/x/explain"), 404)
+        check_error(await outer.client.get("/ui/servers/7/requests/x/explain"), 404, words="there are 2")
+
+
+def address(relay: Relayed) -> Any:
+    return str(relay.client.base_url)
 
 
 async def unwatched(relay: Relayed) -> None:
@@ -58,9 +63,9 @@ async def unwatched(relay: Relayed) -> None:
 async def test_a_server_without_frames_says_why() -> None:
     locked = {"api_keys": ("client",), "admin_keys": ("boss",)}
     async with stub() as gone:
-        away = gone.url
+        away: Any = gone.url
     async with stub() as server, relaying(server, **locked) as inner:
-        outer = relaying(server, str(inner.client.base_url), away, key="client")  # type: ignore[arg-type]
+        outer = relaying(server, address(inner), away, key="client")
         async with outer as relay, relay.client.stream("GET", "/ui/servers") as seen:
             lines = lines_of(seen)
             found = dict([await message(lines) for _ in range(3)])
@@ -71,7 +76,6 @@ async def test_a_server_without_frames_says_why() -> None:
 
 async def test_there_are_only_so_many_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream_pages, "MAX_VIEWERS", 1)
-    async with stub() as server, relaying(server) as relay:
-        async with relay.client.stream("GET", "/ui/servers") as seen:
-            await anext(lines_of(seen))
-            check_error(await relay.client.get("/ui/servers"), 429, words="watch the upstreams already")
+    async with stub() as server, relaying(server) as relay, relay.client.stream("GET", "/ui/servers") as seen:
+        await anext(lines_of(seen))
+        check_error(await relay.client.get("/ui/servers"), 429, words="watch the upstreams already")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,9 +18,12 @@ from rich.console import Console
 
 import quire
 from quire.cli.base import OFFLINE, SettingsCommand, given, sampling_options
-from quire.cli.conversation import Answer, Conversation, Message, Thought, converse, history
+from quire.cli.conversation import Answer, Conversation, Message, Thought, TokenCount, converse, history, take_turn
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidRequest, Unauthorized, Unavailable
+from quire.parsers.parts import TextPart
+
+_NAMED = ". --url takes an address such as http://127.0.0.1:8000; for a model in this process: quire chat {}"
 
 
 class ChatClient:
@@ -40,7 +46,7 @@ class ChatClient:
         self._model = model
 
     def answer(self, messages: list[dict[str, str]], **sampling: Any) -> Iterator[str]:
-        """Stream the text of the next message; pieces of reasoning are `Thought`s.
+        """Stream the text of the next message; pieces of reasoning are `Thought`s, and a `TokenCount` may follow.
 
         Raises InvalidRequest, Unauthorized, or Unavailable, also for an answer that breaks off and for another API.
         """
@@ -63,6 +69,8 @@ class ChatClient:
                 if (data := line[5:].strip()) == b"[DONE]":
                     return
                 chunk = json.loads(data)
+                if usage := chunk.get("usage"):
+                    yield TokenCount(usage["completion_tokens"])
                 if "error" in chunk:
                     raise Unavailable(f"{self._url}: {chunk['error'].get('message')}")
                 for choice in chunk.get("choices", ()):
@@ -83,7 +91,8 @@ class ChatClient:
             connection.close()
             if isinstance(error, http.client.HTTPException):
                 raise
-            raise Unavailable(f"no server answers at {self._url}: {error}") from error
+            hint = "" if re.search(r"[.:]|^localhost$", self._url) else _NAMED.format(self._url)
+            raise Unavailable(f"no server answers at {self._url}: {error}{hint}") from error
         if answer.status != 200:
             with answer:
                 raise self._error(answer.status, answer.read())
@@ -103,6 +112,7 @@ def talk_options() -> list[click.Option]:
     return [
         click.Option(["--system"], metavar="TEXT", help="The system message."),
         click.Option(["--plain"], is_flag=True, help="Show answers as they are, without rendering Markdown."),
+        click.Option(["--verbose"], is_flag=True, help="Say after each answer how many tokens a second it had."),
     ]
 
 
@@ -128,6 +138,7 @@ def command(
     url: str | None,
     system: str | None,
     plain: bool,
+    verbose: bool,
     history_file: Path | None,
     **sampling: Any,
 ) -> None:
@@ -135,33 +146,54 @@ def command(
 
     At the prompt, arrow keys bring back what was typed. Nothing is kept in a file unless --history-file names one.
     """
+    shown = {"plain": plain, "verbose": verbose}
     with history(history_file):
         if url is None:
             with quire.LLM(settings=settings) as llm:
-                talk_here(llm, system, given(sampling), plain=plain)
+                talk_here(llm, system, given(sampling), **shown)
             return
         keys, named = settings.server.api_key, settings.source("model") != "default"
         remote = ChatClient(url, key=keys[0] if keys else None, model=settings.model.model if named else None)
         chosen = given(sampling)
-        converse(conversation(system, chosen, lambda messages: remote.answer(messages, **chosen), plain=plain))
+
+        def answer(messages: list[Message]) -> Iterator[str]:
+            counted = {"stream_options": {"include_usage": True}} if talk.verbose else {}
+            return remote.answer(messages, **chosen, **counted)
+
+        talk = conversation(system, chosen, answer, **shown)
+        converse(talk)
 
 
-def talk_here(llm: quire.LLM, system: str | None, sampling: dict[str, Any], *, plain: bool) -> None:
-    """Converse with a model in this process. sampling: what `/set` changes."""
+def talk_here(llm: quire.LLM, system: str | None, sampling: dict[str, Any], **shown: bool) -> None:
+    """Converse with a model in this process. sampling: what `/set` changes. shown: as of `conversation`."""
 
     def answer(messages: list[Message]) -> Iterator[str]:
-        return llm.stream_chat(messages, llm.default_sampling_params(**{"max_tokens": None, **sampling}))
+        return pieces(llm.stream_chat_parts(messages, llm.default_sampling_params(**{"max_tokens": None, **sampling})))
 
     # Refused before the first question.
     llm.default_sampling_params(**{"max_tokens": None, **sampling})
-    converse(conversation(system, sampling, answer, plain=plain))
+    converse(conversation(system, sampling, answer, **shown))
 
 
-def conversation(system: str | None, sampling: dict[str, Any], answer: Answer, *, plain: bool) -> Conversation:
-    """A conversation that begins with a system message, if there is one."""
+def pieces(parts: Generator[TextPart, None, int]) -> Iterator[str]:
+    """What a model in this process says, as a conversation takes it."""
+    with closing(parts):
+        while True:
+            try:
+                part = next(parts)
+            except StopIteration as end:
+                yield TokenCount(end.value)
+                return
+            yield Thought(part.text) if part.kind == "reasoning" else part.text
+
+
+def conversation(
+    system: str | None, sampling: dict[str, Any], answer: Answer, *, plain: bool, verbose: bool
+) -> Conversation:
+    """A conversation that begins with a system message, if there is one. plain: Markdown is not rendered."""
     opening = [{"role": "system", "content": system}] if system else []
     console = Console(highlight=False, soft_wrap=plain or not sys.stdout.isatty())
-    return Conversation(console, opening, answer, sampling, markdown=not plain)
+    return Conversation(console, opening, answer, sampling, markdown=not plain, verbose=verbose)
 
 
 @click.command(
@@ -175,28 +207,50 @@ def conversation(system: str | None, sampling: dict[str, Any], answer: Answer, *
         *sampling_options(),
     ],
 )
-def run(settings: Settings, prompt: tuple[str, ...], system: str | None, plain: bool, **sampling: Any) -> None:
+def run(
+    settings: Settings, prompt: tuple[str, ...], system: str | None, plain: bool, verbose: bool, **sampling: Any
+) -> None:
     """Ask MODEL once and print its answer, or talk to it without a PROMPT.
 
-    A model without a chat template completes the prompt.
+    A PROMPT of - is what standard input has, which is also the prompt where there is none and it is no terminal. A
+    model without a chat template completes the prompt.
     """
-    opening = [{"role": "system", "content": system}] if system else []
+    text = question(prompt)
     with quire.LLM(settings=settings) as llm:
-        if not prompt:
-            talk_here(llm, system, given(sampling), plain=plain)
+        if text is None:
+            talk_here(llm, system, given(sampling), plain=plain, verbose=verbose)
             return
         params = llm.default_sampling_params(**{"max_tokens": None, **given(sampling)})
-        text = " ".join(prompt)
-        asked = [*opening, {"role": "user", "content": text}]
-        for piece in answered(llm, asked, text, params):
-            click.echo(piece, nl=False)
-    click.echo()
+        answer = partial(answered, llm, text=text, params=params)
+        whole = take_turn(conversation(system, {}, answer, plain=plain, verbose=verbose), text)
+    if not whole:
+        sys.exit(INTERRUPTED)
+
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+
+def question(prompt: tuple[str, ...]) -> str | None:
+    """The words of a prompt, with standard input in place of a -; None for a conversation at a terminal.
+
+    Raises InvalidRequest if nothing is asked.
+    """
+    piped = "-" in prompt or not (prompt or sys.stdin.isatty())
+    if not (prompt or piped):
+        return None
+    read = sys.stdin.read() if piped else ""
+    text = " ".join(read if word == "-" else word for word in prompt) if prompt else read
+    if not text.strip():
+        empty = "standard input is empty" if piped else "the prompt is empty"
+        raise InvalidRequest(f'nothing was asked: {empty}. Write quire run MODEL "a question"', param="prompt")
+    return text
 
 
 def answered(llm: quire.LLM, messages: list[Message], text: str, params: quire.SamplingParams) -> Iterator[str]:
     """The answer to messages, or what follows a text where there is no chat template."""
     try:
-        yield from llm.stream_chat(messages, params)
+        yield from pieces(llm.stream_chat_parts(messages, params))
     except InvalidRequest as error:
         if error.code != "no_chat_template":
             raise

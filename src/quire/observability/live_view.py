@@ -322,9 +322,7 @@ class RequestTimeline(_Frames):
     addresses of the upstreams, which the page shows side by side.
     """
 
-    def __init__(
-        self, about: str, clock: Callable[[], float] = time.monotonic, *, servers: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, about: str, clock: Callable[[], float] = time.monotonic, *, servers: Sequence[str] = ()) -> None:
         super().__init__(clock())
         self.about, self.clock, self.servers = about, clock, servers
         self._running: dict[int, _UpstreamRequest] = {}
