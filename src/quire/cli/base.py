@@ -29,6 +29,12 @@ DEVELOPER_BENCHMARKS = (
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "complete": "`quire generate`",
+        "help": "`quire --help`, and `quire COMMAND --help`",
+        "pull": "`hf download OWNER/NAME`; serve, run and chat download what is missing",
+        "list": "`hf cache ls`, for models that were downloaded",
+        "show": "`quire inspect`",
+        "ps": "GET /api/ps of a server",
+        "rm": "`hf cache rm`, for models that were downloaded",
         "run-batch": "`quire serve --batch-dir FOLDER`, which has OpenAI's Batches",
         "collect-env": "`quire version`",
         **{
@@ -37,7 +43,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         },
     }
 )
-"""Where commands of vLLM, and commands that moved, are found."""
+"""Where commands of vLLM and Ollama, and commands that moved, are found."""
 
 
 class Failure(click.ClickException):

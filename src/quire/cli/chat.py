@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,18 +50,20 @@ class ChatClient:
 
         Raises InvalidRequest, Unauthorized, or Unavailable, also for an answer that breaks off and for another API.
         """
-        try:
+        with self._errors():
             yield from self._answer(messages, sampling)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"{self._url}: the connection broke: {error or type(error).__name__}") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise Unavailable(f"{self._url} does not speak OpenAI's API: {error!r}") from error
 
     def _answer(self, messages: list[dict[str, str]], sampling: dict[str, Any]) -> Iterator[str]:
-        if self._model is None:
-            with self._send("GET", "/v1/models", None) as listing:
-                self._model = json.loads(listing.read())["data"][0]["id"]
-        asked = {"model": self._model, "messages": messages, "stream": True, **sampling}
+        asked = {"model": self._named(), "messages": messages, "stream": True, **sampling}
         with self._send("POST", "/v1/chat/completions", asked) as answer:
             for line in answer:
                 if not line.startswith(b"data:"):
@@ -80,6 +82,17 @@ class ChatClient:
                     if text := delta.get("content"):
                         yield text
         raise Unavailable(f"{self._url} broke off its answer")
+
+    def model(self) -> str:
+        """The model's name. Raises what `answer` raises."""
+        with self._errors():
+            return self._named()
+
+    def _named(self) -> str:
+        if self._model is None:
+            with self._send("GET", "/v1/models", None) as listing:
+                self._model = str(json.loads(listing.read())["data"][0]["id"])
+        return self._model
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
         connection = self._kind(self._place, timeout=600)
@@ -150,7 +163,7 @@ def command(
     with history(history_file):
         if url is None:
             with quire.LLM(settings=settings) as llm:
-                talk_here(llm, system, given(sampling), **shown)
+                talk_here(llm, settings.model.model, system, given(sampling), **shown)
             return
         keys, named = settings.server.api_key, settings.source("model") != "default"
         remote = ChatClient(url, key=keys[0] if keys else None, model=settings.model.model if named else None)
@@ -161,18 +174,23 @@ def command(
             return remote.answer(messages, **chosen, **counted)
 
         talk = conversation(system, chosen, answer, **shown)
+        if talk.console.is_terminal:
+            # A server that is not there is best known before the first question is typed.
+            talk.model = f"{remote.model()} at {url}"
         converse(talk)
 
 
-def talk_here(llm: quire.LLM, system: str | None, sampling: dict[str, Any], **shown: bool) -> None:
-    """Converse with a model in this process. sampling: what `/set` changes. shown: as of `conversation`."""
+def talk_here(llm: quire.LLM, model: str, system: str | None, sampling: dict[str, Any], **shown: bool) -> None:
+    """Converse with a model in this process. model: its name. sampling: what `/set` changes. shown: as of `conversation`."""
 
     def answer(messages: list[Message]) -> Iterator[str]:
         return pieces(llm.stream_chat_parts(messages, llm.default_sampling_params(**{"max_tokens": None, **sampling})))
 
     # Refused before the first question.
     llm.default_sampling_params(**{"max_tokens": None, **sampling})
-    converse(conversation(system, sampling, answer, **shown))
+    talk = conversation(system, sampling, answer, **shown)
+    talk.model = model
+    converse(talk)
 
 
 def pieces(parts: Generator[TextPart, None, int]) -> Iterator[str]:
@@ -218,7 +236,7 @@ def run(
     text = question(prompt)
     with quire.LLM(settings=settings) as llm:
         if text is None:
-            talk_here(llm, system, given(sampling), plain=plain, verbose=verbose)
+            talk_here(llm, settings.model.model, system, given(sampling), plain=plain, verbose=verbose)
             return
         params = llm.default_sampling_params(**{"max_tokens": None, **given(sampling)})
         answer = partial(answered, llm, text=text, params=params)

@@ -63,7 +63,7 @@ class Conversation:
 
     sampling: fields of SamplingParams that were set; `answer` reads it at each turn. markdown: answers are rendered
     where the console is a terminal. reasoning: whether thoughts are shown. verbose: whether an answer is followed by
-    its tokens and times, on standard error.
+    its tokens and times, on standard error. model: its name, for the first line at a terminal.
     """
 
     console: Console
@@ -73,6 +73,7 @@ class Conversation:
     markdown: bool = False
     reasoning: bool = True
     verbose: bool = False
+    model: str = ""
 
     @property
     def fixed(self) -> int:
@@ -86,6 +87,8 @@ class Conversation:
 
 def converse(talk: Conversation) -> None:
     """Take turns until the input ends, `/bye`, or Ctrl-C twice at the prompt."""
+    if talk.console.is_terminal:
+        talk.say(f"{talk.model}: /help lists commands, Ctrl-D ends".removeprefix(": "))
     interrupted = False
     while True:
         try:
@@ -186,6 +189,7 @@ def take(talk: Conversation, asked: str) -> bool:
     Returns whether the conversation goes on. Raises InvalidRequest for an unknown command, with the nearest.
     """
     name, _, rest = asked.strip().partition(" ")
+    name = ALIASES.get(name, name)
     if not _COMMAND.match(name):
         take_turn(talk, asked[1:] if asked.startswith("//") else asked)
         return True
@@ -330,10 +334,13 @@ COMMANDS: Mapping[str, tuple[Command, str, str]] = MappingProxyType(
         "/retry": (_retry, "", "Answer the last question again."),
         "/save": (_save, "FILE", "Write the messages to a new file, as JSON."),
         "/load": (_load, "FILE", "Go on from the messages of a file."),
-        "/bye": (lambda talk, _: False, "", "End."),
+        "/bye": (lambda talk, _: False, "", "End, as /exit and /quit do."),
     }
 )
 """By name: the function, its argument and what it does."""
+
+ALIASES: Mapping[str, str] = MappingProxyType({"/exit": "/bye", "/quit": "/bye", "/?": "/help"})
+"""Other names of commands, as other programs have them."""
 
 
 # ---------------------------------------------------------------- answers

@@ -261,3 +261,5 @@ wire();
 turn(location.hash === "#engine" ? "engine" : "chat");
 enter();
 requestAnimationFrame(draw);
+// On a phone a keyboard would come up.
+if (!find("chat").hidden && matchMedia("(pointer: fine)").matches) find("say").focus();

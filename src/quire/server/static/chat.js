@@ -1,15 +1,14 @@
 // The chat: a conversation with the server, its list of earlier ones, and what is sent with each message.
 
+import { quoted, readImage } from "./attachments.js";
 import { complete } from "./completion.js";
 import { ConversationList } from "./conversation-list.js";
 import { Conversations } from "./conversations.js";
 import { element } from "./draw.js";
-import { readImage } from "./images.js";
 import { ChatSettings } from "./settings.js";
 import { tabStore } from "./storage.js";
 import { Turn } from "./turn.js";
 
-const LARGEST_FILE = 200_000;
 const OPEN = "quire-open-conversation";
 const HINT = "Ask for something. What you write is kept in this browser only.";
 
@@ -52,9 +51,28 @@ export class Chat {
     this.panel.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.stopping?.abort();
     });
+    on("#compose", "paste", (event) => this.drop(event, event.clipboardData));
+    on("#compose", "drop", (event) => this.drop(event, event.dataTransfer));
+    for (const drawer of this.panel.querySelectorAll(".above details")) this.closable(drawer);
     on("#new-chat", "click", () => this.open(this.kept.create()));
     on("#attach", "click", () => this.find("#attachment").click());
-    on("#attachment", "change", (event) => this.attach(event.target));
+    on("#attachment", "change", async ({ target }) => {
+      await this.attach(target.files[0]);
+      target.value = "";
+    });
+  }
+
+  /** A drawer closes with Escape, and when something else is pressed. */
+  closable(drawer) {
+    document.addEventListener("pointerdown", (event) => {
+      if (!drawer.contains(event.target)) drawer.open = false;
+    });
+    drawer.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || !drawer.open) return;
+      event.stopPropagation();
+      drawer.open = false;
+      drawer.querySelector("summary").focus();
+    });
   }
 
   fitBox() {
@@ -75,6 +93,7 @@ export class Chat {
   /** Draw the whole conversation, after another one was opened. */
   show() {
     tabStore.setItem(OPEN, this.current.id);
+    document.title = this.current.title ? `${this.current.title} · Quire` : "Quire";
     this.turns = this.current.messages.map((message) => this.turn(message));
     this.talk.replaceChildren(...this.turns.map((turn) => turn.box));
     if (!this.turns.length) this.talk.append(element("p", { class: "hint", text: HINT }));
@@ -279,9 +298,14 @@ export class Chat {
     this.find("#attach").title = images ? "Put an image or a text file into the message" : "Put a text file into the message";
   }
 
-  async attach(input) {
-    const [file] = input.files;
-    input.value = "";
+  /** Files that are pasted or dropped are attached; text goes where it always goes. */
+  async drop(event, { files }) {
+    if (!files.length) return;
+    event.preventDefault();
+    for (const file of [...files]) await this.attach(file);
+  }
+
+  async attach(file) {
     try {
       if (file.type.startsWith("image/") && this.settings.readsImages) {
         this.images = [...this.images, await readImage(file)];
@@ -298,22 +322,13 @@ export class Chat {
     const gone = this.kept.keep(this.current);
     this.list.show();
     tabStore.setItem(OPEN, this.current.id);
+    document.title = `${this.current.title} · Quire`;
     if (gone > 0) this.tell("The oldest conversation was dropped: a browser keeps only so many. Export keeps them.");
   }
 
   scroll(low) {
     if (low) this.talk.scrollTop = this.talk.scrollHeight;
   }
-}
-
-/** A text file as it stands in a message. Throws an Error that says what is wrong with it. */
-async function quoted(file) {
-  if (file.size > LARGEST_FILE) throw new Error(`${file.name} is larger than ${LARGEST_FILE / 1000} kB.`);
-  const text = await file.text();
-  if (text.includes("\0") || text.includes("\ufffd")) throw new Error(`${file.name} is not text; this model reads text only.`);
-  // A fence longer than any in the text.
-  const fence = "`".repeat(Math.max(3, ...[...text.matchAll(/`+/g)].map(([run]) => run.length + 1)));
-  return `${file.name}:\n${fence}\n${text.trimEnd()}\n${fence}\n`;
 }
 
 /** A message as the API takes it. */
