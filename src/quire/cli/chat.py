@@ -181,7 +181,10 @@ def command(
 
 
 def talk_here(llm: quire.LLM, model: str, system: str | None, sampling: dict[str, Any], **shown: bool) -> None:
-    """Converse with a model in this process. model: its name. sampling: what `/set` changes. shown: as of `conversation`."""
+    """Converse with a model in this process. model: its name. sampling: what `/set` changes.
+
+    shown: as of `conversation`.
+    """
 
     def answer(messages: list[Message]) -> Iterator[str]:
         return pieces(llm.stream_chat_parts(messages, llm.default_sampling_params(**{"max_tokens": None, **sampling})))
