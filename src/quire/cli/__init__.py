@@ -18,7 +18,6 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
 
 main = Root(
     name="quire",
-    context_settings={"help_option_names": ["--help", "-h"]},
     params=[
         click.Option(
             ["--version"],

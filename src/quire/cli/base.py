@@ -46,6 +46,10 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 """Where commands of vLLM and Ollama, and commands that moved, are found."""
 
 
+HELP: Mapping[str, Any] = MappingProxyType({"help_option_names": ["--help", "-h"]})
+"""Settings of every command's context."""
+
+
 class Failure(click.ClickException):
     """An error as one line on stderr, without a traceback."""
 
@@ -64,7 +68,7 @@ class LazyGroup(click.Group):
     between `quire` and a member's name."""
 
     def __init__(self, *, members: Mapping[str, Member], prefix: str = "", **attributes: Any) -> None:
-        super().__init__(**attributes)
+        super().__init__(context_settings=dict(HELP), **attributes)
         self.members, self.prefix = members, prefix
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -79,6 +83,7 @@ class LazyGroup(click.Group):
         module, _, name = member[0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name or "command")
         command.epilog = examples_of(f"{self.prefix}{cmd_name}")
+        command.context_settings.update(HELP)
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

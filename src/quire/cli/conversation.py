@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -22,10 +21,11 @@ from rich.markup import escape
 from quire.errors import InvalidConfig, InvalidRequest, QuireError, nearest
 from quire.types import NUMERIC_PARAMETERS, SamplingParams
 
-readline: Any = None
-"""Python's module, where this Python has it."""
-with suppress(ImportError):
-    readline = importlib.import_module("readline")
+try:
+    import readline
+except ImportError:
+    # Windows, and a Python built without it.
+    readline = None  # type: ignore[assignment]
 
 Message = dict[str, str]
 Answer = Callable[[list[Message]], Iterator[str]]

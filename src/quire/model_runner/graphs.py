@@ -83,7 +83,7 @@ ReportProgress = Callable[[int, int], None]
 
 @contextmanager
 def unwatched() -> Iterator[ReportProgress]:
-    """Tell nobody how many steps are prepared."""
+    """Show nothing."""
     yield lambda done, total: None
 
 
