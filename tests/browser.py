@@ -225,7 +225,10 @@ def main(folder: Path) -> None:
     sides = [(size, theme) for size in ("desktop", "phone") for theme in ("light", "dark")]
     with tempfile.TemporaryDirectory() as place, chromium() as browser:
         few = ("--num-gpu-blocks-override", "144", "--max-num-seqs", "12", "--long-prefill-token-threshold", "48")
-        with serving(Path(place), *few) as live:
+        inner = Path(place) / "front"
+        inner.mkdir()
+        behind = ("--backend", "openai", "--upstream")
+        with serving(Path(place), *few) as live, serving(inner, *few) as other:
             for size, theme in sides:
                 chats(browser, live.url, folder, size, theme)
             with Crowd(live.url, 17):
@@ -240,6 +243,11 @@ def main(folder: Path) -> None:
                         opened.page.wait_for_timeout(300)
                     picture(opened, folder / f"ui-{size}-{theme}.png")
                     opened.close()
+            with serving(inner, *behind, live.url, "--upstream", other.url) as front, Crowd(front.url, 17):
+                opened = Opened(browser, front.url, "desktop", "light", "engine")
+                opened.page.wait_for_timeout(9000)
+                picture(opened, folder / "ui-side-by-side.png")
+                opened.close()
 
 
 if __name__ == "__main__":
