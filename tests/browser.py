@@ -12,7 +12,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,15 @@ class Opened:
             color_scheme=theme,  # type: ignore[arg-type]
             device_scale_factor=scale,
         )
+        self._begin(f"{url}/ui#{view}")
+
+    def tab(self) -> Opened:
+        """Another page of the same browser, at the same address."""
+        other = copy(self)
+        other._begin(self.page.url)
+        return other
+
+    def _begin(self, url: str) -> None:
         self.page: Page = self.context.new_page()
         self.page.set_default_timeout(150_000)
         self.complaints: list[str] = []
@@ -62,7 +72,17 @@ class Opened:
         self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(f"{url}/ui#{view}")
+        self.page.goto(url)
+
+    def show_list(self) -> None:
+        """Open the list of conversations."""
+        if not self.page.locator("#history[open]").count():
+            self.page.locator("#history summary").click()
+
+    def titles(self) -> list[str]:
+        """Of the conversations, in the list's order."""
+        names: list[str] = self.page.locator(".conversations .name").all_text_contents()
+        return names
 
     def held(self) -> int:
         """KV blocks that are held, as the map's label says."""
@@ -75,7 +95,7 @@ class Opened:
         deadline = time.monotonic() + seconds
         while not self.page.evaluate(script):
             assert time.monotonic() < deadline, f"never true: {script}; {self.complaints}"
-            self.page.wait_for_timeout(50)
+            self.page.wait_for_timeout(20)
 
     def violations(self) -> list[str]:
         """axe-core's violations, of all impacts."""
@@ -86,9 +106,7 @@ class Opened:
 
     def answers(self, *deltas: dict[str, Any], finish: str = "stop") -> None:
         """Let the page get these deltas for what it asks next, instead of the server's answer."""
-        chunks = [{"id": "chatcmpl-0", "choices": [{"index": 0, "delta": delta}]} for delta in deltas]
-        chunks.append({"id": "chatcmpl-0", "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
-        body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+        body = stream(*deltas, finish=finish)
         self.page.unroute_all()
         self.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
 
@@ -98,36 +116,52 @@ class Opened:
         self.page.fill("#say", text)
         self.page.press("#say", "Enter")
         self.page.locator(".talk .assistant:not(.waiting)").nth(before).wait_for()
-        self.wait("document.querySelector('#send').textContent === 'Send'")
+        self.page.locator("#send", has_text="Send").wait_for()
 
     def close(self) -> None:
         self.context.close()
 
 
+def stream(*deltas: dict[str, Any], finish: str = "stop") -> str:
+    """The body of a streamed answer. finish: "" for one that breaks off."""
+    chunks = [{"id": "chatcmpl-0", "choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    if finish:
+        chunks.append({"id": "chatcmpl-0", "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})  # type: ignore[dict-item]
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
 class Crowd:
-    """Clients that ask for stories until told to stop; each hears its answer to the end."""
+    """Clients that ask for stories until told to stop, and then hang up."""
 
     def __init__(self, url: str, streams: int = 12) -> None:
         self._url, self._streams = url, streams
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._all()))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run)
+        self._asking = threading.Event()
         self.answered = 0
 
     def __enter__(self) -> Crowd:
         self._thread.start()
+        self._asking.wait()
         return self
 
     def __exit__(self, *about: object) -> None:
-        self._over.set()
+        self._loop.call_soon_threadsafe(self._all.cancel)
         self._thread.join()
 
-    async def _all(self) -> None:
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner, suppress(asyncio.CancelledError):
+            runner.run(self._ask())
+
+    async def _ask(self) -> None:
         async with httpx.AsyncClient(base_url=self._url, timeout=600, trust_env=False) as client:
-            await asyncio.gather(*(self._one(client, random.Random(i)) for i in range(self._streams)))
+            self._all = asyncio.gather(*(self._one(client, random.Random(i)) for i in range(self._streams)))
+            self._asking.set()
+            await self._all
 
     async def _one(self, client: httpx.AsyncClient, draw: random.Random) -> None:
         words = ("the", "cat", "tree", "sun", "red", "ball", "play", "saw", "big")
-        while not self._over.is_set():
+        while True:
             prompt = draw.choice(HEADS) + " ".join(draw.choices(words, k=draw.randint(1, 120)))
             asked = {"model": "embedded", "prompt": prompt, "temperature": 0.8, "stream": True}
             asked["max_tokens"] = draw.choice((20, 60, 120))
@@ -191,7 +225,10 @@ def main(folder: Path) -> None:
     sides = [(size, theme) for size in ("desktop", "phone") for theme in ("light", "dark")]
     with tempfile.TemporaryDirectory() as place, chromium() as browser:
         few = ("--num-gpu-blocks-override", "144", "--max-num-seqs", "12", "--long-prefill-token-threshold", "48")
-        with serving(Path(place), *few) as live:
+        inner = Path(place) / "front"
+        inner.mkdir()
+        behind = ("--backend", "openai", "--upstream")
+        with serving(Path(place), *few) as live, serving(inner, *few) as other:
             for size, theme in sides:
                 chats(browser, live.url, folder, size, theme)
             with Crowd(live.url, 17):
@@ -206,6 +243,11 @@ def main(folder: Path) -> None:
                         opened.page.wait_for_timeout(300)
                     picture(opened, folder / f"ui-{size}-{theme}.png")
                     opened.close()
+            with serving(inner, *behind, live.url, "--upstream", other.url) as front, Crowd(front.url, 17):
+                opened = Opened(browser, front.url, "desktop", "light", "engine")
+                opened.page.wait_for_timeout(9000)
+                picture(opened, folder / "ui-side-by-side.png")
+                opened.close()
 
 
 if __name__ == "__main__":

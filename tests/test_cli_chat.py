@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +17,12 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 import quire
-from quire.cli import main
+from quire.cli import conversation, main
 from quire.cli.chat import ChatClient
-from quire.cli.conversation import Conversation, Message, converse
+from quire.cli.conversation import Conversation, Message, Stopwatch, Thought, TokenCount, converse
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidRequest, QuireError, Unauthorized, Unavailable
+from quire.parsers.parts import TextPart
 from quire.types import SamplingParams
 
 
@@ -298,8 +301,10 @@ class Echo:
     def stream(self, prompt: str, params: SamplingParams) -> Iterator[str]:
         yield from (f"<{prompt}>", f" {params.max_tokens} {params.stop}", f" {self.settings.model.seed}")
 
-    def stream_chat(self, messages: list[Message], params: SamplingParams) -> Iterator[str]:
-        yield from (message["content"] for message in messages)
+    def stream_chat_parts(self, messages: list[Message], params: SamplingParams) -> Generator[TextPart, None, int]:
+        yield TextPart("reasoning", "hm")
+        yield from (TextPart("content", message["content"]) for message in messages)
+        return len(messages)
 
 
 @pytest.fixture
@@ -321,6 +326,65 @@ def test_generate_without_a_prompt_begins_a_story() -> None:
 @pytest.mark.usefixtures("_echo")
 def test_chat_in_this_process() -> None:
     assert run("chat", "--system", "s", input="a\nb\n").stdout == "sa\nsasab\n"
+
+
+@pytest.mark.usefixtures("_echo")
+def test_run_asks_once_what_its_words_or_standard_input_say() -> None:
+    assert run("run", "--model", "embedded", "embedded", "how", "so").stdout == "how so\n"
+    assert run("run", "embedded", input="one\ntwo\n").stdout == "one\ntwo\n\n", "one question, not two"
+    assert run("run", "embedded", "Summarise:", "-", input="one").stdout == "Summarise: one\n"
+    for words, why in (
+        ((), "standard input is empty"),
+        (("-",), "standard input is empty"),
+        ((" ",), "the prompt is empty"),
+    ):
+        result = run("run", "embedded", *words, input="\n")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == f'Error: nothing was asked: {why}. Write quire run MODEL "a question"\n'
+
+
+@pytest.mark.usefixtures("_echo")
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_verbose_says_tokens_and_times_beside_the_answer(command: str) -> None:
+    result = run(command, "embedded", "--verbose", input="a\n")
+    assert result.stdout.strip() == "a"
+    assert re.fullmatch(r"\(1 token, first after \d+\.\d\d s, \d+\.\d\d s in all\)\n", result.stderr), result.stderr
+
+
+def test_a_servers_tokens_are_asked_for_where_they_are_shown(server: Server) -> None:
+    server.lines.insert(-1, b'data: {"choices": [], "usage": {"completion_tokens": 2}}\n\n')
+    result = run("chat", "--url", server.url, input="a\n/set verbose on\nb\n")
+    assert result.stdout == "Good day\nGood day\n" and result.stderr.startswith("(2 tokens, first after")
+    assert [one.get("stream_options") for one in server.asked] == [None, {"include_usage": True}]
+
+
+def test_seconds_and_tokens_of_an_answer() -> None:
+    watch = Stopwatch(iter([1.0, 1.5, 3.5]).__next__)
+    for piece in ("a", Thought("b"), TokenCount(41)):
+        watch.take(piece)
+    assert watch.summary() == "(41 tokens, first after 0.50 s, 20.0 tokens/s, 2.50 s in all)"
+    assert Stopwatch(iter([1.0, 2.0]).__next__).summary() == "(1.00 s in all)"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("chat", "--url", "embedded"), "for a model in this process: quire chat embedded"),
+        (("chat", "--history-file", "/dev/null/x"), "/dev/null: is not a folder"),
+        (("chat", "--history-file", "/proc/none/x"), "cannot be used: /proc/none: no such file"),
+        (("replay", "nowhere"), "there is no file or folder nowhere: `quire serve --recording-dir FOLDER` makes"),
+    ],
+)
+def test_what_is_not_there_is_named_with_what_to_write(words: tuple[str, ...], says: str) -> None:
+    result = run(*words, input="hi\n")
+    assert result.exit_code in (1, 2)
+    assert says in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_history_needs_a_readline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(conversation, "readline", None)
+    result = run("chat", "--history-file", str(tmp_path / "h"), input="")
+    assert result.exit_code == 2 and "readline, which this Python was built without" in result.stderr
 
 
 @pytest.mark.usefixtures("_echo")

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from quire.assembly.progress import compiling, loading
+from quire.assembly.progress import compiling, loading, preparing
+from quire.model_runner.graphs import GraphKey, WorkQueue
 
 GB = 10**9
 
@@ -64,3 +65,17 @@ def test_a_bar_counts_kernels_where_somebody_watches(
     monkeypatch.setenv("TERM", "xterm")
     compile_in(9, 80)
     assert "80/80" in capsys.readouterr().err
+
+
+def test_preparing_steps_is_shown_once_it_takes_a_while(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = itertools.count(0.0, 1.5)  # read twice for each
+    done: list[GraphKey] = []
+    queue = WorkQueue()
+    queue.watch = lambda: preparing(clock=lambda: next(clock))  # type: ignore[method-assign]
+    keys = [GraphKey.head(rows, 0) for rows in (1, 4, 8, 16)]
+    queue.prepare_all([(key, lambda key=key: done.append(key)) for key in keys])  # type: ignore[misc]
+    assert done == keys
+    assert capsys.readouterr().err.splitlines() == ["preparing steps: 2 of 4", "preparing steps: 4 of 4"]
+    WorkQueue().prepare_all([(keys[0], lambda: done.append(keys[0]))])
+    assert len(done) == 5
+    assert capsys.readouterr().err == ""

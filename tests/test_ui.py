@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser
+from PIL import Image
+from playwright.sync_api import Browser, Page, Route
 
-from tests.browser import CHROMIUM, CODE, Crowd, Opened, chromium
+from tests.browser import CHROMIUM, CODE, Crowd, Opened, chromium, stream
 from tests.live import Live, serving
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
@@ -26,6 +27,14 @@ def browser() -> Iterator[Browser]:
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     few = ("--num-gpu-blocks-override", "96", "--max-num-seqs", "8")
     with serving(tmp_path_factory.mktemp("ui"), *few) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def front(live: Live, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server that wants a key, in front of `live` and of one that is away."""
+    behind = ("--backend", "openai", "--upstream", live.url, "--upstream", "http://127.0.0.1:9")
+    with serving(tmp_path_factory.mktemp("front"), *behind, "--api-key", "sesame") as server:
         yield server
 
 
@@ -83,8 +92,10 @@ def test_what_is_shown_can_be_held_saved_and_opened_again(live: Live, browser: B
     page = opened.page
     opened.wait("document.querySelector('#state').dataset.is === 'live'")
     with Crowd(live.url, 6):
-        page.wait_for_timeout(1500)
+        opened.wait("document.querySelectorAll('.rows button').length >= 6")
+        opened.wait("document.querySelectorAll('.one-step button').length >= 4")
         page.locator(".rows button").first.click()
+        page.get_by_text("What happened, and why").wait_for()
     page.keyboard.press("Escape")
     page.locator("#requests").focus()
     page.keyboard.press("Space")
@@ -109,6 +120,23 @@ def test_what_is_shown_can_be_held_saved_and_opened_again(live: Live, browser: B
     alone.wait("document.querySelectorAll('.rows button').length >= 6")
     alone.page.locator(".rows button").last.click()
     alone.page.get_by_text("What happened, and why").wait_for()
+    half = tmp_path / "half.json"
+    half.write_text(json.dumps(saved | {"frames": saved["frames"][: len(saved["frames"]) // 2 + 1]}))
+    alone.page.set_input_files("#file", [half, path])
+    alone.page.get_by_role("columnheader", name="Difference").wait_for()
+    made = alone.page.locator("#compare tr", has_text="Tokens made").locator("td")
+    alone.wait("document.querySelectorAll('#compare tr')[3].children[3].textContent !== ''")
+    [first, second, difference] = made.all_inner_texts()
+    counts = [frame["now"]["generated"] - saved["frames"][0]["now"]["generated"] for frame in saved["frames"]]
+    assert [first, second] == [str(counts[len(counts) // 2]), str(counts[-1])]
+    assert difference.startswith("+") if first != "0" else difference == "–"
+    assert alone.page.locator("#compare tr", has_text="Preemptions").locator("td").last.inner_text() == "equal"
+    assert alone.violations() == []
+    alone.page.get_by_role("button", name="saved.json").click()
+    alone.page.locator(".rows button").last.click()
+    alone.page.get_by_text("What happened, and why").wait_for()
+    alone.page.get_by_role("button", name="Live").click()
+    alone.page.locator("#compare").wait_for(state="hidden")
     path.write_text('{"format": "something else"}')
     alone.page.set_input_files("#file", path)
     alone.wait("document.querySelector('#notice').textContent.includes('was not saved by this page')")
@@ -167,44 +195,68 @@ def test_the_keyboard_reaches_everything(live: Live, browser: Browser) -> None:
     opened.close()
 
 
-def test_in_front_of_another_server_there_are_requests_and_chat(live: Live, browser: Browser, tmp_path: Path) -> None:
-    with serving(tmp_path, "--backend", "openai", "--upstream", live.url) as front:
-        opened = Opened(browser, front.url)
-        page = opened.page
-        opened.wait("document.querySelector('#state').dataset.is === 'live'")
-        page.fill("#say", "Tell me a story about a dog.")
-        page.press("#say", "Enter")
-        opened.wait("(document.querySelector('.talk .assistant')?.textContent.length ?? 0) > 5")
-        page.get_by_role("tab", name="Engine").click()
-        page.locator(".rows button").first.click()
-        page.get_by_text(f"sent to {live.url}").wait_for()
-        assert not page.locator("#pages").is_visible() and not page.locator("#steps").is_visible()
-        assert opened.complaints == []
-        opened.close()
+def sign_in(page: Page) -> None:
+    page.get_by_label("API key").fill("sesame")
+    page.keyboard.press("Enter")
 
 
-def test_with_keys_a_browser_signs_in_once(browser: Browser, tmp_path: Path) -> None:
-    with serving(tmp_path, "--api-key", "sesame") as locked:
-        opened = Opened(browser, locked.url)
-        page = opened.page
-        page.get_by_label("API key").fill("guess")
-        page.get_by_role("button", name="Sign in").click()
-        page.get_by_text("not a key of this server").wait_for()
-        assert opened.violations() == []
-        page.get_by_label("API key").fill("sesame")
-        page.keyboard.press("Enter")
-        opened.wait("document.querySelector('#state').dataset.is === 'live'")
-        assert page.evaluate("document.cookie") == ""
-        page.fill("#say", "Hello")
-        page.press("#say", "Enter")
-        opened.wait("(document.querySelector('.talk .assistant')?.textContent.length ?? 0) > 5")
-        page.reload()
-        opened.wait("document.querySelector('#state').dataset.is === 'live'")
-        page.get_by_role("button", name="Sign out").click()
-        page.get_by_label("API key").wait_for()
-        unwelcome = [said for said in opened.complaints if "401" not in said]
-        assert unwelcome == []
-        opened.close()
+def test_in_front_of_others_they_are_side_by_side_beside_chat(front: Live, live: Live, browser: Browser) -> None:
+    opened = Opened(browser, front.url)
+    page = opened.page
+    sign_in(page)
+    opened.wait("document.querySelector('#state').dataset.is === 'live'")
+    page.fill("#say", "Tell me a story about a dog.")
+    page.press("#say", "Enter")
+    opened.wait("(document.querySelector('.talk .assistant')?.textContent.length ?? 0) > 5")
+    page.get_by_role("tab", name="Engine").click()
+    page.locator(".rows button").first.click()
+    page.get_by_text(f"sent to {live.url}").wait_for()
+    assert not page.locator("#pages").is_visible() and not page.locator("#steps").is_visible()
+    heads = page.locator("#compare thead button")
+    assert heads.all_inner_texts() == ["this server", live.url.removeprefix("http://"), "127.0.0.1:9"]
+    state = page.locator("#compare tr", has_text="State").locator("td")
+    opened.wait("document.querySelectorAll('#compare tbody td')[1].textContent === 'live'")
+    opened.wait("document.querySelectorAll('#compare tbody td')[2].textContent === 'nothing listens there'")
+    assert state.first.inner_text() == "live"
+    made = page.locator("#compare tr", has_text="Tokens made").locator("td")
+    for column in (1, 2):
+        opened.wait(f"/^[1-9]/.test(document.querySelectorAll('#compare tr')[4].children[{column}].textContent)")
+    assert made.last.inner_text() == "–"
+    heads.nth(1).click()
+    opened.wait("document.querySelector('#pages .count').textContent.includes('held')")
+    page.locator(".rows button").first.click()
+    page.get_by_text("got a place on the device").wait_for()
+    heads.nth(2).click()
+    assert page.locator(".rows button").count() == 0 or opened.violations() == []
+    page.get_by_role("tab", name="Chat").click()
+    page.get_by_role("button", name="what happened to it").click()
+    page.get_by_text(f"sent to {live.url}").wait_for()
+    assert heads.first.get_attribute("aria-pressed") == "true", "one's own request is this server's"
+    assert opened.violations() == []
+    assert {url.split("/")[2] for url in opened.asked} == {front.url.split("/")[2]}, "nothing is asked of others"
+    opened.close()
+
+
+def test_with_keys_a_browser_signs_in_once(front: Live, browser: Browser) -> None:
+    opened = Opened(browser, front.url)
+    page = opened.page
+    page.get_by_label("API key").fill("guess")
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_text("not a key of this server").wait_for()
+    assert opened.violations() == []
+    sign_in(page)
+    opened.wait("document.querySelector('#state').dataset.is === 'live'")
+    assert page.evaluate("document.cookie") == ""
+    page.fill("#say", "Hello")
+    page.press("#say", "Enter")
+    opened.wait("(document.querySelector('.talk .assistant')?.textContent.length ?? 0) > 5")
+    page.reload()
+    opened.wait("document.querySelector('#state').dataset.is === 'live'")
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_label("API key").wait_for()
+    unwelcome = [said for said in opened.complaints if "401" not in said]
+    assert unwelcome == []
+    opened.close()
 
 
 ATTACKS = """<img src=x onerror="window.broken=1"><script>window.broken=1</script>
@@ -295,6 +347,194 @@ def test_a_chat_of_twenty_turns_is_kept_and_can_be_changed(live: Live, browser: 
     page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete Numbers").click()
     assert page.locator(".talk article").count() == 0
+    assert opened.complaints == []
+    opened.close()
+
+
+def test_two_tabs_keep_each_others_conversations(live: Live, browser: Browser) -> None:
+    one = Opened(browser, live.url)
+    one.answers({"content": "Yes."})
+    other = one.tab()
+    other.answers({"content": "No."})
+    one.ask("first?")
+    other.page.get_by_text("first?").wait_for(state="attached")
+    other.page.locator("#new-chat").click()
+    other.ask("second?")
+    one.ask("third?")
+    assert one.titles() == other.titles() == ["first?", "second?"]
+    for tab in (one, other):
+        tab.page.reload()
+    assert one.page.locator(".talk .user > .text").all_inner_texts() == ["first?", "third?"]
+    assert other.page.locator(".talk .user > .text").all_inner_texts() == ["second?"]
+    # The same conversation in both, with an answer on its way in one: both go on, as two.
+    other.show_list()
+    other.page.get_by_role("button", name="Open first?").click()
+    one.page.unroute_all()
+    held: list[Route] = []
+    one.page.route("**/v1/chat/completions", lambda route: held.append(route))
+    one.page.fill("#say", "here?")
+    one.page.press("#say", "Enter")
+    other.page.locator(".talk").get_by_text("here?").wait_for()
+    other.answers({"content": "There."})
+    other.ask("there?")
+    held[0].fulfill(body=stream({"content": "Here."}))
+    one.page.locator("#send", has_text="Send").wait_for()
+    assert sorted(one.titles()) == sorted(other.titles()) == ["first?", "first? (2)", "second?"]
+    one.page.reload()
+    assert one.page.locator(".talk article > .text").all_inner_texts()[-2:] == ["here?", "Here."]
+    other.page.reload()
+    assert other.page.locator(".talk article > .text").all_inner_texts()[-2:] == ["there?", "There."]
+    other.page.once("dialog", lambda dialog: dialog.accept())
+    other.show_list()
+    other.page.get_by_role("button", name="Delete second?").click()
+    one.wait("document.querySelectorAll('.conversations li').length === 2")
+    assert one.complaints == other.complaints == []
+    one.close()
+
+
+def test_what_does_not_fit_is_dropped_oldest_first_and_none_is_broken(live: Live, browser: Browser) -> None:
+    opened = Opened(browser, live.url)
+    full = """async () => {
+        const { Conversations } = await import("/ui/conversations.js");
+        const kept = new Conversations(() => 0);
+        const said = (text) => ({ ...kept.create(), title: text[0], messages: [{ role: "user", content: text }] });
+        for (let i = 0; i < 60; i += 1) kept.keep(said(`${i}`));
+        const many = kept.list.length;
+        const gone = [..."abcde"].map((name) => kept.keep(said(name.repeat(1_000_000))));
+        localStorage.setItem("quire-conversation-odd", "{");
+        localStorage.setItem("quire-conversation-other", JSON.stringify({ id: "another", messages: 5 }));
+        const messages = [{ role: "assistant", content: "x", tool_calls: [5], reasoning: 7, images: ["javascript:1"] }];
+        const last = { id: "last", title: 1, changed: 9e15, messages };
+        localStorage.setItem("quire-conversation-last", JSON.stringify(last));
+        const again = new Conversations(() => 0).list;
+        return [many, gone, again.slice(1).map((one) => one.title), again[0].messages[0]];
+    }"""
+    many, gone, titles, message = opened.page.evaluate(full)
+    assert (many, gone, titles) == (50, [1, 1, 1, 48, 1], ["e", "d", "c"])
+    call = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+    assert message == {"role": "assistant", "content": "x", "tool_calls": [call], "images": []}
+    opened.page.reload()
+    opened.page.locator(".talk .assistant").wait_for()
+    assert opened.complaints == []
+    opened.close()
+
+
+def test_conversations_are_exported_imported_and_files_attached(live: Live, browser: Browser, tmp_path: Path) -> None:
+    opened = Opened(browser, live.url)
+    page = opened.page
+    opened.answers({"content": "Yes."})
+    (tmp_path / "notes.md").write_text("a\n```\nb\n```\n")
+    page.set_input_files("#attachment", tmp_path / "notes.md")
+    opened.wait("document.querySelector('#say').value.startsWith('notes.md:\\n````\\na\\n```')")
+    (tmp_path / "large.txt").write_text("x" * 200_001)
+    page.set_input_files("#attachment", tmp_path / "large.txt")
+    page.get_by_text("large.txt is larger than 200 kB").wait_for()
+    (tmp_path / "odd.bin").write_bytes(b"\0\xff")
+    page.set_input_files("#attachment", tmp_path / "odd.bin")
+    page.get_by_text("odd.bin is not text").wait_for()
+    page.press("#say", "Enter")
+    page.locator(".talk .assistant:not(.waiting)").wait_for()
+    opened.show_list()
+    with page.expect_download() as coming:
+        page.get_by_role("button", name="Export").click()
+    file = tmp_path / "kept.json"
+    coming.value.save_as(file)
+    opened.close()
+    fresh = Opened(browser, live.url)
+    fresh.page.set_input_files("#conversations-file", file)
+    fresh.page.get_by_text("1 conversation imported").wait_for()
+    assert fresh.page.locator(".talk article").count() == 2
+    fresh.page.set_input_files("#conversations-file", file)
+    fresh.page.get_by_text("here already").wait_for()
+    file.write_text("{}")
+    fresh.page.set_input_files("#conversations-file", file)
+    fresh.page.get_by_text("kept.json has no conversations saved by this page").wait_for()
+    fresh.page.reload()
+    assert fresh.page.locator(".talk article").count() == 2
+    assert fresh.complaints == []
+    fresh.close()
+
+
+def test_escape_stops_an_answer_and_a_failed_one_can_be_retried(live: Live, browser: Browser) -> None:
+    opened = Opened(browser, live.url)
+    page = opened.page
+    opened.wait("document.querySelector('#model').textContent.startsWith('embedded')")
+    page.fill("#say", "Tell me a story about a dog.")
+    page.press("#say", "Enter")
+    opened.wait("(document.querySelector('.talk .assistant > .text')?.textContent.length ?? 0) > 5")
+    assert page.locator(".talk").get_attribute("aria-busy") == "true"
+    page.press("#say", "Escape")
+    page.locator(".talk .notes", has_text="Stopped").wait_for()
+    assert page.locator("#heard").inner_text() == "The answer was stopped."
+    assert page.locator(".talk").get_attribute("aria-busy") == "false"
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.fill("#say", "Again?")
+    page.press("#say", "Enter")
+    page.get_by_text("The server cannot be reached. Is it running?").wait_for()
+    assert page.locator(".talk article").count() == 3, "the question stays, an empty answer does not"
+    opened.answers({"content": "Half"}, finish="")
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("The connection ended before the answer did.").wait_for()
+    assert page.locator(".talk .notes").last.inner_text().startswith("Incomplete")
+    opened.answers({"content": "Whole."})
+    page.get_by_role("button", name="Retry").click()
+    page.locator(".talk .assistant", has_text="Whole.").wait_for()
+    assert page.locator("#heard").inner_text() == "The answer is complete."
+    assert page.locator(".talk article").count() == 4 and page.locator(".talk .error").count() == 0
+    assert [said for said in opened.complaints if "ERR_FAILED" not in said] == []
+    opened.close()
+
+
+def test_images_are_attached_only_where_the_model_reads_them(live: Live, browser: Browser, tmp_path: Path) -> None:
+    picture = tmp_path / "dot.png"
+    Image.new("RGB", (2000, 10), "red").save(picture)
+    blind = Opened(browser, live.url)
+    blind.wait("document.querySelector('#state').dataset.is === 'live'")
+    blind.page.set_input_files("#attachment", picture)
+    blind.page.get_by_text("dot.png is not text; this model reads text only").wait_for()
+    blind.close()
+    opened = Opened(browser, live.url, "phone", view="none")
+    page = opened.page
+    card = {"id": "sees", "architecture": {"input_modalities": ["text", "image"]}}
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [card]}))
+    page.reload()
+    opened.wait("document.querySelector('#attach').title.includes('image')")
+    page.set_input_files("#attachment", picture)
+    page.get_by_role("button", name="Remove image 1").click()
+    page.set_input_files("#attachment", picture)
+    page.get_by_role("img", name="Image 1").wait_for()
+    opened.answers({"content": "A dot."})
+    page.fill("#say", "What is it?")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.press("#say", "Enter")
+    [image, text] = (asked.value.post_data_json or {})["messages"][0]["content"]
+    assert text == {"type": "text", "text": "What is it?"}
+    assert image["image_url"]["url"].startswith("data:image/png;base64,")
+    page.locator(".talk .assistant:not(.waiting)").wait_for()
+    page.reload()
+    size = page.get_by_role("img", name="Image 1 of the message").evaluate("(image) => [image.naturalWidth]")
+    assert size == [1024]
+    assert opened.violations() == []
+    assert opened.complaints == []
+    opened.close()
+
+
+def test_a_turn_late_in_a_long_conversation_costs_no_more_than_an_early_one(live: Live, browser: Browser) -> None:
+    opened = Opened(browser, live.url)
+    page = opened.page
+    said = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": CODE, "finish": "stop", "first": 0.1}]
+    many = json.dumps({"id": "long", "title": "Long", "changed": 1, "messages": said * 200})
+    page.evaluate("(text) => localStorage.setItem('quire-conversation-long', text)", many)
+    page.reload()
+    assert page.locator(".talk article").count() == 400
+    made = page.evaluate_handle("document.querySelector('.talk article')")
+    drawn = "() => { window.made = 0; new MutationObserver((all) => all.forEach((one) => {"
+    drawn += " window.made += [...one.addedNodes].filter((node) => node.nodeName === 'ARTICLE').length; }))"
+    page.evaluate(drawn + ".observe(document.querySelector('.talk'), { childList: true }); }")
+    opened.answers({"content": "Well."})
+    opened.ask("And?")
+    assert page.evaluate("window.made") == 2, "the question and the answer"
+    assert page.evaluate("(first) => first.isConnected", made), "no other turn is drawn again"
     assert opened.complaints == []
     opened.close()
 

@@ -51,6 +51,7 @@ from quire.frontend.processor import (
     output_processor,
     requests,
 )
+from quire.parsers.parts import Splitter, TextPart
 from quire.scheduler.constraint import FREE, Constraint
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
@@ -263,21 +264,35 @@ class LLM:
         ]
         return [job.output() for job in self._run(talks, bound, use_tqdm)]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, int]:
         """The pieces of the first answer's text as they are generated. Closing the iterator ends the request.
 
-        Raises the error with which the request failed.
+        The generator's return value is how many tokens were generated. Raises the error with which the request failed.
         """
         self._thread.check()
         return self._stream(*self._prompts.encoded(prompt), sampling_params or self.default_sampling_params())
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Generator[str, None, None]:
+    ) -> Generator[str, None, int]:
         """As `stream`, for a conversation."""
         self._thread.check()
         text, ids = self._prompts.rendered(messages)
         return self._stream(text, ids, self._prompts.bound(text, "", sampling_params or self.default_sampling_params()))
+
+    def stream_chat_parts(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Generator[TextPart, None, int]:
+        """As `stream_chat`, with reasoning apart: each piece has a `kind`, "reasoning" or "content", and a `text`.
+
+        The marks between them are in neither. A model that does not reason has content alone. The generator's return
+        value is how many tokens were generated.
+        """
+        self._thread.check()
+        text, ids = self._prompts.rendered(messages)
+        params = self._prompts.bound(text, "", sampling_params or self.default_sampling_params())
+        splitter, params = self._prompts.splitter(text, params)
+        return self._parts(self._stream(text, ids, params), splitter)
 
     def default_sampling_params(self, **changed: Any) -> SamplingParams:
         """What the model's generation_config.json recommends, with some fields `changed`."""
@@ -340,24 +355,38 @@ class LLM:
         each = _for_each(params or self.default_sampling_params(), len(read))
         return read, [self._prompts.filling(one, end) for one, end in zip(each, ends, strict=True)]
 
-    def _stream(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> Generator[str, None, None]:
+    def _stream(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> Generator[str, None, int]:
+        """The pieces of the first answer's text; returns how many tokens it had."""
         job = self._job(text, ids, params)
         pieces: SimpleQueue[Delta | QuireError | None] = SimpleQueue()
         readers = self._readers(job, pieces.put)
         readers[0].tell = pieces.put
         with _Running(self._thread, readers):
-            finish = None
+            finish, count = None, 0
             while finish is None:
                 delta = wait_for(pieces)
                 if isinstance(delta, QuireError):
                     raise delta
                 if delta is None:  # another answer's end
                     continue
+                count += len(delta.tokens)
                 if delta.text:
                     yield delta.text
                 if delta.error is not None:
                     raise errors.of(delta.status, delta.error, param=delta.param)
                 finish = delta.finish_reason
+        return count
+
+    @staticmethod
+    def _parts(pieces: Generator[str, None, int], splitter: Splitter) -> Generator[TextPart, None, int]:
+        with contextlib.closing(pieces):
+            while True:
+                try:
+                    piece = next(pieces)
+                except StopIteration as end:
+                    yield from splitter.flush()
+                    return int(end.value)
+                yield from splitter.feed(piece)
 
     def _job(self, text: str | None, ids: tuple[int, ...], params: SamplingParams, priority: int = 0) -> _Job:
         return _Job(Call(id=f"llm-{next(self._names)}", prompt=ids, text=text, sampling=params, priority=priority))

@@ -20,6 +20,7 @@ from quire.cli import base, chat, diff, executor, main, serve, show, verify
 from quire.engine.executor import Description
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError
 from quire.executors.synthetic import SyntheticExecutor
+from quire.parsers.parts import TextPart
 from quire.scheduler.plan import Plan, Result
 from quire.types import SamplingParams, TokenLogprobs
 from tests.calls import Calls, shown
@@ -148,8 +149,10 @@ class Spoken:
     def stream(self, prompt: str, params: SamplingParams) -> Any:
         yield from (f"<{prompt}>", f" {self.seed} ", shown(params))
 
-    def stream_chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Any:
-        yield from (f"{len(messages)} ", f"{messages[0]} {messages[-1]['content']} {shown(params)}")
+    def stream_chat_parts(self, messages: list[dict[str, str]], params: SamplingParams) -> Any:
+        said = (f"{len(messages)} ", f"{messages[0]} {messages[-1]['content']} {shown(params)}")
+        yield from (TextPart("content", text) for text in said)
+        return 2
 
 
 SAMPLED = ("--max-tokens", "5", "--top-k", "3", "--min-p", "0.5", "--stop", "x", "--stop", "y", "--temperature", "0")

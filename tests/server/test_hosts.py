@@ -127,7 +127,7 @@ async def test_http_1_0_needs_no_host_and_probes_may_name_any() -> None:
     assert [answer.status for answer in (old, probe, page, proxy)] == [200, 200, 403, 403]
 
 
-LOCAL = ("/v1/requests", "/v1/requests/x/explain", "/v1/recording", "/ui/events")
+LOCAL = ("/v1/requests", "/v1/requests/x/explain", "/v1/recording", "/ui/events", "/ui/servers")
 
 
 @pytest.mark.parametrize("keys", [Keys(), Keys(("client",))])

@@ -36,6 +36,26 @@ def replayed(folder: Path, *words: str) -> str:
     return f"quire replay {' '.join(words)}\nexit {done.exit_code}\n{text}"
 
 
+def test_a_replay_is_written_as_the_live_page_saves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, file = tmp_path / "recording", tmp_path / "page.json"
+    recorded(folder, "preempted-ahead", monkeypatch)
+    [found] = json.loads(replayed(folder, "--json").partition("\n{")[2].join(("{", "")))["recordings"]
+    assert replayed(folder, "--page", str(file)).endswith("every decision is the same\n")
+    page = json.loads(file.read_text())
+    assert (page["format"], page["version"]) == ("quire live page", 1)
+    frames = page["frames"]
+    assert frames[0]["whole"] and frames[0]["at"] == 0
+    assert [frame["at"] for frame in frames] == sorted(frame["at"] for frame in frames)
+    assert frames[-1]["now"]["generated"] == found["tokens"]
+    assert sum(event[0] == "out" for frame in frames for event in frame["events"]) == found["preemptions"]["count"] > 0
+    assert sum(len(frame["steps"]) for frame in frames) == found["steps"][1] - found["steps"][0] + 1
+    assert len(page["stories"]) == found["requests"]
+    assert all(story["answers"][0]["state"] == "finished" for story in page["stories"].values())
+    recorded(tmp_path / "other", "mixed", monkeypatch)
+    both = replayed(folder, str(tmp_path / "other"), "--page", str(file))
+    assert "--page takes one recording, and there are 2: choose one with --run" in both
+
+
 @pytest.mark.parametrize("name", ["mixed", "mixed-ahead-drafted", "preempted-ahead", "failing-ahead", "adaptive"])
 def test_a_replay_reports_what_is_written_down(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(tmp_path, name, monkeypatch)

@@ -70,6 +70,13 @@ def stream_chat(deployment: Deployment) -> Any:
         return "".join(deployment.llm.stream_chat(TALK, GREEDY))
 
 
+def stream_chat_parts(deployment: Deployment) -> Any:
+    with deployment.here():
+        parts = list(deployment.llm.stream_chat_parts(TALK, GREEDY))
+    assert {part.kind for part in parts} == {"content"}
+    return "".join(part.text for part in parts)
+
+
 def embed(deployment: Deployment) -> Any:
     with deployment.here():
         outputs = deployment.llm.embed(["a little dog", LONG], dimensions=8)
@@ -133,6 +140,7 @@ METHODS = (
     Item("LLM.chat", chat, part="llm"),
     Item("LLM.stream", stream, part="llm"),
     Item("LLM.stream_chat", stream_chat, part="llm"),
+    Item("LLM.stream_chat_parts", stream_chat_parts, part="llm"),
     Item("LLM.embed", embed, part="llm"),
     Item("LLM.reset_prefix_cache", reset_prefix_cache, part="llm"),
     Item(

@@ -13,7 +13,7 @@ import torch
 from triton import knobs
 
 from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, Limits, working_bytes
-from quire.assembly.progress import compiling
+from quire.assembly.progress import compiling, preparing
 from quire.assembly.speculate import (
     MAX_VERIFIED_TOKENS,
     STEP_TIME_WIDTHS,
@@ -92,7 +92,7 @@ def make_executor(settings: Settings, model: Model, device: torch.device, limits
             dtype=model.dtype,
             device=device,
             steps=make_steps(settings, device),
-            queue=CudaQueue(device, captured, make_precompiler()),
+            queue=CudaQueue(device, captured, make_precompiler(), preparing),
             proposer=build_proposer(settings, draft, **sizes, device=device),
             depth=limits.lookahead,
             warm=keys,

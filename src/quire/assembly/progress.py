@@ -1,4 +1,4 @@
-"""Progress of loading and compiling: a bar on a terminal, otherwise a line every few seconds."""
+"""Progress of loading, compiling and capturing: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MIN_BYTES = 1 << 28
 _LINE_INTERVAL = 5.0
 """Seconds between two lines."""
 
-_MIN_COMPILE_SECONDS = 1.0
-"""Compiling is shown after so many seconds: reading kernels from the cache takes less."""
+_MIN_SECONDS = 1.0
+"""Compiling and preparing steps are shown after so many seconds: reading kernels from the cache takes less."""
 
 
 @contextmanager
@@ -42,13 +42,25 @@ def loading(name: str, clock: Callable[[], float] = time.monotonic) -> Iterator[
 @contextmanager
 def compiling(clock: Callable[[], float] = time.monotonic) -> Iterator[ReportProgress]:
     """Report compiled kernels, on standard error, once it takes longer than a second."""
+    with _counting("compiling kernels", clock) as report:
+        yield report
 
+
+@contextmanager
+def preparing(clock: Callable[[], float] = time.monotonic) -> Iterator[ReportProgress]:
+    """Report steps captured as graphs, or run once, on standard error, once it takes longer than a second."""
+    with _counting("preparing steps", clock) as report:
+        yield report
+
+
+@contextmanager
+def _counting(title: str, clock: Callable[[], float]) -> Iterator[ReportProgress]:
     def line(done: int, total: int, seconds: float) -> str:
-        return f"compiling kernels: {done} of {total}"
+        return f"{title}: {done} of {total}"
 
     started = clock()
-    with _progress("compiling kernels", [MofNCompleteColumn()], line, clock) as report:
-        yield lambda done, total: report(done, total, clock() >= started + _MIN_COMPILE_SECONDS)
+    with _progress(title, [MofNCompleteColumn()], line, clock) as report:
+        yield lambda done, total: report(done, total, clock() >= started + _MIN_SECONDS)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any, cast
 from quire.assembly.text import Text
 from quire.checks import token_ids
 from quire.errors import InvalidRequest
+from quire.parsers.parts import PLAIN, Splitter
 from quire.parsers.reasoning import THOUGHTS, bounded, thoughts_ahead
 from quire.types import SamplingParams
 
@@ -72,6 +73,16 @@ class PromptReader:
         _check_mappings("tools", rendering.get("tools") or (), "function", Mapping)
         text = self._text.template.render(messages, **rendering)
         return text, self._text.tokenizer.encode(text, add_special_tokens=False)
+
+    def splitter(self, text: str, params: SamplingParams) -> tuple[Splitter, SamplingParams]:
+        """What splits an answer to a conversation rendered as `text` into reasoning and content, and `params` with
+        which the marks between them are there to be seen."""
+        parser = self._text.reasoning_parser
+        style = THOUGHTS.get(parser)
+        if style is None:
+            return PLAIN, params
+        inside = thoughts_ahead(parser, text) == "open"
+        return style.splitter(inside=inside), replace(params, skip_special_tokens=False) if style.special else params
 
     def bound(self, text: str, begun: str, params: SamplingParams, *, off: bool = False) -> SamplingParams:
         """`params` for a conversation rendered as `text`: a structure binds what comes after the thoughts,

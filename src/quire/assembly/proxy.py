@@ -62,10 +62,11 @@ def relay(settings: Settings) -> None:
         urls = (f"http://127.0.0.1:{port}",)
     # In metrics and traces, which need a name before an upstream is asked.
     name = (settings.model.served_model_name or (settings.model.model if supervisor is not None else "upstream",))[0]
-    timeline = RequestTimeline(f"answered by {', '.join(urls)}")
+    origins = [Origin.parse(url) for url in dict.fromkeys(urls)]
+    timeline = RequestTimeline(f"answered by {', '.join(urls)}", servers=list(map(str, origins)))
     traces = build_traces(server.otlp_traces_endpoint, timeline.explain, model=name)
     backend = UpstreamBackend(
-        [Origin.parse(url) for url in dict.fromkeys(urls)],
+        origins,
         supervisor=supervisor,
         observer=build_observer(settings, name, traces),
         request_observer=timeline,

@@ -58,10 +58,14 @@ def command(paths: tuple[Path, ...], output: Path) -> None:
 def read(path: Path) -> dict[str, Any]:
     """Of `quire bench serve`, or of a benchmark beside a peer. Raises InvalidRequest where it is neither."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {str(error.strerror).lower()}", param="paths") from error
+    try:
+        found = json.loads(text)
         load = "levels" in found and {"about", "goals"} <= found.keys() and all("asked" in x for x in found["levels"])
         whole = load or ("rows" in found and all("workload" in row for row in found["rows"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
         found = {}
     if not whole:

@@ -29,6 +29,12 @@ DEVELOPER_BENCHMARKS = (
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "complete": "`quire generate`",
+        "help": "`quire --help`, and `quire COMMAND --help`",
+        "pull": "`hf download OWNER/NAME`; serve, run and chat download what is missing",
+        "list": "`hf cache ls`, for models that were downloaded",
+        "show": "`quire inspect`",
+        "ps": "GET /api/ps of a server",
+        "rm": "`hf cache rm`, for models that were downloaded",
         "run-batch": "`quire serve --batch-dir FOLDER`, which has OpenAI's Batches",
         "collect-env": "`quire version`",
         **{
@@ -37,7 +43,11 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         },
     }
 )
-"""Where commands of vLLM, and commands that moved, are found."""
+"""Where commands of vLLM and Ollama, and commands that moved, are found."""
+
+
+HELP: Mapping[str, Any] = MappingProxyType({"help_option_names": ["--help", "-h"]})
+"""Settings of every command's context."""
 
 
 class Failure(click.ClickException):
@@ -58,7 +68,7 @@ class LazyGroup(click.Group):
     between `quire` and a member's name."""
 
     def __init__(self, *, members: Mapping[str, Member], prefix: str = "", **attributes: Any) -> None:
-        super().__init__(**attributes)
+        super().__init__(context_settings=dict(HELP), **attributes)
         self.members, self.prefix = members, prefix
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -73,6 +83,7 @@ class LazyGroup(click.Group):
         module, _, name = member[0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name or "command")
         command.epilog = examples_of(f"{self.prefix}{cmd_name}")
+        command.context_settings.update(HELP)
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,9 +18,12 @@ from rich.console import Console
 
 import quire
 from quire.cli.base import OFFLINE, SettingsCommand, given, sampling_options
-from quire.cli.conversation import Answer, Conversation, Message, Thought, converse, history
+from quire.cli.conversation import Answer, Conversation, Message, Thought, TokenCount, converse, history, take_turn
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidRequest, Unauthorized, Unavailable
+from quire.parsers.parts import TextPart
+
+_NAMED = ". --url takes an address such as http://127.0.0.1:8000; for a model in this process: quire chat {}"
 
 
 class ChatClient:
@@ -40,22 +46,24 @@ class ChatClient:
         self._model = model
 
     def answer(self, messages: list[dict[str, str]], **sampling: Any) -> Iterator[str]:
-        """Stream the text of the next message; pieces of reasoning are `Thought`s.
+        """Stream the text of the next message; pieces of reasoning are `Thought`s, and a `TokenCount` may follow.
 
         Raises InvalidRequest, Unauthorized, or Unavailable, also for an answer that breaks off and for another API.
         """
-        try:
+        with self._errors():
             yield from self._answer(messages, sampling)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"{self._url}: the connection broke: {error or type(error).__name__}") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise Unavailable(f"{self._url} does not speak OpenAI's API: {error!r}") from error
 
     def _answer(self, messages: list[dict[str, str]], sampling: dict[str, Any]) -> Iterator[str]:
-        if self._model is None:
-            with self._send("GET", "/v1/models", None) as listing:
-                self._model = json.loads(listing.read())["data"][0]["id"]
-        asked = {"model": self._model, "messages": messages, "stream": True, **sampling}
+        asked = {"model": self._named(), "messages": messages, "stream": True, **sampling}
         with self._send("POST", "/v1/chat/completions", asked) as answer:
             for line in answer:
                 if not line.startswith(b"data:"):
@@ -63,6 +71,8 @@ class ChatClient:
                 if (data := line[5:].strip()) == b"[DONE]":
                     return
                 chunk = json.loads(data)
+                if usage := chunk.get("usage"):
+                    yield TokenCount(usage["completion_tokens"])
                 if "error" in chunk:
                     raise Unavailable(f"{self._url}: {chunk['error'].get('message')}")
                 for choice in chunk.get("choices", ()):
@@ -72,6 +82,17 @@ class ChatClient:
                     if text := delta.get("content"):
                         yield text
         raise Unavailable(f"{self._url} broke off its answer")
+
+    def model(self) -> str:
+        """The model's name. Raises what `answer` raises."""
+        with self._errors():
+            return self._named()
+
+    def _named(self) -> str:
+        if self._model is None:
+            with self._send("GET", "/v1/models", None) as listing:
+                self._model = str(json.loads(listing.read())["data"][0]["id"])
+        return self._model
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
         connection = self._kind(self._place, timeout=600)
@@ -83,7 +104,8 @@ class ChatClient:
             connection.close()
             if isinstance(error, http.client.HTTPException):
                 raise
-            raise Unavailable(f"no server answers at {self._url}: {error}") from error
+            hint = "" if re.search(r"[.:]|^localhost$", self._url) else _NAMED.format(self._url)
+            raise Unavailable(f"no server answers at {self._url}: {error}{hint}") from error
         if answer.status != 200:
             with answer:
                 raise self._error(answer.status, answer.read())
@@ -103,6 +125,7 @@ def talk_options() -> list[click.Option]:
     return [
         click.Option(["--system"], metavar="TEXT", help="The system message."),
         click.Option(["--plain"], is_flag=True, help="Show answers as they are, without rendering Markdown."),
+        click.Option(["--verbose"], is_flag=True, help="Say after each answer how many tokens a second it had."),
     ]
 
 
@@ -128,6 +151,7 @@ def command(
     url: str | None,
     system: str | None,
     plain: bool,
+    verbose: bool,
     history_file: Path | None,
     **sampling: Any,
 ) -> None:
@@ -135,33 +159,62 @@ def command(
 
     At the prompt, arrow keys bring back what was typed. Nothing is kept in a file unless --history-file names one.
     """
+    shown = {"plain": plain, "verbose": verbose}
     with history(history_file):
         if url is None:
             with quire.LLM(settings=settings) as llm:
-                talk_here(llm, system, given(sampling), plain=plain)
+                talk_here(llm, settings.model.model, system, given(sampling), **shown)
             return
         keys, named = settings.server.api_key, settings.source("model") != "default"
         remote = ChatClient(url, key=keys[0] if keys else None, model=settings.model.model if named else None)
         chosen = given(sampling)
-        converse(conversation(system, chosen, lambda messages: remote.answer(messages, **chosen), plain=plain))
+
+        def answer(messages: list[Message]) -> Iterator[str]:
+            counted = {"stream_options": {"include_usage": True}} if talk.verbose else {}
+            return remote.answer(messages, **chosen, **counted)
+
+        talk = conversation(system, chosen, answer, **shown)
+        if talk.console.is_terminal:
+            # A server that is not there is best known before the first question is typed.
+            talk.model = f"{remote.model()} at {url}"
+        converse(talk)
 
 
-def talk_here(llm: quire.LLM, system: str | None, sampling: dict[str, Any], *, plain: bool) -> None:
-    """Converse with a model in this process. sampling: what `/set` changes."""
+def talk_here(llm: quire.LLM, model: str, system: str | None, sampling: dict[str, Any], **shown: bool) -> None:
+    """Converse with a model in this process. model: its name. sampling: what `/set` changes.
+
+    shown: as of `conversation`.
+    """
 
     def answer(messages: list[Message]) -> Iterator[str]:
-        return llm.stream_chat(messages, llm.default_sampling_params(**{"max_tokens": None, **sampling}))
+        return pieces(llm.stream_chat_parts(messages, llm.default_sampling_params(**{"max_tokens": None, **sampling})))
 
     # Refused before the first question.
     llm.default_sampling_params(**{"max_tokens": None, **sampling})
-    converse(conversation(system, sampling, answer, plain=plain))
+    talk = conversation(system, sampling, answer, **shown)
+    talk.model = model
+    converse(talk)
 
 
-def conversation(system: str | None, sampling: dict[str, Any], answer: Answer, *, plain: bool) -> Conversation:
-    """A conversation that begins with a system message, if there is one."""
+def pieces(parts: Generator[TextPart, None, int]) -> Iterator[str]:
+    """What a model in this process says, as a conversation takes it."""
+    with closing(parts):
+        while True:
+            try:
+                part = next(parts)
+            except StopIteration as end:
+                yield TokenCount(end.value)
+                return
+            yield Thought(part.text) if part.kind == "reasoning" else part.text
+
+
+def conversation(
+    system: str | None, sampling: dict[str, Any], answer: Answer, *, plain: bool, verbose: bool
+) -> Conversation:
+    """A conversation that begins with a system message, if there is one. plain: Markdown is not rendered."""
     opening = [{"role": "system", "content": system}] if system else []
     console = Console(highlight=False, soft_wrap=plain or not sys.stdout.isatty())
-    return Conversation(console, opening, answer, sampling, markdown=not plain)
+    return Conversation(console, opening, answer, sampling, markdown=not plain, verbose=verbose)
 
 
 @click.command(
@@ -175,28 +228,50 @@ def conversation(system: str | None, sampling: dict[str, Any], answer: Answer, *
         *sampling_options(),
     ],
 )
-def run(settings: Settings, prompt: tuple[str, ...], system: str | None, plain: bool, **sampling: Any) -> None:
+def run(
+    settings: Settings, prompt: tuple[str, ...], system: str | None, plain: bool, verbose: bool, **sampling: Any
+) -> None:
     """Ask MODEL once and print its answer, or talk to it without a PROMPT.
 
-    A model without a chat template completes the prompt.
+    A PROMPT of - is what standard input has, which is also the prompt where there is none and it is no terminal. A
+    model without a chat template completes the prompt.
     """
-    opening = [{"role": "system", "content": system}] if system else []
+    text = question(prompt)
     with quire.LLM(settings=settings) as llm:
-        if not prompt:
-            talk_here(llm, system, given(sampling), plain=plain)
+        if text is None:
+            talk_here(llm, settings.model.model, system, given(sampling), plain=plain, verbose=verbose)
             return
         params = llm.default_sampling_params(**{"max_tokens": None, **given(sampling)})
-        text = " ".join(prompt)
-        asked = [*opening, {"role": "user", "content": text}]
-        for piece in answered(llm, asked, text, params):
-            click.echo(piece, nl=False)
-    click.echo()
+        answer = partial(answered, llm, text=text, params=params)
+        whole = take_turn(conversation(system, {}, answer, plain=plain, verbose=verbose), text)
+    if not whole:
+        sys.exit(INTERRUPTED)
+
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+
+def question(prompt: tuple[str, ...]) -> str | None:
+    """The words of a prompt, with standard input in place of a -; None for a conversation at a terminal.
+
+    Raises InvalidRequest if nothing is asked.
+    """
+    piped = "-" in prompt or not (prompt or sys.stdin.isatty())
+    if not (prompt or piped):
+        return None
+    read = sys.stdin.read() if piped else ""
+    text = " ".join(read if word == "-" else word for word in prompt) if prompt else read
+    if not text.strip():
+        empty = "standard input is empty" if piped else "the prompt is empty"
+        raise InvalidRequest(f'nothing was asked: {empty}. Write quire run MODEL "a question"', param="prompt")
+    return text
 
 
 def answered(llm: quire.LLM, messages: list[Message], text: str, params: quire.SamplingParams) -> Iterator[str]:
     """The answer to messages, or what follows a text where there is no chat template."""
     try:
-        yield from llm.stream_chat(messages, params)
+        yield from pieces(llm.stream_chat_parts(messages, params))
     except InvalidRequest as error:
         if error.code != "no_chat_template":
             raise

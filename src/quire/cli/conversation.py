@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,11 +18,14 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.markup import escape
 
-from quire.errors import InvalidRequest, QuireError, nearest
+from quire.errors import InvalidConfig, InvalidRequest, QuireError, nearest
 from quire.types import NUMERIC_PARAMETERS, SamplingParams
 
-if sys.platform != "win32":
+try:
     import readline
+except ImportError:
+    # Windows, and a Python built without it.
+    readline = None  # type: ignore[assignment]
 
 Message = dict[str, str]
 Answer = Callable[[list[Message]], Iterator[str]]
@@ -42,12 +45,25 @@ class Thought(str):
     __slots__ = ()
 
 
+class TokenCount(str):
+    """How many tokens an answer had, as a piece without text."""
+
+    tokens: int
+
+    def __new__(cls, tokens: int) -> Self:
+        """Of an answer of so many tokens."""
+        made = super().__new__(cls)
+        made.tokens = tokens
+        return made
+
+
 @dataclass
 class Conversation:
     """What has been said, and how the next answer is made.
 
     sampling: fields of SamplingParams that were set; `answer` reads it at each turn. markdown: answers are rendered
-    where the console is a terminal. reasoning: whether thoughts are shown.
+    where the console is a terminal. reasoning: whether thoughts are shown. verbose: whether an answer is followed by
+    its tokens and times, on standard error. model: its name, for the first line at a terminal.
     """
 
     console: Console
@@ -56,6 +72,8 @@ class Conversation:
     sampling: dict[str, Any] = field(default_factory=dict)
     markdown: bool = False
     reasoning: bool = True
+    verbose: bool = False
+    model: str = ""
 
     @property
     def fixed(self) -> int:
@@ -69,6 +87,8 @@ class Conversation:
 
 def converse(talk: Conversation) -> None:
     """Take turns until the input ends, `/bye`, or Ctrl-C twice at the prompt."""
+    if talk.console.is_terminal:
+        talk.say(f"{talk.model}: /help lists commands, Ctrl-D ends".removeprefix(": "))
     interrupted = False
     while True:
         try:
@@ -131,17 +151,24 @@ def _line(console: Console, prompt: str) -> str:
 def history(file: Path | None) -> Iterator[None]:
     """Keep questions in `file`, readable by its owner alone; with None they are forgotten at the end.
 
-    Raises OSError where the file cannot be made.
+    Raises InvalidConfig where the file cannot be made or read, and where this Python has no readline.
     """
-    if file is None or sys.platform == "win32":
+    if file is None:
         yield
         return
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
-    file.chmod(0o600)
-    readline.clear_history()
-    readline.set_history_length(MAX_HISTORY)
-    readline.read_history_file(file)
+    if readline is None:
+        raise InvalidConfig("--history-file needs the module readline, which this Python was built without")
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
+        file.chmod(0o600)
+        readline.clear_history()
+        readline.set_history_length(MAX_HISTORY)
+        readline.read_history_file(file)
+    except OSError as error:
+        why = "is not a folder" if isinstance(error, FileExistsError) else str(error.strerror).lower()
+        where = error.filename or file
+        raise InvalidConfig(f"--history-file {file} cannot be used: {where}: {why}", param="history_file") from error
     try:
         yield
     finally:
@@ -162,6 +189,7 @@ def take(talk: Conversation, asked: str) -> bool:
     Returns whether the conversation goes on. Raises InvalidRequest for an unknown command, with the nearest.
     """
     name, _, rest = asked.strip().partition(" ")
+    name = ALIASES.get(name, name)
     if not _COMMAND.match(name):
         take_turn(talk, asked[1:] if asked.startswith("//") else asked)
         return True
@@ -188,17 +216,21 @@ def _system(talk: Conversation, text: str) -> bool:
 SETTABLE = (*(each.name for each in NUMERIC_PARAMETERS if each.in_requests), "max_tokens", "stop")
 """Sampling parameters that `/set` takes."""
 
+SHOWN: Mapping[str, tuple[str, str]] = MappingProxyType({"reasoning": ("show", "hide"), "verbose": ("on", "off")})
+"""What else `/set` takes, and its two values: what is shown of an answer."""
+
 
 def _set(talk: Conversation, rest: str) -> bool:
     name, _, value = rest.partition(" ")
     name, value = name.replace("-", "_"), value.strip()
-    if name == "reasoning":
-        if value not in ("show", "hide"):
-            raise InvalidRequest("/set reasoning show, or hide", param=name)
-        talk.reasoning = value == "show"
+    if name in SHOWN:
+        on, off = SHOWN[name]
+        if value not in (on, off):
+            raise InvalidRequest(f"/set {name} {on}, or {off}", param=name)
+        setattr(talk, name, value == on)
         return True
     if name not in SETTABLE:
-        known = (*SETTABLE, "reasoning")
+        known = (*SETTABLE, *SHOWN)
         raise InvalidRequest(f"/set has no {name!r}.{nearest(name, known)} It has: {', '.join(known)}", param=name)
     if not value:
         talk.sampling.pop(name, None)
@@ -218,7 +250,8 @@ def _show(talk: Conversation, _: str) -> bool:
     talk.say(f"system: {talk.messages[0]['content'] if talk.fixed else '(none)'}\nquestions: {turns}")
     for name, value in talk.sampling.items():
         talk.say(f"{name}: {value}")
-    talk.say(f"reasoning: {'show' if talk.reasoning else 'hide'}")
+    for name, (on, off) in SHOWN.items():
+        talk.say(f"{name}: {on if getattr(talk, name) else off}")
     return True
 
 
@@ -290,32 +323,42 @@ COMMANDS: Mapping[str, tuple[Command, str, str]] = MappingProxyType(
     {
         "/help": (_help, "", "List the commands."),
         "/system": (_system, "[TEXT]", "Set the system message, or show it."),
-        "/set": (_set, "NAME [VALUE]", "Set a sampling parameter, or reasoning show|hide; without VALUE: back."),
+        "/set": (
+            _set,
+            "NAME [VALUE]",
+            "Set a sampling parameter, reasoning show|hide, verbose on|off; no VALUE: back.",
+        ),
         "/show": (_show, "", "Show the system message and what is set."),
         "/clear": (_clear, "", "Forget all but the system message."),
         "/undo": (_undo, "", "Forget the last question and its answer."),
         "/retry": (_retry, "", "Answer the last question again."),
         "/save": (_save, "FILE", "Write the messages to a new file, as JSON."),
         "/load": (_load, "FILE", "Go on from the messages of a file."),
-        "/bye": (lambda talk, _: False, "", "End."),
+        "/bye": (lambda talk, _: False, "", "End, as /exit and /quit do."),
     }
 )
 """By name: the function, its argument and what it does."""
+
+ALIASES: Mapping[str, str] = MappingProxyType({"/exit": "/bye", "/quit": "/bye", "/?": "/help"})
+"""Other names of commands, as other programs have them."""
 
 
 # ---------------------------------------------------------------- answers
 
 
-def take_turn(talk: Conversation, asked: str) -> None:
+def take_turn(talk: Conversation, asked: str) -> bool:
     """Answer one question, and append both messages; after Ctrl-C as much of the answer as was shown.
+
+    Returns whether the answer came to its end.
 
     Raises what the answer raises, and then the question is not kept where a user may ask again.
     """
     talk.messages.append({"role": "user", "content": asked})
-    said = ""
+    said, watch = "", Stopwatch()
     try:
         with _display(talk) as display, closing(answer_within_context(talk)) as pieces:
             for piece in pieces:
+                watch.take(piece)
                 if isinstance(piece, Thought):
                     if talk.reasoning:
                         display.think(piece)
@@ -329,12 +372,42 @@ def take_turn(talk: Conversation, asked: str) -> None:
         else:
             talk.messages.append({"role": "assistant", "content": said})
         talk.console.print()
+        return False
     except QuireError:
         if talk.console.is_terminal:
             talk.messages.pop()
         raise
-    else:
-        talk.messages.append({"role": "assistant", "content": said})
+    talk.messages.append({"role": "assistant", "content": said})
+    if talk.verbose:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(watch.summary(), style="dim")
+    return True
+
+
+class Stopwatch:
+    """How many tokens an answer had, and how long they took. clock: seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._first: float | None = None
+        self._tokens = 0
+
+    def take(self, piece: str) -> None:
+        """A piece of the answer came."""
+        if isinstance(piece, TokenCount):
+            self._tokens = piece.tokens
+        elif self._first is None:
+            self._first = self._clock()
+
+    def summary(self) -> str:
+        """In one line: tokens, seconds to the first one, tokens a second after it, seconds in all."""
+        now = self._clock()
+        said = [f"{self._tokens} token{'s' * (self._tokens != 1)}"] if self._tokens else []
+        if self._first is not None:
+            said.append(f"first after {self._first - self._began:.2f} s")
+            if self._tokens > 1 and now > self._first:
+                said.append(f"{(self._tokens - 1) / (now - self._first):.1f} tokens/s")
+        return f"({', '.join([*said, f'{now - self._began:.2f} s in all'])})"
 
 
 def answer_within_context(talk: Conversation) -> Generator[str, None, None]:

@@ -54,6 +54,7 @@ EXAMPLES: Mapping[str, Sequence[Example]] = MappingProxyType(
         "replay": (
             ("quire replay recording --request ID", "why a request took as long as it did"),
             ("quire replay recording --step 7", "what was decided in a step"),
+            ("quire replay recording --page view.json", "a file that the live page opens"),
         ),
         "demo": (("quire demo --requests 6 --max-num-seqs 3", "six requests, three at once"),),
         "config": (("quire config FOLDER --config quire.yaml", "the settings that a server would have"),),

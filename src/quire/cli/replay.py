@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quire.engine.engine import Engine
 from quire.errors import InvalidRequest, escape_control, nearest
 from quire.observability import recording_format
 from quire.observability.checkpoint import CLASSES
 from quire.observability.explain import MISSING
 from quire.scheduler.policy import class_path, load_policy, policy_name
 from quire.sim.replay import Divergence, Replay, replay, step_lines, step_summary
+from quire.sim.replay_page import ReplayPage
 from quire.sim.replay_stats import ReplayStats
 
 
@@ -31,6 +33,12 @@ from quire.sim.replay_stats import ReplayStats
 @click.option(
     "--scheduling-policy", metavar="module:Class", help="The policy class of your own that the recording was made with."
 )
+@click.option(
+    "--page",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a file that the live page opens: what it would have shown. Two are compared there.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     path: tuple[Path, ...],
@@ -38,6 +46,7 @@ def command(
     request: str | None,
     step: int | None,
     scheduling_policy: str | None,
+    page: Path | None,
     as_json: bool,
 ) -> None:
     """Make the decisions of recordings (files, or a folder) again, with this code and no model, and compare each.
@@ -45,14 +54,25 @@ def command(
     Each start of an engine is a recording. Exit code 0 if all decisions are the same, 1 where one departs, 2 if PATH
     cannot be read.
     """
+    if missing := [each for each in path if not each.exists()]:
+        hint = "`quire serve --recording-dir FOLDER` makes recordings"
+        raise InvalidRequest(f"there is no file or folder {escape_control(str(missing[0]))}: {hint}", param="path")
     reader, reports = recording_format.RecordingReader(path), list[dict[str, Any]]()
+    pages: list[ReplayPage] = []
     console, known = Console(highlight=False, soft_wrap=True), dict(CLASSES)
     if scheduling_policy is not None:
         own = load_policy(scheduling_policy)
         known[class_path(own)] = own
     while reader.next is not None:
         stats = ReplayStats(request, step)
-        again = replay(reader, [stats], known=known, prepare=stats.begin)
+        watching: list[Any] = [stats] if page is None else [stats, ReplayPage(stats)]
+
+        def begin(engine: Engine, began: recording_format.Began, observers: Sequence[Any] = watching) -> None:
+            for each in observers:
+                each.begin(engine, began)
+
+        again = replay(reader, watching, known=known, prepare=begin)
+        pages += watching[1:]
         notes, reader.notes = reader.notes, []
         found = {"number": len(reports) + 1, **report(again, stats, notes)}
         reports.append(found)
@@ -60,6 +80,10 @@ def command(
             _show(again, found, console)
     if run is not None and run > len(reports):
         raise InvalidRequest(f"there is no recording {run}: there are {len(reports)}")
+    if page is not None:
+        if run is None and len(pages) > 1:
+            raise InvalidRequest(f"--page takes one recording, and there are {len(pages)}: choose one with --run")
+        pages[(run or 1) - 1].write(page)
     reports = [each for each in reports if run in (None, each["number"])]
     _missed(reports, request, step)
     same = all(found["same"] for found in reports)

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,6 +39,16 @@ _MAX_IMBALANCE = 4
 """Requests that the server with a cached prefix may have beyond those of the least loaded server."""
 _SCRAPE = 2.0
 """Seconds until a request for a server's metrics fails."""
+_MAX_EVENT_BYTES = 1 << 23
+"""The largest event that is read of an upstream's stream."""
+_NO_EVENTS: Mapping[int, str] = MappingProxyType(
+    {
+        401: "it wants its admin key: set --upstream-api-key to that",
+        403: "it is on another machine and has no --admin-key",
+        404: "it has no live page",
+    }
+)
+"""Why a server sends no events, by status."""
 _PREFIX = 512
 """Bytes of a prompt that select the server with affinity."""
 
@@ -85,6 +96,29 @@ class Upstream:
         except ConnectionLost as error:
             raise UpstreamDown(str(error)) from error
         return connection.status, b"".join(parts)
+
+    async def events(self, path: str) -> AsyncGenerator[bytes, None]:
+        """The data of each event of a stream, for as long as the server sends it. Raises UpstreamDown."""
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT):
+                connection = await self.pool.exchange("GET", path, self.headers, b"")
+            try:
+                if connection.status != 200:
+                    raise UpstreamDown(_NO_EVENTS.get(connection.status, f"its {path} says {connection.status}"))
+                rest = b""
+                while data := await connection.read():
+                    *whole, rest = (rest + data).split(b"\n\n")
+                    if len(rest) > _MAX_EVENT_BYTES:
+                        raise UpstreamDown(f"an event of its {path} is larger than {_MAX_EVENT_BYTES} bytes")
+                    for each in whole:
+                        if each.startswith(b"data: "):
+                            yield each[6:]
+            finally:
+                connection.close()
+        except TimeoutError as error:
+            raise UpstreamDown(f"no answer within {_CHECK_TIMEOUT:g} s") from error
+        except ConnectionLost as error:
+            raise UpstreamDown(str(error)) from error
 
     async def check(self) -> None:
         """Update `healthy`. Any status below 500 counts, since a server may have no /health."""

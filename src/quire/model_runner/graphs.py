@@ -6,7 +6,8 @@ Graph and eager execution are the same call: `run(key, work)` does `work`, and m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -76,11 +77,23 @@ def no_precompile(works: Works) -> None:
     """Compile nothing ahead: kernels are compiled when they are first launched, or there are none."""
 
 
+ReportProgress = Callable[[int, int], None]
+"""Called with how many steps are prepared, and how many there are."""
+
+
+@contextmanager
+def unwatched() -> Iterator[ReportProgress]:
+    """Show nothing."""
+    yield lambda done, total: None
+
+
 class WorkQueue:
     """The order of device work; here it is done as it is submitted, as on a CPU.
 
-    A context manager: work submitted inside the block belongs to the queue.
+    A context manager: work submitted inside the block belongs to the queue. watch: shows how far `prepare_all` is.
     """
+
+    watch: Callable[[], AbstractContextManager[ReportProgress]] = staticmethod(unwatched)
 
     def __enter__(self) -> WorkQueue:
         return self
@@ -98,6 +111,13 @@ class WorkQueue:
     def prepare(self, key: GraphKey, work: Callable[[], object]) -> None:
         """Have everything ready for `run`, before there are rows: `work` may be done or not."""
         self.run(key, work)
+
+    def prepare_all(self, works: Sequence[tuple[GraphKey, Callable[[], object]]]) -> None:
+        """`prepare` each in order, and report how far it is."""
+        with self.watch() as report:
+            for done, (key, work) in enumerate(works, 1):
+                self.prepare(key, work)
+                report(done, len(works))
 
     def record(self) -> torch.cuda.Event | None:
         """An event that is reached when the work submitted so far is done; None if it is done already."""
@@ -118,7 +138,14 @@ class CudaQueue(WorkQueue):
     were made outside.
     """
 
-    def __init__(self, device: torch.device, largest: int, precompile: Callable[[Works], None] = no_precompile) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        largest: int,
+        precompile: Callable[[Works], None] = no_precompile,
+        watch: Callable[[], AbstractContextManager[ReportProgress]] = unwatched,
+    ) -> None:
+        self.watch = watch
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.entered = torch.cuda.stream(self.stream)
         self.largest = largest

@@ -155,8 +155,7 @@ class LookaheadRunner(BaseRunner):
             touch = partial(self.steps.scatter, self.state.data, *self.uploads.empty())
             scoring = [partial(self._score_padding, size) for size in PIECES]
             self.queue.precompile([touch, *(partial(self._work, key) for key in keys), *scoring])
-            for key in keys:
-                self.queue.prepare(key, partial(self._work, key))
+            self.queue.prepare_all([(key, partial(self._work, key)) for key in keys])
             for work in scoring:
                 work()
             self.state.reset()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any
@@ -318,12 +318,13 @@ class _UpstreamRequest(RequestHistory):
 class RequestTimeline(_Frames):
     """The live page where answers come from upstreams: a `RequestObserver`, and a `LiveViewClient` for a `Broadcaster`.
 
-    Frames are like an engine's, without steps and blocks. about: what the page says of the server.
+    Frames are like an engine's, without steps and blocks. about: what the page says of the server. servers: the
+    addresses of the upstreams, which the page shows side by side.
     """
 
-    def __init__(self, about: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, about: str, clock: Callable[[], float] = time.monotonic, *, servers: Sequence[str] = ()) -> None:
         super().__init__(clock())
-        self.about, self.clock = about, clock
+        self.about, self.clock, self.servers = about, clock, servers
         self._running: dict[int, _UpstreamRequest] = {}
         self._ended: deque[_UpstreamRequest] = deque(maxlen=MAX_FINISHED)
         self._number = self._generated = self._prompted = 0
@@ -418,6 +419,7 @@ class RequestTimeline(_Frames):
     def _everything(self) -> dict[str, Any]:
         empty = ("pages", "all_pages", "page_size", "seats", "budget", "max_model_len", "lookahead", "drafts")
         facts = {**dict.fromkeys(empty, 0), "device": "", "dtype": "", "about": self.about}
+        facts["servers"] = list(self.servers)
         return self._state(facts, list(self._running.values()), self._ended)
 
     def _explain(self, story: _UpstreamRequest) -> dict[str, Any]:

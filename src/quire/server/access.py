@@ -38,7 +38,7 @@ ADMIN_PATHS = ("/stats", "/load", "/metrics", "/v1/requests", "/v1/recording", "
 
 # Those of them that show single requests, or change how the server runs, and all below them: without an admin key, only
 # clients on this machine may use them. Counters (/stats, /load, /metrics) are scraped from other machines.
-LOCAL_PATHS = ("/v1/requests", "/v1/recording", "/ui/events", "/reset_prefix_cache")
+LOCAL_PATHS = ("/v1/requests", "/v1/recording", "/ui/events", "/ui/servers", "/reset_prefix_cache")
 
 # The number of a client where no key is needed, and that of lines of batches, which any key may have submitted.
 ANYONE = -1

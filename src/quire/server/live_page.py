@@ -57,7 +57,7 @@ _FILE_HEADERS: Mapping[str, str] = {
 
 _NO_STORE: Mapping[str, str] = {"cache-control": "no-store"}
 
-# Paths that a browser's session may use, besides /v1/requests and the page's own files.
+# Paths that a browser's session may use, besides /v1/requests, /ui/servers and the page's own files.
 _SESSION_PATHS = frozenset({"/ui/events", "/v1/chat/completions", "/v1/models", "/stats"})
 
 
@@ -139,7 +139,7 @@ class Page:
             return True
         if path == "/" and reads_html(headers):
             return True
-        if path not in _SESSION_PATHS and not path.startswith("/v1/requests"):
+        if path not in _SESSION_PATHS and not path.startswith(("/v1/requests", "/ui/servers")):
             return False
         return self._sessions.known(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""))
 

@@ -29,6 +29,7 @@ from quire.server.limits import Limits, deadline, read_body
 from quire.server.live_page import LiveSource, Page
 from quire.server.outputs import generate_answer
 from quire.server.stream import DONE, Chunks, EventStream, event, unless_gone
+from quire.server.upstream_pages import UpstreamPages
 from quire.types import SamplingParams
 
 T = TypeVar("T")
@@ -353,5 +354,6 @@ def create_relay_app(
     """The ASGI application of upstream servers, which the caller starts and closes. view: what the live page shows."""
     page = Page(view, keys, limits)
     relay = Relay(backend, limits, rates, keys=keys)
-    routes = [*health_routes(backend, version), *page.routes(), *relay.routes()]
+    pages = UpstreamPages(backend)
+    routes = [*health_routes(backend, version), *pages.routes(), *page.routes(), *relay.routes()]
     return build_app(routes, keys, page, rates, hosts, origins)

@@ -1,16 +1,17 @@
 // The page: the stream comes in, every panel is drawn from one picture, and what is chosen is chosen in all of them.
 
 import { Chat } from "./chat.js";
+import { Comparison } from "./compare.js";
 import { element, forgetColours } from "./draw.js";
 import { Figures } from "./figures.js";
 import { Timeline } from "./timeline.js";
 import { Pages } from "./pages.js";
 import { signedIn } from "./session.js";
+import { Source } from "./source.js";
 import { Steps } from "./steps.js";
 import { Story } from "./story.js";
-import { Tape, download } from "./tape.js";
+import { download } from "./tape.js";
 import { theme } from "./theme.js";
-import { World } from "./world.js";
 
 const DELAY = 0.1;
 const FRAME = 1000 / 30;
@@ -18,31 +19,34 @@ const STORIES = 48;
 
 const find = (id) => document.getElementById(id);
 
-const live = new World();
+const here = new Source("this server", "v1/requests");
 
-/** What is looked at: a world, a moment (seconds), how much time, which request. live: the moment moves. */
+/** What is looked at: a source and its world at a moment (seconds), how much time, which request. live: it moves. */
 const view = {
-  world: live,
+  source: here,
+  world: here.world,
   at: 0,
   span: 15,
   chosen: null,
   live: true,
   own: null,
   owned: new Set(),
-  isOwn: (request) => view.own !== null && request.id.startsWith(`${view.own}-`),
-  owns: (number) => view.owned.has(number),
+  isOwn: (request) => view.own !== null && (request.id.startsWith(`${view.own.answer}-`) || request.id === view.own.request),
+  owns: (number) => view.source === here && view.owned.has(number),
 };
-const tape = new Tape();
-let saved = null;
-let offset = 0;
+/** Servers behind this one; files that are open instead. */
+let behind = [];
+let files = [];
 let stream = null;
+let others = null;
 
 const figures = new Figures(find("figures"));
 const timeline = new Timeline(find("requests"), choose);
 const steps = new Steps(find("steps"), choose);
 const pages = new Pages(find("pages"), choose);
-const story = new Story(find("story"), explain, numberOf);
-const chat = new Chat(find("chat"), { own: (id) => own(id), pick: () => chooseOwn(), signIn: () => enter() });
+const story = new Story(find("story"), (id) => view.source.explain(id), numberOf);
+const comparison = new Comparison(find("compare"), look);
+const chat = new Chat(find("chat"), { own: (ids) => own(ids), pick: () => chooseOwn(), signIn: () => enter() });
 
 // -------------------------------------------------------------------- the stream
 
@@ -58,19 +62,31 @@ function listen() {
 }
 
 function take(text) {
-  const frame = JSON.parse(text);
-  live.apply(frame);
-  tape.add(text, frame);
-  offset = frame.at / 1e6 - performance.now() / 1e3;
-  if (!saved && live.facts) introduce(live);
+  const frame = here.take(text);
+  if (frame.whole?.facts.servers && !others) listenBehind(frame.whole.facts.servers);
+  if (!files.length && view.source === here && here.world.facts) introduce(here.world);
   if (view.own === null) return;
-  for (const request of live.requests.values()) if (view.isOwn(request)) view.owned.add(request.number);
+  for (const request of here.world.requests.values()) if (view.isOwn(request)) view.owned.add(request.number);
+}
+
+/** Follow the servers behind this one: a message is the number of one, a space, and a frame of it. */
+function listenBehind(names) {
+  behind = names.map((name, i) => new Source(name.replace(/^https?:\/\//, ""), `ui/servers/${i}/requests`));
+  others = new EventSource("ui/servers");
+  others.onmessage = ({ data }) => {
+    const source = behind[Number.parseInt(data, 10)];
+    source?.take(data.slice(data.indexOf(" ") + 1));
+    if (view.source === source && view.live && source.world.facts) introduce(source.world);
+  };
+  if (files.length) return;
+  comparison.show([here, ...behind]);
+  comparison.choose(view.source);
 }
 
 function say(is, text) {
-  const held = saved ? "a saved file" : view.live ? text : "held";
-  find("state").dataset.is = saved || !view.live ? "held" : is;
-  find("state").textContent = held;
+  const name = files.length ? "a saved file" : view.live ? text : "held";
+  find("state").dataset.is = files.length || !view.live ? "held" : is;
+  find("state").textContent = name;
 }
 
 function introduce({ facts }) {
@@ -80,6 +96,17 @@ function introduce({ facts }) {
   const model = find("model");
   if (model.textContent === `${chat.model} ${about}`) return;
   model.replaceChildren(element("b", { text: chat.model }), ` ${about}`);
+}
+
+/** Let the panels show one of several sources. */
+function look(source) {
+  view.source = source;
+  comparison.choose(source);
+  view.chosen = null;
+  story.show(null);
+  if (view.live) view.world = source.world;
+  else move(find("when").value / 1000);
+  if (view.world.facts) introduce(view.world);
 }
 
 // -------------------------------------------------------------------- choosing
@@ -92,29 +119,17 @@ function choose(number) {
   story.show(request);
 }
 
-function own(id) {
-  if (view.own === id) return;
-  view.own = id;
+/** An answer's id begins those of an engine's requests; in front of other servers a request goes by its own id. */
+function own(ids) {
+  if (view.own?.answer === ids.answer) return;
+  view.own = ids;
   view.owned.clear();
 }
 
 function chooseOwn() {
+  if (view.source !== here) look(here);
   const mine = [...view.world.requests.values()].find((request) => view.isOwn(request));
   if (mine) choose(mine.number);
-}
-
-async function explain(id) {
-  const kept = (saved ?? tape).stories.get(id) ?? null;
-  if (saved) return kept;
-  try {
-    const response = await fetch(`v1/requests/${encodeURIComponent(id)}/explain`);
-    if (!response.ok) return kept;
-    const explanation = await response.json();
-    tape.stories.set(id, explanation);
-    return explanation;
-  } catch {
-    return kept;
-  }
 }
 
 function numberOf(id) {
@@ -136,19 +151,23 @@ function turn(name) {
 // -------------------------------------------------------------------- holding, saving, opening
 
 function hold(on) {
-  if (saved && !on) saved = null;
+  if (files.length && !on) {
+    files = [];
+    comparison.show([here, ...behind]);
+    look(here);
+  }
   view.live = !on;
   find("pause").setAttribute("aria-pressed", String(on));
   find("pause").textContent = on ? "Live" : "Pause";
   find("tape").hidden = !on;
   if (on) move(1);
-  else view.world = live;
+  else view.world = view.source.world;
   say("live", "live");
 }
 
 /** To a moment of the tape: 0 is its beginning, 1 its end. */
 function move(share) {
-  const from = saved ?? tape;
+  const from = view.source.tape;
   view.at = from.begin + share * (from.end - from.begin);
   view.world = from.world(view.at, view.span);
   find("when").value = String(Math.round(1000 * share));
@@ -156,23 +175,27 @@ function move(share) {
 }
 
 async function save() {
-  const recent = [...live.requests.values()].slice(-STORIES);
-  await Promise.all(recent.map((request) => explain(request.id)));
-  download(`quire-${new Date().toISOString().replace(/[:.]/g, "-")}.json`, (saved ?? tape).file());
+  const { source } = view;
+  const recent = [...source.world.requests.values()].slice(-STORIES);
+  await Promise.all(recent.map((request) => source.explain(request.id)));
+  download(`quire-${new Date().toISOString().replace(/[:.]/g, "-")}.json`, source.tape.file());
 }
 
-async function open(file) {
+/** Show a saved file, or two side by side. */
+async function open(given) {
   const notice = find("notice");
   notice.hidden = true;
   try {
-    saved = await Tape.read(file);
+    if (given.length > 2) throw new Error("Open one file, or two to compare them.");
+    files = await Promise.all([...given].map((file) => Source.read(file)));
   } catch (error) {
     notice.textContent = error.message;
     notice.hidden = false;
     return;
   }
-  view.chosen = null;
-  story.show(null);
+  comparison.show(files);
+  view.live = false;
+  look(files[0]);
   hold(true);
 }
 
@@ -182,11 +205,13 @@ let drawn = 0;
 
 function draw(now) {
   requestAnimationFrame(draw);
-  if (now - drawn < FRAME || !view.world.facts) return;
+  if (now - drawn < FRAME) return;
   drawn = now;
+  comparison.draw(view);
+  if (!view.world.facts) return;
   if (view.live) {
-    view.world = live;
-    view.at = now / 1e3 + offset - DELAY;
+    view.world = view.source.world;
+    view.at = now / 1e3 + view.source.offset - DELAY;
   }
   if (find("engine").hidden) return;
   for (const panel of [figures, timeline, steps, pages, story]) panel.draw(view);
@@ -200,7 +225,7 @@ async function enter() {
     return;
   }
   const models = await fetch("v1/models");
-  if (models.ok) chat.settings.offer((await models.json()).data.map((model) => model.id));
+  if (models.ok) chat.offer((await models.json()).data);
   listen();
 }
 
@@ -210,7 +235,7 @@ function wire() {
   find("save").addEventListener("click", save);
   find("open").addEventListener("click", () => find("file").click());
   find("file").addEventListener("change", (event) => {
-    if (event.target.files[0]) open(event.target.files[0]);
+    if (event.target.files.length) open([...event.target.files]);
     event.target.value = "";
   });
   find("span").addEventListener("change", (event) => {
@@ -236,3 +261,5 @@ wire();
 turn(location.hash === "#engine" ? "engine" : "chat");
 enter();
 requestAnimationFrame(draw);
+// On a phone a keyboard would come up.
+if (!find("chat").hidden && matchMedia("(pointer: fine)").matches) find("say").focus();

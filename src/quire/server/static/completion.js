@@ -8,14 +8,15 @@ export class Refused extends Error {
   }
 }
 
-/** Ask, and call `grown(answer, id)` whenever more has come. Fills `answer`, which keeps what came before an error. */
+/** Ask, and call `grown(ids)` whenever more has come: the answer's id, and that of the request. Fills `answer`, which keeps what came before an error. */
 export async function complete(asked, answer, signal, grown) {
   const began = performance.now();
   const response = await send(asked, signal);
+  const request = response.headers.get("x-request-id");
   for await (const data of events(response.body)) {
     if (data.error) throw new Refused(data.error.message, data.error);
     take(data, answer, (performance.now() - began) / 1e3);
-    grown(answer, data.id);
+    grown({ answer: data.id, request });
   }
   answer.seconds = (performance.now() - began) / 1e3;
   if (!answer.finish) throw new Refused("The connection ended before the answer did.");

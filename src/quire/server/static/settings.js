@@ -1,5 +1,7 @@
 // What is sent with each message besides the conversation: model, system prompt, sampling and tools.
 
+import { store } from "./storage.js";
+
 const KEY = "quire-chat-settings";
 const NUMBERS = ["temperature", "top_p", "max_tokens"];
 
@@ -7,7 +9,8 @@ export class ChatSettings {
   /** form: has a field for each name below; an empty one means the server's default. */
   constructor(form) {
     this.form = form;
-    const kept = JSON.parse(localStorage.getItem(KEY) ?? "{}");
+    this.models = [];
+    const kept = read(store.getItem(KEY));
     for (const name of ["system", "tools", ...NUMBERS]) form.elements[name].value = kept[name] ?? "";
     this.chosen = kept.model ?? "";
     form.addEventListener("input", () => this.keep());
@@ -17,15 +20,23 @@ export class ChatSettings {
   keep() {
     this.chosen = this.form.elements.model.value || this.chosen;
     const values = Object.fromEntries(["system", "tools", ...NUMBERS].map((name) => [name, this.form.elements[name].value]));
-    localStorage.setItem(KEY, JSON.stringify({ ...values, model: this.chosen }));
+    store.setItem(KEY, JSON.stringify({ ...values, model: this.chosen }));
     this.check();
   }
 
-  /** The names that the server serves. */
-  offer(names) {
+  /** The models that the server serves, as /v1/models has them. */
+  offer(models) {
     const { model } = this.form.elements;
+    this.models = models;
+    const names = models.map(({ id }) => id);
     model.replaceChildren(...names.map((name) => new Option(name, name)));
     model.value = names.includes(this.chosen) ? this.chosen : names[0];
+  }
+
+  /** Whether the chosen model reads images. */
+  get readsImages() {
+    const found = this.models.find(({ id }) => id === this.model);
+    return found?.architecture?.input_modalities?.includes("image") ?? false;
   }
 
   get model() {
@@ -65,5 +76,14 @@ export class ChatSettings {
       if (value !== "") asked[name] = Number(value);
     }
     return this.tools.length ? { ...asked, tools: this.tools } : asked;
+  }
+}
+
+/** Settings in a text; none where it is something else. */
+function read(text) {
+  try {
+    return JSON.parse(text) ?? {};
+  } catch {
+    return {};
   }
 }

@@ -42,13 +42,13 @@ export class Tape {
     this.stories.clear();
   }
 
-  /** How things stood at a moment, with what led there over `span` seconds. */
+  /** How things stood at a moment, with what led there over `span` seconds; Infinity: with all that was seen. */
   world(at, span) {
     let from = 0;
     this.frames.forEach((frame, i) => {
       if (frame.whole && frame.at <= at - span) from = i;
     });
-    const world = new World();
+    const world = new World(span === Infinity);
     for (const frame of this.frames.slice(from)) {
       if (frame.at > at && world.epoch !== null) break;
       world.apply(JSON.parse(frame.text));

@@ -12,11 +12,12 @@ export class Turn {
     this.text = element("div", { class: "text" });
     this.thoughts = element("details", { class: "thoughts" }, element("summary"), element("div", { class: "text" }));
     this.calls = element("div", { class: "calls" });
+    this.images = element("div", { class: "images" }, ...(message.images ?? []).map(image));
     this.notes = element("p", { class: "notes" });
     this.buttons = element("div", { class: "actions" });
     this.markdown = new Markdown(this.text);
     this.box = element("article", { class: message.role, "aria-label": NAMES[message.role] });
-    this.box.append(this.thoughts, this.text, this.calls, this.notes, this.buttons);
+    this.box.append(this.images, this.thoughts, this.text, this.calls, this.notes, this.buttons);
     this.next = 0;
     this.frame = null;
     this.addButtons(actions);
@@ -28,7 +29,7 @@ export class Turn {
     copy.addEventListener("click", () => copyText(this.message.content, copy));
     this.buttons.append(copy);
     for (const [text, action] of Object.entries(actions)) {
-      const button = element("button", { type: "button", text });
+      const button = element("button", { type: "button", class: text.toLowerCase(), text });
       button.addEventListener("click", action);
       this.buttons.append(button);
     }
@@ -64,6 +65,8 @@ export class Turn {
   }
 }
 
+const image = (url, i) => element("img", { src: url, alt: `Image ${i + 1} of the message` });
+
 function toolCall({ function: { name, arguments: given } }) {
   let text = given;
   try {
@@ -85,7 +88,7 @@ function notes({ role, finish, tokens, first, seconds }) {
   if (finish === "stopped") said.push("Stopped");
   if (finish === "failed") said.push("Incomplete");
   if (tokens) said.push(some(tokens, "token"));
-  if (first !== null) said.push(`first after ${time(first)}`);
+  if (first) said.push(`first after ${time(first)}`);
   if (tokens > 1 && seconds > first) said.push(`${((tokens - 1) / (seconds - first)).toFixed(1)} tokens/s`);
   return said.join(" · ");
 }

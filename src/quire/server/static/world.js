@@ -1,9 +1,6 @@
 // How everything stands, made of frames. Nothing here is drawn; times are seconds on the engine's clock.
 
-const KEEP_SECONDS = 320;
-const KEEP_ENDED = 400;
-const KEEP_STEPS = 4000;
-const KEEP_GAPS = 20000;
+const LIMITS = { seconds: 320, ended: 400, steps: 4000, samples: 4000, gaps: 20000 };
 
 /** One request as the page knows it. parts: [what, from, to or null], what being waiting, prefill or decode. */
 class Request {
@@ -25,7 +22,9 @@ class Request {
 }
 
 export class World {
-  constructor() {
+  /** whole: nothing is forgotten, for what lies in a file and does not grow. */
+  constructor(whole = false) {
+    this.limits = whole ? Object.fromEntries(Object.keys(LIMITS).map((name) => [name, Infinity])) : LIMITS;
     this.clear();
   }
 
@@ -183,8 +182,8 @@ export class World {
   // ---------------------------------------------------------------- figures
 
   sample(before, frame) {
-    const { generated, used, running, queried, hit } = frame.now;
-    const sample = { at: this.at, generated, used, running, rate: 0, share: queried ? hit / queried : 0 };
+    const { generated, queried, hit } = frame.now;
+    const sample = { ...frame.now, at: this.at, rate: 0, share: queried ? hit / queried : 0 };
     if (before && before.generated <= generated && sample.at > before.at) {
       sample.rate = (generated - before.generated) / (sample.at - before.at);
     }
@@ -207,18 +206,19 @@ export class World {
   }
 
   forget() {
-    const since = this.at - KEEP_SECONDS;
+    const { limits } = this;
+    const since = this.at - limits.seconds;
     const trim = (list, most, old) => {
       let from = Math.max(0, list.length - most);
       while (from < list.length && old(list[from])) from += 1;
       if (from > 64 || from > list.length / 4) list.splice(0, from);
     };
-    trim(this.steps, KEEP_STEPS, (step) => step.ended < since);
-    trim(this.samples, 4000, (sample) => sample.at < since);
-    trim(this.firsts, KEEP_GAPS, ([at]) => at < since);
-    trim(this.gaps, KEEP_GAPS, ([at]) => at < since);
+    trim(this.steps, limits.steps, (step) => step.ended < since);
+    trim(this.samples, limits.samples, (sample) => sample.at < since);
+    trim(this.firsts, limits.gaps, ([at]) => at < since);
+    trim(this.gaps, limits.gaps, ([at]) => at < since);
     const ended = [...this.requests.values()].filter((request) => request.ended !== null);
-    const spare = ended.length - KEEP_ENDED;
+    const spare = ended.length - limits.ended;
     if (spare > 0) {
       ended.sort((a, b) => a.ended - b.ended);
       for (const old of ended.slice(0, spare)) this.requests.delete(old.number);
