@@ -20,8 +20,9 @@ from starlette.routing import Route
 
 from quire.errors import InvalidRequest, TooLarge
 from quire.server.access import refuse_cross_site
-from quire.server.batch_api.store import Store, WriteFailed, durable_write, new_id, newest_first, open_private
+from quire.server.batch_api.store import Store, new_id, newest_first
 from quire.server.error_responses import json_response, offloaded_json
+from quire.server.folder import WriteFailed, durable_write, open_private
 
 PURPOSES = ("batch",)
 MOST_FILES = 10_000
