@@ -101,8 +101,8 @@ def _check_format(folder: Path, file: FileIO, what: str, version: int, option: s
     if found and (found[1].decode(), int(found[2])) != (what, version):
         kind = "" if found[1].decode() == what else f"{what} of "
         raise InvalidConfig(
-            f"{folder} holds {found[1].decode()} of format {int(found[2])}, and this version of Quire reads {kind}format "
-            f"{version}: choose another {option}, or the version of Quire that wrote it"
+            f"{folder} holds {found[1].decode()} of format {int(found[2])}, and this version of Quire reads "
+            f"{kind}format {version}: choose another {option}, or the version of Quire that wrote it"
         )
     if not noted:
         # A full disk does not prevent a server from starting.
