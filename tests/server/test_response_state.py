@@ -103,7 +103,7 @@ async def test_a_response_is_fetched_as_it_was_answered(folder: Path | None, str
         if stream:
             made = [event async for event in made][-1].response
         assert made.store is True and made.metadata == {"a": "b"}
-        fetched = await client.responses.retrieve(made.id)
+        fetched: Any = await client.responses.retrieve(made.id)
         assert fetched.to_dict() == made.to_dict()
         await client.responses.delete(made.id)
         with pytest.raises(openai.NotFoundError):
@@ -114,7 +114,7 @@ async def test_a_response_is_fetched_as_it_was_answered(folder: Path | None, str
 async def test_what_is_not_to_be_stored_is_not(folder: Path | None) -> None:
     async with stateful(folder=folder) as here:
         client = here.client()
-        made = await client.responses.create(model="tiny", input="hi", store=False)
+        made: Any = await client.responses.create(model="tiny", input="hi", store=False)
         assert made.store is False
         with pytest.raises(openai.NotFoundError, match="store: false"):
             await client.responses.retrieve(made.id)
@@ -123,7 +123,7 @@ async def test_what_is_not_to_be_stored_is_not(folder: Path | None) -> None:
 
 async def test_a_server_that_stores_nothing_says_so() -> None:
     async with stateful(most=0) as here:
-        made = await here.client().responses.create(model="tiny", input="hi", store=True)
+        made: Any = await here.client().responses.create(model="tiny", input="hi", store=True)
         assert made.store is False
         for field in ({"previous_response_id": made.id}, {"background": True}):
             refused = await here.ask("POST", "/v1/responses", model="tiny", input="hi", **field)
@@ -136,14 +136,15 @@ async def test_input_items_are_listed_by_page(folder: Path | None) -> None:
         client = here.client()
         given: Any = [{"role": "user", "content": f"say {i}"} for i in range(5)]
         made = await client.responses.create(model="tiny", input=given)
-        seen = [item async for item in client.responses.input_items.list(made.id, limit=2, order="asc")]
-        texts = [item.content[0].text for item in seen]  # type: ignore[union-attr]
+        seen: list[Any] = [item async for item in client.responses.input_items.list(made.id, limit=2, order="asc")]
+        texts = [item.content[0].text for item in seen]
         assert texts == [f"say {i}" for i in range(5)]
         newest = await client.responses.input_items.list(made.id)
         assert [item.id for item in newest.data] == [item.id for item in seen][::-1]
         one = await client.responses.create(model="tiny", input="hi")
+        item: Any
         [item] = (await client.responses.input_items.list(one.id)).data
-        assert (item.role, item.content[0].text) == ("user", "hi")  # type: ignore[union-attr]
+        assert (item.role, item.content[0].text) == ("user", "hi")
         refused = await here.ask("GET", f"/v1/responses/{one.id}/input_items?limit=0")
         check_error(refused, 400, "limit")
 
@@ -177,12 +178,12 @@ async def test_a_continued_response_is_asked_as_the_whole_conversation_is(
         third = await client.responses.create(model="tiny", input="more", previous_response_id=second.id, **rest)
         continued = here.server.port.submitted[-1].prompt
         assert "Be brief." not in here.prompt(), "instructions are those of one request"
-        items = [
+        items: Any = [
             *({"role": "user", "content": "hi"}, *(item.to_dict() for item in first.output)),
             *(*answers, *(item.to_dict() for item in second.output)),
             {"role": "user", "content": "more"},
         ]
-        await client.responses.create(model="tiny", input=items, store=False, **rest)  # type: ignore[arg-type]
+        await client.responses.create(model="tiny", input=items, store=False, **rest)
         assert here.server.port.submitted[-1].prompt == continued
         counted = await client.responses.input_tokens.count(input="more", previous_response_id=second.id, **rest)
         assert third.usage is not None and counted.input_tokens == third.usage.input_tokens == len(continued)
@@ -203,6 +204,7 @@ async def test_a_conversation_that_lost_its_beginning_says_so(folder: Path | Non
 async def test_a_conversation_is_bound_as_a_body_is() -> None:
     async with stateful(limits=Limits(max_body_bytes=2000)) as here:
         id, sizes = None, []
+        made = httpx.Response(500)
         for _ in range(20):
             made = await here.ask("POST", "/v1/responses", input="x" * 200, previous_response_id=id)
             if made.status_code == 400:
@@ -234,15 +236,21 @@ async def test_the_longest_unused_are_evicted_and_a_continued_conversation_stays
             assert len(list((folder / "responses").iterdir())) == 4
 
 
+def pad(size: int) -> dict[str, str]:
+    return {"pad": "x" * size}
+
+
 async def test_bytes_are_bounded_and_a_key_that_stores_most_loses_its_own(folder: Path | None) -> None:
     async with stateful(folder=folder, most_bytes=100_000, keys=("a", "b")) as here:
         small = await here.client("a").responses.create(model="tiny", input="hi")
         for _ in range(12):
-            await here.client("b").responses.create(model="tiny", input="x" * 20_000, truncation="disabled")
+            await here.client("b").responses.create(model="tiny", input="hi", metadata=pad(20_000))
             assert here.store.bytes <= 100_000
         assert (await here.client("a").responses.retrieve(small.id)).id == small.id
-        large = await here.client("a").responses.create(model="tiny", input="x" * 120_000)
-        assert large.store is False and large.output_text == ANSWER, "an answer is not lost because it is too large"
+        large = await here.client("a").responses.create(model="tiny", input="hi", metadata=pad(120_000))
+        assert large.to_dict()["store"] is False and large.output_text == ANSWER, (
+            "an answer is not lost because it is too large"
+        )
 
 
 # ---------------------------------------------------------------- other keys, forged ids
@@ -275,11 +283,9 @@ async def test_one_key_never_sees_anothers(folder: Path | None) -> None:
             for one in told:
                 assert one.status_code == 404, (id, one.text)
             if "%" not in id:
-                said = {one.json()["error"]["message"].replace(id[:64], "ID") for one in told}
-                assert said == {
-                    "no response 'ID' is stored for this key: it was evicted, deleted, not to be stored (store: false), "
-                    "or never existed"
-                }
+                messages = {one.json()["error"]["message"].replace(id[:64], "ID") for one in told}
+                [said] = messages
+                assert said.startswith("no response 'ID' is stored for this key: it was evicted, deleted,")
         assert (await here.client("mine").responses.retrieve(done.id)).output_text == ANSWER
 
 
@@ -313,10 +319,10 @@ async def test_a_stream_is_taken_up_again_where_it_was_left(folder: Path | None)
     async with stateful(speaking(CALLS), template=KNOWS, folder=folder) as here:
         client = here.client()
         whole = await client.responses.create(model="tiny", input="hi", tools=TOOLS, background=True, stream=True)
-        events = [event async for event in whole]
+        events: list[Any] = [event async for event in whole]
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert events[-1].type == "response.completed"
-        id = events[0].response.id  # type: ignore[union-attr]
+        id = events[0].response.id
         await until(client, id, "completed")
         for after in (0, 5, len(events) - 2, len(events) - 1, len(events) + 5):
             again: Any = await client.responses.retrieve(id, stream=True, starting_after=after)
@@ -343,9 +349,11 @@ async def test_a_client_that_leaves_its_stream_finds_the_rest_of_it() -> None:
         assert ANSWER.startswith(seen.output_text)
         reading: Any = asyncio.create_task(_all_events(client, made.id))
         left: Any = asyncio.create_task(_all_events(client, made.id))
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while len(here.state._running[made.id].readers) < 2:
+                await asyncio.sleep(0)
         left.cancel()
-        port.say(port.submitted[-1], *tokens[3:], finish="stop", stop=tokens[-1])
+        port.say(port.submitted[-1], *tokens[3:], finish="stop")
         async with asyncio.timeout(60):
             events = await reading
         assert events[-1].response.output_text == ANSWER and port.aborted == []
@@ -370,8 +378,8 @@ async def test_a_background_response_can_be_cancelled_and_deleted_in_progress(fo
                 await client.responses.retrieve(made.id)
             assert len(here.store) == 0
         else:
-            ended = await client.responses.cancel(made.id)
-            assert ended.status == "cancelled" and ended.output[0].status == "incomplete"  # type: ignore[union-attr]
+            ended: Any = await client.responses.cancel(made.id)
+            assert ended.status == "cancelled" and ended.output[0].status == "incomplete"
             assert (await client.responses.cancel(made.id)).to_dict() == ended.to_dict()
             asked: dict[str, Any] = {"input": "on", "previous_response_id": made.id}
             check_error(await here.ask("POST", "/v1/responses", **asked), 400, words="is cancelled")

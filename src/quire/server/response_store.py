@@ -9,7 +9,8 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -129,13 +130,13 @@ class _Folder:
 
     def read(self, entry: Entry) -> Content:
         try:
-            _, _, body = self._path(entry.id).read_bytes().partition(b"\n")
+            head, _, body = self._path(entry.id).read_bytes().partition(b"\n")
         except FileNotFoundError:
             raise LookupError from None
         except OSError as error:
             raise _Damaged(error.strerror) from error
-        if len(body) != sum(entry.sizes) or zlib.crc32(body) != entry.checksum:
-            raise _Damaged("its content is not what was written")
+        if head != msgspec.json.encode(entry) or zlib.crc32(body) != entry.checksum:
+            raise _Damaged("it is not what was written")
         parts, end = [], 0
         for size in entry.sizes:
             parts.append(body[end : end + size])
@@ -195,22 +196,27 @@ class ResponseStore:
         self._mutex = threading.Lock()
         self._owned: dict[str, OrderedDict[str, Entry]] = {}
         self._owned_bytes: dict[str, int] = {}
-        self._lock = None
+        self._lock: FileIO | None = None
         self._medium: _Medium = _Memory()
         self.salt = secrets.token_bytes(_SALT_BYTES)
         if folder is not None:
-            self._lock = lock(folder, "responses", FORMAT, OPTION)
-            with usable(folder, OPTION):
-                self.salt = _salt(folder / "salt")
-                self._medium = files = _Folder(folder / "responses")
-                known = sorted(files.entries(), key=lambda entry: (entry.created, entry.id))
-            for entry in known:
-                self._index(entry)
-            for entry in known:
-                if entry.status in UNFINISHED:
-                    self._mark_interrupted(entry)
-            self._evict()
+            with ExitStack() as undo:
+                self._lock = undo.enter_context(lock(folder, "responses", FORMAT, OPTION))
+                self._open(folder)
+                undo.pop_all()
         self._report()
+
+    def _open(self, folder: Path) -> None:
+        with usable(folder, OPTION):
+            self.salt = _salt(folder / "salt")
+            self._medium = files = _Folder(folder / "responses")
+            known = sorted(files.entries(), key=lambda entry: (entry.created, entry.id))
+        for entry in known:
+            self._index(entry)
+        for entry in known:
+            if entry.status in UNFINISHED:
+                self._mark_interrupted(entry)
+        self._evict()
 
     # ---------------------------------------------------------------- looking up
 
