@@ -135,10 +135,11 @@ def run(
         root_path=server.root_path,
         tls=(access.ssl_keyfile, access.ssl_certfile) if access.ssl_keyfile and access.ssl_certfile else None,
         batch_service=batch_service,
-        state=state,
         address_file=server.address_file,
         on_ready=on_ready,
     )
+    if state is not None:
+        running = state.run(running)
     if traces is not None:
         running = traces.run(running)
     if not server.disable_log_stats:

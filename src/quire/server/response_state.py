@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -255,6 +255,13 @@ class ResponseState:
         self._store = store
         self._limits = limits
         self._running: dict[str, Background] = {}
+
+    async def run(self, serving: Awaitable[None]) -> None:
+        """Wait for `serving`, which closes the backend, then `stop`."""
+        try:
+            await serving
+        finally:
+            await self.stop()
 
     async def stop(self) -> None:
         """End what runs in the background, once the backend is closed. May be called again."""

@@ -22,7 +22,6 @@ from quire.errors import InvalidConfig
 from quire.frontend.interface import Service
 from quire.server.batch_api.runner import BatchService
 from quire.server.connection import Connection, Timeouts, connection_limits, raise_descriptor_limit
-from quire.server.response_state import ResponseState
 
 # Threads of the event loop's executor: the same number on every machine.
 _THREADS = 4
@@ -73,7 +72,6 @@ async def serve(
     root_path: str = "",
     tls: tuple[str, str] | None = None,
     batch_service: BatchService | None = None,
-    state: ResponseState | None = None,
     address_file: str | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
@@ -81,8 +79,7 @@ async def serve(
 
     After the signal new requests get 503 and Retry-After; those running may take `shutdown_timeout` seconds.
     tls: files of the private key and of the certificate. batch_service: starts after the backend, and ends before it
-    drains. state: of responses, ends after the backend. address_file: contains the server's address while it listens.
-    on_ready: called with that address.
+    drains. address_file: contains the server's address while it listens. on_ready: called with that address.
     Raises what `Service.start` raises, before anything listens.
     """
     timeouts = Timeouts() if timeouts is None else timeouts
@@ -112,8 +109,6 @@ async def serve(
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="server"))
     async with AsyncExitStack() as shutdown:
         shutdown.callback(sock.close)
-        if state is not None:
-            shutdown.push_async_callback(state.stop)
         shutdown.push_async_callback(backend.close)
         if batch_service is not None:
             shutdown.push_async_callback(batch_service.stop)
