@@ -498,9 +498,9 @@ SETTINGS: dict[str, tuple[int, tuple[str, ...], str]] = {
 @pytest.mark.parametrize("setting", SETTINGS)
 async def test_what_an_upstream_stores_is_refused_where_it_would_be_lost_or_seen_by_others(setting: str) -> None:
     servers, keys, words = SETTINGS[setting]
+    headers = {"authorization": "Bearer a"}
     async with stub() as first, stub() as second, relaying(*(first, second)[:servers], api_keys=keys) as relay:
         for method, path, body, param in STATE:
-            headers = {"authorization": "Bearer a"}
             answer = await relay.client.request(method, path, json=body, headers=headers)
             if words:
                 check_error(answer, 400, param, words)
