@@ -250,6 +250,20 @@ async def test_a_background_response_waits_for_the_disk(tmp_path: Path, monkeypa
         assert (await here.client().responses.retrieve(made.id)).to_dict() == done.to_dict()
 
 
+async def test_a_full_disk_delays_no_cancel_and_no_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stateful(folder=tmp_path, port=slow()) as here:
+        client = here.client()
+        made = [await client.responses.create(model="tiny", input="hi", background=True) for _ in range(2)]
+        Full(monkeypatch)
+        async with asyncio.timeout(60):
+            assert (await client.responses.cancel(made[0].id)).status == "cancelled"
+            assert (await client.responses.retrieve(made[0].id)).status == "cancelled"
+            for one in made:
+                await client.responses.delete(one.id)
+                check_error(await here.ask("GET", f"/v1/responses/{one.id}"), 404)
+        assert here.state._running == {} and not list(tmp_path.rglob("*.response"))
+
+
 async def test_what_cannot_be_deleted_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: Any, **rest: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -117,6 +117,7 @@ class Background:
         self._news = asyncio.Event()
         self._why: str | None = None
         self._turn = asyncio.Lock()
+        self._ended = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
     def start(self, on_end: Callable[[], object]) -> None:
@@ -125,10 +126,13 @@ class Background:
         self.task.add_done_callback(lambda task: on_end())
 
     async def stop(self, why: str) -> None:
-        """End it, and return when it has ended and is stored."""
-        self._why = self._why or why
+        """End it, and return when it has ended; unless it is only cancelled, also when nothing writes it any more."""
+        if self._why is None or why != _CANCELLED:
+            self._why = why
         self._news.set()
-        if self.task is not None:
+        if why == _CANCELLED:
+            await self._ended.wait()
+        elif self.task is not None:
             await asyncio.wait((self.task,))
 
     async def shown(self) -> bytes:
@@ -151,10 +155,16 @@ class Background:
         async with self._turn:
             cost = max(self._chunks.edge_cost, self._record.cost)
             last = await offload(cost, partial(self._end, error))
-        if self._why != _DELETED:
-            await self._save([*self.events, *last])
+        events = [*self.events, *last]
+        saved = await self._save(events)
         self.over = True
         self._publish(last)
+        self._ended.set()
+        while not saved and self._why not in (_SHUTDOWN, _DELETED):
+            self._news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), _DISK)
+            saved = await self._save(events)
 
     async def _read(self) -> None:
         """Encode results as they come, until the end or `stop`. Raises what ends them."""
@@ -180,20 +190,17 @@ class Background:
         for reader in list(self.readers):
             reader.news()
 
-    async def _save(self, events: list[bytes]) -> None:
-        """Store it, as soon as the disk takes it; what is too large fails by name."""
-        self._news.clear()
-        while True:
-            try:
-                return await offload(self._record.cost, partial(self._save_once, events))
-            except WriteFailed as error:
-                log.error("%s is complete, and cannot be written: %s", self._record.id, error)
-                if self._why in (_SHUTDOWN, _DELETED):
-                    return None
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), _DISK)
+    async def _save(self, events: list[bytes]) -> bool:
+        """Store it, and whether the disk took it."""
+        try:
+            await offload(self._record.cost, partial(self._save_once, events))
+        except WriteFailed as error:
+            log.error("%s is complete, and cannot be written: %s", self._record.id, error)
+            return False
+        return True
 
     def _save_once(self, events: list[bytes]) -> None:
+        """What is too large to be stored fails by name."""
         response = self._chunks.last
         try:
             self._record.save(response, events)

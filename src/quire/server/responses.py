@@ -301,7 +301,8 @@ class ResponseChunks(Chunks[Delta]):
         self._number = 0
         self.last: dict[str, Any] = {}
         self.finish: str | None = None
-        repeated = (job.request.instructions, job.request.tools, job.request.text, job.request.tool_choice)
+        asked: ResponsesRequest = job.request
+        repeated = (asked.instructions, asked.tools, asked.text, asked.tool_choice, asked.metadata)
         self._repeated_size = len(_json(repeated))
 
     @property
