@@ -145,6 +145,12 @@ async def test_input_items_are_listed_by_page(folder: Path | None) -> None:
         item: Any
         [item] = (await client.responses.input_items.list(one.id)).data
         assert (item.role, item.content[0].text) == ("user", "hi")
+        same: Any = [
+            {"role": "user", "content": text, "id": id} for text, id in (("a", "x"), ("b", "x"), ("c", None), ("d", []))
+        ]
+        two = await client.responses.create(model="tiny", input=same)
+        pages: list[Any] = [item async for item in client.responses.input_items.list(two.id, limit=1, order="asc")]
+        assert [item.content[0].text for item in pages] == ["b", "c", "d"], "an id that came twice ends no paging"
         refused = await here.ask("GET", f"/v1/responses/{one.id}/input_items?limit=0")
         check_error(refused, 400, "limit")
 

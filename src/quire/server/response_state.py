@@ -368,8 +368,12 @@ class ResponseState:
 
         def items() -> list[dict[str, Any]]:
             given = as_items(msgspec.json.decode(self._store.read(entry).input))
-            shown = [_shown_item(item, f"{entry.id.removeprefix('resp_')}{i:04x}") for i, item in enumerate(given)]
-            return shown if asc else shown[::-1]
+            shown = {}
+            for i, item in enumerate(given):
+                one = _shown_item(item, f"{entry.id.removeprefix('resp_')}{i:04x}")
+                # Of items with one id, which clients may send, pages have the last.
+                shown[one["id"]] = one
+            return list(shown.values()) if asc else list(shown.values())[::-1]
 
         return await page(request, items, max(entry.bytes, self._store.read_cost), most=100, default=20)
 
@@ -419,7 +423,8 @@ def _shown_item(item: Mapping[str, Any], number: str) -> dict[str, Any]:
     """An item of an input as OpenAI lists it: with an id, a type, and content in parts."""
     kind = item.get("type", "message")
     prefix = {"message": "msg", "reasoning": "rs"}.get(kind, "fc")
-    shown = {"id": f"{prefix}_{number}", "type": kind, **item}
+    given = {name: value for name, value in item.items() if name != "id" or isinstance(value, str)}
+    shown = {"id": f"{prefix}_{number}", "type": kind, **given}
     if kind == "message" and isinstance(item.get("content"), str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"
         shown["content"] = [{"type": part, "text": item["content"]}]
