@@ -20,6 +20,7 @@ from quire.observability.recording_format import VERSION as RECORDING
 from quire.ops.gemm import FORMAT as GEMM
 from quire.server import openapi
 from quire.server.batch_api.store import FORMAT as BATCHES
+from quire.server.response_store import FORMAT as RESPONSES
 from quire.weights.files import ONNX_FORMAT
 from tests.commands import commands
 from tools.metrics_page import rows as metrics
@@ -56,6 +57,7 @@ def surface() -> dict[str, Any]:
         "formats": {
             "recording": RECORDING,
             "batches": BATCHES,
+            "responses": RESPONSES,
             "gemm cache": GEMM,
             "grpc contract": CONTRACT,
             "onnx graphs": ONNX_FORMAT,

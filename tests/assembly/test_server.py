@@ -70,6 +70,9 @@ def wired(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **options: Any) -> st
         lines.append(f"batches {batches and batches._width}")
         if batches:
             asyncio.run(batches.stop())
+        stored = parts["state"]._store
+        lines.append(f"stored {stored.most} {stored._most_bytes} {stored.read_cost > 0}")
+        asyncio.run(parts["state"].stop())
 
     def served(app: Any, backend: Any, sock: Any, **parts: Any) -> Any:
         parts.pop("batch_service"), parts.pop("on_ready"), parts.pop("log_config")
@@ -139,7 +142,12 @@ WIRED: dict[str, dict[str, Any]] = {
 def test_a_server_is_made_of_what_its_options_say(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = WIRED[name]
     if name == "everything":
-        folders = {"batch_dir": str(tmp_path / "b"), "recording_dir": str(tmp_path / "r"), "address_file": "FOLDER/a"}
+        folders = {
+            "batch_dir": str(tmp_path / "b"),
+            "state_dir": str(tmp_path / "s"),
+            "recording_dir": str(tmp_path / "r"),
+            "address_file": "FOLDER/a",
+        }
         options = options | folders
     text = wired(monkeypatch, tmp_path, **options)
     check(Path(__file__).parent / "expected" / f"server-{name.replace(' ', '-')}.txt", text)

@@ -17,7 +17,8 @@ from starlette.requests import Request
 from quire.errors import InvalidConfig
 from quire.server.batch_api.files import listing
 from quire.server.batch_api.runner import BatchService
-from quire.server.batch_api.store import Store, WriteFailed, new_id, newest_first, whole_lines
+from quire.server.batch_api.store import Store, new_id, newest_first, whole_lines
+from quire.server.folder import WriteFailed
 from quire.server.limits import Limits
 from tests.server.doubles import check_error
 from tests.server.test_batches import jsonl, line, office

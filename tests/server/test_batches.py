@@ -19,8 +19,9 @@ from quire.errors import Interrupted, InvalidConfig, Overloaded, TooLarge, Unava
 from quire.server.app import create_app
 from quire.server.batch_api import batches, files
 from quire.server.batch_api.runner import BatchService
-from quire.server.batch_api.store import Store, WriteFailed, new_id
+from quire.server.batch_api.store import Store, new_id
 from quire.server.endpoints import answerer
+from quire.server.folder import WriteFailed
 from quire.server.limits import Limits
 from quire.types import BACKGROUND
 from tests.server.doubles import ANSWER, Served, check_error, served

@@ -539,7 +539,7 @@ REFUSALS: list[tuple[str, Any]] = [
             {"text": {"verbose": 1}},
             {"text": {"format": {"type": "text"}}, "response_format": {"type": "text"}},
             {"previous_response_id": "x"},
-            {"background": True},
+            {"background": True, "store": False},
             {"reasoning": {"effort": "hihg"}},
             {"truncation": "auto"},
             {"top_logprobs": 9},

@@ -206,6 +206,8 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "guided": ("/v1/completions", {"prompt": "p", "guided_json": json.dumps(SCHEMA)}),
     "response": ("/v1/responses", RESPONSE),
     "echoed tools": ("/v1/responses", {"input": "i", "tools": RESPONSE["tools"], "tool_choice": "none"}),
+    "labels": ("/v1/responses", {"input": "i", "metadata": {"a": "b"}}),
+    "background": ("/v1/responses", {"input": "i", "metadata": {"a": "b"}, "background": True}),
     "message": ("/v1/messages", {**MESSAGE, "max_tokens": 2, "stop_sequences": ["q"]}),
     "message count": ("/v1/messages/count_tokens", MESSAGE),
     "response count": ("/v1/responses/input_tokens", RESPONSE),
@@ -275,7 +277,14 @@ async def test_every_path_that_takes_json_is_among_these() -> None:
     async with served() as server:
         paths = {route.path for route in server.app.app.routes if "POST" in (route.methods or ())}
     without = {"/reset_prefix_cache", "/ping", "/v1/files", "/v1/batches/{id}/cancel", "/v1/files/{rest:path}"}
-    without |= {"/v1/batches/{rest:path}", "/api/pull", "/api/push", "/api/create", "/api/copy"}
+    without |= {
+        "/v1/batches/{rest:path}",
+        "/api/pull",
+        "/api/push",
+        "/api/create",
+        "/api/copy",
+        "/v1/responses/{id}/cancel",
+    }
     assert paths - without == {path for path, _ in BODIES.values()}
 
 
@@ -471,6 +480,7 @@ async def test_a_list_of_many_files_is_made_in_another_thread(tmp_path: Path, mo
 class Echo:
     """An upstream that answers with what it was sent."""
 
+    upstreams = ()
     keyed, name = False, "m"
 
     def admit(self) -> None:

@@ -13,6 +13,7 @@ from quire.errors import InvalidConfig, Unavailable
 from quire.server.access import Rates
 from quire.server.limits import Limits
 from tests.frontend.stub import EVENTS, HUGE, WHOLE, Stub, stub
+from tests.server.doubles import check_error
 from tests.server.relayed import backend_of, relaying
 
 pytestmark = pytest.mark.anyio
@@ -465,3 +466,45 @@ async def test_draining_refuses_and_lets_those_running_end() -> None:
         server.hold.set()
         assert (await held).text == STREAM
         await draining
+
+
+STATE: list[tuple[str, str, dict[str, Any] | None, str]] = [
+    ("GET", "/v1/responses/resp_1", None, "id"),
+    ("GET", "/v1//responses/resp_1/", None, "id"),
+    ("GET", "/v1/%72esponses%2Fresp_1", None, "id"),
+    ("DELETE", "/v1/responses/resp_1", None, "id"),
+    ("GET", "/v1/responses/resp_1/input_items", None, "id"),
+    ("POST", "/v1/responses/resp_1/cancel", {}, "id"),
+    ("POST", "/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+    (
+        "POST",
+        "/v1/responses/",
+        {"input": "a", "previous_response_id": "resp_1", "max_tokens": []},
+        "previous_response_id",
+    ),
+    ("POST", "/v1/responses", {"input": "a", "background": True}, "background"),
+    ("POST", "/v1/responses", {"input": "a", "conversation": "conv_1"}, "conversation"),
+    ("POST", "/v1/responses/input_tokens", {"input": "a", "previous_response_id": "r"}, "previous_response_id"),
+]
+
+
+SETTINGS: dict[str, tuple[int, tuple[str, ...], str]] = {
+    "several upstreams": (2, (), "several upstreams"),
+    "several keys": (1, ("a", "b"), "to every key"),
+    "one of both": (1, ("a",), ""),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+async def test_what_an_upstream_stores_is_refused_where_it_would_be_lost_or_seen_by_others(setting: str) -> None:
+    servers, keys, words = SETTINGS[setting]
+    headers = {"authorization": "Bearer a"}
+    async with stub() as first, stub() as second, relaying(*(first, second)[:servers], api_keys=keys) as relay:
+        for method, path, body, param in STATE:
+            answer = await relay.client.request(method, path, json=body, headers=headers)
+            if words:
+                check_error(answer, 400, param, words)
+            else:
+                assert "stored" not in answer.text, "one upstream, and nobody else: it is passed on"
+        passed = await relay.client.post("/v1/responses", json={"input": "a", "store": True}, headers=headers)
+        assert passed.status_code == 200

@@ -146,8 +146,8 @@ async def test_a_schema_for_the_text_and_forced_calls_bind() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"previous_response_id": "x"}, "previous_response_id", "whole conversation"),
-    ({"background": True}, "background", "/v1/batches"),
+    ({"conversation": "x"}, "conversation", "previous_response_id"),
+    ({"background": True, "store": False}, "background", "store: true"),
     ({"truncation": "auto"}, "truncation", "never cut"),
     ({"input": []}, "input", "input is empty"),
     ({"messages": []}, "messages", "unknown field"),

@@ -258,6 +258,8 @@ def connected(name: str) -> Item:
 
 TOOLS = "docs/guides/tool-calling.md: weather = {"
 EMBEDDINGS = 'docs/guides/embeddings.md: answer = client.embeddings.create(model="embedded", input=["'
+CONTINUED = 'docs/guides/responses.md: ask = {"model": "embedded", "temperature": 0, "max_output_to'
+BACKGROUND = "docs/guides/responses.md: job = client.responses.create("
 BATCH = "docs/guides/batches.md: from pathlib import Path"
 SPECULATIVE = 'docs/guides/speculative-decoding.md: llm = LLM(speculative_config={"method": "ngram", "num_specul'
 DRAFT = 'docs/guides/speculative-decoding.md: quire serve --speculative-config \'{"method": "draft_model"}\''
@@ -302,6 +304,8 @@ BLOCKS = (
     client("docs/guides/ollama.md: ollama", needs=("ollama",), ci=()),
     connected(TOOLS),
     connected(EMBEDDINGS),
+    connected(CONTINUED),
+    connected(BACKGROUND),
     *(client(f"docs/guides/structured-outputs.md: {name}") for name in ("schema", "choice", "regex", "grammar")),
     Item(BATCH, batch, part="server", ci=("grpc",), needs=("openai",)),
     Item(RECORDING, recording, ci=()),

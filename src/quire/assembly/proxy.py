@@ -30,6 +30,9 @@ NATIVE_ONLY: Mapping[str, str] = MappingProxyType(
     {
         "batch_dir": "batches are answered in the gaps of our own engine; send them where the upstream takes some",
         "enable_tokenizer_info_endpoint": "/tokenizer_info is passed on; the upstream has the option",
+        "max_stored_responses": "responses are stored by the upstream, which has a bound of its own",
+        "max_stored_bytes": "responses are stored by the upstream, which has a bound of its own",
+        "state_dir": "responses are stored by the upstream",
         "max_n": "requests are passed on as they are; the upstream has a bound of its own",
     }
 )

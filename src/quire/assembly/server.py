@@ -37,6 +37,8 @@ from quire.server.batch_api.runner import BatchService
 from quire.server.connection import Timeouts
 from quire.server.endpoints import answerer
 from quire.server.limits import Limits
+from quire.server.response_state import ResponseState
+from quire.server.response_store import ResponseStore
 from quire.server.serve import listen
 from quire.server.serve import serve as serve_app
 from quire.weights.details import read_details
@@ -55,11 +57,12 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
     name = model_names(settings)[0]
     engine = engine_process(settings, child)
     traces = build_traces(server.otlp_traces_endpoint, engine.explain, model=name)
+    observer = build_observer(settings, name, traces)
     backend = build_backend(
         settings,
         text,
         engine,
-        observer=build_observer(settings, name, traces),
+        observer=observer,
         max_queued=scheduler.max_num_queued_reqs,
     )
     limits = Limits(
@@ -70,7 +73,10 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
         closed_schemas=server.closed_schemas,
         strict_tools=server.strict_tools,
     )
-    keys = Keys(server.api_key, settings.access.admin_key)
+    state_dir = None if server.state_dir is None else Path(server.state_dir).expanduser()
+    stored = ResponseStore(server.max_stored_responses, server.max_stored_bytes, state_dir, observer)
+    state = ResponseState(stored, limits)
+    keys = Keys(server.api_key, settings.access.admin_key, stored.salt)
     batches = None
     if server.batch_dir is not None:
         answer = answerer(backend, limits, f"quire-{__version__}", keys.tenant(BATCHES))
@@ -80,9 +86,11 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
     recording = recording_folder(settings.execution.recording_dir)
     info = text.info() if server.enable_tokenizer_info_endpoint else None
     details = partial(read_details, text.folder)
-    app = create_app(backend, **parts, batch_service=batches, recording=recording, tokenizer_info=info, details=details)
+    parts |= {"batch_service": batches, "state": state, "recording": recording}
+    app = create_app(backend, **parts, tokenizer_info=info, details=details)
     on_ready = partial(_log_ready, text, backend, started)
-    run(settings, app, backend, listen(server.host, server.port), on_ready, traces, batch_service=batches)
+    sock = listen(server.host, server.port)
+    run(settings, app, backend, sock, on_ready, traces, batch_service=batches, state=state)
 
 
 def app_parts(settings: Settings, keys: Keys, limits: Limits, view: Broadcaster) -> dict[str, Any]:
@@ -108,6 +116,7 @@ def run(
     traces: Traces | None,
     *,
     batch_service: BatchService | None = None,
+    state: ResponseState | None = None,
 ) -> None:
     """Serve `app` on `sock` to the end, with traces and statistics in the log as settings say.
 
@@ -129,6 +138,8 @@ def run(
         address_file=server.address_file,
         on_ready=on_ready,
     )
+    if state is not None:
+        running = state.run(running)
     if traces is not None:
         running = traces.run(running)
     if not server.disable_log_stats:

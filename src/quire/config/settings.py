@@ -186,6 +186,17 @@ class ServerConfig:
         None, "Folder for files and batches, this server's alone; none: there are no batches."
     )
     batch_concurrency: int = option(16, "Lines of a batch answered at once, in the background.", low=1, high=4096)
+    max_stored_responses: int = option(
+        1000,
+        "Most responses of /v1/responses that are stored, so that others can continue them; beyond, those not used for "
+        "the longest time are removed. 0: none are stored.",
+        low=0,
+        high=1 << 20,
+    )
+    max_stored_bytes: int = option(128 << 20, "Most bytes of stored responses.", low=1 << 16, high=1 << 40)
+    state_dir: str | None = option(
+        None, "Folder for stored responses, this server's alone; none: they are kept in memory until it ends."
+    )
     max_header_bytes: int = option(
         32 << 10, "Largest head of a request accepted, first line and header fields together.", low=1024, high=1 << 30
     )

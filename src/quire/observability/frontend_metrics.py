@@ -32,8 +32,12 @@ METRICS = Metrics(
         "vllm:admission_rejections": ("reason", "Requests refused on arrival."),
         "quire:omitted_tools": ("kind", "Tools that requests asked for and this server lacks, by kind."),
         "quire:surplus_tokens": ("", "Tokens generated past a stop string, or for a client that had left."),
+        "quire:evicted_responses": ("", "Stored responses that were removed for newer ones."),
     },
-    {},
+    {
+        "quire:stored_responses": ("", "Responses that are stored."),
+        "quire:stored_response_bytes": ("", "Bytes of the responses that are stored."),
+    },
     _HISTOGRAMS,
 )
 _REASONS = ("stop", "length", "abort", "error", "timeout", "repetition")
@@ -53,6 +57,8 @@ class FrontendMetrics(FrontendObserver):
         self._refused = dict.fromkeys(_REFUSALS, 0)
         self._omitted_tools: dict[str, int] = {}
         self._surplus = 0
+        self._evicted = 0
+        self._stored = (0, 0)
         self._unfinished: dict[str, tuple[int, int]] = {}
         """By id of a call of which some answers have ended: answers left, and tokens of the longest."""
 
@@ -94,6 +100,14 @@ class FrontendMetrics(FrontendObserver):
         """Tokens were generated that no client gets."""
         self._surplus += tokens
 
+    def on_stored_responses(self, responses: int, size: int) -> None:
+        """So many responses, of so many bytes, are stored now."""
+        self._stored = responses, size
+
+    def on_evicted_response(self) -> None:
+        """A stored response was removed for newer ones."""
+        self._evicted += 1
+
     def text(self) -> bytes:
         """Prometheus text."""
         values = {
@@ -101,6 +115,9 @@ class FrontendMetrics(FrontendObserver):
             "vllm:admission_rejections": self._refused,
             "quire:omitted_tools": self._omitted_tools,
             "quire:surplus_tokens": self._surplus,
+            "quire:evicted_responses": self._evicted,
+            "quire:stored_responses": self._stored[0],
+            "quire:stored_response_bytes": self._stored[1],
             **{name: histogram.value for name, histogram in self._histograms.items()},
         }
         return METRICS.text(values, self._model, self._engine)

@@ -31,6 +31,12 @@ class FrontendObserver:
     def on_omitted_tool(self, kind: str) -> None:
         """A request was taken without a tool that it asked for, which this server lacks."""
 
+    def on_stored_responses(self, responses: int, size: int) -> None:
+        """So many responses, of so many bytes, are stored now. Called from any thread, as `on_evicted_response` is."""
+
+    def on_evicted_response(self) -> None:
+        """A stored response was removed for newer ones."""
+
     def text(self) -> bytes:
         """The observations as Prometheus text."""
         return b""
@@ -71,6 +77,16 @@ class ObserverGroup(FrontendObserver):
         """See FrontendObserver."""
         for observer in self._observers:
             observer.on_omitted_tool(kind)
+
+    def on_stored_responses(self, responses: int, size: int) -> None:
+        """See FrontendObserver."""
+        for observer in self._observers:
+            observer.on_stored_responses(responses, size)
+
+    def on_evicted_response(self) -> None:
+        """See FrontendObserver."""
+        for observer in self._observers:
+            observer.on_evicted_response()
 
     def text(self) -> bytes:
         """See FrontendObserver."""

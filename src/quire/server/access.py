@@ -187,11 +187,12 @@ class CrossOrigin(CORSMiddleware):
 class Keys:
     """API keys, kept and compared as digests of one length, so that comparing takes the same time for any key.
 
-    keys: may use all paths but those for admins. admin: may use every path; where there are none, `keys` may.
+    keys: may use all paths but those for admins. admin: may use every path; where there are none, `keys` may. salt: of
+    the digests; random if it is not given.
     """
 
-    def __init__(self, keys: Collection[str] = (), admin: Collection[str] = ()) -> None:
-        self._salt = secrets.token_bytes(16)
+    def __init__(self, keys: Collection[str] = (), admin: Collection[str] = (), salt: bytes = b"") -> None:
+        self._salt = salt or secrets.token_bytes(16)
         self._keys = [self._digests(key) for key in keys]
         self._admin = [self._digests(key) for key in admin]
         # Whether paths that are not for admins need a key; whether those for admins do; whether admins have their own.
@@ -230,6 +231,10 @@ class Keys:
         would otherwise show one client what another has asked.
         """
         return str(key) if self._several else ""
+
+    def owner(self, key: int) -> str:
+        """Whose stored responses this key sees: a digest of the key, with one salt the same in every process."""
+        return "" if key < 0 else (*self._admin, *self._keys)[key][0].hex()
 
     def check(self, headers: Mapping[str, str], *, admin: bool = False) -> int:
         """The number of the key in a request's headers: a bearer token, or x-api-key. ANYONE where no key is needed.
@@ -332,8 +337,8 @@ class Guard:
     """ASGI middleware: checks host name, key and rate of each request, and gives it an id.
 
     has_session: whether the path and the headers of a request show a browser's session, or need none; then no key is
-    checked. The scope gets `request_id`, `key` (the key's number), `tenant`, and `send`, which is the server's own: a
-    handler may use it for bodies, since middleware here looks at heads only.
+    checked. The scope gets `request_id`, `key` (the key's number), `tenant`, `owner` (see Keys), and `send`, which is
+    the server's own: a handler may use it for bodies, since middleware here looks at heads only.
     """
 
     def __init__(
@@ -373,6 +378,7 @@ class Guard:
                 if _below(path, LOCAL_PATHS) and not self._keys.has_admin:
                     self._hosts.check_local(scope, headers)
             scope["tenant"] = self._keys.tenant(scope["key"])
+            scope["owner"] = self._keys.owner(scope["key"])
             if scope["method"] == "POST" and path not in UNLIMITED_PATHS:
                 self._rates.admit(scope["key"])
         except (Unauthorized, Overloaded, ForeignHost) as error:

@@ -33,8 +33,11 @@ from quire.server.endpoints import (
     ENDPOINTS,
     GENERATE,
     OLLAMA_ENDPOINTS,
+    RESPONSE_INPUT_TOKENS,
+    RESPONSES,
     TOKEN_COUNT_ENDPOINTS,
     Endpoint,
+    continuing,
     gather,
 )
 from quire.server.error_responses import GONE, JSON, NotFound, json_response, offloaded_json
@@ -42,6 +45,9 @@ from quire.server.limits import AdmissionGate, Limits, deadline, read_body
 from quire.server.live_page import LiveSource, Page
 from quire.server.ollama_models import OllamaModels, OllamaShowRequest
 from quire.server.outputs import Usage
+from quire.server.response_state import Record, ResponseState
+from quire.server.response_store import ResponseStore
+from quire.server.responses import ResponseChunks, ResponsesRequest
 from quire.server.stream import Chunks, EventStream, answer_all, unless_gone
 from quire.server.tools import make_tool_set
 from quire.weights.details import ModelDetails
@@ -57,15 +63,23 @@ _RESETS: Mapping[str, str] = {
 
 
 class Api:
-    """The handlers of one backend. recording: the folder of the flight recorder, None if it is off."""
+    """The handlers of one backend. state: of responses. recording: the folder of the flight recorder, None if it is
+    off."""
 
     def __init__(
-        self, backend: Backend, limits: Limits, version: str, rates: Rates, recording: Path | None = None
+        self,
+        backend: Backend,
+        limits: Limits,
+        version: str,
+        rates: Rates,
+        state: ResponseState,
+        recording: Path | None = None,
     ) -> None:
         self._backend = backend
         self._limits = limits
         self._system_fingerprint = f"quire-{version}"
         self._rates = rates
+        self._state = state
         self._recording = recording
         self._gate = AdmissionGate(lambda held: backend.admit(1, held))
 
@@ -76,8 +90,7 @@ class Api:
         began = time.perf_counter()
 
         def prepare(parsed: Any) -> tuple[Job, Chunks[Delta] | None]:
-            fields = {"trace_context": trace_context(request.scope), "spend": self._rates.meter(request.scope["key"])}
-            job = endpoint.job(parsed, self._backend, self._limits, self._system_fingerprint, began, **fields)
+            job = self._job(endpoint, parsed, request, began)
             return job, endpoint.chunks(job) if job.stream and endpoint.chunks is not None else None
 
         with self._gate.slot() as slot:
@@ -91,6 +104,43 @@ class Api:
             return Response(status_code=GONE)
         size += outputs.cost(job, made[0])
         return await offloaded_json(size, partial(endpoint.response, job, *made), job.headers())
+
+    def _job(self, endpoint: Endpoint, parsed: Any, request: Request, began: float) -> Job:
+        """The job of a request, on behalf of its client. Blocking."""
+        fields = {"trace_context": trace_context(request.scope), "spend": self._rates.meter(request.scope["key"])}
+        return endpoint.job(parsed, self._backend, self._limits, self._system_fingerprint, began, **fields)
+
+    async def respond(self, request: Request) -> Response | EventStream[Delta] | EventStream[bytes]:
+        """`POST /v1/responses`. It is read in two steps: what it continues, whose size is known only then, may be much
+        longer than itself."""
+        began = time.perf_counter()
+        owner = request.scope["owner"]
+        with self._gate.slot() as slot:
+            size, parsed = await self._read(request, ResponsesRequest, lambda parsed: parsed, slot)
+            earlier = self._state.earlier(parsed, owner, size)
+            size += earlier.size
+
+            def prepare() -> tuple[Job, Record | None, ResponseChunks]:
+                items = earlier.items and earlier.items()
+                job = self._job(continuing(RESPONSES, items), parsed, request, began)
+                record = self._state.record(job, owner, earlier.entry)
+                return job, record, _response_chunks(job, record)
+
+            job, record, chunks = await offload(size, prepare)
+        begin = partial(self._begin, job)
+        if parsed.background and record is not None:
+            running = await self._state.begin(record, chunks, begin)
+            if job.stream:
+                return self._state.follow(running, 0, job.headers())
+            return Response(await running.shown(), media_type=JSON, headers=job.headers())
+        if job.stream:
+            return EventStream(begin, chunks, keep_alive=self._limits.keep_alive, headers=job.headers())
+        made = await unless_gone(request.receive, gather(job, begin))
+        if made is None:
+            return Response(status_code=GONE)
+        [choice], chunks.usage = made
+        size = max(size + outputs.cost(job, [choice]), chunks.edge_cost)
+        return await offloaded_json(size, partial(chunks.whole, choice), job.headers())
 
     def _begin(self, job: Job) -> ResultStream[Delta]:
         """Raises what `Backend.answer` raises.
@@ -137,7 +187,9 @@ class Api:
             "/detokenize": (schemas.DetokenizeRequest, self._detokenize),
         }
         answers |= {path: (one.request_type, partial(self._count, one)) for path, one in TOKEN_COUNT_ENDPOINTS.items()}
-        return [Route(path, partial(self.answer, *answer), methods=["POST"]) for path, answer in answers.items()]
+        del answers["/v1/responses/input_tokens"]
+        routes = [Route(path, partial(self.answer, *answer), methods=["POST"]) for path, answer in answers.items()]
+        return [*routes, Route("/v1/responses/input_tokens", self.count_input, methods=["POST"])]
 
     async def answer(
         self, kind: type[Struct], make: Callable[[Any], Any], request: Request, *, any_type: bool = False
@@ -147,6 +199,17 @@ class Api:
             request, kind, lambda parsed: msgspec.json.encode(make(parsed)), any_type=any_type
         )
         return Response(encoded, media_type=JSON)
+
+    async def count_input(self, request: Request) -> Response:
+        """`POST /v1/responses/input_tokens`, with what the request continues."""
+        size, parsed = await self._read(request, ResponsesRequest, lambda parsed: parsed)
+        earlier = self._state.earlier(parsed, request.scope["owner"], size)
+
+        def count() -> dict[str, Any]:
+            items = earlier.items and earlier.items()
+            return self._count(continuing(RESPONSE_INPUT_TOKENS, items), parsed)
+
+        return await offloaded_json(size + earlier.size, count)
 
     def _count(self, endpoint: Endpoint, request: Struct) -> dict[str, Any]:
         job = endpoint.make_job(request, self._backend, self._limits)
@@ -201,6 +264,13 @@ class Api:
         return StreamingResponse(_segments(paths), media_type="application/octet-stream", headers=headers)
 
 
+def _response_chunks(job: Job, record: Record | None) -> ResponseChunks:
+    """Those of a response in the background are stored with their events, by the task that makes them."""
+    if record is None:
+        return ResponseChunks(job)
+    return ResponseChunks(job, (lambda response: True) if job.request.background else record.keep, record.cost)
+
+
 async def _segments(paths: list[Path]) -> AsyncIterator[bytes]:
     for path in paths:
         try:
@@ -224,26 +294,32 @@ def create_app(
     origins: Collection[str] = (),
     tokenizer_info: Mapping[str, Any] | None = None,
     details: Callable[[], ModelDetails] = ModelDetails,
+    state: ResponseState | None = None,
 ) -> ASGIApp:
-    """The ASGI application of a backend and a batch service, which the caller starts and closes.
+    """The ASGI application of a backend, a batch service and stored responses, which the caller starts and closes.
 
     view: what the live page shows. recording: the folder of the flight recorder's files. hosts: the names by which the
     server may be asked, any by default. origins: those whose pages may use it (CORS). tokenizer_info: what
-    /tokenizer_info answers, None to refuse it. details: what /api/tags and /api/show say of the checkpoint.
+    /tokenizer_info answers, None to refuse it. details: what /api/tags and /api/show say of the checkpoint. state: of
+    responses, by default in memory.
     """
     limits = Limits() if limits is None else limits
     keys = Keys() if keys is None else keys
     rates = Rates() if rates is None else rates
     template = (tokenizer_info or {}).get("chat_template")
     models = OllamaModels(backend, details, template if isinstance(template, str) else "")
-    api = Api(backend, limits, version, rates, recording)
+    state = ResponseState(ResponseStore(), limits) if state is None else state
+    api = Api(backend, limits, version, rates, state, recording)
     page = Page(view, keys, limits)
     routes = [
         *(
             Route(path, partial(api.generation, one), methods=["POST"])
             for path, one in {**ENDPOINTS, **OLLAMA_ENDPOINTS, "/v1/generate": GENERATE}.items()
+            if one is not RESPONSES
         ),
+        Route("/v1/responses", api.respond, methods=["POST"]),
         *api.token_routes(),
+        *state.routes(),
         *models.routes(),
         Route("/api/show", partial(api.answer, OllamaShowRequest, models.show, any_type=True), methods=["POST"]),
         _tokenizer_info_route(tokenizer_info),

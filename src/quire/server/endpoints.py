@@ -124,6 +124,12 @@ _message_job = _chat_job(messages.as_chat, _MESSAGES_NAMES, "msg_")
 _response_job = _chat_job(responses.as_chat, _RESPONSES_NAMES, "resp_")
 
 
+def continuing(endpoint: Endpoint, earlier: Sequence[Mapping[str, Any]] | None) -> Endpoint:
+    """An endpoint of Responses, after items of a conversation. earlier: as of `responses.as_chat`."""
+    as_chat = partial(responses.as_chat, earlier=earlier)
+    return endpoint._replace(make_job=_chat_job(as_chat, _RESPONSES_NAMES, "resp_"))
+
+
 def _input_tokens(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
     return {"input_tokens": usage.prompt}
 
@@ -132,10 +138,14 @@ def _response_input_tokens(job: Job, choices: Sequence[ChoiceBuilder], usage: Us
     return {"object": "response.input_tokens", "input_tokens": usage.prompt}
 
 
+RESPONSE_INPUT_TOKENS = Endpoint(responses.ResponsesRequest, _response_job, None, _response_input_tokens)
+
+RESPONSES = Endpoint(responses.ResponsesRequest, _response_job, responses.ResponseChunks, responses.response)
+
 # Paths that count the tokens of a prompt, and generate nothing.
 TOKEN_COUNT_ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/messages/count_tokens": Endpoint(messages.CountRequest, _message_job, None, _input_tokens),
-    "/v1/responses/input_tokens": Endpoint(responses.ResponsesRequest, _response_job, None, _response_input_tokens),
+    "/v1/responses/input_tokens": RESPONSE_INPUT_TOKENS,
 }
 
 GENERATE = Endpoint(schemas.GenerateRequest, calls.generate, None, outputs.generated)
@@ -150,7 +160,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
         outputs.ChatChunks,
         outputs.chat,
     ),
-    "/v1/responses": Endpoint(responses.ResponsesRequest, _response_job, responses.ResponseChunks, responses.response),
+    "/v1/responses": RESPONSES,
     "/v1/messages": Endpoint(messages.MessagesRequest, _message_job, messages.MessageChunks, messages.message),
     "/v1/embeddings": Endpoint(EmbeddingsRequest, embedding, None, embeddings),
 }

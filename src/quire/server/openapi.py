@@ -62,6 +62,12 @@ _LIST: Mapping[str, Mapping[str, Any]] = {
 }
 _FILES: Mapping[str, Mapping[str, Any]] = {**_LIST, "order": {"enum": ["asc", "desc"]}, "purpose": {"type": "string"}}
 
+_ITEMS: Mapping[str, Mapping[str, Any]] = {**_LIST, "order": {"enum": ["asc", "desc"]}}
+_STORED: Mapping[str, Mapping[str, Any]] = {
+    "stream": {"type": "boolean"},
+    "starting_after": {"type": "integer", "minimum": 0},
+}
+
 _RESET: Mapping[str, Mapping[str, Any]] = {
     "reset_running_requests": {"enum": [False]},
     "reset_external": {"enum": [False]},
@@ -97,6 +103,10 @@ OPERATIONS = (
         for path, (method, _) in REFUSED_PATHS.items()
     ),
     Operation("get", "/", "Whether an Ollama is here", None, (TEXT,)),
+    Operation("get", "/v1/responses/{id}", "A stored response", None, (JSON, EVENTS), ("400", "404"), _STORED),
+    Operation("delete", "/v1/responses/{id}", "Delete a stored response", errors=("404",)),
+    Operation("get", "/v1/responses/{id}/input_items", "Its input", errors=("400", "404"), query=_ITEMS),
+    Operation("post", "/v1/responses/{id}/cancel", "Cancel a background response", errors=("400", "403", "404", "429")),
     Operation("post", "/tokenize", "Text or messages to token ids", schemas.TokenizeRequest),
     Operation("post", "/detokenize", "Token ids to text", schemas.DetokenizeRequest),
     Operation("get", "/tokenizer_info", "How the tokenizer is configured", errors=("404",)),

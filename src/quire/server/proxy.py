@@ -78,7 +78,19 @@ class _PeekedFields(msgspec.Struct):
     seed: int | None = None
 
 
+class _PeekedState(msgspec.Struct):
+    """Fields that need a response that the upstream has stored, or will."""
+
+    previous_response_id: Any = None
+    background: Any = None
+    conversation: Any = None
+
+
 _peek = msgspec.json.Decoder(_PeekedFields)
+_peek_state = msgspec.json.Decoder(_PeekedState)
+
+_RESPONSES = "/v1/responses"
+_INPUT_TOKENS = "/v1/responses/input_tokens"
 
 
 def peek_fields(body: bytes) -> tuple[int, SamplingParams]:
@@ -93,6 +105,21 @@ def peek_fields(body: bytes) -> tuple[int, SamplingParams]:
     if peeked.options is not None:
         return max(peeked.options.num_predict or 0, 0), sampling
     return peeked.max_completion_tokens or peeked.max_tokens or peeked.max_output_tokens or 0, sampling
+
+
+def state_field(path: str, body: bytes) -> str | None:
+    """What of a request needs responses that the upstream stores: a field, or `id`, that in the path. None: nothing.
+
+    path: without escapes; some servers take `//` for `/`, and ignore one at the end.
+    """
+    path = re.sub("/+", "/", path).rstrip("/")
+    if path not in (_RESPONSES, _INPUT_TOKENS):
+        return "id" if path.startswith(_RESPONSES + "/") else None
+    try:
+        peeked = _peek_state.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return next((name for name in peeked.__struct_fields__ if getattr(peeked, name) not in (None, False)), None)
 
 
 class _RelayedChunks(Chunks[bytes]):
@@ -215,8 +242,13 @@ class Relay:
         trace = trace_context(request.scope)
         headers = [*self._passed_headers(request.scope["headers"]), (b"x-request-id", trace.request_id.encode())]
         target = path.decode("latin-1").removeprefix(request.scope.get("root_path", ""))
-        if any(part in ("..", ".") for part in unquote(target).split("/")):
+        plain = unquote(target)
+        if any(part in ("..", ".") for part in plain.split("/")):
             raise NotFound("a path with dots in it goes nowhere")
+        if not_kept := self._no_state(request.scope["tenant"]):
+            field = await offload(len(body), partial(state_field, plain, body))
+            if field is not None:
+                raise InvalidRequest(f"{field}: {not_kept}", param=field, code="unsupported_field")
         if query := request.scope.get("query_string"):
             target += "?" + query.decode("latin-1")
         generates = target.startswith(_GENERATE) and request.method == "POST"
@@ -225,6 +257,14 @@ class Relay:
         # The answer to a GET has the length that the answer to a HEAD states.
         method = "GET" if request.method == "HEAD" else request.method
         return await _by(until, self._backend.send(method, target, headers, body, about))
+
+    def _no_state(self, tenant: str) -> str:
+        """Why stored responses cannot be used here; empty where they can be. tenant: that of the request."""
+        if len(self._backend.upstreams) > 1:
+            return "responses are stored by one of several upstreams: send the whole conversation as input"
+        if tenant:
+            return "the upstream would show stored responses to every key: send the whole conversation as input"
+        return ""
 
     def _passed_headers(self, headers: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
         """The header fields of a request that are passed on.

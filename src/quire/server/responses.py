@@ -1,10 +1,10 @@
-"""OpenAI's Responses, without state: requests as chat requests, and answers in their format, whole and as events."""
+"""OpenAI's Responses: requests as chat requests, and answers in their format, whole and as events."""
 
 from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from quire.server import error_responses
 from quire.server.calls import Job
 from quire.server.fields import check, require_text
 from quire.server.outputs import ChoiceBuilder, Usage, chat_logprobs_of
+from quire.server.response_store import as_items
 from quire.server.schemas import (
     ChatRequest,
     ResponseFormat,
@@ -49,6 +50,12 @@ _SUMMARIES = ("summary", "generate_summary")
 
 # The argument of a custom tool, whose input is text.
 _INPUT = "input"
+
+# Fields that need stored responses, and what to do without.
+_NEEDS_STATE = (
+    ("previous_response_id", "send the whole conversation as input"),
+    ("background", "answers come on the connection that asked"),
+)
 
 # The type of an event, and its other fields.
 _Event = tuple[str, dict[str, Any]]
@@ -83,15 +90,28 @@ class ResponsesRequest(Sampling, kw_only=True):
     reasoning: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     stream_options: StreamOptions | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    metadata: dict[str, Any] | None = None
 
 
-def as_chat(request: ResponsesRequest, card: ModelCard) -> ChatRequest:
-    """The same as a chat request. Raises InvalidRequest naming the field."""
+def as_chat(
+    request: ResponsesRequest, card: ModelCard, earlier: Sequence[Mapping[str, Any]] | None = None
+) -> ChatRequest:
+    """The same as a chat request. Raises InvalidRequest naming the field.
+
+    earlier: items of the conversation before the input; None where no response is stored, and what needs that is
+    refused.
+    """
+    if earlier is None:
+        _refuse_state(request)
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
-    items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
-    for i, item in enumerate(items):
+    for item in earlier or ():
+        _item(item, "previous_response_id", messages)
+    for i, item in enumerate(as_items(request.input)):
         _item(item, f"input[{i}]", messages)
     for name in set(request.include or ()) - {_LOGPROBS, *_NOTHING_TO_INCLUDE}:
         raise InvalidRequest(f"include: {name[:64]!r} is not kept here", param="include")
@@ -110,6 +130,12 @@ def as_chat(request: ResponsesRequest, card: ModelCard) -> ChatRequest:
         "stream_options": None,
     }
     return ChatRequest(**shared_fields(request) | changed)
+
+
+def _refuse_state(request: ResponsesRequest) -> None:
+    for name, why in _NEEDS_STATE:
+        if getattr(request, name):
+            raise InvalidRequest(f"{name}: no response is stored here: {why}", param=name, code="unsupported_field")
 
 
 def _item(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]]) -> None:
@@ -254,11 +280,16 @@ def _call_input(arguments: str) -> str:
 
 
 class ResponseChunks(Chunks[Delta]):
-    """The response object of one answer, put together from its parts, and the numbered events of its stream."""
+    """The response object of one answer, put together from its parts, and the numbered events of its stream.
 
-    def __init__(self, job: Job) -> None:
+    keep: stores the complete object, and says whether that succeeded; None: it is not to be stored. keep_cost: of that.
+    """
+
+    def __init__(self, job: Job, keep: Callable[[dict[str, Any]], bool] | None = None, keep_cost: int = 0) -> None:
         self._request: ResponsesRequest = job.request
         self._job = job
+        self._keep = keep
+        self._keep_cost = keep_cost
         self.usage = Usage(job)
         self._splitter = job.splitter()
         self._output: list[dict[str, Any]] = []
@@ -268,14 +299,16 @@ class ResponseChunks(Chunks[Delta]):
         # The arguments of the current call of a custom tool, whose input is sent when they are complete.
         self._arguments = ""
         self._number = 0
-        self._finish: str | None = None
-        repeated = (job.request.instructions, job.request.tools, job.request.text, job.request.tool_choice)
+        self.last: dict[str, Any] = {}
+        self.finish: str | None = None
+        asked: ResponsesRequest = job.request
+        repeated = (asked.instructions, asked.tools, asked.text, asked.tool_choice, asked.metadata)
         self._repeated_size = len(_json(repeated))
 
     @property
     def edge_cost(self) -> int:
         """The cost of the whole object, with which a stream begins and ends."""
-        return self._repeated_size + PER_TOKEN * self.usage.completion + self._logprobs_size
+        return self._keep_cost + self._repeated_size + PER_TOKEN * self.usage.completion + self._logprobs_size
 
     @property
     def _logprobs_size(self) -> int:
@@ -308,19 +341,28 @@ class ResponseChunks(Chunks[Delta]):
         self.usage.add(delta)
         self._logprobs += delta.logprobs
         if delta.finish_reason is not None:
-            self._finish = delta.finish_reason
+            self.finish = delta.finish_reason
         parts = self._job.shown_parts(self._splitter, delta)
         return events + b"".join(self._numbered(self._add(part)) for part in parts)
 
     def closing(self) -> bytes:
         """The end of the last item, and of the response."""
-        events = self._begin() + self._numbered(self._end_item(_status(self._finish)))
-        response = self._response(self._finish)
-        return events + self._numbered([(f"response.{response['status']}", {"response": response})])
+        events = self._begin() + self._numbered(self._end_item(_status(self.finish)))
+        return events + self._end(self._complete())
 
     def failed(self, error: Exception) -> bytes:
         """response.failed."""
-        return self._numbered([("response.failed", {"response": self._response(None, error)})])
+        return self._end(self._response(None, error))
+
+    def cancelled(self) -> bytes:
+        """The end of the last item, and response.cancelled."""
+        events = self._begin() + self._numbered(self._end_item("incomplete"))
+        return events + self._end({**self._response(None), "status": "cancelled"})
+
+    def _end(self, response: dict[str, Any]) -> bytes:
+        """The last event. Afterwards `last` is its response."""
+        self.last = response
+        return self._numbered([(f"response.{response['status']}", {"response": response})])
 
     # ---------------------------------------------------------------- the object
 
@@ -329,8 +371,19 @@ class ResponseChunks(Chunks[Delta]):
         self._logprobs += made.logprobs
         for part in made.parts:
             deque(self._add(part), maxlen=0)
-        deque(self._end_item(_status(made.finish_reason)), maxlen=0)
-        return self._response(made.finish_reason)
+        self.finish = made.finish_reason
+        deque(self._end_item(_status(self.finish)), maxlen=0)
+        return self._complete()
+
+    def shown(self) -> dict[str, Any]:
+        """The object of an answer that goes on."""
+        return self._response(None) | ({} if self._number else {"status": "queued"})
+
+    def _complete(self) -> dict[str, Any]:
+        response = self._response(self.finish)
+        if self._keep is not None:
+            response["store"] = self._keep(response)
+        return response
 
     def _add(self, part: TextPart) -> Iterator[_Event]:
         """Append a part to the current item, or to a new one. Each event is to be encoded before the next is made."""
@@ -404,6 +457,10 @@ class ResponseChunks(Chunks[Delta]):
             yield "response.content_part.done", {**where, "content_index": 0, "part": part}
         yield "response.output_item.done", {"output_index": where["output_index"], "item": item}
 
+    def _cut_short(self) -> None:
+        if self._output and self._output[-1].get("status") == "in_progress":
+            self._output[-1]["status"] = "incomplete"
+
     def _response(self, finish: str | None, error: Exception | None = None) -> dict[str, Any]:
         """The object. finish: the finish reason; None while the answer goes on."""
         request, params = self._request, self._job.calls[0].sampling
@@ -414,6 +471,7 @@ class ResponseChunks(Chunks[Delta]):
         failure = None
         if error is not None:
             status = "failed"
+            self._cut_short()
             message = str(error) if isinstance(error, QuireError) else error_responses.INTERNAL
             failure = {"code": "server_error", "message": message}
         return {
@@ -421,7 +479,7 @@ class ResponseChunks(Chunks[Delta]):
             "object": "response",
             "created_at": self._job.created,
             "status": status,
-            "background": False,
+            "background": bool(request.background),
             "error": failure,
             "incomplete_details": incomplete,
             "instructions": request.instructions,
@@ -430,9 +488,9 @@ class ResponseChunks(Chunks[Delta]):
             "model": self._job.model,
             "output": self._output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": None, "summary": None} | (request.reasoning or {}),
-            "store": False,
+            "store": self._keep is not None,
             "temperature": params.temperature,
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
@@ -442,7 +500,7 @@ class ResponseChunks(Chunks[Delta]):
             "truncation": "disabled",
             "usage": None if status == "in_progress" else _usage(self.usage),
             "user": None,
-            "metadata": {},
+            "metadata": request.metadata or {},
         }
 
 
@@ -460,8 +518,10 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def response(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
-    """The response object of an answer that is not streamed."""
-    chunks = ResponseChunks(job)
+def response(
+    job: Job, choices: Sequence[ChoiceBuilder], usage: Usage, keep: Callable[[dict[str, Any]], bool] | None = None
+) -> dict[str, Any]:
+    """The response object of an answer that is not streamed. keep: as of ResponseChunks."""
+    chunks = ResponseChunks(job, keep)
     chunks.usage = usage
     return chunks.whole(choices[0])

@@ -17,8 +17,9 @@ from quire.errors import InvalidRequest, Overloaded
 from quire.frontend.offload import offload
 from quire.server.access import refuse_cross_site
 from quire.server.batch_api.files import document, listing
-from quire.server.batch_api.store import Store, durable_write, new_id, newest_first, whole_lines
+from quire.server.batch_api.store import Store, new_id, newest_first, whole_lines
 from quire.server.error_responses import json_response
+from quire.server.folder import durable_write
 from quire.server.limits import Limits, read_body
 from quire.server.schemas import parse
 

@@ -20,8 +20,10 @@ from starlette.routing import Route
 
 from quire.errors import InvalidRequest, TooLarge
 from quire.server.access import refuse_cross_site
-from quire.server.batch_api.store import Store, WriteFailed, durable_write, new_id, newest_first, open_private
-from quire.server.error_responses import json_response, offloaded_json
+from quire.server.batch_api.store import Store, new_id, newest_first
+from quire.server.error_responses import json_response
+from quire.server.folder import WriteFailed, durable_write, open_private
+from quire.server.listing import oldest_first, page
 
 PURPOSES = ("batch",)
 MOST_FILES = 10_000
@@ -137,11 +139,9 @@ class Files:
     async def listed(self, request: Request) -> Response:
         """`GET /v1/files`."""
         purpose = request.query_params.get("purpose")
-        order = request.query_params.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise InvalidRequest(f"order must be asc or desc, not {order[:40]!r}", param="order")
+        asc = oldest_first(request)
         keep = bool if purpose is None else (lambda one: one["purpose"] == purpose)
-        return await listing(request, self._store, 10_000, keep, default=10_000, oldest_first=order == "asc")
+        return await listing(request, self._store, 10_000, keep, default=10_000, oldest_first=asc)
 
     async def about(self, request: Request) -> Response:
         """`GET /v1/files/{id}`."""
@@ -188,31 +188,15 @@ async def listing(
 ) -> Response:
     """OpenAI's list object: documents for which `keep` is true, the newest first by default.
 
-    The query parameters are `limit`, at most `most`, and `after`, the id of the last document of the page before.
     Raises InvalidRequest.
     """
-    given, after = request.query_params.get("limit", str(default)), request.query_params.get("after")
-    limit = 0
-    with suppress(ValueError):
-        limit = int(given)
-    if not 1 <= limit <= most:
-        raise InvalidRequest(f"limit must be a number between 1 and {most}", param="limit")
     known = store.all()
 
-    def page() -> dict[str, Any]:
+    def sorted_documents() -> list[dict[str, Any]]:
         documents = [one for one in newest_first(known) if keep(one)]
-        if oldest_first:
-            documents.reverse()
-        if after is not None:
-            ids = [one["id"] for one in documents]
-            if after not in ids:
-                raise InvalidRequest(f"after: there is no {after[:64]!r} in this list", param="after")
-            documents = documents[ids.index(after) + 1 :]
-        data = documents[:limit]
-        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return {"object": "list", "data": data, **ends, "has_more": len(documents) > limit}
+        return documents[::-1] if oldest_first else documents
 
-    return await offloaded_json(_COST_PER_DOCUMENT * len(known), page)
+    return await page(request, sorted_documents, _COST_PER_DOCUMENT * len(known), most=most, default=default)
 
 
 # ---------------------------------------------------------------- uploads

@@ -21,7 +21,8 @@ from quire.errors import Interrupted, Overloaded, QuireError, Unavailable
 from quire.server import error_responses
 from quire.server.batch_api.batches import BATCH_ENDPOINTS, Batches, Line
 from quire.server.batch_api.files import Files
-from quire.server.batch_api.store import Store, WriteFailed, lock
+from quire.server.batch_api.store import Store, lock
+from quire.server.folder import WriteFailed
 from quire.server.limits import Limits
 
 log = logging.getLogger("uvicorn.error")

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
-import os
 import re
 import secrets
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from quire.errors import InvalidConfig, Unavailable, escape_control
+from quire.errors import escape_control
 from quire.server.error_responses import NotFound
+from quire.server.folder import durable_write, make_private, open_private, replace_file, usable, write_all
+from quire.server.folder import lock as lock_folder
 
 log = logging.getLogger("uvicorn.error")
 
@@ -26,29 +24,9 @@ _ID = re.compile(r"[a-z]+[-_][0-9a-f]{24}")
 
 # Version of the folder's layout and documents, in its file `lock`; a folder without one has version 1.
 FORMAT = 1
-_FORMAT = re.compile(rb"quire batches, format (\d+)\n")
 
-
-class WriteFailed(Unavailable):
-    """Writing failed: the disk is full, or gone. It may work again later."""
-
-
-@contextmanager
-def durable_write() -> Iterator[None]:
-    """Within, errors of writing are raised as WriteFailed."""
-    try:
-        yield
-    except OSError as error:
-        raise WriteFailed(f"this server's disk cannot take it: {error.strerror}", code="storage") from error
-
-
-@contextmanager
-def usable(folder: Path) -> Iterator[None]:
-    """Within, errors of using `folder` are raised as InvalidConfig."""
-    try:
-        yield
-    except OSError as error:
-        raise InvalidConfig(f"--batch-dir: {error.filename or folder}: {error.strerror}") from error
+# The option that names the folder.
+OPTION = "--batch-dir"
 
 
 def new_id(kind: str) -> str:
@@ -61,17 +39,6 @@ class Document(msgspec.Struct):
 
     id: str
     created_at: int
-
-
-def open_private(path: Path, mode: Literal["wb", "ab"]) -> FileIO:
-    """Open a file, unbuffered. A new one can be read by this server's user only."""
-    return FileIO(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
-
-
-def _write(file: FileIO, data: bytes) -> None:
-    """Write all of `data`. Raises OSError where only a part fits."""
-    if file.write(data) < len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Store:
@@ -88,9 +55,8 @@ class Store:
         self._what = what
         self._known: dict[str, dict[str, Any]] = {}
         self.lock = threading.RLock()
-        with usable(folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.chmod(0o700)
+        with usable(folder, OPTION):
+            make_private(folder)
             ours = [path for path in sorted(folder.iterdir()) if _ID.fullmatch(path.stem) and path.is_file()]
             for path in ours:
                 self._load(path)
@@ -132,16 +98,7 @@ class Store:
         """
         with self.lock:
             whole = {name: value for name, value in {**document, **changes}.items() if value is not msgspec.UNSET}
-            path = self.path(whole["id"], ".new")
-            with durable_write():
-                try:
-                    with open_private(path, "wb") as file:
-                        _write(file, msgspec.json.encode(whole))
-                        os.fsync(file.fileno())
-                    path.replace(path.with_suffix(".json"))
-                except OSError:
-                    path.unlink(missing_ok=True)
-                    raise
+            replace_file(self.path(whole["id"], ".json"), msgspec.json.encode(whole), sync=True)
             self.bytes += _bytes(whole) - _bytes(self._known.get(whole["id"]))
             for name in document.keys() - whole.keys():
                 del document[name]
@@ -153,7 +110,7 @@ class Store:
         with durable_write(), open_private(self.path(id, suffix), "ab") as file:
             end = file.tell()
             try:
-                _write(file, line)
+                write_all(file, line)
             except OSError:
                 file.truncate(end)
                 raise
@@ -191,34 +148,8 @@ def newest_first(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lock(folder: Path) -> FileIO:
-    """Lock a folder until the returned file is closed, or the process ends: two servers would answer every line twice.
-
-    Raises InvalidConfig if another process holds the lock, the format is another, or the folder cannot be used.
-    """
-    with usable(folder), ExitStack() as undo:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = undo.enter_context(open_private(folder / "lock", "ab"))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidConfig(f"another server uses {folder}: choose another --batch-dir") from None
-        _check_format(folder, file)
-        undo.pop_all()
-    return file
-
-
-def _check_format(folder: Path, file: FileIO) -> None:
-    """Write the format's version into an empty lock file. Raises InvalidConfig where it contains another version."""
-    noted = (folder / "lock").read_bytes()
-    if (found := _FORMAT.fullmatch(noted)) and int(found[1]) != FORMAT:
-        raise InvalidConfig(
-            f"{folder} holds batches of format {int(found[1])}, and this version of Quire reads format {FORMAT}: "
-            "choose another --batch-dir, or the version of Quire that wrote it"
-        )
-    if not noted:
-        # A full disk does not prevent a server from starting.
-        with suppress(OSError):
-            _write(file, b"quire batches, format %d\n" % FORMAT)
+    """Lock the folder of batches (`folder.lock`): two servers would answer every line twice. Raises InvalidConfig."""
+    return lock_folder(folder, "batches", FORMAT, OPTION)
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
