@@ -373,6 +373,13 @@ class CacheConfig:
     eviction_policy: Literal["lru", "fifo"] = option(
         "lru", "Which cached block goes first when blocks run out: lru, least recently used; fifo, the oldest."
     )
+    max_pinned_share: float = option(
+        0.25,
+        "Share of the KV blocks that requests may pin with cache_control, so that they are evicted last for some "
+        "minutes; clients of several keys share it fairly. 0: none.",
+        low=0,
+        high=1,
+    )
     pressure_policy: Pressure = option(
         "foresee",
         "Which requests are admitted while blocks are short: foresee, those that fit beside what running ones will "
