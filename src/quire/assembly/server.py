@@ -39,6 +39,7 @@ from quire.server.endpoints import answerer
 from quire.server.limits import Limits
 from quire.server.serve import listen
 from quire.server.serve import serve as serve_app
+from quire.tokenization.prompt_header import PromptHeader
 from quire.weights.details import read_details
 
 log = logging.getLogger("uvicorn.error")
@@ -69,6 +70,7 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
         priorities=scheduler.reads_priorities,
         closed_schemas=server.closed_schemas,
         strict_tools=server.strict_tools,
+        prompt_header=PromptHeader(server.prompt_header),
     )
     keys = Keys(server.api_key, settings.access.admin_key)
     batches = None

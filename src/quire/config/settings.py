@@ -199,6 +199,12 @@ class ServerConfig:
         "Refuse requests with tools of OpenAI or Anthropic that this server lacks, such as web_search. Otherwise they "
         "are left out, and the header x-quire-omitted-tools says which.",
     )
+    prompt_header: str = option(
+        "",
+        "Regular expression of whole lines that are taken out of a conversation's first message, since they change "
+        "with every request and so keep its prefix from being found in the cache: an agent's billing header, the time. "
+        "The header x-quire-prompt-header says what was removed.",
+    )
     enable_tokenizer_info_endpoint: bool = option(
         False, "Answer /tokenizer_info with the tokenizer's configuration and the chat template, to all clients."
     )

@@ -96,8 +96,7 @@ class RequestTimes:
         opened, first = self.opened, self.first_token
         if event.report is None or opened is None or first is None:
             return event
-        times = {"queued": opened - self.submitted, "prefill": first - opened}
-        return event._replace(report=event.report._replace(**times))
+        return event._replace(report=event.report._replace(queued=opened - self.submitted, prefill=first - opened))
 
 
 class EngineStats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from quire.tokenization.prompt_header import HeaderOutcome
 from quire.types import FinishedRequest
 
 
@@ -30,6 +31,9 @@ class FrontendObserver:
 
     def on_omitted_tool(self, kind: str) -> None:
         """A request was taken without a tool that it asked for, which this server lacks."""
+
+    def on_prompt_header(self, outcome: HeaderOutcome) -> None:
+        """The volatile header of a prompt was removed, or kept for one of the reasons."""
 
     def text(self) -> bytes:
         """The observations as Prometheus text."""
@@ -71,6 +75,11 @@ class ObserverGroup(FrontendObserver):
         """See FrontendObserver."""
         for observer in self._observers:
             observer.on_omitted_tool(kind)
+
+    def on_prompt_header(self, outcome: HeaderOutcome) -> None:
+        """See FrontendObserver."""
+        for observer in self._observers:
+            observer.on_prompt_header(outcome)
 
     def text(self) -> bytes:
         """See FrontendObserver."""

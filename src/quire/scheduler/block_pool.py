@@ -41,7 +41,7 @@ class PrefixCache(Protocol):
         the next one."""
 
     def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int:
-        """How many tokens from `start` on the closest block at `node` has in common with `tokens`; less than a block."""
+        """How many tokens from `start` on the closest block at `node` has in common with `tokens`."""
 
     def remove(self, block: int) -> None:
         """`block` is about to be overwritten."""
@@ -122,7 +122,7 @@ class RadixPrefixCache:
         return found[1]
 
     def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int:
-        """Compares the newest `MOST_COMPARED` edges only, since thousands of prompts may differ in their first block."""
+        """Compares the newest `MOST_COMPARED` edges only: thousands of prompts may differ in their first block."""
         wanted = self.key(tokens, start, salt)
         salted = len(wanted) - len(tokens[start : start + self.block_size])
         return max(0, max((_common(key, wanted) for key in islice(reversed(node), MOST_COMPARED)), default=0) - salted)
