@@ -23,7 +23,8 @@ class Call:
     id: unique, chosen by the server. timeout: seconds from arrival, inf for none. spend: called with the number of
     tokens that each step generated, whether or not the client reads them; None: they are not metered. omitted_tools:
     kinds of tools that the client asked for and this server lacks. pins: prefixes of the prompt to keep in the prefix
-    cache, on the account of the tenant of `trace_context`. header: what became of the prompt's header, None if it has none.
+    cache, on the account of the tenant of `trace_context`. header: what became of the prompt's header, None where there
+    is none.
     """
 
     id: str

@@ -35,8 +35,8 @@ METRICS = Metrics(
         "quire:omitted_tools": ("kind", "Tools that requests asked for and this server lacks, by kind."),
         "quire:prompt_headers": (
             "outcome",
-            "Prompts with a line that --prompt-header matches: it was removed, or kept, for it was too_long or the whole "
-            "message.",
+            "Prompts with a line that --prompt-header matches: it was removed, or kept, since it was too_long or the "
+            "whole message.",
         ),
         "quire:surplus_tokens": ("", "Tokens generated past a stop string, or for a client that had left."),
     },

@@ -40,8 +40,11 @@ class PrefixCache(Protocol):
         """Offer `block`, which holds tokens[start : start + block_size]. A block already there stays. The node for
         the next one."""
 
-    def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int:
-        """How many tokens from `start` on the closest block at `node` has in common with `tokens`."""
+    def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int | None:
+        """How many tokens from `start` on the closest block at `node` has in common with `tokens`.
+
+        None: none of this salt is there.
+        """
 
     def remove(self, block: int) -> None:
         """`block` is about to be overwritten."""
@@ -70,9 +73,9 @@ class NoPrefixCache:
         """Nothing is kept."""
         return node
 
-    def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int:
+    def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int | None:
         """Nothing is known."""
-        return 0
+        return None
 
     def remove(self, block: int) -> None:
         """Nothing is kept."""
@@ -121,11 +124,13 @@ class RadixPrefixCache:
             self.edges[block] = (node, key)
         return found[1]
 
-    def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int:
+    def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int | None:
         """Compares the newest `MOST_COMPARED` edges only: thousands of prompts may differ in their first block."""
         wanted = self.key(tokens, start, salt)
-        salted = len(wanted) - len(tokens[start : start + self.block_size])
-        return max(0, max((_common(key, wanted) for key in islice(reversed(node), MOST_COMPARED)), default=0) - salted)
+        salted = int(bool(salt) and start == 0)
+        known = islice(reversed(node), MOST_COMPARED)
+        same = [key for key in known if len(key) == self.block_size + salted and key[:salted] == wanted[:salted]]
+        return max(_common(key, wanted) for key in same) - salted if same else None
 
     def remove(self, block: int) -> None:
         """Cut the edge to `block`. Blocks below it are found no more, until they are evicted."""

@@ -97,8 +97,8 @@ class KVCacheManager:
         if not seq.prefix_node:
             return None
         known, start = self._cacheable_tokens(seq), seq.num_cached
-        length = start + self.prefix_cache.common_length(seq.prefix_node, known, start, seq.request.cache_salt)
-        return length if length < len(known) else None
+        more = self.prefix_cache.common_length(seq.prefix_node, known, start, seq.request.cache_salt)
+        return None if more is None or start + more >= len(known) else start + more
 
     def _add_inflight_prefix(self, seq: Sequence) -> None:
         if seq.next_cache_at <= seq.prompt_length:
