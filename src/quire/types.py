@@ -320,12 +320,12 @@ class PromptReport(NamedTuple):
     """What became of a prompt.
 
     diverged_at: its first token that differs from the nearest cached prefix, None where nothing cached goes on
-    otherwise. num_pinned: tokens of its longest pinned prefix. queued, prefill: seconds from submission to a place on
-    the device, and from there to the first token.
+    otherwise. pinned: for each of the request's pins, the tokens that are pinned now. queued, prefill: seconds from
+    submission to a place on the device, and from there to the first token.
     """
 
     diverged_at: int | None = None
-    num_pinned: int = 0
+    pinned: tuple[int, ...] = ()
     queued: float = 0.0
     prefill: float = 0.0
 

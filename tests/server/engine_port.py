@@ -14,17 +14,29 @@ from quire.observability.engine_metrics import EngineMetrics
 from quire.observability.explain import explain
 from quire.observability.history import History
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.plan import Result
 from quire.scheduler.scheduler import Scheduler
 from quire.types import FinishReason, Request
 from tests.frontend.ports import FakePort
-from tests.hash_model import HashDevice
+from tests.hash_model import HashDevice, HashHandle
 
 SHIFT = 200
 """Added to the tokens of prompts, since the executor keeps some low ones for faults."""
 
 
+class _Timed(HashDevice):
+    """An executor that takes a quarter of a second for each step."""
+
+    clock: VirtualClock
+
+    def read(self, handle: HashHandle) -> Result:
+        """See HashDevice."""
+        self.clock.time += 0.25
+        return super().read(handle)
+
+
 class EnginePort(FakePort):
-    """The port of an engine in this event loop. Its clock stands still but for `clock.time`."""
+    """The port of an engine in this event loop, whose time passes only while a step runs, or is set by a test."""
 
     def __init__(
         self, *, pages: int = 1000, size: int = 16, lookahead: int = 0, caching: bool = True, pins: int = 0, **rest: Any
@@ -33,7 +45,8 @@ class EnginePort(FakePort):
         self.kv = KVCacheManager(pages, size, make_prefix_cache(size, caching), max_pinned_blocks=pins)
         self.clock, self.history, self.metrics = VirtualClock(), History(), EngineMetrics()
         self.history.attach(self.kv)
-        device = HashDevice(pages, size)
+        device = _Timed(pages, size)
+        device.clock = self.clock
         scheduler = Scheduler(self.kv, rows=64, **rest)
         observers = (self.history, self.metrics)
         self.engine = Engine(scheduler, device, lookahead=lookahead, clock=self.clock, observers=observers, keep=0)
@@ -61,7 +74,6 @@ class EnginePort(FakePort):
     async def _go(self) -> None:
         while self.engine.has_pending_work:
             await asyncio.sleep(0)
-            self.clock.time += 0.25
             self.on_tokens(self.engine.step())
 
     def explained(self, id: str) -> dict[str, Any]:

@@ -144,20 +144,20 @@ class KVCacheManager:
         if was_registered:
             self._add_inflight_prefix(seq)
 
-    def pin(self, seq: Sequence) -> int:
+    def pin(self, seq: Sequence) -> tuple[int, ...]:
         """Pin the prefixes of its prompt that its request asks for, once the prompt is computed.
 
-        Returns the length in tokens of the longest pinned one.
+        Returns how many tokens of each are pinned now.
         """
-        request, pool, longest = seq.request, self.block_pool, 0
+        request, pool, pinned = seq.request, self.block_pool, list[int]()
         for length, seconds in request.pins:
             blocks, _ = self.prefix_cache.match(request.prompt[:length], request.cache_salt)
             for block in blocks:
                 pool.incref(block)
-            longest = max(longest, self.pins.pin(blocks, seconds, request.owner) * self.block_size)
+            pinned.append(self.pins.pin(blocks, seconds, request.owner) * self.block_size)
             for block in reversed(blocks):
                 pool.decref(block)
-        return longest
+        return tuple(pinned)
 
     def free(self, seq: Sequence) -> None:
         """Free the blocks from the last to the first, so that leaves are evicted before their parents."""

@@ -472,7 +472,7 @@ class Scheduler:
     def _prompt_report(self, seq: Sequence) -> PromptReport:
         """With a sequence's first token: what became of its prompt, whose full blocks are cached and pinned now."""
         self.kv.cache_blocks(seq)
-        pinned = self.kv.pin(seq) if seq.request.choice == 0 else 0
+        pinned = self.kv.pin(seq) if seq.request.choice == 0 else ()
         return PromptReport(seq.diverged_at, pinned)
 
     # ---------------------------------------------------------------- after a failed step

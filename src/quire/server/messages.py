@@ -221,7 +221,7 @@ def _stop_reason(finish: str | None, stop: int | str | None, called: bool) -> tu
 
 def _usage(usage: Usage) -> dict[str, Any]:
     """Anthropic's usage object: input_tokens are those that were computed and not pinned."""
-    details, created = usage.prompt_details(1), usage.created(1)
+    details, created = usage.prompt_details(1), usage.created()
     cached, pinned = details.pop("cached_tokens"), sum(created.values())
     by_time = {f"ephemeral_{ttl}_input_tokens": created.get(seconds, 0) for ttl, seconds in LIFETIMES.items()}
     return {
@@ -229,7 +229,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": pinned,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion,
-        **({"cache_creation": by_time} if created else {}),
+        **({"cache_creation": by_time} if "pinned_tokens" in details else {}),
         **details,
     }
 

@@ -86,15 +86,16 @@ class Usage:
 
     def pinned(self, n: int) -> int:
         """Prompt tokens that are pinned in the prefix cache now."""
-        return sum(report.num_pinned for index, report in self._reports.items() if index % n == 0)
+        return sum(max(report.pinned, default=0) for index, report in self._reports.items() if index % n == 0)
 
-    def created(self, n: int) -> dict[float, int]:
-        """Prompt tokens that were computed and pinned, by the seconds for which they are; empty if none were to be."""
-        made, counted = {}, 0
-        for pin in sorted(self._pins, key=lambda pin: -pin.seconds):  # those that last longest come first
-            length = max(0, min(pin.tokens, self.pinned(n)) - self.cached(n))
-            made[pin.seconds] = length - counted
-            counted = length
+    def created(self) -> dict[float, int]:
+        """Tokens of the only prompt that were computed and pinned, by the seconds for which they are."""
+        made, counted = {}, self.cached(1)
+        report = self._reports.get(0, PromptReport())
+        # Those that last longer are nearer the beginning.
+        for pin, length in sorted(zip(self._pins, report.pinned, strict=False), key=lambda each: -each[0].seconds):
+            made[pin.seconds] = max(0, length - counted)
+            counted = max(counted, length)
         return made
 
     def prompt_details(self, n: int) -> dict[str, Any]:
