@@ -254,8 +254,8 @@ def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:
     )
     pins = cache_control.whole(request.cache_control, len(ids))
     call = replace(make_call("gen-", text, ids, request, params, limits), pins=pins)
-    timed = bool(request.return_timings)
-    return Job(id=call.id, model=card.id, calls=[call], token_text=backend.token_text, timed=timed)
+    shown: dict[str, Any] = {"timed": bool(request.return_timings), "cache_details": bool(request.return_cache_details)}
+    return Job(id=call.id, model=card.id, calls=[call], token_text=backend.token_text, **shown)
 
 
 EFFORTS: Mapping[str, int] = {

@@ -116,6 +116,7 @@ SYNONYMS = (
     ("prompt", "messages", "input", "inputs"),
     ("stop", "stop_sequences", "stop_strings"),
     ("repetition_penalty", "repeat_penalty"),
+    ("return_timings", "timings_per_token"),
     ("structured_outputs", "regex", "ebnf", "grammar", "json_schema"),
 )
 

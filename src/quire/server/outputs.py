@@ -263,6 +263,12 @@ def timings(job: Job, given: Timings | None) -> dict[str, Any]:
     return {"timings": given and given.to_json()} if job.timed else {}
 
 
+def bare_details(job: Job, usage: Usage) -> dict[str, Any]:
+    """The times and the prompt's details of an answer whose format has no usage, if the request asks for them."""
+    details = {"prompt_tokens_details": usage.prompt_details(job.n)} if job.cache_details else {}
+    return details | timings(job, usage.timings)
+
+
 def finish_reason(reason: str | None, called: bool) -> str | None:
     """OpenAI's finish_reason of a chat answer. called: whether it calls tools."""
     return "tool_calls" if called and reason == "stop" else reason
@@ -290,7 +296,7 @@ def generated(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[
     """The answer of /v1/generate."""
     [made] = choices
     answer = generate_answer(job.id, made.text(), usage.completion, job.began, made.finish_reason, job.model)
-    return answer | timings(job, usage.timings)
+    return answer | bare_details(job, usage)
 
 
 def generate_answer(
