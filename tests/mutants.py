@@ -196,8 +196,8 @@ BUGS = [
     Bug(
         "a block whose pin ended is lost",
         P,
-        "            self.others.add(block, allocated_at)\n\n",
-        "            pass\n\n",
+        "if (allocated_at := self._free.pop(block, None)) is not None:",
+        "if (allocated_at := self._free.pop(block, 0)) < 0:",
     ),
     Bug("an emptied prefix cache keeps its pins", K, "UNLIMITED\n        self.pins.clear()\n", "UNLIMITED\n"),
     Bug("recovery keeps the prefix index", S, "        self.kv.reset()\n", ""),
