@@ -7,6 +7,7 @@ depends on it, no prefix is ever found in the cache.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
@@ -46,14 +47,19 @@ NO_REMOVAL = Removal([])
 """Of a prompt that is no conversation."""
 
 
+@dataclass(frozen=True)
 class PromptHeader:
     """Finds the lines that `pattern` matches as a whole, by llguidance's regular expressions: those of Rust without
-    look-around, in time linear in the line. An empty pattern matches no line. May be used from any thread."""
+    look-around, in time linear in the line. An empty pattern matches no line. May be used from any thread.
 
-    def __init__(self, pattern: str = "") -> None:
-        """Raises InvalidConfig for a pattern that is no such expression, or that matches an empty line."""
-        self._matcher: LLMatcher | None = None
-        if not pattern:
+    Raises InvalidConfig for a pattern that is no such expression, or that matches an empty line.
+    """
+
+    pattern: str = ""
+    _matcher: LLMatcher | None = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        if not (pattern := self.pattern):
             return
         # An alternation is to be one expression, and an anchor would be redundant: lines are matched as a whole.
         grammar = LLMatcher.grammar_from_regex(f"(?:{pattern})")
@@ -67,7 +73,7 @@ class PromptHeader:
                 "header's name",
                 param="prompt_header",
             )
-        self._matcher = matcher
+        object.__setattr__(self, "_matcher", matcher)
 
     def remove(self, messages: Sequence[Mapping[str, Any]]) -> Removal:
         """The messages without the lines of the first one that match, which are at most MAX_REMOVED characters.
