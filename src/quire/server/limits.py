@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -50,7 +50,7 @@ class Limits:
     priorities: bool = True
     closed_schemas: bool = True
     strict_tools: bool = False
-    prompt_header: PromptHeader = PromptHeader()
+    prompt_header: PromptHeader = field(default_factory=PromptHeader)
 
 
 async def read_body(request: Request, limits: Limits, *, any_type: bool = False) -> bytes:
