@@ -95,7 +95,7 @@ def _workload() -> list[Request]:
             stop=STOP if i % 3 else frozenset(),
             sampling=logprobs.get(i, SamplingParams()),
             priority=BACKGROUND if i in GAPS else i % 3,
-            pins=(Pin(len(prompt) - i % 5, FOREVER * (1 + i % 4 // 2)), Pin(20, 3 * FOREVER)) if i % 2 else (),
+            pins=(Pin(len(prompt) - i % 5, FOREVER * (1 + i % 2)), Pin(20, 3 * FOREVER)) if i % 2 else (),
             owner=str(i % 4),
         )
         for i, (prompt, new) in enumerate(shapes)

@@ -193,12 +193,6 @@ BUGS = [
     Bug("a dropped cached page counts as blank", B, "if self.prefix_cache.contains(block):", "if False:"),
     Bug("the bound of pins is not kept", P, "if len(self.pinned) >= self.max_blocks and", "if False and"),
     Bug("an evicted block stays pinned", P, '        self._unpin(block, "evicted")\n', ""),
-    Bug(
-        "a block whose pin ended is lost",
-        P,
-        "if (allocated_at := self._free.pop(block, None)) is not None:",
-        "if (allocated_at := self._free.pop(block, 0)) < 0:",
-    ),
     Bug("an emptied prefix cache keeps its pins", K, "UNLIMITED\n        self.pins.clear()\n", "UNLIMITED\n"),
     Bug("recovery keeps the prefix index", S, "        self.kv.reset()\n", ""),
     Bug("recovery keeps pending spans", S, "            seq.num_inflight = seq.max_inflight = 0\n", ""),
