@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from quire.scheduler.constraint import FREE
 from quire.scheduler.policy import make_policy
 from quire.scheduler.speculation import FixedDrafts
 from quire.scheduler.step_time import StepTimeModel
-from quire.types import BACKGROUND, UNLIMITED, Request, SamplingParams
+from quire.types import BACKGROUND, UNLIMITED, Pin, Request, SamplingParams
 from tests.executors.wired import Wired
 from tests.hash_model import POISON, SICK, VOCAB, HashDevice, logprob, naive
 
@@ -71,6 +72,9 @@ class Drawn:
         assert seq.finish_reason, "forgotten while it goes on"
 
 
+FOREVER = 1e9
+"""Seconds of a pin, longer than any run."""
+
 GAPS = (2, 7, 8, 13)
 """These run only while no other request could."""
 
@@ -91,6 +95,8 @@ def _workload() -> list[Request]:
             stop=STOP if i % 3 else frozenset(),
             sampling=logprobs.get(i, SamplingParams()),
             priority=BACKGROUND if i in GAPS else i % 3,
+            pins=(Pin(len(prompt) - i % 5, FOREVER * (1 + i % 2)), Pin(20, 3 * FOREVER)) if i % 2 else (),
+            owner=str(i % 4),
         )
         for i, (prompt, new) in enumerate(shapes)
     ]
@@ -125,6 +131,7 @@ AXES: dict[str, Sequence[Any]] = {
     "eviction": ("lru", "fifo"),
     "fails": (False, True),  # hiccups, a poison request and a sick one
     "pressure": ("preempt", "foresee", "reserve"),
+    "pins": (0, 3, UNLIMITED),
 }
 
 
@@ -149,11 +156,12 @@ def check(sch: scheduler.Scheduler, dev: HashDevice) -> None:
     )
     leaders = {id(s): s for s in (*held.values(), *sch.running)}
     assert sum(len(s.waiters) for s in leaders.values()) == sch.waiting.num_parked, "followers"
-    rest = [
-        *pool.free_list,
-        *getattr(pool.eviction_policy, "_blocks", getattr(pool.eviction_policy, "_allocated_at", ())),
-    ]
+    pins = sch.kv.pins
+    rest = [*pool.free_list, *getattr(pins.others, "_blocks", getattr(pins.others, "_allocated_at", ())), *pins._free]
     assert len(rest) == len(set(rest)) and set(rest) == {b for b, n in enumerate(want) if n == 0} - {0}, "free pages"
+    assert len(pins.pinned) <= pins.max_blocks and pins._free.keys() <= pins.pinned.keys(), "pins"
+    assert Counter(owner for _, _, owner in pins.pinned.values()) == pins.counts, "pins by owner"
+    assert pins.pinned.keys() <= getattr(sch.kv.prefix_cache, "edges", {}).keys(), "a pinned page is not published"
     rows = [s.row for s in held.values()]
     assert len(set(rows)) == len(rows) and not set(rows) & set(sch.free_rows), "rows"
     assert all(s.blocks == [] for s in sch.sequences.values() if s.row is None), "pages without a row"
@@ -183,7 +191,8 @@ class Run:
         self.pages = -(-LONGEST // c["size"]) * c["tight"]
         index = classes.RadixPrefixCache(c["size"]) if c["reuse"] else classes.NoPrefixCache()
         eviction = EVICTION_POLICIES[c["eviction"]]()
-        kv = classes.KVCacheManager(self.pages, c["size"], index, eviction, min_shared_tokens=4)
+        bounds = {"min_shared_tokens": 4, "max_pinned_blocks": c["pins"]}
+        kv = classes.KVCacheManager(self.pages, c["size"], index, eviction, **bounds)
         budget, chunk = c["feed"]
         self.sch: scheduler.Scheduler = classes.Scheduler(
             kv,
@@ -195,7 +204,7 @@ class Run:
             policy=make_policy(c["order"], batching=c["admit"], pressure=c["pressure"]),
             speculation=Drawn(c["drafts"], random.Random(7)) if c["drafts"] < 0 else FixedDrafts(c["drafts"]),
         )
-        work = sorted((axis, value) for axis, value in combo.items() if axis != "pressure")  # the same under each
+        work = sorted((axis, value) for axis, value in combo.items() if axis not in ("pressure", "pins"))  # the same
         self.rng = random.Random(repr(work))
         self.dev = HashDevice(self.pages, c["size"], eager=c["eager"], seed=str(self.rng.random()))
         if c["fails"]:
@@ -258,6 +267,8 @@ class Run:
             if self.empties and self.emptied.random() < 0.1:
                 self.eng.reset_prefix_cache()
                 assert not self.sch.kv.prefix_cache.match(REQUESTS[0].prompt, "")[0], "something is found after a reset"
+            if n % 23 == 22:
+                self.sch.kv.pins.advance(self.sch.kv.pins.now + 1.5 * FOREVER)  # the shorter pins end
             for event in self.eng.step():
                 self._hear(event)
             check(self.sch, self.dev)

@@ -12,6 +12,7 @@ from tests.lattice import CoreClasses
 
 _REBUILT = (
     "quire.scheduler.block_pool",
+    "quire.scheduler.pins",
     "quire.scheduler.sequence",
     "quire.scheduler.kv_cache",
     "quire.scheduler.scheduler",
@@ -40,6 +41,7 @@ _MASKS = """            while len(flight) > 1:
             _as_step_failure(flight[0][2].sample, _as_step_failure(scheduler.masks))"""
 
 S, K, B, Q = "scheduler.scheduler", "scheduler.kv_cache", "scheduler.block_pool", "scheduler.sequence"
+P = "scheduler.pins"
 E, V = "engine.engine", "engine.recovery"
 
 BUGS = [
@@ -189,6 +191,9 @@ BUGS = [
         "        self.ref_counts",
     ),
     Bug("a dropped cached page counts as blank", B, "if self.prefix_cache.contains(block):", "if False:"),
+    Bug("the bound of pins is not kept", P, "if len(self.pinned) >= self.max_blocks and", "if False and"),
+    Bug("an evicted block stays pinned", P, '        self._unpin(block, "evicted")\n', ""),
+    Bug("an emptied prefix cache keeps its pins", K, "UNLIMITED\n        self.pins.clear()\n", "UNLIMITED\n"),
     Bug("recovery keeps the prefix index", S, "        self.kv.reset()\n", ""),
     Bug("recovery keeps pending spans", S, "            seq.num_inflight = seq.max_inflight = 0\n", ""),
     Bug(

@@ -75,14 +75,15 @@ def test_a_harmless_change_is_not_called_a_bug(change: Bug) -> None:
 @pytest.mark.parametrize("size", lattice.AXES["size"])
 @pytest.mark.parametrize("feed", lattice.AXES["feed"])
 def test_the_whole_lattice(depth: int, size: int, feed: tuple[int, int]) -> None:
-    once = {"depth": (depth,), "size": (size,), "feed": (feed,), "pressure": ("",)}
-    pressures = itertools.cycle(lattice.AXES["pressure"])  # in turn: all with all would take a night of its own
-    for combo, pressure in zip(lattice.combinations(lattice.AXES | once), pressures, strict=False):
-        lattice.run(combo | {"pressure": pressure})
+    once = {"depth": (depth,), "size": (size,), "feed": (feed,), "pressure": ("",), "pins": ("",)}
+    # In turn: all with all would take a night of its own.
+    turns = itertools.cycle(itertools.product(lattice.AXES["pressure"], lattice.AXES["pins"]))
+    for combo, (pressure, pins) in zip(lattice.combinations(lattice.AXES | once), turns, strict=False):
+        lattice.run(combo | {"pressure": pressure, "pins": pins})
 
 
 def test_no_request_is_blamed_for_a_failed_step_of_one_that_was_aborted_since() -> None:
     """A poisoned request is aborted while its step is under way; then, at the same place, a step fails of nothing."""
     sizes = {"depth": 2, "size": 66, "tight": 2, "cap": 4, "feed": (1 << 30, 1 << 30), "drafts": -3}
-    ways = {"admit": "continuous", "order": "fcfs", "eviction": "fifo", "pressure": "preempt"}
+    ways = {"admit": "continuous", "order": "fcfs", "eviction": "fifo", "pressure": "preempt", "pins": 3}
     lattice.run({**sizes, **ways, "reuse": False, "eager": False, "late": True, "fails": True})

@@ -284,6 +284,13 @@ _FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_specia
 GREEDY = SamplingParams(temperature=0.0)
 
 
+class Pin(NamedTuple):
+    """The first `tokens` of a prompt, to be evicted last for `seconds` after the prompt is computed."""
+
+    tokens: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A request to the engine: token ids in, token ids out. The frontend converts text.
@@ -291,7 +298,8 @@ class Request:
     prompt: token ids, at least one. max_new_tokens: most tokens that may follow. stop: token ids that end the sequence
     (end-of-text ids included unless ignored). choice: which of `n` answers this is; noise is keyed by (seed, choice,
     position). priority: lower is sooner; from BACKGROUND on, only while no other request could run. deadline: in
-    seconds of the engine's clock. cache_salt: prefixes are shared only under the same one.
+    seconds of the engine's clock. cache_salt: prefixes are shared only under the same one. pins: prefixes of the prompt
+    to keep in the prefix cache; owner: on whose account.
     """
 
     id: str
@@ -304,6 +312,22 @@ class Request:
     priority: int = 0
     deadline: float = math.inf
     cache_salt: str = ""
+    pins: tuple[Pin, ...] = ()
+    owner: str = ""
+
+
+class PromptReport(NamedTuple):
+    """What became of a prompt.
+
+    diverged_at: its first token that differs from the nearest cached prefix, None where nothing cached goes on
+    otherwise. pinned: for each of the request's pins, the tokens that are pinned now. queued, prefill: seconds from
+    submission to a place on the device, and from there to the first token.
+    """
+
+    diverged_at: int | None = None
+    pinned: tuple[int, ...] = ()
+    queued: float = 0.0
+    prefill: float = 0.0
 
 
 class RequestStepOutput(NamedTuple):
@@ -312,7 +336,7 @@ class RequestStepOutput(NamedTuple):
     `prompt_logprobs` come with the chunk that computed them (position 0 has none). `num_cached` counts the prompt
     tokens whose K/V came from the prefix cache. `error` says what went wrong when finish is 'error', `status` whose
     mistake it is, as an HTTP status (`quire.errors.of`), and `param` which field of the request is to blame, if one is.
-    `pooled`: float32 numbers, with the first token, if asked for.
+    `pooled`: float32 numbers, with the first token, if asked for. `report`: of the prompt, with the first token.
     """
 
     id: str
@@ -326,6 +350,7 @@ class RequestStepOutput(NamedTuple):
     param: str | None = None
     status: int = 500
     pooled: bytes = b""
+    report: PromptReport | None = None
 
 
 def error_output(id: str, error: QuireError) -> RequestStepOutput:

@@ -215,7 +215,7 @@ def test_engines_are_put_together_as_written_down(
         calls.members("policy", it.scheduler.policy)
         calls.members("speculation", it.scheduler.speculation)
         calls.members("kv", it.scheduler.kv)
-        calls.say("eviction", it.scheduler.kv.block_pool.eviction_policy)
+        calls.say("eviction", it.scheduler.kv.pins.others)
         if it.step_budget is not None:
             calls.members("budget", it.step_budget)
         if it is not None and "recording_dir" in options:

@@ -195,7 +195,11 @@ def test_the_worked_example_of_the_docs_works(tmp_path: Path, monkeypatch: pytes
 
 
 COMBO = dict(
-    zip(AXES, (1, 4, 1, True, 4, (16, 5), "continuous", 0, False, False, "fcfs", "lru", False, "preempt"), strict=True)
+    zip(
+        AXES,
+        (1, 4, 1, True, 4, (16, 5), "continuous", 0, False, False, "fcfs", "lru", False, "preempt", 3),
+        strict=True,
+    )
 )
 PLANTED = {
     "reserve forgets steps in flight": 5,

@@ -269,6 +269,7 @@ HF = "docs/guides/executors.md: quire serve EleutherAI/pythia-70m --executor hf"
 EXECUTOR = "docs/guides/executors.md: quire executor MODEL --listen 127.0.0.1:50051"
 CLIENT = "docs/guides/executors.md: quire serve MODEL --executor grpc --executor-address 127.0.0"
 RECORDING = "docs/guides/recording.md: quire serve --recording-dir /var/lib/quire/recordings"
+HEADER = "docs/guides/prefix-caching.md: quire serve --prompt-header 'x-anthropic-billing-header: .*'"
 LOOK = "docs/guides/models.md: quire inspect Qwen/Qwen3-0.6B"
 PARSED = "tests/test_docs.py::test_every_command_shown_is_one_there_is"
 SCHEMA = "docs/guides/structured-outputs.md: schema"
@@ -310,6 +311,7 @@ BLOCKS = (
     Item(BATCH, batch, part="server", ci=("grpc",), needs=("openai",)),
     Item(RECORDING, recording, ci=()),
     Item(DETERMINISTIC, deterministic, executors=("local", "ahead"), ci=()),
+    served(HEADER),
     served(DRAFT, executors=("local", "ahead")),
     Item(EXECUTOR, elsewhere, executors=("local", "ahead"), ci=(), needs=("grpc",)),
     Item(CLIENT, elsewhere, executors=(), ci=(), needs=("grpc",)),

@@ -206,6 +206,7 @@ def build_scheduler(
             description.block_size,
             make_prefix_cache(description.block_size, cache.enable_prefix_caching),
             EVICTION_POLICIES[cache.eviction_policy](),
+            max_pinned_blocks=int(description.num_blocks * cache.max_pinned_share),
         ),
         rows=description.num_rows,
         max_num_seqs=limits.max_num_seqs,

@@ -33,6 +33,7 @@ NATIVE_ONLY: Mapping[str, str] = MappingProxyType(
         "max_stored_responses": "responses are stored by the upstream, which has a bound of its own",
         "max_stored_bytes": "responses are stored by the upstream, which has a bound of its own",
         "state_dir": "responses are stored by the upstream",
+        "prompt_header": "requests are passed on as they are; the upstream has the option",
         "max_n": "requests are passed on as they are; the upstream has a bound of its own",
     }
 )

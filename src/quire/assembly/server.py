@@ -41,6 +41,7 @@ from quire.server.response_state import ResponseState
 from quire.server.response_store import ResponseStore
 from quire.server.serve import listen
 from quire.server.serve import serve as serve_app
+from quire.tokenization.prompt_header import PromptHeader
 from quire.weights.details import read_details
 
 log = logging.getLogger("uvicorn.error")
@@ -72,6 +73,7 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
         priorities=scheduler.reads_priorities,
         closed_schemas=server.closed_schemas,
         strict_tools=server.strict_tools,
+        prompt_header=PromptHeader(server.prompt_header),
     )
     state_dir = None if server.state_dir is None else Path(server.state_dir).expanduser()
     stored = ResponseStore(server.max_stored_responses, server.max_stored_bytes, state_dir, observer)

@@ -127,7 +127,7 @@ def report(again: Replay, stats: ReplayStats, notes: list[str]) -> dict[str, Any
             "speculation": _kind(scheduler.speculation),
             "pace": _kind(again.engine.step_budget) if again.engine.step_budget else "UnlimitedStepBudget",
             "prefix": _kind(scheduler.kv.prefix_cache),
-            "eviction": _kind(scheduler.kv.block_pool.eviction_policy),
+            "eviction": _kind(scheduler.kv.pins.others),
         },
         "same": departure is None,
         "departure": departure and {name: getattr(departure, name) for name in Divergence.__slots__},

@@ -210,6 +210,12 @@ class ServerConfig:
         "Refuse requests with tools of OpenAI or Anthropic that this server lacks, such as web_search. Otherwise they "
         "are left out, and the header x-quire-omitted-tools says which.",
     )
+    prompt_header: str = option(
+        "",
+        "Regular expression of whole lines that are taken out of a conversation's first message, since they change "
+        "with every request and so keep its prefix from being found in the cache: an agent's billing header, the time. "
+        "The header x-quire-prompt-header says what was removed.",
+    )
     enable_tokenizer_info_endpoint: bool = option(
         False, "Answer /tokenizer_info with the tokenizer's configuration and the chat template, to all clients."
     )
@@ -383,6 +389,13 @@ class CacheConfig:
     enable_prefix_caching: bool = option(True, "Keep the K/V of finished requests for prompts that begin the same.")
     eviction_policy: Literal["lru", "fifo"] = option(
         "lru", "Which cached block goes first when blocks run out: lru, least recently used; fifo, the oldest."
+    )
+    max_pinned_share: float = option(
+        0.25,
+        "Share of the KV blocks that requests may pin with cache_control, so that they are evicted last for some "
+        "minutes; clients of several keys share it fairly. 0: none.",
+        low=0,
+        high=1,
     )
     pressure_policy: Pressure = option(
         "foresee",

@@ -79,6 +79,7 @@ class Engine:
     def _step(self) -> None:
         scheduler, flight = self.scheduler, self.inflight
         planned = self.clock.now()
+        scheduler.kv.pins.advance(planned)
         budget = self.step_budget
         num_running = len(scheduler.running)
         plan = scheduler.plan(UNLIMITED if budget is None else budget.max_tokens(num_running, scheduler.step_times))
@@ -327,7 +328,7 @@ class Engine:
                 "pressure_events": gauges.preemptions,
                 "evictions": gauges.evictions,
                 "utilization": gauges.used_blocks / num_blocks if num_blocks else 0.0,
-                "policy": type(self.scheduler.kv.block_pool.eviction_policy).__name__.lower(),
+                "policy": type(self.scheduler.kv.pins.others).__name__.lower(),
             },
         }
 

@@ -91,6 +91,13 @@ class RequestTimes:
     opened: float | None = None
     first_token: float | None = None
 
+    def reported(self, event: RequestStepOutput) -> RequestStepOutput:
+        """The output of its first token, with the times until then."""
+        opened, first = self.opened, self.first_token
+        if event.report is None or opened is None or first is None:
+            return event
+        return event._replace(report=event.report._replace(queued=opened - self.submitted, prefill=first - opened))
+
 
 class EngineStats:
     """Totals since the start, and the times of requests that have not ended.
@@ -111,7 +118,7 @@ class EngineStats:
     def on_commit(
         self, step: InflightStep, events: list[RequestStepOutput], planned: float, now: float
     ) -> list[Completed]:
-        """Count one step. Returns the requests that it ended."""
+        """Count one step, and put times into the reports of `events`. Returns the requests that it ended."""
         width = len(step.seqs)
         times_by_id = self.requests_by_id
         ended = []
@@ -121,7 +128,7 @@ class EngineStats:
         for kind, id, _, _ in step.decisions:
             if kind == "opened" and (times := times_by_id.get(id)) is not None and times.opened is None:
                 times.opened = planned
-        for id, tokens, finish, _, _, _, cached, *_ in events:
+        for i, (id, tokens, finish, _, _, _, cached, *_) in enumerate(events):
             times = times_by_id[id]
             if tokens:
                 self.num_generated_tokens += len(tokens)
@@ -129,6 +136,7 @@ class EngineStats:
                     times.first_token = now
                     self.num_prompt_tokens += times.seq.prompt_length
                     self.num_cached_tokens += cached
+                    events[i] = times.reported(events[i])
             if finish is not None:
                 ended.append(self.on_finish(id, finish, now))
         return ended

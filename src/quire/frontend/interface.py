@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from quire.parsers.reasoning import ReasoningParser
 from quire.parsers.tools.styles import ToolParser
-from quire.types import NO_TRACE_CONTEXT, SamplingParams, TokenLogprobs, TraceContext
+from quire.tokenization.prompt_header import HeaderOutcome
+from quire.types import NO_TRACE_CONTEXT, Pin, PromptReport, SamplingParams, TokenLogprobs, TraceContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,9 @@ class Call:
 
     id: unique, chosen by the server. timeout: seconds from arrival, inf for none. spend: called with the number of
     tokens that each step generated, whether or not the client reads them; None: they are not metered. omitted_tools:
-    kinds of tools that the client asked for and this server lacks.
+    kinds of tools that the client asked for and this server lacks. pins: prefixes of the prompt to keep in the prefix
+    cache, on the account of the tenant of `trace_context`. header: what became of the prompt's header, None where there
+    is none.
     """
 
     id: str
@@ -34,6 +37,46 @@ class Call:
     trace_context: TraceContext = NO_TRACE_CONTEXT
     spend: Callable[[int], None] | None = None
     omitted_tools: tuple[str, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    header: HeaderOutcome | None = None
+
+
+class Timings(NamedTuple):
+    """When what happened to one answer, in seconds; None: it did not, or is not known.
+
+    queued, prefill: from submission to a place on the device, and from there to the first token, as the engine measured
+    it. first, decode, total: from arrival to the first token, from there to the last one, and from arrival to the end.
+    prompt, cached, tokens: tokens of the prompt, those of them found in the prefix cache, and those of the answer.
+    """
+
+    queued: float | None
+    prefill: float | None
+    first: float | None
+    decode: float | None
+    total: float
+    prompt: int
+    cached: int
+    tokens: int
+
+    def to_json(self) -> dict[str, float | None]:
+        """llama.cpp's `timings`, in milliseconds, with the times that only a server with a queue has."""
+        prompt, decoded = self.prompt - self.cached, self.tokens - 1
+        return {
+            "queue_ms": _ms(self.queued),
+            "first_token_ms": _ms(self.first),
+            "total_ms": _ms(self.total),
+            "cache_n": self.cached,
+            "prompt_n": prompt,
+            "prompt_ms": _ms(self.prefill),
+            "prompt_per_second": round(prompt / self.prefill, 3) if self.prefill else None,
+            "predicted_n": self.tokens,
+            "predicted_ms": _ms(self.decode),
+            "predicted_per_second": round(decoded / self.decode, 3) if self.decode else None,
+        }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
 
 
 class Delta(NamedTuple):
@@ -45,7 +88,8 @@ class Delta(NamedTuple):
     requested. prompt_logprobs: with the first delta of choice 0, None for the first token. num_cached: prompt tokens
     whose K/V came from the prefix cache, with every delta. error, status, param: the message, the HTTP status and the
     request's field at fault, if any, where finish_reason is 'error'; `ResultStream.take` raises instead. pooled: the
-    prompt as one float32 vector, with the last delta, if requested.
+    prompt as one float32 vector, with the last delta, if requested. report: of the prompt, with every delta. timings:
+    with the last one.
     """
 
     # It hides tuple.index.
@@ -61,6 +105,8 @@ class Delta(NamedTuple):
     param: str | None = None
     status: int = 500
     pooled: bytes = b""
+    report: PromptReport | None = None
+    timings: Timings | None = None
 
 
 T = TypeVar("T")

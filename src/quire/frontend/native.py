@@ -16,7 +16,14 @@ from quire.engine.client import EngineClient
 from quire.engine.executor import Description
 from quire.errors import DeadlineExceeded, Interrupted, InvalidRequest, Overloaded, Unavailable
 from quire.frontend.interface import Call, Delta, DrainingService, ModelCard
-from quire.frontend.processor import ActiveRequest, OutputProcessor, delta_of_error, output_processor, requests
+from quire.frontend.processor import (
+    ActiveRequest,
+    OutputProcessor,
+    delta_of_error,
+    output_processor,
+    requests,
+    timings,
+)
 from quire.observability.observer import FrontendObserver
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.detokenizer import StopStrings
@@ -143,6 +150,8 @@ class NativeBackend(DrainingService):
         self.engine.submit(asked)
         for kind in call.omitted_tools:
             self.observer.on_omitted_tool(kind)
+        if call.header is not None:
+            self.observer.on_prompt_header(call.header)
         live = ActiveRequest(call, now, asked[0].max_new_tokens, self._on_reader_closed)
         stops = StopStrings(call.sampling.stop)
         for request in asked:
@@ -246,7 +255,7 @@ class NativeBackend(DrainingService):
             why = delta.error or "the engine could not run this request"
             live.error = errors.of(delta.status, why, param=delta.param)
             return
-        live.deltas.append(delta)
+        live.deltas.append(delta._replace(timings=timings(answer, len(live.call.prompt), live.arrived, now)))
         if reason == "timeout" and not live.processors and not live.num_tokens:
             live.deltas.clear()
             live.error = DeadlineExceeded(f"nothing was made within {live.call.timeout:g} s", param="timeout")

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidRequest, QuireError, escape_control_lines
-from quire.frontend.interface import Call, Delta
+from quire.frontend.interface import Call, Delta, Timings
 from quire.tokenization.detokenizer import Detokenizer, NoText, StopFinder, StopStrings
 from quire.tokenization.tokenizer import Tokenizer
-from quire.types import BACKGROUND, Request, RequestStepOutput, SamplingParams, TokenLogprobs
+from quire.types import BACKGROUND, PromptReport, Request, RequestStepOutput, SamplingParams, TokenLogprobs
 
 log = logging.getLogger("uvicorn.error")
 
@@ -58,6 +58,8 @@ def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadlin
             priority=call.priority,
             deadline=deadline,
             cache_salt=salt,
+            pins=call.pins,
+            owner=call.trace_context.tenant,
         )
         for choice, id in enumerate(ids)
     ]
@@ -176,6 +178,7 @@ class OutputProcessor:
     cached: int = 0
     first: float | None = None
     last: float | None = None
+    report: PromptReport | None = None
     detokenize_seconds: float = 0.0
     _tokens: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -187,6 +190,8 @@ class OutputProcessor:
             self.prompt_logprobs += prompt
         if cached:
             self.cached = cached
+        if event.report is not None:
+            self.report = event.report
         if finish is not None:
             return self._last(event, finish)
         text, used, stop = self._read(tokens)
@@ -258,10 +263,26 @@ class OutputProcessor:
             self.prompt_logprobs,
             self.cached,
             error,
+            report=self.report,
         )
         self._tokens, self._logprobs = [], []
         self.prompt_logprobs = None
         return delta
+
+
+def timings(answer: OutputProcessor, prompt: int, arrived: float, now: float) -> Timings:
+    """The times of an answer to `prompt` tokens that ends `now`. arrived: when its call came, on the same clock."""
+    report, first, last = answer.report, answer.first, answer.last
+    return Timings(
+        queued=None if report is None else report.queued,
+        prefill=None if report is None else report.prefill,
+        first=None if first is None else first - arrived,
+        decode=None if first is None or last is None else last - first,
+        total=now - arrived,
+        prompt=prompt,
+        cached=answer.cached,
+        tokens=answer.count,
+    )
 
 
 def delta_of_error(answer: OutputProcessor, event: RequestStepOutput) -> Delta | None:

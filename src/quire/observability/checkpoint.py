@@ -21,12 +21,12 @@ from typing import Any
 
 from quire.engine import events, recovery, timing
 from quire.errors import InvalidConfig
-from quire.scheduler import block_pool, kv_cache, scheduler, sequence, speculation, step_time
+from quire.scheduler import block_pool, kv_cache, pins, scheduler, sequence, speculation, step_time
 from quire.scheduler.constraint import FREE, PENDING, Constraint
 from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.scheduler.policy import POLICIES, SchedulingPolicy, policy_name
 from quire.scheduler.sequence import Decision, InflightStep
-from quire.types import Request, SamplingParams
+from quire.types import Pin, Request, SamplingParams
 
 STOP = 1
 """Stands for a token that ends its request. A block's last token is the block's name, any other token is 0."""
@@ -76,6 +76,7 @@ FRESH: Mapping[str, Callable[[Classes], Any]] = MappingProxyType(
         "Scheduler": lambda known: known["Scheduler"](known["KVCacheManager"](1, 1)),
         "KVCacheManager": lambda known: known["KVCacheManager"](1, 1),
         "BlockPool": lambda known: known["BlockPool"](1, known["NoPrefixCache"]()),
+        "Pins": lambda known: known["Pins"](known["Lru"]()),
         "RadixPrefixCache": lambda known: known["RadixPrefixCache"](1),
         "Sequence": lambda known: known["Sequence"](_NO_REQUEST, 0, [], 0),
         "AdaptiveDrafts": lambda known: known["AdaptiveDrafts"](1),
@@ -90,6 +91,7 @@ FRESH: Mapping[str, Callable[[Classes], Any]] = MappingProxyType(
 _KINDS = (
     *(scheduler.Scheduler, scheduler.WaitingQueue, sequence.Sequence, step_time.StepTimeModel, kv_cache.KVCacheManager),
     *(block_pool.BlockPool, block_pool.Lru, block_pool.Fifo, block_pool.NoPrefixCache, block_pool.RadixPrefixCache),
+    pins.Pins,
     *(speculation.DraftStats, speculation.FixedDrafts, speculation.AdaptiveDrafts, timing.LatencyController),
     *(recovery.Recovery, events.EngineStats, events.RequestTimes),
 )
@@ -134,7 +136,8 @@ def constraint_of(seq: Any) -> int:
 
 def recorded_request(fields: Any, block_size: int) -> Request:
     """The anonymized request of `request_fields`, as `Arrived` and states have them."""
-    id, num_tokens, names, max_new, priority, deadline, salt, choice, stops, prompt_logprobs, pooling = fields
+    id, num_tokens, names, max_new, priority, deadline, salt, choice, stops, prompt_logprobs, pooling, *pinned = fields
+    pins, owner = pinned or ((), "")
     return Request(
         id=id,
         prompt=tuple(anonymized_tokens(num_tokens, names, block_size)),
@@ -145,6 +148,8 @@ def recorded_request(fields: Any, block_size: int) -> Request:
         priority=priority,
         deadline=deadline,
         cache_salt=salt,
+        pins=tuple(Pin(*each) for each in pins),
+        owner=owner,
     )
 
 
@@ -154,6 +159,7 @@ def request_fields(request: Request, names: list[int], salt: str) -> tuple[Any, 
     return (
         *(request.id, len(request.prompt), names, request.max_new_tokens, request.priority, request.deadline, salt),
         *(request.choice, bool(request.stop), sampling.prompt_logprobs is not None, sampling.pooling),
+        *(request.pins, request.owner),
     )
 
 

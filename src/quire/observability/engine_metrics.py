@@ -43,6 +43,12 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "quire:jit_compiles_after_ready": ("", "Kernels compiled after the engine was ready: should stay 0."),
     "quire:discarded_spans": ("", "Spans whose result came after their request had ended."),
     "quire:page_evictions": ("", "Cached KV blocks evicted for other requests."),
+    "quire:pins_ended": (
+        "reason",
+        "Pinned KV blocks that are no longer pinned: their time was over (expired), another pin took their place "
+        "(displaced), or no other block was left for a sequence (evicted).",
+    ),
+    "quire:pins_refused": ("", "KV blocks that were to be pinned, and were not for the bound."),
     "quire:step_failures": ("", "Steps that could not be run."),
 }
 GAUGES: Mapping[str, tuple[str, str]] = {
@@ -56,6 +62,7 @@ GAUGES: Mapping[str, tuple[str, str]] = {
     "vllm:kv_cache_usage_perc": ("", "Share of KV blocks in use, 0 to 1."),
     "vllm:gpu_cache_usage_perc": ("", "Old name of vllm:kv_cache_usage_perc."),
     "quire:pages": ("state", "KV blocks by state: held by sequences, cached for later ones, or free (blank)."),
+    "quire:pinned_pages": ("", "KV blocks that are pinned: evicted after all others."),
     "quire:pages_shared": ("", "KV blocks that more than one sequence holds."),
     "quire:fragmentation_internal": ("", "Share of the positions in held KV blocks that hold no token."),
     "quire:fragmentation_external": ("", "Share of the free KV blocks outside the longest run of them."),
@@ -219,6 +226,8 @@ class EngineMetrics(Observer):
             "quire:discarded_spans": gauges.discarded_spans,
             "quire:pressure_events": dict(self.pressure),
             "quire:page_evictions": gauges.evictions,
+            "quire:pins_ended": dict(engine.scheduler.kv.pins.ended),
+            "quire:pins_refused": engine.scheduler.kv.pins.num_refused,
             "quire:step_failures": self.failures,
             "quire:jit_compiles_after_ready": self.compiles(),
         }
@@ -238,6 +247,7 @@ class EngineMetrics(Observer):
             "vllm:kv_cache_usage_perc": usage,
             "vllm:gpu_cache_usage_perc": usage,
             "quire:pages": {"held": gauges.used_blocks, "cached": cached, "blank": len(pool.free_list)},
+            "quire:pinned_pages": len(scheduler.kv.pins.pinned),
             "quire:pages_shared": self._pool.shared,
             "quire:fragmentation_internal": self._pool.internal,
             "quire:fragmentation_external": self._pool.external,

@@ -144,11 +144,13 @@ def _prefix(history: History, story: RequestHistory) -> dict[str, Any]:
         return {**found, "why": why}
     shared, other = _closest(history, story)
     if other is None:
-        return {**found, "diverged_at": hits or None, "why": "no request still remembered began with the same tokens"}
+        at = hits or None if story.diverged_at is None else story.diverged_at
+        return {**found, "diverged_at": at, "why": "no request still remembered began with the same tokens"}
     found |= {"diverged_at": shared, "from": other.request.id}
     name = other.request.id
     if shared < hits + size:
-        return {**found, "why": f"the longest match, {name}, differs from token {shared} on; blocks hold {size} tokens"}
+        why = f"the first {hits} tokens are in the cache; the longest match, {name}, differs from token {shared} on"
+        return {**found, "why": f"{why}; blocks hold {size} tokens"}
     taken, resumed = other.lost.get(hits // size), story.resumed or 0.0
     if (other.opened or 0.0) < history.emptied <= min(resumed, taken[0] if taken else resumed):
         return {**found, "why": f"{name} had the same first {shared} tokens, but the prefix cache was emptied since"}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 from quire.observability.observer import FrontendObserver
 from quire.observability.prometheus import COUNTS, Histogram, Metrics
+from quire.tokenization.prompt_header import HeaderOutcome
 from quire.types import FinishedRequest
 
 # vLLM's bounds, for its dashboards, and finer ones below for small models.
@@ -31,6 +33,11 @@ METRICS = Metrics(
         "vllm:request_success": ("finished_reason", "Answers that ended, by reason."),
         "vllm:admission_rejections": ("reason", "Requests refused on arrival."),
         "quire:omitted_tools": ("kind", "Tools that requests asked for and this server lacks, by kind."),
+        "quire:prompt_headers": (
+            "outcome",
+            "Prompts with a line that --prompt-header matches: it was removed, or kept, since it was too_long or the "
+            "whole message.",
+        ),
         "quire:surplus_tokens": ("", "Tokens generated past a stop string, or for a client that had left."),
         "quire:evicted_responses": ("", "Stored responses that were removed for newer ones."),
     },
@@ -56,6 +63,7 @@ class FrontendMetrics(FrontendObserver):
         self._ended = dict.fromkeys(_REASONS, 0)
         self._refused = dict.fromkeys(_REFUSALS, 0)
         self._omitted_tools: dict[str, int] = {}
+        self._headers = dict.fromkeys(get_args(HeaderOutcome), 0)
         self._surplus = 0
         self._evicted = 0
         self._stored = (0, 0)
@@ -96,6 +104,10 @@ class FrontendMetrics(FrontendObserver):
         """A tool was left out."""
         self._omitted_tools[kind] = self._omitted_tools.get(kind, 0) + 1
 
+    def on_prompt_header(self, outcome: HeaderOutcome) -> None:
+        """A prompt had a header."""
+        self._headers[outcome] += 1
+
     def on_surplus(self, tokens: int) -> None:
         """Tokens were generated that no client gets."""
         self._surplus += tokens
@@ -114,6 +126,7 @@ class FrontendMetrics(FrontendObserver):
             "vllm:request_success": self._ended,
             "vllm:admission_rejections": self._refused,
             "quire:omitted_tools": self._omitted_tools,
+            "quire:prompt_headers": self._headers,
             "quire:surplus_tokens": self._surplus,
             "quire:evicted_responses": self._evicted,
             "quire:stored_responses": self._stored[0],

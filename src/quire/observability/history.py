@@ -58,6 +58,8 @@ class RequestHistory:
     """Tokens found in the prefix cache when it was last scheduled."""
     cached: int = 0
     """Tokens found there when it was scheduled at `resumed`."""
+    diverged_at: int | None = None
+    """`Sequence.diverged_at` then."""
     chunks: int = 0
     preemptions: int = 0
     generated: int = 0
@@ -169,6 +171,7 @@ class History(Observer):
 
     def _add_decisions(self, record: StepRecord) -> None:
         opened = iter(record.plan.new_sequences)
+        sequences = {seq.row: seq for seq in record.seqs} if record.plan.new_sequences else {}
         for what, id, by, n in record.decisions:
             story = self.requests.get(id)
             row = next(opened).row if what == "opened" else -1
@@ -178,6 +181,7 @@ class History(Observer):
                 story.held, story.hits, story.waiting = [], n, False
                 if story.first is None:
                     story.cached, story.resumed = n, record.planned
+                    story.diverged_at = sequences[row].diverged_at if row in sequences else None
                 self._rows[row] = story
                 if story.opened is None:
                     story.opened = record.planned

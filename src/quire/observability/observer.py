@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from quire.tokenization.prompt_header import HeaderOutcome
 from quire.types import FinishedRequest
 
 
@@ -36,6 +37,9 @@ class FrontendObserver:
 
     def on_evicted_response(self) -> None:
         """A stored response was removed for newer ones."""
+
+    def on_prompt_header(self, outcome: HeaderOutcome) -> None:
+        """The volatile header of a prompt was removed, or kept for one of the reasons."""
 
     def text(self) -> bytes:
         """The observations as Prometheus text."""
@@ -87,6 +91,11 @@ class ObserverGroup(FrontendObserver):
         """See FrontendObserver."""
         for observer in self._observers:
             observer.on_evicted_response()
+
+    def on_prompt_header(self, outcome: HeaderOutcome) -> None:
+        """See FrontendObserver."""
+        for observer in self._observers:
+            observer.on_prompt_header(outcome)
 
     def text(self) -> bytes:
         """See FrontendObserver."""

@@ -109,7 +109,8 @@ class Recorder(Observer):
         chain, names = self.anonymizer.chain_after(request.prompt)
         fields = request_fields(request, names, self.anonymizer.salt(request.cache_salt))
         self._filling[request.id] = _Filling(seq, chain, (len(names) + 1) * size)
-        self.write(recording_format.Arrived(*(self.at, *fields, constraint_of(seq))))
+        *about, pins, owner = fields
+        self.write(recording_format.Arrived(*(self.at, *about, constraint_of(seq), pins, owner)))
 
     @_safely
     def launched(self, plan: Plan) -> None:

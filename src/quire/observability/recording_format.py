@@ -21,7 +21,7 @@ import msgspec
 from quire.errors import InvalidConfig
 from quire.scheduler.plan import Span
 from quire.scheduler.sequence import Decision
-from quire.types import FinishReason, Pooling
+from quire.types import FinishReason, Pin, Pooling
 
 MAGIC = b"quire\x00rec"
 VERSION = 2
@@ -101,7 +101,7 @@ class Idled(RecordFrame, tag=4, frozen=True):
 class Arrived(RecordFrame, tag=5, frozen=True):
     """A request. tokens: number of prompt tokens; pages: names of their full blocks.
 
-    asks: whether it wants prompt log-probabilities. stops: whether any token ends it.
+    asks: whether it wants prompt log-probabilities. stops: whether any token ends it. pins, owner: of `Request`.
     constraint: index into `checkpoint.CONSTRAINTS` (0 none, 1 one, 2 pending).
     """
 
@@ -117,6 +117,8 @@ class Arrived(RecordFrame, tag=5, frozen=True):
     asks: bool
     pooling: Pooling | None
     constraint: int
+    pins: tuple[Pin, ...] = ()
+    owner: str = ""
 
 
 class ConstraintSet(RecordFrame, tag=6, frozen=True):

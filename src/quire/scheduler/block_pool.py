@@ -9,11 +9,15 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import Protocol, TypeAlias
 
 from quire.types import UNLIMITED
 
 BlockKey = tuple[int | str, ...]
+
+MOST_COMPARED = 256
+"""Edges of a node that are searched for the closest one."""
 
 
 RadixNode: TypeAlias = "dict[BlockKey, tuple[int, RadixNode]]"
@@ -35,6 +39,12 @@ class PrefixCache(Protocol):
     def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
         """Offer `block`, which holds tokens[start : start + block_size]. A block already there stays. The node for
         the next one."""
+
+    def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int | None:
+        """How many tokens from `start` on the closest block at `node` has in common with `tokens`.
+
+        None: none of this salt is there.
+        """
 
     def remove(self, block: int) -> None:
         """`block` is about to be overwritten."""
@@ -62,6 +72,10 @@ class NoPrefixCache:
     def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
         """Nothing is kept."""
         return node
+
+    def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int | None:
+        """Nothing is known."""
+        return None
 
     def remove(self, block: int) -> None:
         """Nothing is kept."""
@@ -110,6 +124,14 @@ class RadixPrefixCache:
             self.edges[block] = (node, key)
         return found[1]
 
+    def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int | None:
+        """Compares the newest `MOST_COMPARED` edges only: thousands of prompts may differ in their first block."""
+        wanted = self.key(tokens, start, salt)
+        salted = int(bool(salt) and start == 0)
+        known = islice(reversed(node), MOST_COMPARED)
+        same = [key for key in known if len(key) == self.block_size + salted and key[:salted] == wanted[:salted]]
+        return max(_common(key, wanted) for key in same) - salted if same else None
+
     def remove(self, block: int) -> None:
         """Cut the edge to `block`. Blocks below it are found no more, until they are evicted."""
         if (place := self.edges.pop(block, None)) is not None:
@@ -124,6 +146,11 @@ class RadixPrefixCache:
         """Cut every edge."""
         self.root = {}
         self.edges.clear()
+
+
+def _common(a: BlockKey, b: BlockKey) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 
 class EvictionPolicy(Protocol):

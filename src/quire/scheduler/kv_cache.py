@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quire.errors import InvalidRequest
-from quire.scheduler.block_pool import BlockPool, EvictionPolicy, NoPrefixCache, PrefixCache, RadixPrefixCache
+from quire.scheduler.block_pool import BlockPool, EvictionPolicy, Lru, NoPrefixCache, PrefixCache, RadixPrefixCache
+from quire.scheduler.pins import Pins
 from quire.scheduler.sequence import PrefixKey, Sequence
 from quire.types import UNLIMITED, Request
 
@@ -14,7 +15,7 @@ class KVCacheManager:
     """Block accounting for all sequences. Contiguous KV is one block as long as the context.
 
     block_size: tokens of a block. min_shared_tokens: prompt tokens that another sequence is computing, from which on it
-    pays to wait for them.
+    pays to wait for them. max_pinned_blocks: see `Pins`.
     """
 
     def __init__(
@@ -24,11 +25,13 @@ class KVCacheManager:
         prefix_cache: PrefixCache | None = None,
         eviction_policy: EvictionPolicy | None = None,
         min_shared_tokens: int = 64,
+        max_pinned_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.min_shared_tokens = min_shared_tokens
         self.prefix_cache: PrefixCache = NoPrefixCache() if prefix_cache is None else prefix_cache
-        self.block_pool = BlockPool(num_blocks, self.prefix_cache, eviction_policy)
+        self.pins = Pins(Lru() if eviction_policy is None else eviction_policy, max_pinned_blocks)
+        self.block_pool = BlockPool(num_blocks, self.prefix_cache, self.pins)
         self.inflight_prefixes: dict[PrefixKey, Sequence] = {}
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -86,7 +89,16 @@ class KVCacheManager:
         """Count the lookup of an admitted sequence, and register the block of its prompt that it computes next."""
         self.num_queried_tokens += len(seq.tokens)
         self.num_hit_tokens += seq.num_cached
+        seq.diverged_at = self._diverged_at(seq)
         self._add_inflight_prefix(seq)
+
+    def _diverged_at(self, seq: Sequence) -> int | None:
+        """The first token that differs from the nearest cached prefix; None where nothing cached goes on otherwise."""
+        if not seq.prefix_node:
+            return None
+        known, start = self._cacheable_tokens(seq), seq.num_cached
+        more = self.prefix_cache.common_length(seq.prefix_node, known, start, seq.request.cache_salt)
+        return None if more is None or start + more >= len(known) else start + more
 
     def _add_inflight_prefix(self, seq: Sequence) -> None:
         if seq.next_cache_at <= seq.prompt_length:
@@ -132,6 +144,21 @@ class KVCacheManager:
         if was_registered:
             self._add_inflight_prefix(seq)
 
+    def pin(self, seq: Sequence) -> tuple[int, ...]:
+        """Pin the prefixes of its prompt that its request asks for, once the prompt is computed.
+
+        Returns how many tokens of each are pinned now.
+        """
+        request, pool, pinned = seq.request, self.block_pool, list[int]()
+        for length, seconds in request.pins:
+            blocks, _ = self.prefix_cache.match(request.prompt[:length], request.cache_salt)
+            for block in blocks:
+                pool.incref(block)
+            pinned.append(self.pins.pin(blocks, seconds, request.owner) * self.block_size)
+            for block in reversed(blocks):
+                pool.decref(block)
+        return tuple(pinned)
+
     def free(self, seq: Sequence) -> None:
         """Free the blocks from the last to the first, so that leaves are evicted before their parents."""
         decref = self.block_pool.decref
@@ -143,6 +170,7 @@ class KVCacheManager:
         """Forget all cached contents: the device lost its K/V."""
         for seq in list(self.inflight_prefixes.values()):
             self.drop_inflight_prefix(seq)
+        self.pins.clear()
         self.block_pool.clear_cache()
 
     def invalidate(self, seqs: Iterable[Sequence]) -> None:
@@ -150,6 +178,7 @@ class KVCacheManager:
         for seq in seqs:
             self.drop_inflight_prefix(seq)
             seq.prefix_node, seq.next_cache_at = None, UNLIMITED
+        self.pins.clear()
         self.block_pool.clear_cache()
         self.num_resets += 1
 

@@ -19,7 +19,7 @@ from quire.scheduler.policy import SchedulingPolicy, policy_name
 from quire.scheduler.sequence import Decision, InflightStep, Sequence
 from quire.scheduler.speculation import DraftStats, FixedDrafts, SpeculationPolicy
 from quire.scheduler.step_time import StepTimeModel
-from quire.types import BACKGROUND, UNLIMITED, FinishReason, Request, RequestStepOutput
+from quire.types import BACKGROUND, UNLIMITED, FinishReason, PromptReport, Request, RequestStepOutput
 
 
 class WaitingQueue:
@@ -447,6 +447,7 @@ class Scheduler:
             if len(tokens) >= seq.max_length or not request.stop.isdisjoint(new_tokens):
                 finish, stop = seq.truncate_at_stop(new_tokens)
             seq.num_computed = len(tokens) - 1
+            report = self._prompt_report(seq) if first else None
             logprobs = tuple(result.logprobs[j][: len(new_tokens)]) if j in result.logprobs else ()
             outputs.append(
                 RequestStepOutput(
@@ -458,6 +459,7 @@ class Scheduler:
                     prompt_logprobs,
                     seq.num_cached * first,
                     pooled=pooled,
+                    report=report,
                 )
             )
         if seq.num_computed >= seq.next_cache_at:
@@ -466,6 +468,12 @@ class Scheduler:
             self.waiting.unpark(seq)
         if finish:
             self._finish(seq, finish)
+
+    def _prompt_report(self, seq: Sequence) -> PromptReport:
+        """With a sequence's first token: what became of its prompt, whose full blocks are cached and pinned now."""
+        self.kv.cache_blocks(seq)
+        pinned = self.kv.pin(seq) if seq.request.choice == 0 else ()
+        return PromptReport(seq.diverged_at, pinned)
 
     # ---------------------------------------------------------------- after a failed step
 

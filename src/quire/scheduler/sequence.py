@@ -62,6 +62,8 @@ class Sequence:
     """The length at which that block is full."""
     num_cached: int = 0
     """Tokens found in the prefix cache when its row was last opened."""
+    diverged_at: int | None = None
+    """The first token then that differed from the nearest cached prefix; None where nothing went on otherwise."""
     prompt_logprobs_sent: int = 0
     """Prompt positions whose log-probabilities have been reported."""
     needs_prompt_logits: bool = False

@@ -221,7 +221,8 @@ class Api:
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if request.messages is not None:
             tools = make_tool_set(request.tools, None, None, STYLES[card.tool_parser], self._limits).for_template
-            _, tokens = prompts.render(request.messages, request, self._backend, tools)
+            messages = self._limits.prompt_header.remove(request.messages).messages
+            _, tokens = prompts.render(messages, request, self._backend, tools)
         else:
             special = request.add_special_tokens is not False
             [(_, tokens)] = prompts.encode([request.prompt or ""], special, self._backend)

@@ -21,6 +21,7 @@ from quire.frontend.processor import bad_words, hashed_salt, max_new_tokens
 from quire.parsers.parts import Splitter, TextPart
 from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, ThoughtStyle, bounded, thoughts_ahead
 from quire.parsers.tools.styles import STYLES
+from quire.server import cache_control
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
 from quire.server.prompts import encode, in_vocabulary, model, prompts, render
 from quire.server.schemas import (
@@ -33,7 +34,8 @@ from quire.server.schemas import (
     Structure,
 )
 from quire.server.tools import NO_TOOLS, ToolSet, make_tool_set
-from quire.types import NUMERIC_PARAMETERS, UNLIMITED, SamplingParams, StructuredOutputsParams
+from quire.tokenization.prompt_header import NO_REMOVAL, Removal
+from quire.types import NUMERIC_PARAMETERS, UNLIMITED, Pin, SamplingParams, StructuredOutputsParams
 
 # How a token is shown, as text, and as its exact bytes (`Backend.token_text`).
 TokenText = Callable[[int], tuple[str, bytes]]
@@ -47,7 +49,9 @@ class Job:
     scored_only: max_tokens 0 with echo, which asks for the prompt's log-probabilities only. thinking: whether answers
     begin inside a thought without a mark of its own; None if the model does not reason. thought_style: how thoughts are
     marked. reasons: whether thoughts are shown. truncated: prompt tokens left out on request, None if the request does
-    not ask for it. params: effective sampling parameters to show. began: time.perf_counter() at which the request came.
+    not ask for it. timed: whether times are shown. cache_details: whether the usage says where the prompt differs from
+    the cache. removal: of the prompt's header. params: effective sampling parameters to show. began:
+    time.perf_counter() at which the request came.
     """
 
     id: str
@@ -72,12 +76,16 @@ class Job:
     tools: ToolSet = NO_TOOLS
     reasons: bool = True
     truncated: int | None = None
+    timed: bool = False
+    cache_details: bool = False
+    removal: Removal = NO_REMOVAL
     params: dict[str, Any] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def headers(self) -> dict[str, str]:
         """Header fields of the answer."""
-        return {"x-quire-omitted-tools": ", ".join(self.tools.omitted)} if self.tools.omitted else {}
+        omitted = {"x-quire-omitted-tools": ", ".join(self.tools.omitted)} if self.tools.omitted else {}
+        return omitted | self.removal.headers()
 
     def splitter(self) -> Splitter:
         """Splits the text of one choice into content, thoughts and tool calls."""
@@ -117,6 +125,7 @@ def completion(
     num_truncated = 0
     for text, whole in encoded:
         ids = truncate(whole, request, card, max_tokens or default_max_tokens)
+        pins = cache_control.whole(request.cache_control, len(ids))
         if len(ids) < len(whole):
             text = None
             num_truncated += len(whole) - len(ids)
@@ -131,7 +140,7 @@ def completion(
             echoed=echoed,
             shared=shared,
         )
-        calls.append(make_call("cmpl-", text, ids, request, params, limits))
+        calls.append(replace(make_call("cmpl-", text, ids, request, params, limits), pins=pins))
     if request.echo:
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
     shown = effective_params(request, calls[0].sampling, card, "max_tokens")
@@ -179,8 +188,12 @@ def chat(
     )
     tools = replace(tools, calls_before=sum(map(_num_calls, request.messages)))
     style = THOUGHTS.get(card.reasoning_parser)
+    removal = limits.prompt_header.remove(request.messages)
+    request = msgspec.structs.replace(request, messages=removal.messages)
     text, whole = render(request.messages, request, backend, tools.for_template, max_prompt_tokens(request, card))
-    whole = _after(context, whole, backend)
+    pins = _pins(request, whole, backend, tools.for_template) if request.truncate_prompt_tokens is None else ()
+    whole, alone = _after(context, whole, backend), len(whole)
+    pins = tuple(pin._replace(tokens=pin.tokens + len(whole) - alone) for pin in pins)
     shared = shared_params(request, backend, card, limits)
     form = tools.structure(shared["structured_outputs"], "" if style is None else style.answer)
     bound = form is not None or budget is not None
@@ -196,15 +209,28 @@ def chat(
     return _job(
         request,
         backend,
-        [replace(call, omitted_tools=tools.omitted)],
+        [replace(call, omitted_tools=tools.omitted, pins=pins, header=removal.outcome)],
         len(whole) - len(ids),
         top=top,
         thinking=None if style is None else ahead == "open",
         thought_style=style or THOUGHTS["qwen3"],
         tools=tools,
         reasons=request.include_reasoning is not False,
+        removal=removal,
         params=effective_params(request, params, card, name),
     )
+
+
+def _pins(
+    request: ChatRequest, ids: tuple[int, ...], backend: Backend, tools: list[dict[str, Any]] | None
+) -> tuple[Pin, ...]:
+    """The pins that the request's marks ask for. ids: of the prompt."""
+    plain = {"add_generation_prompt": False, "continue_final_message": False}
+
+    def rendered(messages: list[dict[str, Any]]) -> tuple[int, ...]:
+        return render(messages, msgspec.structs.replace(request, **plain), backend, tools)[1]
+
+    return cache_control.chat_pins(request, ids, rendered)
 
 
 def _after(context: tuple[int, ...], prompt: tuple[int, ...], backend: Backend) -> tuple[int, ...]:
@@ -226,8 +252,10 @@ def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:
     params = sampling_params(
         request, ids, card, limits, request.max_new_tokens, 16, name="max_new_tokens", shared=shared
     )
-    call = make_call("gen-", text, ids, request, params, limits)
-    return Job(id=call.id, model=card.id, calls=[call], token_text=backend.token_text)
+    pins = cache_control.whole(request.cache_control, len(ids))
+    call = replace(make_call("gen-", text, ids, request, params, limits), pins=pins)
+    shown: dict[str, Any] = {"timed": bool(request.return_timings), "cache_details": bool(request.return_cache_details)}
+    return Job(id=call.id, model=card.id, calls=[call], token_text=backend.token_text, **shown)
 
 
 EFFORTS: Mapping[str, int] = {
@@ -315,6 +343,8 @@ def _job(request: Answers, backend: Backend, calls: list[Call], num_truncated: i
         token_ids=bool(request.return_token_ids),
         as_ids=bool(request.return_tokens_as_token_ids),
         truncated=None if request.truncate_prompt_tokens is None else num_truncated,
+        timed=bool(request.return_timings),
+        cache_details=bool(request.return_cache_details),
         **shown,
     )
 

@@ -30,7 +30,7 @@ NO_OPS: Mapping[str, str] = {
     "prompt_cache_key": "prefixes are found by their tokens, without a key",
     "prompt_cache_retention": "prefixes stay while there is room",
     "prompt_cache_options": "prefixes stay while there is room",
-    "cache_control": "prefixes are found by their tokens, without marks",
+    "cache_control": "there is no prefix to pin here",
     "guided_decoding_backend": "there is one: llguidance",
     "verbosity": "how long answers are is for the prompt to say",
     "prediction": "it would make an answer faster, never another one",
@@ -116,6 +116,7 @@ SYNONYMS = (
     ("prompt", "messages", "input", "inputs"),
     ("stop", "stop_sequences", "stop_strings"),
     ("repetition_penalty", "repeat_penalty"),
+    ("return_timings", "timings_per_token"),
     ("structured_outputs", "regex", "ebnf", "grammar", "json_schema"),
 )
 

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -16,6 +16,7 @@ from quire.config import ServerConfig
 from quire.errors import InvalidRequest, TooLarge
 from quire.frontend.processor import check_priority
 from quire.server import error_responses
+from quire.tokenization.prompt_header import PromptHeader
 
 _CONTAINERS = frozenset({dict, list})
 
@@ -28,7 +29,8 @@ class Limits:
     seconds of silence after which a stream sends a comment. priorities: whether the scheduling policy uses them.
     max_containers: lists and objects in a body. max_answers: prompts times n, at most what the queue holds.
     closed_schemas: objects of JSON schemas have only the properties that are listed, where the schema does not say.
-    strict_tools: hosted tools that this server lacks are refused, not left out.
+    strict_tools: hosted tools that this server lacks are refused, not left out. prompt_header: the lines that are taken
+    out of first messages.
     """
 
     max_body_bytes: int = ServerConfig().max_body_bytes
@@ -48,6 +50,7 @@ class Limits:
     priorities: bool = True
     closed_schemas: bool = True
     strict_tools: bool = False
+    prompt_header: PromptHeader = field(default_factory=PromptHeader)
 
 
 async def read_body(request: Request, limits: Limits, *, any_type: bool = False) -> bytes:

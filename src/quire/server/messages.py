@@ -12,9 +12,10 @@ from quire.frontend.interface import Delta, ModelCard
 from quire.frontend.offload import PER_TOKEN
 from quire.parsers.parts import TextPart
 from quire.server import error_responses
+from quire.server.cache_control import LIFETIMES, longest_mark
 from quire.server.calls import Job
 from quire.server.fields import check, require_text
-from quire.server.outputs import ChoiceBuilder, Usage
+from quire.server.outputs import ChoiceBuilder, Usage, timings
 from quire.server.schemas import ChatRequest, Sampling, response_format, shared_fields
 from quire.server.stream import Chunks
 from quire.server.tools import hosted_kind
@@ -46,7 +47,10 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 def as_chat(request: CountRequest, card: ModelCard) -> ChatRequest:
     """The same as a chat request. Raises InvalidRequest naming the field."""
-    messages = [{"role": "system", "content": _text(request.system, "system")}] if request.system else []
+    messages: list[dict[str, Any]] = []
+    if request.system:
+        marks = longest_mark(request.system if isinstance(request.system, list) else ())
+        messages.append({"role": "system", "content": _text(request.system, "system"), **marks})
     for i, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{i}]")
     choice, parallel = _choice(request.tool_choice)
@@ -103,7 +107,8 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
             chat["content"].append({"type": "text", "text": require_text(block, "text", at)})
         elif kind == "tool_result" and role == "user":
             text = _text(block.get("content") or "", f"{at}.content")
-            results.append({"role": "tool", "tool_call_id": require_text(block, "tool_use_id", at), "content": text})
+            made = {"role": "tool", "tool_call_id": require_text(block, "tool_use_id", at), "content": text}
+            results.append(made | longest_mark([block]))
         elif kind == "tool_use" and role == "assistant":
             function = {"name": require_text(block, "name", at), "arguments": block.get("input") or {}}
             calls.append({"id": require_text(block, "id", at), "type": "function", "function": function})
@@ -111,6 +116,7 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
             thoughts.append(require_text(block, "thinking", at))
         elif kind != "redacted_thinking":
             raise InvalidRequest(f"{at}: a block of type {str(kind)[:40]!r} is not supported here", param="messages")
+    chat |= longest_mark([block for block in content if block.get("type") != "tool_result"])
     if thoughts:
         chat["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -140,7 +146,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         kind = str(tool["type"])[:40]
         raise InvalidRequest(f"{where}.type {kind!r} is not supported: describe a tool of your own", param="tools")
     function = {name: tool[name] for name in tool if name not in ("type", "input_schema", "cache_control")}
-    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
+    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}} | longest_mark([tool])
 
 
 def _choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
@@ -200,7 +206,8 @@ def message(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[st
         else:
             blocks.append(_block(part, job, part.text))
     reason, sequence = _stop_reason(made.finish_reason, made.stop_reason, bool(made.calls))
-    return _head(job, usage) | {"content": blocks, "stop_reason": reason, "stop_sequence": sequence}
+    ended = {"content": blocks, "stop_reason": reason, "stop_sequence": sequence}
+    return _head(job, usage) | ended | timings(job, usage.timings)
 
 
 def _stop_reason(finish: str | None, stop: int | str | None, called: bool) -> tuple[str | None, str | None]:
@@ -212,14 +219,18 @@ def _stop_reason(finish: str | None, stop: int | str | None, called: bool) -> tu
     return "max_tokens" if finish == "length" else finish, None
 
 
-def _usage(usage: Usage, n: int = 1) -> dict[str, int]:
-    """Anthropic's usage object, whose input_tokens are those that were computed."""
-    cached = usage.cached(n)
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Anthropic's usage object: input_tokens are those that were computed and not pinned."""
+    details, created = usage.prompt_details(1), usage.created()
+    cached, pinned = details.pop("cached_tokens"), sum(created.values())
+    by_time = {f"ephemeral_{ttl}_input_tokens": created.get(seconds, 0) for ttl, seconds in LIFETIMES.items()}
     return {
-        "input_tokens": usage.prompt - cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.prompt - cached - pinned,
+        "cache_creation_input_tokens": pinned,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion,
+        **({"cache_creation": by_time} if "pinned_tokens" in details else {}),
+        **details,
     }
 
 
@@ -320,7 +331,10 @@ class MessageChunks(Chunks[Delta]):
         """The end of the last block, message_delta and message_stop."""
         reason, sequence = self._end
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return self._stop() + _event("message_delta", delta=delta, usage=_usage(self._usage)) + _event("message_stop")
+        ended = _event(
+            "message_delta", delta=delta, usage=_usage(self._usage), **timings(self._job, self._usage.timings)
+        )
+        return self._stop() + ended + _event("message_stop")
 
     def failed(self, error: Exception) -> bytes:
         """An error event."""

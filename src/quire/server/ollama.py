@@ -19,7 +19,7 @@ from quire.server.calls import Job
 from quire.server.embeddings import Embedding, EmbeddingsRequest, embedding
 from quire.server.fields import Refusal, check, require_text
 from quire.server.limits import Limits
-from quire.server.outputs import ChoiceBuilder, Usage, chat_logprobs_of
+from quire.server.outputs import ChoiceBuilder, Usage, bare_details, chat_logprobs_of
 from quire.server.prompts import in_vocabulary, model
 from quire.server.schemas import (
     ChatRequest,
@@ -382,6 +382,7 @@ def _end(job: Job, usage: Usage, reason: str | None, tokens: Sequence[int]) -> d
         **_durations(job, usage),
         "eval_count": usage.completion,
         "eval_duration": _nanoseconds(usage.first, time.perf_counter()),
+        **bare_details(job, usage),
     }
 
 

@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.frontend.interface import Delta
+from quire.frontend.interface import Delta, Timings
 from quire.frontend.offload import PER_SCORE, PER_TOKEN
 from quire.parsers.parts import TextPart, joined
 from quire.parsers.reasoning import ReasoningCounter
 from quire.server import error_responses
 from quire.server.calls import Job, TokenText
 from quire.server.stream import DONE, Chunks, event
-from quire.types import TokenLogprobs
+from quire.types import PromptReport, TokenLogprobs
 
 Score = TokenLogprobs | None
 
@@ -35,12 +35,13 @@ _FLOOR = -9999.0
 class Usage:
     """Counts the tokens of one HTTP request: each prompt once, and all answers.
 
-    first: time.perf_counter() at the first delta, None before.
+    first: time.perf_counter() at the first delta, None before. timings: those of the last delta.
     """
 
     __slots__ = (
-        *("_cached", "_counted", "_details", "_style", "_text", "_thinking", "_thoughts"),
-        *("completion", "first", "prompt"),
+        *("_cache_details", "_cached", "_counted", "_details", "_pins", "_reports", "_style", "_text", "_thinking"),
+        "_thoughts",
+        *("completion", "first", "prompt", "timings"),
     )
 
     def __init__(self, job: Job) -> None:
@@ -48,12 +49,18 @@ class Usage:
         self._thinking = job.thinking
         self._style = job.thought_style
         self._thoughts: dict[int, ReasoningCounter] = {}
-        self._details = {} if job.truncated is None else {"truncated_tokens": job.truncated}
+        self._details: dict[str, Any] = {} if job.truncated is None else {"truncated_tokens": job.truncated}
+        if job.removal.text:
+            self._details["removed_characters"] = len(job.removal.text)
+        self._pins = job.calls[0].pins if job.calls else ()
+        self._cache_details = job.cache_details
+        self._reports: dict[int, PromptReport] = {}
         self._counted = not job.scored_only
         self._cached: dict[int, int] = {}
         self.prompt = sum(len(call.prompt) for call in job.calls)
         self.completion = 0
         self.first: float | None = None
+        self.timings: Timings | None = None
 
     def add(self, delta: Delta) -> None:
         """Count a delta's tokens."""
@@ -63,6 +70,9 @@ class Usage:
             self.completion += len(delta.tokens)
         if delta.num_cached:
             self._cached[delta.index] = delta.num_cached
+        self.timings = delta.timings
+        if delta.report is not None:
+            self._reports[delta.index] = delta.report
         if self._thinking is not None:
             thoughts = self._thoughts.get(delta.index)
             if thoughts is None:
@@ -73,6 +83,30 @@ class Usage:
     def cached(self, n: int) -> int:
         """Prompt tokens that were not computed. Of n choices only the first counts: the others share its blocks."""
         return sum(tokens for index, tokens in self._cached.items() if index % n == 0)
+
+    def pinned(self, n: int) -> int:
+        """Prompt tokens that are pinned in the prefix cache now."""
+        return sum(max(report.pinned, default=0) for index, report in self._reports.items() if index % n == 0)
+
+    def created(self) -> dict[float, int]:
+        """Tokens of the only prompt that were computed and pinned, by the seconds for which they are."""
+        made, counted = {}, self.cached(1)
+        report = self._reports.get(0, PromptReport())
+        # Those that last longer are nearer the beginning.
+        for pin, length in sorted(zip(self._pins, report.pinned, strict=False), key=lambda each: -each[0].seconds):
+            made[pin.seconds] = max(0, length - counted)
+            counted = max(counted, length)
+        return made
+
+    def prompt_details(self, n: int) -> dict[str, Any]:
+        """OpenAI's prompt_tokens_details, and ours."""
+        details = {"cached_tokens": self.cached(n), **self._details}
+        if self._pins:
+            details["pinned_tokens"] = self.pinned(n)
+        if self._cache_details:
+            report = self._reports.get(0)
+            details["diverged_at"] = None if report is None else report.diverged_at
+        return details
 
     @property
     def reasoning(self) -> int:
@@ -85,7 +119,7 @@ class Usage:
             "prompt_tokens": self.prompt,
             "total_tokens": self.prompt + self.completion,
             "completion_tokens": self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached(n), **self._details},
+            "prompt_tokens_details": self.prompt_details(n),
         }
         if self._thinking is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning}
@@ -104,6 +138,7 @@ class ChoiceBuilder:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.pooled = b""
+        self.timings: Timings | None = None
         self.prompt_logprobs: Sequence[Score] = ()
 
     def add(self, delta: Delta) -> None:
@@ -113,6 +148,7 @@ class ChoiceBuilder:
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.timings = delta.timings
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
 
@@ -175,6 +211,7 @@ def _completion_choice(job: Job, index: int, made: ChoiceBuilder, prompt_scores:
         "finish_reason": made.finish_reason,
         "stop_reason": made.stop_reason,
         "token_ids": made.tokens if job.token_ids else None,
+        **timings(job, made.timings),
         **_prompt_fields(job, index, prompt_scores),
     }
 
@@ -217,7 +254,19 @@ def _chat_choice(job: Job, index: int, made: ChoiceBuilder) -> dict[str, Any]:
         "finish_reason": finish_reason(made.finish_reason, bool(calls)),
         "stop_reason": made.stop_reason,
         "token_ids": made.tokens if job.token_ids else None,
+        **timings(job, made.timings),
     }
+
+
+def timings(job: Job, given: Timings | None) -> dict[str, Any]:
+    """The field of an answer with its times, if the request asks for them. given: those of its last delta."""
+    return {"timings": given and given.to_json()} if job.timed else {}
+
+
+def bare_details(job: Job, usage: Usage) -> dict[str, Any]:
+    """The times and the prompt's details of an answer whose format has no usage, if the request asks for them."""
+    details = {"prompt_tokens_details": usage.prompt_details(job.n)} if job.cache_details else {}
+    return details | timings(job, usage.timings)
 
 
 def finish_reason(reason: str | None, called: bool) -> str | None:
@@ -246,7 +295,8 @@ def _answer(kind: str, job: Job, choices: list[dict[str, Any]], usage: Usage, pr
 def generated(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
     """The answer of /v1/generate."""
     [made] = choices
-    return generate_answer(job.id, made.text(), usage.completion, job.began, made.finish_reason, job.model)
+    answer = generate_answer(job.id, made.text(), usage.completion, job.began, made.finish_reason, job.model)
+    return answer | bare_details(job, usage)
 
 
 def generate_answer(
@@ -298,7 +348,9 @@ class _ChoiceChunks(Chunks[Delta]):
 
     def _fields(self, delta: Delta, **fields: object) -> bytes:
         """The last fields of a choice, and its token ids where they are shown."""
-        shown = {"token_ids": delta.tokens} if self._job.token_ids else {}
+        shown: dict[str, Any] = {"token_ids": delta.tokens} if self._job.token_ids else {}
+        if delta.finish_reason is not None:
+            shown |= timings(self._job, delta.timings)
         return b"," + _json(fields | shown)[1:-1]
 
     def _used(self) -> bytes:

@@ -17,7 +17,7 @@ from quire.parsers.parts import TextPart
 from quire.server import error_responses
 from quire.server.calls import Job
 from quire.server.fields import check, require_text
-from quire.server.outputs import ChoiceBuilder, Usage, chat_logprobs_of
+from quire.server.outputs import ChoiceBuilder, Usage, chat_logprobs_of, timings
 from quire.server.response_store import as_items
 from quire.server.schemas import (
     ChatRequest,
@@ -501,6 +501,7 @@ class ResponseChunks(Chunks[Delta]):
             "usage": None if status == "in_progress" else _usage(self.usage),
             "user": None,
             "metadata": request.metadata or {},
+            **({} if status == "in_progress" else timings(self._job, self.usage.timings)),
         }
 
 
@@ -511,7 +512,7 @@ def _status(finish: str | None) -> str:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": usage.cached(1)},
+        "input_tokens_details": usage.prompt_details(1),
         "output_tokens": usage.completion,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.completion,

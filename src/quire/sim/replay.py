@@ -295,7 +295,7 @@ def _turn(engine: Engine, script: Script) -> None:
         live = engine.scheduler.sequences
         if frame.tokens > _LARGE and frame.tokens + sum(len(seq.tokens) for seq in live.values()) > MAX_STATE_TOKENS:
             raise _Damaged from InvalidConfig(f"the recording's sequences have more than {MAX_STATE_TOKENS} tokens")
-        fields = [getattr(frame, name) for name in frame.__struct_fields__[1:-1]]
+        fields = [getattr(frame, name) for name in frame.__struct_fields__[1:] if name != "constraint"]
         asked = recorded_request(fields, engine.scheduler.kv.prefix_cache.block_size)
         try:
             engine.add(asked, CONSTRAINTS[frame.constraint])
