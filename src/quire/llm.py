@@ -54,6 +54,7 @@ from quire.scheduler.constraint import FREE, Constraint
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
 from quire.tokenization.detokenizer import StopStrings
+from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import (
     UNLIMITED,
@@ -273,9 +274,11 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
         """The pieces of the first answer's text as they are generated. Closing the iterator ends the request.
 
-        Raises the error with which the request failed.
+        Raises the error with which the request failed, and InvalidRequest where the model has no text.
         """
         self._thread.check()
+        if not self._text.tokenizer.has_text:
+            raise needs_text("stream")
         return self._stream(*self._prompts.encoded(prompt), sampling_params or self.default_sampling_params())
 
     def stream_chat(

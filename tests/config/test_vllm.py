@@ -21,7 +21,6 @@ SCRIPT = {
     "pipeline_parallel_size": 1,
     "trust_remote_code": False,
     "tokenizer_mode": "auto",
-    "skip_tokenizer_init": False,
     "swap_space": 4,
     "cpu_offload_gb": 0.0,
     "max_seq_len_to_capture": 8192,
