@@ -164,8 +164,10 @@ def _number(
 
 
 class RequestOutputKind(StrEnum):
-    """What each output of `AsyncLLM.generate` has (vLLM's names): all tokens so far, those since the last output, or
-    all of them in one output at the end."""
+    """What each output of `AsyncLLM.generate` has, with vLLM's names.
+
+    `CUMULATIVE`: all tokens so far. `DELTA`: those since the last output. `FINAL_ONLY`: all, in one output at the end.
+    """
 
     CUMULATIVE = "cumulative"
     DELTA = "delta"
