@@ -478,7 +478,7 @@ class _Batch:
 def _wait(batches: Sequence[_Batch], watch: bool) -> list[_Job]:
     """The jobs of all batches when every answer is complete. watch: show progress on a terminal."""
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not (watch and console.is_terminal)) as progress:
+    with Progress(console=console, transient=True, disable=not (watch and console.file.isatty())) as progress:
         task = progress.add_task("answers", total=sum(len(batch.readers) for batch in batches))
         for batch in batches:
             for _ in batch.readers:
