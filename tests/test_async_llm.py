@@ -498,3 +498,4 @@ def test_scripts_for_vllm_make_it_of_engine_args_and_shut_it_down(runner: asynci
     text, pieces = run(runner, script())
     with LLM.from_engine_args(EngineArgs(**OPTIONS)) as other:
         assert text == other.generate("Once upon", GREEDY)[0].outputs[0].text and pieces > 1
+        assert other.get_default_sampling_params() == other.default_sampling_params()
