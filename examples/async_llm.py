@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from quire import AsyncLLM, SamplingParams
+from quire import AsyncLLM, RequestOutputKind, SamplingParams
 
 
 async def tell(llm: AsyncLLM, request_id: str, prompt: str) -> None:
-    params = SamplingParams(temperature=0, max_tokens=16)
-    async for output in llm.generate(prompt, params, request_id, output_kind="delta"):
+    params = SamplingParams(temperature=0, max_tokens=16, output_kind=RequestOutputKind.DELTA)
+    async for output in llm.generate(prompt, params, request_id):
         print(f"{request_id}: {output.outputs[0].text!r}")
 
 

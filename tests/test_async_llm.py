@@ -7,15 +7,24 @@ import contextlib
 import itertools
 import signal
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 
-from quire import LLM, AsyncLLM, SamplingParams
+from quire import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    AsyncLLMEngine,
+    EngineArgs,
+    RequestOutputKind,
+    SamplingParams,
+)
 from quire.assembly import backend
 from quire.errors import Closed, Interrupted, InvalidRequest, QuireError, StepFailed, Unavailable
-from quire.types import RequestOutput, StructuredOutputsParams
+from quire.types import EmbeddingRequestOutput, RequestOutput, StructuredOutputsParams
 from tests.contract.unreliable import Fate
 
 T = TypeVar("T")
@@ -116,8 +125,8 @@ def test_each_kind_of_output_comes_to_the_same(runner: asyncio.Runner, llm: Asyn
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=9, n=2)
 
     async def each_kind() -> list[list[RequestOutput]]:
-        kinds = ("cumulative", "delta", "final_only")
-        return await asyncio.gather(*(outputs(llm, "One day", params, output_kind=kind) for kind in kinds))
+        kinds = (RequestOutputKind.CUMULATIVE, "delta", RequestOutputKind.FINAL_ONLY)
+        return await asyncio.gather(*(outputs(llm, "One day", replace(params, output_kind=kind)) for kind in kinds))
 
     cumulative, delta, [final] = run(runner, each_kind())
     assert cumulative[-1].outputs == final.outputs and final.finished
@@ -160,7 +169,7 @@ def test_a_conversation_is_rendered_by_the_models_template(runner: asyncio.Runne
     talk = [{"role": "user", "content": "Tell me about a boat."}]
 
     async def chat() -> RequestOutput:
-        [found] = [output async for output in llm.chat(talk, GREEDY, "talk", output_kind="final_only")]
+        [found] = [output async for output in llm.chat(talk, replace(GREEDY, output_kind="final_only"), "talk")]
         return found
 
     found = run(runner, chat())
@@ -191,7 +200,7 @@ def test_an_abort_ends_one_request_and_gives_its_blocks_back(runner: asyncio.Run
 def test_an_abort_while_the_prompt_is_encoded_counts_too(runner: asyncio.Runner, llm: AsyncLLM) -> None:
     async def read() -> RequestOutput:
         talk = [{"role": "user", "content": "Tell me about a boat."}]
-        [found] = [output async for output in llm.chat(talk, ENDLESS, "early", output_kind="final_only")]
+        [found] = [output async for output in llm.chat(talk, replace(ENDLESS, output_kind="final_only"), "early")]
         return found
 
     async def abort() -> None:
@@ -242,7 +251,7 @@ def test_a_reader_that_goes_away_ends_its_request(runner: asyncio.Runner, llm: A
         ({"sampling_params": {"temperature": 0}}, "sampling_params"),
         ({"request_id": 5}, "request_id"),
         ({"request_id": ""}, "request_id"),
-        ({"output_kind": "all"}, "output_kind"),
+        ({"output_kind": "delta"}, "output_kind"),
         ({"priority": 1}, "priority"),
         ({"priority": "high"}, "priority"),
         ({"lora_request": "adapter"}, "lora_request"),
@@ -383,3 +392,110 @@ def test_a_suffix_needs_a_model_with_markers(runner: asyncio.Runner, llm: AsyncL
     with pytest.raises(InvalidRequest, match="no markers") as refused:
         runner.run(ask())
     assert refused.value.param == "suffix"
+
+
+def test_tasks_beyond_the_bound_wait_outside_the_engine_in_order(runner: asyncio.Runner) -> None:
+    async def many() -> None:
+        async with made(max_num_seqs=2, max_num_queued_reqs=2) as llm:
+            ends: list[int] = []
+            most = 0
+
+            async def ask(number: int) -> None:
+                nonlocal most
+                params = SamplingParams(temperature=0.0, max_tokens=3, n=1 + number % 2 * 5)  # of 6 answers, or of one
+                finished = False
+                async for output in llm.generate("Lily", params, str(number)):
+                    most = max(most, len(llm._backend._active))
+                    finished = output.finished and len(output.outputs) == params.n
+                assert finished
+                ends.append(number)
+
+            await asyncio.gather(*(ask(number) for number in range(40)))
+            assert sorted(ends) == list(range(40)) and most <= 6
+            assert llm._admission._free == 4 and not llm._admission._waiting
+            await idle(llm)
+
+    run(runner, many())
+
+
+@pytest.mark.parametrize("how", ["cancel", "abort", "close"])
+def test_a_task_that_waits_outside_can_be_ended(runner: asyncio.Runner, how: str) -> None:
+    async def end() -> None:
+        async with made(max_num_seqs=1, max_num_queued_reqs=1) as llm:
+            held = [asyncio.create_task(last(llm, "Lily", ENDLESS, f"held-{i}")) for i in range(2)]
+            waiting = asyncio.create_task(last(llm, "Tom", ENDLESS, "waiting"))
+            while not llm._admission._waiting:
+                await asyncio.sleep(0)
+            if how == "cancel":
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+            elif how == "abort":
+                await llm.abort("waiting")
+                assert (await waiting).outputs[0].finish_reason == "abort" and not held[0].done()
+            else:
+                await llm.close()
+                with pytest.raises(Closed):
+                    await waiting
+            if how != "close":
+                await llm.abort(["held-0", "held-1"])
+                assert (await last(llm, "Tom", GREEDY)).finished
+                await idle(llm)
+            await asyncio.gather(*held, return_exceptions=True)
+            assert llm._admission._free == 2 and not llm._admission._waiting
+
+    run(runner, end())
+
+
+def test_a_storm_of_cancelled_tasks_leaves_nothing_behind(runner: asyncio.Runner) -> None:
+    async def storm() -> None:
+        async with made(max_num_seqs=4, max_num_queued_reqs=8) as llm:
+            for turn in range(3):
+                tasks = [asyncio.create_task(last(llm, PROMPTS[i % 5], ENDLESS)) for i in range(200)]
+                for _ in range(turn * 20):
+                    await asyncio.sleep(0)
+                await llm.abort([f"async-{i}" for i in range(0, 700, 7)])
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            await idle(llm)
+            assert llm._admission._free == 12 and not llm._admission._waiting
+            assert (await last(llm, "Lily", GREEDY)).finished
+
+    run(runner, storm())
+
+
+def test_vectors_are_those_of_llm(runner: asyncio.Runner, llm: AsyncLLM) -> None:
+    async def vectors() -> list[EmbeddingRequestOutput]:
+        return await asyncio.gather(*(llm.embed(prompt, prompt, dimensions=8) for prompt in PROMPTS))
+
+    found = run(runner, vectors())
+    with LLM(**OPTIONS) as other:
+        wanted = other.embed(PROMPTS, dimensions=8)
+    assert [one.request_id for one in found] == PROMPTS
+    for one, two in zip(found, wanted, strict=True):
+        assert one.prompt_token_ids == two.prompt_token_ids
+        assert one.outputs.embedding == pytest.approx(two.outputs.embedding, abs=1e-4)
+    with pytest.raises(InvalidRequest, match="dimensions must be at most"):
+        run(runner, llm.embed("a", dimensions=10**6))
+    with pytest.raises(InvalidRequest, match="dimensions must be at least 1"):
+        run(runner, llm.embed("a", dimensions=0))
+
+
+def test_scripts_for_vllm_make_it_of_engine_args_and_shut_it_down(runner: asyncio.Runner) -> None:
+    async def script() -> tuple[str, int]:
+        llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**OPTIONS, enforce_eager=True, tensor_parallel_size=1))
+        try:
+            params = SamplingParams(temperature=0.0, max_tokens=8, output_kind=RequestOutputKind.DELTA)
+            pieces = [one async for one in llm.generate(request_id="0", prompt="Once upon", sampling_params=params)]
+        finally:
+            llm.shutdown()
+        with pytest.raises(Closed):
+            await llm.embed("a")
+        await llm.close()
+        return "".join(one.outputs[0].text for one in pieces), len(pieces)
+
+    text, pieces = run(runner, script())
+    with LLM.from_engine_args(EngineArgs(**OPTIONS)) as other:
+        assert text == other.generate("Once upon", GREEDY)[0].outputs[0].text and pieces > 1
+        assert other.get_default_sampling_params() == other.default_sampling_params()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 import shlex
@@ -18,6 +19,7 @@ import click
 import pytest
 import yaml
 
+import quire
 from quire.cli import main
 from quire.cli.base import DEVELOPER_BENCHMARKS
 from quire.config import OPTIONS, Settings
@@ -259,6 +261,19 @@ def test_each_idea_has_its_drawing_its_files_and_its_place() -> None:
             code = (ROOT / "src/quire" / path).read_text("utf-8")
             for name in re.findall(r"`(\w+)`", what):
                 assert re.search(rf"\b(?:class|def) {name}\b", code), (page.name, path, name)
+
+
+def test_the_reference_has_each_public_name_and_each_of_its_methods() -> None:
+    page = GENERATED["reference/python.md"]()
+    sections = dict(re.findall(r"^## `quire\.(\w+)`\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    assert list(sections) == [name for name in quire.__all__ if inspect.isclass(getattr(quire, name))]
+    for name, section in sections.items():
+        one = getattr(quire, name)
+        if one.__name__ != name:
+            assert f"`quire.{one.__name__}`" in section
+            continue
+        missing = [each for each in vars(one) if not each.startswith("_") and f"`{each}`" not in section]
+        assert section.strip() and (not missing or one is quire.QuireError), f"quire.{name}: {missing}"
 
 
 def test_messages_in_troubleshooting_are_those_of_the_code() -> None:

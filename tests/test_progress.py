@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 
+from quire import LLM, SamplingParams
 from quire.assembly.progress import compiling, loading, preparing
 from quire.model_runner.graphs import GraphKey, WorkQueue
 
@@ -22,7 +24,7 @@ def run(total: int, begin: int = 0) -> None:
 def test_a_bar_is_drawn_where_somebody_watches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     run(8 * GB)
     said = capsys.readouterr().err
@@ -30,6 +32,16 @@ def test_a_bar_is_drawn_where_somebody_watches(
     assert "8.0/8.0 GB" in said
     run(GB // 8)
     assert "loading" not in capsys.readouterr().err
+
+
+def test_a_notebook_which_forces_colors_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    run(8 * GB)
+    with LLM(dtype="float32") as llm:
+        llm.generate("a", SamplingParams(max_tokens=2))
+    assert "\x1b[?25l" not in capsys.readouterr().err
 
 
 def test_where_nobody_does_there_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +73,7 @@ def test_compiling_is_shown_once_it_takes_a_while(capsys: pytest.CaptureFixture[
 def test_a_bar_counts_kernels_where_somebody_watches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     compile_in(9, 80)
     assert "80/80" in capsys.readouterr().err

@@ -72,7 +72,9 @@ def python() -> str:
     parts = ["# Python API\n\nGenerated from the docstrings of `quire.__all__` and `quire.errors`.\n"]
     for name in quire.__all__:
         one = getattr(quire, name)
-        if inspect.isclass(one):
+        if inspect.isclass(one) and one.__name__ != name:
+            parts.append(f"## `quire.{name}`\n\nThe same as `quire.{one.__name__}`, under vLLM's name.\n")
+        elif inspect.isclass(one):
             parts.append(_class(f"quire.{name}", one, deep=name != "QuireError"))
     parts.append("## Errors\n\n| error | HTTP status | meaning |\n|---|---|---|")
     for name, one in vars(errors).items():
@@ -87,7 +89,7 @@ def _class(path: str, one: type, *, deep: bool) -> str:
         rows = [f"| `{name}` | `{_cell(kind)}` |" for name, kind in _fields(one)]
         if rows:
             parts.append("| field | type |\n|---|---|\n" + "\n".join(rows) + "\n")
-        for name, method in inspect.getmembers(one, inspect.isfunction):
+        for name, method in inspect.getmembers(one, lambda each: inspect.isfunction(each) or inspect.ismethod(each)):
             if not name.startswith("_"):
                 parts.append(f"### `{name}`\n\n{_signature(name, method)}\n\n{_text(method)}\n")
     return "\n".join(parts)
@@ -95,7 +97,7 @@ def _class(path: str, one: type, *, deep: bool) -> str:
 
 def _signature(name: str, method: Callable[..., Any]) -> str:
     """A code block with one parameter a line."""
-    signature = inspect.signature(method)
+    signature = inspect.signature(getattr(method, "__func__", method))
     lines = [str(each) for each in list(signature.parameters.values())[1:]]
     kinds = [each.kind for each in list(signature.parameters.values())[1:]]
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
@@ -110,6 +112,8 @@ def _fields(one: type) -> Iterator[tuple[str, str]]:
     for name, kind in inspect.get_annotations(one).items():
         if not name.startswith("_"):
             yield name, str(kind)
+    for name, known in inspect.getmembers(one, lambda each: isinstance(each, property)):
+        yield name, str(inspect.signature(known.fget).return_annotation)
 
 
 def _text(one: Any) -> str:

@@ -14,24 +14,33 @@ import itertools
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Self, cast
 
 from quire.assembly.backend import build_backend, engine_process
 from quire.assembly.prompts import Message, Prompt, PromptReader, suffixes
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
-from quire.config.vllm import check_method, options_of
+from quire.config.vllm import EngineArgs, check_method, options_of
 from quire.errors import Closed, Interrupted, InvalidRequest, QuireError
 from quire.frontend.interface import Call, Delta, iterate
 from quire.frontend.offload import offload
-from quire.frontend.outputs import merge, request_output
-from quire.frontend.processor import ActiveRequest, check_priority
+from quire.frontend.outputs import embedding_output, merge, request_output
+from quire.frontend.processor import ActiveRequest, check_embedding, check_priority
+from quire.observability.observer import FrontendObserver
 from quire.tokenization.tokenizer import Tokenizer
-from quire.types import UNLIMITED, RequestOutput, SamplingParams
+from quire.types import (
+    UNLIMITED,
+    EmbeddingRequestOutput,
+    FinishedRequest,
+    Pooling,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 
-OutputKind = Literal["cumulative", "delta", "final_only"]
-"""What each output has: all tokens so far, those since the last output, or all of them in one output at the end."""
+_MAX_NUM_SEQS = 256
+"""Answers that are taken to run beside those that wait, where `max_num_seqs` is auto."""
 
 _BYTES_PER_TOKEN = 4
 """About what a token id costs to read, in bytes of text."""
@@ -41,16 +50,68 @@ _Encoded = tuple[str | None, tuple[int, ...], SamplingParams]
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request from its first step to its end. live: None while its prompt is being encoded."""
+    """A request from its first step to its end. live: None while it waits and while its prompt is being encoded."""
 
     live: ActiveRequest | None = None
     aborted: bool = False
 
 
+class _Admission(FrontendObserver):
+    """Lets at most so many answers into the engine at once, in the order of arrival; others wait outside, unencoded.
+
+    A call of more answers than that is let in alone. Observing the backend, it learns which answers have ended.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = self._free = most
+        self._waiting: dict[_Running, tuple[int, asyncio.Future[None]]] = {}
+
+    async def enter(self, running: _Running, answers: int) -> None:
+        """Return when `answers` may run."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[running] = answers, turn
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if self._waiting.pop(running, None) is None:
+                self._free += answers
+            self._admit()
+            raise
+
+    def skip(self, running: _Running) -> None:
+        """Let this call in now, if it waits: it is about to end."""
+        if running in self._waiting:
+            self._let_in(running)
+
+    def leave(self, answers: int) -> None:
+        """So many answers have ended, or will not run."""
+        self._free += answers
+        self._admit()
+
+    def on_end(self, ended: FinishedRequest) -> None:
+        """See FrontendObserver."""
+        self.leave(1)
+
+    def _admit(self) -> None:
+        while self._waiting:
+            running, (answers, _) = next(iter(self._waiting.items()))
+            if self._free < min(answers, self._most):
+                return
+            self._let_in(running)
+
+    def _let_in(self, running: _Running) -> None:
+        answers, turn = self._waiting.pop(running)
+        self._free -= answers
+        if not turn.cancelled():
+            turn.set_result(None)
+
+
 class AsyncLLM:
     """A model for the tasks of one event loop. Arguments are those of `LLM`.
 
-    Any number of tasks may call it at once; their requests run in the same steps. It starts with the first request, or
+    Any number of tasks may call it at once; their requests run in the same steps. Up to `max_num_queued_reqs` wait in
+    the engine, further ones in their tasks, in the order in which they came. It starts with the first request, or
     with `async with` or `start`. Constructing it raises InvalidConfig or InvalidModel, and blocks while text files are
     read. Methods raise Closed after `close` and in another event loop.
     """
@@ -60,12 +121,15 @@ class AsyncLLM:
         self._text = build_text(self.settings)
         self._prompts = PromptReader(self._text)
         seeds = random.Random(self.settings.model.seed)
+        scheduler = self.settings.scheduler
+        self._admission = _Admission((scheduler.max_num_seqs or _MAX_NUM_SEQS) + scheduler.max_num_queued_reqs)
         self._backend = build_backend(
             self.settings,
             self._text,
             engine_process(self.settings),
             max_queued=UNLIMITED,
             max_unread=UNLIMITED,
+            observer=self._admission,
             seeds=lambda: seeds.getrandbits(63),
         )
         self._numbers = itertools.count()
@@ -74,6 +138,11 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An AsyncLLM of arguments that were made before. Raises as the constructor does."""
+        return cls(**engine_args.given())
 
     # ---------------------------------------------------------------- life
 
@@ -88,10 +157,17 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """End the engine's process; again: no effect. Running calls raise Interrupted."""
+        await asyncio.shield(self._begin_closing())
+
+    def shutdown(self) -> None:
+        """As `close`, without waiting for it (vLLM's name). Call it in the event loop."""
+        self._begin_closing()
+
+    def _begin_closing(self) -> asyncio.Task[None]:
         self._check_loop()
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
-        await asyncio.shield(self._closing)
+        return self._closing
 
     async def _close(self) -> None:
         if self._starting is not None:
@@ -125,7 +201,6 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        output_kind: OutputKind = "cumulative",
         suffix: str = "",
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -133,8 +208,7 @@ class AsyncLLM:
 
         Tokens that are ready together come in one output. Closing the generator, or cancelling the task that reads it,
         ends the request. sampling_params: the model's defaults if None. request_id: unique among running requests, for
-        `abort`; drawn if None. priority, suffix: as for `LLM.generate`. output_kind: vLLM's, see `OutputKind`. others:
-        vLLM's arguments that change nothing.
+        `abort`; drawn if None. priority, suffix: as for `LLM.generate`. others: vLLM's arguments that change nothing.
 
         Iteration raises InvalidRequest naming the field, Interrupted where the engine's process ends, Unavailable while
         it starts again, and StepFailed where this request cannot be computed.
@@ -145,7 +219,7 @@ class AsyncLLM:
             return *self._prompts.encoded(prompt, end), self._prompts.filling(params, end)
 
         size = _size(prompt) + _size(suffix)
-        return self._stream(size, encode, sampling_params, request_id, priority, output_kind, others)
+        return self._stream(size, encode, sampling_params, request_id, priority, others)
 
     def chat(
         self,
@@ -154,7 +228,6 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        output_kind: OutputKind = "cumulative",
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation. Raises InvalidRequest also where the model has no chat template."""
@@ -163,7 +236,7 @@ class AsyncLLM:
             text, ids = self._prompts.rendered(messages)
             return text, ids, self._prompts.bound(text, "", params)
 
-        return self._stream(UNLIMITED, encode, sampling_params, request_id, priority, output_kind, others)
+        return self._stream(UNLIMITED, encode, sampling_params, request_id, priority, others)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End these requests: their last output has what was generated, and the finish_reason 'abort'.
@@ -174,8 +247,37 @@ class AsyncLLM:
         for id in [request_id] if isinstance(request_id, str) else list(request_id):
             running = self._running.get(id, _Running())
             running.aborted = True
+            self._admission.skip(running)
             if running.live is not None:
                 self._backend.end(running.live, "abort")
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        request_id: str | None = None,
+        *,
+        pooling: Pooling = "mean",
+        dimensions: int | None = None,
+        normalize: bool = True,
+        priority: int = 0,
+        **others: Any,
+    ) -> EmbeddingRequestOutput:
+        """The vector of one prompt. Arguments are those of `LLM.embed`; request_id and priority as for `generate`.
+
+        Raises InvalidRequest naming the field, also where the executor has no hidden states.
+        """
+        asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
+
+        def encode(params: SamplingParams) -> _Encoded:
+            return *self._prompts.encoded(prompt), params
+
+        await self.start()
+        check_embedding(dimensions, pools=self._backend.card.pools)
+        async with self._answering(_size(prompt), encode, asked, request_id, priority, others) as (call, live):
+            found = [delta async for deltas in iterate(live) for delta in deltas]
+            if found[-1].finish_reason == "abort":
+                raise Interrupted("the request was aborted")
+            return embedding_output(call, found[-1], dimensions, normalize=normalize)
 
     async def _stream(
         self,
@@ -184,27 +286,51 @@ class AsyncLLM:
         params: SamplingParams | None,
         request_id: str | None,
         priority: int,
-        kind: OutputKind,
         others: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """size: of the prompt, in bytes. encode: makes a call's text, token ids and parameters."""
+        """See `_answering`."""
+        async with (
+            self._answering(size, encode, params, request_id, priority, others) as (call, live),
+            contextlib.aclosing(_outputs(call, live)) as outputs,
+        ):
+            async for output in outputs:
+                self._check_closed(output)
+                yield output
+
+    @contextlib.asynccontextmanager
+    async def _answering(
+        self,
+        size: int,
+        encode: Callable[[SamplingParams], _Encoded],
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        others: dict[str, Any],
+    ) -> AsyncGenerator[tuple[Call, ActiveRequest], None]:
+        """A request that runs while entered. size: of the prompt, in bytes. encode: makes a call's text, token ids and
+        parameters."""
         count = next(self._numbers)
         id = f"async-{count}" if request_id is None else request_id
-        self._check_arguments(id, params, priority, kind, others)
+        self._check_arguments(id, params, priority, others)
+        sampling = params or self.default_sampling_params()
         self._running[id] = running = _Running()
         try:
             await self.start()
-            text, ids, sampling = await offload(size, lambda: encode(params or self.default_sampling_params()))
-            self._check()
-            # Outputs of an earlier request with this id may still be on their way.
-            call = Call(id=f"{id}-{count}", prompt=ids, text=text, sampling=sampling, priority=priority)
-            with contextlib.closing(self._backend.answer(call)) as running.live:
+            await self._admission.enter(running, sampling.n)
+            try:
+                self._check()
+                text, ids, bound = await offload(size, lambda: encode(sampling))
+                self._check()
+                # Outputs of an earlier request with this id may still be on their way.
+                call = Call(id=f"{id}-{count}", prompt=ids, text=text, sampling=bound, priority=priority)
+                live = self._backend.answer(call)
+            except BaseException:
+                self._admission.leave(sampling.n)
+                raise
+            with contextlib.closing(live) as running.live:
                 if running.aborted:
-                    self._backend.end(running.live, "abort")
-                async with contextlib.aclosing(_outputs(replace(call, id=id), running.live, kind)) as outputs:
-                    async for output in outputs:
-                        self._check_closed(output)
-                        yield output
+                    self._backend.end(live, "abort")
+                yield replace(call, id=id), live
         finally:
             del self._running[id]
 
@@ -213,7 +339,7 @@ class AsyncLLM:
         if self._closing is not None and any(one.finish_reason == "abort" for one in output.outputs):
             raise Interrupted("this AsyncLLM was closed while the request was running")
 
-    def _check_arguments(self, id: object, params: object, priority: object, kind: str, others: dict[str, Any]) -> None:
+    def _check_arguments(self, id: object, params: object, priority: object, others: dict[str, Any]) -> None:
         """Raise InvalidRequest naming the argument."""
         check_method(others)
         if not isinstance(id, str) or not id:
@@ -222,8 +348,6 @@ class AsyncLLM:
             raise InvalidRequest(f"request_id {id!r:.80} is running: give each request its own", param="request_id")
         if not isinstance(params, SamplingParams | None):
             raise InvalidRequest("sampling_params must be SamplingParams", param="sampling_params")
-        if kind not in get_args(OutputKind):
-            raise InvalidRequest(f"output_kind must be one of {', '.join(get_args(OutputKind))}", param="output_kind")
         number("priority", priority, -UNLIMITED, UNLIMITED, whole=True)
         check_priority(cast(int, priority), self.settings.scheduler.reads_priorities)
 
@@ -243,8 +367,9 @@ class AsyncLLM:
         self._backend.reset_prefix_cache()
 
 
-async def _outputs(call: Call, live: ActiveRequest, kind: OutputKind) -> AsyncGenerator[RequestOutput, None]:
-    """What the deltas of a call come to, as `kind` says. Raises what ends the stream."""
+async def _outputs(call: Call, live: ActiveRequest) -> AsyncGenerator[RequestOutput, None]:
+    """What the deltas of a call come to, as its `output_kind` says. Raises what ends the stream."""
+    kind = call.sampling.output_kind
     so_far = [Delta(index, "") for index in range(call.sampling.n)]
     finished = False
     async for deltas in iterate(live):
@@ -253,10 +378,10 @@ async def _outputs(call: Call, live: ActiveRequest, kind: OutputKind) -> AsyncGe
             changed[delta.index] = merge(changed[delta.index], delta)
             so_far[delta.index] = merge(so_far[delta.index], delta)
         finished = all(one.finish_reason is not None for one in so_far)
-        if kind == "delta":
+        if kind is RequestOutputKind.DELTA:
             output = request_output(call, [[changed[index]] for index in sorted(changed)])
             yield replace(output, finished=finished)
-        elif kind == "cumulative" or finished:
+        elif kind is RequestOutputKind.CUMULATIVE or finished:
             yield request_output(call, [[one] for one in so_far])
 
 

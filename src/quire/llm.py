@@ -28,7 +28,7 @@ from quire.assembly.prompts import Message, Prompt, PromptReader, check_list, la
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
-from quire.config.vllm import check_method, options_of
+from quire.config.vllm import EngineArgs, check_method, options_of
 from quire.engine.thread import EngineThread, wait_for
 from quire.errors import InvalidRequest, QuireError
 from quire.frontend.beam_search import (
@@ -40,13 +40,12 @@ from quire.frontend.beam_search import (
     search,
 )
 from quire.frontend.interface import Call, Delta
-from quire.frontend.outputs import request_output
+from quire.frontend.outputs import embedding_output, request_output
 from quire.frontend.processor import (
     OutputProcessor,
     check_embedding,
     check_priority,
     delta_of_error,
-    embedding_vector,
     max_new_tokens,
     output_processor,
     requests,
@@ -56,10 +55,10 @@ from quire.scheduler.constraint import FREE, Constraint
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
 from quire.tokenization.detokenizer import StopStrings
+from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import (
     UNLIMITED,
-    EmbeddingOutput,
     EmbeddingRequestOutput,
     FinishReason,
     Pooling,
@@ -97,6 +96,11 @@ class LLM:
         self._thread = EngineThread(self._engine, _take_over_threads)
         weakref.finalize(self, self._thread.leave)
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An LLM of arguments that were made before. Raises as the constructor does."""
+        return cls(**engine_args.given())
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -125,20 +129,22 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        lora_request: None = None,
         priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = True,
+        *,
         suffix: str | Sequence[str] = "",
         **others: Any,
     ) -> list[str]:
         """Start what `generate` would answer, and return at once: the `request_id` of each prompt, in order.
 
-        `wait_for_completion` returns the outputs, which are kept until then. Arguments are those of `generate`;
-        `use_tqdm` changes nothing, as nothing is waited for. Raises InvalidRequest naming the field; then none runs.
+        `wait_for_completion` returns the outputs, which are kept until then. Arguments are those of `generate`:
+        the order is vLLM's, `lora_request` is None, and `use_tqdm` changes nothing, as nothing is waited for. Raises
+        InvalidRequest naming the field; then none runs.
         """
         del use_tqdm
         self._thread.check()
-        check_method(others)
+        check_method({"lora_request": lora_request, **others})
         batch = self._batch(*self._completions(prompts, sampling_params, suffix), priority)
         _Running(self._thread, batch.readers).__enter__()
         self._enqueued.append(batch)
@@ -171,7 +177,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        *,
+        lora_request: None = None,
         use_tqdm: bool = False,
         **others: Any,
     ) -> list[BeamSearchOutput]:
@@ -181,7 +187,7 @@ class LLM:
         the field, also where a prompt and `max_tokens` do not fit into the context.
         """
         self._thread.check()
-        check_method(others)
+        check_method({"lora_request": lora_request, **others})
         read = [ids for _, ids in self._prompts.read(prompts)]
         tokenizer, one = self._text.tokenizer, SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         longest = replace(one, max_tokens=params.max_tokens)
@@ -227,8 +233,10 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        chat_template: None = None,
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -240,7 +248,7 @@ class LLM:
         Raises InvalidRequest also when the model has no chat template, or its template refuses the messages.
         """
         self._thread.check()
-        check_method(others)
+        check_method({"lora_request": lora_request, "chat_template": chat_template, **others})
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
                 "continue_final_message goes on with the last message, add_generation_prompt begins another: set one",
@@ -267,9 +275,12 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, int]:
         """The pieces of the first answer's text as they are generated. Closing the iterator ends the request.
 
-        The generator's return value is how many tokens were generated. Raises the error with which the request failed.
+        The generator's return value is how many tokens were generated. Raises the error with which the request failed,
+        and InvalidRequest where the model has no text.
         """
         self._thread.check()
+        if not self._text.tokenizer.has_text:
+            raise needs_text("stream")
         return self._stream(*self._prompts.encoded(prompt), sampling_params or self.default_sampling_params())
 
     def stream_chat(
@@ -297,6 +308,10 @@ class LLM:
     def default_sampling_params(self, **changed: Any) -> SamplingParams:
         """What the model's generation_config.json recommends, with some fields `changed`."""
         return SamplingParams(**{**self._text.defaults, **changed})
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's name for `default_sampling_params`."""
+        return self.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -443,12 +458,7 @@ class _Job:
 
     def embedding(self, dimensions: int | None, *, normalize: bool) -> EmbeddingRequestOutput:
         """Raises InvalidRequest for a prompt that could not be computed, and for dimensions there are not."""
-        last = self.choices[0][-1]
-        if not last.pooled:
-            raise InvalidRequest(last.error or "the prompt came to no vector", param="prompts")
-        numbers = embedding_vector(last.pooled, dimensions, normalize=normalize)
-        outputs = EmbeddingOutput(tuple(numbers.tolist()))
-        return EmbeddingRequestOutput(self.call.id, self.call.prompt, outputs, num_cached_tokens=last.num_cached)
+        return embedding_output(self.call, self.choices[0][-1], dimensions, normalize=normalize)
 
 
 class _Reader:
@@ -498,7 +508,7 @@ class _Batch:
 def _wait(batches: Sequence[_Batch], watch: bool) -> list[_Job]:
     """The jobs of all batches when every answer is complete. watch: show progress on a terminal."""
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not (watch and console.is_terminal)) as progress:
+    with Progress(console=console, transient=True, disable=not (watch and console.file.isatty())) as progress:
         task = progress.add_task("answers", total=sum(len(batch.readers) for batch in batches))
         for batch in batches:
             for _ in batch.readers:

@@ -9,6 +9,7 @@ import json as jsons
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import Any, Literal, NamedTuple, get_args
 
 from quire import checks
@@ -162,6 +163,17 @@ def _number(
     return field(default=default, metadata=metadata)
 
 
+class RequestOutputKind(StrEnum):
+    """What each output of `AsyncLLM.generate` has, with vLLM's names.
+
+    `CUMULATIVE`: all tokens so far. `DELTA`: those since the last output. `FINAL_ONLY`: all, in one output at the end.
+    """
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. Every field means what it means in vLLM.
@@ -171,7 +183,7 @@ class SamplingParams:
     many as the context allows. `bad_words` are text too: the frontend tokenizes them as `bad_words_token_ids`,
     sequences of tokens of which none may be completed in the output. `thinking_token_budget` is the most tokens of
     thoughts between their marks, None or -1 for any number. `pooling` also asks for the prompt's hidden states
-    as one vector.
+    as one vector. `output_kind` is read by `AsyncLLM`, and may be the member's value.
 
     Raises InvalidRequest naming the field, also for NaN and infinities.
     """
@@ -230,6 +242,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = _number(None, -1, UNLIMITED)
     pooling: Pooling | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -260,6 +273,12 @@ class SamplingParams:
             )
         if self.pooling not in (None, "mean", "last"):
             raise InvalidRequest("pooling must be mean or last", param="pooling")
+        if self.output_kind not in tuple(RequestOutputKind):
+            kinds = ", ".join(RequestOutputKind)
+            raise InvalidRequest(
+                f"output_kind must be one of {kinds}, not {self.output_kind!r:.80}", param="output_kind"
+            )
+        object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
         if any(not s for s in self.stop):
             raise InvalidRequest("stop strings must not be empty", param="stop")
         if any(not word for word in self.bad_words_token_ids):

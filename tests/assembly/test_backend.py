@@ -14,7 +14,7 @@ from quire.config import Settings
 
 
 def text(infill: Any) -> Text:
-    tokenizer = cast(Any, SimpleNamespace(infill=infill))
+    tokenizer = cast(Any, SimpleNamespace(infill=infill, has_text=True))
     return Text(Path("folder"), tokenizer, None, {"top_k": 5}, "hermes", "qwen3", "the template")
 
 

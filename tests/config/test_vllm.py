@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 from quire.config import OPTIONS, Settings
 from quire.config.unknown import UNSUPPORTED
-from quire.config.vllm import ANY, CONSTRUCTOR, METHODS, check_method, options_of
+from quire.config.vllm import ANY, CONSTRUCTOR, METHODS, EngineArgs, check_method, options_of
 from quire.errors import InvalidConfig, InvalidRequest
 from tests.live import ROOT
 
@@ -19,7 +21,6 @@ SCRIPT = {
     "pipeline_parallel_size": 1,
     "trust_remote_code": False,
     "tokenizer_mode": "auto",
-    "skip_tokenizer_init": False,
     "swap_space": 4,
     "cpu_offload_gb": 0.0,
     "max_seq_len_to_capture": 8192,
@@ -96,3 +97,17 @@ def test_each_argument_has_a_reason_and_is_in_the_table() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|$", page, re.MULTILINE)
     known = [*CONSTRUCTOR.items(), *METHODS.items()]
     assert rows == [(name, ", ".join(f"`{one!r}`" for one in values) or "any") for name, values in known]
+
+
+def test_engine_args_are_arguments_that_were_checked() -> None:
+    args = EngineArgs("a/model", max_num_seqs=3, tensor_parallel_size=1)
+    assert vars(args) == args.given() == {"model": "a/model", "max_num_seqs": 3, "tensor_parallel_size": 1}
+    args.max_num_seqs = 4
+    assert args.given()["max_num_seqs"] == 4 and args.dtype is None and args.trust_remote_code is None
+    assert pickle.loads(pickle.dumps(args)).given() == copy.copy(args).given() == args.given()
+    with pytest.raises(InvalidConfig, match="tensor_parallel_size=2"):
+        EngineArgs(tensor_parallel_size=2)
+    with pytest.raises(InvalidConfig, match="max_num_seqs"):
+        EngineArgs(max_num_seq=2)
+    with pytest.raises(AttributeError, match="max_num_seqs"):
+        EngineArgs().max_num_seq  # noqa: B018

@@ -97,13 +97,14 @@ async def served(
     about: dict[str, Any] | None = None,
     details: Callable[[], ModelDetails] = ModelDetails,
     tokenizer_info: dict[str, Any] | None = None,
+    tokenizer: Tokenizer = TOKENIZER,
     **rest: Any,
 ) -> AsyncIterator[Served]:
     port = FakePort(script, max_model_len=room) if port is None else port
     card = ModelCard(id="tiny", created=1700000000, max_model_len=room, defaults=defaults or {}, **(about or {}))
     backend = NativeBackend(
         engine=port,
-        tokenizer=TOKENIZER,
+        tokenizer=tokenizer,
         card=card,
         chat=None if template is None else ChatTemplate(template),
         observer=FrontendMetrics("tiny"),

@@ -286,6 +286,7 @@ BLOCKS = (
     ),
     python("docs/guides/offline-inference.md: enqueue", common=lambda said: re.sub(r"llm-\d+", "", said)),
     python("docs/guides/offline-inference.md: beams", common=lambda said: re.sub(r"-\d+\.\d+", "", said)),
+    python("docs/guides/offline-inference.md: ids"),
     python("docs/guides/structured-outputs.md: offline"),
     Item(SPECULATIVE, speculative),
     settings("docs/reference/configuration.md: model: embedded"),
@@ -332,6 +333,11 @@ NAMED = (
         "is what LLM.enqueue is tried with",
         "tests/test_llm.py::test_what_is_enqueued_is_returned_once_in_order",
     ),
+    Named(
+        "LLM.get_default_sampling_params",
+        "is LLM.default_sampling_params",
+        "tests/test_async_llm.py::test_scripts_for_vllm_make_it_of_engine_args_and_shut_it_down",
+    ),
     *(
         Named(f"AsyncLLM.{name}", "does what AsyncLLM.generate does, or no step", f"tests/test_async_llm.py::{test}")
         for name, test in (
@@ -339,8 +345,10 @@ NAMED = (
             ("chat", "test_a_conversation_is_rendered_by_the_models_template"),
             ("close", "test_closing_interrupts_those_that_run_and_refuses_those_that_come"),
             ("default_sampling_params", "test_defaults_are_the_models"),
+            ("embed", "test_vectors_are_those_of_llm"),
             ("get_tokenizer", "test_defaults_are_the_models"),
             ("reset_prefix_cache", "test_answers_are_those_of_llm"),
+            ("shutdown", "test_scripts_for_vllm_make_it_of_engine_args_and_shut_it_down"),
             ("start", "test_a_start_that_fails_says_why_to_every_caller"),
         )
     ),

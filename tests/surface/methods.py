@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -114,7 +115,7 @@ def async_generate(deployment: Deployment) -> Any:
     prompts = ["Once upon a time", "The little dog", "Is a dog an animal? ", LONG]
 
     async def last(llm: AsyncLLM, prompt: str, params: SamplingParams) -> RequestOutput:
-        [found] = [one async for one in llm.generate(prompt, params, prompt, output_kind="final_only")]
+        [found] = [one async for one in llm.generate(prompt, replace(params, output_kind="final_only"), prompt)]
         return found
 
     async def at_once() -> list[RequestOutput]:

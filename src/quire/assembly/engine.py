@@ -31,7 +31,7 @@ from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
 from quire.engine.timing import LatencyController, PlanDelay
-from quire.errors import InvalidConfig, InvalidModel
+from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
 from quire.models.registry import ARCHITECTURES, Model, architecture_name, find_architecture, parameters
@@ -301,7 +301,7 @@ def _probe(settings: Settings) -> tuple[int, ...]:
     """Token ids of the probe; empty without a tokenizer, for ids from all over the vocabulary."""
     try:
         return build_tokenizer(settings).encode(PROBE)
-    except InvalidModel:
+    except (InvalidModel, InvalidRequest):
         return ()
 
 

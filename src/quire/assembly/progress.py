@@ -69,7 +69,8 @@ def _progress(
 ) -> Iterator[Callable[[int, int, bool], None]]:
     """A callback for (done, total, whether to show it). line: formats (done, total, seconds)."""
     console = Console(stderr=True)
-    if console.is_terminal:
+    # Not `is_terminal`, which FORCE_COLOR sets, as notebooks do: they would show control characters.
+    if console.file.isatty():
         with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
             task = bar.add_task(title, visible=False)
             yield lambda done, total, show: bar.update(task, completed=done, total=total, visible=show)

@@ -11,6 +11,7 @@ from quire.checks import token_ids
 from quire.errors import InvalidRequest
 from quire.parsers.parts import PLAIN, Splitter
 from quire.parsers.reasoning import THOUGHTS, bounded, thoughts_ahead
+from quire.tokenization.no_tokenizer import needs_text
 from quire.types import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -63,6 +64,8 @@ class PromptReader:
 
     def rendered(self, messages: Sequence[Message], **rendering: Any) -> tuple[str, tuple[int, ...]]:
         """A conversation's text by the model's chat template, and its token ids. rendering: of `ChatTemplate`."""
+        if not self._text.tokenizer.has_text:
+            raise needs_text("messages")
         if self._text.template is None:
             raise InvalidRequest(
                 "this model has no chat template: give one with --chat-template (in Python: chat_template=)",

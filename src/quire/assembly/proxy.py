@@ -45,7 +45,7 @@ VLLM_OPTIONS = frozenset(
         *("chat_template", "revision", "download_dir", "block_size", "num_gpu_blocks_override"),
         *("kv_cache_memory_bytes", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching"),
         *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "long_prefill_token_threshold"),
-        *("scheduling_policy", "enforce_eager", "speculative_config"),
+        *("scheduling_policy", "enforce_eager", "speculative_config", "skip_tokenizer_init"),
     )
 )
 """Options that vLLM has with the same name and meaning: they are passed on."""

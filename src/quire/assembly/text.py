@@ -12,7 +12,8 @@ from quire.errors import InvalidModel
 from quire.parsers.reasoning import ReasoningParser, parser_of
 from quire.parsers.tools.styles import STYLES, ToolParser, sign_of, style_of
 from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.tokenizer import Tokenizer, sampling_defaults
+from quire.tokenization.no_tokenizer import NoTokenizer
+from quire.tokenization.tokenizer import Tokenizer, read_eos, sampling_defaults
 from quire.tokenization.vocabularies import ends_of, from_gguf
 from quire.weights.gguf import find_gguf, read_gguf
 from quire.weights.locate import check, locate
@@ -48,15 +49,17 @@ def build_text(settings: Settings) -> Text:
     check(folder)
     tokenizer_folder = _tokenizer_folder(settings)
     try:
-        tokenizer, own_template = _read(tokenizer_folder)
+        tokenizer, own_template = _read(settings)
     except InvalidModel:
         _check_architecture(settings, folder)
         raise
     tools, reasoning = model.tool_call_parser, model.reasoning_parser
     style = None if tools == "auto" else STYLES[tools]
-    template = ChatTemplate.from_folder(
-        tokenizer_folder, tokenizer.tokens, override=model.chat_template, style=style, default=own_template
-    )
+    template = None
+    if tokenizer.has_text:
+        template = ChatTemplate.from_folder(
+            tokenizer_folder, tokenizer.tokens, override=model.chat_template, style=style, default=own_template
+        )
     if template is not None:
         template.try_out()
     source = None if template is None else template.source
@@ -86,15 +89,18 @@ def _check_architecture(settings: Settings, folder: Path) -> None:
 
 def build_tokenizer(settings: Settings) -> Tokenizer:
     """The tokenizer alone. Raises InvalidModel."""
-    return _read(_tokenizer_folder(settings))[0]
+    return _read(settings)[0]
 
 
-def _read(folder: Path) -> tuple[Tokenizer, str | None]:
+def _read(settings: Settings) -> tuple[Tokenizer, str | None]:
     """The tokenizer, and a GGUF file's chat template."""
+    folder = _tokenizer_folder(settings)
     file = find_gguf(folder)
+    facts = {} if file is None else read_gguf(file).facts
+    if settings.model.skip_tokenizer_init:
+        return NoTokenizer(read_eos(folder) if file is None else ends_of(facts)), None
     if file is None:
         return Tokenizer.from_folder(folder), None
-    facts = read_gguf(file).facts
     core, config = from_gguf(facts)
     return Tokenizer(core, config, eos=ends_of(facts)), config.get("chat_template")
 

@@ -15,7 +15,7 @@ from quire.assembly.text import build_tokenizer
 from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
 from quire.config import Settings
-from quire.errors import InvalidConfig, InvalidModel
+from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.models import llama
 from quire.models.registry import Model
 from quire.weights.canary import PROBE, feed, pages, probe
@@ -40,7 +40,7 @@ def command(settings: Settings) -> None:
     folder = locate(settings.model.model, revision=settings.model.revision, cache=settings.model.download_dir)
     try:
         encoded = build_tokenizer(settings).encode(PROBE)
-    except InvalidModel:
+    except (InvalidModel, InvalidRequest):
         encoded = ()
     model = load_model(folder, dtype="float32")
     found = list(compare(model, folder, probe(model.spec.vocab, encoded)))

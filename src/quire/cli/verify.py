@@ -29,7 +29,7 @@ from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.engine.events import Gauges, Observer, StepRecord
 from quire.engine.executor import Description
-from quire.errors import InvalidConfig, InvalidModel, QuireError
+from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError
 from quire.models.registry import read_spec
 from quire.types import GREEDY, Request, SamplingParams, TokenLogprobs
 from quire.weights.canary import PROBE, probe
@@ -292,7 +292,7 @@ def requests(settings: Settings, made: BuiltExecutor, *, count: int, new: int) -
     about = made.executor.describe()
     try:
         encoded = build_tokenizer(settings).encode(PROBE)
-    except InvalidModel:
+    except (InvalidModel, InvalidRequest):
         encoded = ()
     text, room = (
         probe(about.vocab_size, encoded),

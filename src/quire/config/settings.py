@@ -352,6 +352,11 @@ class ModelConfig:
     )
     seed: int = option(0, "Seed of everything random whose request brings none.", low=0, high=2**64 - 1)
     tokenizer: str | None = option(None, "Folder or repository of the tokenizer. Unset: the model's own.")
+    skip_tokenizer_init: bool = option(
+        False,
+        "Read no tokenizer, which the checkpoint need not have: prompts and answers are token ids, and what needs text "
+        "is refused.",
+    )
     chat_template: str | None = option(None, "File with a jinja chat template. Unset: the model's own.")
     tool_call_parser: Literal["auto", ToolParser] = option(
         "auto", "How the model writes tool calls; auto: by its chat template."
@@ -588,6 +593,9 @@ def _check_together(settings: Settings) -> None:
             " set only one of them",
             param="long_prefill_token_threshold",
         )
+    named = next((name for name in ("tokenizer", "chat_template") if getattr(model, name) is not None), None)
+    if model.skip_tokenizer_init and named:
+        raise InvalidConfig(f"skip_tokenizer_init reads no tokenizer, but {named} is set: set one of them", param=named)
     if cache.num_gpu_blocks_override and cache.kv_cache_memory_bytes:
         raise InvalidConfig(
             "num_gpu_blocks_override and kv_cache_memory_bytes both set the size of the KV cache: set one of them",

@@ -47,7 +47,6 @@ UNSUPPORTED = _by_name(
         "LLM.embed and /v1/embeddings take what a vector is made of": "pooler_config override_pooler_config",
         "prompts are texts or token ids": "enable_prompt_embeds",
         "tokenizer.json is the one format; see --tokenizer": "tokenizer_mode",
-        "send token ids as the prompt instead": "skip_tokenizer_init",
         "the model's generation_config.json gives the defaults; requests override them": "generation_config",
         "set sampling parameters in the request": "override_generation_config",
         "see --lookahead, the number of steps launched ahead": "async_scheduling num_scheduler_steps",

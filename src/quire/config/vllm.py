@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from quire.config.settings import OPTIONS
+from quire.config.settings import OPTIONS, Settings
 from quire.config.unknown import UNSUPPORTED
 from quire.errors import InvalidConfig, InvalidRequest, nearest
 
@@ -27,7 +27,7 @@ CONSTRUCTOR = _by_name(
         ((0, None), "cpu_offload_gb kv_offloading_size num_lookahead_slots"),
         (
             (False, None),
-            "trust_remote_code skip_tokenizer_init enable_expert_parallel enable_lora enable_sleep_mode "
+            "trust_remote_code enable_expert_parallel enable_lora enable_sleep_mode "
             "enable_prompt_embeds calculate_kv_scales disable_sliding_window async_scheduling",
         ),
         (("auto", None), "tokenizer_mode config_format runner convert worker_cls guided_decoding_backend"),
@@ -85,6 +85,27 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None or name not in OPTIONS:
             taken[name] = _value(name, value)
     return taken
+
+
+class EngineArgs:
+    """Arguments of `LLM` and `AsyncLLM` as one value, for `from_engine_args`, as scripts for vLLM make them.
+
+    Attributes are the arguments, None where they are not given; `vars` has those that are given. Raises InvalidConfig
+    as the constructors do.
+    """
+
+    def __init__(self, model: str = "embedded", **options: Any) -> None:
+        Settings.of(model=model, **options_of(options))
+        vars(self).update(options, model=model)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OPTIONS or name in CONSTRUCTOR:
+            return None
+        raise AttributeError(f"there is no argument {name}.{nearest(name, OPTIONS)}")
+
+    def given(self) -> dict[str, Any]:
+        """The arguments that were given, by name."""
+        return dict(vars(self))
 
 
 def check_method(given: Mapping[str, Any]) -> None:

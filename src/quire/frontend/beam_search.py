@@ -123,7 +123,8 @@ def beam_search_output(
         ended = not params.ignore_eos and beam.tokens[-1] in tokenizer.eos
         tokens = (*prompt, *(beam.tokens[:-1] if ended and not params.include_stop_str_in_output else beam.tokens))
         reason = "stop" if ended else "length"
-        made.append(BeamSearchSequence(tokens, tokenizer.decode(tokens), beam.logprob, reason))
+        text = tokenizer.decode(tokens) if tokenizer.has_text else ""
+        made.append(BeamSearchSequence(tokens, text, beam.logprob, reason))
     return BeamSearchOutput(tuple(made))
 
 

@@ -148,7 +148,7 @@ class ModelCard:
     infill_ends: token ids that end a text between a prompt and a suffix, besides the model's end of text.
     pools: whether it computes embeddings. device: what it runs on, as torch calls it. template_arguments: names that
     its chat template reads. tool_parser, reasoning_parser: how its answers are parsed (see `parsers.tools.styles` and
-    `parsers.reasoning`).
+    `parsers.reasoning`). has_text: false if prompts and answers are token ids only.
     """
 
     id: str
@@ -164,6 +164,7 @@ class ModelCard:
     aliases: tuple[str, ...] = ()
     infill_ends: tuple[int, ...] = ()
     device: str = ""
+    has_text: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from quire.frontend.processor import (
 from quire.observability.observer import FrontendObserver
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.detokenizer import StopStrings
+from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import BACKGROUND, FinishedRequest, FinishReason, RequestStepOutput
 
@@ -121,6 +122,8 @@ class NativeBackend(DrainingService):
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """See Backend."""
+        if not self.tokenizer.has_text:
+            raise needs_text("messages")
         if self.chat is None:
             raise InvalidRequest(
                 f"{self.card.id} has no chat template: use /v1/completions, or start the server with --chat-template",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.errors import InvalidRequest
 from quire.frontend.interface import Call, Delta
-from quire.types import CompletionOutput, RequestOutput
+from quire.frontend.processor import embedding_vector
+from quire.types import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 
 
 def request_output(call: Call, choices: Sequence[Sequence[Delta]]) -> RequestOutput:
@@ -45,3 +47,15 @@ def _completion(call: Call, deltas: Sequence[Delta]) -> CompletionOutput:
         finish_reason=deltas[-1].finish_reason,
         stop_reason=deltas[-1].error or deltas[-1].stop_reason,
     )
+
+
+def embedding_output(call: Call, last: Delta, dimensions: int | None, *, normalize: bool) -> EmbeddingRequestOutput:
+    """The vector of a call. last: its last delta. dimensions: how many numbers, all if None.
+
+    Raises InvalidRequest for a prompt that could not be computed, and for dimensions there are not.
+    """
+    if not last.pooled:
+        raise InvalidRequest(last.error or "the prompt came to no vector", param="prompts")
+    numbers = embedding_vector(last.pooled, dimensions, normalize=normalize)
+    outputs = EmbeddingOutput(tuple(numbers.tolist()))
+    return EmbeddingRequestOutput(call.id, call.prompt, outputs, num_cached_tokens=last.num_cached)

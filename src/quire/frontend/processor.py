@@ -17,6 +17,7 @@ import numpy.typing as npt
 from quire.errors import InvalidRequest, QuireError, escape_control_lines
 from quire.frontend.interface import Call, Delta, Timings
 from quire.tokenization.detokenizer import Detokenizer, NoText, StopFinder, StopStrings
+from quire.tokenization.no_tokenizer import without_text
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import BACKGROUND, PromptReport, Request, RequestStepOutput, SamplingParams, TokenLogprobs
 
@@ -35,7 +36,7 @@ def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadlin
     limit: the longest sequence in tokens, prompt included. seed: for calls without one. deadline: on the engine's
     clock. Raises InvalidRequest with the counts when prompt and answer do not fit.
     """
-    sampling = call.sampling
+    sampling = call.sampling if tokenizer.has_text else without_text(call.sampling)
     if sampling.bad_words and not sampling.bad_words_token_ids:
         sampling = replace(sampling, bad_words_token_ids=bad_words(sampling.bad_words, tokenizer))
     max_new = max_new_tokens(len(call.prompt), sampling, limit)
@@ -199,7 +200,8 @@ class OutputProcessor:
         if stop is not None:
             return self._delta(text, finish="stop", reason=stop)
         # Log-probabilities of the prompt are sent with the first tokens, even where those have no text yet.
-        return self._delta(text) if text or (tokens and self.prompt_logprobs is not None) else None
+        whole = self.prompt_logprobs is not None or not self.sampling.detokenize
+        return self._delta(text) if text or (tokens and whole) else None
 
     def _last(self, event: RequestStepOutput, finish: str) -> Delta:
         """The delta where the engine ended the answer, unless a stop string is found before."""

@@ -34,6 +34,7 @@ from quire.server.schemas import (
     Structure,
 )
 from quire.server.tools import NO_TOOLS, ToolSet, make_tool_set
+from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.prompt_header import NO_REMOVAL, Removal
 from quire.types import NUMERIC_PARAMETERS, UNLIMITED, Pin, SamplingParams, StructuredOutputsParams
 
@@ -113,6 +114,7 @@ def completion(
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequest("best_of must equal n: answers are not ranked", param="best_of")
     check_logprobs("logprobs", request.logprobs, limits)
+    _check_has_text(request, card)
     scored_only = bool(request.echo) and request.max_tokens == 0
     echoed = request.logprobs if request.echo else None
     given = prompts(request.prompt, card, limits, request.suffix)
@@ -244,6 +246,9 @@ def _after(context: tuple[int, ...], prompt: tuple[int, ...], backend: Backend) 
 def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:
     """The job of `/v1/generate`. Raises InvalidRequest or UnknownModel naming the field."""
     card = model(request.model, backend)
+    if not card.has_text:
+        what = "prompt: answers are text here, which needs a tokenizer; /v1/completions answers with token ids"
+        raise InvalidRequest(what, param="prompt", code="no_tokenizer")
     given = prompts(request.prompt, card, limits)
     if len(given) != 1:
         raise InvalidRequest("prompt: one prompt at a time here; /v1/completions takes several", param="prompt")
@@ -340,7 +345,7 @@ def _job(request: Answers, backend: Backend, calls: list[Call], num_truncated: i
         every_usage=usage and options is not None and bool(options.continuous_usage_stats),
         echo=bool(request.echo),
         prompt_top=request.prompt_logprobs,
-        token_ids=bool(request.return_token_ids),
+        token_ids=not backend.model().has_text if request.return_token_ids is None else request.return_token_ids,
         as_ids=bool(request.return_tokens_as_token_ids),
         truncated=None if request.truncate_prompt_tokens is None else num_truncated,
         timed=bool(request.return_timings),
@@ -534,6 +539,17 @@ def _structured_outputs(request: Sampling, closed: bool) -> StructuredOutputsPar
         return StructuredOutputsParams(**{"disable_additional_properties": closed} | fields)
     one: dict[str, Any] = {given[0].removeprefix("guided_"): value, "disable_additional_properties": closed}
     return StructuredOutputsParams(**one, whitespace_pattern=request.guided_whitespace_pattern, param=given[0])
+
+
+_TEXTS = ("echo", "stop", "include_stop_str_in_output", "bad_words", *_STRUCTURES)
+
+
+def _check_has_text(request: Sampling, card: ModelCard) -> None:
+    """Raise InvalidRequest for a field that needs text, where the model has no tokenizer."""
+    if not card.has_text:
+        for name in _TEXTS:
+            if getattr(request, name, None) and _is_set(getattr(request, name)):
+                raise needs_text(name)
 
 
 def _is_set(value: Any) -> bool:

@@ -126,7 +126,10 @@ class Tokenizer:
     """A vocabulary and its special tokens. Immutable; `encode` and `decode` may be called from any thread.
 
     config: tokenizer_config.json. eos: further end-of-text token ids (generation_config.json lists several).
+    has_text: whether prompts and answers have a text, which is false of `NoTokenizer` alone.
     """
+
+    has_text = True
 
     def __init__(
         self, core: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None, *, eos: Iterable[int] = ()
@@ -164,9 +167,7 @@ class Tokenizer:
         folder = Path(folder)
         core, config = _read(folder)
         config |= {k: v for k, v in read_json(folder / "tokenizer_config.json").items() if v is not None}
-        generation = read_json(folder / "generation_config.json")
-        eos = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
-        return cls(core, config, eos=_ids(eos))
+        return cls(core, config, eos=read_eos(folder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, suffix: str = "") -> tuple[int, ...]:
         """Token ids of `text`, between the model's begin and end tokens if it has any, unless they are disabled.
@@ -275,6 +276,12 @@ class Tokenizer:
         return begin, _with_token(end, self._id("eos_token"), config.get("add_eos_token"))
 
 
+def read_eos(folder: Path) -> list[int]:
+    """The end-of-text token ids of generation_config.json, or else of config.json. Raises InvalidModel."""
+    generation = read_json(folder / "generation_config.json")
+    return _ids(generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id")))
+
+
 def _read(folder: Path) -> Read:
     path = folder / "tokenizer.json"
     if path.is_file():
@@ -286,7 +293,8 @@ def _read(folder: Path) -> Read:
     if found is None:
         raise InvalidModel(
             f"no tokenizer.json in {folder}, nor tokenizer.model, vocab.json with merges.txt, or *.tiktoken: "
-            "Quire needs one to turn text into tokens; --tokenizer names another folder"
+            "Quire needs one to turn text into tokens; --tokenizer names another folder, and with "
+            "--skip-tokenizer-init prompts and answers are token ids"
         )
     return found
 
