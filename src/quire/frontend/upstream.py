@@ -414,6 +414,7 @@ class UpstreamBackend(DrainingService):
             "active_requests": self._under_way,
             "completed_requests": self._completed,
             "generated_tokens": self.generated,
+            "latency_ms": self.observer.latencies(),
             "upstreams": [
                 {
                     "url": str(upstream.origin),

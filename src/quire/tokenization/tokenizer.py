@@ -285,7 +285,8 @@ def _read(folder: Path) -> Read:
     found = load_core(folder)
     if found is None:
         raise InvalidModel(
-            f"no tokenizer.json in {folder}, nor tokenizer.model, vocab.json with merges.txt, or *.tiktoken: "
+            f"no tokenizer.json in {folder}, nor tokenizer.model, vocab.json with merges.txt, encoder.json with "
+            "vocab.bpe, or *.tiktoken: "
             "Quire needs one to turn text into tokens; --tokenizer names another folder"
         )
     return found

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: a folder of safetensors or PyTorch files, single or sharded, or a GGUF file.
+"""A checkpoint on disk: a folder of safetensors, PyTorch or TensorFlow files, single or sharded, or a GGUF file.
 
 Only headers are read at first. Tensors of safetensors and GGUF are read from the file into their final memory; the file
 is not mapped.
@@ -21,6 +21,7 @@ from quire.errors import InvalidModel
 from quire.weights.entries import TensorEntry, file_entry
 from quire.weights.gguf import find_gguf, read_gguf
 from quire.weights.gguf_model import gguf_config, gguf_entries
+from quire.weights.tensor_bundle import find_bundle, read_bundle
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -67,6 +68,8 @@ class Checkpoint:
                 return self._sharded(index, read)
             if (self.folder / single).is_file():
                 return read(self.folder / single)
+        if (bundle := find_bundle(self.folder)) is not None:
+            return read_bundle(bundle)
         found = sorted(p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
         only = f" (it has {', '.join(found[:3])})" if found else ""
         raise InvalidModel(f"{self.folder.name} has neither {SINGLE} nor {INDEX}{only}")
