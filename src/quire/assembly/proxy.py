@@ -30,6 +30,8 @@ NATIVE_ONLY: Mapping[str, str] = MappingProxyType(
     {
         "batch_dir": "batches are answered in the gaps of our own engine; send them where the upstream takes some",
         "enable_tokenizer_info_endpoint": "/tokenizer_info is passed on; the upstream has the option",
+        "max_new_tokens": "requests are passed on as they are; the upstream has bounds of its own",
+        "default_max_new_tokens": "requests are passed on as they are; the upstream has a default of its own",
         "max_n": "requests are passed on as they are; the upstream has a bound of its own",
     }
 )

@@ -69,6 +69,8 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
         priorities=scheduler.reads_priorities,
         closed_schemas=server.closed_schemas,
         strict_tools=server.strict_tools,
+        max_new_tokens=server.max_new_tokens,
+        default_max_new_tokens=server.default_max_new_tokens,
     )
     keys = Keys(server.api_key, settings.access.admin_key)
     batches = None

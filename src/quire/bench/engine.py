@@ -99,6 +99,7 @@ def report(outcome: Outcome) -> dict[str, Any]:
     snapshot = outcome.snapshot
     return {
         "requests": outcome.requests,
+        "failed": outcome.failed,
         "tokens": outcome.tokens,
         "seconds": round(outcome.seconds, 4),
         "requests_per_s": round(outcome.requests / outcome.seconds, 1),
@@ -109,6 +110,7 @@ def report(outcome: Outcome) -> dict[str, Any]:
         "steps": len(outcome.steps),
         "average_batch_size": round(snapshot["average_batch_size"], 2),
         "max_batch_observed": snapshot["max_batch_observed"],
+        "peak_kv_use": round(outcome.peak_use, 4),
         "peak_memory_bytes": outcome.peak_bytes,
         "internal_fragmentation": round(statistics.fmean(outcome.internal), 4) if outcome.internal else 0.0,
         "external_fragmentation": round(statistics.fmean(outcome.external), 4) if outcome.external else 0.0,

@@ -138,7 +138,8 @@ TOKEN_COUNT_ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/responses/input_tokens": Endpoint(responses.ResponsesRequest, _response_job, None, _response_input_tokens),
 }
 
-GENERATE = Endpoint(schemas.GenerateRequest, calls.generate, None, outputs.generated)
+GENERATE = Endpoint(schemas.GenerateRequest, calls.generate, outputs.GenerateChunks, outputs.generated)
+GENERATE_PATHS = ("/generate", "/v1/generate")
 
 ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/completions": Endpoint(
