@@ -112,8 +112,10 @@ def kv_cache(folder: Path, turns: int) -> Rows:
 
 def batch_sizes(folder: Path, turns: int) -> Rows:
     """Both layouts in turns, each with a fresh engine."""
-    batches, found = (1, 8, 32, 128, 512), {layout: {} for layout in MEMORY}  # type: dict[str, dict[int, list[Any]]]
-    sizes = {"shape": "gpt2", "dtype": "float32", "prompt": (4, 8), "new": (4, 8), "context": CONTEXT, "kv_gib": 1.0}
+    batches = (1, 8, 32, 128, 512)
+    found: dict[str, dict[int, list[dict[str, Any]]]] = {layout: {} for layout in MEMORY}
+    sizes: dict[str, Any] = {"shape": "gpt2", "dtype": "float32", "context": CONTEXT, "kv_gib": 1.0}
+    sizes |= {"prompt": (4, 8), "new": (4, 8)}
     for _ in range(turns):
         for layout in MEMORY:
             for row in paging.rows(folder, layout, batches, **sizes):
@@ -220,12 +222,11 @@ def over_time(folder: Path, turns: int) -> Rows:
 
 def loop(folder: Path, turns: int) -> Rows:
     """`quire bench engine`: the loop without weights."""
-    known = {1000: "26,000 to 29,000 tokens/s, 1.5 to 1.7 ms", 10_000: "2,079 tokens/s, 15.4 ms", 100_000: "-, 361 ms"}
+    known = {1000: "26,000 to 29,000 tok/s, 1.5 to 1.7 ms a step", 10_000: "2,079 tok/s, 15.4 ms a step"}
     rows = []
     for requests, theirs in known.items():
         command = [sys.executable, "-m", "quire", "bench", "engine", "--requests", str(requests), "--json"]
-        repeats = turns if requests < 100_000 else 1
-        runs = [json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL)) for _ in range(repeats)]
+        runs = [json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL)) for _ in range(turns)]
         one = sorted(runs, key=lambda run: float(run["tokens_per_s"]))[len(runs) // 2]
         times = [f"{one[name][q]:,.2f}" for name in ("step_ms", "latency_ms") for q in ("p50", "p99")]
         counts = [f"{one['requests']:,}", f"{one['failed']}", f"{one['peak_kv_use']:.1%}"]
@@ -259,8 +260,8 @@ TABLES: Mapping[str, Table] = MappingProxyType(
     {
         "kv-cache": Table(
             "K/V cache on and off",
-            "Random weights in the shape of GPT-2 small, float32, a prompt of 32 tokens, one sequence. Off: every token "
-            "is a request of its own with everything before it, and nothing is cached.",
+            "Random weights in the shape of GPT-2 small, float32, a prompt of 32 tokens, one sequence. Off: each "
+            "token is a request of its own with everything before it, and nothing is cached.",
             ("new tokens", "off, tok/s", "on, tok/s", "ratio", "same tokens"),
             kv_cache,
         ),
@@ -290,15 +291,15 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "over-time": Table(
             "Fragmentation and use of K/V memory over time",
             f"GPT-2 small, 512 MiB for K/V, contexts of {CONTEXT}, 64 requests at once of which 16 run. Use: blocks "
-            "held. Internal: positions of held blocks without a token. External: free blocks outside the longest free run, "
-            "which costs nothing where any block serves.",
+            "held. Internal: positions of held blocks without a token. External: free blocks outside the longest "
+            "free run, which costs nothing where any block serves.",
             ("memory", "of the run", "running", "use", "internal", "external"),
             over_time,
         ),
         "engine": Table(
             "The engine loop, without weights",
-            "`quire bench engine`: prompts of 4 to 96 tokens, 4 to 24 new ones, 32 at once. The last column is an engine "
-            "of the same design that scans its queues, on this class of machine.",
+            "`quire bench engine`: prompts of 4 to 96 tokens, 4 to 24 new ones, 32 at once. The last column is another "
+            "engine, of the same design that scans its queues, on this class of machine.",
             (
                 *("submitted", "failed", "peak use", "tok/s", "step p50, ms", "p99", "latency p50, ms", "p99"),
                 "another engine",
@@ -307,8 +308,8 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         ),
         "formats": Table(
             "Number formats on a CPU",
-            "GPT-2 small's shape, prompts of 8 tokens, 16 new ones, prefill included. 8-bit weights are multiplied in 16 "
-            "or 32 bits where the processor has no instructions for them.",
+            "GPT-2 small's shape, prompts of 8 tokens, 16 new ones, prefill included. 8-bit weights are multiplied "
+            "in 16 or 32 bits where the processor has no instructions for them.",
             ("weights", "batch 1, tok/s", "batch 8, tok/s"),
             number_formats,
         ),
@@ -371,8 +372,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         "",
         "The tables that small inference engines show of themselves, written by `python -m benchmarks.tables`. "
         f"{where}. The machine is shared and was not idle: the load is given with each table, ± is the largest "
-        "distance of a turn from the median, and what was measured in turns can be compared, absolute figures hardly. GPT-2 has "
-        "random weights, which cost what real ones do.",
+        "distance of a turn from the median, and what was measured in turns can be compared, absolute figures hardly. "
+        "GPT-2 has random weights, which cost what real ones do.",
         "",
     ]
     for name, table in TABLES.items():
@@ -388,6 +389,12 @@ def markdown(found: Mapping[str, Any]) -> str:
                 "",
             ]
     lines += ["## Not measured here", "", "| table | needs | command | measured elsewhere |", "|---|---|---|---|"]
+    missing = [
+        (table.title, "time", f"python -m benchmarks.tables {name} --json rows.json")
+        for name, table in TABLES.items()
+        if name not in found
+    ]
+    lines += [f"| {what} | {needs} | `{how}` | |" for what, needs, how in missing]
     lines += [f"| {what} | {needs} | `{how}` | {other} |" for what, needs, how, other in ELSEWHERE]
     return "\n".join(lines) + "\n"
 

@@ -48,7 +48,7 @@ def _from_file(path: Path) -> dict[str, tuple[object, str]]:
     except OSError as error:
         raise InvalidConfig(f"cannot read the settings file {path}: {error.strerror}", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).replace('in "<unicode string>", ', "in ").split()).rstrip(" ^")
         raise InvalidConfig(f"the settings file {path} is not valid YAML: {reason}", param="config") from error
     if content is None:
         return {}

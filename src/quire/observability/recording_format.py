@@ -280,7 +280,8 @@ class Ring:
             probe.unlink()
         except OSError as error:
             raise InvalidConfig(
-                f"recording_dir: {folder} cannot be written to ({error.strerror})", param="recording_dir"
+                f"recording_dir: {folder} cannot be written to ({error.strerror}): name a folder that may be",
+                param="recording_dir",
             ) from error
 
     @property

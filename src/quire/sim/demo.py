@@ -40,18 +40,24 @@ class DemoObserver(Observer):
 
 
 @click.command("demo")
-@click.option("--requests", default=6, show_default=True, help="How many.")
-@click.option("--pages", default=12, show_default=True, help="Pages (KV blocks) there are.")
-@click.option("--page-size", default=4, show_default=True, help="Tokens a page.")
-@click.option("--max-num-seqs", default=3, show_default=True, help="Sequences at once.")
-@click.option("--max-num-batched-tokens", default=8, show_default=True, help="Tokens a step.")
+@click.option("--requests", type=click.IntRange(1), default=6, show_default=True, help="How many.")
+@click.option("--pages", type=click.IntRange(1), default=12, show_default=True, help="Pages (KV blocks) there are.")
+@click.option("--page-size", type=click.IntRange(1), default=4, show_default=True, help="Tokens a page.")
+@click.option("--max-num-seqs", type=click.IntRange(1), default=3, show_default=True, help="Sequences at once.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=8, show_default=True, help="Tokens a step.")
 @click.option("--prompt", type=(int, int), default=(3, 12), show_default=True, help="Prompt tokens, from to.")
 @click.option("--new", type=(int, int), default=(3, 9), show_default=True, help="New tokens, from to.")
-@click.option("--shared", default=4, show_default=True, help="Prompt tokens that all requests begin with.")
-@click.option("--lookahead", default=0, show_default=True, help="Steps launched ahead of results.")
+@click.option(
+    "--shared", type=click.IntRange(0), default=4, show_default=True, help="Prompt tokens that all requests begin with."
+)
+@click.option(
+    "--lookahead", type=click.IntRange(0), default=0, show_default=True, help="Steps launched ahead of results."
+)
 @click.option("--scheduling-policy", default="fcfs", show_default=True, metavar="fcfs|priority|module:Class")
 @click.option("--pressure-policy", type=click.Choice(get_args(Pressure)), default="preempt", show_default=True)
-@click.option("--delay", default=0.0, show_default=True, help="Seconds to wait after each step.")
+@click.option(
+    "--delay", type=click.FloatRange(0), default=0.0, show_default=True, help="Seconds to wait after each step."
+)
 @click.option("--seed", default=7, show_default=True)
 def command(
     requests: int,

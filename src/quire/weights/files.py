@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.checks import instead
 from quire.errors import InvalidModel
 from quire.weights.entries import TensorEntry, file_entry
 from quire.weights.gguf import find_gguf, read_gguf
@@ -134,7 +135,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > LARGEST_HEADER:
-            raise InvalidModel(f"{path.name} is not a safetensors file")
+            raise InvalidModel(instead(path, "a safetensors file"))
         if 8 + length > size:
             raise InvalidModel(f"{path.name} ends within its header: it is truncated, download it again")
         try:
@@ -188,11 +189,15 @@ def read_pickle(path: Path) -> dict[str, TensorEntry]:
             mapped = file.read(4) == ZIP
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:
+        if ":" in (why := instead(path, "a PyTorch file")):
+            raise InvalidModel(why) from None
         raise InvalidModel(
             f"{path.name} holds more than tensors, code perhaps, which is never run: ask for safetensors, or save the "
             "state_dict alone"
         ) from None
     except (RuntimeError, ValueError, OSError, EOFError, KeyError) as error:
+        if ":" in (why := instead(path, "a PyTorch file")):
+            raise InvalidModel(why) from None
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise InvalidModel(f"{path.name} cannot be read, truncated perhaps: {reason}") from None
     if isinstance(held, dict) and set(held) == {"state_dict"}:
