@@ -322,7 +322,7 @@ ELSEWHERE = (
         "vLLM behind Quire beside vLLM alone",
         "a GPU and vLLM",
         "python -m benchmarks.pair --help",
-        "[0.99 of direct](upstream-h200-2026-11-21.md)",
+        "[0.993 to 1.0 of direct on an H200](upstream-h200-2026-11-21.md)",
     ),
     (
         "GPT-2 small drafting for GPT-2 medium",
@@ -390,7 +390,7 @@ def markdown(found: Mapping[str, Any]) -> str:
             ]
     lines += ["## Not measured here", "", "| table | needs | command | measured elsewhere |", "|---|---|---|---|"]
     missing = [
-        (table.title, "time", f"python -m benchmarks.tables {name} --json rows.json")
+        (table.title, "a quiet machine", f"python -m benchmarks.tables {name} --json rows.json")
         for name, table in TABLES.items()
         if name not in found
     ]

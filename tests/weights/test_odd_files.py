@@ -13,6 +13,7 @@ from quire.errors import InvalidConfig, InvalidModel
 from quire.models.registry import read_spec
 from quire.tokenization.tokenizer import Tokenizer
 from quire.weights.files import Checkpoint
+from quire.weights.gguf import read_gguf
 from quire.weights.locate import embedded
 
 CONTENTS = {
@@ -26,6 +27,10 @@ def checkpoint(folder: Path) -> None:
     Checkpoint(folder)
 
 
+def gguf(folder: Path) -> None:
+    read_gguf(folder / "model.gguf")
+
+
 def tokenizer(folder: Path) -> None:
     Tokenizer.from_folder(folder)
 
@@ -36,7 +41,7 @@ def tokenizer(folder: Path) -> None:
     [
         ("model.safetensors", checkpoint),
         ("pytorch_model.bin", checkpoint),
-        ("model.gguf", checkpoint),
+        ("model.gguf", gguf),
         ("tokenizer.json", tokenizer),
     ],
 )

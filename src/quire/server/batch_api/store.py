@@ -48,9 +48,7 @@ def usable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InvalidConfig(
-            f"--batch-dir: {error.filename or folder} cannot be used ({error.strerror}): name a folder that can be"
-        ) from error
+        raise InvalidConfig(f"--batch-dir: {error.filename or folder}: {error.strerror}") from error
 
 
 def new_id(kind: str) -> str:
