@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -87,6 +87,13 @@ def test_each_extra_is_tried_every_night() -> None:
     assert {*jobs["extras"]["strategy"]["matrix"]["extra"]} == {*project["optional-dependencies"]}
     known = re.findall(r"^    (\w+)\) echo", (ROOT / ".ci/package").read_text(), re.MULTILINE)
     assert {*known} == {*project["optional-dependencies"]}
+
+
+def test_what_is_tried_of_an_extra_is_in_the_package() -> None:
+    tried = re.findall(r"^    \w+\) echo 'import (.*)'", (ROOT / ".ci/package").read_text(), re.MULTILINE)
+    modules = [name for line in tried for name in line.split(", ") if name.startswith("quire.")]
+    assert len(modules) > 3
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
 CHANGES = "# Changelog\n\n## 0.3.0 (2027-01-31)\n\n- One.\n\n## 0.2.0 (2026-12-01)\n\n- Two.\n"

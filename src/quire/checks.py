@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from quire.errors import InvalidRequest
@@ -59,3 +60,16 @@ def biases(name: str, value: Any, most: float) -> Mapping[int, float]:
     for token, bias in value.items():
         number(f"{name}[{token}]", bias, -most, most, param=name)
     return value
+
+
+def instead(path: Path, kind: str) -> str:
+    """Why a file is not `kind` ("a GGUF file"): it is empty, a pointer of Git LFS, a web page, or something else."""
+    with path.open("rb") as file:
+        begin = file.read(64).lstrip().lower()
+    if not begin:
+        return f"{path.name} is empty: download it again"
+    if begin.startswith(b"version https://git-lfs"):
+        return f"{path.name} is a pointer of Git LFS, not the file itself: run `git lfs pull`, or download it again"
+    if begin.startswith((b"<!doctype", b"<html")):
+        return f"{path.name} is a web page, not {kind}: download the file itself"
+    return f"{path.name} is not {kind}"

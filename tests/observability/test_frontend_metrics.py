@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.observability.frontend_metrics import FrontendMetrics
+from quire.observability.frontend_metrics import WINDOW, FrontendMetrics
 from quire.observability.observer import FrontendObserver, ObserverGroup
 from quire.types import NO_TRACE_CONTEXT, FinishedRequest, SamplingParams
 
@@ -69,6 +69,22 @@ def test_what_clients_saw_is_what_is_counted() -> None:
     assert found["vllm:request_time_per_output_token_seconds_sum", ""] == pytest.approx(0.2)
     assert found["quire:surplus_tokens_total", ""] == 4
     assert found["vllm:admission_rejections_total", "max_num_queued_reqs"] == 1
+
+
+def test_recent_latencies_are_percentiles_of_the_latest_answers() -> None:
+    metrics = FrontendMetrics("tiny")
+    nothing = {"count": 0, "p50": None, "p99": None}
+    assert metrics.latencies() == {"ttft": nothing, "itl": nothing, "e2e": nothing}
+    for _ in range(WINDOW):
+        metrics.on_first(9.0)
+    for number in range(1, WINDOW + 1):
+        metrics.on_first(number / 1000)
+    end(metrics)
+    end(metrics, tokens=1)
+    found = ObserverGroup(FrontendObserver(), metrics).latencies()
+    assert found["ttft"] == {"count": WINDOW, "p50": 513.0, "p99": 1014.0}
+    assert found["e2e"] == {"count": 2, "p50": 1100.0, "p99": 1100.0}
+    assert found["itl"] == {"count": 1, "p50": 100.0, "p99": 100.0}, "an answer of one token has no time between tokens"
 
 
 def test_of_a_requests_answers_the_longest_is_counted_once() -> None:

@@ -112,6 +112,7 @@ class _Names:
 
         text = re.sub(r"\b((?:[a-z]+[-_])?)(?:[0-9a-f]{32}|[0-9a-f]{24})\b", number, text)
         text = re.sub(r'(?<=")()[0-9a-f]{9}(?=")', number, text)
+        text = re.sub(r'"(p50|p99)":[\d.]+', r'"\1":0.0', text)
         text = re.sub(r'"(created|created_at)":\d+', r'"\1":0', text)
         text = re.sub(r'"created_at":"[\dTZ:-]+"', '"created_at":"then"', text)
         text = re.sub(r'_duration":[1-9]\d*', '_duration":1', text)

@@ -87,8 +87,9 @@ async def test_stats_have_the_fields_dashboards_read() -> None:
         got = (await server.client.get("/stats")).json()
     assert set(got) == {
         *("running", "model", "waiting_requests", "active_requests", "completed_requests", "generated_tokens"),
-        *("decode_steps", "average_batch_size", "max_batch_observed", "cache"),
+        *("decode_steps", "average_batch_size", "max_batch_observed", "cache", "latency_ms"),
     }
+    assert set(got["latency_ms"]) == {"ttft", "itl", "e2e"}
     assert set(got["cache"]) == {
         *("page_size", "max_pages", "used_pages", "free_pages", "active_sequences", "pressure_events"),
         *("evictions", "utilization", "policy"),

@@ -57,7 +57,7 @@ async def _written(relayed: Relayed, server: Stub, name: str, method: str, path:
 
 
 async def _counted(relayed: Relayed) -> list[str]:
-    stats = {key: value for key, value in relayed.backend.stats().items() if key != "upstreams"}
+    stats = {key: value for key, value in relayed.backend.stats().items() if key not in ("upstreams", "latency_ms")}
     [upstream] = relayed.backend.stats()["upstreams"]
     counts = relayed.backend.metrics().decode().splitlines()
     seconds = re.compile(r"_seconds|_created|_bucket|^#")

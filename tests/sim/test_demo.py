@@ -16,6 +16,11 @@ def test_the_demo_shows_spans_waiting_pages_and_the_end() -> None:
         assert words in shown.output
     assert shown.output.count("finished: length") == 6
     assert "0 used, 12 free" in shown.output
+    last = shown.output.rstrip().splitlines()[-1]
+    assert (
+        last
+        == "6 requests, 32 tokens in 255 ms: 125 tokens/s; latency p50 168 ms, p99 255 ms; peak 12 of 12 pages (100%)"
+    )
 
 
 def test_the_demo_runs_with_look_ahead() -> None:

@@ -34,6 +34,8 @@ NATIVE_ONLY: Mapping[str, str] = MappingProxyType(
         "max_stored_bytes": "responses are stored by the upstream, which has a bound of its own",
         "state_dir": "responses are stored by the upstream",
         "prompt_header": "requests are passed on as they are; the upstream has the option",
+        "max_new_tokens": "requests are passed on as they are; the upstream has bounds of its own",
+        "default_max_new_tokens": "requests are passed on as they are; the upstream has a default of its own",
         "max_n": "requests are passed on as they are; the upstream has a bound of its own",
     }
 )

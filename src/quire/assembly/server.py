@@ -74,6 +74,8 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
         closed_schemas=server.closed_schemas,
         strict_tools=server.strict_tools,
         prompt_header=PromptHeader(server.prompt_header),
+        max_new_tokens=server.max_new_tokens,
+        default_max_new_tokens=server.default_max_new_tokens,
     )
     state_dir = None if server.state_dir is None else Path(server.state_dir).expanduser()
     stored = ResponseStore(server.max_stored_responses, server.max_stored_bytes, state_dir, observer)

@@ -28,24 +28,37 @@ _POINTS = (50, 95, 99)
 
 
 @click.command("engine")
-@click.option("--requests", default=1000, show_default=True, help="How many.")
+@click.option("--requests", type=click.IntRange(1), default=1000, show_default=True, help="How many.")
 @click.option("--prompt", "prompt", type=(int, int), default=(4, 96), show_default=True, help="Prompt tokens, from to.")
 @click.option("--new", "new", type=(int, int), default=(4, 24), show_default=True, help="New tokens, from to.")
-@click.option("--rate", default=0.0, help="Arrivals a second; 0: all at once.")
-@click.option("--max-num-seqs", default=32, show_default=True, help="Sequences at once.")
-@click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens a step.")
-@click.option("--blocks", default=4096, show_default=True, help="KV blocks.")
-@click.option("--block-size", default=16, show_default=True, help="Tokens a block.")
+@click.option("--rate", type=click.FloatRange(0), default=0.0, help="Arrivals a second; 0: all at once.")
+@click.option("--max-num-seqs", type=click.IntRange(1), default=32, show_default=True, help="Sequences at once.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens a step.")
+@click.option("--blocks", type=click.IntRange(1), default=4096, show_default=True, help="KV blocks.")
+@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens a block.")
 @click.option("--batching", type=click.Choice(get_args(Batching)), default="continuous", show_default=True)
 @click.option("--pressure-policy", type=click.Choice(get_args(Pressure)), default="foresee", show_default=True)
-@click.option("--lookahead", default=0, show_default=True, help="Steps launched ahead of results.")
+@click.option(
+    "--lookahead", type=click.IntRange(0, 8), default=0, show_default=True, help="Steps launched ahead of results."
+)
 @click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
-@click.option("--step-ms", default=0.0, help="Simulated milliseconds a step takes; 0: only the engine's own time.")
-@click.option("--token-us", default=0.0, help="Simulated microseconds a token fed adds.")
+@click.option(
+    "--step-ms",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Simulated milliseconds a step takes; 0: only the engine's own time.",
+)
+@click.option("--token-us", type=click.FloatRange(0), default=0.0, help="Simulated microseconds a token fed adds.")
 @click.option("--virtual", is_flag=True, help="Simulated time passes at once (needs --step-ms or --token-us).")
 @click.option("--recording-dir", type=click.Path(path_type=Path), help="Record the run there, for `quire replay`.")
 @click.option("--seed", default=7, show_default=True)
-@click.option("--repeat", default=1, show_default=True, help="Runs; the one with the median tokens/s is shown.")
+@click.option(
+    "--repeat",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Runs; the one with the median tokens/s is shown.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     requests: int,
@@ -99,6 +112,7 @@ def report(outcome: Outcome) -> dict[str, Any]:
     snapshot = outcome.snapshot
     return {
         "requests": outcome.requests,
+        "failed": outcome.failed,
         "tokens": outcome.tokens,
         "seconds": round(outcome.seconds, 4),
         "requests_per_s": round(outcome.requests / outcome.seconds, 1),
@@ -109,6 +123,7 @@ def report(outcome: Outcome) -> dict[str, Any]:
         "steps": len(outcome.steps),
         "average_batch_size": round(snapshot["average_batch_size"], 2),
         "max_batch_observed": snapshot["max_batch_observed"],
+        "peak_kv_use": round(outcome.peak_use, 4),
         "peak_memory_bytes": outcome.peak_bytes,
         "internal_fragmentation": round(statistics.fmean(outcome.internal), 4) if outcome.internal else 0.0,
         "external_fragmentation": round(statistics.fmean(outcome.external), 4) if outcome.external else 0.0,

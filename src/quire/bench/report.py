@@ -69,7 +69,9 @@ def read(path: Path) -> dict[str, Any]:
         whole = False
         found = {}
     if not whole:
-        raise InvalidRequest(f"{path} is not what `quire bench serve`, `gpu` or `http` saves", param="paths")
+        raise InvalidRequest(
+            f"{path} is not what `quire bench serve --save-result` or `python -m benchmarks.gpu` saves", param="paths"
+        )
     return dict(found)
 
 

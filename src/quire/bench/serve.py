@@ -202,7 +202,8 @@ def show(found: Sequence[Mapping[str, Any]]) -> None:
         *("load", "answered", "requests/s", "tokens/s", "first token", "a token", "whole answer", "good"),
     )
     for row in found:
-        ms = [f"{row['ms'][what][0]:,.1f} / {row['ms'][what][-1]:,.1f}" for what in ("ttft", "tpot", "e2el")]
+        times = [row["ms"][what] for what in ("ttft", "tpot", "e2el")]
+        ms = [f"{each[0]:,.1f} / {each[-1]:,.1f}" if row["ok"] else "-" for each in times]
         good = "" if row["good"] is None else f"{100 * row['good'] / row['requests']:.0f} %"
         answered = f"{row['ok']}/{row['requests']}"
         table.add_row(row["level"], answered, f"{row['requests_s']:.2f}", f"{row['tokens_s']:,.0f}", *ms, good)

@@ -48,6 +48,7 @@ def command(settings: Settings) -> None:
     first = departs(found)
     if first is not None:
         raise InvalidModel(f"{first.name} is the first that departs: by {first.share:.1e} of its deviation")
+    click.echo(f"no layer departs: {FAR:g} of its deviation would be beyond rounding")
 
 
 def departs(layers: Sequence[Layer]) -> Layer | None:

@@ -31,6 +31,7 @@ from quire.types import UNLIMITED
 from quire.weights.entries import TensorEntry
 from quire.weights.files import Checkpoint, read_config
 from quire.weights.load import choose_dtype, match, named
+from quire.weights.locate import check as holds_a_model
 from quire.weights.locate import locate
 from quire.weights.schemes import IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of, read_scheme
 
@@ -60,6 +61,7 @@ def read_facts(settings: Settings) -> ModelFacts:
     """Raises InvalidModel where not even config.json can be read."""
     model = settings.model
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
+    holds_a_model(folder)
     config = read_config(folder)
     if choose_executor(settings) == "hf":
         return foreign_facts(settings, folder, config)

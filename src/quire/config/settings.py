@@ -220,6 +220,22 @@ class ServerConfig:
         False, "Answer /tokenizer_info with the tokenizer's configuration and the chat template, to all clients."
     )
     max_n: int = option(128, "Most answers to one prompt: the largest n.", low=1, high=1024)
+    max_new_tokens: int | None = option(
+        None,
+        "Most new tokens of an answer: a request for more gets this many, and the finish reason length; none: as many "
+        "as the context has room for.",
+        low=1,
+        high=UNLIMITED,
+        unset="none",
+    )
+    default_max_new_tokens: int | None = option(
+        None,
+        "New tokens of an answer whose request does not say. Unset: what the model's generation_config.json says, "
+        "otherwise 16 for a completion, as OpenAI's API has it, and as many as the context has room for in a chat.",
+        low=1,
+        high=UNLIMITED,
+        unset="unset",
+    )
     max_connections: int = option(
         4096,
         "Most connected clients, as far as the process may open descriptors (ulimit -n, raised to its hard limit at "

@@ -48,7 +48,11 @@ def _from_file(path: Path) -> dict[str, tuple[object, str]]:
     except OSError as error:
         raise InvalidConfig(f"cannot read the settings file {path}: {error.strerror}", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
+        # A caret on a line of its own points at nothing where all is one line.
+        lines = (
+            line for line in str(error).replace('in "<unicode string>", ', "in ").split("\n") if line.strip() != "^"
+        )
+        reason = " ".join(" ".join(lines).split())
         raise InvalidConfig(f"the settings file {path} is not valid YAML: {reason}", param="config") from error
     if content is None:
         return {}

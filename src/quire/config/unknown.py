@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from quire.config.option import PREFIX
-from quire.errors import InvalidConfig, nearest
+from quire.errors import InvalidConfig
 
 
 def _by_name(names: Mapping[str, str]) -> Mapping[str, str]:
@@ -148,4 +149,8 @@ def refuse(name: str, source: str, known: Iterable[str]) -> InvalidConfig:
         return InvalidConfig(f"{source}: there is no option {name}: here it is {ELSEWHERE[plain]}", param=plain)
     if plain in UNSUPPORTED:
         return InvalidConfig(f"{source}: {name} is not supported: {UNSUPPORTED[plain]}", param=plain)
-    return InvalidConfig(f"{source}: there is no option {name}.{nearest(name, known)}", param=plain)
+    # Without what all names begin with, which would make any two of them alike.
+    bare = {re.sub(r"^(--|QUIRE_)", "", one): one for one in known}
+    close = difflib.get_close_matches(re.sub(r"^(--|QUIRE_)", "", name), bare, n=1, cutoff=0.6)
+    hint = f" Did you mean {bare[close[0]]!r}?" if close else ""
+    return InvalidConfig(f"{source}: there is no option {name}.{hint}", param=plain)

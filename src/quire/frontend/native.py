@@ -328,7 +328,13 @@ class NativeBackend(DrainingService):
 
     def stats(self) -> dict[str, Any]:
         """See Service."""
-        return {"running": self.engine.ready(), "model": self.card.id, **self._stats, **self.engine.snapshot()}
+        counts = {**self._stats, **self.engine.snapshot()}
+        return {
+            "running": self.engine.ready(),
+            "model": self.card.id,
+            **counts,
+            "latency_ms": self.observer.latencies(),
+        }
 
     def load(self) -> int:
         """See Service."""

@@ -448,6 +448,7 @@ class UpstreamBackend(DrainingService):
             "active_requests": self._under_way,
             "completed_requests": self._completed,
             "generated_tokens": self.generated,
+            "latency_ms": self.observer.latencies(),
             "upstreams": [
                 {
                     "url": str(upstream.origin),

@@ -82,7 +82,10 @@ def architecture_name(fields: Mapping[str, Any]) -> str:
     names = fields.get("architectures") or [MODEL_TYPES.get(str(fields.get("model_type")), "")]
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise InvalidModel("config.json: architectures must be a list of names")
-    return names[0] or str(fields.get("model_type", "of no name"))
+    name = names[0] or str(fields.get("model_type", ""))
+    if not name:
+        raise InvalidModel("config.json names no architecture: it has neither `architectures` nor `model_type`")
+    return name
 
 
 def build_model(spec: ModelSpec, build: ModelBuilder) -> Model:

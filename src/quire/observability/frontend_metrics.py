@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
-from typing import get_args
+from typing import Any, get_args
 
 from quire.observability.observer import FrontendObserver
-from quire.observability.prometheus import COUNTS, Histogram, Metrics
+from quire.observability.prometheus import COUNTS, Histogram, Metrics, percentile
 from quire.tokenization.prompt_header import HeaderOutcome
 from quire.types import FinishedRequest
 
@@ -50,6 +51,9 @@ METRICS = Metrics(
 _REASONS = ("stop", "length", "abort", "error", "timeout", "repetition")
 _REFUSALS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining", "unavailable")
 
+WINDOW = 1024
+"""Values of each latency that `/stats` has percentiles of: the latest ones."""
+
 
 class FrontendMetrics(FrontendObserver):
     """Counts, for one model and one engine."""
@@ -69,10 +73,13 @@ class FrontendMetrics(FrontendObserver):
         self._stored = (0, 0)
         self._unfinished: dict[str, tuple[int, int]] = {}
         """By id of a call of which some answers have ended: answers left, and tokens of the longest."""
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in ("ttft", "itl", "e2e")}
+        """Seconds. `itl`: of each answer, its mean time per token after the first."""
 
     def on_first(self, seconds: float) -> None:
         """An answer got its first token."""
         self._first.observe(seconds)
+        self._recent["ttft"].append(seconds)
 
     def on_gap(self, seconds: float, tokens: int, answers: int = 1) -> None:
         """Answers got more tokens."""
@@ -83,6 +90,7 @@ class FrontendMetrics(FrontendObserver):
         histograms = self._histograms
         self._ended[ended.reason] = self._ended.get(ended.reason, 0) + 1
         histograms["vllm:e2e_request_latency_seconds"].observe(ended.seconds)
+        self._recent["e2e"].append(ended.seconds)
         left, longest = self._unfinished.pop(ended.id, (ended.sampling.n, 0))
         longest = max(longest, ended.tokens)
         if left > 1:
@@ -95,6 +103,7 @@ class FrontendMetrics(FrontendObserver):
         if ended.first is not None and ended.tokens > 1:
             mean = (ended.seconds - ended.first) / (ended.tokens - 1)
             histograms["vllm:request_time_per_output_token_seconds"].observe(mean)
+            self._recent["itl"].append(mean)
 
     def on_refused(self, reason: str) -> None:
         """A request was refused."""
@@ -134,3 +143,13 @@ class FrontendMetrics(FrontendObserver):
             **{name: histogram.value for name, histogram in self._histograms.items()},
         }
         return METRICS.text(values, self._model, self._engine)
+
+    def latencies(self) -> dict[str, Any]:
+        """See FrontendObserver. p50 and p99 in ms of the latest WINDOW values, null without any."""
+        return {
+            name: {
+                "count": len(values),
+                **{f"p{q}": round(percentile(values, q) * 1000, 3) if values else None for q in (50, 99)},
+            }
+            for name, values in self._recent.items()
+        }

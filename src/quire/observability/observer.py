@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.tokenization.prompt_header import HeaderOutcome
 from quire.types import FinishedRequest
@@ -44,6 +44,10 @@ class FrontendObserver:
     def text(self) -> bytes:
         """The observations as Prometheus text."""
         return b""
+
+    def latencies(self) -> dict[str, Any]:
+        """`latency_ms` of `/stats`: percentiles of recent latencies by name, plain JSON."""
+        return {}
 
 
 class ObserverGroup(FrontendObserver):
@@ -96,6 +100,10 @@ class ObserverGroup(FrontendObserver):
         """See FrontendObserver."""
         for observer in self._observers:
             observer.on_prompt_header(outcome)
+
+    def latencies(self) -> dict[str, Any]:
+        """See FrontendObserver."""
+        return {name: found for observer in self._observers for name, found in observer.latencies().items()}
 
     def text(self) -> bytes:
         """See FrontendObserver."""

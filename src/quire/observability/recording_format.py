@@ -214,7 +214,8 @@ def _read(path: Path) -> Iterator[AnyFrame | str]:
     except OSError as error:
         raise InvalidConfig(f"{path}: {error.strerror}") from error
     if not data.startswith(MAGIC):
-        raise InvalidConfig(f"{path} is no recording of quire's: it begins with other bytes")
+        why = "it begins with other bytes" if data else "it is empty"
+        raise InvalidConfig(f"{path} is no recording of quire's: {why}")
     place, fresh = 0, False
     while place < len(data):
         if data.startswith(MAGIC, place):
@@ -223,7 +224,7 @@ def _read(path: Path) -> Iterator[AnyFrame | str]:
         payload = data[place + HEAD.size : place + HEAD.size + length]
         if length == 0 or len(payload) < length:
             if fresh:
-                raise InvalidConfig(f"{path}: a segment without a beginning at byte {place}")
+                raise InvalidConfig(f"{path} is damaged or truncated: a segment without a beginning at byte {place}")
             yield f"{path.name} " + (
                 "ends in the middle of a frame" if length else "was not closed: the process was killed, or still runs"
             )
@@ -282,7 +283,8 @@ class Ring:
             probe.unlink()
         except OSError as error:
             raise InvalidConfig(
-                f"recording_dir: {folder} cannot be written to ({error.strerror})", param="recording_dir"
+                f"recording_dir: {folder} cannot be written to ({error.strerror}): name a folder that may be",
+                param="recording_dir",
             ) from error
 
     @property

@@ -32,6 +32,7 @@ from quire.server.embeddings import Embedding
 from quire.server.endpoints import (
     ENDPOINTS,
     GENERATE,
+    GENERATE_PATHS,
     OLLAMA_ENDPOINTS,
     RESPONSE_INPUT_TOKENS,
     RESPONSES,
@@ -315,7 +316,7 @@ def create_app(
     routes = [
         *(
             Route(path, partial(api.generation, one), methods=["POST"])
-            for path, one in {**ENDPOINTS, **OLLAMA_ENDPOINTS, "/v1/generate": GENERATE}.items()
+            for path, one in {**ENDPOINTS, **OLLAMA_ENDPOINTS, **dict.fromkeys(GENERATE_PATHS, GENERATE)}.items()
             if one is not RESPONSES
         ),
         Route("/v1/responses", api.respond, methods=["POST"]),

@@ -243,8 +243,11 @@ def _after(context: tuple[int, ...], prompt: tuple[int, ...], backend: Backend) 
     return context + (prompt[len(begin) :] if prompt[: len(begin)] == begin else prompt)
 
 
+ONE_NAME = "max_new_tokens is another name of max_tokens: send one of them"
+
+
 def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:
-    """The job of `/v1/generate`. Raises InvalidRequest or UnknownModel naming the field."""
+    """The job of `/generate`. Raises InvalidRequest or UnknownModel naming the field."""
     card = model(request.model, backend)
     if not card.has_text:
         what = "prompt: answers are text here, which needs a tokenizer; /v1/completions answers with token ids"
@@ -254,13 +257,21 @@ def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:
         raise InvalidRequest("prompt: one prompt at a time here; /v1/completions takes several", param="prompt")
     [(text, ids)] = encode(given, request.add_special_tokens is not False, backend, card.max_model_len)
     shared = shared_params(request, backend, card, limits)
-    params = sampling_params(
-        request, ids, card, limits, request.max_new_tokens, 16, name="max_new_tokens", shared=shared
-    )
+    name = "max_tokens" if request.max_new_tokens is None else "max_new_tokens"
+    if request.max_tokens is not None and name == "max_new_tokens":
+        raise InvalidRequest(ONE_NAME, param=name)
+    params = sampling_params(request, ids, card, limits, getattr(request, name), 16, name=name, shared=shared)
     pins = cache_control.whole(request.cache_control, len(ids))
     call = replace(make_call("gen-", text, ids, request, params, limits), pins=pins)
-    shown: dict[str, Any] = {"timed": bool(request.return_timings), "cache_details": bool(request.return_cache_details)}
-    return Job(id=call.id, model=card.id, calls=[call], token_text=backend.token_text, **shown)
+    return Job(
+        id=call.id,
+        model=card.id,
+        calls=[call],
+        token_text=backend.token_text,
+        stream=request.stream is True,
+        timed=bool(request.return_timings),
+        cache_details=bool(request.return_cache_details),
+    )
 
 
 EFFORTS: Mapping[str, int] = {
@@ -406,9 +417,11 @@ def sampling_params(
         given |= {"n": request.n, "prompt_logprobs": _prompt_logprobs(request, echoed, limits)}
     if max_tokens is None:
         name = "max_tokens"
-        max_tokens = card.defaults.get("max_tokens", default_max_tokens)
-        if max_tokens is not None:
-            max_tokens = max(min(max_tokens, card.max_model_len - len(prompt)), 1)
+        max_tokens = limits.default_max_new_tokens or card.defaults.get("max_tokens", default_max_tokens)
+        if max_tokens is not None or limits.max_new_tokens is not None:
+            max_tokens = max(min(UNLIMITED if max_tokens is None else max_tokens, card.max_model_len - len(prompt)), 1)
+    if max_tokens is not None and limits.max_new_tokens is not None:
+        max_tokens = min(max_tokens, limits.max_new_tokens)
     given |= shared
     chosen = {field: value for field, value in given.items() if value is not None}
     try:

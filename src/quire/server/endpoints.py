@@ -148,7 +148,8 @@ TOKEN_COUNT_ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/responses/input_tokens": RESPONSE_INPUT_TOKENS,
 }
 
-GENERATE = Endpoint(schemas.GenerateRequest, calls.generate, None, outputs.generated)
+GENERATE = Endpoint(schemas.GenerateRequest, calls.generate, outputs.GenerateChunks, outputs.generated)
+GENERATE_PATHS = ("/generate", "/v1/generate")
 
 ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/completions": Endpoint(

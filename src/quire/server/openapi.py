@@ -11,7 +11,7 @@ from msgspec import Struct
 from quire.server import schemas
 from quire.server.access import PUBLIC_PATHS
 from quire.server.batch_api.batches import BATCH_ENDPOINTS, BatchRequest
-from quire.server.endpoints import ENDPOINTS, OLLAMA_ENDPOINTS, TOKEN_COUNT_ENDPOINTS
+from quire.server.endpoints import ENDPOINTS, GENERATE_PATHS, OLLAMA_ENDPOINTS, TOKEN_COUNT_ENDPOINTS
 from quire.server.error_responses import JSON, OLLAMA_PATHS
 from quire.server.fields import NO_OPS, REFUSED_FIELDS
 from quire.server.ollama_models import REFUSED_PATHS, OllamaShowRequest
@@ -85,7 +85,10 @@ OPERATIONS = (
         Operation("post", path, "Generate", endpoint.request_type, (JSON, EVENTS), ("504",))
         for path, endpoint in ENDPOINTS.items()
     ),
-    Operation("post", "/v1/generate", "Generate, in a short form", schemas.GenerateRequest, errors=("504",)),
+    *(
+        Operation("post", path, "Generate, in a short form", schemas.GenerateRequest, (JSON, EVENTS), ("504",))
+        for path in GENERATE_PATHS
+    ),
     *(
         Operation("post", path, "Count a prompt's tokens", count.request_type)
         for path, count in TOKEN_COUNT_ENDPOINTS.items()

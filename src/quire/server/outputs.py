@@ -293,7 +293,7 @@ def _answer(kind: str, job: Job, choices: list[dict[str, Any]], usage: Usage, pr
 
 
 def generated(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:
-    """The answer of /v1/generate."""
+    """The answer of /generate."""
     [made] = choices
     answer = generate_answer(job.id, made.text(), usage.completion, job.began, made.finish_reason, job.model)
     return answer | bare_details(job, usage)
@@ -302,7 +302,7 @@ def generated(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[
 def generate_answer(
     id: str, text: str, num_tokens: int, began: float, finish: str | None, model: str
 ) -> dict[str, Any]:
-    """The answer of /v1/generate, of an engine or of an upstream. began: time.perf_counter() when the request came."""
+    """The answer of /generate, of an engine or of an upstream. began: time.perf_counter() when the request came."""
     return {
         "request_id": id,
         "text": text,
@@ -407,6 +407,35 @@ class CompletionChunks(_ChoiceChunks):
                 self._logprobs[delta.index] = TextLogprobs(self._job.token_text, as_ids=self._job.as_ids)
             logprobs = self._logprobs[delta.index].of(tokens, scores)
         return self._fields(delta, logprobs=logprobs, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+
+
+class GenerateChunks(Chunks[Delta]):
+    """Events of /generate: `{"text": ...}` with new text each, the last one with the answer's other fields, too."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._usage = Usage(job)
+
+    def cost(self, ready: Sequence[Delta]) -> int:
+        """The cost of these deltas."""
+        return PER_TOKEN * len(ready)
+
+    def encode(self, delta: Delta) -> bytes:
+        """The event of a delta."""
+        job = self._job
+        self._usage.add(delta)
+        if delta.finish_reason is None:
+            return b'data: {"text":' + _json(delta.text) + b"}\n\n"
+        made = self._usage.completion
+        return event(_json(generate_answer(job.id, delta.text, made, job.began, delta.finish_reason, job.model)))
+
+    def closing(self) -> bytes:
+        """The last event."""
+        return DONE
+
+    def failed(self, error: Exception) -> bytes:
+        """An error, and the last event."""
+        return event(error_responses.of(error)) + DONE
 
 
 class ChatChunks(_ChoiceChunks):

@@ -24,6 +24,8 @@ from quire.observability.prometheus import merge_metrics
 from quire.server import error_responses, schemas
 from quire.server.access import Hosts, Keys, Rates, trace_context
 from quire.server.app import METRICS, build_app, health_routes
+from quire.server.calls import ONE_NAME
+from quire.server.endpoints import GENERATE_PATHS
 from quire.server.error_responses import GONE, JSON, NotFound, offloaded_json
 from quire.server.limits import Limits, deadline, read_body
 from quire.server.live_page import LiveSource, Page
@@ -164,7 +166,7 @@ class Relay:
         tokens = ("/tokenize", "/detokenize", "/tokenizer_info")
         paths = ("/v1/{path:path}", "/api/{path:path}", "/", *tokens, "/score", "/rerank", "/pooling", "/classify")
         return [
-            Route("/v1/generate", self.generate, methods=["POST"]),
+            *(Route(path, self.generate, methods=["POST"]) for path in GENERATE_PATHS),
             Route("/metrics", self.metrics),
             *(Route(path, self.relay, methods=["GET", "POST", "DELETE"]) for path in paths),
         ]
@@ -191,7 +193,7 @@ class Relay:
         return response
 
     async def generate(self, request: Request) -> Response:
-        """`POST /v1/generate`, as a completion of the upstream."""
+        """`POST /generate`, as a completion of the upstream."""
         began = time.perf_counter()
         until = _until(request.headers)
         self._backend.admit()
@@ -222,7 +224,11 @@ class Relay:
 
     def _as_completion(self, raw: bytes) -> bytes:
         """The body of a completion. Raises InvalidRequest naming the field."""
-        schemas.parse(raw, schemas.GenerateRequest, self._limits)
+        request = schemas.parse(raw, schemas.GenerateRequest, self._limits)
+        if request.stream:
+            raise InvalidRequest("stream: this server passes requests on; /v1/completions streams", param="stream")
+        if None not in (request.max_tokens, request.max_new_tokens):
+            raise InvalidRequest(ONE_NAME, param="max_new_tokens")
         fields = msgspec.json.decode(raw)
         if "max_new_tokens" in fields:
             fields["max_tokens"] = fields.pop("max_new_tokens")
@@ -371,7 +377,7 @@ async def _by(until: float | None, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _generated(whole: bytes, began: float) -> dict[str, Any]:
-    """A completion as an answer of /v1/generate. Raises Unavailable if it is not a completion."""
+    """A completion as an answer of /generate. Raises Unavailable if it is not a completion."""
     try:
         made = msgspec.json.decode(whole)
         choice, tokens = made["choices"][0], made["usage"]["completion_tokens"]

@@ -167,10 +167,12 @@ def shared_fields(request: Struct) -> dict[str, Any]:
 
 
 class GenerateRequest(Sampling, kw_only=True):
-    """`POST /v1/generate`."""
+    """`POST /generate`: one prompt, and text back. max_new_tokens: another name of max_tokens."""
 
     prompt: Prompt
+    max_tokens: int | None = None
     max_new_tokens: int | None = None
+    stream: bool | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):

@@ -13,6 +13,7 @@ from rich.text import Text
 from quire.engine.engine import Engine
 from quire.engine.events import Observer, StepRecord
 from quire.engine.timing import VirtualClock
+from quire.observability.prometheus import percentile
 from quire.scheduler.policy import Pressure
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step_time import StepCost
@@ -28,25 +29,35 @@ class DemoObserver(Observer):
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
+        self.seconds = 0.0
+        self.peak = 0
+        """Most pages in use after a step."""
 
     def on_step(self, record: StepRecord) -> None:
         """Keep it."""
         self.records.append(record)
+        self.seconds = record.committed
 
 
 @click.command("demo")
-@click.option("--requests", default=6, show_default=True, help="How many.")
-@click.option("--pages", default=12, show_default=True, help="Pages (KV blocks) there are.")
-@click.option("--page-size", default=4, show_default=True, help="Tokens a page.")
-@click.option("--max-num-seqs", default=3, show_default=True, help="Sequences at once.")
-@click.option("--max-num-batched-tokens", default=8, show_default=True, help="Tokens a step.")
+@click.option("--requests", type=click.IntRange(1), default=6, show_default=True, help="How many.")
+@click.option("--pages", type=click.IntRange(1), default=12, show_default=True, help="Pages (KV blocks) there are.")
+@click.option("--page-size", type=click.IntRange(1), default=4, show_default=True, help="Tokens a page.")
+@click.option("--max-num-seqs", type=click.IntRange(1), default=3, show_default=True, help="Sequences at once.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=8, show_default=True, help="Tokens a step.")
 @click.option("--prompt", type=(int, int), default=(3, 12), show_default=True, help="Prompt tokens, from to.")
 @click.option("--new", type=(int, int), default=(3, 9), show_default=True, help="New tokens, from to.")
-@click.option("--shared", default=4, show_default=True, help="Prompt tokens that all requests begin with.")
-@click.option("--lookahead", default=0, show_default=True, help="Steps launched ahead of results.")
+@click.option(
+    "--shared", type=click.IntRange(0), default=4, show_default=True, help="Prompt tokens that all requests begin with."
+)
+@click.option(
+    "--lookahead", type=click.IntRange(0), default=0, show_default=True, help="Steps launched ahead of results."
+)
 @click.option("--scheduling-policy", default="fcfs", show_default=True, metavar="fcfs|priority|module:Class")
 @click.option("--pressure-policy", type=click.Choice(get_args(Pressure)), default="preempt", show_default=True)
-@click.option("--delay", default=0.0, show_default=True, help="Seconds to wait after each step.")
+@click.option(
+    "--delay", type=click.FloatRange(0), default=0.0, show_default=True, help="Seconds to wait after each step."
+)
 @click.option("--seed", default=7, show_default=True)
 def command(
     requests: int,
@@ -83,11 +94,13 @@ def command(
         console.print(f"submitted {_name(engine, i)}: {len(load.prompt)} prompt tokens, {load.new} new ones wanted")
     while engine.has_pending_work:
         engine.step()
+        observer.peak = max(observer.peak, engine.scheduler.kv.block_pool.num_used)
         for record in observer.records:
             console.print(_step(engine, record))
             time.sleep(delay)
         observer.records.clear()
     console.print(_totals(engine))
+    console.print(_summary(engine, observer, pages), soft_wrap=True)
 
 
 def _name(engine: Engine, i: int) -> str:
@@ -164,3 +177,16 @@ def _totals(engine: Engine) -> Table:
             str(done.preemptions),
         )
     return table
+
+
+def _summary(engine: Engine, observer: DemoObserver, pages: int) -> str:
+    """The last line: throughput, latency from submission to the last token, and memory, in virtual time."""
+    done = list(engine.completed_requests)
+    took = [1e3 * (each.finished - each.submitted) for each in done]
+    made = sum(len(each.tokens) for each in done)
+    return (
+        f"{len(done)} requests, {made} tokens in {observer.seconds * 1e3:.0f} ms: "
+        f"{made / observer.seconds:.0f} tokens/s; "
+        f"latency p50 {percentile(took, 50):.0f} ms, p99 {percentile(took, 99):.0f} ms; "
+        f"peak {observer.peak} of {pages} pages ({observer.peak / pages:.0%})"
+    )

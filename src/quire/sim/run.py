@@ -82,11 +82,15 @@ class Outcome:
     external: list[float] = field(default_factory=list)
     snapshot: dict[str, Any] = field(default_factory=dict)
     peak_bytes: int = 0
+    failed: int = 0
+    peak_use: float = 0.0
+    """Most of the K/V blocks that sequences held after a step, 0 to 1."""
 
 
 def simulate(engine: Engine, loads: Sequence[Load], tick: Callable[[int], None] = lambda done: None) -> Outcome:
     """Submit each load at its arrival time and step until all have finished. `tick` gets the number finished."""
-    out, clock = Outcome(requests=len(loads)), engine.clock
+    out, clock, pool = Outcome(requests=len(loads)), engine.clock, engine.scheduler.kv.block_pool
+    peak = 0
     started, wall, todo = clock.now(), time.perf_counter, 0
     begun = wall()
     while todo < len(loads) or engine.has_pending_work:
@@ -100,11 +104,14 @@ def simulate(engine: Engine, loads: Sequence[Load], tick: Callable[[int], None] 
         before = wall()
         engine.step()
         out.steps.append(wall() - before)
+        peak = max(peak, pool.num_used)
         if engine.stats.num_steps % _SAMPLE == 0:
             _fragmentation(engine, out)
             tick(engine.stats.num_finished)
     out.seconds = clock.now() - started or wall() - begun
     out.tokens = engine.stats.num_generated_tokens
+    out.peak_use = peak / pool.num_blocks
+    out.failed = sum(each.finish == "error" for each in engine.completed_requests)
     out.snapshot = engine.metrics_snapshot()
     out.latency = [c.finished - c.submitted for c in engine.completed_requests]
     out.queue_wait = [c.opened - c.submitted for c in engine.completed_requests if c.opened is not None]

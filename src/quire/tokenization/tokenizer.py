@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import tokenizers
 
+from quire.checks import instead
 from quire.errors import InvalidModel, InvalidRequest
 from quire.tokenization.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from quire.tokenization.infill import find_infill, pieces
@@ -288,13 +289,14 @@ def _read(folder: Path) -> Read:
         try:
             return tokenizers.Tokenizer.from_file(str(path)), {}
         except Exception as error:  # the library raises bare Exception
-            raise InvalidModel(f"{path} cannot be read: {error}") from error
+            why = instead(path, "a tokenizer")
+            raise InvalidModel(why if ":" in why else f"{path} cannot be read: {error}") from error
     found = load_core(folder)
     if found is None:
         raise InvalidModel(
-            f"no tokenizer.json in {folder}, nor tokenizer.model, vocab.json with merges.txt, or *.tiktoken: "
-            "Quire needs one to turn text into tokens; --tokenizer names another folder, and with "
-            "--skip-tokenizer-init prompts and answers are token ids"
+            f"no tokenizer.json in {folder}, nor tokenizer.model, vocab.json with merges.txt, encoder.json with "
+            "vocab.bpe, or *.tiktoken: Quire needs one to turn text into tokens; --tokenizer names another folder, and "
+            "with --skip-tokenizer-init prompts and answers are token ids"
         )
     return found
 

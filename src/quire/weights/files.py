@@ -1,4 +1,4 @@
-"""A checkpoint on disk: a folder of safetensors or PyTorch files, single or sharded, or a GGUF file.
+"""A checkpoint on disk: a folder of safetensors, PyTorch or TensorFlow files, single or sharded, or a GGUF file.
 
 Only headers are read at first. Tensors of safetensors and GGUF are read from the file into their final memory; the file
 is not mapped.
@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.checks import instead
 from quire.errors import InvalidModel
 from quire.weights.entries import TensorEntry, file_entry
 from quire.weights.gguf import find_gguf, read_gguf
 from quire.weights.gguf_model import gguf_config, gguf_entries
+from quire.weights.tensor_bundle import find_bundle, read_bundle
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -67,6 +69,8 @@ class Checkpoint:
                 return self._sharded(index, read)
             if (self.folder / single).is_file():
                 return read(self.folder / single)
+        if (bundle := find_bundle(self.folder)) is not None:
+            return read_bundle(bundle)
         found = sorted(p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
         only = f" (it has {', '.join(found[:3])})" if found else ""
         raise InvalidModel(f"{self.folder.name} has neither {SINGLE} nor {INDEX}{only}")
@@ -131,7 +135,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > LARGEST_HEADER:
-            raise InvalidModel(f"{path.name} is not a safetensors file")
+            raise InvalidModel(instead(path, "a safetensors file"))
         if 8 + length > size:
             raise InvalidModel(f"{path.name} ends within its header: it is truncated, download it again")
         try:
@@ -185,11 +189,15 @@ def read_pickle(path: Path) -> dict[str, TensorEntry]:
             mapped = file.read(4) == ZIP
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:
+        if ":" in (why := instead(path, "a PyTorch file")):
+            raise InvalidModel(why) from None
         raise InvalidModel(
             f"{path.name} holds more than tensors, code perhaps, which is never run: ask for safetensors, or save the "
             "state_dict alone"
         ) from None
     except (RuntimeError, ValueError, OSError, EOFError, KeyError) as error:
+        if ":" in (why := instead(path, "a PyTorch file")):
+            raise InvalidModel(why) from None
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise InvalidModel(f"{path.name} cannot be read, truncated perhaps: {reason}") from None
     if isinstance(held, dict) and set(held) == {"state_dict"}:

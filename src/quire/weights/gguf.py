@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from quire.checks import instead
 from quire.errors import InvalidModel
 
 MAGIC = b"GGUF"
@@ -105,7 +106,7 @@ def read_gguf(path: Path) -> Gguf:
     with path.open("rb") as file:
         reader = Reader(file, path.name)
         if file.read(4) != MAGIC:
-            raise InvalidModel(f"{path.name} is not a GGUF file")
+            raise InvalidModel(instead(path, "a GGUF file"))
         version = reader.scalar("I")
         if version not in (2, 3):
             raise InvalidModel(f"{path.name} is GGUF version {version}: only 2 and 3 are read")
