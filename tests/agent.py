@@ -35,6 +35,7 @@ CALLS = {
 
 ON_AND_ON = "Count to a million."
 AS_JSON = "Answer with an object."
+JUST_SAY = "Only say so."
 """Prompts that are not answered with calls: the first at great length, the second with an object of a city."""
 
 
@@ -44,6 +45,8 @@ def answer(prompt: str) -> str:
         return " and on" * 20_000
     if AS_JSON in prompt:
         return '{"city": "Rome"}'
+    if JUST_SAY in prompt:
+        return SAYS
     for name, arguments in CALLS.items():
         if f'"name": "{name}"' in prompt and (done := prompt.count(RESULT)) < len(arguments):
             call = {"name": name, "arguments": arguments[done]}

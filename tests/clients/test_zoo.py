@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.clients import agents
 from tests.clients.recorder import recording
-from tests.clients.zoo import CELLS, RECORDED, RESULTS, SCRIPTED, Client, pinned, results
-from tests.live import Live, serving
+from tests.clients.zoo import CELLS, RECORDED, RESULTS, Client, pinned, results
+from tests.live import Live
 from tools import clients_page
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Live]]:
-    with ExitStack() as stack:
-        scripted = stack.enter_context(serving(tmp_path_factory.mktemp("scripted"), module="tests.agent"))
-        embedded = stack.enter_context(serving(tmp_path_factory.mktemp("embedded"), "--dtype", "float32"))
-        yield {cell: scripted if cell in SCRIPTED else embedded for cell in CELLS}
 
 
 def aborted(live: Live) -> float:
@@ -46,6 +40,28 @@ def test_a_client_works(client: Client, servers: Mapping[str, Live]) -> None:
     keep(client.name, {"version": client.version, "cells": cells}, recorder.sent)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("agent", agents.VERSIONS)
+def test_an_agent_works(agent: str, servers: Mapping[str, Live], tmp_path: Path) -> None:
+    live = servers["tools"]
+    before = aborted(live)
+
+    def answering() -> None:
+        while not live.stats()["active_requests"]:
+            time.sleep(0.1)
+        time.sleep(1)
+
+    with recording(dict.fromkeys(CELLS, live.url)) as recorder:
+        for cell in (agents.chat, agents.tools, agents.structured):
+            cell(agent, f"{recorder.url}/{cell.__name__}", tmp_path)
+        agents.cancel(agent, f"{recorder.url}/cancel", tmp_path, answering)
+        live.settled()
+    assert aborted(live) > before, "a client that left was not noticed"
+    assert all(each["body"]["stream"] for each in recorder.sent["chat"] if "stream" in each["body"])
+    found = {"version": agents.VERSIONS[agent][1], "cells": dict.fromkeys(CELLS, "passed")}
+    keep(agents.NAMES[agent], found, {})
+
+
 def keep(name: str, found: Any, sent: Mapping[str, Any]) -> None:
     """Compare with what is written down, or write it down."""
     if os.environ.get("UPDATE_EXPECTED"):
@@ -59,6 +75,9 @@ def keep(name: str, found: Any, sent: Mapping[str, Any]) -> None:
 
 def test_the_table_has_each_client_in_the_version_that_is_pinned() -> None:
     versions = {name: found["version"] for name, found in results().items()}
-    assert {client.name: client.version for client in pinned()}.items() <= versions.items()
+    assert versions == {
+        **{client.name: client.version for client in pinned()},
+        **{agents.NAMES[agent]: version for agent, (_, version) in agents.VERSIONS.items()},
+    }
     assert all(cells.keys() <= set(CELLS) for cells in (found["cells"] for found in results().values()))
     assert clients_page.PAGE.read_text("utf-8") == clients_page.markdown(), "run `make docs`"

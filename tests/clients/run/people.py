@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
+SAMPLING = {"temperature": 0, "frequency_penalty": 0.5}
+"""Nothing is left to chance, and a small model does not say the same words until its context is full."""
+
 
 class Person(BaseModel):
     """A person."""

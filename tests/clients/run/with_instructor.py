@@ -5,7 +5,7 @@ from typing import Any
 import instructor
 from cells import BOAT, MODEL, ON_AND_ON, main
 from openai import OpenAI
-from people import PROMPTS, Person
+from people import PROMPTS, SAMPLING, Person
 
 
 def client(url: str, mode: instructor.Mode = instructor.Mode.TOOLS) -> Any:
@@ -13,7 +13,7 @@ def client(url: str, mode: instructor.Mode = instructor.Mode.TOOLS) -> Any:
 
 
 def said(text: str) -> Any:
-    return {"model": MODEL, "messages": [{"role": "user", "content": text}], "temperature": 0}
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **SAMPLING}
 
 
 def chat(url: str) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from cells import ASK, BOAT, MODEL, ON_AND_ON, check_loop, main, weather
 from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
-from people import PROMPTS, Person
+from people import PROMPTS, SAMPLING, Person
 
 
 def model(url: str, **more: object) -> ChatOpenAI:
@@ -27,11 +27,11 @@ def tools(url: str) -> None:
 
 def structured(url: str) -> str:
     """By calls of functions for each of the prompts, and by a schema for one."""
-    asked = model(url, temperature=0).with_structured_output(Person, method="function_calling", include_raw=True)
+    asked = model(url, **SAMPLING).with_structured_output(Person, method="function_calling", include_raw=True)
     made = [asked.invoke(prompt) for prompt in PROMPTS]
     wrong = [each for each in made if not isinstance(each["parsed"], Person)]
     assert not wrong, f"{len(made) - len(wrong)} of {len(made)}; {wrong[0]}"
-    by_schema = model(url, temperature=0).with_structured_output(Person, method="json_schema")
+    by_schema = model(url, **SAMPLING).with_structured_output(Person, method="json_schema")
     assert isinstance(by_schema.invoke(PROMPTS[0]), Person)
     return f"{len(made)} of {len(made)}"
 

@@ -10,15 +10,8 @@ from people import PROMPTS, Person
 
 
 def model(url: str, **more: object) -> OpenAILike:
-    return OpenAILike(
-        model=MODEL,
-        api_base=f"{url}/v1",
-        api_key="none",
-        is_chat_model=True,
-        is_function_calling_model=True,
-        context_window=2048,
-        **more,
-    )
+    about: dict[str, object] = {"is_chat_model": True, "is_function_calling_model": True, "context_window": 2048}
+    return OpenAILike(model=MODEL, api_base=f"{url}/v1", api_key="none", **{**about, **more})
 
 
 def chat(url: str) -> None:

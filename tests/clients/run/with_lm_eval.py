@@ -40,9 +40,7 @@ def evaluate(url: str, model: str, path: str, kind: str, more: str, *args: str) 
 
 
 def chat(url: str) -> None:
-    evaluate(
-        url, "local-chat-completions", "/v1/chat/completions", "generate_until", WORDS, "--apply_chat_template"
-    )
+    evaluate(url, "local-chat-completions", "/v1/chat/completions", "generate_until", WORDS, "--apply_chat_template")
     evaluate(url, "local-completions", "/v1/completions", "generate_until", WORDS)
     evaluate(url, "local-completions", "/v1/completions", "multiple_choice", CHOICES)
 
