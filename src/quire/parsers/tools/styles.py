@@ -332,9 +332,8 @@ _ALL: Sequence[Style] = (
         closes=("</steptml:invoke>", "<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
         before="<｜tool_calls_begin｜>\n",
         start='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">',
-        finish="</steptml:invoke><｜tool_call_end｜>",
-        between="\n",
-        after="\n<｜tool_calls_end｜>",
+        finish="</steptml:invoke><｜tool_call_end｜>\n",
+        after="<｜tool_calls_end｜>",
     ),
     replace(
         _QWEN3_CODER,
