@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+from urllib.request import ProxyHandler, build_opener
 
 MODEL = "embedded"
 CELLS = ("chat", "stream", "tools", "structured", "cancel")
@@ -34,6 +36,15 @@ def check_loop(text: str) -> None:
     """After a loop of two calls of `weather`."""
     assert CALLED == CITIES, CALLED
     assert SAYS in text, text
+
+
+def wait_until_answering(url: str) -> None:
+    """Wait until the server is at work on a request."""
+    opener = build_opener(ProxyHandler({}))
+    deadline = time.monotonic() + 100
+    while not json.load(opener.open(f"{url}/stats"))["active_requests"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def main(*cells: Callable[[str], Any]) -> None:

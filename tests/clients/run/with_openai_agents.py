@@ -11,7 +11,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from cells import ASK, BOAT, CALLED, MODEL, ON_AND_ON, check_loop, main, weather
+from cells import ASK, BOAT, CALLED, MODEL, ON_AND_ON, check_loop, main, wait_until_answering, weather
 from openai import AsyncOpenAI
 from people import PROMPTS, Person
 
@@ -56,7 +56,7 @@ def structured(url: str) -> None:
 def cancel(url: str) -> None:
     async def run() -> None:
         asked = asyncio.create_task(Runner.run(agent(url), ON_AND_ON))
-        await asyncio.sleep(1)
+        await asyncio.to_thread(wait_until_answering, url)
         asked.cancel()
         await asyncio.wait([asked])
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cells import ASK, BOAT, MODEL, ON_AND_ON, check_loop, main, weather
+from cells import ASK, BOAT, MODEL, ON_AND_ON, check_loop, main, wait_until_answering, weather
 from people import PROMPTS, Person
 from pydantic_ai import Agent, ModelSettings
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -40,7 +40,7 @@ def structured(url: str) -> None:
 def cancel(url: str) -> None:
     async def run() -> None:
         asked = asyncio.create_task(Agent(model(url)).run(ON_AND_ON))
-        await asyncio.sleep(1)
+        await asyncio.to_thread(wait_until_answering, url)
         asked.cancel()
         await asyncio.wait([asked])
 
