@@ -18,7 +18,7 @@ from quire.assembly.text import build_text
 from quire.config import Settings
 from quire.engine.executor import Executor
 from quire.executors.synthetic import SyntheticExecutor, SyntheticHandle
-from quire.scheduler.plan import Mask, Plan
+from quire.scheduler.plan import Mask, Plan, Result
 from quire.tokenization.tokenizer import Tokenizer
 
 CONTEXT = 1 << 17
@@ -92,6 +92,11 @@ class Bound(SyntheticHandle):
             allowed = int.from_bytes(mask, "little")
             if not allowed >> self.tokens[span][0] & 1:
                 self.tokens[span][0] = (allowed & -allowed).bit_length() - 1
+
+    def result(self) -> Result:
+        """See StepHandle."""
+        made = super().result()
+        return Result(made.tokens, [[] for _ in self._masked], made.logprobs)
 
 
 def scripted(executor: Executor) -> Executor:

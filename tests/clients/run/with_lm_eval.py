@@ -1,4 +1,4 @@
-"""EleutherAI's evaluation harness: generated answers, and log-probabilities of given ones, of tasks in files."""
+"""EleutherAI's evaluation harness: generated answers of a task in a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{answer}}}}"
 {more}
 """
-CHOICES = 'doc_to_choice: [" boat", " dog"]\nmetric_list: [{metric: acc}]'
 WORDS = "generation_kwargs: {until: ['\\n'], max_gen_toks: 20}\nmetric_list: [{metric: exact_match}]"
 ROWS = [{"question": "The fish swam under the", "answer": " boat"}, {"question": "Woof, said the", "answer": " dog"}]
 
@@ -42,7 +41,6 @@ def evaluate(url: str, model: str, path: str, kind: str, more: str, *args: str) 
 def chat(url: str) -> None:
     evaluate(url, "local-chat-completions", "/v1/chat/completions", "generate_until", WORDS, "--apply_chat_template")
     evaluate(url, "local-completions", "/v1/completions", "generate_until", WORDS)
-    evaluate(url, "local-completions", "/v1/completions", "multiple_choice", CHOICES)
 
 
 main(chat)
