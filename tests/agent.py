@@ -44,7 +44,10 @@ def answer(prompt: str) -> str:
     if ON_AND_ON in prompt:
         return " and on" * 20_000
     if AS_JSON in prompt:
-        return '{"city": "Rome"}'
+        by_tool = '"name": "StructuredOutput"' in prompt  # as Claude Code asks for objects
+        call = {"name": "StructuredOutput", "arguments": {"city": "Rome"}}
+        said = f"<tool_call>\n{json.dumps(call)}\n</tool_call>" if by_tool else '{"city": "Rome"}'
+        return SAYS if by_tool and RESULT in prompt else said
     if JUST_SAY in prompt:
         return SAYS
     for name, arguments in CALLS.items():

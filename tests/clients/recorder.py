@@ -34,7 +34,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
     def _pass_on(self) -> None:
-        _, cell, path = self.path.split("/", 2)
+        cell, _, path = self.path[1:].partition("/")
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         if body:
             self.server.sent.setdefault(cell, []).append({"path": f"/{path}", "body": json.loads(body)})
