@@ -75,9 +75,8 @@ def keep(name: str, found: Any, sent: Mapping[str, Any]) -> None:
 
 def test_the_table_has_each_client_in_the_version_that_is_pinned() -> None:
     versions = {name: found["version"] for name, found in results().items()}
-    assert versions == {
-        **{client.name: client.version for client in pinned()},
-        **{agents.NAMES[agent]: version for agent, (_, version) in agents.VERSIONS.items()},
-    }
+    pins = {client.name: client.version for client in pinned()}
+    npm = {agents.NAMES[agent]: version for agent, (_, version) in agents.VERSIONS.items()}
+    assert pins.items() <= versions.items() <= (pins | npm).items()
     assert all(cells.keys() <= set(CELLS) for cells in (found["cells"] for found in results().values()))
     assert clients_page.PAGE.read_text("utf-8") == clients_page.markdown(), "run `make docs`"
