@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,19 +10,10 @@ from typing import Any
 import pytest
 
 from tests.agent import CALLS, CONTEXT, SAYS
+from tests.clients import agents
 from tests.live import Live, serving
 
 RECORDED = Path(__file__).parent / "server/recorded"
-VERSIONS = {"codex": "@openai/codex@0.169.0", "claude": "@anthropic-ai/claude-code@2.1.197"}
-
-CODEX = """
-model = "embedded"
-model_provider = "quire"
-[model_providers.quire]
-name = "quire"
-base_url = "{url}/v1"
-wire_api = "responses"
-"""
 
 
 @pytest.fixture(scope="module")
@@ -75,31 +64,6 @@ def test_claude_code_requests_end_after_two_tools(live: Live) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("agent", VERSIONS)
+@pytest.mark.parametrize("agent", agents.VERSIONS)
 def test_the_agent_itself_ends_after_two_tools(agent: str, live: Live, tmp_path: Path) -> None:
-    """Installed from the npm registry. Its second tool writes a file."""
-    tools, home, work = tmp_path / "tools", tmp_path / "home", tmp_path / "work"
-    for folder in (tools, home, work):
-        folder.mkdir()
-    install = ["npm", "install", "--prefix", str(tools), "--allow-scripts=@anthropic-ai/claude-code", VERSIONS[agent]]
-    subprocess.run(install, check=True, capture_output=True, timeout=600)
-    (home / "config.toml").write_text(CODEX.format(url=live.url))
-    command = {
-        "codex": ["exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "Write a file"],
-        "claude": ["-p", "Write a file", "--allowedTools", "Bash"],
-    }
-    own = {"HOME": str(home), "CODEX_HOME": str(home), "NO_PROXY": "*", "no_proxy": "*"}
-    own |= {"ANTHROPIC_BASE_URL": live.url, "ANTHROPIC_AUTH_TOKEN": "none", "ANTHROPIC_MODEL": "embedded"}
-    own |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
-    ran = subprocess.run(
-        [str(tools / "node_modules/.bin" / agent), *command[agent]],
-        check=False,
-        cwd=work,
-        env=os.environ | own,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0 and SAYS in ran.stdout, ran.stdout + ran.stderr
-    assert (work / "made.txt").read_text() == "written by a scripted model\n"
+    agents.tools(agent, live.url, tmp_path)

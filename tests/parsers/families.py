@@ -55,6 +55,20 @@ _QWEN_CODER = _LOOP + (
     )
     + _END
 )
+
+
+def _dsml(around: str) -> str:
+    """Parameters that say whether they are strings."""
+    parameter = (
+        '<｜DSML｜parameter name="{{ k }}" string="'
+        "{{ 'true' if v is string else 'false' }}"
+        '">'
+        "{{ v if v is string else v | tojson }}</｜DSML｜parameter>\n"
+    )
+    call = _xml('<｜DSML｜invoke name="{{ f.name }}">\n', parameter, "</｜DSML｜invoke>\n")
+    return f"\n\n<｜DSML｜{around}>\n" + _LOOP + call + _END + f"</｜DSML｜{around}>"
+
+
 _HERMES = _LOOP + "\n<tool_call>\n" + _object("arguments") + "\n</tool_call>" + _END
 
 TEMPLATES: Mapping[ToolParser, str] = {
@@ -108,6 +122,27 @@ TEMPLATES: Mapping[ToolParser, str] = {
     "granite": "<|tool_call|>[" + _listed("arguments") + "]",
     "phi4_mini_json": "functools[" + _listed("arguments") + "]",
     "jamba": "<tool_calls>[" + _listed("arguments") + "]</tool_calls>",
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "longcat": _HERMES.replace("tool_call>", "longcat_tool_call>"),
+    "mimo": _QWEN_CODER.replace(">\nVALUE\n<", ">VALUE<"),
+    "step3p5": _QWEN_CODER,
+    "step3": "<｜tool_calls_begin｜>\n"
+    + _LOOP
+    + _xml(
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{{ f.name }}">\n',
+        '<steptml:parameter name="{{ k }}">VALUE</steptml:parameter>\n',
+        "</steptml:invoke><｜tool_call_end｜>\n",
+    )
+    + _END
+    + "<｜tool_calls_end｜>",
+    "lfm2": "<|tool_call_start|>[" + _PYTHON + "]<|tool_call_end|>",
+    "hunyuan_a13b": "<tool_calls>[\n" + _listed("arguments").replace("', '", "',\n'") + "\n]</tool_calls>",
+    "minimax": "<tool_calls>\n" + _LOOP + _object("arguments") + "\n" + _END + "</tool_calls>",
+    "internlm": _LOOP + "<|action_start|><|plugin|>\n" + _object("parameters") + "<|action_end|>\n" + _END,
+    "granite-20b-fc": _LOOP + "<function_call> " + _object("arguments") + _END,
+    "gigachat3": _LOOP + "function call<|role_sep|>\n" + _object("arguments") + _END,
+    "xlam": "[" + _listed("arguments") + "]",
     "gemma": "```tool_code\n[" + _PYTHON + "]\n```",
     "gemma4": _gemma("<|tool_call>call:", '<|"|>', "<tool_call|>"),
     "functiongemma": _gemma("<start_function_call>call:", "<escape>", "<end_function_call>"),

@@ -40,6 +40,22 @@ def calls_in(parts: Sequence[TextPart]) -> list[tuple[str, Any]]:
     return [(part.text, json.loads(arguments[part.call])) for part in parts if part.kind == "call"]
 
 
+VLLM = """
+deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 functiongemma gemma4 gigachat3 glm45 glm47 granite
+granite-20b-fc granite4 hermes hunyuan_a13b internlm jamba kimi_k2 lfm2 llama3_json llama4_json llama4_pythonic longcat
+mimo minimax minimax_m2 mistral olmo3 openai phi4_mini_json pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5
+xlam"""
+VLLM_REASONING = """
+deepseek_r1 deepseek_v3 deepseek_v4 gemma4 glm45 glm47 granite kimi_k2 mimo minimax_m2 mistral
+nemotron_v3 olmo3 openai_gptoss qwen3 seed_oss step3 step3p5"""
+"""Keys of vLLM's registries of parsers, as those who come from there spell them."""
+
+
+def test_parsers_have_the_names_of_vllm() -> None:
+    assert set(STYLES) == {"gemma", *VLLM.split()}
+    assert set(THOUGHTS) == set(VLLM_REASONING.split())
+
+
 def test_every_parser_has_a_template() -> None:
     assert set(TEMPLATES) == set(STYLES) == set(get_args(ToolParser))
     assert {"none", *THOUGHTS} == set(get_args(ReasoningParser))
@@ -167,6 +183,16 @@ SIGNS: list[tuple[str, ToolParser, ReasoningParser]] = [
     ("<tool_calls>", "jamba", "none"),
     ("[TOOL_CALLS][THINK]", "mistral", "mistral"),
     ("<start_of_turn>", "gemma", "none"),
+    ("<｜DSML｜function_calls><｜DSML｜invoke>{{ thinking }}<｜Assistant｜></think>", "deepseek_v32", "deepseek_v3"),
+    ("<｜DSML｜tool_calls>", "deepseek_v4", "none"),
+    ('<｜tool_calls_begin｜><steptml:invoke name="></think>', "step3", "step3"),
+    ("<longcat_tool_call>", "longcat", "none"),
+    ("<|tool_call_start|>[]<|tool_call_end|>", "lfm2", "none"),
+    ("<|action_start|><|plugin|>", "internlm", "none"),
+    ("function call<|role_sep|>", "gigachat3", "none"),
+    ("<function_call> {", "granite-20b-fc", "none"),
+    ("<|extra_0|><tool_calls>", "hunyuan_a13b", "none"),
+    ("<beginning_of_sentence><tool_calls>", "minimax", "none"),
 ]
 
 

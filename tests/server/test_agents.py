@@ -54,6 +54,15 @@ async def test_what_changes_nothing_is_taken(path: str, fields: dict[str, Any]) 
         assert first.prompt == second.prompt and first.max_new_tokens == second.max_new_tokens
 
 
+async def test_an_answer_comes_back_with_what_libraries_note_on_it() -> None:
+    async with served() as server:
+        for noted in ({}, {"provider_specific_fields": {"refusal": None}, "refusal": None, "function_call": None}):
+            talk = [*HI, {"role": "assistant", "content": "Yes?", **noted}, *HI]
+            await server.chat(messages=talk, max_tokens=4)
+        first, second = server.port.submitted
+        assert first.prompt == second.prompt
+
+
 CHANGES: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/responses", {"include": ["everything"]}, "include", "not kept"),
     ("/v1/responses", {"reasoning": {"effort": 3}}, "reasoning.effort", "must be text"),

@@ -28,6 +28,12 @@ ReasoningParser = Literal[
     "openai_gptoss",
     "seed_oss",
     "olmo3",
+    "deepseek_v4",
+    "glm47",
+    "mimo",
+    "nemotron_v3",
+    "step3",
+    "step3p5",
 ]
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -67,7 +73,13 @@ THOUGHTS: Mapping[str, ThoughtStyle] = {
         ThoughtStyle(name="deepseek_r1", models="DeepSeek R1, QwQ", first="open"),
         replace(_QWEN3, name="deepseek_v3", models="DeepSeek V3.1"),
         _QWEN3,
+        replace(_QWEN3, name="deepseek_v4", models="DeepSeek V4"),
         replace(_QWEN3, name="glm45", models="GLM 4.5 to 4.7"),
+        replace(_QWEN3, name="glm47", models="GLM 4.7"),
+        replace(_QWEN3, name="mimo", models="MiMo V2"),
+        replace(_QWEN3, name="nemotron_v3", models="Nemotron 3"),
+        replace(_QWEN3, name="step3", models="Step 3", first="open"),
+        replace(_QWEN3, name="step3p5", models="Step 3.5", first="open"),
         replace(
             _QWEN3, name="kimi_k2", models="Kimi K2 Thinking", ends=("<|tool_calls_section_begin|>",), special=True
         ),
@@ -110,6 +122,7 @@ _SIGNS: Sequence[tuple[ReasoningParser, *tuple[str, ...]]] = (
     ("deepseek_v3", CLOSE, "<｜Assistant｜>", "thinking"),
     ("qwen3", CLOSE, "enable_thinking"),
     ("olmo3", CLOSE, "<function_calls>"),
+    ("step3", CLOSE, "<steptml:invoke"),
     ("deepseek_r1", CLOSE),
 )
 """Parsers and the texts that templates of their families contain, the more particular ones first."""

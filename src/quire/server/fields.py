@@ -46,6 +46,7 @@ NO_OPS: Mapping[str, str] = {
     "defer_loading": "all tools are shown to the model at once",
     "eager_input_streaming": "arguments are always streamed as they come",
     "disable_fallback": "there is nothing to fall back to",
+    "provider_specific_fields": "LiteLLM's notes on an answer, which it sends back with it",
     "keep_alive": "the model stays loaded as long as the server runs",
 }
 

@@ -7,6 +7,7 @@ lengths and patterns of strings, and schemas of all other values.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,18 +34,25 @@ def literal(text: str) -> str:
 
 def _parameter_rules(name: str, form: Parameters, schema: Any, as_json: JsonRule) -> list[str]:
     line = "\n" if form.lines else ""
-    middle = form.key_end + (form.space + form.value_open if form.value_open else "") + line
     close = line + form.close
     required = schema.get("required") or ()
     order, rules = [], []
     for i, (key, each) in enumerate(properties_of(schema).items()):
         order.append(f"{name}_{i}" + ("" if key in required else "?"))
-        value = _string_rules(f"{name}_{i}_value", close, each)
-        if "string" not in kinds_of(each):
-            value = [f"{name}_{i}_value: {as_json(_alone(each, schema))} {literal(close)}"]
-        opening = literal(form.open + key + middle)
-        rules += [f"{name}_{i}: {opening} {name}_{i}_value{_then(form.space)}", *value]
+        kinds, values = kinds_of(each), []
+        if "string" in kinds:
+            values.append((form.opening(text=True), _string_rules(f"{name}_{i}_text", close, each)))
+        if "string" not in kinds or (form.text_open and kinds != {"string"}):
+            values.append((form.value_open, [f"{name}_{i}_json: {as_json(_alone(each, schema))} {literal(close)}"]))
+        either = " | ".join(f"{literal(opening + line)} {_named(body)}" for opening, body in values)
+        rules.append(f"{name}_{i}: {literal(form.open + key + form.key_end + form.gap)} ({either}){_then(form.space)}")
+        rules += [rule for _, body in values for rule in body]
     return [f"{name}: {' '.join(order) or literal('')}", *rules]
+
+
+def _named(rules: list[str]) -> str:
+    """The name of the first rule."""
+    return re.split(r"[\[:]", rules[0], maxsplit=1)[0]
 
 
 def _then(space: str) -> str:

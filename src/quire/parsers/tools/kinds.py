@@ -96,10 +96,11 @@ def _kinds_of(schema: Any, seen: set[int], depth: int = 0) -> frozenset[str]:
     return _ALL
 
 
-def as_json(text: str, schema: Any) -> str:
+def as_json(text: str, schema: Any, *, marked: bool = False) -> str:
     """The text of a value as JSON, by its schema: as it is where it is JSON of such a type, otherwise as a string.
 
-    Python's names of constants count as JSON's. A text in quotation marks is a string with quotation marks.
+    marked: the format marks strings that are written as they are, and this is none. Python's names of constants count
+    as JSON's. A text in quotation marks is a string with quotation marks, unless strings are marked.
     """
     kinds = kinds_of(schema)
     bare = text.strip()
@@ -111,7 +112,7 @@ def as_json(text: str, schema: Any) -> str:
         return quoted(text)
     kind = _KINDS[type(value)]
     fits = kind in kinds or (kind == "integer" and "number" in kinds) or "string" not in kinds
-    return bare if fits and kind != "string" else quoted(text)
+    return bare if fits and (marked or kind != "string") else quoted(text)
 
 
 def _refuse(constant: str) -> None:

@@ -224,6 +224,10 @@ class Reader(PartEmitter):
             self._sure = False
             self._step = self._open
             return True
+        if c == "{" and not self._list and self._style.between == "\n":
+            self._sure = False
+            self._step = self._open
+            return self._open(c)
         if c == "]" and self._list:
             self._step = SPACE.__contains__
             return True

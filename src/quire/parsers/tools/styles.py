@@ -33,10 +33,23 @@ ToolParser = Literal[
     "glm47",
     "deepseek_v3",
     "deepseek_v31",
+    "deepseek_v32",
+    "deepseek_v4",
     "kimi_k2",
     "openai",
     "gemma4",
     "functiongemma",
+    "longcat",
+    "lfm2",
+    "mimo",
+    "step3",
+    "step3p5",
+    "hunyuan_a13b",
+    "minimax",
+    "internlm",
+    "granite-20b-fc",
+    "gigachat3",
+    "xlam",
 ]
 
 Form = Literal["any", "known", "python"]
@@ -90,18 +103,24 @@ class ToolStyle(CallStyle):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Arguments as one element for each parameter: open, key, key_end, value_open, value, close, space.
+    """Arguments as one element for each parameter: open, key, key_end, gap, value_open, value, close, space.
 
-    lines: a line break after the key's end and one before `close` belong to the format. Strings are written as they
-    are, all other values as JSON.
+    text_open: what stands for `value_open` before a string, in formats that mark strings. lines: a line break after the
+    key's end and one before `close` belong to the format. Strings are written as they are, all other values as JSON.
     """
 
     open: str
     key_end: str
+    gap: str = ""
     value_open: str = ""
+    text_open: str = ""
     close: str
     space: str = "\n"
     lines: bool = False
+
+    def opening(self, *, text: bool) -> str:
+        """What a value begins with. text: it is a string."""
+        return (text and self.text_open) or self.value_open
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +218,18 @@ _GRANITE = ToolStyle(
     after="]",
 )
 
+_JAMBA = replace(
+    _GRANITE,
+    name="jamba",
+    models="Jamba 1.5 and later",
+    marks={"<tool_calls>": "any"},
+    end="</tool_calls>",
+    special=False,
+    bare=False,
+    before="<tool_calls>[",
+    after="]</tool_calls>",
+)
+
 _QWEN3_CODER = TaggedStyle(
     name="qwen3_coder",
     models="Qwen 3 Coder, Qwen 3.5",
@@ -219,7 +250,7 @@ _GLM45 = TaggedStyle(
     models="GLM 4.5 and 4.6",
     begin="<tool_call>",
     head_ends=("\n", "<arg_key>", "</tool_call>"),
-    form=Parameters(open="<arg_key>", key_end="</arg_key>", value_open="<arg_value>", close="</arg_value>"),
+    form=Parameters(open="<arg_key>", key_end="</arg_key>", gap="\n", value_open="<arg_value>", close="</arg_value>"),
     closes=("</tool_call>",),
     start="<tool_call>{name}\n",
     finish="</tool_call>",
@@ -240,6 +271,27 @@ _DEEPSEEK_V31 = TaggedStyle(
     after="<｜tool▁calls▁end｜>",
 )
 
+_DEEPSEEK_V32 = TaggedStyle(
+    name="deepseek_v32",
+    models="DeepSeek V3.2",
+    begin='<｜DSML｜invoke name="',
+    head_ends=('">',),
+    form=Parameters(
+        open='<｜DSML｜parameter name="',
+        key_end='"',
+        gap=" ",
+        value_open='string="false">',
+        text_open='string="true">',
+        close="</｜DSML｜parameter>",
+    ),
+    opens=("<｜DSML｜function_calls>",),
+    closes=("</｜DSML｜invoke>", "</｜DSML｜function_calls>"),
+    before="<｜DSML｜function_calls>\n",
+    start='<｜DSML｜invoke name="{name}">\n',
+    finish="</｜DSML｜invoke>\n",
+    after="</｜DSML｜function_calls>",
+)
+
 _GEMMA4 = TaggedStyle(
     name="gemma4",
     models="Gemma 4",
@@ -255,8 +307,34 @@ _GEMMA4 = TaggedStyle(
 _ALL: Sequence[Style] = (
     HERMES,
     replace(HERMES, name="granite4", models="Granite 4"),
+    replace(
+        HERMES,
+        name="longcat",
+        models="LongCat Flash",
+        marks={"<longcat_tool_call>": "any"},
+        end="</longcat_tool_call>",
+        before="<longcat_tool_call>\n",
+        between="\n</longcat_tool_call>\n<longcat_tool_call>\n",
+        after="\n</longcat_tool_call>",
+    ),
     _QWEN3_CODER,
     replace(_QWEN3_CODER, name="qwen3_xml"),
+    replace(_QWEN3_CODER, name="mimo", models="MiMo V2"),
+    replace(_QWEN3_CODER, name="step3p5", models="Step 3.5"),
+    TaggedStyle(
+        name="step3",
+        models="Step 3",
+        special=True,
+        begin='<steptml:invoke name="',
+        head_ends=('">',),
+        form=Parameters(open='<steptml:parameter name="', key_end='">', close="</steptml:parameter>", space=""),
+        opens=("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>function<｜tool_sep｜>"),
+        closes=("</steptml:invoke>", "<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+        before="<｜tool_calls_begin｜>\n",
+        start='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">',
+        finish="</steptml:invoke><｜tool_call_end｜>\n",
+        after="<｜tool_calls_end｜>",
+    ),
     replace(
         _QWEN3_CODER,
         name="seed_oss",
@@ -277,6 +355,14 @@ _ALL: Sequence[Style] = (
         models="Llama 4 with a pythonic template",
         marks={"<|python_start|>": "python"},
         end="<|python_end|>",
+        special=True,
+    ),
+    replace(
+        _PYTHONIC,
+        name="lfm2",
+        models="LFM2",
+        marks={"<|tool_call_start|>": "python"},
+        end="<|tool_call_end|>",
         special=True,
     ),
     replace(
@@ -303,12 +389,22 @@ _ALL: Sequence[Style] = (
         after="<｜tool▁calls▁end｜>",
     ),
     _DEEPSEEK_V31,
+    _DEEPSEEK_V32,
+    replace(
+        _DEEPSEEK_V32,
+        name="deepseek_v4",
+        models="DeepSeek V4",
+        opens=("<｜DSML｜tool_calls>",),
+        closes=("</｜DSML｜invoke>", "</｜DSML｜tool_calls>"),
+        before="<｜DSML｜tool_calls>\n",
+        after="</｜DSML｜tool_calls>",
+    ),
     _GLM45,
     replace(
         _GLM45,
         name="glm47",
         models="GLM 4.7",
-        form=replace(cast(Parameters, _GLM45.form), space=""),
+        form=replace(cast(Parameters, _GLM45.form), gap="", space=""),
         start="<tool_call>{name}",
         between="",
     ),
@@ -362,16 +458,42 @@ _ALL: Sequence[Style] = (
         bare=False,
         before="functools[",
     ),
+    _JAMBA,
+    replace(_JAMBA, name="hunyuan_a13b", models="Hunyuan A13B"),
+    replace(
+        _JAMBA, name="minimax", models="MiniMax M1", before="<tool_calls>\n", between="\n", after="\n</tool_calls>"
+    ),
     replace(
         _GRANITE,
-        name="jamba",
-        models="Jamba 1.5 and later",
-        marks={"<tool_calls>": "any"},
-        end="</tool_calls>",
+        name="granite-20b-fc",
+        models="Granite 20B functioncalling",
+        marks={"<function_call>": "any"},
         special=False,
         bare=False,
-        before="<tool_calls>[",
-        after="]</tool_calls>",
+        before="<function_call> ",
+        between="<function_call> ",
+        after="",
+    ),
+    replace(_GRANITE, name="xlam", models="xLAM 2", marks={"[TOOL_CALLS]": "any"}, special=False, before="["),
+    ToolStyle(
+        name="gigachat3",
+        models="GigaChat 3",
+        special=True,
+        most=1,
+        marks={"function call<|role_sep|>": "any"},
+        before="function call<|role_sep|>\n",
+        between="function call<|role_sep|>\n",
+    ),
+    ToolStyle(
+        name="internlm",
+        models="InternLM 2 and 3",
+        special=True,
+        marks={"<|action_start|><|plugin|>": "any"},
+        end="<|action_end|>",
+        start=_PARAMETERS_KEY,
+        before="<|action_start|><|plugin|>\n",
+        between="<|action_end|>\n<|action_start|><|plugin|>\n",
+        after="<|action_end|>",
     ),
     _GEMMA,
     _GEMMA4,
@@ -403,6 +525,17 @@ def sign_of(template: str | None) -> Style | None:
 
 _SIGNS: Sequence[tuple[ToolParser, *tuple[str, ...]]] = (
     ("minimax_m2", "<minimax:tool_call>"),
+    ("deepseek_v32", "｜DSML｜", "function_calls"),
+    ("deepseek_v4", "｜DSML｜"),
+    ("step3", "<steptml:invoke"),
+    ("longcat", "<longcat_tool_call>"),
+    ("lfm2", "<|tool_call_start|>"),
+    ("lfm2", "<|tool_list_start|>"),
+    ("internlm", "<|action_start|>"),
+    ("gigachat3", "<|role_sep|>", "function call"),
+    ("granite-20b-fc", "<function_call>"),
+    ("hunyuan_a13b", "<tool_calls>", "<|extra_0|>"),
+    ("minimax", "<tool_calls>", "<beginning_of_sentence>"),
     ("seed_oss", "<seed:tool_call>"),
     ("glm45", "<arg_key>", "</arg_key>\\n"),
     ("glm45", "<arg_key>", "</arg_key>\n"),
@@ -486,7 +619,7 @@ def written(arguments: Any, style: Style) -> str:
         return _json(arguments)
     line = "\n" if form.lines else ""
     return "".join(
-        f"{form.open}{key}{form.key_end}{form.space if form.value_open else ''}{form.value_open}{line}"
+        f"{form.open}{key}{form.key_end}{form.gap}{form.opening(text=isinstance(value, str))}{line}"
         f"{value if isinstance(value, str) else _json(value)}{line}{form.close}{form.space}"
         for key, value in arguments.items()
     )

@@ -108,6 +108,7 @@ class TaggedReader(PartEmitter):
     def _parameters(self, tool: str, form: Parameters, *, opened: bool) -> Generator[None]:
         """Tagged parameters as one object. opened: the mark of the first has been read."""
         tape = self._tape
+        openings = tuple(filter(None, (form.text_open, form.value_open)))
         said = "{"
         while True:
             mark = form.open if opened else (yield from tape.mark((form.open, *self._style.closes)))
@@ -115,25 +116,28 @@ class TaggedReader(PartEmitter):
             if mark != form.open:
                 break
             key, found = yield from tape.head((form.key_end,), _LONGEST_HEAD)
-            if not found or (form.value_open and not (yield from tape.mark((form.value_open,)))):
+            opening = (yield from tape.mark(openings)) if found and openings else ""
+            if not found or (openings and not opening):
                 self._emit_arguments(said + ("" if tape.exhausted else "}"))
                 self._emit_content(form.open + key + found)
                 return
             self._emit_arguments(f"{said}{quoted(key.strip())}: ")
             said = ", "
-            if not (yield from self._value(schema_of(self._tools, tool, key.strip()), form)):
+            schema = schema_of(self._tools, tool, key.strip())
+            is_text = opening == form.text_open if form.text_open else kinds_of(schema) == {"string"}
+            if not (yield from self._value(schema, form, is_text=is_text)):
                 return
         # Where the answer is cut off, so are the arguments.
         self._emit_arguments(("{" if said == "{" else "") + ("}" if mark or not tape.cut else ""))
 
-    def _value(self, schema: Any, form: Parameters) -> Generator[None, None, bool]:
-        """One value as JSON, by its schema. Returns whether its end was found."""
+    def _value(self, schema: Any, form: Parameters, *, is_text: bool) -> Generator[None, None, bool]:
+        """One value as JSON, by its schema. is_text: it is known to be a string. Returns whether its end was found."""
         tape = self._tape
         marks: tuple[str, ...] = (form.close,)
         if form.lines:
             yield from tape.optional("\n")
             marks = ("\n" + form.close, form.close)
-        if kinds_of(schema) == {"string"}:
+        if is_text:
             # The only kind whose text is known before it has ended.
             self._emit_arguments('"')
             found = yield from tape.until(marks, lambda text: self._emit_arguments(quoted(text)[1:-1]))
@@ -142,7 +146,7 @@ class TaggedReader(PartEmitter):
         pieces: list[str] = []
         found = yield from tape.until(marks, pieces.append)
         if found:
-            self._emit_arguments(as_json("".join(pieces), schema))
+            self._emit_arguments(as_json("".join(pieces), schema, marked=bool(form.text_open)))
         return bool(found)
 
 
