@@ -27,6 +27,7 @@ from quire.assembly.progress import loading
 from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft
 from quire.assembly.text import build_tokenizer
 from quire.config import Settings
+from quire.config.speculative import parse
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
@@ -114,6 +115,11 @@ def _local(settings: Settings) -> BuiltExecutor:
     canary = build_canary(settings)
     model = _load(settings, device, canary)
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
+    if model.spec.recurrent and device.type != "cpu":
+        raise InvalidConfig(
+            f"{model.spec.architecture} has recurrent layers, which run on a CPU only for now: --device cpu",
+            param="device",
+        )
     limits = resolve(settings, model.spec, device)
     layers, kv_gauges = _kv_layers(settings, model, device)
     if device.type == "cpu":
@@ -144,12 +150,15 @@ def paged(
     Raises InvalidConfig when K/V does not fit.
     """
     cache, draft = settings.cache, load_draft(settings, model, device, ReferenceOps())
+    speculative = parse(settings.scheduler.speculative_config)
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens
     blocks = cache.num_gpu_blocks_override or plan_blocks(
         (*layers, *draft_layers(draft)),
         page_size=limits.block_size,
         rows=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         budget=budget,
+        states=limits.num_rows * (1 + drafts),
     )
     sizes: dict[str, Any] = {"pages": blocks, "page_size": limits.block_size, "rows": limits.num_rows}
     return LocalExecutor(
@@ -202,7 +211,7 @@ def build_scheduler(
         KVCacheManager(
             description.num_blocks,
             description.block_size,
-            make_prefix_cache(description.block_size, cache.enable_prefix_caching),
+            make_prefix_cache(description.block_size, cache.enable_prefix_caching and not description.recurrent),
             EVICTION_POLICIES[cache.eviction_policy](),
         ),
         rows=description.num_rows,
@@ -297,7 +306,12 @@ def _kv_layers(
     Raises InvalidConfig where float8 is not supported, InvalidModel where it is below the canary's threshold.
     """
     if settings.cache.kv_cache_dtype == "auto":
-        return layer_shapes(model.spec.kv_shapes, model.dtype), {}
+        return layer_shapes(model.spec.kv_shapes, model.dtype, model.spec.state_shapes), {}
+    if model.spec.recurrent:
+        raise InvalidConfig(
+            "--kv-cache-dtype fp8 does not go with models with recurrent layers: leave it at auto",
+            param="kv_cache_dtype",
+        )
     if device.type != "cpu":
         raise InvalidConfig(
             "--kv-cache-dtype fp8 works on a CPU only for now: leave it at auto", param="kv_cache_dtype"
