@@ -115,11 +115,6 @@ def _local(settings: Settings) -> BuiltExecutor:
     canary = build_canary(settings)
     model = _load(settings, device, canary)
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
-    if model.spec.recurrent and device.type != "cpu":
-        raise InvalidConfig(
-            f"{model.spec.architecture} has recurrent layers, which run on a CPU only for now: --device cpu",
-            param="device",
-        )
     limits = resolve(settings, model.spec, device)
     layers, kv_gauges = _kv_layers(settings, model, device)
     if device.type == "cpu":
@@ -307,11 +302,6 @@ def _kv_layers(
     """
     if settings.cache.kv_cache_dtype == "auto":
         return layer_shapes(model.spec.kv_shapes, model.dtype, model.spec.state_shapes), {}
-    if model.spec.recurrent:
-        raise InvalidConfig(
-            "--kv-cache-dtype fp8 does not go with models with recurrent layers: leave it at auto",
-            param="kv_cache_dtype",
-        )
     if device.type != "cpu":
         raise InvalidConfig(
             "--kv-cache-dtype fp8 works on a CPU only for now: leave it at auto", param="kv_cache_dtype"

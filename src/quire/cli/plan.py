@@ -186,7 +186,7 @@ def smaller(settings: Settings, facts: ModelFacts, room: int, device: torch.devi
     """Changes of settings that make it fit, the least first."""
     asked = need(settings, facts, room, device)
     plain = read_scheme(facts.config) is None and settings.model.quantization == AUTO and not facts.foreign
-    small_kv: dict[str, Any] = {} if facts.foreign else {"kv_cache_dtype": "fp8"}
+    small_kv: dict[str, Any] = {} if facts.foreign or facts.spec.recurrent else {"kv_cache_dtype": "fp8"}
     both = {**small_kv, **({"quantization": "fp8"} if plain else {})}
     whole = (
         {}
