@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import ClassVar
 
+from quire.errors import InvalidModel
 from quire.layers.basic import GatedAttention
 from quire.layers.builder import GATED, ExpertNames, ModelBuilder
 from quire.layers.delta import DeltaConfig
@@ -47,11 +48,13 @@ class Qwen3Next(Llama):
 
 
 def read_hybrid(config: Config, architecture: str) -> ModelSpec:
-    """What layers share, but for MLPs and experts."""
+    """What layers share, but for MLPs and experts. Raises InvalidModel where no layer keeps K/V."""
     config = config.with_defaults(partial_rotary_factor=0.25, head_dim=256)
     spec = read_decoder(config, architecture)
     every = config.get(int, "full_attention_interval", default=4)
     linear = read_locals(config, spec.layers, every=every, local=LINEAR)
+    if all(linear):
+        raise InvalidModel("config.json: a model of recurrent layers alone is not supported")
     delta = DeltaConfig(
         key_heads=config.get(int, "linear_num_key_heads", default=16),
         value_heads=config.get(int, "linear_num_value_heads", default=32),
