@@ -99,6 +99,16 @@ DEEPSEEK_ROPE = MappingProxyType(
 
 LATENTS = MappingProxyType({"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "kv_lora_rank": 20, "v_head_dim": 12})
 
+DELTA = MappingProxyType(
+    {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 10,
+        "linear_conv_kernel_dim": 4,
+    }
+)
+
 GRANITE_SCALES = MappingProxyType(
     {
         "attention_multiplier": 0.25,
@@ -690,6 +700,54 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "first_k_dense_replace": 2,
             "attention_bias": True,
             "rope_interleave": False,
+        },
+        "qwen3_next-shared-keys": {
+            "hidden_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            **DELTA,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "moe_intermediate_size": 21,
+            "shared_expert_intermediate_size": 30,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+        "qwen3_next-biased-dense-between": {
+            "hidden_size": 56,
+            "full_attention_interval": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            **DELTA,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 16,
+            "attention_bias": True,
+            "decoder_sparse_step": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 18,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+        "qwen3_next-one-key-head": {
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            **DELTA,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "mlp_only_layers": [1],
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
         },
         "glm4_moe_lite-gqa": {
             "hidden_size": 40,
@@ -1367,7 +1425,7 @@ def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **chang
     return model
 
 
-SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron")
+SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next")
 """Norms hold how far they are from 1."""
 
 NORMED_AFTER = ("olmo2", "olmo3", "exaone4")
@@ -1394,6 +1452,8 @@ def draw(name: str, parameter: torch.Tensor, generator: torch.Generator, family:
         return 0.2 * noise + 0.5  # scores have no scale of their own
     if "correction" in name:
         return 0.2 * noise
+    if name.endswith("linear_attn.norm.weight"):  # of results, the one that holds all of itself
+        return 0.3 * noise + 1.0
     if parameter.dim() == 1:
         return 0.3 * noise + (0.0 if name.endswith("bias") or shifted else 1.0)
     if ungated and ("mlp" in name or "_proj" in name):

@@ -254,7 +254,7 @@ def test_connections_to_executors_are_made_as_written_down(
         tried(calls, f"quire serve {options}", lambda settings=settings: engine.make_executor(settings))
     monkeypatch.setattr(grpc, "choose_device", lambda name: torch.device(device))
     monkeypatch.setattr(grpc, "ExecutorServer", calls.to("ExecutorServer", "server"))
-    built = limits.BuiltExecutor("executor", None, {})  # type: ignore[arg-type]
+    built = limits.BuiltExecutor(remote, None, {})  # type: ignore[arg-type]
     monkeypatch.setattr(grpc, "make_executor", lambda made: calls.say("lookahead", made.scheduler.lookahead) or built)
     for given in ({}, {"lookahead": 0}, {"lookahead": 3}):
         tried(calls, f"quire executor {given}", lambda given=given: grpc.host(Settings.of(**given), "a:0", None))

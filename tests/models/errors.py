@@ -66,6 +66,7 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "llama4": IMAGES,
         "minimax_m2": RANKS,
         "mistral3": IMAGES,
+        "qwen3_next": f"GPUs; {RANKS}; float8 K/V; {MTP}",
         "olmo2": RANKS,
         "olmo3": RANKS,
         "olmoe": f"`clip_qkv`; {RANKS}",

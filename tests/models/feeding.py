@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quire.model_runner.memory import LayerShape, allocate
+from quire.model_runner.memory import LayerShape, allocate, layer_shapes
 from quire.models.registry import Model
 from tests.ops.batches import Pages, poisoned
 
@@ -29,8 +30,12 @@ class Feeder:
     def __init__(self, model: Model, *, page_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
         self.model = model
         self.pages = Pages(POOL, page_size, seed)
+        states = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes)
         self.kv = [
-            poisoned(POOL, heads, page_size, key, dtype, value_dim=value) for heads, key, value in model.spec.kv_shapes
+            replace(poisoned(POOL, heads, page_size, key, dtype, value_dim=value), state=held.state)
+            for (heads, key, value), held in zip(
+                model.spec.kv_shapes, allocate(states, pages=0, page_size=1, states=len(LENGTHS)), strict=True
+            )
         ]
         self.fed: dict[int, int] = {}
 

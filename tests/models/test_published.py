@@ -294,6 +294,12 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             n_shared_experts=1, num_experts_per_tok=4, moe_intermediate_size=1536, first_k_dense_replace=1,
             norm_topk_prob=True, routed_scaling_factor=1.8, n_group=1, topk_group=1, topk_method="noaux_tc",
             rms_norm_eps=1e-5, num_nextn_predict_layers=1, **UNTIED)),
+        "Qwen/Qwen3-Next-80B-A3B-Instruct": (79.7e9, config(
+            "Qwen3NextForCausalLM", 2048, 5120, 48, (16, 2), 151936, 262144, head_dim=256, rope_theta=10000000,
+            partial_rotary_factor=0.25, full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128,
+            linear_num_key_heads=16, linear_num_value_heads=32, linear_value_head_dim=128, num_experts=512,
+            num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+            decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, **UNTIED)),
         "MiniMaxAI/MiniMax-M2": (229e9, config(
             "MiniMaxM2ForCausalLM", 3072, 1536, 62, (48, 8), 200064, 196608, head_dim=128, rotary_dim=64,
             rope_theta=5000000, num_local_experts=256, num_experts_per_tok=8, scoring_func="sigmoid",
@@ -354,6 +360,7 @@ ACTIVE = MappingProxyType(
         "moonshotai/Kimi-K2-Instruct": 32e9,
         "zai-org/GLM-4.5-Air": 12e9,
         "zai-org/GLM-4.6": 32e9,
+        "Qwen/Qwen3-Next-80B-A3B-Instruct": 3.9e9,
         "MiniMaxAI/MiniMax-M2": 10e9,
         "baidu/ERNIE-4.5-21B-A3B-PT": 3e9,
         "baidu/ERNIE-4.5-300B-A47B-PT": 47e9,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, RaggedBatch, StateSlots
 
 
 class Pages:
@@ -46,7 +46,14 @@ class Pages:
             page_size=self.size,
             max_query=max(len(fed) for _, _, fed in spans),
             max_kv=max(lengths),
+            states=self.states(spans),
         )
+
+    @staticmethod
+    def states(spans: list[tuple[int, int, list[int]]]) -> StateSlots:
+        """Each sequence has a slot of its own."""
+        targets = [0 if i < len(fed) - 1 else 1 + s for s, _, fed in spans for i in range(len(fed))]
+        return StateSlots(torch.tensor([1 + s if past else 0 for s, past, _ in spans]), torch.tensor(targets))
 
 
 def poisoned(

@@ -27,6 +27,7 @@ from quire.assembly.progress import loading
 from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft
 from quire.assembly.text import build_tokenizer
 from quire.config import Settings
+from quire.config.speculative import parse
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
@@ -146,12 +147,15 @@ def paged(
     Raises InvalidConfig when K/V does not fit.
     """
     cache, draft = settings.cache, load_draft(settings, model, device, ReferenceOps())
+    speculative = parse(settings.scheduler.speculative_config)
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens
     blocks = cache.num_gpu_blocks_override or plan_blocks(
         (*layers, *draft_layers(draft)),
         page_size=limits.block_size,
         rows=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         budget=budget,
+        states=limits.num_rows * (1 + drafts),
     )
     sizes: dict[str, Any] = {"pages": blocks, "page_size": limits.block_size, "rows": limits.num_rows}
     return LocalExecutor(
@@ -204,7 +208,7 @@ def build_scheduler(
         KVCacheManager(
             description.num_blocks,
             description.block_size,
-            make_prefix_cache(description.block_size, cache.enable_prefix_caching),
+            make_prefix_cache(description.block_size, cache.enable_prefix_caching and not description.recurrent),
             EVICTION_POLICIES[cache.eviction_policy](),
             max_pinned_blocks=int(description.num_blocks * cache.max_pinned_share),
         ),
@@ -323,7 +327,7 @@ def _kv_layers(
     Raises InvalidConfig where float8 is not supported, InvalidModel where it is below the canary's threshold.
     """
     if settings.cache.kv_cache_dtype == "auto":
-        return layer_shapes(model.spec.kv_shapes, model.dtype), {}
+        return layer_shapes(model.spec.kv_shapes, model.dtype, model.spec.state_shapes), {}
     if device.type != "cpu":
         raise InvalidConfig(
             "--kv-cache-dtype fp8 works on a CPU only for now: leave it at auto", param="kv_cache_dtype"

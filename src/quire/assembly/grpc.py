@@ -73,7 +73,13 @@ def host(settings: Settings, address: str, credentials: Credentials | None = Non
     if settings.scheduler.lookahead is None:
         lookahead = 1 if choose_device(settings.execution.device).type == "cpu" else 2
         settings = settings.changed(lookahead=lookahead)
-    return ExecutorServer(make_executor(settings).executor, address, credentials)
+    executor = make_executor(settings).executor
+    if executor.describe().recurrent:
+        executor.close()
+        raise InvalidConfig(
+            "a model with recurrent layers cannot be run for engines elsewhere yet: serve it with --executor local"
+        )
+    return ExecutorServer(executor, address, credentials)
 
 
 def read(path: str, param: str) -> bytes:

@@ -79,8 +79,10 @@ def choose_threads(parameters: int) -> int:
 
 
 def resolve(settings: Settings, spec: ModelSpec, device: torch.device) -> Limits:
-    """Resolve sizes for a model on a device. Raises InvalidConfig for a context longer than the model's."""
+    """Resolve sizes for a model on a device. Raises InvalidConfig for a context longer than the model's, and for what
+    models with recurrent layers do not have."""
     cpu = device.type == "cpu"
+    check_recurrent(settings, spec, device)
     scheduler, max_model_len = settings.scheduler, settings.model.max_model_len
     if max_model_len is not None and max_model_len > spec.context:
         raise InvalidConfig(
@@ -98,6 +100,19 @@ def resolve(settings: Settings, spec: ModelSpec, device: torch.device) -> Limits
         num_rows=max_num_seqs * (1 + lookahead),
         lookahead=lookahead,
     )
+
+
+def check_recurrent(settings: Settings, spec: ModelSpec, device: torch.device) -> None:
+    """Raise InvalidConfig for a device or K/V that models with recurrent layers are not served with."""
+    if spec.recurrent and device.type != "cpu":
+        raise InvalidConfig(
+            f"{spec.architecture} has recurrent layers, which run on a CPU only for now: --device cpu", param="device"
+        )
+    if spec.recurrent and settings.cache.kv_cache_dtype != "auto":
+        raise InvalidConfig(
+            "--kv-cache-dtype fp8 does not go with models with recurrent layers: leave it at auto",
+            param="kv_cache_dtype",
+        )
 
 
 def sized(settings: Settings, *, default_tokens: int, max_num_seqs: int, max_model_len: int, **sizes: int) -> Limits:

@@ -71,6 +71,11 @@ def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops
         draft=True,
         max_model_len=model.max_model_len,
     )
+    if draft.spec.recurrent:
+        raise InvalidConfig(
+            f"a {draft.spec.architecture} has recurrent layers, which a draft model may not have",
+            param="speculative_config",
+        )
     if draft.spec.vocab != target.spec.vocab:
         raise InvalidConfig(
             f"the draft has {draft.spec.vocab} tokens and the model {target.spec.vocab}: they need the same tokenizer",

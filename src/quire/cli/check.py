@@ -41,6 +41,10 @@ TINY: Mapping[str, Any] = MappingProxyType(
         "qk_rope_head_dim": 16,
         "kv_lora_rank": 48,
         "v_head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
     }
 )
 """Sizes of the models of `--all`, as most families name them."""

@@ -73,7 +73,7 @@ def read_facts(settings: Settings) -> ModelFacts:
     except InvalidModel as error:
         trouble = str(error)
     dtype = choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"))
-    kept = layer_shapes(spec.kv_shapes, dtype)
+    kept = layer_shapes(spec.kv_shapes, dtype, spec.state_shapes)
     return ModelFacts(folder, config, spec, checkpoint, trouble, dtype, parameters(spec), kept)
 
 
@@ -144,6 +144,9 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
         )
     heads = (f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads))
     yield "heads", f"{spec.heads} of queries, {'; '.join(heads)}"
+    if spec.recurrent:
+        size = spec.state_bytes(facts.dtype.itemsize)
+        yield "recurrent", f"{len(spec.recurrent)} of {spec.layers} layers, states of {amount(size)} a sequence"
     local = Counter(f"{size:,} positions" for size in spec.windows if size < UNLIMITED)
     local.update(f"their own chunk of {size:,} positions" for size in spec.layer_chunks if size < UNLIMITED)
     seen = ", ".join(f"{n} of {spec.layers} layers see {what}" for what, n in local.items())

@@ -15,8 +15,9 @@ from quire.cli.inspect import Fact, ModelFacts, build_outline, read_facts
 from quire.cli.tables import print_pairs
 from quire.config import OPTIONS, Settings
 from quire.config.option import amount
+from quire.config.speculative import parse
 from quire.errors import InvalidConfig
-from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, usable_blocks
+from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, state_bytes, usable_blocks
 from quire.weights.schemes import AUTO, ONLINE, read_scheme
 
 SHORTEST = 256
@@ -26,6 +27,7 @@ SHORTEST = 256
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes. weights: all. work: the largest step. page: one block of K/V, of `size` tokens. pool: what K/V would get.
+    states: of recurrent layers, for all sequences at once.
 
     least, most: blocks for one sequence of the whole `length`, and for all at once.
     """
@@ -38,6 +40,7 @@ class MemoryPlan:
     least: int
     most: int
     length: int
+    states: int = 0
 
     @property
     def blocks(self) -> int:
@@ -111,13 +114,17 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
     size = limits.max_model_len if facts.whole else limits.block_size
     if facts.foreign and kept is not facts.dtype:
         raise InvalidConfig("--kv-cache-dtype does not go with --executor hf", param="kv_cache_dtype")
-    layers = facts.layers or () if facts.foreign else layer_shapes(spec.kv_shapes, kept)
+    layers = facts.layers or () if facts.foreign else layer_shapes(spec.kv_shapes, kept, spec.state_shapes)
     page = max(1, block_bytes(layers, size))
+    speculative = parse(settings.scheduler.speculative_config)
+    slots = 1 + limits.num_rows * (1 + (0 if speculative is None else speculative.num_speculative_tokens))
+    states = slots * state_bytes(layers)
     left = max(0, int(room * (1 if cpu else cache.gpu_memory_utilization)) - held - work)
     pool = min(left, cpu_budget(max(0, room - held))) if cpu else left
     if cache.num_gpu_blocks_override or cache.kv_cache_memory_bytes:
-        asked = cache.kv_cache_memory_bytes or ((cache.num_gpu_blocks_override or 0) + 1) * page
+        asked = cache.kv_cache_memory_bytes or ((cache.num_gpu_blocks_override or 0) + 1) * page + states
         pool = min(left, asked)
+    pool = max(0, pool - states)
     return MemoryPlan(
         held,
         work,
@@ -127,6 +134,7 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
         least=usable_blocks(1, limits.max_model_len, size),
         most=usable_blocks(limits.max_num_seqs, limits.max_model_len, size),
         length=limits.max_model_len,
+        states=states,
     )
 
 
@@ -156,14 +164,16 @@ def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.d
     yield "memory", f"{amount(room)} ({device.type})"
     yield "weights", amount(asked.weights)
     yield "activations", f"{amount(asked.work)} at most"
+    if asked.states:
+        yield "states", f"{amount(asked.states)} of recurrent layers, for all sequences at once"
     yield "KV a sequence", f"{amount(asked.least * asked.page)} for {asked.length:,} tokens"
     yield "KV at most", f"{amount(asked.most * asked.page)}: the limits cannot use more"
     if asked.fits:
         taken, whole = (asked.blocks + 1) * asked.page, asked.blocks / asked.least
         yield "KV pool", f"{amount(taken)}: {asked.blocks:,} blocks, {whole:.1f} sequences of the whole length"
-        yield "left", amount(room - asked.weights - asked.work - taken)
+        yield "left", amount(room - asked.weights - asked.work - asked.states - taken)
         return
-    taken = asked.weights + asked.work
+    taken = asked.weights + asked.work + asked.states
     short = f"{amount(asked.missing)} more must be left for K/V"
     yield "fits", f"no: {short if taken < room else f'weights and activations take {amount(taken)}'}"
     proposed = next(smaller(settings, facts, room, device), None)
@@ -176,9 +186,13 @@ def smaller(settings: Settings, facts: ModelFacts, room: int, device: torch.devi
     """Changes of settings that make it fit, the least first."""
     asked = need(settings, facts, room, device)
     plain = read_scheme(facts.config) is None and settings.model.quantization == AUTO and not facts.foreign
-    small_kv: dict[str, Any] = {} if facts.foreign else {"kv_cache_dtype": "fp8"}
+    small_kv: dict[str, Any] = {} if facts.foreign or facts.spec.recurrent else {"kv_cache_dtype": "fp8"}
     both = {**small_kv, **({"quantization": "fp8"} if plain else {})}
-    whole = {} if settings.cache.num_gpu_blocks_override else {"kv_cache_memory_bytes": (asked.least + 1) * asked.page}
+    whole = (
+        {}
+        if settings.cache.num_gpu_blocks_override
+        else {"kv_cache_memory_bytes": (asked.least + 1) * asked.page + asked.states}
+    )
     length = longest(asked)
     shorter = {"max_model_len": length}
     for change in (whole, shorter if length > asked.length // 2 else {}, small_kv, shorter, both):

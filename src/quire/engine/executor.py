@@ -43,6 +43,7 @@ class Description:
     step_times: dict[tuple[int, int], float] = field(default_factory=dict)
     draft_catch_up_seconds: float = 0.0
     draft_kv_share: float = 0.0
+    recurrent: bool = False
     static_gauges: dict[str, float] = field(default_factory=dict)
 
 

@@ -44,12 +44,14 @@ class LocalExecutor:
         layers: Sequence[LayerShape] | None = None,
         pools: bool = True,
     ) -> None:
-        layers = layer_shapes(model.spec.kv_shapes, dtype) if layers is None else layers
+        layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes) if layers is None else layers
         num_drafts = 0 if drafter is None else drafter.num_drafts
+        recurrent = any(each.state for each in layers)
+        held = RowState(rows, max_model_len, page_size, num_drafts, recurrent=recurrent)
         self.runner = Runner(
             model,
-            allocate(layers, pages=pages, page_size=page_size, device=device),
-            RowState(rows, max_model_len, page_size, num_drafts),
+            allocate(layers, pages=pages, page_size=page_size, device=device, states=held.num_states),
+            held,
             Sampler(model.spec.vocab),
             drafter,
             torch.device(device),
@@ -66,6 +68,7 @@ class LocalExecutor:
             block_bytes=block_bytes(layers, page_size),
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
+            recurrent=recurrent,
         )
 
     def describe(self) -> Description:

@@ -253,3 +253,22 @@ class Attention:
         q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, angles, self.norms)
         mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk).flatten(1)
         return self.out(select_rows(mixed, outputs))
+
+
+class GatedAttention(Attention):
+    """Attention whose result is multiplied by the sigmoid of a gate, which the projection makes beside each head of
+    queries (Qiu et al. 2025, Gated Attention for Large Language Models)."""
+
+    def __call__(
+        self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
+    ) -> Tensor:
+        """See `Attention`."""
+        h = self.heads
+        made = self.qkv(x)
+        width = 2 * h.count * h.dim
+        q, gate = made[:, :width].view(len(made), h.count, 2, h.dim).unbind(2)
+        qkv = torch.cat((q.flatten(1), made[:, width:]), 1)
+        q = self.ops.qk_norm_rope_store_kv(qkv, h.count, kv, batch, angles, self.norms)
+        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk).flatten(1)
+        gated = self.ops.sigmoid_mul(select_rows(mixed, outputs), select_rows(gate.flatten(1), outputs))
+        return self.out(gated)

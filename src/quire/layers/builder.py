@@ -21,6 +21,7 @@ from quire.layers.basic import (
     AnyEmbedding,
     Attention,
     Embedding,
+    GatedAttention,
     GatedMLP,
     GgufEmbedding,
     Heads,
@@ -28,6 +29,7 @@ from quire.layers.basic import (
     RopeConfig,
     Rotary,
 )
+from quire.layers.delta import DeltaConfig, GatedDelta, split_by_head, split_by_kind
 from quire.layers.latent import Decompression, LatentAttention, LatentConfig, QueryProjection
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
 from quire.layers.moe import Experts, MoE, MoEConfig, Router, SeparateExperts, SharedExpert, StackedExperts
@@ -42,7 +44,7 @@ from quire.layers.quantization.base import (
     bias_slots,
 )
 from quire.layers.quantization.gguf import Tables, no_table
-from quire.ops.base import XIELU, ExpertBiases, Gate, Norm, Norms, Ops
+from quire.ops.base import XIELU, DeltaWeights, ExpertBiases, Gate, Norm, Norms, Ops
 
 Kind = TypeVar("Kind")
 
@@ -272,18 +274,21 @@ class ModelBuilder:
         norms: Norms | None = None,
         sinks: str = "",
         transposed: bool = False,
+        kind: type[Attention] = Attention,
     ) -> Attention:
         """heads: of the whole model; this rank's share is taken here.
 
         names: of the checkpoint's q, k and v, or the one that holds all three; of q alone, without K/V heads. norms: of
-        q and k, if any. sinks: name of the heads' sinks, see `Ops.attention`; empty for none.
+        q and k, if any. sinks: name of the heads' sinks, see `Ops.attention`; empty for none. kind: `GatedAttention`
+        where the matrix of q makes gates, too.
         """
         size = self.parallel.size
         own = replace(heads, count=heads.count // size, kv=max(1, heads.kv // size))
-        outputs = [(heads.count, heads.dim)] + [(heads.kv, heads.dim)] * (2 if heads.kv else 0)
+        asked = heads.dim * (2 if kind is GatedAttention else 1)
+        outputs = [(heads.count, asked)] + [(heads.kv, heads.dim)] * (2 if heads.kv else 0)
         qkv = self.column_parallel(names, hidden, outputs, bias=bias, transposed=transposed)
         back = self.row_parallel(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
-        return Attention(qkv, back, own, self.ops, norms, self.sinks(sinks, heads.count) if sinks else None)
+        return kind(qkv, back, own, self.ops, norms, self.sinks(sinks, heads.count) if sinks else None)
 
     def latent_attention(
         self, hidden: int, heads: int, latent: LatentConfig, scale: float, eps: float, *, bias: bool = False
@@ -305,6 +310,39 @@ class ModelBuilder:
         back = self.row_parallel("o_proj", (heads, latent.value), hidden, bias=bias)
         small = self.rms_norm("kv_a_layernorm", latent.latents, eps)
         return LatentAttention(project, small, self._decompression(heads, latent), back, latent, scale, self.ops)
+
+    def gated_delta(self, hidden: int, config: DeltaConfig, eps: float, *, by_head: bool) -> GatedDelta:
+        """A layer of the gated delta rule. by_head: how its first matrices are cut, see `split_by_head`.
+
+        Raises InvalidModel with several ranks: states are not divided.
+        """
+        if self.parallel.size > 1:
+            raise InvalidModel("layers of the gated delta rule cannot be divided among devices: use one")
+        keys, values, heads = config.key_heads * config.key, config.value_heads * config.value, config.value_heads
+        sizes = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+        if by_head:
+            sizes = {"in_proj_qkvz": 2 * (keys + values), "in_proj_ba": 2 * heads}
+        weights = DeltaWeights(
+            convolution=self._convolution("conv1d.weight", config.channels, config.width),
+            fading=self.vector("A_log", heads, exact=True),
+            rise=self.vector("dt_bias", heads, exact=True),
+            norm=self.rms_norm("norm", config.value, eps),
+        )
+        return GatedDelta(
+            [self.column_parallel((name,), hidden, ((size, 1),)) for name, size in sizes.items()],
+            split_by_head if by_head else split_by_kind,
+            weights,
+            self.row_parallel("out_proj", (config.value_heads, config.value), hidden),
+            config,
+            self.ops,
+        )
+
+    def _convolution(self, name: str, channels: int, width: int) -> Tensor:
+        """Weights [channels, width] of a convolution of each channel, [channels, 1, width] in the checkpoint."""
+        data = torch.empty(channels, 1, width, dtype=self.dtype, device=self.device)
+        cut = (slice(0, channels), slice(0, 1), slice(0, width))
+        self._add_slot(WeightSlot(self.prefix + name, tuple(data.shape), cut, data, std=width**-0.5))
+        return data[:, 0]
 
     def _decompression(self, heads: int, latent: LatentConfig) -> Decompression:
         """`kv_b_proj`, as stored only where the checkpoint's is quantized."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from quire.errors import InvalidConfig
-from quire.ops.ragged import KVShape, LayerKV
+from quire.ops.ragged import KVShape, LayerKV, LayerState, StateShape
 
 GIB = 1 << 30
 
@@ -16,7 +16,7 @@ GIB = 1 << 30
 class LayerShape(NamedTuple):
     """K/V of one layer per token, as `KVShape`, in `dtype`, in units of their scales.
 
-    device: where the layer is, if a model is on several; empty: where the pool is.
+    device: where the layer is, if a model is on several; empty: where the pool is. state: of a recurrent layer.
     """
 
     heads: int
@@ -26,11 +26,20 @@ class LayerShape(NamedTuple):
     k_scale: float = 1.0
     v_scale: float = 1.0
     device: str = ""
+    state: StateShape | None = None
 
 
-def layer_shapes(shapes: Sequence[KVShape], dtype: torch.dtype) -> tuple[LayerShape, ...]:
-    """The same dtype for all layers. shapes: as `ModelSpec.kv_shapes`."""
-    return tuple(LayerShape(*shape, dtype) for shape in shapes)
+def layer_shapes(
+    shapes: Sequence[KVShape], dtype: torch.dtype, states: Sequence[StateShape | None] = ()
+) -> tuple[LayerShape, ...]:
+    """The same dtype for all layers. shapes, states: as `ModelSpec.kv_shapes` and `state_shapes`; no states: none."""
+    each = states or (None,) * len(shapes)
+    return tuple(LayerShape(*shape, dtype, state=state) for shape, state in zip(shapes, each, strict=True))
+
+
+def state_bytes(layers: Sequence[LayerShape]) -> int:
+    """Bytes of one slot: the states of one sequence in every recurrent layer; 0 without any."""
+    return sum(each.state.nbytes(each.dtype.itemsize) for each in layers if each.state)
 
 
 def block_bytes(layers: Sequence[LayerShape], block_size: int) -> int:
@@ -44,12 +53,21 @@ def usable_blocks(rows: int, max_model_len: int, page_size: int) -> int:
     return rows * -(-(max_model_len - 1) // page_size)
 
 
-def plan_blocks(layers: Sequence[LayerShape], *, page_size: int, rows: int, max_model_len: int, budget: int) -> int:
-    """Blocks for `budget` bytes, at most what the limits can use; the null block is paid from the budget too.
+def plan_blocks(
+    layers: Sequence[LayerShape], *, page_size: int, rows: int, max_model_len: int, budget: int, states: int = 0
+) -> int:
+    """Blocks for `budget` bytes, at most what the limits can use; the null block is paid from the budget too, and
+    first of all `states` slots of recurrent layers and slot 0.
 
     Raises InvalidConfig if not even one sequence of `max_model_len` fits, and names a length that does.
     """
-    each = block_bytes(layers, page_size)
+    each, held = block_bytes(layers, page_size), (states + 1) * state_bytes(layers)
+    if held > budget:
+        raise InvalidConfig(
+            f"{_gib(budget)} of KV memory does not hold the {_gib(held)} of {states} states of recurrent layers: lower "
+            "max_num_seqs or give more memory"
+        )
+    budget -= held
     pages = min(budget // each - 1, usable_blocks(rows, max_model_len, page_size))
     need = usable_blocks(1, max_model_len, page_size)
     if pages < need:
@@ -86,24 +104,35 @@ def cpu_budget(available: int) -> int:
 
 
 def allocate(
-    layers: Sequence[LayerShape], *, pages: int, page_size: int, device: torch.device | str = "cpu"
+    layers: Sequence[LayerShape], *, pages: int, page_size: int, device: torch.device | str = "cpu", states: int = 0
 ) -> list[LayerKV]:
-    """The pool: `pages` blocks and the null block, zeros. On a CPU large tensors take memory only as blocks are
-    written.
+    """The pool: `pages` blocks and the null block, zeros; of recurrent layers `states` slots and slot 0. On a CPU large
+    tensors take memory only as blocks are written.
 
     Raises MemoryError if there is not that much.
     """
 
-    def zeros(each: LayerShape, dim: int) -> torch.Tensor:
+    def zeros(each: LayerShape, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         try:
-            shape = pages + 1, each.heads, page_size, dim
-            return torch.zeros(shape, dtype=each.dtype, device=each.device or device)
+            return torch.zeros(shape, dtype=dtype or each.dtype, device=each.device or device)
         except RuntimeError as error:
             # On a CPU torch has no exception class of its own for it.
-            whole = _gib((pages + 1) * block_bytes(layers, page_size))
-            raise MemoryError(f"{pages:,} KV blocks of {page_size} tokens take {whole}") from error
+            size = (pages + 1) * block_bytes(layers, page_size) + (states + 1) * state_bytes(layers)
+            held = f" and {states:,} states" if state_bytes(layers) else ""
+            raise MemoryError(f"{pages:,} KV blocks of {page_size} tokens{held} take {_gib(size)}") from error
+
+    def state(each: LayerShape) -> LayerState | None:
+        if each.state is None:
+            return None
+        channels, width, heads, keys, values = each.state
+        memory = zeros(each, states + 1, heads, keys, values, dtype=torch.float32)
+        return LayerState(zeros(each, states + 1, width, channels), memory)
+
+    def keys_and_values(each: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = pages + 1, each.heads, page_size
+        return zeros(each, *shape, each.key_dim), zeros(each, *shape, each.value_dim)
 
     return [
-        LayerKV(zeros(each, each.key_dim), zeros(each, each.value_dim), k_scale=each.k_scale, v_scale=each.v_scale)
+        LayerKV(*keys_and_values(each), k_scale=each.k_scale, v_scale=each.v_scale, state=state(each))
         for each in layers
     ]

@@ -106,11 +106,15 @@ class RowState:
     only.
 
     num_rows: sequences at once. max_model_len: longest sequence, in tokens. block_size: tokens per block. max_drafts:
-    the most drafts of a step. Memory of the columns is not touched until it is used, so unused capacity costs nothing.
+    the most drafts of a step. recurrent: whether rows have states, see `state_slots`. Memory of the columns is not
+    touched until it is used, so unused capacity costs nothing.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int, max_drafts: int = 0) -> None:
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, max_drafts: int = 0, *, recurrent: bool = False
+    ) -> None:
         self.num_rows, self.block_size, self.max_drafts = num_rows, block_size, max_drafts
+        self.recurrent = recurrent
         self.max_history = max_model_len + max_drafts + 1
         """A history of this length belongs to a row past its limit and is not extended."""
         self.max_model_len = max_model_len
@@ -122,6 +126,8 @@ class RowState:
         self.num_computed = np.zeros(num_rows, dtype=np.intp)
         self.prompt_length = np.zeros(num_rows, dtype=np.intp)
         self.num_drafted = np.zeros(num_rows, dtype=np.intp)
+        self.state = np.zeros(num_rows, dtype=np.int64)
+        """[rows] slot of the state that a row goes on from; 0: it begins."""
         self.is_new = np.ones(num_rows, dtype=np.bool_)
         """[rows] whether the row was opened after a drafter last fed it."""
         self.features = SamplingFeatures(num_rows)
@@ -166,6 +172,7 @@ class RowState:
         self.block_table[row, : self.num_blocks[row]] = 0
         self.num_blocks[row] = self.num_drafted[row] = 0
         self.is_new[row] = True
+        self.state[row] = 0
         self.features.open(one)
 
     def check(self, shape: StepShape) -> None:
@@ -193,7 +200,8 @@ class RowState:
         them. Returns how many of its samples each sampling span keeps [Q], those before a bad one, and which sample
         failed it [Q] (-1: none). The drafts of the next step are written after the history.
         """
-        self.num_computed[shape.row[shape.prompt_spans]] += shape.num_tokens[shape.prompt_spans]
+        chunked = shape.row[shape.prompt_spans]
+        self.num_computed[chunked] += shape.num_tokens[shape.prompt_spans]
         row, first = shape.sampling_row, shape.first_sample
         position = self.num_known[shape.sample_row] + shape.sample_offset
         if len(first) == len(sampled) and not bad.any():
@@ -213,7 +221,26 @@ class RowState:
         num_known = np.minimum(self.num_known[row] + num_kept, self.max_history)
         self.num_known[row] = num_known
         self.num_computed[row] = num_known - 1
+        if self.recurrent:
+            self.state[chunked] = self.first_state(chunked)
+            self.state[row] = self.first_state(row) + np.maximum(num_kept, 1) - 1
         return num_kept, failed
+
+    @property
+    def num_states(self) -> int:
+        """Slots of all rows' states: each row has one for each sample that a span may take."""
+        return self.num_rows * (1 + self.max_drafts) * self.recurrent
+
+    def first_state(self, row: Ints) -> npt.NDArray[np.int64]:
+        """The first slot of rows."""
+        return (1 + row * (1 + self.max_drafts)).astype(np.int64)
+
+    def state_slots(self, shape: StepShape) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(source [S], target [T]) of `StateSlots`. The state after each sampled position of a span is kept, since any
+        of its drafts may be the last that is accepted; of a prompt chunk, that after its end."""
+        kept = np.maximum(shape.num_samples, 1)
+        which = shape.token_offset - (shape.num_tokens - kept)[shape.token_span]
+        return self.state[shape.row], np.where(which < 0, 0, self.first_state(shape.token_row) + which)
 
     def set_drafts(self, row: Ints, drafts: npt.NDArray[np.int32], depth: Ints) -> None:
         """Write drafts [Q, k] after the history of rows [Q], of which the first `depth` [Q] count."""

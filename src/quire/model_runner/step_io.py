@@ -17,7 +17,7 @@ from quire.model_runner.device_state import DeviceState
 from quire.model_runner.device_steps import read_scores
 from quire.model_runner.row_state import Ints, RowState, StepShape
 from quire.model_runner.sampling.sampler import BROKEN, Sampled, score_tokens
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, RaggedBatch, StateSlots
 from quire.scheduler.plan import NO_TOKEN_ALLOWED, Mask, Plan, Result
 from quire.types import Pooling, TokenLogprobs
 
@@ -57,7 +57,11 @@ def build_batch(rows: RowState, shape: StepShape, device: torch.device, length: 
         rows.block_table[shape.row, : -(-longest // size)],
     )
     tokens, positions, slots, query_start, lengths, table = (torch.from_numpy(a).to(device) for a in host)
-    return RaggedBatch(tokens, positions, slots, query_start, lengths, table, size, shape.max_query, longest)
+    states = None
+    if rows.recurrent:
+        states = StateSlots(*(torch.from_numpy(each).to(device) for each in rows.state_slots(shape)))
+    sizes = size, shape.max_query, longest
+    return RaggedBatch(tokens, positions, slots, query_start, lengths, table, *sizes, states=states)
 
 
 def empty_batch(state: DeviceState, rows: RowState, tokens: int) -> RaggedBatch:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.basic import Attention, Heads, NormLayer
 from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
+from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles, Norm, Norms
@@ -26,6 +27,10 @@ class MLPFunction(Protocol):
 
     def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. batch: whose tokens x is of; rows of its null block may be left out."""
+
+
+Mixer: TypeAlias = Attention | LatentAttention | GatedDelta
+"""What brings tokens together in a layer."""
 
 
 class BlockNorms(NamedTuple):
@@ -40,7 +45,7 @@ class BlockNorms(NamedTuple):
 class Block:
     """One layer: attention and `mlp`, each between two norms, most of which a model does not have."""
 
-    def __init__(self, norms: Sequence[NormLayer], attention: Attention | LatentAttention, mlp: MLPFunction) -> None:
+    def __init__(self, norms: Sequence[NormLayer], attention: Mixer, mlp: MLPFunction) -> None:
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = attention
         self.mlp = mlp
@@ -77,6 +82,7 @@ class Llama:
     qk_norms: ClassVar[Sequence[str]] = QK_NORMS
     mlp_names: ClassVar[Sequence[str]] = GATED
     sinks: ClassVar[str] = ""
+    attention: ClassVar[type[Attention]] = Attention
     expert_names: ClassVar[ExpertNames] = ExpertNames()
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
@@ -111,7 +117,7 @@ class Llama:
             norms.append(build.norm_layer(self.make_norm(build, name) if name else None, scale))
         return self.block(norms, self.make_attention(build, index), self.make_mlp(build, index))
 
-    def make_attention(self, build: ModelBuilder, index: int) -> Attention | LatentAttention:
+    def make_attention(self, build: ModelBuilder, index: int) -> Mixer:
         """`self_attn` of layer `index`."""
         spec, scope = self.spec, build.scope("self_attn")
         heads = Heads(
@@ -132,6 +138,7 @@ class Llama:
             out_bias=spec.out_bias,
             norms=norms,
             sinks=self.sinks,
+            kind=self.attention,
         )
 
     def make_qk_norms(self, build: ModelBuilder) -> Norms:

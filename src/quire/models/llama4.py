@@ -14,9 +14,8 @@ import torch
 from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, Attention
 from quire.layers.builder import GATED, ExpertNames, ModelBuilder
-from quire.layers.latent import LatentAttention
 from quire.layers.moe import MoEConfig
-from quire.models.llama import Llama, MLPFunction
+from quire.models.llama import Llama, Mixer, MLPFunction
 from quire.models.multimodal import nested, select_decoder
 from quire.models.spec import CHUNKED, FULL, Config, ModelSpec, interleave, read_decoder, read_locals
 from quire.ops.base import Norm, Norms
@@ -39,7 +38,7 @@ class Llama4(Llama):
         select_decoder(build)
         super().__init__(spec, build)
 
-    def make_attention(self, build: ModelBuilder, index: int) -> Attention | LatentAttention:
+    def make_attention(self, build: ModelBuilder, index: int) -> Mixer:
         """`self_attn` of layer `index`, in which nothing is normed without a rotary embedding."""
         made = super().make_attention(build, index)
         if isinstance(made, Attention) and not self.spec.layer_ropes[index].dim:

@@ -9,9 +9,10 @@ from typing import Any, Literal, TypeVar
 
 from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, RopeConfig
+from quire.layers.delta import DeltaConfig
 from quire.layers.latent import LatentConfig
 from quire.layers.moe import MoEConfig
-from quire.ops.ragged import KVShape
+from quire.ops.ragged import KVShape, StateShape
 from quire.types import UNLIMITED
 
 T = TypeVar("T", int, float, str, bool)
@@ -37,6 +38,7 @@ class ModelSpec:
     attention's scores, 0 for 1 / sqrt(head_dim). embedding_scale, residual_scale, logit_scale: what embeddings, what
     attention and MLP add, and logits are multiplied by. score_cap, logit_cap: soft caps, 0 for none. experts: None
     where every layer has one MLP. latent: None where keys and values are kept as they are, of `kv_heads` heads.
+    delta: sizes of layers of the gated delta rule, which `recurrent` numbers; they keep states in place of K/V.
     dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids.
     """
 
@@ -76,6 +78,8 @@ class ModelSpec:
     logit_cap: float = 0.0
     experts: MoEConfig | None = None
     latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
+    recurrent: frozenset[int] = frozenset()
     dtype: str = ""
     stop: tuple[int, ...] = ()
 
@@ -101,7 +105,18 @@ class ModelSpec:
         """Per layer that stores K/V: its shape, of the whole model."""
         if self.latent is not None:
             return (KVShape(1, self.latent.rotated, self.latent.latents),) * self.layers
-        return tuple(KVShape(heads, dim, dim) for heads, dim in self.each_heads[: self.layers - self.shared_kv])
+        own = self.each_heads[: self.layers - self.shared_kv]
+        return tuple(KVShape(0 if i in self.recurrent else heads, dim, dim) for i, (heads, dim) in enumerate(own))
+
+    @property
+    def state_shapes(self) -> tuple[StateShape | None, ...]:
+        """Per layer that `kv_shapes` has, what it keeps of a sequence; None where that is K/V."""
+        shape = None if self.delta is None else self.delta.state
+        return tuple(shape if i in self.recurrent else None for i in range(self.layers - self.shared_kv))
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of a sequence's states, all layers, at `itemsize` bytes a number of the model's dtype."""
+        return sum(shape.nbytes(itemsize) for shape in self.state_shapes if shape)
 
     @property
     def each_heads(self) -> tuple[tuple[int, int], ...]:

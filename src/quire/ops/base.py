@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.panels import PanelMatrix
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, LayerState, RaggedBatch
 from quire.types import UNLIMITED
 
 
@@ -243,6 +243,27 @@ ExpertMatrices = QuantizedMatrix | IntegerMatrix
 """Of all experts of a layer: one below the other [E out, in], or see `IntegerMatrix`."""
 
 
+class DeltaInputs(NamedTuple):
+    """What a layer of the gated delta rule makes of the residual stream: mixed [T, C], what queries, keys and values
+    are made of, in this order; gate [T, H V] of its results; beta and rise [T, H], before their functions."""
+
+    mixed: Tensor
+    gate: Tensor
+    beta: Tensor
+    rise: Tensor
+
+
+class DeltaWeights(NamedTuple):
+    """Small weights of a layer of the gated delta rule: convolution [C, W], the last column for the newest input; of
+    each head fading [H], the logarithm of how fast it fades, and rise [H], which is added to the inputs' (both
+    float32); norm: of results, head by head."""
+
+    convolution: Tensor
+    fading: Tensor
+    rise: Tensor
+    norm: Norm
+
+
 class Ops(Protocol):
     """What a device can compute. `ReferenceOps` is the oracle that every other implementation is tested against."""
 
@@ -395,6 +416,16 @@ class Ops(Protocol):
 
         Each token's C latents are normed and written to the batch's slots of kv.v, the R numbers after them are rotated
         by its angles and written to those of kv.k. Of each query the last R numbers are rotated, and returned.
+        """
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x sigmoid(gate), both [T, n]."""
+
+    def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """The gated delta rule (Yang et al. 2025; `ops/recurrent.py` has its formulas) -> [T, H V].
+
+        Each span goes on from the state of its `batch.states.source`; states after tokens are written where
+        `batch.states.target` says. Results are normed head by head, then multiplied by silu(gate).
         """
 
     def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:

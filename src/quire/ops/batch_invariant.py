@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import CLAMP_ALPHA
+from quire.ops.base import CLAMP_ALPHA, DeltaInputs, DeltaWeights
 from quire.ops.matmul import (
     TILE_ROWS,
     can_pack,
@@ -36,7 +37,8 @@ from quire.ops.matmul import (
     packed_linear,
 )
 from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, causal_mask, first_visible, visible
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
+from quire.ops.recurrent import gated_delta, slots_of
 from quire.ops.reference import ReferenceOps, Scores
 from quire.types import UNLIMITED
 
@@ -73,6 +75,25 @@ class BatchInvariantOps(ReferenceOps):
     def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.heads_linear`."""
         return torch.stack([self.product(x[:, i], each.t()) for i, each in enumerate(weight)], 1)
+
+    def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """Every token alone: slow, and the same bits in any batch and chunk."""
+        states = slots_of(batch)
+        scratch = LayerState(*(each.new_zeros(2, *each.shape[1:]) for each in state))
+        one = torch.tensor([1], device=x.mixed.device)
+        starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one)
+        begun = [[each[slot].clone() for each in state] for slot in states.source.tolist()]
+        targets, parts = states.target.tolist(), []
+        for (start, stop), first in zip(pairwise(batch.query_start.tolist()), begun, strict=True):
+            for pool, each in zip(scratch, first, strict=True):
+                pool[1] = each
+            for t in range(start, stop):
+                token = DeltaInputs(*(each[t : t + 1] for each in x))
+                parts.append(gated_delta(token, weights, scratch, starts, alone))
+                if targets[t]:
+                    for pool, each in zip(state, scratch, strict=True):
+                        pool[targets[t]] = each[1]
+        return torch.cat(parts)
 
     def rotate(self, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate pairs without complex products."""

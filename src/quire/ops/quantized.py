@@ -20,6 +20,8 @@ from torch import Tensor
 from quire.ops.base import (
     NO_BIASES,
     AnyMatrix,
+    DeltaInputs,
+    DeltaWeights,
     ExpertBiases,
     ExpertMatrices,
     Gate,
@@ -31,7 +33,8 @@ from quire.ops.base import (
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.panels import PanelMatrix
-from quire.ops.ragged import RaggedBatch
+from quire.ops.ragged import LayerState, RaggedBatch
+from quire.ops.recurrent import gated_delta, slots_of
 
 Each = TypeVar("Each")
 
@@ -245,3 +248,11 @@ class BaseOps(ABC):
             sums = torch._int_mm(F.pad(rounded, (0, 0, 0, missing)), weight.t())[: len(x)].float()
         out = (sums * steps * scale.t()).to(x.dtype)
         return self.apply_gate(out if bias is None else out + bias, gate)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Ops.sigmoid_mul`."""
+        return (x / gate.float().neg().exp_().add_(1.0)).to(x.dtype)
+
+    def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """See `Ops.gated_delta`."""
+        return gated_delta(x, weights, state, batch.query_start, slots_of(batch))

@@ -12,6 +12,17 @@ from typing import Any, NamedTuple
 import torch
 
 
+class StateSlots(NamedTuple):
+    """Where the states of recurrent layers are read and written, see `LayerState`.
+
+    source [S] int64: the slot of the state that each span goes on from; slot 0 holds zeros, where a sequence begins.
+    target [T] int64: the slot that takes the state after each token; 0: none does. All are read before any is written.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """One step's tokens, one span after the other, and where their K/V is stored.
@@ -22,7 +33,7 @@ class RaggedBatch:
     [S, P] int32: the block of positions p*B:(p+1)*B; after the end, block 0 (the null block). max_query, max_kv: bounds
     that the host knows, for the shapes of launches: kernels loop to kv_len. output_indices [R] int32: the tokens whose
     hidden states are needed, None for all; what follows the last attention is computed for them alone, see
-    `select_outputs`.
+    `select_outputs`. states: None where no layer is recurrent.
     """
 
     tokens: torch.Tensor
@@ -35,6 +46,7 @@ class RaggedBatch:
     max_query: int
     max_kv: int
     output_indices: torch.Tensor | None = field(default=None, kw_only=True)
+    states: StateSlots | None = field(default=None, kw_only=True)
 
     def select_outputs(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, n] of `output_indices` -> [T, n], each at its token's row; other rows are undefined."""
@@ -69,9 +81,33 @@ class KVShape(NamedTuple):
     value_dim: int
 
 
+class StateShape(NamedTuple):
+    """What a recurrent layer keeps of a sequence, whatever its length: the last `width` inputs of its convolution, of
+    `channels` numbers each, in the model's dtype, and a float32 matrix [keys, values] for each of `heads`."""
+
+    channels: int
+    width: int
+    heads: int
+    keys: int
+    values: int
+
+    def nbytes(self, itemsize: int) -> int:
+        """Bytes of one state, at `itemsize` bytes a number of the model's dtype."""
+        return self.channels * self.width * itemsize + 4 * self.heads * self.keys * self.values
+
+
+class LayerState(NamedTuple):
+    """One recurrent layer's states: window [M, width, channels] and memory [M, heads, keys, values] float32, of M
+    slots, see `StateShape`. Slot 0 is never written: it holds zeros."""
+
+    window: torch.Tensor
+    memory: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKV:
     """One layer's K/V pool: k [N, G, B, D] and v [N, G, B, E], see `KVShape`. A block id indexes every layer's tensors.
+    state: of a recurrent layer, which has no heads of K/V.
 
     A (block, head) tile is contiguous, so that a kernel reads it in one run. k_scale and v_scale: what one stored unit
     represents, 1 unless the pool is float8.
@@ -81,3 +117,4 @@ class LayerKV:
     v: torch.Tensor
     k_scale: float = field(default=1.0, kw_only=True)
     v_scale: float = field(default=1.0, kw_only=True)
+    state: LayerState | None = field(default=None, kw_only=True)

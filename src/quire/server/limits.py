@@ -29,9 +29,9 @@ class Limits:
     seconds of silence after which a stream sends a comment. priorities: whether the scheduling policy uses them.
     max_containers: lists and objects in a body. max_answers: prompts times n, at most what the queue holds.
     closed_schemas: objects of JSON schemas have only the properties that are listed, where the schema does not say.
-    prompt_header: the lines that are taken out of first messages. max_new_tokens, default_max_new_tokens: most new tokens
-    of an answer, and those where the request does not say; None: as many as the context has room for, and what the model
-    or the API says.
+    prompt_header: the lines that are taken out of first messages. max_new_tokens, default_max_new_tokens: most new
+    tokens of an answer, and those where the request does not say; None: as many as the context has room for, and what
+    the model or the API says.
     strict_tools: hosted tools that this server lacks are refused, not left out.
     """
 

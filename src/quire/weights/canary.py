@@ -15,10 +15,10 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.quantization.base import QuantizedWeight, WeightStorage
-from quire.model_runner.memory import LayerShape, allocate
+from quire.model_runner.memory import LayerShape, allocate, layer_shapes
 from quire.models.registry import Model
 from quire.ops.quantized import E4M3, E4M3_MAX, to_fp8
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, RaggedBatch, StateSlots
 from quire.weights.files import listed
 
 PROBE = (
@@ -87,12 +87,8 @@ class Threshold:
 
 def pages(model: Model, length: int, device: torch.device) -> list[LayerKV]:
     """K/V blocks for one probe, in the model's dtype."""
-    count = -(-length // PAGE) + 1
-
-    def zeros(heads: int, dim: int) -> Tensor:
-        return torch.zeros(count, heads, PAGE, dim, dtype=model.dtype, device=device)
-
-    return [LayerKV(zeros(heads, key), zeros(heads, value)) for heads, key, value in model.spec.kv_shapes]
+    layers = layer_shapes(model.spec.kv_shapes, model.dtype, model.spec.state_shapes)
+    return allocate(layers, pages=-(-length // PAGE), page_size=PAGE, device=device, states=1)
 
 
 @torch.inference_mode()
@@ -107,7 +103,7 @@ def answers(model: Model, tokens: Sequence[int], device: torch.device, kv: Seque
 
 
 def feed(tokens: Sequence[int], start: int, stop: int, device: torch.device) -> RaggedBatch:
-    """A step of one sequence, whose K/V is in blocks 1, 2, 3 and so on."""
+    """A step of one sequence, whose K/V is in blocks 1, 2, 3 and so on, and whose state in slot 1."""
     positions = torch.arange(start, stop, device=device)
     count = -(-len(tokens) // PAGE)
     return RaggedBatch(
@@ -120,6 +116,7 @@ def feed(tokens: Sequence[int], start: int, stop: int, device: torch.device) -> 
         page_size=PAGE,
         max_query=stop - start,
         max_kv=stop,
+        states=StateSlots(torch.tensor([int(start > 0)], device=device), (positions == stop - 1).long()),
     )
 
 

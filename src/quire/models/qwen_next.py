@@ -1,0 +1,66 @@
+"""Qwen3-Next (Qwen Team 2025): most layers are of the gated delta rule, every fourth is gated attention; experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import ClassVar
+
+from quire.errors import InvalidModel
+from quire.layers.basic import GatedAttention
+from quire.layers.builder import GATED, ExpertNames, ModelBuilder
+from quire.layers.delta import DeltaConfig
+from quire.models.llama import Llama, Mixer
+from quire.models.qwen import read_experts
+from quire.models.spec import Config, ModelSpec, read_decoder, read_locals
+
+LINEAR = "linear_attention"
+"""Recurrent layers, as `layer_types` names them."""
+
+
+class Qwen3Next(Llama):
+    """Qwen3-Next. Without the layers that draft."""
+
+    architectures = MappingProxyType({"Qwen3NextForCausalLM": "qwen3_next"})
+    attention = GatedAttention
+    expert_names = ExpertNames(shared=tuple(f"mlp.shared_expert.{name}" for name in GATED))
+    by_head: ClassVar[bool] = True
+
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
+        build.ignore("mtp.*")
+        super().__init__(spec, build)
+
+    def make_attention(self, build: ModelBuilder, index: int) -> Mixer:
+        """`self_attn` or `linear_attn` of layer `index`."""
+        spec = self.spec
+        if index not in spec.recurrent:
+            return super().make_attention(build, index)
+        assert spec.delta is not None
+        return build.scope("linear_attn").gated_delta(spec.hidden, spec.delta, spec.norm_eps, by_head=self.by_head)
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        spec = read_hybrid(config.with_defaults(norm_topk_prob=True), architecture)
+        width = config.get(int, "shared_expert_intermediate_size", default=512)
+        experts = read_experts(config.with_defaults(norm_topk_prob=True), spec.layers, used=10)
+        return replace(spec, experts=replace(experts, shared=width, gated_shared=True).checked())
+
+
+def read_hybrid(config: Config, architecture: str) -> ModelSpec:
+    """What layers share, but for MLPs and experts. Raises InvalidModel where no layer keeps K/V."""
+    config = config.with_defaults(partial_rotary_factor=0.25, head_dim=256)
+    spec = read_decoder(config, architecture)
+    every = config.get(int, "full_attention_interval", default=4)
+    linear = read_locals(config, spec.layers, every=every, local=LINEAR)
+    if all(linear):
+        raise InvalidModel("config.json: a model of recurrent layers alone is not supported")
+    delta = DeltaConfig(
+        key_heads=config.get(int, "linear_num_key_heads", default=16),
+        value_heads=config.get(int, "linear_num_value_heads", default=32),
+        key=config.get(int, "linear_key_head_dim", default=128),
+        value=config.get(int, "linear_value_head_dim", default=128),
+        width=config.get(int, "linear_conv_kernel_dim", default=4),
+    ).checked()
+    recurrent = frozenset(i for i, each in enumerate(linear) if each)
+    return replace(spec, norm_shift=1.0, qk_norm="each", delta=delta, recurrent=recurrent)

@@ -1,0 +1,164 @@
+"""The gated delta rule (Yang et al. 2025, Gated Delta Networks) over ragged batches, in plain torch.
+
+A head's memory S [K, V] maps keys to values. Each token lets it fade, then corrects what it holds for its key:
+
+    S = exp(g) S;  S = S + k (beta (v - k^T S))^T;  o = S^T q
+
+Letters as in `ops/ragged.py`; here H counts heads of values, G heads of keys, K and V are the numbers of a key and of a
+value, C = 2 G K + H V channels pass through a causal convolution of W inputs, silu behind it, before they are q, k, v.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.base import DeltaInputs, DeltaWeights
+from quire.ops.ragged import LayerState, RaggedBatch, StateSlots
+
+CHUNK = 64
+"""Tokens of a long span computed at once."""
+
+FEW = 8
+"""Tokens of a span up to which it is computed token by token, all such spans of one length together."""
+
+KEY_EPS = 1e-6
+"""Is added to the squared lengths of queries and keys."""
+
+
+class Run(NamedTuple):
+    """What the rule reads, float32: q, k [.., n, H, K], normed; v [.., n, H, V]; decay, beta [.., n, H]; decay is g."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+
+    def part(self, which: slice | Tensor) -> Run:
+        """Some tokens."""
+        return Run(*(each[which] for each in self))
+
+
+def silu(x: Tensor) -> Tensor:
+    """x sigmoid(x), of steps that round alike wherever a number lies, see `ops/batch_invariant.py`."""
+    return x / x.neg().exp_().add_(1.0)
+
+
+def gated_delta(x: DeltaInputs, weights: DeltaWeights, state: LayerState, starts: Tensor, states: StateSlots) -> Tensor:
+    """See `Ops.gated_delta`. starts: the batch's `query_start`."""
+    mixed = convolve(x.mixed, weights.convolution, state.window, starts, states)
+    heads, values = state.memory.shape[1], state.memory.shape[3]
+    keys = (mixed.shape[1] - heads * values) // 2
+    q, k, v = torch.split(mixed, [keys, keys, heads * values], -1)
+    q, k = (unit(torch.unflatten(each, 1, (-1, state.memory.shape[2]))) for each in (q, k))
+    repeat = heads // q.shape[1]
+    q, k = (each.repeat_interleave(repeat, 1) for each in (q * q.shape[-1] ** -0.5, k))
+    rise = x.rise.float() + weights.rise
+    # softplus, without overflow.
+    softplus = rise.clamp(min=0) + torch.log1p(rise.abs().neg().exp())
+    run = Run(
+        q,
+        k,
+        torch.unflatten(v, 1, (heads, values)),
+        -weights.fading.exp() * softplus,
+        1.0 / (1.0 + x.beta.float().neg().exp()),
+    )
+    out = recur(run, state.memory, starts, states)
+    centred = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + weights.norm.eps)
+    normed = weights.norm.weight * centred.to(x.mixed.dtype)
+    return (normed.float() * silu(x.gate.float().view_as(out))).to(x.mixed.dtype).flatten(1)
+
+
+def slots_of(batch: RaggedBatch) -> StateSlots:
+    """The slots of a batch that has some."""
+    if batch.states is None:
+        raise ValueError("a model with recurrent layers needs a batch with states")
+    return batch.states
+
+
+def unit(x: Tensor) -> Tensor:
+    """x [.., K] of length 1."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + KEY_EPS)
+
+
+def convolve(x: Tensor, weight: Tensor, window: Tensor, starts: Tensor, states: StateSlots) -> Tensor:
+    """x [T, C], weight [C, W], windows [M, W - 1, C] -> silu of the convolution, [T, C] float32; writes windows."""
+    width, start = weight.shape[1], starts.long()
+    kept = width - 1
+    span = torch.repeat_interleave(torch.arange(len(states.source), device=x.device), start.diff())
+    offset = torch.arange(len(x), device=x.device) - start[span]
+    before = window[states.source].flatten(0, 1)
+    inputs = torch.cat((before, x))
+    at = offset[:, None] + torch.arange(1 - width, 1, device=x.device)
+    at = torch.where(at < 0, (span * kept)[:, None] + at + kept, (len(before) + start[span])[:, None] + at)
+    out = inputs[at[:, 0]].float() * weight[:, 0].float()
+    for i in range(1, width):
+        out += inputs[at[:, i]].float() * weight[:, i].float()
+    wanted = states.target.nonzero()[:, 0]
+    window[states.target[wanted]] = inputs[at[wanted, 1:]]
+    return silu(out)
+
+
+def recur(run: Run, memory: Tensor, starts: Tensor, states: StateSlots) -> Tensor:
+    """Outputs [T, H, V] of every span; writes memories [M, H, K, V]."""
+    out = torch.empty_like(run.v)
+    together: dict[tuple[int, int], list[int]] = {}
+    begin = starts.tolist()
+    kept = states.target != 0
+    for s, (start, stop) in enumerate(pairwise(begin)):
+        # Where states in the middle are kept, too, drafts are verified.
+        short = stop - start <= FEW or int(kept[start:stop].sum()) > 1
+        if stop > start:
+            together.setdefault((stop - start, -1 if short else s), []).append(s)
+    written = list[tuple[Tensor, Tensor]]()
+    for (n, alone), spans in together.items():
+        source = memory[states.source[spans]]
+        if alone >= 0:
+            rows = slice(begin[alone], begin[alone] + n)
+            out[rows], last = chunked(run.part(rows), source[0])
+            written.append((states.target[rows][-1:], last[None]))
+            continue
+        at = torch.tensor([begin[s] for s in spans], device=out.device)[:, None] + torch.arange(n, device=out.device)
+        for i in range(n):
+            source, out[at[:, i]] = update(run.part(at[:, i]), source)
+            written.append((states.target[at[:, i]], source))
+    for target, made in written:
+        wanted = target.nonzero()[:, 0]
+        memory[target[wanted]] = made[wanted]
+    return out
+
+
+def update(one: Run, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each of S sequences: memories [S, H, K, V] -> memories after it, outputs [S, H, V]."""
+    faded = memory * one.decay.exp()[..., None, None]
+    found = (faded * one.k[..., None]).sum(-2)
+    change = (one.v - found) * one.beta[..., None]
+    made = faded + one.k[..., None] * change[..., None, :]
+    return made, (made * one.q[..., None]).sum(-2)
+
+
+def chunked(run: Run, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """One sequence of n tokens, CHUNK at a time: memory [H, K, V] -> outputs [n, H, V], memory after them.
+
+    Within a chunk the corrections depend on each other by a triangular system, which is solved for all at once.
+    """
+    parts = []
+    for start in range(0, len(run.q), CHUNK):
+        q, k, v = (each[start : start + CHUNK].transpose(0, 1) for each in run[:3])
+        decay, beta = (each[start : start + CHUNK].t() for each in run[3:])
+        total = decay.cumsum(1)
+        n = total.shape[1]
+        lower = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+        between = (total[:, :, None] - total[:, None]).masked_fill(~lower, float("-inf")).exp()
+        since = total.exp()[..., None]
+        system = (k @ k.transpose(1, 2) * between * beta[..., None]).tril(-1)
+        wanted = beta[..., None] * (v - (k * since) @ memory)
+        changes = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        parts.append(((q * since) @ memory + (q @ k.transpose(1, 2) * between) @ changes).transpose(0, 1))
+        left = (total[:, -1:] - total).exp()[..., None]
+        memory = memory * since[:, -1:] + (k * left).transpose(1, 2) @ changes
+    return torch.cat(parts), memory
