@@ -15,7 +15,7 @@ from quire.types import UNLIMITED
 
 
 def resolved(device: str = "cpu", context: int = 4096, **options: Any) -> Limits:
-    spec: Any = SimpleNamespace(context=context)
+    spec: Any = SimpleNamespace(context=context, recurrent=None)
     return resolve(Settings.of(**options), spec, torch.device(device))
 
 

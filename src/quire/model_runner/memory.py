@@ -62,7 +62,7 @@ def plan_blocks(
     Raises InvalidConfig if not even one sequence of `max_model_len` fits, and names a length that does.
     """
     each, held = block_bytes(layers, page_size), (states + 1) * state_bytes(layers)
-    if held > budget:
+    if held and held > budget:
         raise InvalidConfig(
             f"{_gib(budget)} of KV memory does not hold the {_gib(held)} of {states} states of recurrent layers: lower "
             "max_num_seqs or give more memory"
