@@ -373,6 +373,11 @@ NAMED = (
         "tests/test_readme.py::test_the_test_command_is_the_one_ci_runs",
     ),
     Named(
+        "CONTRIBUTING.md: native/build.sh src/quire/ops/native/libquire_cpu.so",
+        "commands of a developer",
+        "tests/ops/test_native.py::test_the_library_is_built_from_its_source",
+    ),
+    Named(
         "CONTRIBUTING.md: python -m tests.mutation --seed 1 --count 100",
         "commands of a developer",
         "tests/test_mutation.py",
