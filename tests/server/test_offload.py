@@ -10,6 +10,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -218,6 +219,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ollama embeddings": ("/api/embeddings", {"prompt": "p"}),
     "ollama show": ("/api/show", {"model": "m"}),
     "generate": ("/v1/generate", {"prompt": "p", "stop": ["q"]}),
+    "generate at the root": ("/generate", {"prompt": "p", "stop": ["q"]}),
     "tokenize": ("/tokenize", {"prompt": "p", "return_token_strs": True}),
     "tokenize chat": ("/tokenize", {"messages": CHAT["messages"], "tools": TOOLS}),
     "detokenize": ("/detokenize", {"tokens": [3, 4]}),
@@ -263,13 +265,16 @@ async def test_no_field_of_a_request_costs_the_loop_more_for_being_larger(
         with app_with_batches(server, tmp_path) as app:
             assert await ask(app, "POST", path, msgspec.json.encode(body)) in (200, 400, 401, 404)
             for small, large in zip(grown(body, SIZES[0]), grown(body, SIZES[1]), strict=True):
-                calls = []
-                for where, one in (small, large):
+                calls: list[float] = [math.inf, math.inf]
+                for turn in range(10):  # answers in the background add their own calls to some turns
+                    where, one = (small, large)[turn % 2]
                     data = msgspec.json.encode(one)
                     with counted(monkeypatch) as work:
                         assert await ask(app, "POST", path, data) < 500
                     assert not work.large, (where, work.large)
-                    calls.append(work.calls)
+                    calls[turn % 2] = min(calls[turn % 2], work.calls)
+                    if turn % 2 and calls[1] - calls[0] < SLACK:
+                        break
                 assert calls[1] - calls[0] < SLACK, (small[0], calls)
 
 

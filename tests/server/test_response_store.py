@@ -111,6 +111,12 @@ DAMAGES = (
 )
 
 
+@pytest.fixture(autouse=True)
+def logs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logging as it is before a server sets it up, which tests before this one may have done."""
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+
+
 @pytest.mark.parametrize("when", ["before the start", "while it runs"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_a_missing_response_logged_by_its_id(

@@ -31,7 +31,7 @@ from quire.models.registry import Model
 class Plain(WorkQueue):
     """`CudaQueue`'s arguments; nothing is captured, so nothing has to be got ready."""
 
-    def __init__(self, device: torch.device, largest: int, rehearse: object = None) -> None:
+    def __init__(self, device: torch.device, largest: int, *more: object) -> None:
         self.largest = largest
 
     def prepare(self, key: GraphKey, work: Callable[[], object]) -> None:
