@@ -49,6 +49,7 @@ class Subject:
             dtype=torch.float32,
             drafter=NgramDrafter(drafts, shortest=1) if drafts else None,
         )
+        caching = caching and not executor.describe().recurrent
         kv = KVCacheManager(pages, page_size, make_prefix_cache(page_size, caching), eviction_policy)
         settings.setdefault("speculation", FixedDrafts(drafts))
         return Engine(Scheduler(kv, rows=64, **settings), executor, lookahead=lookahead)

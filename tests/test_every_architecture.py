@@ -69,5 +69,6 @@ def test_answers_after_a_prefix_hit_are_those_of_transformers(subject: Subject) 
     engine = subject.engine(page_size=4)
     subject.ask(engine, [0])
     answers = subject.ask(engine, [3, 6, 15])
-    assert engine.gauges().prefix_hit > 3 * 36
+    hits = engine.gauges().prefix_hit
+    assert hits == 0 if engine.description.recurrent else hits > 3 * 36
     assert all(answers[i] == subject.want[i] for i in (0, 3, 6, 15))

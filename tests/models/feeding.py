@@ -15,6 +15,9 @@ from tests.ops.batches import Pages, poisoned
 
 POOL = 400
 
+MOST = 32
+"""Sequences of one feeder, of which each may have a state."""
+
 LENGTHS = (70, 41, 3, 1, 58)
 """Of prompts: some above the original context of the scaled ropes, and above every window."""
 
@@ -34,7 +37,7 @@ class Feeder:
         self.kv = [
             replace(poisoned(POOL, heads, page_size, key, dtype, value_dim=value), state=held.state)
             for (heads, key, value), held in zip(
-                model.spec.kv_shapes, allocate(states, pages=0, page_size=1, states=len(LENGTHS)), strict=True
+                model.spec.kv_shapes, allocate(states, pages=0, page_size=1, states=MOST), strict=True
             )
         ]
         self.fed: dict[int, int] = {}
