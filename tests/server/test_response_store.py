@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,13 @@ DAMAGES = (
 
 
 @pytest.fixture(autouse=True)
-def logs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def logs_are_seen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Logging as it is before a server sets it up, which tests before this one may have done."""
-    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+    for name in ("uvicorn", "uvicorn.error"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+    with caplog.at_level(logging.WARNING, logger="uvicorn.error"):
+        yield
 
 
 @pytest.mark.parametrize("when", ["before the start", "while it runs"])
