@@ -115,7 +115,8 @@ def test_every_layout_multiplies_as_its_numbers_do(ops: NativeOps, shape: tuple[
 def test_plain_matrices_of_any_size_multiply(ops: NativeOps, shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrix = plain(*shape, dtype)
     for rows in (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 70):
-        products(ops, matrix, dtype, rows) if rows else None
+        if rows:
+            products(ops, matrix, dtype, rows)
         assert ops.panel_linear(torch.zeros(rows, shape[1], dtype=dtype), matrix).shape == (rows, shape[0])
 
 

@@ -277,8 +277,10 @@ def choose_level(asked: str) -> str | None:
     """The instruction set whose kernels run, a key of `LEVELS`; None: torch. Raises InvalidConfig for one that this
     machine does not have."""
     best = best_level()
-    if asked == "auto" or asked == "torch":
-        return best if asked == "auto" else None
+    if asked == "torch":
+        return None
+    if asked == "auto":
+        return best
     if best is None or LEVELS[asked] > LEVELS[best]:
         known = [name for name, level in LEVELS.items() if best and level <= LEVELS[best]]
         raise InvalidConfig(

@@ -6,7 +6,7 @@ up within one, scales of a group of columns are one load, and a panel of bfloat1
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import MappingProxyType
@@ -91,12 +91,6 @@ class PanelMatrix:
         turned = words.view(-1, PANEL_ROWS, words.shape[1]).transpose(1, 2)
         self.weight[panels].view(torch.int32).view(turned.shape).copy_(turned)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of numbers and scales."""
-        parts = (self.weight, self.scale, self.zero, self.supers)
-        return sum(part.nbytes for part in parts if part is not None)
-
     def rows(self, which: slice | Tensor) -> PanelMatrix:
         """Some of its rows; a tensor [T] holds their numbers."""
         numbers = torch.arange(self.outputs) if self.which is None else self.which
@@ -151,8 +145,3 @@ def pack_numbers(numbers: Tensor) -> Tensor:
         numbers = numbers[:, ::2] | (numbers[:, 1::2] << 4)
     words = numbers.contiguous().view(torch.int32)
     return panels_of(words).view(torch.uint8).view(-(-len(words) // PANEL_ROWS), -1)
-
-
-def concatenated(matrices: Sequence[Tensor]) -> Tensor:
-    """Results of several matrices side by side."""
-    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -78,7 +78,7 @@ def take(spare: list[Tensor], size: int) -> Tensor:
     return memory if memory.nbytes >= size else torch.empty(size, dtype=torch.uint8)
 
 
-class TiledStorage:
+class TiledStorage(ABC):
     """A matrix that is assembled tile by tile, each of which is packed when it is complete.
 
     spare: buffers in which the matrices of one model are assembled, one after the other. tied_weight: the table of a

@@ -23,7 +23,7 @@ from quire.ops.base import (
 from quire.ops.integer import integers_of
 from quire.ops.native.library import LEVELS, CAttention, CMatrix, CNorm, CRope, load, parallel_function
 from quire.ops.native.pack import in_panels
-from quire.ops.panels import PANEL_ROWS, PanelMatrix, concatenated
+from quire.ops.panels import PANEL_ROWS, PanelMatrix
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps, Scores
 from quire.types import UNLIMITED
@@ -96,7 +96,7 @@ class NativeOps(ReferenceOps):
         if isinstance(matrix, PanelMatrix):
             return self.panel_linear(x, matrix, bias, gate)
         if isinstance(matrix, MixedMatrix):
-            made = concatenated([self.quantized_linear(x, part) for part in matrix.parts])
+            made = torch.cat([self.quantized_linear(x, part) for part in matrix.parts], -1)
             return self.apply_gate(made if bias is None else made + bias, gate)
         return super().quantized_linear(x, matrix, bias, gate)
 
