@@ -207,6 +207,7 @@ SWITCHES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def rates(folder: Path, turns: Turns) -> Rows:
     """Requests at random moments, at five rates; in a turn the same moments for every switch."""
     gpt2_flags = ("--model", str(write(folder, "gpt2")), "--load-format", "dummy", "--dtype", "float32")
+    gpt2_flags = (*gpt2_flags, "--kv-cache-memory-bytes", "1GiB")
     shapes: dict[str, tuple[Arguments, str, str]] = {
         "embedded": ((), "4,8,16,32,64", "32"),
         "GPT-2 small": (gpt2_flags, "1,2,4,8,16", "8"),
@@ -236,7 +237,7 @@ def served(
     with ExitStack() as running:
         urls = {}
         for at, (variant, (server, _)) in enumerate(variants.items()):
-            flags = (*server, *SMALL, "--no-standby-engine")
+            flags = (*SMALL, *server, "--no-standby-engine")
             urls[variant] = running.enter_context(through(flags, free_port(), folder / f"server-{at}.log"))
         for turn in turns:
             for variant, (_, client) in in_turn(turn, list(variants.items())):

@@ -33,6 +33,8 @@ def locate(model: str, *, revision: str | None = None, cache: str | None = None)
         return path
     if path.is_file() and path.suffix == ".gguf":
         return path
+    if path.suffix == ".gguf":
+        raise InvalidModel(f"there is no file {model}: relative names start at {Path.cwd()}")
     if path.is_file():
         raise InvalidModel(f"{model} is a file, and no .gguf file: name one, or the folder that holds config.json")
     if model.startswith(("http://", "https://")):
