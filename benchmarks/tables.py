@@ -206,7 +206,7 @@ SWITCHES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 def rates(folder: Path, turns: Turns) -> Rows:
     """Requests at random moments, at five rates; in a turn the same moments for every switch."""
-    gpt2_flags = ("--model", str(write(folder, "gpt2")), "--load-format", "dummy", "--dtype", "float32")
+    gpt2_flags: Arguments = ("--model", str(write(folder, "gpt2")), "--load-format", "dummy", "--dtype", "float32")
     gpt2_flags = (*gpt2_flags, "--kv-cache-memory-bytes", "1GiB")
     shapes: dict[str, tuple[Arguments, str, str]] = {
         "embedded": ((), "4,8,16,32,64", "32"),
