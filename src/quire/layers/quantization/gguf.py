@@ -20,7 +20,7 @@ from quire.layers.quantization.base import (
     bias_slots,
 )
 from quire.ops.base import Gate, IntegerMatrix, MixedMatrix, Ops
-from quire.ops.gguf_blocks import BLOCKS
+from quire.ops.gguf_blocks import PACKED
 from quire.ops.panels import PanelMatrix
 
 
@@ -38,7 +38,7 @@ class StoredBlocks:
 
     def packed(self, raw: Tensor) -> IntegerMatrix:
         """raw uint8 [out, bytes of a row] -> the matrix [out, in]."""
-        return BLOCKS[self.kind](raw.view(-1, self.size)).matrix(len(raw))
+        return PACKED[self.kind](raw.view(-1, self.size)).matrix(len(raw))
 
 
 class GgufStorage:
