@@ -100,7 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.tell(json.dumps(about).encode())
 
     def send(self, file: Path, name: str) -> None:
-        self.hub.asked.append(name)
+        if self.command == "GET":
+            self.hub.asked.append(name)
         data = file.read_bytes()
         headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": self.hub.commit}
         asked = self.headers.get("Range")

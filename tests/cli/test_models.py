@@ -57,9 +57,9 @@ def test_a_model_is_pulled_listed_and_removed(little: LittleHub, tmp_path: Path)
     assert "5.09 KiB" in table
     assert "just now" in table and "9.20 KiB in all" in table
     refused = quire("rm", MODEL, input="n\n")
-    assert refused.exit_code == 1 and "It frees 4.11 KiB" in refused.stdout and "nothing was removed" in refused.stdout
+    assert refused.exit_code == 1 and "It frees 4.49 KiB" in refused.stdout and "nothing was removed" in refused.stdout
     assert len(kept()) == 2
-    assert quire("rm", MODEL, "--yes").stdout.endswith(f"removed {MODEL}: 4.11 KiB freed\n")
+    assert quire("rm", MODEL, "--yes").stdout.endswith(f"removed {MODEL}: 4.49 KiB freed\n")
     assert [each["name"] for each in kept()] == [f"{FILES}:Q8_0"]
     assert not (tmp_path / "cache" / "models--owner--model").exists()
 

@@ -37,6 +37,7 @@ main = Root(
         "pull": ("quire.cli.models:pull", "Download a model, and check it."),
         "list": ("quire.cli.models:list_models", "List the models that are kept on this machine."),
         "rm": ("quire.cli.models:rm", "Remove a downloaded model."),
+        "quantize": ("quire.cli.quantize", "Write a model as a GGUF file, in 4 to 16 bits a weight."),
         "bench": LazyGroup(
             name="bench",
             prefix="bench ",

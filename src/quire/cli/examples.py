@@ -39,6 +39,10 @@ EXAMPLES: Mapping[str, Sequence[Example]] = MappingProxyType(
             ("quire rm unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "one GGUF file, after a question"),
             ("quire rm Qwen/Qwen3-0.6B --yes", "a whole repository, without"),
         ),
+        "quantize": (
+            ("quire quantize Qwen/Qwen3-0.6B qwen3-q4.gguf --type q4_k_m", "4 bits a weight, more for some tensors"),
+            ("quire quantize model-BF16.gguf model-Q8_0.gguf --type q8_0", "a GGUF file in another type"),
+        ),
         "bench latency": (("quire bench latency FOLDER --batch-size 8", "the time of a batch of eight"),),
         "bench throughput": (("quire bench throughput FOLDER --num-prompts 200", "tokens a second of 200"),),
         "bench startup": (("quire bench startup FOLDER", "seconds until the first token"),),

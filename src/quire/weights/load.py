@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -113,6 +113,24 @@ def load_model(
         if canary and any(stored.quantized is not None for stored in build.matrices):
             canary.check(model, build.matrices, device, reference)
     return model
+
+
+def build_outline(
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    quantization: str,
+    dtype: torch.dtype,
+    entries: Mapping[str, TensorEntry],
+) -> ModelBuilder:
+    """The builder of a model that takes no memory. entries: see `CheckpointFormat`."""
+    format = choose_format(config, quantization, Plain, entries)
+    build = ModelBuilder(
+        ops=ReferenceOps(), parallel=ParallelGroup(), dtype=dtype, device=torch.device("meta"), format=format
+    )
+    build.modules = modules_of(entries)
+    build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
+    build_model(spec, build)
+    return build
 
 
 def check_room(build: ModelBuilder, name: str, room: float) -> None:
