@@ -50,7 +50,9 @@ def halves(numbers: Tensor) -> Tensor:
 
 def fifths(numbers: Tensor) -> Tensor:
     """The fifth bits of numbers 0 to 31 [N, 32], 4 bytes."""
-    bits = (numbers.to(torch.uint8) >> 4).view(len(numbers), 4, 8) << torch.arange(8, dtype=torch.uint8)
+    bits = (numbers.to(torch.uint8) >> 4).view(len(numbers), 4, 8) << torch.arange(
+        8, dtype=torch.uint8, device=numbers.device
+    )
     return bits.sum(-1, dtype=torch.uint8)
 
 
@@ -192,7 +194,9 @@ def q4_k(values: Tensor) -> Tensor:
 def q5_k(values: Tensor) -> Tensor:
     """See `gguf_blocks.q5_k`."""
     about, numbers = superblocks(values, 31, -0.5, 15)
-    fifth = ((numbers >> 4) << torch.arange(8, dtype=torch.uint8)[:, None]).sum(1, dtype=torch.uint8)
+    fifth = ((numbers >> 4) << torch.arange(8, dtype=torch.uint8, device=numbers.device)[:, None]).sum(
+        1, dtype=torch.uint8
+    )
     return torch.cat((about, fifth, pairs(numbers)), 1)
 
 

@@ -16,9 +16,9 @@ from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Format, Plain, WeightSlot
-from quire.layers.quantization.gguf import GgufFormat, StoredBlocks, Tables, no_table
+from quire.layers.quantization.gguf import GgufFormat, OnlineBlocks, StoredBlocks, Tables, no_table
 from quire.layers.quantization.packed import SMALL, Panels, packed_if_large
-from quire.layers.quantization.scaled import OnlineQuantization
+from quire.layers.quantization.scaled import OnlineQuantization, OnlineQuantized
 from quire.models.registry import Model, build_model, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
@@ -106,9 +106,10 @@ def load_model(
             load_weights(build, checkpoint, progress)
         # Random weights say nothing about quality.
         canary = None if checkpoint is None else canary
-        reference = (
-            canary.record_reference(model, device) if canary and isinstance(format, OnlineQuantization) else None
-        )
+        reference = None
+        if canary and isinstance(format, OnlineQuantization):
+            build.finalize(late=(OnlineQuantized, OnlineBlocks))
+            reference = canary.record_reference(model, device)
         build.finalize()
         if canary and any(stored.quantized is not None for stored in build.matrices):
             canary.check(model, build.matrices, device, reference)
