@@ -49,7 +49,7 @@ def vocabulary_facts(folder: Path, size: int) -> dict[str, Any]:
     if model["type"] == "BPE" and not model.get("byte_fallback"):
         merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
         facts |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges}
-        candidates = [{"tokenizer.ggml.pre": name} for name in _splits(core)]
+        candidates: list[dict[str, Any]] = [{"tokenizer.ggml.pre": name} for name in _splits(core)]
     elif model["type"] == "BPE":
         spaced = "Prepend" in json.dumps(core.get("normalizer")) or '"prepend_scheme": "first"' in json.dumps(core)
         facts |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": _scores(folder, model, pieces)}

@@ -123,7 +123,7 @@ def encoded_rows(tensor: NewTensor, values: Tensor) -> bytes:
     if not bool(values.isfinite().all()):
         raise InvalidModel(f"{tensor.name} holds numbers that are not finite: the checkpoint is broken")
     _, kind = KIND_BY_NAME[tensor.kind]
-    pieces = values.view(-1, kind.block).split(PIECE // kind.block)
+    pieces = torch.split(values.view(-1, kind.block), PIECE // kind.block)
     return b"".join(_bytes(encode(tensor.kind, piece)) for piece in pieces)
 
 

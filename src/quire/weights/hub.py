@@ -185,7 +185,7 @@ def list_files(name: str, revision: str | None, cache: str | None) -> Listing:
             return Listing({file.rfilename: file.size or 0 for file in about.siblings or ()}, online=True)
         except (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
             raise
-        except (OSError, *_network_errors()) as error:
+        except _network_errors() as error:
             folder = snapshot_of(name, revision, cache)
             if folder is None:
                 raise errors.LocalEntryNotFoundError(str(error)) from None
@@ -193,9 +193,9 @@ def list_files(name: str, revision: str | None, cache: str | None) -> Listing:
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
-    """What the hub's client lets through where there is no connection, besides OSError."""
+    """What the hub's client lets through where there is no connection."""
     client = sys.modules.get("httpx")
-    return (client.HTTPError,) if client is not None else ()
+    return (OSError,) if client is None else (OSError, client.HTTPError)
 
 
 def files_below(folder: Path) -> list[str]:

@@ -157,7 +157,7 @@ class OnlineBlocks(Plain):
     def finalize(self) -> None:
         """Quantize, some rows at a time."""
         kind, block = self.blocks.kind, self.blocks.block
-        rows = self.weight.split(max(1, ROWS // self.weight.shape[1]))
+        rows = torch.split(self.weight, max(1, ROWS // self.weight.shape[1]))
         raw = torch.cat([encode(kind, each.float().view(-1, block)).view(len(each), -1) for each in rows])
         self.quantized = QuantizedWeight(self.ops, self.ops.arranged(self.blocks.packed(raw)), self.bias)
         del self.weight
