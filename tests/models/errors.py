@@ -178,7 +178,7 @@ def canaries() -> str:
             path = Path(place) / f"{kind}.gguf"
             quantize(embedded(), path, kind, check=False, progress=quiet)
             after = answers(load_model(path, dtype="float32"), probe(model.spec.vocab, tokens), CPU)
-            rows.append((f"`quire quantize --type {kind}`", compare(before, after, probe(model.spec.vocab, tokens))))
+            rows.append((f"`--type {kind}`, a GGUF file", compare(before, after, probe(model.spec.vocab, tokens))))
         for kind in ("MXFP4",):
             path = Path(place) / f"{kind}.gguf"
             write(path, reference, kind)

@@ -33,7 +33,7 @@ TEXTS = (
 )
 """What two tokenizers have to make the same tokens of."""
 
-NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+NAMES: Mapping[str, str] = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
 def vocabulary_facts(folder: Path, size: int) -> dict[str, Any]:

@@ -16,13 +16,10 @@ from quire.models.spec import Config, ModelSpec
 from quire.types import UNLIMITED
 from quire.weights.entries import Cut, TensorEntry
 from quire.weights.files import listed
-from quire.weights.gguf_model import FAMILIES, VARIANTS, Family
+from quire.weights.gguf_model import FAMILIES, PATTERNS, VARIANTS, Family
 
 LAYER_NORMS = ("gpt2", "command-r", "cohere2", "nemotron", "starcoder2", "phimoe")
 """Architectures whose norms subtract the mean: their epsilon has another name."""
-
-PATTERNS = ("olmo2", "exaone4", "gpt-oss")
-"""Architectures whose files say which layers have a window."""
 
 NARROW = ("llama4", "gpt-oss", "minimax-m2")
 

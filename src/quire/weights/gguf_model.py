@@ -196,6 +196,9 @@ VARIANTS: Mapping[str, Mapping[str, Family]] = {
 }
 """What files of one name are, by the fact that only they have."""
 
+PATTERNS = ("olmo2", "exaone4", "gpt-oss")
+"""Architectures whose files say which layers have a window."""
+
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are facts of the rotary embedding."""
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias|scale)")

@@ -32,7 +32,7 @@ _LABEL = re.compile(
     r"(?<![a-z0-9])((?:ud-)?(?:i?q\d(?:_[a-z0-9]+)*|tq\d_\d|bf16|fp?16|fp?32|mxfp4(?:_moe)?))(?![a-z0-9])",
     re.IGNORECASE,
 )
-_LONG = {"FP16": "F16", "FP32": "F32", "MXFP4_MOE": "MXFP4"}
+_LONG: Mapping[str, str] = {"FP16": "F16", "FP32": "F32", "MXFP4_MOE": "MXFP4"}
 
 
 class Variant(NamedTuple):

@@ -209,22 +209,14 @@ def from_checkpoint(
     return facts, [NewTensor(own, entry, "", whole) for own, entry, whole in made.tensors]
 
 
-SAMPLING: Mapping[str, str] = MappingProxyType(
-    {
-        "temperature": "temp",
-        "top_k": "top_k",
-        "top_p": "top_p",
-        "min_p": "min_p",
-        "repetition_penalty": "penalty_repeat",
-    }
-)
-"""What llama.cpp calls sampling parameters in `general.sampling`."""
+SAMPLING: Mapping[str, str] = MappingProxyType({"temperature": "temp", "repetition_penalty": "penalty_repeat"})
+"""What llama.cpp calls sampling parameters in `general.sampling`, where it has other names."""
 
 
 def sampling_facts(folder: Path) -> dict[str, Any]:
     """The sampling parameters of generation_config.json."""
     found = sampling_defaults(folder)
-    return {f"general.sampling.{SAMPLING[key]}": value for key, value in found.items() if key in SAMPLING}
+    return {f"general.sampling.{SAMPLING.get(key, key)}": value for key, value in found.items() if key != "max_tokens"}
 
 
 def check_shape(spec: ModelSpec, facts: Mapping[str, Any], tensors: Sequence[NewTensor]) -> None:
