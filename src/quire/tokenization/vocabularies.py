@@ -314,6 +314,16 @@ def ends_of(facts: Mapping[str, Any]) -> list[int]:
 
 def from_gguf(facts: Mapping[str, Any]) -> Read:
     """The tokenizer of a GGUF file, and the fields that a tokenizer_config.json would add. Raises InvalidModel."""
+    try:
+        return _from_gguf(facts)
+    except InvalidModel:
+        raise
+    # The library raises bare Exception, and damaged metadata may have any type.
+    except Exception as error:
+        raise InvalidModel(f"the file's tokenizer is damaged: {error}") from error
+
+
+def _from_gguf(facts: Mapping[str, Any]) -> Read:
 
     def fact(name: str, default: Any = None) -> Any:
         return facts.get(f"tokenizer.ggml.{name}", default)

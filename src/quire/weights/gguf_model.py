@@ -319,7 +319,21 @@ def kv_heads(gguf: Gguf) -> int:
 
 
 def gguf_config(gguf: Gguf) -> dict[str, Any]:
-    """The metadata as fields of config.json. Raises InvalidModel for an unknown architecture."""
+    """The metadata as fields of config.json. Raises InvalidModel for an unknown architecture, and for damage."""
+    if gguf.architecture in NO_MODELS:
+        raise InvalidModel(f"{gguf.path.name} is {NO_MODELS[gguf.architecture]}: name the model's own file")
+    if str(gguf.facts.get("general.type", "model")) == "adapter":
+        raise InvalidModel(f"{gguf.path.name} is a LoRA adapter: merge it into its model first (llama-export-lora)")
+    try:
+        return _config(gguf)
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+        raise InvalidModel(f"{gguf.path.name}: the metadata is damaged ({error}): download it again") from error
+
+
+NO_MODELS: Mapping[str, str] = {"clip": "a projector of images (mmproj)", "imatrix": "an importance matrix"}
+
+
+def _config(gguf: Gguf) -> dict[str, Any]:
     name, get = gguf.architecture, gguf.get
     family = family_of(gguf)
     heads, hidden = get("attention.head_count", 0), get("embedding_length", 0)
