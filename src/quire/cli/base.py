@@ -35,11 +35,13 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "complete": "`quire generate`",
         "help": "`quire --help`, and `quire COMMAND --help`",
-        "pull": "`hf download OWNER/NAME`; serve, run and chat download what is missing",
-        "list": "`hf cache ls`, for models that were downloaded",
+        "ls": "`quire list`",
+        "remove": "`quire rm`",
+        "download": "`quire pull`",
+        "stop": "Ctrl-C in the terminal of `quire serve`",
+        "create": "`quire serve` with options, and `system` in requests",
         "show": "`quire inspect`",
         "ps": "GET /api/ps of a server",
-        "rm": "`hf cache rm`, for models that were downloaded",
         "run-batch": "`quire serve --batch-dir FOLDER`, which has OpenAI's Batches",
         "collect-env": "`quire version`",
         **{
