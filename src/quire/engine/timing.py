@@ -64,7 +64,8 @@ class LatencyController:
 
     def max_tokens(self, running: int, step_times: StepTimeModel) -> int:
         """Most tokens of a step with so many running sequences, one token each included."""
-        base, per_token, _ = step_times.fit()
+        line = step_times.fit()
+        base, per_token = line.base, line.per_token
         if not running or per_token == 0.0:
             return UNLIMITED
         bound = max(self.target, 2 * (base + per_token * running))
