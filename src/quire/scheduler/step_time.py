@@ -7,7 +7,7 @@ before the device runs dry, and says from when on a step counts as stuck.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -85,6 +85,11 @@ class StepTimeModel:
         self._initial: dict[int, dict[int, float]] = {}
         for (width, num_drafts), seconds in initial.items():
             self._initial.setdefault(width_class(width), {})[num_drafts] = seconds
+
+    @property
+    def recent(self) -> Iterable[tuple[int, float]]:
+        """(tokens, seconds) of the last steps that `fastest` looks at, oldest first."""
+        return self._recent
 
     @property
     def has_initial(self) -> bool:

@@ -9,15 +9,18 @@ compares: decisions, times to the last bit, blocks and statistics.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 
 from quire.engine.engine import Engine
+from quire.engine.timing import LatencyController, PlanDelay
 from quire.executors.synthetic import SyntheticHandle
 from quire.scheduler.constraint import FREE
 from quire.scheduler.plan import Plan
 from quire.scheduler.policy import PriorityPolicy, SchedulingPolicy
 from quire.scheduler.sequence import InflightStep, Sequence
 from quire.scheduler.speculation import FixedDrafts
+from quire.scheduler.step_time import StepTimeModel
 from quire.sim.executor import SimulatedExecutor
 
 OnStep = Callable[[float], None]
@@ -36,7 +39,7 @@ class SteadyDecode:
             type(scheduler.policy) in (SchedulingPolicy, PriorityPolicy)
             and type(scheduler.speculation) is FixedDrafts
             and scheduler.speculation.max_drafts == 0
-            and engine.step_budget is None
+            and type(engine.step_budget) in (type(None), LatencyController)  # which never holds up a decode
             and not engine.observers
         )
         """Whether plans repeat at all: other policies may decide by anything."""
@@ -101,8 +104,9 @@ class SteadyDecode:
         fixed, per_kv = executor.cost.fixed(width, width), executor.cost.per_kv
         kv = sum(executor.lengths[seq.row] for seq in scheduler.running if seq.row is not None)
         done, last_commit = 0, engine._last_commit
+        window = _Fastest(step_times, width)
         while done < most:
-            if lookahead and not self._wait(until, next_arrival):
+            if lookahead and delay is not None and not self._wait(delay, window, until, next_arrival):
                 break
             planned = clock.time
             if planned >= until or next_arrival <= planned:
@@ -115,7 +119,10 @@ class SteadyDecode:
             waited = clock.time < handle.done
             clock.sleep_until(handle.done)
             now = clock.time
-            step_times.record(plan, now - max(launched, last_commit), latency=now - launched, waited=waited)
+            seconds = now - (launched if launched > last_commit else last_commit)
+            step_times.record(plan, seconds, latency=now - launched, waited=waited)
+            if waited:
+                window.append(seconds)
             if delay is not None:
                 delay.on_commit(waited, step_times)
             engine._last_commit = last_commit = now
@@ -123,9 +130,12 @@ class SteadyDecode:
             on_step(now)
         return done
 
-    def _wait(self, until: float, next_arrival: float) -> bool:
-        """Let the clock pass until the next plan is due. False: something comes first."""
-        wait = self.engine.time_to_next_plan()
+    def _wait(self, delay: PlanDelay, window: _Fastest, until: float, next_arrival: float) -> bool:
+        """Let the clock pass until the next plan is due, as `Engine.time_to_next_plan` says. False: something comes
+        first."""
+        engine = self.engine
+        launched, last_commit = engine.inflight[0][1], engine._last_commit
+        wait = delay.until_due(window.seconds(), launched if launched > last_commit else last_commit)
         if wait <= 0.0:
             return True
         due = self.clock.time + floor_ms(wait)
@@ -194,6 +204,45 @@ class SteadyDecode:
         for _, _, handle in engine.inflight:
             assert isinstance(handle, SyntheticHandle)
             handle.tokens = tokens
+
+
+class _Fastest:
+    """`StepTimeModel.fastest` for steps of one width, while only such steps are recorded: a minimum over a window.
+
+    It is kept as a queue of ever larger values (Lemire, arXiv:cs/0610046), so that a step costs the same whatever the
+    window.
+    """
+
+    def __init__(self, step_times: StepTimeModel, width: int) -> None:
+        self.size, self.least = step_times.NUM_RECENT, step_times.MIN_KNOWN
+        limit = step_times.SIMILAR * width + step_times.FEW
+        recent = step_times.recent
+        self._place = 0
+        self._known: deque[int] = deque()
+        """Places of similar steps in the window."""
+        self._lowest: deque[tuple[int, float]] = deque()
+        for tokens, seconds in recent:
+            if tokens <= limit:
+                self.append(seconds)
+            else:
+                self._place += 1
+
+    def append(self, seconds: float) -> None:
+        """A similar step was recorded."""
+        lowest, known, place = self._lowest, self._known, self._place
+        while lowest and lowest[-1][1] >= seconds:
+            lowest.pop()
+        lowest.append((place, seconds))
+        known.append(place)
+        self._place = place = place + 1
+        if known[0] < place - self.size:
+            known.popleft()
+        if lowest[0][0] < place - self.size:
+            lowest.popleft()
+
+    def seconds(self) -> float | None:
+        """The least of those in the window; None: too few are known."""
+        return self._lowest[0][1] if len(self._known) >= self.least else None
 
 
 def floor_ms(seconds: float) -> float:
