@@ -245,7 +245,9 @@ def make_routing_policy(name: str, *, max_imbalance: int = MAX_IMBALANCE) -> Rou
     """The policy of this name. Raises InvalidConfig for an unknown one."""
     if name not in ROUTING_POLICIES:
         known = ", ".join(ROUTING_POLICIES)
-        raise InvalidConfig(f"the routing policy must be one of {known}, not {name!r}.{nearest(name, ROUTING_POLICIES)}")
+        raise InvalidConfig(
+            f"the routing policy must be one of {known}, not {name!r}.{nearest(name, ROUTING_POLICIES)}"
+        )
     return ROUTING_POLICIES[name](max_imbalance=max_imbalance)
 
 

@@ -401,9 +401,7 @@ def _run_share(share: _Share, on_progress: OnProgress) -> tuple[Results, Totals]
 def _run_alone(config: FleetConfig, load: Trace, number: int, results: Results, totals: Totals) -> int:
     """A replica whose requests are known from the start: in turn, each `replicas`-th. Returns how many they were."""
     requests = range(number, len(load), config.replicas)
-    replica = Replica(
-        number, config.build, results, step_by_step=config.step_by_step, max_queued=config.max_queued
-    )
+    replica = Replica(number, config.build, results, step_by_step=config.step_by_step, max_queued=config.max_queued)
     for request in requests:
         at = load.arrivals[request]
         results.replica[request] = number

@@ -36,7 +36,9 @@ class Sessions:
         seed: int = 7,
     ) -> None:
         if users < 1 or count < 1 or turns < 1 or think < 0:
-            raise InvalidConfig("sessions need at least one user, one turn and one request, and no negative time to think")
+            raise InvalidConfig(
+                "sessions need at least one user, one turn and one request, and no negative time to think"
+            )
         self.users, self.count, self.turns, self.think = users, count, turns, think
         self.asked, self.answered, self.system, self.systems = asked, answered, system, systems
         self.name = f"{users} users in sessions"

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import accumulate
-from types import MappingProxyType
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quire.engine.events import Observer, StepRecord
@@ -262,7 +262,9 @@ def _recording(path: Path) -> Trace:
         trace.block_size = size
         replay(reader, [seen])
         for id, (at, prompt) in seen.asked.items():
-            blocks = [names.setdefault(prompt[i : i + size], len(names)) for i in range(0, len(prompt) - size + 1, size)]
+            blocks = [
+                names.setdefault(prompt[i : i + size], len(names)) for i in range(0, len(prompt) - size + 1, size)
+            ]
             trace.add(start + at - began.clock, len(prompt), seen.made.get(id, 1), tuple(blocks))
         start = trace.seconds
     if not len(trace):
@@ -274,9 +276,49 @@ def _recording(path: Path) -> Trace:
 
 _CODE_QUANTILES = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 1)
 """Shares of requests at which the three tables below have their values."""
-_CODE_PROMPTS = (3, 75, 147, 385.6, 770, 1075, 1469, 1909, 2433, 3192, 3920, 5188, 7303, 7436, 7436, 7436, 7436, 7437, 7437)
+_CODE_PROMPTS = (
+    3,
+    75,
+    147,
+    385.6,
+    770,
+    1075,
+    1469,
+    1909,
+    2433,
+    3192,
+    3920,
+    5188,
+    7303,
+    7436,
+    7436,
+    7436,
+    7436,
+    7437,
+    7437,
+)
 _CODE_OUTPUTS = (6, 6, 7, 8, 9, 11, 13, 16, 20, 29, 39, 55, 90, 170.9, 251.5, 359.4, 669.6, 825.3, 1899)
-_CODE_GAPS = (1e-05, 8.8e-05, 0.000209, 0.00118, 0.00329, 0.0151, 0.0638, 0.095, 0.1, 0.16, 0.199, 0.273, 0.401, 0.799, 2.21, 9.98, 41.4, 79.2, 217)
+_CODE_GAPS = (
+    1e-05,
+    8.8e-05,
+    0.000209,
+    0.00118,
+    0.00329,
+    0.0151,
+    0.0638,
+    0.095,
+    0.1,
+    0.16,
+    0.199,
+    0.273,
+    0.401,
+    0.799,
+    2.21,
+    9.98,
+    41.4,
+    79.2,
+    217,
+)
 
 
 def azure_code(requests: int = 8819, seed: int = 7) -> Trace:
