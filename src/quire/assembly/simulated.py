@@ -1,4 +1,4 @@
-"""The engine of a simulated replica: the same scheduler, cache manager, step budget and delay of plans as a server's."""
+"""The engine of a simulated replica: the same scheduler, cache manager, step budget and delay of plans."""
 
 from __future__ import annotations
 

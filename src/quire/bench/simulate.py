@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -35,7 +36,7 @@ from quire.sim.trace import BUILT_IN, Trace, read_trace
 
 MAX_RUNS = 256
 """Most combinations of --set."""
-_DEPLOYMENT = ("replicas", "policy", "max_imbalance", "routers", "speed", "users")
+_DEPLOYMENT = ("replicas", "policy", "max_imbalance", "routers", "speed", "users", "startup_time", "autoscale_tokens")
 """What --set may name besides the engine's options."""
 _TARGET = re.compile(r"(ttft|tpot|itl|e2el)_(mean|p50|p90|p95|p99)=(\d+(?:\.\d+)?)(ms|s)")
 
@@ -69,7 +70,7 @@ class Question:
 
 def _positive(name: str, value: str) -> float:
     try:
-        number = float(value) if name == "speed" else int(value)
+        number = float(value) if name in ("speed", "startup_time") else int(value)
     except ValueError:
         number = 0
     if number <= 0:
@@ -78,7 +79,7 @@ def _positive(name: str, value: str) -> float:
 
 
 def _parse_sets(sets: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """NAME=A,B,C of each --set. Raises InvalidConfig for a name that there is none of, and for too many combinations."""
+    """NAME=A,B,C of each --set. Raises InvalidConfig for an unknown name, and for too many combinations."""
     known = [*_DEPLOYMENT, *(name for name, each in OPTIONS.items() if each.section in ("model", "cache", "scheduler"))]
     out: dict[str, tuple[str, ...]] = {}
     for text in sets:
@@ -101,7 +102,7 @@ def _parse_targets(texts: Sequence[str]) -> dict[tuple[str, str], float]:
         found = _TARGET.fullmatch(text)
         if found is None:
             raise InvalidConfig(
-                f"--target {text}: must be such as ttft_p99=500ms: ttft, tpot, itl or e2el, of mean, p50, p90, p95 or p99"
+                f"--target {text}: must be such as ttft_p99=500ms: ttft, tpot, itl or e2el; mean, p50, p90, p95 or p99"
             )
         if (found[1], found[2]) == ("itl", "mean"):
             raise InvalidConfig("--target: itl has percentiles only, p50 to p99")
@@ -109,46 +110,73 @@ def _parse_targets(texts: Sequence[str]) -> dict[tuple[str, str], float]:
     return out
 
 
-def _own_options() -> list[click.Parameter]:
-    traces = ", ".join(BUILT_IN)
-    shown: Any = {"show_default": True}
-    positive = click.IntRange(1)
+_SHOWN: Any = MappingProxyType({"show_default": True})
+_COUNT = click.IntRange(1)
+_TEXTS: Mapping[str, str] = MappingProxyType(
+    {
+        "trace": "Azure's CSV, Mooncake's JSON lines, what `quire bench serve` saved, a recording (file or folder); or "
+        f"one that is made up: {', '.join(BUILT_IN)}.  [default: azure-code]",
+        "overlap": "Repetitions all at once, shifted against each other.",
+        "imbalance": "Requests that a replica chosen for a prefix may have more than another.",
+        "autoscale": "Replicas come and go with queued tokens.",
+        "tokens": "Queued prompt tokens a replica may have.",
+        "goals": "Count the requests within ttft:MS,tpot:MS,e2el:MS.",
+        "targets": "Look for the fewest replicas with, for example, ttft_p99=500ms.",
+        "sets": "Try each value of an option: of the engine, or replicas, policy, speed, users ...",
+        "steps": "Plan every step, also where many are alike: slower, the same.",
+        "output": "Write a page with charts: cost against goodput.",
+    }
+)
+
+
+def _load_options() -> list[click.Parameter]:
     return [
-        click.Option(
-            ["--trace"],
-            metavar="FILE",
-            help="Azure's CSV, Mooncake's JSON lines, what `quire bench serve` saved, a recording (file or folder); or one "
-            f"that is made up: {traces}.  [default: azure-code]",
-        ),
-        click.Option(["--sessions", "users"], type=positive, help="Instead of a trace: users who think between turns."),
-        click.Option(["--turns"], type=positive, default=6, help="Of a session.", **shown),
-        click.Option(["--think"], type=click.FloatRange(0), default=10.0, help="Seconds a user thinks.", **shown),
-        click.Option(["--input-len"], type=parse_range, default="50:400", metavar="N:M", help="Tokens a user asks in.", **shown),
-        click.Option(["--output-len"], type=parse_range, default="50:400", metavar="N:M", help="Tokens of an answer.", **shown),
-        click.Option(["--num-prompts"], type=positive, help="Requests. Unset: the whole trace; 1,000 of sessions."),
-        click.Option(["--speed"], type=click.FloatRange(1e-6), default=1.0, help="Of the trace.", **shown),
-        click.Option(["--repeat"], type=positive, default=1, help="The trace so many times, one after another.", **shown),
-        click.Option(["--overlap"], is_flag=True, help="Repetitions all at once, shifted against each other."),
+        click.Option(["--trace"], metavar="FILE", help=_TEXTS["trace"]),
+        click.Option(["--sessions", "users"], type=_COUNT, help="Instead of a trace: users who think between turns."),
+        click.Option(["--turns"], type=_COUNT, default=6, help="Of a session.", **_SHOWN),
+        click.Option(["--think"], type=click.FloatRange(0), default=10.0, help="Seconds a user thinks.", **_SHOWN),
+        click.Option(["--input-len"], type=parse_range, default="50:400", help="Tokens of a question.", **_SHOWN),
+        click.Option(["--output-len"], type=parse_range, default="50:400", help="Tokens of an answer.", **_SHOWN),
+        click.Option(["--num-prompts"], type=_COUNT, help="Requests. Unset: the whole trace; 1,000 of sessions."),
+        click.Option(["--speed"], type=click.FloatRange(1e-6), default=1.0, help="Of the trace.", **_SHOWN),
+        click.Option(["--shrink"], type=click.FloatRange(1), default=1.0, help="Divides its prompts.", **_SHOWN),
+        click.Option(["--repeat"], type=_COUNT, default=1, help="The trace so many times, in turn.", **_SHOWN),
+        click.Option(["--overlap"], is_flag=True, help=_TEXTS["overlap"]),
+    ]
+
+
+def _deployment_options() -> list[click.Parameter]:
+    policies, nonnegative = click.Choice(list(ROUTING_POLICIES)), click.IntRange(0)
+    return [
         click.Option(["--gpu"], metavar="NAME", help=f"The card of each replica: {', '.join(DEVICES)}."),
         click.Option(["--calibration"], type=FILE, help="Step times that `quire calibrate` measured, instead."),
         click.Option(["--memory"], metavar="SIZE", help="Of each replica; unset: the card's, or 16GiB."),
-        click.Option(["--replicas"], type=positive, default=1, **shown),
-        click.Option(["--policy"], type=click.Choice(list(ROUTING_POLICIES)), default="least_loaded", help="Of routing.", **shown),
-        click.Option(["--max-imbalance"], type=click.IntRange(0), default=MAX_IMBALANCE, help="Requests that a replica chosen for a prefix may have more than another.", **shown),
-        click.Option(["--routers"], type=positive, default=1, help="Each with its share of the replicas.", **shown),
-        click.Option(["--autoscale"], metavar="MIN:MAX", type=parse_range, help="Replicas come and go with queued tokens."),
-        click.Option(["--autoscale-tokens"], type=positive, default=8192, help="Queued prompt tokens a replica may have.", **shown),
-        click.Option(["--startup-time"], type=click.FloatRange(0), default=30.0, help="Seconds until a new replica answers.", **shown),
-        click.Option(["--goodput", "goals"], type=parse_goodput, default="", metavar="WHAT:MS[,...]", help="Count requests within ttft:MS,tpot:MS,e2el:MS."),
-        click.Option(["--target", "targets"], multiple=True, metavar="WHAT=TIME", help="Look for the fewest replicas with, for example, ttft_p99=500ms."),
-        click.Option(["--max-replicas"], type=positive, default=4096, help="Where the search ends.", **shown),
-        click.Option(["--set", "sets"], multiple=True, metavar="NAME=A,B", help="Try each value of an option: of the engine, or replicas, policy, speed, users ..."),
+        click.Option(["--replicas"], type=_COUNT, default=1, **_SHOWN),
+        click.Option(["--policy"], type=policies, default="least_loaded", help="Of routing.", **_SHOWN),
+        click.Option(["--max-imbalance"], type=nonnegative, default=MAX_IMBALANCE, help=_TEXTS["imbalance"], **_SHOWN),
+        click.Option(["--routers"], type=_COUNT, default=1, help="Each with its share of the replicas.", **_SHOWN),
+        click.Option(["--autoscale"], metavar="MIN:MAX", type=parse_range, help=_TEXTS["autoscale"]),
+        click.Option(["--autoscale-tokens"], type=_COUNT, default=8192, help=_TEXTS["tokens"], **_SHOWN),
+        click.Option(
+            ["--startup-time"], type=click.FloatRange(0), default=30.0, help="Seconds a new replica takes.", **_SHOWN
+        ),
         click.Option(["--price-per-hour", "price"], type=click.FloatRange(0), help="Of a replica."),
-        click.Option(["--jobs"], type=positive, default=os.cpu_count() or 1, help="Processes.", **shown),
-        click.Option(["--step-by-step"], is_flag=True, help="Plan every step, also where many are alike: slower, the same."),
-        click.Option(["--output"], type=FILE, callback=writable, help="Write a page with charts: cost against goodput."),
+    ]
+
+
+def _answer_options() -> list[click.Parameter]:
+    return [
+        click.Option(
+            ["--goodput", "goals"], type=parse_goodput, default="", metavar="WHAT:MS[,...]", help=_TEXTS["goals"]
+        ),
+        click.Option(["--target", "targets"], multiple=True, metavar="WHAT=TIME", help=_TEXTS["targets"]),
+        click.Option(["--max-replicas"], type=_COUNT, default=4096, help="Where the search ends.", **_SHOWN),
+        click.Option(["--set", "sets"], multiple=True, metavar="NAME=A,B", help=_TEXTS["sets"]),
+        click.Option(["--jobs"], type=_COUNT, default=os.cpu_count() or 1, help="Processes.", **_SHOWN),
+        click.Option(["--step-by-step"], is_flag=True, help=_TEXTS["steps"]),
+        click.Option(["--output"], type=FILE, callback=writable, help=_TEXTS["output"]),
         click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."),
-    ]  # fmt: skip
+    ]
 
 
 @click.command(
@@ -157,11 +185,11 @@ def _own_options() -> list[click.Parameter]:
     sections=("model", "cache", "scheduler"),
     also=("device",),
     positional=True,
-    params=_own_options(),
+    params=[*_load_options(), *_deployment_options(), *_answer_options()],
 )
 def command(settings: Settings, as_json: bool, output: Path | None, **given: Any) -> None:
-    """Run a load through replicas of MODEL on a virtual clock: the scheduler, cache, router and autoscaler are those of a
-    server; what a step takes is computed.
+    """Run a load through replicas of MODEL on a virtual clock: the scheduler, cache, router and autoscaler are those of
+    a server; what a step takes is computed.
 
     The exit status is 1 where no number of replicas meets the targets.
     """
@@ -228,6 +256,8 @@ def load_of(given: Mapping[str, Any]) -> Trace | Sessions:
                 f"the trace has {len(trace)} requests, not {count}: --repeat makes more", param="num_prompts"
             )
         trace = trace.part(0, count)
+    if given["shrink"] != 1.0:
+        trace = trace.shrunk(given["shrink"])
     trace = trace.repeated(given["repeat"], overlap=given["overlap"])
     if count is not None:
         trace = trace.part(0, min(count, len(trace)))
@@ -315,7 +345,7 @@ def simulated(
         row["cost"] = given["price"] * row["replica_hours"]
         tokens = row["tokens_s"] * row["seconds"]
         row["cost_per_million_tokens"] = 1e6 * row["cost"] / tokens if tokens else math.inf
-    row["meets"] = not row["refused"] and all(
+    row["meets"] = row["answered"] == row["requests"] and all(
         row["ms"][what][statistic] <= limit for (what, statistic), limit in question.targets.items()
     )
     return row
@@ -350,6 +380,13 @@ def _show(found: Mapping[str, Any], goals: bool, question: Question) -> None:
 
 
 def _conclusions(found: Mapping[str, Any], question: Question) -> Iterator[str]:
+    settings = question.settings
+    for row in found["runs"]:
+        if row["too_long"]:
+            yield f"{row['name']}: {row['too_long']} requests are longer than a sequence may be (max_model_len, KV pool)."
+        if row["refused"]:
+            limit = settings.scheduler.max_num_queued_reqs
+            yield f"{row['name']}: {row['refused']} requests were refused with 429: more than {limit} waited."
     if not found["runs"][0]["has_prefixes"]:
         yield "The trace does not say which prompts begin alike: nothing is found in the prefix cache."
     if question.targets:

@@ -1,5 +1,5 @@
-"""One page about simulations, with its charts inside: nothing is fetched. Without matplotlib (extra `report`) it has tables
-only."""
+"""One page about simulations, with its charts inside: nothing is fetched. Without matplotlib (extra `report`) it has
+tables only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model on a card, or on a calibrated machine, as an engine that can be simulated: memory and step times from headers."""
+"""A model on a card, or on a calibrated machine, as an engine that can be simulated: memory and step times from
+headers."""
 
 from __future__ import annotations
 

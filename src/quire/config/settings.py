@@ -290,8 +290,9 @@ class UpstreamConfig:
     )
     upstream_policy: Literal["least_loaded", "round_robin", "prefix_hash", "longest_prefix"] = option(
         "least_loaded",
-        "Which server gets a request: the one with the fewest requests; each in turn; by a hash of how the prompt begins; "
-        "or the one that was sent the longest beginning of the prompt. The last two only while it is not much busier.",
+        "Which server gets a request: the one with the fewest requests; each in turn; by a hash of how the prompt "
+        "begins; or the one that was sent the longest beginning of the prompt. The last two only while it is not much "
+        "busier.",
     )
     upstream_affinity: bool = option(False, "The same as --upstream-policy prefix_hash.")
     upstream_start_timeout: float = option(

@@ -1,9 +1,9 @@
 """Routing policies: which replica of a model gets a request.
 
-A policy holds what it decides by: the replicas, and how many requests each has outstanding. It reads no clock and does no
-I/O, so the same object routes for a proxy (`frontend/upstream.py`), for a deployment on a cluster, and in a simulation
-(`sim/fleet.py`). Prompts are given as chunks, hashable values of which two prompts with the same beginning share the first
-ones: pieces of a request's text, or names of its KV blocks.
+A policy holds what it decides by: the replicas, and how many requests each has outstanding. It reads no clock and does
+no I/O, so the same object routes for a proxy (`frontend/upstream.py`), for a deployment on a cluster, and in a
+simulation (`sim/fleet.py`). Prompts are given as chunks, hashable values of which two prompts with the same beginning
+share the first ones: pieces of a request's text, or names of its KV blocks.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ class PrefixHash(RoutingPolicy):
 
 
 class LongestPrefix(RoutingPolicy):
-    """The replica that was sent the longest beginning of the prompt, unless it is much busier than the least loaded one.
+    """The replica that was sent the longest beginning of the prompt, unless it is much busier than the least loaded
+    one.
 
     Replicas are not asked what they have cached: what they were sent is remembered, `max_chunks` chunks of each, least
     recently used forgotten first. Give it about as many as a replica's cache holds.

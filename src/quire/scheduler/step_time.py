@@ -17,10 +17,10 @@ from quire.scheduler.plan import Plan
 class StepCost(NamedTuple):
     """Seconds of a step, from what it feeds and reads. The default costs nothing; the first three alone are a line.
 
-    base: of any step. per_token: of arithmetic, for each token fed. per_kv: for each position whose K/V is read, by each
-    sequence. per_row: for each row of logits. per_pair: for each pair of a prompt's token and a position before it.
-    weights: to read the weights that every token uses; per_expert: those of one expert in all layers, of `experts` of
-    which a token uses `used_experts`. Reading weights and arithmetic overlap: together they take the p-norm of both,
+    base: of any step. per_token: of arithmetic, for each token fed. per_kv: for each position whose K/V is read, by
+    each sequence. per_row: for each row of logits. per_pair: for each pair of a prompt's token and a position before
+    it. weights: to read the weights that every token uses; per_expert: those of one expert in all layers, of `experts`
+    of which a token uses `used_experts`. Reading weights and arithmetic overlap: together they take the p-norm of both,
     p = `overlap` (1: one after the other). per_draft: for each token that a draft model drafts, one after another.
     """
 

@@ -1,8 +1,8 @@
 """What steps of a model take on a machine: measured, fitted, kept in a file, read by `quire simulate`.
 
 A sample is one step: what it fed and read, and how long it was until the next one could begin. A line is fitted through
-samples by least squares of relative errors, with no negative coefficient, and what it leaves unexplained is kept as noise:
-factors that steps of a simulation are drawn from.
+samples by least squares of relative errors, with no negative coefficient, and what it leaves unexplained is kept as
+noise: factors that steps of a simulation are drawn from.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GPUs that can be simulated without having one: step times from a model's sizes and a card's measured rates.
 
-A step reads the weights once, whatever it feeds, does two operations a parameter for each token, and reads each sequence's
-K/V. The rates are those that Quire reaches, fitted to measured rows (docs/benchmarks/simulated-2026-11-24.md says to which, and
-how well); they are lower than a data sheet's.
+A step reads the weights once, whatever it feeds, does two operations a parameter for each token, and reads each
+sequence's K/V. The rates are those that Quire reaches, fitted to measured rows (docs/benchmarks/simulated-2026-11-24.md
+says to which, and how well); they are lower than a data sheet's.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""An executor that knows how long steps take and how many drafts are right, and nothing else: for whole deployments on a
-virtual clock."""
+"""An executor that knows how long steps take and how many drafts are right, and nothing else: for whole deployments on
+a virtual clock."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A simulated deployment: replicas behind a router, with an autoscaler, on a virtual clock.
 
-Replicas run apart from each other between arrivals. A replica is advanced to an arrival only if a request of it may have
-ended before (`Replica.horizon`), since nothing else of it matters to the router. Where routing needs no load, each replica
-is run on its own, from its first request to its last, in several processes.
+Replicas run apart from each other between arrivals. A replica is advanced to an arrival only if a request of it may
+have ended before (`Replica.horizon`), since nothing else of it matters to the router. Where routing needs no load, each
+replica is run on its own, from its first request to its last, in several processes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Autoscaling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """A deployment. policy: of routing. routers: each with its share of replicas, requests in turn. max_queued: requests
-    that may wait at a replica. step_by_step: never several steps at once. jobs: processes."""
+    """A deployment. policy: of routing. routers: each with its share of replicas, requests in turn. max_queued:
+    requests that may wait at a replica. step_by_step: never several steps at once. jobs: processes."""
 
     build: BuildEngine
     replicas: int = 1
@@ -112,8 +112,8 @@ def simulate_fleet(
 
 
 class Fleet:
-    """One router with its replicas, in one process. numbers: of replicas, where it has a share of them; requests: of the
-    trace's requests those that it gets, None for all."""
+    """One router with its replicas, in one process. numbers: of replicas, where it has a share of them; requests: of
+    the trace's requests those that it gets, None for all."""
 
     def __init__(
         self,
@@ -163,7 +163,8 @@ class Fleet:
 
     def _scale(self, at: float) -> None:
         """The autoscaler's look at `at`."""
-        assert self.scaler is not None and self.config.autoscaling is not None
+        assert self.scaler is not None
+        assert self.config.autoscaling is not None
         running, startup = len(self.router.replicas), self.config.autoscaling.startup
         load = FleetLoad(at, self.queued_tokens, running, len(self.starting))
         change = self.scaler.desired(load) - running - len(self.starting)
@@ -337,7 +338,8 @@ def prepare(load: Trace | Sessions, number: int) -> tuple[tuple[Run, ...], Reque
 
 
 class _Share(NamedTuple):
-    """What one process runs: of one router its replicas and requests; or of a deployment some replicas, each on its own."""
+    """What one process runs: of one router its replicas and requests; or of a deployment some replicas, each on its
+    own."""
 
     config: FleetConfig
     load: Trace

@@ -11,7 +11,7 @@ from quire.engine.engine import Engine
 from quire.engine.timing import VirtualClock
 from quire.errors import InvalidRequest
 from quire.sim.executor import SimulatedExecutor
-from quire.sim.results import Results
+from quire.sim.results import QUEUE_FULL, TOO_LONG, Results
 from quire.sim.steady import SteadyDecode, floor_ms
 from quire.types import Request
 
@@ -106,15 +106,15 @@ class Replica:
 
     def _admit(self, at: float, number: int, request: Request) -> None:
         if len(self.engine.scheduler.waiting) >= self.max_queued:
-            self._refuse(at, number)
+            self._refuse(at, number, QUEUE_FULL)
             return
         try:
             self.engine.add(request)
         except InvalidRequest:
-            self._refuse(at, number)
+            self._refuse(at, number, TOO_LONG)
 
-    def _refuse(self, at: float, number: int) -> None:
-        self.results.refused(number, max(at, self.clock.time))
+    def _refuse(self, at: float, number: int, status: int) -> None:
+        self.results.refused(number, max(at, self.clock.time), status)
         self.ended.append(Ended(max(at, self.clock.time), number, ()))
 
     # ---------------------------------------------------------------- steps

@@ -11,6 +11,8 @@ from typing import Any
 _GAP_STEP = math.log(1.0025)
 """Times between tokens are counted in classes 0.25 % wide."""
 
+ANSWERED, QUEUE_FULL, TOO_LONG = 1, 2, 3
+
 PERCENTILES = (50, 90, 95, 99)
 
 
@@ -18,7 +20,7 @@ class Results:
     """Times of `count` requests, in seconds of the simulation. NaN: it has not come about.
 
     first: of the first token. end: of the last. replica: where each ran, -1 before. status: 0 unanswered, 1 answered, 2
-    refused. gaps: times between tokens, by class: how many.
+    refused by a full queue, 3 too long to ever run. gaps: times between tokens, by class: how many.
     """
 
     def __init__(self, count: int) -> None:
@@ -60,13 +62,13 @@ class Results:
     def ended(self, number: int, at: float, preemptions: int) -> None:
         """A request was answered."""
         self.end[number] = at
-        self.status[number] = 1
+        self.status[number] = ANSWERED
         self.preemptions += preemptions
 
-    def refused(self, number: int, at: float) -> None:
-        """A request can never run, or came to a queue that was full."""
+    def refused(self, number: int, at: float, status: int) -> None:
+        """A request came to a queue that was full (2), or can never run (3)."""
         self.end[number] = at
-        self.status[number] = 2
+        self.status[number] = status
 
     def merge(self, other: Results) -> None:
         """Take over what another process found about requests that are not known here."""
@@ -92,7 +94,7 @@ class Results:
 
     def answered(self) -> list[int]:
         """Numbers of the requests that were answered."""
-        return [number for number, status in enumerate(self.status) if status == 1]
+        return [number for number, status in enumerate(self.status) if status == ANSWERED]
 
     def ttft(self, numbers: Sequence[int]) -> list[float]:
         """Seconds to the first token."""
@@ -151,7 +153,7 @@ def summarize(results: Results, goals: Mapping[str, float], busy: float, replica
     numbers = results.answered()
     begin = min(results.arrival, default=0.0)
     seconds = max((results.end[n] for n in numbers), default=begin) - begin
-    refused = sum(status == 2 for status in results.status)
+    refused, too_long = results.status.count(QUEUE_FULL), results.status.count(TOO_LONG)
     prompt, output = sum(results.prompt[n] for n in numbers), sum(results.output[n] for n in numbers)
     good = results.good(goals)
     per = 1 / seconds if seconds else 0.0
@@ -159,6 +161,7 @@ def summarize(results: Results, goals: Mapping[str, float], busy: float, replica
         "requests": len(results),
         "answered": len(numbers),
         "refused": refused,
+        "too_long": too_long,
         "seconds": seconds,
         "requests_s": len(numbers) * per,
         "prompt_tokens_s": prompt * per,

@@ -1,8 +1,8 @@
 """Requests of a simulation: when they arrive, how long they are, and what their prompts have in common.
 
-Four kinds of files are read: a CSV as Azure publishes its LLM inference traces, JSON lines as Mooncake publishes its own
-(`hash_ids` name blocks of prompts), what `quire bench serve --save-result` saved, and recordings. A prompt is a list of
-runs, (token, count) pairs: equal runs are equal tokens, so that prefixes are shared as they were.
+Four kinds of files are read: a CSV as Azure publishes its LLM inference traces, JSON lines as Mooncake publishes its
+own (`hash_ids` name blocks of prompts), what `quire bench serve --save-result` saved, and recordings. A prompt is a
+list of runs, (token, count) pairs: equal runs are equal tokens, so that prefixes are shared as they were.
 """
 
 from __future__ import annotations
@@ -119,6 +119,13 @@ class Trace:
         out = Trace(self.name, array("d", [at / speed for at in self.arrivals]), self.prompts, self.outputs)
         out.blocks, out.block_size = self.blocks, self.block_size
         return out
+
+    def shrunk(self, factor: float) -> Trace:
+        """The same requests with prompts so many times as short. Raises InvalidConfig where blocks are named."""
+        if self.blocks:
+            raise InvalidConfig("--shrink does not go with a trace that names blocks of prompts: leave it out")
+        prompts = array("q", [max(1, int(each / factor)) for each in self.prompts])
+        return Trace(self.name, self.arrivals, prompts, self.outputs)
 
     def part(self, first: int, last: int) -> Trace:
         """Requests `first` to `last`, the last one not included."""
