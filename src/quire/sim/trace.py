@@ -20,6 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from quire.engine.events import Observer, StepRecord
 from quire.errors import InvalidConfig, InvalidRequest, nearest
 from quire.observability import recording_format
@@ -102,16 +104,20 @@ class Trace:
         if names * count >= self._unnamed:
             raise InvalidConfig(f"--repeat {count}: this trace names too many blocks to be repeated so often")
         period = self.seconds + self.seconds / max(1, len(self) - 1)
-        shift = period / count if overlap else period
-        order = [
-            (((at + i * shift) % period if overlap else at + i * shift), i, n)
-            for i in range(count)
-            for n, at in enumerate(self.arrivals)
-        ]
+        own = np.frombuffer(self.arrivals)
+        shifts = np.arange(count, dtype=np.float64)[:, None]
+        arrivals = ((own + shifts * (period / count)) % period if overlap else own + shifts * period).ravel()
+        order = np.argsort(arrivals, kind="stable")
+        whose = order % len(self)
         out = Trace(f"{self.name} x {count}", block_size=self.block_size)
-        for at, i, n in sorted(order) if overlap else order:
-            blocks = tuple(name + i * names for name in self.blocks[n]) if self.blocks else None
-            out.add(at, self.prompts[n], self.outputs[n], blocks)
+        out.arrivals = array("d", arrivals[order].tobytes())
+        out.prompts = array("q", np.frombuffer(self.prompts, dtype=np.int64)[whose].tobytes())
+        out.outputs = array("q", np.frombuffer(self.outputs, dtype=np.int64)[whose].tobytes())
+        if self.blocks:
+            out.blocks = [
+                tuple([name + turn * names for name in self.blocks[number]])
+                for turn, number in zip((order // len(self)).tolist(), whose.tolist(), strict=True)
+            ]
         return out
 
     def faster(self, speed: float) -> Trace:
