@@ -10,6 +10,7 @@ from typing import NamedTuple
 from quire.engine.engine import Engine
 from quire.engine.timing import VirtualClock
 from quire.errors import InvalidRequest
+from quire.executors.synthetic import SyntheticHandle
 from quire.sim.executor import SimulatedExecutor
 from quire.sim.results import QUEUE_FULL, TOO_LONG, Results
 from quire.sim.steady import SteadyDecode, floor_ms
@@ -72,14 +73,25 @@ class Replica:
         """Seconds before which no request can end here or get its first token."""
         if self.idle:
             return math.inf
-        now = self.clock.time
-        if not self.engine.can_step:
-            return max(now, self.inbox[0][0])
-        if self.inbox or (steps := self._steady.num_steps() - self.engine.lookahead) <= 0:
-            return now
-        width = len(self.engine.scheduler.running)
+        engine, now = self.engine, self.clock.time
+        first = self.inbox[0][0] if self.inbox else math.inf
+        if not engine.can_step:
+            return max(now, first)
+        bound = now
+        if engine.inflight:  # it is committed when it is done, and once the next plan has been due
+            bound = max(self._done(), min(now + floor_ms(engine.time_to_next_plan()), first))
+        if self.inbox or (steps := self._steady.num_steps() - engine.lookahead) <= 0:
+            return max(now, bound)
+        width = len(engine.scheduler.running)
         least = self.executor.cost.fixed(width, width) * min(self.executor.noise, default=1.0)
-        return now + steps * least * (1 - 1e-9)  # a little less, for sums of so many numbers are not exact
+        # a little less, for sums of so many numbers are not exact
+        return max(bound, now + steps * least * (1 - 1e-9))
+
+    def _done(self) -> float:
+        """When the oldest step in flight is done."""
+        handle = self.engine.inflight[0][2]
+        assert isinstance(handle, SyntheticHandle)
+        return handle.done
 
     def advance(self, until: float) -> None:
         """Do everything that begins before `until`: admit arrivals, plan steps, and commit what was planned."""
