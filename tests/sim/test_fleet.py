@@ -20,14 +20,14 @@ SCALING = Autoscaling(200, 1, 4, startup=2.0, interval=0.5, up_delay=0.5, down_d
 
 def shared() -> Trace:
     """Conversations that are short enough for small engines."""
-    whole, small = chats(300), Trace("chats", block_size=8)
+    whole, small = chats(150), Trace("chats", block_size=8)
     for number in range(len(whole)):
         blocks = whole.blocks[number][10:40]
         small.add(whole.arrivals[number] / 3, 8 * len(blocks), whole.outputs[number] // 6, blocks)
     return small
 
 
-def sessions(count: int = 200) -> Sessions:
+def sessions(count: int = 100) -> Sessions:
     return Sessions(12, count=count, turns=3, think=0.5, asked=(5, 40), answered=(2, 30), system=32)
 
 
@@ -71,7 +71,7 @@ def test_leaving_replicas_behind_and_many_steps_at_once_change_no_result(policy:
 def test_nor_do_they_with_sessions_or_an_autoscaler(policy: str, scaling: Autoscaling | None, closed: bool) -> None:
     config = config_of(policy=policy, autoscaling=scaling, lookahead=1, noise=(0.7, 1.6))
     results, _ = simulate_fleet(config, sessions() if closed else shared())
-    assert answered(results) and len(results) == (200 if closed else 300)
+    assert answered(results) and len(results) == (100 if closed else 150)
     assert results.digest() == plain(config, sessions() if closed else shared())
 
 
@@ -94,8 +94,8 @@ def test_several_processes_find_what_one_does(options: dict[str, Any]) -> None:
 
 def test_routers_have_their_own_replicas_and_requests_in_turn() -> None:
     results, _ = simulate_fleet(config_of(routers=2), shared())
-    assert {number % 2 for number in range(300) if results.replica[number] < 2} == {0}
-    assert {number % 2 for number in range(300) if results.replica[number] >= 2} == {1}
+    assert {number % 2 for number in range(150) if results.replica[number] < 2} == {0}
+    assert {number % 2 for number in range(150) if results.replica[number] >= 2} == {1}
 
 
 def test_the_least_loaded_replica_gets_the_request() -> None:
@@ -121,14 +121,14 @@ def test_an_answer_is_found_in_the_cache_by_the_turn_that_follows_it() -> None:
 
 
 def test_replicas_come_when_tokens_queue_and_go_when_they_do_not() -> None:
-    rows = [(0.02 * i, 100, 4) for i in range(600)] + [(40.0 + i, 10, 2) for i in range(20)]
+    rows = [(0.01 * i, 200, 30) for i in range(600)] + [(40.0 + i, 10, 2) for i in range(20)]
     results, totals = simulate_fleet(config_of(autoscaling=SCALING), trace_of(rows))
     sizes = [size for _, size in totals.sizes]
     assert answered(results) and max(sizes) == 4 and sizes[0] == sizes[-1] == 1
     assert totals.sizes[1][0] >= SCALING.up_delay + SCALING.startup
     end = max(results.end)
     assert end < totals.replica_seconds < 4 * end
-    assert max(results.replica) == 3 or max(results.replica) > 3
+    assert set(results.replica) >= {0, 1, 2, 3}
 
 
 def test_a_full_queue_refuses_and_what_is_too_long_is_counted_apart() -> None:

@@ -181,7 +181,7 @@ class Fleet:
                 self.router.remove(name)
                 self.retiring.add(name)
                 self._retire(name, at)
-        if change:
+        if len(self.router.replicas) != running:
             self.totals.sizes.append((at, len(self.router.replicas)))
 
     def _retire(self, name: str, at: float) -> None:
