@@ -1,11 +1,12 @@
-"""How well `quire simulate` foretells: fit steps on one half of a trace that the engine replays, predict the other half.
+"""How well `quire simulate` foretells: fit steps on one half of a trace that the engine replays, predict the other
+half.
 
-    python -m benchmarks.simulated                          # the embedded model on one core, about four minutes
-    python -m benchmarks.simulated --repeats 5 --json FILE
+python -m benchmarks.simulated # the embedded model on one core, about four minutes python -m benchmarks.simulated
+--repeats 5 --json FILE
 
-Both halves are replayed by the real engine in this process, in turns; the second half at least twice, whose spread is what
-the machine itself is good for. A prediction is within its bounds if its error is at most the bound, or twice the spread of
-the replays where that is more. Run it on a machine that does nothing else.
+Both halves are replayed by the real engine in this process, in turns; the second half at least twice, whose spread is
+what the machine itself is good for. A prediction is within its bounds if its error is at most the bound, or twice the
+spread of the replays where that is more. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations

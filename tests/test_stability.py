@@ -61,6 +61,7 @@ def surface() -> dict[str, Any]:
             "gemm cache": GEMM,
             "grpc contract": CONTRACT,
             "onnx graphs": ONNX_FORMAT,
+            "calibration": CALIBRATION,
         },
     }
 

@@ -33,7 +33,7 @@ def test_the_options_of_a_proxy_name_all_policies() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(InvalidConfig, match="not 'longest_prefx'.*longest_prefix"):
+    with pytest.raises(InvalidConfig, match=r"not 'longest_prefx'.*longest_prefix"):
         make_routing_policy("longest_prefx")
 
 

@@ -383,7 +383,7 @@ def _conclusions(found: Mapping[str, Any], question: Question) -> Iterator[str]:
     settings = question.settings
     for row in found["runs"]:
         if row["too_long"]:
-            yield f"{row['name']}: {row['too_long']} requests are longer than a sequence may be (max_model_len, KV pool)."
+            yield f"{row['name']}: {row['too_long']} requests are too long to ever run (max_model_len, KV pool)."
         if row["refused"]:
             limit = settings.scheduler.max_num_queued_reqs
             yield f"{row['name']}: {row['refused']} requests were refused with 429: more than {limit} waited."

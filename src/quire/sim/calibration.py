@@ -122,8 +122,9 @@ def read_calibration(path: Path) -> Calibration:
             param="calibration",
         )
     try:
-        cost = StepCost(**{name: _number(said["cost"][name], name) for name in StepCost._fields})
-        cost = cost._replace(experts=int(cost.experts), used_experts=int(cost.used_experts))
+        known: dict[str, Any] = {name: _number(said["cost"][name], name) for name in StepCost._fields}
+        known |= {name: int(known[name]) for name in ("experts", "used_experts")}
+        cost = StepCost(**known)
         noise = tuple(_number(each, "noise") for each in said["noise"])
         numbers = (_number(said["first_token"], "first_token"), _number(said["error"], "error"))
         return Calibration(cost, noise, *numbers, int(said["samples"]), dict(said["about"]))
@@ -154,7 +155,14 @@ def fit(samples: Sequence[StepSample], about: Mapping[str, Any] = {}, *, noise: 
     found = non_negative(columns * weights[:, None], np.ones(len(table)))
     predicted = np.maximum(columns @ found, 1e-9)
     scale = seconds.sum() / predicted.sum()
-    cost = StepCost(*(float(each * scale) for each in found))
+    fitted = dict(zip(StepCost._fields, (float(each * scale) for each in found), strict=False))
+    cost = StepCost(
+        base=fitted["base"],
+        per_token=fitted["per_token"],
+        per_kv=fitted["per_kv"],
+        per_row=fitted["per_row"],
+        per_pair=fitted["per_pair"],
+    )
     ratios = seconds / (predicted * scale)
     error = float(np.mean(np.abs(ratios - 1.0)))
     kept: tuple[float, ...] = ()
@@ -182,4 +190,5 @@ def non_negative(columns: npt.NDArray[np.float64], wanted: npt.NDArray[np.float6
                 found[k] = max(0.0, found[k] + (target[k] - gram[k] @ found) / gram[k, k])
         if np.abs(found - before).max() <= 1e-10 * max(1.0, float(np.abs(found).max())):
             break
-    return found / norms
+    out: npt.NDArray[np.float64] = found / norms
+    return out

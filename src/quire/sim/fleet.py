@@ -154,7 +154,7 @@ class Fleet:
 
     def _start(self, number: int, at: float) -> Replica:
         config = self.config
-        options = {"step_by_step": config.step_by_step, "max_queued": config.max_queued}
+        options: Any = {"step_by_step": config.step_by_step, "max_queued": config.max_queued}
         replica = Replica(number, config.build, self.results, started=at, **options)
         self.replicas[replica.name] = replica
         self.router.add(replica.name)

@@ -116,6 +116,7 @@ class SteadyDecode:
             if delay is not None:
                 delay.on_launch(planned)
             _, launched, handle = flight.popleft()
+            assert isinstance(handle, SyntheticHandle)
             waited = clock.time < handle.done
             clock.sleep_until(handle.done)
             now = clock.time

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 from array import array
 from bisect import bisect_right
@@ -387,4 +388,4 @@ def _draw(values: tuple[float, ...], rng: random.Random) -> float:
     at = rng.random()
     i = min(bisect_right(_CODE_QUANTILES, at), len(values) - 1)
     low, high = _CODE_QUANTILES[i - 1], _CODE_QUANTILES[i]
-    return values[i - 1] * (values[i] / values[i - 1]) ** float((at - low) / (high - low))
+    return values[i - 1] * math.pow(values[i] / values[i - 1], (at - low) / (high - low))
