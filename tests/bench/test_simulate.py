@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_speculation_pays_by_its_acceptance(runs: Callable[..., list[dict[str, A
     [none], [low], [high] = runs(*SHORT), *(runs(*SHORT, "--speculative-config", config(rate)) for rate in (0.1, 0.9))
     assert low["draft_acceptance"] == pytest.approx(0.1, abs=0.05)
     assert high["draft_acceptance"] == pytest.approx(0.9, abs=0.05)
-    assert high["ms"]["tpot"]["mean"] < 0.5 * none["ms"]["tpot"]["mean"] and high["steps"] < low["steps"]
+    assert high["ms"]["tpot"]["mean"] < 0.6 * none["ms"]["tpot"]["mean"] and high["steps"] < low["steps"]
 
 
 def test_sessions_hit_what_their_earlier_turns_left(runs: Callable[..., list[dict[str, Any]]]) -> None:
@@ -110,11 +111,8 @@ def test_a_page_shows_all_runs_without_fetching_anything(calibration: Path, tmp_
     output = quire("simulate", *ask, "--set", "replicas=1,2", "--output", page)
     text = page.read_text()
     assert "open it in a browser" in output and text.count("<svg") == 3
-    assert (
-        "cost against requests a second" in text
-        and "replicas 2" in text
-        and "http" not in text.replace("http://www.w3.org", "")
-    )
+    assert "cost against requests a second" in text and "replicas 2" in text and "ttft" in text
+    assert not re.search(r"""(src|href)=["']http|@import|<script""", text)
 
 
 def test_a_card_is_asked_about_without_having_one() -> None:
