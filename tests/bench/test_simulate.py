@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from quire.bench.simulate import search
 from quire.cli import main
 from quire.scheduler.step_time import StepCost
 from quire.sim.calibration import Calibration, read_calibration
+from tests.live import ROOT
 
 
 def quire(*words: object, code: int = 0) -> str:
@@ -173,3 +175,20 @@ def test_a_calibration_of_this_machine_is_what_a_simulation_reads(tmp_path: Path
     quire("calibrate", "--recording", recordings, "--output", path)
     cost = read_calibration(path).cost
     assert (cost.base, cost.per_token) == pytest.approx((0.005, 2e-5), rel=0.05)
+
+
+GUIDE = (ROOT / "docs/guides/simulate.md").read_text("utf-8").replace("\\\n", " ")
+LINES = [line for line in GUIDE.splitlines() if line.startswith("quire simulate ")]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_commands_of_the_guide_answer(line: str, calibration: Path, tmp_path: Path) -> None:
+    azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,48,10\n2023-11-16 18:17:04.9,30,8\n"
+    (tmp_path / "trace.csv").write_text(azure)
+    places = {"FOLDER": "embedded", "trace.csv": tmp_path / "trace.csv", "here.json": calibration}
+    places |= {"plan.html": tmp_path / "plan.html"}
+    words = [places.get(word, word) for word in shlex.split(line)[1:]]
+    if "plan.html" in line:
+        pytest.importorskip("matplotlib")
+    rows = json.loads(quire(*words, "--json"))["runs"]
+    assert all(row["answered"] + row["too_long"] == row["requests"] < 2 * row["answered"] for row in rows)

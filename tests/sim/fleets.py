@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.assembly.limits import Limits
-from quire.assembly.simulated import SimulatedEngine
+from quire.bench.simulated_engine import SimulatedEngine
 from quire.config import Settings
 from quire.scheduler.step_time import StepCost
 from quire.sim.trace import Trace

@@ -141,7 +141,7 @@ def test_a_full_queue_refuses_and_what_is_too_long_is_counted_apart() -> None:
     assert row["good"] == 4 and row["good_share"] == pytest.approx(4 / 22)
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     seen = list[tuple[int, float]]()
     simulate_fleet(config_of(), trace_of([(0.01 * i, 5, 2) for i in range(1200)]), lambda *each: seen.append(each))
     assert [done for done, _ in seen] == [512, 1024] and seen[-1][1] == pytest.approx(1024 / 1200)

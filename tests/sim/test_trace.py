@@ -55,7 +55,8 @@ def test_tokens_that_no_name_says_are_a_requests_own() -> None:
 
 
 def test_lines_of_ones_own_give_seconds(tmp_path: Path) -> None:
-    lines = '{"arrival": 1.5, "prompt_tokens": 3, "output_tokens": 4}\n{"arrival": 4, "prompt_tokens": 5, "output_tokens": 6}'
+    lines = '{"arrival": 1.5, "prompt_tokens": 3, "output_tokens": 4}\n'
+    lines += '{"arrival": 4, "prompt_tokens": 5, "output_tokens": 6}'
     trace = read_trace(written(tmp_path, lines))
     assert (list(trace.arrivals), list(trace.prompts), list(trace.outputs)) == ([0.0, 2.5], [3, 5], [4, 6])
 
@@ -110,7 +111,7 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, text: str, said: st
 
 
 def test_a_name_that_is_no_trace_is_refused_with_those_that_are() -> None:
-    with pytest.raises(InvalidRequest, match="azure-code, chats.*Did you mean 'azure-code'"):
+    with pytest.raises(InvalidRequest, match=r"azure-code, chats.*Did you mean 'azure-code'"):
         read_trace(Path("azure-cod"))
 
 

@@ -123,7 +123,7 @@ def measure(settings: Settings, seconds: float) -> Calibration:
             for turn, (width, prompt) in enumerate(_mixes(engine)):
                 _run_mix(engine, width, prompt, turn)
                 bars.update(bar, completed=time.monotonic() - begin)
-                if time.monotonic() - begin >= seconds:
+                if time.monotonic() - begin >= seconds and len(sampler.samples) >= 3 * _WARM_UP:
                     break
         device = engine.description.device
     finally:

@@ -216,7 +216,12 @@ def command(settings: Settings, as_json: bool, output: Path | None, **given: Any
             rows += [{"set": values, **row} for row in _answer(asked, bars)]
     for row in rows:
         row["name"] = ", ".join([*(f"{name} {value}" for name, value in row["set"].items())]) or "as asked"
-    found = {"model": settings.model.model, "load": rows[0]["load"], "goals": {what: 1e3 * limit for what, limit in goals.items()}, "runs": rows}
+    found = {
+        "model": settings.model.model,
+        "load": rows[0]["load"],
+        "goals": {what: 1e3 * limit for what, limit in goals.items()},
+        "runs": rows,
+    }
     if output is not None:
         output.write_text(page(found), encoding="utf-8")
     if as_json:

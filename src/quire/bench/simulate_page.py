@@ -1,12 +1,10 @@
-"""One page about simulations, with its charts inside: nothing is fetched. Without matplotlib (extra `report`) it has
-tables only."""
+"""One page about simulations, with its charts inside: nothing is fetched."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.util import find_spec
 from typing import Any
 
 from quire.assembly import extra
@@ -24,7 +22,7 @@ def page(found: Mapping[str, Any]) -> str:
     """HTML about what `quire simulate` found."""
     rows = found["runs"]
     title = escape(f"{found['model']}, {found['load']}")
-    charts = extra("quire.bench.charts", "report").simulated(rows) if find_spec("matplotlib") else []
+    charts = extra("quire.bench.charts", "report").simulated(rows)
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Quire simulate: {title}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',

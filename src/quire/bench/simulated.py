@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.assembly.limits import resolve
-from quire.assembly.simulated import SimulatedEngine
+from quire.bench.simulated_engine import SimulatedEngine
 from quire.cli.inspect import ModelFacts, read_facts
 from quire.cli.plan import MemoryPlan, need, plan_lines, weights
 from quire.config import Settings
@@ -21,8 +21,6 @@ from quire.sim.calibration import Calibration
 from quire.sim.devices import Device, ModelSizes, step_cost
 from quire.types import UNLIMITED
 from quire.weights.locate import EMBEDDED
-
-_FLOAT8 = ("fp8", "fbgemm_fp8", "compressed-tensors")
 
 
 def sizes_of(settings: Settings, facts: ModelFacts) -> ModelSizes:
@@ -53,7 +51,7 @@ def sizes_of(settings: Settings, facts: ModelFacts) -> ModelSizes:
         used_experts=moe.num_experts_per_token if moe else 0,
         parameters=max(0, facts.parameters - idle_parameters(spec) - (table if spec.tie else 2 * table)),
         head=table,
-        width=1 if stored in _FLOAT8 and "fp8" in stored.replace("compressed-tensors", "fp8") else 2,
+        width=1 if "fp8" in stored else 2,
         kv=whole,
         windowed=windowed,
         pair=4.0 * spec.heads * max(dim for _, dim in spec.each_heads) * spec.layers,

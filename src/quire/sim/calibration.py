@@ -96,7 +96,7 @@ class Calibration:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write the file, which nobody else may read: it names hardware. Raises OSError."""
+        """Write the file, readable by its owner alone: it names hardware. Raises OSError."""
         said = {"format": FORMAT, "version": VERSION, **asdict(self), "cost": self.cost._asdict()}
         descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as out:

@@ -25,7 +25,7 @@ from quire.sim.trace import Run, Trace
 from quire.types import Request
 
 OnProgress = Callable[[int, float], None]
-"""Told how many requests have ended, and how far the simulation is, 0 to 1."""
+"""Called with how many requests have ended, and how far the simulation is, 0 to 1."""
 
 _REPORT_EVERY = 512
 _START, _LOOK, _ARRIVAL = 0, 1, 2

@@ -24,7 +24,7 @@ from quire.scheduler.step_time import StepTimeModel
 from quire.sim.executor import SimulatedExecutor
 
 OnStep = Callable[[float], None]
-"""Told when each step is committed."""
+"""Called with the time of each commit."""
 
 _ALLOCATE, _CACHE = 0, 1
 
