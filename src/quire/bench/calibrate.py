@@ -49,7 +49,7 @@ _WARM_UP = 32
         ),
         click.Option(
             ["--recording"],
-            type=click.Path(exists=True, path_type=Path),
+            type=click.Path(path_type=Path),
             help="Fit the steps of a recording (file or folder), made under your own load, in place of measuring.",
         ),
         click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."),
@@ -101,6 +101,8 @@ def about(settings: Settings) -> Mapping[str, Any]:
 
 def recorded_steps(path: Path) -> StepSampler:
     """The steps of recordings. Raises InvalidConfig where this code decides otherwise than the recorded one."""
+    if not path.exists():
+        raise InvalidConfig(f"there is no recording {path}: `quire serve --recording-dir` makes one", param="recording")
     reader, sampler = RecordingReader([path]), StepSampler()
     while reader.next is not None:
         again = replay(reader, [sampler])
