@@ -323,6 +323,25 @@ BLOCKS = (
 AGENT = "test_the_agent_itself_ends_after_two_tools"
 
 NAMED = (
+    *(
+        Named(f"docs/guides/simulate.md: {first}", "no engine of a setting", f"tests/bench/test_simulate.py::{place}")
+        for first, place in (
+            *(
+                (first, "test_the_commands_of_the_guide_answer")
+                for first in (
+                    "quire simulate --gpu h200 --replicas 2 --num-prompts 500 --s",
+                    "quire simulate FOLDER --gpu h200 --trace trace.csv --speed 2",
+                    "quire simulate --gpu h200 --num-prompts 500 --shrink 8 --spe",
+                    "quire simulate --gpu h200 --trace chats --num-prompts 800 --",
+                    "quire simulate --gpu h200 --num-prompts 500 --shrink 8 --aut",
+                )
+            ),
+            (
+                "quire calibrate --seconds 20 --output here.json",
+                "test_a_calibration_of_this_machine_is_what_a_simulation_reads",
+            ),
+        )
+    ),
     Named(
         "quire pull",
         "needs a hub",

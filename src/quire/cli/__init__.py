@@ -57,6 +57,8 @@ main = Root(
         "executor": ("quire.cli.executor", "Run a model's steps for an engine elsewhere, over gRPC."),
         "inspect": ("quire.cli.inspect", "Print what a model is, from headers alone."),
         "plan": ("quire.cli.plan", "Print what serving a model takes, and the smallest change that fits."),
+        "simulate": ("quire.bench.simulate", "Run a load through a deployment that is simulated: how many cards?"),
+        "calibrate": ("quire.bench.calibrate", "Measure what steps take on this machine, for `quire simulate`."),
         "check": ("quire.cli.check", "Let a model, or a tiny one of each family, answer alone and in a batch."),
         "diff": ("quire.cli.diff", "Compare a model's activations with transformers', layer by layer."),
         "verify": ("quire.cli.verify", "Prove that answers do not depend on load, cache, chunks or drafts."),

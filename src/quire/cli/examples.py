@@ -59,6 +59,12 @@ EXAMPLES: Mapping[str, Sequence[Example]] = MappingProxyType(
         ),
         "inspect": (("quire inspect Qwen/Qwen3-8B", "its shapes, formats, template and K/V bytes a token"),),
         "plan": (("quire plan Qwen/Qwen3-8B --memory 24GiB --max-num-seqs 32", "what fits into 24 GiB"),),
+        "simulate": (
+            ("quire simulate --gpu h200 --replicas 4", "four cards under a load like Azure's trace of coding"),
+            ("quire simulate FOLDER --gpu h200 --trace trace.csv --target ttft_p99=500ms", "how many cards?"),
+            ("quire simulate --gpu h200 --set max_num_batched_tokens=2048,8192", "which value is better?"),
+        ),
+        "calibrate": (("quire calibrate FOLDER --output here.json", "for quire simulate --calibration here.json"),),
         "check": (
             ("quire check FOLDER", "a model's answers alone and in a batch"),
             ("quire check --all", "a tiny model of each family"),

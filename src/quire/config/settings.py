@@ -288,9 +288,13 @@ class UpstreamConfig:
     upstream_api_key: str | None = option(
         None, "Key that is sent to the servers. Unset: the client's own, where this server wants none.", secret=True
     )
-    upstream_affinity: bool = option(
-        False, "Send requests that begin alike to the same server, while it is not much busier than the others."
+    upstream_policy: Literal["least_loaded", "round_robin", "prefix_hash", "longest_prefix"] = option(
+        "least_loaded",
+        "Which server gets a request: the one with the fewest requests; each in turn; by a hash of how the prompt "
+        "begins; or the one that was sent the longest beginning of the prompt. The last two only while it is not much "
+        "busier.",
     )
+    upstream_affinity: bool = option(False, "The same as --upstream-policy prefix_hash.")
     upstream_start_timeout: float = option(
         600.0, "Seconds until a server must answer after the start.", low=0, high=86400
     )

@@ -114,6 +114,8 @@ class Engine:
         if self.recovery.active:
             self.recovery.on_step_passed(step.seqs)
         self._outputs += events
+        if not self.observers:
+            return
         record = StepRecord(
             self.stats.num_steps,
             planned,

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, Unavailable
 from quire.frontend.offload import offload
-from quire.frontend.upstream import RequestInfo, UpstreamBackend, prompt_prefix
+from quire.frontend.upstream import RequestInfo, UpstreamBackend, prompt_chunks
 from quire.frontend.upstream_response import UpstreamResponse
 from quire.observability.prometheus import merge_metrics
 from quire.server import error_responses, schemas
@@ -244,7 +244,7 @@ class Relay:
 
     async def _send(self, request: Request, path: bytes, body: bytes, until: float | None) -> UpstreamResponse:
         """The head of the upstream's answer."""
-        (max_tokens, sampling), prefix = await offload(len(body), lambda: (peek_fields(body), prompt_prefix(body)))
+        (max_tokens, sampling), prompt = await offload(len(body), lambda: (peek_fields(body), prompt_chunks(body)))
         trace = trace_context(request.scope)
         headers = [*self._passed_headers(request.scope["headers"]), (b"x-request-id", trace.request_id.encode())]
         target = path.decode("latin-1").removeprefix(request.scope.get("root_path", ""))
@@ -259,7 +259,7 @@ class Relay:
             target += "?" + query.decode("latin-1")
         generates = target.startswith(_GENERATE) and request.method == "POST"
         spend = partial(self._rates.spend, request.scope["key"])
-        about = RequestInfo(trace, max_tokens, sampling, spend, generates, prefix)
+        about = RequestInfo(trace, max_tokens, sampling, spend, generates, prompt)
         # The answer to a GET has the length that the answer to a HEAD states.
         method = "GET" if request.method == "HEAD" else request.method
         return await _by(until, self._backend.send(method, target, headers, body, about))
