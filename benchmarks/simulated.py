@@ -1,4 +1,4 @@
-"""How well `quire simulate` foretells: fit steps on one half of a trace that the engine replays, predict the other
+"""How well `quire simulate` predicts: fit steps on one half of a trace that the engine replays, predict the other
 half.
 
 python -m benchmarks.simulated # the embedded model on one core, about four minutes python -m benchmarks.simulated
