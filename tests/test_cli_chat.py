@@ -340,7 +340,7 @@ def test_run_asks_once_what_its_words_or_standard_input_say() -> None:
     ):
         result = run("run", "embedded", *words, input="\n")
         assert (result.exit_code, result.stdout) == (2, "")
-        assert result.stderr == f'Error: nothing was asked: {why}. Write quire run MODEL "a question"\n'
+        assert result.stderr == f'Error: there is no prompt: {why}. Write quire run MODEL "a question"\n'
 
 
 @pytest.mark.usefixtures("_echo")

@@ -58,7 +58,7 @@ def test_a_server_prints_what_its_canary_found_and_tells_it_in_its_metrics(tmp_p
 def test_what_spoils_the_model_is_refused_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(InvalidModel, match=r"quantisation has spoiled the model: .* next tokens stay the same"):
+    with pytest.raises(InvalidModel, match=r"quantisation has degraded the model: .* next tokens stay the same"):
         build_engine(Settings.of(**SMALL, quantization="int8", canary_min_agreement=1.0))
     with pytest.raises(InvalidModel, match=r"--kv-cache-dtype fp8 has spoiled the model"):
         build_engine(Settings.of(**SMALL, kv_cache_dtype="fp8", canary_max_kl=0.0))

@@ -202,7 +202,7 @@ def _framed(*frames: bytes) -> bytes:
                     recording_format.Began([], recording_format.VERSION, "1", "r", 0, 0.0, 0.0, {}, [["os.system", []]])
                 )
             ),
-            "which this quire does not know",
+            "which this version of Quire does not know",
         ),
         (
             lambda data: recording_format.MAGIC + recording_format.HEAD.pack(1 << 30, 0) + bytes(64),

@@ -236,7 +236,7 @@ async def test_chat_sees_functions_of_a_namespace_by_their_joined_name() -> None
         ({"tools": 3}, "tools[0].tools must be a list"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].tools[0].type 'web_search' is not supported"),
         ({"tools": [{"type": "other"}]}, "tools[0].tools[0].type 'other' is not supported"),
-        ({"tools": [FUNCTION, FUNCTION]}, "two are called 'mcp__files__read'"),
+        ({"tools": [FUNCTION, FUNCTION]}, "two have the name 'mcp__files__read'"),
         ({"more": 1}, "tools[0].more"),
     ],
 )

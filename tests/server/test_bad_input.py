@@ -60,7 +60,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"model": 5}, "model", "expected str"),
     ({"temprature": 1}, "temprature", "unknown field 'temprature'. Did you mean 'temperature'?"),
     ({"x" * 500: 1}, "x" * 64, "unknown field"),
-    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exclude each other"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "cannot be used together"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
     ({"use_beam_search": True}, "use_beam_search", "beam search"),
     ({"logits_processors": ["os.system"]}, "logits_processors", "not taken"),
@@ -149,7 +149,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
     ({"tools": [{"type": "function"}]}, "tools", "function is required"),
     ({"tools": [{"type": "custom"}]}, "tools", "use function"),
-    ({"tools": [NOW, NOW]}, "tools", "two are called 'now'"),
+    ({"tools": [NOW, NOW]}, "tools", "two have the name 'now'"),
     ({"tools": [NOW] * 129}, "tools", "at most 128"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "a JSON schema"),
@@ -168,7 +168,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
         "response_format",
-        "exclude each other",
+        "cannot be used together",
     ),
     ({"tools": [NOW], "guided_regex": "a"}, "guided_regex", "tool_choice none"),
     (

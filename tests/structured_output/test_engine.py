@@ -297,4 +297,4 @@ def test_fields_that_exclude_each_other_are_the_requests_fault(
     request = ask("a", structure, sampling=sampling)
     core.add(request, FREE if structure is None else compiler()(structure)())
     [event] = run(core)
-    assert event.finish == "error" and event.param == param and "exclude each other" in (event.error or "")
+    assert event.finish == "error" and event.param == param and "cannot be used together" in (event.error or "")

@@ -354,7 +354,7 @@ def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:
 
     assert "--quantization awq: the checkpoint is not quantised so" in refused(quantization="awq")
     quantise(folder, "awq")
-    assert "is quantised by awq already: --quantization fp8 cannot be" in refused(quantization="fp8")
+    assert "is already quantised by awq: --quantization fp8 cannot be" in refused(quantization="fp8")
     load_model(folder, quantization="awq")
     config = json.loads((folder / "config.json").read_text())
     for change, said in (

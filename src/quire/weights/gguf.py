@@ -112,7 +112,7 @@ def read_gguf(path: Path) -> Gguf:
             raise InvalidModel(f"{path.name} is GGUF version {version}: only 2 and 3 are read")
         tensors, count = reader.scalar("Q"), reader.scalar("Q")
         if max(tensors, count) > MANY_ITEMS:
-            raise InvalidModel(f"{path.name} is not a GGUF file: its header makes no sense")
+            raise InvalidModel(f"{path.name} is not a GGUF file: its header is invalid")
         facts = {reader.string(): reader.value(reader.scalar("I")) for _ in range(count)}
         if facts.get("split.count", 1) != 1:
             raise InvalidModel(
@@ -160,7 +160,7 @@ class Reader:
         if kind == ARRAY:
             inner, count = self.scalar("I"), self.scalar("Q")
             if count > MANY_ITEMS or inner == ARRAY:
-                raise InvalidModel(f"{self.name} is not a GGUF file: its header makes no sense")
+                raise InvalidModel(f"{self.name} is not a GGUF file: its header is invalid")
             if inner in SCALARS:
                 code = f"<{count}{SCALARS[inner]}"
                 return list(struct.unpack(code, self.bytes(struct.calcsize(code))))

@@ -34,11 +34,11 @@ def locate(model: str, *, revision: str | None = None, cache: str | None = None)
     if path.is_file() and path.suffix == ".gguf":
         return path
     if path.is_file():
-        raise InvalidModel(f"{model} is a file, and no .gguf file: name one, or the folder that holds config.json")
+        raise InvalidModel(f"{model} is a file but not a .gguf file: name one, or the folder that holds config.json")
     if model.startswith(("http://", "https://")):
         raise InvalidModel(
             f"model {model!r} is an address: name a folder or a hub id such as 'owner/name'; a server that runs is "
-            "talked to with `quire chat --url ADDRESS`"
+            "used with `quire chat --url ADDRESS`"
         )
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith((".", "/", "~")):
         raise InvalidModel(
@@ -78,7 +78,8 @@ def fetch(name: str, revision: str | None = None, cache: str | None = None) -> P
     except errors.LocalEntryNotFoundError:
         where = cache or importlib.import_module("huggingface_hub.constants").HF_HUB_CACHE
         raise Unavailable(
-            f"{name} is not in the local hub cache, and the hub is offline or cannot be reached: {where} was looked in "
+            f"{name} is not in the local hub cache, and the hub is offline or cannot be reached: it was searched "
+            f"for in {where} "
             f"(HF_HOME names another). Where there is a network, `hf download {name}` fetches it"
         ) from None
     except OSError as error:
