@@ -184,7 +184,7 @@ def test_a_server_that_is_not_there_is_one_line_and_leaves_no_file(
     monkeypatch.chdir(tmp_path)
     asked = ("bench", "serve", "--save-result", "load.json", "--base-url", f"http://127.0.0.1:{free_port()}")
     done = quire(*asked)
-    assert done.exit_code == 1 and "is a server there" in done.output and "Traceback" not in done.output
+    assert done.exit_code == 1 and "is a server running there" in done.output and "Traceback" not in done.output
     assert not list(tmp_path.iterdir())
     (tmp_path / "load.json").write_text("of yesterday")
     quire(*asked)

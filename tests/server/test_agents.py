@@ -99,7 +99,7 @@ async def test_what_would_change_an_answer_is_refused_by_name(
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be text"),
         ({"output_config": {"format": {"type": "text"}}, "output_format": {"type": "text"}}, "are the same"),
         ({"output_format": {"type": "json_schema", "schema": 3}}, "output_format.schema must be"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "no thoughts"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "does not think"),
     ],
 )
 async def test_what_would_change_a_message_is_refused_by_name(fields: dict[str, Any], words: str) -> None:

@@ -50,7 +50,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"9": 101}}, "logit_bias", "between"),
     ({"logit_bias": {"9": "x"}}, "logit_bias[...]", "expected float"),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "is not a token id"),
-    ({"bad_words": [""]}, "bad_words", "not a word"),
+    ({"bad_words": [""]}, "bad_words", "cannot be turned into tokens"),
     ({"bad_words": ["a"] * 257}, "bad_words", "at most 256"),
     ({"min_tokens": -1}, "min_tokens", "between"),
     ({"timeout": 0}, "timeout", "above 0"),

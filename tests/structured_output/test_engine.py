@@ -275,11 +275,11 @@ def test_the_choices_of_n_wait_each_for_its_own_constraint() -> None:
 
 
 def test_an_engine_that_cannot_obey_says_so_rather_than_answer_without() -> None:
-    with pytest.raises(InvalidRequest, match="cannot make structured output") as caught:
+    with pytest.raises(InvalidRequest, match="does not support structured output") as caught:
         engine().add(ask("a"))
     assert caught.value.param == "structured_outputs"
     blind = SyntheticExecutor(pages=64, page_size=4, rows=4)
-    with pytest.raises(InvalidRequest, match="cannot make structured output"):
+    with pytest.raises(InvalidRequest, match="does not support structured output"):
         Engine(Scheduler(KVCacheManager(64, 4, make_prefix_cache(4, True)), rows=4), blind).add(ask("a"), PENDING)
 
 
