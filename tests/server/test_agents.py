@@ -64,7 +64,7 @@ async def test_an_answer_comes_back_with_what_libraries_note_on_it() -> None:
 
 
 CHANGES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("/v1/responses", {"include": ["everything"]}, "include", "not kept"),
+    ("/v1/responses", {"include": ["everything"]}, "include", "is not available"),
     ("/v1/responses", {"reasoning": {"effort": 3}}, "reasoning.effort", "must be text"),
     ("/v1/responses", {"reasoning": {"effort": "hihg"}}, "reasoning.effort", "Did you mean 'high'?"),
     ("/v1/responses", {"reasoning": {"depth": 3}}, "reasoning.depth", "unknown field"),

@@ -219,7 +219,7 @@ async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None
         assert (await here.client.post(f"/v1/batches/{batch['id']}/cancel")).json()["status"] == "cancelling"
         batch = await here.until(batch["id"], "cancelled")
         assert [one["custom_id"] for one in await here.lines(batch["output_file_id"])] == [f"q{i}" for i in range(5)]
-        check_error(await here.client.post(f"/v1/batches/{batch['id']}/cancel"), 400, words="cancelled already")
+        check_error(await here.client.post(f"/v1/batches/{batch['id']}/cancel"), 400, words="already cancelled")
         assert (await here.client.delete(f"/v1/files/{batch['input_file_id']}")).json()["deleted"]
 
 
