@@ -185,12 +185,12 @@ class AsyncLLM:
     def _check(self) -> None:
         """Raises Closed if no call can be made any more."""
         if self._closing is not None:
-            raise Closed("this AsyncLLM has been closed: make another")
+            raise Closed("this AsyncLLM is closed: create another")
         self._check_loop()
 
     def _check_loop(self) -> None:
         if self._loop not in (None, asyncio.get_running_loop()):
-            raise Closed("this AsyncLLM was started in another event loop, and its engine answers there: make another")
+            raise Closed("this AsyncLLM was started in another event loop: create one in this loop")
 
     # ---------------------------------------------------------------- requests
 
@@ -343,7 +343,7 @@ class AsyncLLM:
         """Raise InvalidRequest naming the argument."""
         check_method(others)
         if not isinstance(id, str) or not id:
-            raise InvalidRequest(f"request_id must be a text that is not empty, not {id!r:.80}", param="request_id")
+            raise InvalidRequest(f"request_id must be a non-empty string, not {id!r:.80}", param="request_id")
         if id in self._running:
             raise InvalidRequest(f"request_id {id!r:.80} is running: give each request its own", param="request_id")
         if not isinstance(params, SamplingParams | None):

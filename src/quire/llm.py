@@ -164,7 +164,9 @@ class LLM:
         self._thread.check()
         types = output_type if isinstance(output_type, tuple) else (output_type or RequestOutput,)
         if RequestOutput not in types:
-            raise InvalidRequest("output_type must be RequestOutput: nothing else is enqueued", param="output_type")
+            raise InvalidRequest(
+                "output_type must be RequestOutput: other types are not supported", param="output_type"
+            )
         batches: list[_Batch] = []
         with contextlib.suppress(IndexError):
             while True:
@@ -251,7 +253,7 @@ class LLM:
         check_method({"lora_request": lora_request, "chat_template": chat_template, **others})
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
-                "continue_final_message goes on with the last message, add_generation_prompt begins another: set one",
+                "continue_final_message continues the last message, add_generation_prompt starts another: set one",
                 param="continue_final_message",
             )
         rendering = {

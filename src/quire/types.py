@@ -79,7 +79,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         given = [name for name in _STRUCTURE_KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1 and (given or self.thought_budget is None):
-            said = " and ".join(given) + " exclude each other" if given else "nothing is asked for"
+            said = " and ".join(given) + " cannot be used together" if given else "nothing is asked for"
             raise self._refusal(f"{said}: give exactly one of {', '.join(_STRUCTURE_KINDS)}")
         if self.json is not None:
             object.__setattr__(self, "json", self._schema(self.json))
@@ -94,7 +94,7 @@ class StructuredOutputsParams:
                 raise self._refusal(f"{name} must be text")
         length = sum(map(len, (self.kind[1], self.whitespace_pattern or "")))
         if length > MAX_STRUCTURE_CHARS:
-            raise self._refusal(f"it has {length} characters, and at most {MAX_STRUCTURE_CHARS} are taken")
+            raise self._refusal(f"it has {length} characters, and at most {MAX_STRUCTURE_CHARS} are allowed")
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -267,7 +267,8 @@ class SamplingParams:
             raise InvalidRequest("structured_outputs must be StructuredOutputsParams(...)", param="structured_outputs")
         if self.structured_outputs is not None and self.structured_outputs.kind[0] != "free" and self.min_tokens:
             raise InvalidRequest(
-                f"min_tokens and {self.structured_outputs.param} exclude each other: the structure says when an answer "
+                f"min_tokens and {self.structured_outputs.param} cannot be used together: the "
+                "structure says when an answer "
                 "is complete",
                 param="min_tokens",
             )

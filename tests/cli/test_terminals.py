@@ -115,4 +115,4 @@ def test_an_option_of_chat_is_explained_where_run_lacks_it() -> None:
 def test_a_gguf_file_that_is_not_there_is_no_repository() -> None:
     done = CliRunner().invoke(main, ["inspect", "models/none.gguf"])
     assert done.exit_code == 2
-    assert done.stderr.startswith("Error: there is no file models/none.gguf: relative names start at ")
+    assert done.stderr.startswith("Error: there is no file models/none.gguf, and no GGUF file in models")

@@ -486,7 +486,7 @@ async def test_a_list_of_many_files_is_made_in_another_thread(tmp_path: Path, mo
 
 
 class Echo:
-    """An upstream that answers with what it was sent."""
+    """An upstream that is available with what it was sent."""
 
     upstreams = ()
     keyed, name = False, "m"

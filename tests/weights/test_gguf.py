@@ -190,7 +190,7 @@ def test_a_folder_with_one_file_is_that_file_and_with_several_must_be_named(tmp_
         (lambda data: data[:300], "ends within its header"),
         (lambda data: b"GGML" + data[4:], "is not a GGUF file"),
         (lambda data: data[:4] + b"\x01" + data[5:], "version 1: only 2 and 3"),
-        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "its header makes no sense"),
+        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "its header is invalid"),
         (lambda data: data.replace(b"llama", b"mamba"), "architecture 'mamba', which is not supported"),
         (lambda data: b"", "is empty: download it again"),
     ],

@@ -35,7 +35,7 @@ def test_what_is_neither_folder_nor_hub_id_is_refused(name: str) -> None:
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InvalidModel, match=r"no \.gguf file: name one, or the folder"):
+    with pytest.raises(InvalidModel, match=r"not a \.gguf file: name one, or the folder"):
         locate.locate(str(tmp_path / "config.json"))
 
 

@@ -309,7 +309,7 @@ def test_a_broken_scale_on_the_way_is_caught_by_the_canary(folder: Path, monkeyp
 
     quantise_rightly = scaled.quantize
     monkeypatch.setattr(scaled, "quantize", broken)
-    with pytest.raises(InvalidModel, match="quantisation has spoiled the model"):
+    with pytest.raises(InvalidModel, match="quantisation has degraded the model"):
         load_model(folder, dtype="float32", quantization="fp8", canary=Canary(threshold=Threshold()))
     canary = Canary()
     load_model(folder, dtype="float32", quantization="fp8", canary=canary)
@@ -360,9 +360,9 @@ def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:
             load_model(folder, **asked)  # type: ignore[arg-type]
         return str(error.value)
 
-    assert "--quantization awq: the checkpoint is not quantised so" in refused(quantization="awq")
+    assert "--quantization awq: the checkpoint is not quantised in this format" in refused(quantization="awq")
     quantise(folder, "awq")
-    assert "is quantised by awq already: --quantization fp8 cannot be" in refused(quantization="fp8")
+    assert "is already quantised by awq: --quantization fp8 cannot be" in refused(quantization="fp8")
     load_model(folder, quantization="awq")
     config = json.loads((folder / "config.json").read_text())
     for change, said in (

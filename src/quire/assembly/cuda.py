@@ -101,7 +101,8 @@ def make_executor(settings: Settings, model: Model, device: torch.device, limits
         )
     kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size)
     log.info(
-        "K/V: %d blocks of %d tokens, %.2f GiB; beside it %.2f GiB set aside, %.2f GiB taken so far; warm in %.1f s",
+        "K/V cache: %d blocks of %d tokens, %.2f GiB; reserved for other use %.2f GiB, of which %.2f GiB is "
+        "allocated; warmed up in %.1f s",
         blocks,
         limits.block_size,
         kv_bytes / GIB,

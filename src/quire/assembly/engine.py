@@ -107,7 +107,8 @@ def make_executor(settings: Settings) -> BuiltExecutor:
         reason = str(error).split("\n")[0].rstrip(".")
         raise InvalidConfig(
             f"there is not enough memory for this: {reason}. Lower what sets it: num_gpu_blocks_override, "
-            "kv_cache_memory_bytes, gpu_memory_utilization, max_num_seqs or max_model_len; or end what else uses it"
+            "kv_cache_memory_bytes, gpu_memory_utilization, max_num_seqs or max_model_len; or stop "
+            "what else uses the memory"
         ) from error
 
 

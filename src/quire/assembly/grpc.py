@@ -58,7 +58,7 @@ def limits_of(settings: Settings, description: Description) -> Limits:
     for name, bound in (("max_num_seqs", max_rows), ("max_num_batched_tokens", description.max_step_tokens)):
         if (value := getattr(limits, name)) > bound:
             raise InvalidConfig(
-                f"the executor was started for {name} {bound}, and here it would be {value}: lower it here, or raise "
+                f"the executor was started with {name} {bound}, and here it is {value}: lower it here, or raise "
                 "it there",
                 param=name,
             )

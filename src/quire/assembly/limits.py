@@ -106,7 +106,7 @@ def check_recurrent(settings: Settings, spec: ModelSpec, device: torch.device) -
     """Raise InvalidConfig for a device or K/V that models with recurrent layers are not served with."""
     if spec.recurrent and device.type != "cpu":
         raise InvalidConfig(
-            f"{spec.architecture} has recurrent layers, which run on a CPU only for now: --device cpu", param="device"
+            f"{spec.architecture} has recurrent layers, which only run on a CPU for now: --device cpu", param="device"
         )
     if spec.recurrent and settings.cache.kv_cache_dtype != "auto":
         raise InvalidConfig(

@@ -163,7 +163,7 @@ def _log_ready(text: Text, backend: NativeBackend, started: float, url: str) -> 
     if doubts := text.tokenizer.doubts(card.vocab_size):
         log.warning(doubts)
     log.info(
-        "%s is ready at %s after %.1f s; calls of tools: %s (%s), thoughts: %s",
+        "%s is ready at %s after %.1f s; tool calls: %s (%s), reasoning: %s",
         *(card.id, url, time.monotonic() - started, text.tool_parser, text.tools_from, text.reasoning_parser),
     )
     if backend.description is not None:

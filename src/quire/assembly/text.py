@@ -70,7 +70,7 @@ def build_text(settings: Settings) -> Text:
         sampling_defaults(folder),
         (style or style_of(source)).name,
         parser_of(source) if reasoning == "auto" else reasoning,
-        "as set" if style else "by the chat template" if sign_of(source) else "no format in the chat template",
+        "as set" if style else "by the chat template" if sign_of(source) else "the chat template names no format",
     )
 
 

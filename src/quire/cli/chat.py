@@ -68,7 +68,7 @@ class ChatClient:
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"{self._url}: the connection broke: {error or type(error).__name__}") from error
+            raise Unavailable(f"{self._url}: the connection failed: {error or type(error).__name__}") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise Unavailable(f"{self._url} does not speak OpenAI's API: {error!r}") from error
 
@@ -91,7 +91,7 @@ class ChatClient:
                         yield Thought(thought)
                     if text := delta.get("content"):
                         yield text
-        raise Unavailable(f"{self._url} broke off its answer")
+        raise Unavailable(f"{self._url} closed the connection in the middle of its answer")
 
     def model(self) -> str:
         """The model's name. Raises what `answer` raises."""
@@ -272,7 +272,7 @@ def question(prompt: tuple[str, ...]) -> str | None:
     text = " ".join(read if word == "-" else as_text(word) for word in prompt) if prompt else read
     if not text.strip():
         empty = "standard input is empty" if piped else "the prompt is empty"
-        raise InvalidRequest(f'nothing was asked: {empty}. Write quire run MODEL "a question"', param="prompt")
+        raise InvalidRequest(f'there is no prompt: {empty}. Write quire run MODEL "a question"', param="prompt")
     return text
 
 

@@ -285,7 +285,7 @@ def _drop_turn(talk: Conversation) -> str:
     """Remove the last question and what follows it; returns the question. Raises InvalidRequest if there is none."""
     asked = [i for i, message in enumerate(talk.messages) if message["role"] == "user"]
     if not asked:
-        raise InvalidRequest("nothing has been asked yet")
+        raise InvalidRequest("there is no answer yet")
     question = talk.messages[asked[-1]]["content"]
     del talk.messages[asked[-1] :]
     return question
@@ -329,7 +329,7 @@ def _load(talk: Conversation, name: str) -> bool:
         raise InvalidRequest(f"{path} is not JSON: {error}") from error
     if not isinstance(found, list) or not all(map(_is_message, found)):
         roles = ", ".join(ROLES)
-        raise InvalidRequest(f"{path} is no list of messages, each with a role ({roles}) and a content that is text")
+        raise InvalidRequest(f"{path} is not a list of messages, each with a role ({roles}) and a content that is text")
     talk.messages[:] = [{"role": one["role"], "content": one["content"]} for one in found]
     talk.say(f"(loaded {len(found)} messages)")
     return True

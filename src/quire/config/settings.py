@@ -71,7 +71,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d
 
 
 def check_access(config: AccessConfig, backend: str) -> None:
-    """Raise InvalidConfig for a bad host or origin, and for options that exclude each other."""
+    """Raise InvalidConfig for a bad host or origin, and for options that cannot be used together."""
     for name in config.allowed_hosts:
         if not _HOST_NAME.fullmatch(name):
             raise InvalidConfig(
@@ -148,10 +148,11 @@ class ExecutorConfig:
 
 
 def check_executor(config: ExecutorConfig) -> None:
-    """Raise InvalidConfig for options that do not apply to the executor, or exclude each other."""
+    """Raise InvalidConfig for options that do not apply to the executor, or cannot be used together."""
     if config.executor == "grpc" and config.executor_address is None:
         raise InvalidConfig(
-            "executor grpc runs steps elsewhere: say where, with executor_address HOST:PORT", param="executor_address"
+            "executor grpc runs steps in another process: set executor_address to its HOST:PORT",
+            param="executor_address",
         )
     for entry in fields(config):
         of_grpc = entry.name.startswith("executor_") and config.executor != "grpc"
@@ -163,7 +164,7 @@ def check_executor(config: ExecutorConfig) -> None:
         raise InvalidConfig("executor_tls_cert and executor_tls_key go together", param="executor_tls_cert")
     if config.executor_tls_cert is not None and config.executor_tls_ca is None:
         raise InvalidConfig(
-            "executor_tls_cert needs executor_tls_ca: without it the connection is in the clear",
+            "executor_tls_cert needs executor_tls_ca: without it the connection is not encrypted",
             param="executor_tls_ca",
         )
 
@@ -313,7 +314,7 @@ class UpstreamConfig:
 def check_upstream(config: UpstreamConfig) -> None:
     """Raise InvalidConfig for options that do not apply to the backend."""
     if config.backend == "openai" and not config.upstream:
-        raise InvalidConfig("backend openai passes requests on: say where to, with upstream", param="upstream")
+        raise InvalidConfig("backend openai forwards requests: set upstream to the server's address", param="upstream")
     for entry in fields(config):
         name = entry.name
         of_vllm, of_others = name.startswith("vllm_"), name == "upstream"
@@ -603,7 +604,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
 
 
 def _check_together(settings: Settings) -> None:
-    """Raise InvalidConfig for values that exclude each other. Options at auto are made to fit later."""
+    """Raise InvalidConfig for values that cannot be used together. Options at auto are made to fit later."""
     model, cache, scheduler = settings.model, settings.cache, settings.scheduler
     parse(scheduler.speculative_config)
     check_upstream(settings.upstream)

@@ -177,7 +177,9 @@ class Engine:
         _check_ids(request, description.vocab_size)
         structure = request.sampling.structured_outputs
         if structure is not None and (constraint is FREE or not description.supports_masks):
-            raise InvalidRequest(f"{structure.param}: this engine cannot make structured output", param=structure.param)
+            raise InvalidRequest(
+                f"{structure.param}: this engine does not support structured output", param=structure.param
+            )
         seq = self.scheduler.add(request, constraint)
         self.recovery.admit(seq)
         now = self.clock.now()

@@ -41,7 +41,7 @@ class BeamSearchParams:
         number("max_tokens", self.max_tokens, 1, UNLIMITED, whole=True)
         number("length_penalty", self.length_penalty, -100.0, 100.0)
         if self.temperature != 0:
-            raise InvalidRequest("temperature must be 0: beams are ranked, not drawn", param="temperature")
+            raise InvalidRequest("temperature must be 0: beams are ranked, not sampled", param="temperature")
 
 
 @dataclass(frozen=True, slots=True)

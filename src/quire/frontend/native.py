@@ -147,7 +147,7 @@ class NativeBackend(DrainingService):
         )
         if len(asked) > self.max_queued:
             raise InvalidRequest(
-                f"n ({len(asked)}) is more than may wait in this server's queue ({self.max_queued})", param="n"
+                f"n ({len(asked)}) exceeds the size of this server's queue ({self.max_queued})", param="n"
             )
         self.admit(len(asked))
         self.engine.submit(asked)

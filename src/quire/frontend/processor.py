@@ -113,7 +113,8 @@ def check_priority(priority: int | None, used: bool) -> None:
     """
     if priority and not used:
         raise InvalidRequest(
-            "priority means nothing here: set the option scheduling_policy (--scheduling-policy) to priority",
+            "priority has no effect with this server's scheduling policy: set the option scheduling_policy "
+            "(--scheduling-policy) to priority",
             param="priority",
         )
     if priority and not -BACKGROUND < priority < BACKGROUND:
@@ -138,7 +139,7 @@ def bad_words(words: Sequence[str], tokenizer: Encoder) -> tuple[tuple[int, ...]
         for form in (word.lstrip(), " " + word.lstrip()):
             ids = tokenizer.encode(form, add_special_tokens=False)
             if not word.strip() or not ids:
-                raise InvalidRequest(f"{word!r} is not a word that could be avoided", param="bad_words")
+                raise InvalidRequest(f"{word!r} cannot be turned into tokens", param="bad_words")
             sequences[ids] = None
     return tuple(sequences)
 
@@ -292,7 +293,7 @@ def delta_of_error(answer: OutputProcessor, event: RequestStepOutput) -> Delta |
     try:
         return answer.process(event)
     except Exception as error:
-        log.error("an answer could not be put into words:\n%s", escape_control_lines(traceback.format_exc()))
+        log.error("an answer could not be detokenized:\n%s", escape_control_lines(traceback.format_exc()))
         why = f"this answer could not be put into words ({type(error).__name__})"
         return Delta(answer.index, "", finish_reason="error", error=why)
 
@@ -345,7 +346,8 @@ def check_embedding(dimensions: int | None, *, pools: bool) -> None:
     """Check a request for embeddings. pools: whether the executor has hidden states. Raises InvalidRequest."""
     if not pools:
         raise InvalidRequest(
-            "this engine gives no embeddings: its executor has no hidden states; serve with --executor local",
+            "this engine does not support embeddings: its executor returns no hidden states; "
+            "serve with --executor local",
             code="unsupported",
         )
     if dimensions is not None and dimensions < 1:

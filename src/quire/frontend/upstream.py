@@ -130,7 +130,7 @@ class Upstream:
             self.record_failure(f"its /health says {status}")
             return
         if not self.healthy:
-            log.info("upstream %s answers", self.origin)
+            log.info("upstream %s is available", self.origin)
         self.healthy = True
         self._failures = 0
         self.why = ""
@@ -139,7 +139,7 @@ class Upstream:
         """A check failed; `_MAX_FAILURES` in a row, or one that is certain, make the server unhealthy."""
         self._failures += 1
         if self.healthy and (surely or self._failures >= _MAX_FAILURES):
-            log.warning("upstream %s is away: %s", self.origin, why)
+            log.warning("upstream %s is unavailable: %s", self.origin, why)
             self.healthy = False
             self._changed.set()
         self.why = why
@@ -315,7 +315,7 @@ class UpstreamBackend(DrainingService):
             status, body = await first.get("/v1/models")
             if status in (401, 403):
                 raise InvalidConfig(
-                    f"upstream {first.origin} wants a key ({status}): set --upstream-api-key", param="upstream_api_key"
+                    f"upstream {first.origin} needs a key ({status}): set --upstream-api-key", param="upstream_api_key"
                 )
             return msgspec.json.decode(body, type=_ModelList).data[0].id
         except (UpstreamDown, msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError) as error:
@@ -398,7 +398,7 @@ class UpstreamBackend(DrainingService):
                 server.record_failure(str(error), surely=True)
                 tried.append(server.name)
         self.observer.on_refused("unavailable")
-        raise Unavailable(f"no upstream answers now: {self._why()}", code="upstream_unreachable")
+        raise Unavailable(f"no upstream is available: {self._why()}", code="upstream_unreachable")
 
     def admit(self) -> None:
         """The check of `send`, before a body is read. Raises Overloaded and Unavailable."""
@@ -408,7 +408,8 @@ class UpstreamBackend(DrainingService):
         if self._under_way >= self.max_outstanding:
             self.observer.on_refused("max_num_queued_reqs")
             raise Overloaded(
-                f"{self._under_way} requests are with the upstreams, and at most {self.max_outstanding} may be",
+                f"{self._under_way} requests are outstanding at the upstreams, and at most "
+                f"{self.max_outstanding} may be",
                 retry_after=self._drain_rate.wait(self._under_way, self.clock()),
             )
 

@@ -160,7 +160,7 @@ class Config:
             if kind is int and int(value) < 0:
                 raise InvalidModel(f"{self.where}: {name} must not be negative ({value})")
             if kind is int and int(value) > UNLIMITED:
-                raise InvalidModel(f"{self.where}: {name} is too large to be meant ({value:.0e})")
+                raise InvalidModel(f"{self.where}: {name} is implausibly large ({value:.0e})")
             return value
         if default is None:
             raise InvalidModel(f"{self.where}: {names[0]} is missing")
@@ -200,7 +200,7 @@ def check_sizes(spec: ModelSpec) -> ModelSpec:
 
 
 def check_layers(count: int, name: str) -> None:
-    """Raise InvalidModel where the field `name` has a number of layers that is too large to be meant, or none."""
+    """Raise InvalidModel where the field `name` has a number of layers that is implausibly large, or none."""
     if not 1 <= count <= MOST_LAYERS:
         raise InvalidModel(f"config.json: {name} must be from 1 to {MOST_LAYERS}, not {count}")
 
@@ -283,7 +283,7 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
         share=share if kind == "proportional" else 1.0,
     )
     if rope.dim % 2 or theta <= 0 or rope.factor <= 0 or rope.gain <= 0 or min(rope.fast, rope.slow) <= 0:
-        raise InvalidModel(f"{scaling.where}: impossible numbers ({rope})")
+        raise InvalidModel(f"{scaling.where}: invalid numbers ({rope})")
     if (kind in ("llama3", "yarn") or rope.query_beta) and (rope.original < 1 or rope.high < rope.low):
         raise InvalidModel(
             f"{scaling.where}: {kind} scaling needs original_max_position_embeddings and "

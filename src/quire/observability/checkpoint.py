@@ -274,7 +274,7 @@ def restore(nodes: Any, known: Classes = CLASSES) -> dict[str, Any]:
     except InvalidConfig:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OverflowError, StopIteration) as error:
-        raise InvalidConfig(f"the recording begins with no state of an engine: {error!r}") from error
+        raise InvalidConfig(f"the recording does not start with an engine's state: {error!r}") from error
 
 
 class _Restorer:
@@ -305,7 +305,7 @@ class _Restorer:
         if kind in containers:
             return containers[kind]()
         if kind not in self.known:
-            raise InvalidConfig(f"the recording's engine has a {kind!r}, which this quire does not know")
+            raise InvalidConfig(f"the recording's engine has a {kind!r}, which this version of Quire does not know")
         return FRESH[kind](self.known) if kind in FRESH else self.known[kind]()
 
     def _fill_all(self, nodes: Any) -> None:
@@ -341,7 +341,7 @@ class _Restorer:
         kind = POLICIES.get(name) or self.known.get(name)
         if kind is None:
             raise InvalidConfig(
-                f"the recording was made with a scheduling policy of its own: give --scheduling-policy {name}"
+                f"the recording was made with a custom scheduling policy: give --scheduling-policy {name}"
             )
         policy: SchedulingPolicy = kind(batching=batching, pressure=pressure)
         return policy

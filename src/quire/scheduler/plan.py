@@ -19,7 +19,7 @@ NULL_BLOCK = 0
 """A block of no sequence: unused entries of block tables point to it, and stray writes go there."""
 
 NO_TOKEN_ALLOWED = (
-    "no token is allowed here: the grammar, allowed_token_ids, bad_words and min_tokens exclude each other"
+    "no token is allowed here: the grammar, allowed_token_ids, bad_words and min_tokens cannot be used together"
 )
 """The error of a row in which every token is forbidden: the only row error that is the request's own fault."""
 

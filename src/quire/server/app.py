@@ -260,7 +260,7 @@ class Api:
     async def recording(self, request: Request) -> Response:
         """`GET /v1/recording`: the flight recorder's files, oldest first, as one file for `quire replay`."""
         if self._recording is None:
-            raise NotFound("nothing is recorded: start the server with --recording-dir")
+            raise NotFound("recording is off: start the server with --recording-dir")
         paths = sorted(self._recording.glob(f"*{SUFFIX}"))
         headers = {"Content-Disposition": f'attachment; filename="recording{SUFFIX}"'}
         return StreamingResponse(_segments(paths), media_type="application/octet-stream", headers=headers)
@@ -379,7 +379,7 @@ def health_routes(service: Service, version: str) -> list[Route]:
 
     def ready() -> dict[str, str]:
         if not service.ready():
-            raise Unavailable("requests are not accepted now", code="not_ready")
+            raise Unavailable("the server is not accepting requests", code="not_ready")
         return {"status": "ok"}
 
     return [

@@ -154,7 +154,9 @@ def _infill_params(request: CompletionRequest, card: ModelCard) -> dict[str, Any
     if not request.suffix:
         return {}
     if request.echo:
-        raise InvalidRequest("echo: with a suffix, put the answer between prompt and suffix yourself", param="echo")
+        raise InvalidRequest(
+            "echo is not supported with suffix: insert the answer between prompt and suffix yourself", param="echo"
+        )
     if request.truncate_prompt_tokens is not None:
         what = "truncate_prompt_tokens would cut off the suffix's markers: send shorter texts"
         raise InvalidRequest(what, param="truncate_prompt_tokens")
@@ -254,7 +256,7 @@ def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:
         raise InvalidRequest(what, param="prompt", code="no_tokenizer")
     given = prompts(request.prompt, card, limits)
     if len(given) != 1:
-        raise InvalidRequest("prompt: one prompt at a time here; /v1/completions takes several", param="prompt")
+        raise InvalidRequest("prompt: this endpoint takes one prompt; /v1/completions takes several", param="prompt")
     [(text, ids)] = encode(given, request.add_special_tokens is not False, backend, card.max_model_len)
     shared = shared_params(request, backend, card, limits)
     name = "max_tokens" if request.max_new_tokens is None else "max_new_tokens"
@@ -539,7 +541,7 @@ def _structured_outputs(request: Sampling, closed: bool) -> StructuredOutputsPar
     """
     given = [name for name in _STRUCTURES if _is_set(getattr(request, name))]
     if len(given) > 1:
-        raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: send one", param=given[1])
+        raise InvalidRequest(f"{given[0]} and {given[1]} cannot be used together: send one", param=given[1])
     if request.guided_whitespace_pattern is not None and given != ["guided_json"]:
         raise InvalidRequest("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
     if not given:

@@ -212,7 +212,7 @@ def answerer(
 
         job = await offload(len(body), parse)
         if job.stream:
-            raise InvalidRequest("stream: batches take no streams: leave it out", param="stream")
+            raise InvalidRequest("stream: batches do not stream: leave it out", param="stream")
         made, usage = await gather(job, partial(answer_all, backend, job.calls, job.n))
         if any(one.finish_reason == "abort" for one in made):
             raise Interrupted("the answer was aborted")

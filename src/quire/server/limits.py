@@ -86,7 +86,7 @@ async def read_body(request: Request, limits: Limits, *, any_type: bool = False)
             if len(body) > most:
                 raise too_large
     except ClientDisconnect as gone:
-        raise InvalidRequest("the client left before its request was complete") from gone
+        raise InvalidRequest("the client disconnected before its request was complete") from gone
     return bytes(body)
 
 
@@ -129,7 +129,8 @@ def check_answers(prompts: int, n: int | None, limits: Limits) -> None:
         raise InvalidRequest(f"n must be between 1 and {limits.max_n} here, not {n}", param="n")
     if prompts * n > limits.max_answers:
         raise InvalidRequest(
-            f"{prompts} prompts with n {n} are {prompts * n} answers, and at most {limits.max_answers} go together",
+            f"{prompts} prompts with n {n} are {prompts * n} answers, and at most {limits.max_answers} are "
+            "allowed in one request",
             param="n" if n > 1 else "prompt",
         )
 

@@ -144,7 +144,10 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         return dict(tool)
     if tool.get("type", "custom") != "custom":
         kind = str(tool["type"])[:40]
-        raise InvalidRequest(f"{where}.type {kind!r} is not supported: describe a tool of your own", param="tools")
+        raise InvalidRequest(
+            f"{where}.type {kind!r} is not supported: define it as a tool of type custom with an input_schema",
+            param="tools",
+        )
     function = {name: tool[name] for name in tool if name not in ("type", "input_schema", "cache_control")}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}} | longest_mark([tool])
 
@@ -175,7 +178,9 @@ def _thinking(thinking: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any
     if kind == "adaptive" and not thinks:
         return None
     if kind != "disabled" and not thinks:
-        raise InvalidRequest("thinking: this model has no thoughts: send type disabled, or nothing", param="thinking")
+        raise InvalidRequest(
+            "thinking: this model does not think: send type disabled, or leave it out", param="thinking"
+        )
     return {"enable_thinking": kind != "disabled"}
 
 

@@ -199,7 +199,7 @@ def _think(request: OllamaRequest, card: ModelCard) -> dict[str, Any]:
     if card.reasoning_parser == "none":
         if think is False:
             return {}
-        raise InvalidRequest(f"think: {card.id} does not support thinking: send false, or nothing", param="think")
+        raise InvalidRequest(f"think: {card.id} does not support thinking: send false, or leave it out", param="think")
     if isinstance(think, str):
         return {"reasoning_effort": think}
     if not think:

@@ -61,7 +61,8 @@ def prompts(given: Prompt, card: ModelCard, limits: Limits, suffix: str = "") ->
         raise InvalidRequest("prompt is empty: give text or token ids", param="prompt")
     if len(several) > limits.max_prompts:
         raise InvalidRequest(
-            f"prompt: {len(several)} prompts, and at most {limits.max_prompts} go together", param="prompt"
+            f"prompt: {len(several)} prompts, and at most {limits.max_prompts} are allowed in one request",
+            param="prompt",
         )
     for i, one in enumerate(several):
         if isinstance(one, str | list) and isinstance(several[0], str | list) and type(one) is not type(several[0]):
@@ -162,7 +163,7 @@ def render(
     begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     if continues and begins:
         raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            "continue_final_message and add_generation_prompt cannot be used together", param="continue_final_message"
         )
     _check_length((message.get("content") for message in messages), backend, context)
     text = backend.render(

@@ -226,7 +226,9 @@ class Relay:
         """The body of a completion. Raises InvalidRequest naming the field."""
         request = schemas.parse(raw, schemas.GenerateRequest, self._limits)
         if request.stream:
-            raise InvalidRequest("stream: this server passes requests on; /v1/completions streams", param="stream")
+            raise InvalidRequest(
+                "stream: this server forwards requests, and only /v1/completions streams", param="stream"
+            )
         if None not in (request.max_tokens, request.max_new_tokens):
             raise InvalidRequest(ONE_NAME, param="max_new_tokens")
         fields = msgspec.json.decode(raw)
@@ -250,7 +252,7 @@ class Relay:
         target = path.decode("latin-1").removeprefix(request.scope.get("root_path", ""))
         plain = unquote(target)
         if any(part in ("..", ".") for part in plain.split("/")):
-            raise NotFound("a path with dots in it goes nowhere")
+            raise NotFound("a path with dots in it is not forwarded")
         if not_kept := self._no_state(request.scope["tenant"]):
             field = await offload(len(body), partial(state_field, plain, body))
             if field is not None:
@@ -373,7 +375,7 @@ async def _by(until: float | None, work: Coroutine[Any, Any, T]) -> T:
         async with asyncio.timeout_at(until):
             return await work
     except TimeoutError as error:
-        raise DeadlineExceeded("the answer was not complete in time", param="x-request-timeout") from error
+        raise DeadlineExceeded("the answer was not complete before the timeout", param="x-request-timeout") from error
 
 
 def _generated(whole: bytes, began: float) -> dict[str, Any]:

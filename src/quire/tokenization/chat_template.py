@@ -152,7 +152,7 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
                 param="messages",
             )
         if not isinstance(part.get("text"), str):
-            raise InvalidRequest("message content of type 'text' needs a text", param="messages")
+            raise InvalidRequest("message content of type 'text' needs a field text", param="messages")
     return "\n".join(part["text"] for part in content)
 
 

@@ -82,7 +82,7 @@ def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         else:
             raise ValueError(f"wire type {kind}")
         if at + size > len(data):
-            raise ValueError("cut short")
+            raise ValueError("truncated")
         yield number, data[at : at + size]
         at += size
 
@@ -98,7 +98,7 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 128:
             return value, at
         if shift > 63:
-            raise ValueError("endless number")
+            raise ValueError("unterminated integer")
 
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -203,7 +203,7 @@ def from_merges(words: Path, merges: Path) -> tokenizers.Tokenizer:
         return byte_level(vocab, pairs, Split((GPT2,)))
     # The library raises bare Exception.
     except Exception as error:
-        raise InvalidModel(f"{words.name} and {merges.name} are no vocabulary: {error}") from error
+        raise InvalidModel(f"{words.name} and {merges.name} are not a vocabulary: {error}") from error
 
 
 def byte_level(vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]], split: Split) -> tokenizers.Tokenizer:
@@ -236,7 +236,9 @@ def read_ranks(data: bytes, name: str) -> dict[bytes, int]:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error):
-        raise InvalidModel(f"{name} is no tiktoken vocabulary: each line is a token in base64 and its rank") from None
+        raise InvalidModel(
+            f"{name} is not a tiktoken vocabulary: each line is a token in base64 and its rank"
+        ) from None
     return ranks
 
 
@@ -349,9 +351,7 @@ def _from_gguf(facts: Mapping[str, Any]) -> Read:
     else:
         split = fact("pre", "default")
         if split not in SPLITS:
-            raise InvalidModel(
-                f"the file's tokenizer cuts texts by {split!r}, which is not known: name one with --tokenizer"
-            )
+            raise InvalidModel(f"the file's pre-tokenizer {split!r} is not supported: name one with --tokenizer")
         merges = [tuple(merge.split(" ")) for merge in fact("merges", ())]
         vocab = {piece: i for i, piece in enumerate(pieces)}
         core = byte_level(vocab, merges, SPLITS[split])

@@ -79,8 +79,8 @@ class Threshold:
         broken = not (math.isfinite(quality.kl) and math.isfinite(quality.nll))
         if broken or quality.agreement < self.agreement or quality.kl > self.kl:
             raise InvalidModel(
-                f"{what} has spoiled the model: {quality}; at least {100 * self.agreement:.0f} % and at most "
-                f"{self.kl:g} nats are asked for (--canary-min-agreement, --canary-max-kl; with --canary warn it is "
+                f"{what} has degraded the model: {quality}; at least {100 * self.agreement:.0f} % and at most "
+                f"{self.kl:g} nats are required (--canary-min-agreement, --canary-max-kl; with --canary warn it is "
                 "served anyway)"
             )
 
@@ -166,7 +166,7 @@ class Canary:
         self.suspects = tuple(suspects(matrices))
         if self.suspects and self.threshold is not None:
             raise InvalidModel(
-                f"{listed(self.suspects)}: such weights cannot be meant; the checkpoint or its scales are broken "
+                f"{listed(self.suspects)}: such weights cannot be right; the checkpoint or its scales are corrupt "
                 "(--canary warn serves it anyway)"
             )
         if reference is None:

@@ -194,7 +194,7 @@ def read_file(path: Path) -> Gguf:
         check_version(path, reader.scalar("I"))
         tensors, count = reader.scalar("Q"), reader.scalar("Q")
         if max(tensors, count) > MANY_ITEMS:
-            raise InvalidModel(f"{path.name} is not a GGUF file: its header makes no sense")
+            raise InvalidModel(f"{path.name} is not a GGUF file: its header is invalid")
         facts = {reader.string(): reader.value(reader.scalar("I")) for _ in range(count)}
         held: dict[str, GgufTensorInfo] = {}
         for _ in range(tensors):
@@ -256,7 +256,7 @@ class Reader:
         if kind == ARRAY:
             inner, count = self.scalar("I"), self.scalar("Q")
             if count > MANY_ITEMS or inner == ARRAY:
-                raise InvalidModel(f"{self.name} is not a GGUF file: its header makes no sense")
+                raise InvalidModel(f"{self.name} is not a GGUF file: its header is invalid")
             if inner in SCALARS:
                 code = f"<{count}{SCALARS[inner]}"
                 return list(struct.unpack(code, self.bytes(struct.calcsize(code))))

@@ -31,12 +31,11 @@ def locate(model: str, *, revision: str | None = None, cache: str | None = None)
         return path
     if path.is_file() and (path.suffix == ".gguf" or is_gguf(path)):
         return path
-    if path.suffix == ".gguf":
-        raise InvalidModel(f"there is no file {model}: relative names start at {Path.cwd()}")
     if path.is_file():
-        raise InvalidModel(f"{model} is a file, and no .gguf file: name one, or the folder that holds config.json")
+        raise InvalidModel(f"{model} is a file but not a .gguf file: name one, or the folder that holds config.json")
     name = parse_name(model)
-    if model.endswith(".gguf") and (name is None or path.parent.is_dir()):
+    # OWNER/REPO/FILE.gguf names a file of a repository; one folder less is a path.
+    if model.endswith(".gguf") and (name is None or path.parent.is_dir() or model.count("/") < 2):
         raise InvalidModel(f"there is no file {model}{near(path)}")
     if name is None:
         raise InvalidModel(

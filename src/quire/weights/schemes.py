@@ -140,14 +140,15 @@ def choose_format(config: Mapping[str, Any], asked: str, plain: Format, entries:
     if scheme is not None:
         if asked not in (AUTO, scheme.name) and not scheme.name.startswith(f"{asked}_"):
             raise InvalidModel(
-                f"the checkpoint is quantised by {scheme.name} already: --quantization {asked} cannot be"
+                f"the checkpoint is already quantised by {scheme.name}: --quantization {asked} cannot be applied"
             )
         return CheckpointFormat(scheme, plain, entries)
     if asked == AUTO:
         return plain
     if asked not in ONLINE:
         raise InvalidModel(
-            f"--quantization {asked}: the checkpoint is not quantised so, and only {', '.join(ONLINE)} can be made "
+            f"--quantization {asked}: the checkpoint is not quantised in this format, and only "
+            f"{', '.join(ONLINE)} can be made "
             f"while loading.{nearest(asked, ONLINE)}"
         )
     chosen = ONLINE[asked]

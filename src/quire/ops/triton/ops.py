@@ -58,7 +58,7 @@ def gemm_library(device: torch.device) -> GemmAutotuner:
         try:
             products = CublasLt(device)
         except (OSError, RuntimeError) as error:
-            log.warning("torch chooses how products are made, cuBLASLt cannot be asked: %s", error)
+            log.warning("torch chooses the algorithms of matrix products, because cuBLASLt is not available: %s", error)
     return GemmAutotuner(products, on_the_card)
 
 

@@ -111,7 +111,7 @@ class Batches:
             raise InvalidRequest("input_file_id must be a file with the purpose batch", param="input_file_id")
         _check_metadata(fields.metadata or {})
         if len(self.unfinished()) >= MOST_WAITING:
-            raise Overloaded(f"{MOST_WAITING} batches are waiting, and no more may", retry_after=60)
+            raise Overloaded(f"{MOST_WAITING} batches are waiting, which is the limit", retry_after=60)
         now = int(time.time())
         batch = {
             "id": new_id("batch_"),
@@ -151,7 +151,7 @@ class Batches:
             if batch["status"] in ("validating", "in_progress"):
                 self.set_status(batch, "cancelling")
             elif batch["status"] != "cancelling":
-                raise InvalidRequest(f"{batch['id']} is {batch['status']} already", param="id", code="batch_over")
+                raise InvalidRequest(f"{batch['id']} is already {batch['status']}", param="id", code="batch_over")
         return json_response(batch)
 
     # ---------------------------------------------------------------- for the runner
