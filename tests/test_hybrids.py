@@ -20,7 +20,7 @@ from quire.ops.recurrent import gated_delta, slots_of
 from quire.weights.locate import embedded
 from tests.checkpoints import VOCAB, greedy, make
 from tests.models.feeding import prompts
-from tests.ops.batches import Pages
+from tests.ops.batches import NO_PAIRS, Pages
 
 SHAPE = "qwen3_next-shared-keys"
 NEW = 24
@@ -75,7 +75,7 @@ def states(slots: int) -> LayerState:
 def test_chunks_of_any_length_make_the_same_results() -> None:
     x, weights = inputs(200)
     whole, cut = states(2), states(2)
-    one = lambda n: StateSlots(torch.tensor([1]), torch.tensor([0] * (n - 1) + [1]))  # noqa: E731
+    one = lambda n: StateSlots(torch.tensor([1]), torch.tensor([0] * (n - 1) + [1]), NO_PAIRS)  # noqa: E731
     want = gated_delta(x, weights, whole, torch.tensor([0, 200]), one(200))
     parts, start = [], 0
     for n in (1, 64, 3, 70, 9, 53):
@@ -91,11 +91,11 @@ def test_chunks_of_any_length_make_the_same_results() -> None:
 def test_the_state_after_each_position_of_a_span_can_be_gone_on_from() -> None:
     x, weights = inputs(6)
     pool = states(8)
-    every = StateSlots(torch.tensor([0]), torch.arange(1, 7))
+    every = StateSlots(torch.tensor([0]), torch.arange(1, 7), NO_PAIRS)
     want = gated_delta(x, weights, pool, torch.tensor([0, 6]), every)
     for at in range(1, 6):
         rest = DeltaInputs(*(each[at:] for each in x))
-        after = StateSlots(torch.tensor([at]), torch.tensor([0] * (5 - at) + [7]))
+        after = StateSlots(torch.tensor([at]), torch.tensor([0] * (5 - at) + [7]), NO_PAIRS)
         got = gated_delta(rest, weights, pool, torch.tensor([0, 6 - at]), after)
         assert (got - want[at:]).abs().max() < 1e-5
 

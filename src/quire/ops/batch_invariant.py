@@ -81,18 +81,19 @@ class BatchInvariantOps(ReferenceOps):
         states = slots_of(batch)
         scratch = LayerState(*(each.new_zeros(2, *each.shape[1:]) for each in state))
         one = torch.tensor([1], device=x.mixed.device)
-        starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one)
+        starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one, one.new_zeros(0, 2))
         begun = [[each[slot].clone() for each in state] for slot in states.source.tolist()]
-        targets, parts = states.target.tolist(), []
+        kept, parts = dict[int, list[int]](), []
+        for token, slot in zip(*(each.tolist() for each in states.kept()), strict=True):
+            kept.setdefault(token, []).append(slot)
         for (start, stop), first in zip(pairwise(batch.query_start.tolist()), begun, strict=True):
             for pool, each in zip(scratch, first, strict=True):
                 pool[1] = each
             for t in range(start, stop):
                 token = DeltaInputs(*(each[t : t + 1] for each in x))
                 parts.append(gated_delta(token, weights, scratch, starts, alone))
-                if targets[t]:
-                    for pool, each in zip(state, scratch, strict=True):
-                        pool[targets[t]] = each[1]
+                for pool, each in zip(state, scratch, strict=True):
+                    pool[kept.get(t, [])] = each[1]
         return torch.cat(parts)
 
     def rotate(self, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

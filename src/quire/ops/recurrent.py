@@ -10,6 +10,7 @@ value, C = 2 G K + H V channels pass through a causal convolution of W inputs, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -98,38 +99,57 @@ def convolve(x: Tensor, weight: Tensor, window: Tensor, starts: Tensor, states: 
     out = inputs[at[:, 0]].float() * weight[:, 0].float()
     for i in range(1, width):
         out += inputs[at[:, i]].float() * weight[:, i].float()
-    wanted = states.target.nonzero()[:, 0]
-    window[states.target[wanted]] = inputs[at[wanted, 1:]]
+    tokens, slots = states.kept()
+    window[slots] = inputs[at[tokens, 1:]]
     return silu(out)
 
 
 def recur(run: Run, memory: Tensor, starts: Tensor, states: StateSlots) -> Tensor:
     """Outputs [T, H, V] of every span; writes memories [M, H, K, V]."""
     out = torch.empty_like(run.v)
-    together: dict[tuple[int, int], list[int]] = {}
-    begin = starts.tolist()
-    kept = states.target != 0
-    for s, (start, stop) in enumerate(pairwise(begin)):
-        # Where states in the middle are kept, too, drafts are verified.
-        short = stop - start <= FEW or int(kept[start:stop].sum()) > 1
-        if stop > start:
-            together.setdefault((stop - start, -1 if short else s), []).append(s)
-    written = list[tuple[Tensor, Tensor]]()
-    for (n, alone), spans in together.items():
-        source = memory[states.source[spans]]
-        if alone >= 0:
-            rows = slice(begin[alone], begin[alone] + n)
-            out[rows], last = chunked(run.part(rows), source[0])
-            written.append((states.target[rows][-1:], last[None]))
+    tokens, slots = states.kept()
+    after = dict[int, Tensor]()
+    for piece in pieces(starts, tokens):
+        source = memory[states.source[piece.spans]]
+        if piece.cuts:
+            state = source[0]
+            for begin, end in pairwise(piece.cuts):
+                out[begin:end], state = chunked(run.part(slice(begin, end)), state)
+                after[end - 1] = state
             continue
-        at = torch.tensor([begin[s] for s in spans], device=out.device)[:, None] + torch.arange(n, device=out.device)
-        for i in range(n):
-            source, out[at[:, i]] = update(run.part(at[:, i]), source)
-            written.append((states.target[at[:, i]], source))
-    for target, made in written:
-        wanted = target.nonzero()[:, 0]
-        memory[target[wanted]] = made[wanted]
+        for at in piece.tokens:
+            source, out[at] = update(run.part(at), source)
+            after.update(zip(at.tolist(), source.unbind(), strict=True))
+    if len(tokens):
+        memory[slots] = torch.stack([after[token] for token in tokens.tolist()])
     return out
+
+
+class Piece(NamedTuple):
+    """Spans of one step that are computed together.
+
+    cuts: of one long span: where it begins, the tokens before which its state is needed, and where it ends. tokens: of
+    short spans of one length, the first of each [spans], then the second of each, and so on.
+    """
+
+    spans: list[int]
+    cuts: list[int]
+    tokens: Sequence[Tensor]
+
+
+def pieces(starts: Tensor, kept: Tensor) -> list[Piece]:
+    """The spans of a batch: those of up to FEW tokens together. kept [M]: tokens after which states are kept."""
+    begin, short, found = starts.tolist(), dict[int, list[int]](), list[Piece]()
+    for s, (start, stop) in enumerate(pairwise(begin)):
+        if stop - start > FEW:
+            inner = sorted({1 + t for t in kept.tolist() if start <= t < stop - 1})
+            found.append(Piece([s], [start, *inner, stop], ()))
+        elif stop > start:
+            short.setdefault(stop - start, []).append(s)
+    for n, spans in short.items():
+        first = torch.tensor([begin[s] for s in spans], device=starts.device)
+        found.append(Piece(spans, [], [first + i for i in range(n)]))
+    return found
 
 
 def update(one: Run, memory: Tensor) -> tuple[Tensor, Tensor]:
