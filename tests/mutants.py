@@ -240,11 +240,14 @@ STATES = [
     Bug(
         "a block is evicted without its snapshot",
         N,
-        "        if (slot := self.snapshots.pop(block, None)) is not None:\n            self.free_slots.append(slot)\n",
+        "        if block in self.snapshots:\n            self._drop(block)\n",
         "",
     ),
     Bug(
-        "an evicted snapshot can still be found", N, "return self.snapshots.pop(block)", "return self.snapshots[block]"
+        "an evicted snapshot can still be found",
+        N,
+        "append(self.snapshots.pop(block))",
+        "append(self.snapshots[block])",
     ),
     Bug(
         "the state of a shallower block",
@@ -274,13 +277,13 @@ STATES = [
     Bug(
         "a slot is given back while a step may write it",
         N,
-        "self.snapshots.clear()",
-        "self.snapshots.clear()\n        self.free_slots = list(range(self.num_snapshots, 0, -1))",
+        "        for block in list(self.snapshots):\n            self._drop(block)\n",
+        "        self.snapshots.clear()\n        self.free_slots = list(range(self.num_snapshots, 0, -1))\n",
     ),
     Bug(
         "snapshots survive a reset",
         N,
-        "        self.free_slots += self.snapshots.values()\n        self.snapshots.clear()\n",
+        "        for block in list(self.snapshots):\n            self._drop(block)\n",
         "",
     ),
     Bug(

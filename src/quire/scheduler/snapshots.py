@@ -32,6 +32,9 @@ class HybridPrefixCache(RadixPrefixCache):
         self.num_snapshots = num_snapshots
         self.snapshots: OrderedDict[int, int] = OrderedDict()
         """Slots by block, least recently used first."""
+        self.shared: set[int] = set()
+        """Blocks whose snapshots were used at least twice; the turns of a conversation use each other's once."""
+        self.used: set[int] = set()
         self.free_slots = list(range(num_snapshots, 0, -1))
         self.num_evicted = 0
 
@@ -77,20 +80,30 @@ class HybridPrefixCache(RadixPrefixCache):
     def use(self, block: int) -> int:
         """The slot of a block's snapshot, which is now the most recently used one."""
         self.snapshots.move_to_end(block)
+        (self.shared if block in self.used else self.used).add(block)
         return self.snapshots[block]
 
     def take(self, pins: Pins) -> int | None:
-        """A slot to write to, the least recently used one of blocks that are not pinned, else of those that are.
+        """A slot to write to; the snapshot there is evicted. None: steps in flight write to all.
 
-        None: steps in flight write to all.
+        The least recently used one goes, of those that several did not use while these are more than a quarter, and of
+        pinned blocks last: else many prompts that nobody repeats would evict the beginnings that others share.
         """
-        if self.free_slots:
-            return self.free_slots.pop()
-        block = next((each for each in self.snapshots if each not in pins.pinned), next(iter(self.snapshots), None))
-        if block is None:
-            return None
-        self.num_evicted += 1
-        return self.snapshots.pop(block)
+        if not self.free_slots:
+            spared = self.shared if len(self.snapshots) - len(self.shared) > self.num_snapshots // 4 else ()
+            unpinned = [block for block in self.snapshots if block not in pins.pinned]
+            first = next(iter(unpinned or self.snapshots), None)
+            if first is None:
+                return None
+            block = next((each for each in unpinned if each not in spared), first)
+            self.num_evicted += 1
+            self._drop(block)
+        return self.free_slots.pop()
+
+    def _drop(self, block: int) -> None:
+        self.shared.discard(block)
+        self.used.discard(block)
+        self.free_slots.append(self.snapshots.pop(block))
 
     def attach(self, slot: int, tokens: Seq[int], salt: str) -> None:
         """`slot` has the state after `tokens`, whole blocks. It is free again if their K/V is not cached."""
@@ -104,14 +117,14 @@ class HybridPrefixCache(RadixPrefixCache):
     def remove(self, block: int) -> None:
         """Its snapshot goes with it."""
         super().remove(block)
-        if (slot := self.snapshots.pop(block, None)) is not None:
-            self.free_slots.append(slot)
+        if block in self.snapshots:
+            self._drop(block)
 
     def clear(self) -> None:
         """Snapshots go, too; slots that steps in flight write to are given back when their sequences are freed."""
         super().clear()
-        self.free_slots += self.snapshots.values()
-        self.snapshots.clear()
+        for block in list(self.snapshots):
+            self._drop(block)
 
 
 class Snapshots(Protocol):
