@@ -32,6 +32,12 @@ C = 2 * G * K + H * V
 
 
 @pytest.fixture(scope="module")
+def known() -> dict[tuple[int, ...], list[int]]:
+    """transformers' answers by prompt."""
+    return {}
+
+
+@pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
     folder = tmp_path_factory.mktemp("hybrid")
     return make(folder, SHAPE), folder
@@ -78,7 +84,7 @@ REUSED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @pytest.mark.parametrize("options", REUSED.values(), ids=REUSED)
 def test_answers_from_cached_prefixes_are_those_of_transformers(
-    made: tuple[PreTrainedModel, Path], options: dict[str, Any]
+    made: tuple[PreTrainedModel, Path], known: dict[tuple[int, ...], list[int]], options: dict[str, Any]
 ) -> None:
     reference, folder = made
     whole = prompts(VOCAB, seed=3)[0]
@@ -94,7 +100,9 @@ def test_answers_from_cached_prefixes_are_those_of_transformers(
                 cached += [one.num_cached_tokens for one in done]
                 for one, tokens in zip(done, group, strict=True):
                     said = list(one.outputs[0].token_ids)
-                    assert said == greedy(reference, tokens, NEW, said)
+                    if tuple(tokens) not in known:
+                        known[tuple(tokens)] = greedy(reference, tokens, NEW, said)
+                    assert said == known[tuple(tokens)]
     if options.get("state_snapshots") == 0:
         assert not any(cached)
     else:

@@ -1,11 +1,15 @@
-"""The gated delta rule (Yang et al. 2025, Gated Delta Networks) over ragged batches, in plain torch.
+"""Recurrent layers over ragged batches, in plain torch: the gated delta rule (Yang et al. 2025, Gated Delta Networks)
+and the selective scan of Mamba 2 (Dao and Gu 2024).
 
-A head's memory S [K, V] maps keys to values. Each token lets it fade, then corrects what it holds for its key:
+A head's memory S [K, V] maps keys to values. Each token lets it fade, then corrects what it holds for its key, or, in
+Mamba 2, adds to it:
 
     S = exp(g) S;  S = S + k (beta (v - k^T S))^T;  o = S^T q
+    S = exp(d A) S;  S = S + B (d x)^T;  y = S^T C + D x
 
-Letters as in `ops/ragged.py`; here H counts heads of values, G heads of keys, K and V are the numbers of a key and of a
-value, C = 2 G K + H V channels pass through a causal convolution of W inputs, silu behind it, before they are q, k, v.
+So the second is the first with k = B, v = d x, q = C, g = d A, and nothing to correct. Letters as in `ops/ragged.py`;
+here H counts heads of values, G heads of keys, K and V are the numbers of a key and of a value, C = 2 G K + H V channels
+pass through a causal convolution of W inputs, silu behind it, before they are q, k, v (x, B, C in Mamba 2).
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.base import DeltaInputs, DeltaWeights
+from quire.ops.base import DeltaInputs, DeltaWeights, ScanInputs, ScanWeights
 from quire.ops.ragged import LayerState, RaggedBatch, StateSlots
 
 CHUNK = 64
@@ -31,17 +35,19 @@ KEY_EPS = 1e-6
 
 
 class Run(NamedTuple):
-    """What the rule reads, float32: q, k [.., n, H, K], normed; v [.., n, H, V]; decay, beta [.., n, H]; decay is g."""
+    """What is read, float32: q, k [.., n, H, K]; v [.., n, H, V]; decay, beta [.., n, H]; decay is g. beta: None where
+    values are added as they are."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     decay: Tensor
-    beta: Tensor
+    beta: Tensor | None
 
     def part(self, which: slice | Tensor) -> Run:
         """Some tokens."""
-        return Run(*(each[which] for each in self))
+        beta = None if self.beta is None else self.beta[which]
+        return Run(self.q[which], self.k[which], self.v[which], self.decay[which], beta)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -58,20 +64,39 @@ def gated_delta(x: DeltaInputs, weights: DeltaWeights, state: LayerState, starts
     q, k = (unit(torch.unflatten(each, 1, (-1, state.memory.shape[2]))) for each in (q, k))
     repeat = heads // q.shape[1]
     q, k = (each.repeat_interleave(repeat, 1) for each in (q * q.shape[-1] ** -0.5, k))
-    rise = x.rise.float() + weights.rise
-    # softplus, without overflow.
-    softplus = rise.clamp(min=0) + torch.log1p(rise.abs().neg().exp())
     run = Run(
         q,
         k,
         torch.unflatten(v, 1, (heads, values)),
-        -weights.fading.exp() * softplus,
+        -weights.fading.exp() * softplus(x.rise.float() + weights.rise),
         1.0 / (1.0 + x.beta.float().neg().exp()),
     )
     out = recur(run, state.memory, starts, states)
     centred = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + weights.norm.eps)
     normed = weights.norm.weight * centred.to(x.mixed.dtype)
     return (normed.float() * silu(x.gate.float().view_as(out))).to(x.mixed.dtype).flatten(1)
+
+
+def selective_scan(x: ScanInputs, weights: ScanWeights, state: LayerState, starts: Tensor, states: StateSlots) -> Tensor:
+    """See `Ops.selective_scan`. starts: the batch's `query_start`."""
+    mixed = convolve(x.mixed, weights.convolution, state.window, starts, states, weights.bias)
+    heads, keys, values = state.memory.shape[1:]
+    inner = heads * values
+    groups = (mixed.shape[1] - inner) // (2 * keys)
+    values_in, k, q = torch.split(mixed, [inner, groups * keys, groups * keys], -1)
+    k, q = (torch.unflatten(each, 1, (groups, keys)).repeat_interleave(heads // groups, 1) for each in (k, q))
+    step = softplus(x.step.float() + weights.rise).clamp(*weights.step_limit)
+    v = torch.unflatten(values_in, 1, (heads, values))
+    run = Run(q, k, v * step[..., None], -weights.fading.exp() * step, None)
+    out = recur(run, state.memory, starts, states) + v * weights.skip[:, None]
+    gated = torch.unflatten(out.flatten(1) * silu(x.gate.float()), 1, (groups, -1))
+    centred = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + weights.norm.eps)
+    return (weights.norm.weight.float() * centred.flatten(1)).to(x.mixed.dtype)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), without overflow."""
+    return x.clamp(min=0) + torch.log1p(x.abs().neg().exp())
 
 
 def slots_of(batch: RaggedBatch) -> StateSlots:
@@ -86,7 +111,9 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + KEY_EPS)
 
 
-def convolve(x: Tensor, weight: Tensor, window: Tensor, starts: Tensor, states: StateSlots) -> Tensor:
+def convolve(
+    x: Tensor, weight: Tensor, window: Tensor, starts: Tensor, states: StateSlots, bias: Tensor | None = None
+) -> Tensor:
     """x [T, C], weight [C, W], windows [M, W - 1, C] -> silu of the convolution, [T, C] float32; writes windows."""
     width, start = weight.shape[1], starts.long()
     kept = width - 1
@@ -101,7 +128,7 @@ def convolve(x: Tensor, weight: Tensor, window: Tensor, starts: Tensor, states: 
         out += inputs[at[:, i]].float() * weight[:, i].float()
     tokens, slots = states.kept()
     window[slots] = inputs[at[tokens, 1:]]
-    return silu(out)
+    return silu(out if bias is None else out + bias.float())
 
 
 def recur(run: Run, memory: Tensor, starts: Tensor, states: StateSlots) -> Tensor:
@@ -154,9 +181,9 @@ def pieces(starts: Tensor, kept: Tensor) -> list[Piece]:
 
 def update(one: Run, memory: Tensor) -> tuple[Tensor, Tensor]:
     """One token of each of S sequences: memories [S, H, K, V] -> memories after it, outputs [S, H, V]."""
-    faded = memory * one.decay.exp()[..., None, None]
-    found = (faded * one.k[..., None]).sum(-2)
-    change = (one.v - found) * one.beta[..., None]
+    faded, change = memory * one.decay.exp()[..., None, None], one.v
+    if one.beta is not None:
+        change = (one.v - (faded * one.k[..., None]).sum(-2)) * one.beta[..., None]
     made = faded + one.k[..., None] * change[..., None, :]
     return made, (made * one.q[..., None]).sum(-2)
 
@@ -164,20 +191,22 @@ def update(one: Run, memory: Tensor) -> tuple[Tensor, Tensor]:
 def chunked(run: Run, memory: Tensor) -> tuple[Tensor, Tensor]:
     """One sequence of n tokens, CHUNK at a time: memory [H, K, V] -> outputs [n, H, V], memory after them.
 
-    Within a chunk the corrections depend on each other by a triangular system, which is solved for all at once.
+    Within a chunk corrections depend on each other by a triangular system, which is solved for all at once.
     """
     parts = []
     for start in range(0, len(run.q), CHUNK):
-        q, k, v = (each[start : start + CHUNK].transpose(0, 1) for each in run[:3])
-        decay, beta = (each[start : start + CHUNK].t() for each in run[3:])
-        total = decay.cumsum(1)
+        part = run.part(slice(start, start + CHUNK))
+        q, k, changes = (each.transpose(0, 1) for each in part[:3])
+        total = part.decay.t().cumsum(1)
         n = total.shape[1]
         lower = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
         between = (total[:, :, None] - total[:, None]).masked_fill(~lower, float("-inf")).exp()
         since = total.exp()[..., None]
-        system = (k @ k.transpose(1, 2) * between * beta[..., None]).tril(-1)
-        wanted = beta[..., None] * (v - (k * since) @ memory)
-        changes = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        if part.beta is not None:
+            beta = part.beta.t()[..., None]
+            system = (k @ k.transpose(1, 2) * between * beta).tril(-1)
+            wanted = beta * (changes - (k * since) @ memory)
+            changes = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         parts.append(((q * since) @ memory + (q @ k.transpose(1, 2) * between) @ changes).transpose(0, 1))
         left = (total[:, -1:] - total).exp()[..., None]
         memory = memory * since[:, -1:] + (k * left).transpose(1, 2) @ changes
