@@ -114,7 +114,14 @@ MAMBA = MappingProxyType(
 )
 
 MAMBA_H = MappingProxyType(
-    {"mamba_num_heads": 6, "mamba_head_dim": 10, "n_groups": 3, "ssm_state_size": 12, "chunk_size": 16, "time_step_min": 1e-30}
+    {
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 10,
+        "n_groups": 3,
+        "ssm_state_size": 12,
+        "chunk_size": 16,
+        "time_step_min": 1e-30,
+    }
 )
 
 GRANITE_SCALES = MappingProxyType(
@@ -836,14 +843,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "layers_block_type": ["linear_attention", "linear_attention", "mlp", "full_attention"],
         },
         "nemotron_h-recurrent-last": {
-            "hidden_size": 56,
+            "hidden_size": 48,
             "num_attention_heads": 4,
             "num_key_value_heads": 1,
             "head_dim": 20,
             **MAMBA_H,
             "conv_kernel": 3,
             "use_conv_bias": False,
-            "layers_block_type": ["full_attention", "mlp", "linear_attention"],
+            "layers_block_type": ["full_attention", "mlp", "linear_attention", "mlp", "linear_attention"],
         },
         "qwen3_next-shared-keys": {
             "hidden_size": 48,
@@ -1616,6 +1623,9 @@ SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_
 NORMED_AFTER = ("olmo2", "olmo3", "exaone4")
 """What layers add is normed."""
 
+CALM = ("qwen3_5_text", "qwen3_5_moe_text", "bamba", "nemotron_h", "granitemoehybrid")
+"""Recurrent layers whose matrices are smaller: they would make rounding errors larger from layer to layer."""
+
 UNGATED = ("nemotron", "nemotron_h", "arcee", "starcoder2")
 """MLPs of two matrices, which add little unless these are larger."""
 
@@ -1639,6 +1649,8 @@ def draw(name: str, parameter: torch.Tensor, generator: torch.Generator, family:
         return 0.2 * noise
     if name.endswith("linear_attn.norm.weight"):  # of results, the one that holds all of itself
         return 0.3 * noise + 1.0
+    if any(part in name for part in ("mamba.", "mixer.in", "mixer.out", "linear_attn.")) and family in CALM:
+        noise = 0.6 * noise
     if parameter.dim() == 1:
         return 0.3 * noise + (0.0 if name.endswith("bias") or shifted else 1.0)
     if ungated and ("mlp" in name or "_proj" in name):

@@ -142,7 +142,9 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
             "experts",
             f"{moe.num_experts_per_token} of {moe.num_experts} a token, of width {moe.width}{shared}{dense}",
         )
-    heads = (f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads) if heads)
+    heads = (
+        f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads) if heads
+    )
     yield "heads", f"{spec.heads} of queries, {'; '.join(heads)}"
     if spec.recurrent:
         size = spec.state_bytes(facts.dtype.itemsize)

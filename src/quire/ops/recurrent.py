@@ -77,7 +77,9 @@ def gated_delta(x: DeltaInputs, weights: DeltaWeights, state: LayerState, starts
     return (normed.float() * silu(x.gate.float().view_as(out))).to(x.mixed.dtype).flatten(1)
 
 
-def selective_scan(x: ScanInputs, weights: ScanWeights, state: LayerState, starts: Tensor, states: StateSlots) -> Tensor:
+def selective_scan(
+    x: ScanInputs, weights: ScanWeights, state: LayerState, starts: Tensor, states: StateSlots
+) -> Tensor:
     """See `Ops.selective_scan`. starts: the batch's `query_start`."""
     mixed = convolve(x.mixed, weights.convolution, state.window, starts, states, weights.bias)
     heads, keys, values = state.memory.shape[1:]
