@@ -7,7 +7,6 @@ from torch import Tensor
 
 from quire.ops.ragged import LayerKV, RaggedBatch, StateSlots
 
-
 NO_PAIRS = torch.zeros(0, 2, dtype=torch.int64)
 """No snapshots."""
 

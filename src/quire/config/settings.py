@@ -410,9 +410,9 @@ class CacheConfig:
     enable_prefix_caching: bool = option(True, "Keep the K/V of finished requests for prompts that begin the same.")
     state_snapshots: int | None = option(
         None,
-        "States of recurrent layers that are kept for the prefix cache, each as large as those of one sequence: a prompt "
-        "goes on from the last one that it shares; auto: two for each of max_num_seqs, in at most half of the memory "
-        "that the sequences' own leave; 0: nothing is reused. No meaning for models without such layers.",
+        "States of recurrent layers that are kept for the prefix cache, each as large as those of one sequence: a "
+        "prompt goes on from the last one that it shares; auto: two for each of max_num_seqs, in at most half of the "
+        "memory that the sequences' own leave; 0: nothing is reused. No meaning for models without such layers.",
         low=0,
         high=1 << 20,
     )

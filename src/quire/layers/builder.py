@@ -31,8 +31,8 @@ from quire.layers.basic import (
 )
 from quire.layers.delta import DeltaConfig, GatedDelta, split_by_head, split_by_kind
 from quire.layers.latent import Decompression, LatentAttention, LatentConfig, QueryProjection
-from quire.layers.mamba import Mamba2, MambaConfig
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
+from quire.layers.mamba import Mamba2, MambaConfig
 from quire.layers.moe import Experts, MoE, MoEConfig, Router, SeparateExperts, SharedExpert, StackedExperts
 from quire.layers.quantization.base import (
     Format,

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.mamba import MambaConfig
-from quire.models.llama import BlockNorms, Llama, MLPFunction, Mixer
+from quire.models.llama import BlockNorms, Llama, Mixer, MLPFunction
 from quire.models.spec import FULL, Config, ModelSpec, read_decoder
 
 LINEAR = "linear_attention"

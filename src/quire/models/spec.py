@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, RopeConfig
 from quire.layers.delta import DeltaConfig
-from quire.layers.mamba import MambaConfig
 from quire.layers.latent import LatentConfig
+from quire.layers.mamba import MambaConfig
 from quire.layers.moe import MoEConfig
 from quire.ops.ragged import KVShape, StateShape
 from quire.types import UNLIMITED

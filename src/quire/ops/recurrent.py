@@ -8,8 +8,8 @@ Mamba 2, adds to it:
     S = exp(d A) S;  S = S + B (d x)^T;  y = S^T C + D x
 
 So the second is the first with k = B, v = d x, q = C, g = d A, and nothing to correct. Letters as in `ops/ragged.py`;
-here H counts heads of values, G heads of keys, K and V are the numbers of a key and of a value, C = 2 G K + H V channels
-pass through a causal convolution of W inputs, silu behind it, before they are q, k, v (x, B, C in Mamba 2).
+here H counts heads of values, G heads of keys, K and V are the numbers of a key and of a value, C = 2 G K + H V
+channels pass through a causal convolution of W inputs, silu behind it, before they are q, k, v (x, B, C in Mamba 2).
 """
 
 from __future__ import annotations

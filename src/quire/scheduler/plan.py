@@ -26,8 +26,8 @@ NO_TOKEN_ALLOWED = (
 
 class NewSequence(NamedTuple):
     """Opens a row. The first blocks already hold K/V of tokens[:num_computed]; tokens[:prompt_length] are the
-    prompt. snapshot: the slot of the state after tokens[:num_computed], of a model with recurrent layers; its first span
-    is in the same plan."""
+    prompt. snapshot: the slot of the state after tokens[:num_computed], of a model with recurrent layers; its first
+    span is in the same plan."""
 
     row: int
     tokens: tuple[int, ...]

@@ -87,7 +87,7 @@ class HybridPrefixCache(RadixPrefixCache):
         """A slot to write to; the snapshot there is evicted. None: steps in flight write to all.
 
         The least recently used one goes, of those that several did not use while these are more than a quarter, and of
-        pinned blocks last: else many prompts that nobody repeats would evict the beginnings that others share.
+        pinned blocks last: else many prompts that are not repeated would evict the beginnings that others share.
         """
         if not self.free_slots:
             spared = self.shared if len(self.snapshots) - len(self.shared) > self.num_snapshots // 4 else ()
@@ -174,7 +174,7 @@ class StateSnapshots:
     - where a prompt leaves a cached one, whose K/V reaches farther than its snapshots: the end of a shared beginning;
     - where a waiting sequence with a common beginning leaves it, before that is computed;
     - at the ends of prefixes that are to be pinned;
-    - every `interval` tokens, for the beginnings that nobody knows of yet; of answers, too, where no drafts are
+    - every `interval` tokens, for the beginnings not yet known to be shared; of answers, too, where no drafts are
       verified, since only then the host knows how long a sequence is.
     """
 
@@ -226,6 +226,6 @@ class StateSnapshots:
             self.cache.attach(slot, seq.tokens[:length], seq.request.cache_salt)
 
     def free(self, seq: Sequence) -> None:
-        """Its snapshots that nobody found are free again."""
+        """Its snapshots that were not found are free again."""
         self.cache.free_slots += (slot for _, slot in seq.snapshots_inflight)
         seq.snapshots_inflight, seq.snapshot_lengths = [], []
