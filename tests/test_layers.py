@@ -47,7 +47,7 @@ TORCH_FREE = (
     *("types", "errors", "heap", "checks", "config", "tokenization", "parsers", "scheduler", "engine"),
     *("observability", "frontend", "server", "sim", "cli"),
 )
-NEEDS_TORCH = {f"quire.cli.{name}" for name in ("check", "diff", "doctor", "inspect", "plan", "verify")}
+NEEDS_TORCH = {f"quire.cli.{name}" for name in ("check", "diff", "doctor", "inspect", "plan", "quantize", "verify")}
 """Commands that look at a model: they are imported when they are asked for."""
 TORCH_FREE_MODULES = (
     *("quire.executors.synthetic", "quire.bench.engine"),
@@ -57,6 +57,8 @@ TORCH_FREE_MODULES = (
         "quire.assembly.server",
         "quire.assembly.proxy",
         "quire.weights.locate",
+        "quire.weights.hub",
+        "quire.weights.cache",
     ),
 )
 
@@ -66,7 +68,7 @@ LOADERS = {
     "quire.assembly",
     "quire.scheduler.policy",
     "quire.models.registry",
-    "quire.weights.locate",
+    "quire.weights.hub",
     "quire.bench.cpu",
     "quire.assembly.engine",
     "quire.assembly.hf",

@@ -24,11 +24,12 @@ from quire.config import Settings
 from quire.models.registry import ARCHITECTURES
 from quire.weights.canary import PROBE, answers, compare, float8_layers, probe
 from quire.weights.gguf_model import FAMILIES, VARIANTS
-from quire.weights.load import DType, load_model
+from quire.weights.load import DType, load_model, quiet
 from quire.weights.locate import embedded
+from quire.weights.quantize import FILE_TYPES, quantize
 from quire.weights.schemes import ONLINE
 from tests.checkpoints import SHAPES, make
-from tests.gguf_files import TYPES, write
+from tests.gguf_files import write
 from tests.models.feeding import Feeder, prompts
 from tests.models.test_published import PUBLISHED
 from tests.models.test_published import spec as published
@@ -180,7 +181,12 @@ def canaries() -> str:
     reference = AutoModelForCausalLM.from_pretrained(embedded(), dtype=torch.float32)
     before = answers(model, probe(model.spec.vocab, tokens), CPU)
     with tempfile.TemporaryDirectory() as place:
-        for kind in TYPES:
+        for kind in FILE_TYPES:
+            path = Path(place) / f"{kind}.gguf"
+            quantize(embedded(), path, kind, check=False, progress=quiet)
+            after = answers(load_model(path, dtype="float32"), probe(model.spec.vocab, tokens), CPU)
+            rows.append((f"`--type {kind}`, a GGUF file", compare(before, after, probe(model.spec.vocab, tokens))))
+        for kind in ("MXFP4",):
             path = Path(place) / f"{kind}.gguf"
             write(path, reference, kind)
             after = answers(load_model(path, dtype="float32"), probe(model.spec.vocab, tokens), CPU)

@@ -324,6 +324,16 @@ AGENT = "test_the_agent_itself_ends_after_two_tools"
 
 NAMED = (
     Named(
+        "quire pull",
+        "needs a hub",
+        "tests/cli/test_models.py::test_a_model_is_pulled_listed_and_removed",
+    ),
+    Named(
+        "quire rm",
+        "needs a download",
+        "tests/cli/test_models.py::test_a_model_is_pulled_listed_and_removed",
+    ),
+    Named(
         "docs/guides/offline-inference.md: asyncio",
         "how much it says depends on time",
         "tests/test_docs.py::test_each_example_in_python_runs",

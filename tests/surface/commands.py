@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import subprocess
+import tempfile
 from typing import Any
 
 import click
@@ -33,6 +34,14 @@ def chat(deployment: Deployment) -> Any:
 def run(deployment: Deployment) -> Any:
     once = deployment.quire("run", "embedded", "Tell", "me", "about a boat.", *SHORT)
     return once, deployment.quire("run", "embedded", "--system", "Be kind.", *SHORT, input="Hello!\n")
+
+
+def quantize(deployment: Deployment) -> Any:
+    """The file answers; where it lies differs."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.gguf"
+        said = deployment.quire("quantize", "embedded", path, "--type", "q8_0", "--no-check")
+        return said.replace(folder, ""), alone("generate", "The little dog", "--model", path, *SHORT)
 
 
 def doctor(deployment: Deployment) -> Any:
@@ -222,6 +231,8 @@ COMMANDS = (
     Item("quire demo", demo, executors=("local",)),
     Item("quire verify", verify, ci=("grpc",)),
     Item("quire executor", executor, executors=("local", "ahead"), ci=("local",), needs=("grpc",)),
+    Item("quire quantize", quantize, executors=("local",)),
+    Item("quire list", lambda deployment: deployment.quire("list", "--library"), executors=("local",)),
     Item("quire inspect", lambda deployment: deployment.quire("inspect", "embedded"), executors=("local",)),
     Item(
         "quire check",

@@ -209,7 +209,7 @@ def test_a_gguf_files_sentences_are_cut_as_sentencepiece_does(tmp_path: Path, pr
 
 def test_a_gguf_tokenizer_that_is_not_known_is_named(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", "bert", ["a"], [1])
-    with pytest.raises(InvalidModel, match="tokenizer is 'bert': only 'gpt2' and 'llama' are read"):
+    with pytest.raises(InvalidModel, match="tokenizer is 'bert': 'gpt2', 'llama' and 'gemma4' are read"):
         build_tokenizer(settings(tmp_path / "a.gguf"))
     write(tmp_path / "b.gguf", "gpt2", ["a"], [1], tokenizer_pre="martian")
     with pytest.raises(InvalidModel, match="cuts texts by 'martian'"):

@@ -34,6 +34,10 @@ main = Root(
         "run": ("quire.cli.chat:run", "Ask a model once, or talk to it."),
         "generate": ("quire.cli.chat:generate", "Print one completion."),
         "chat": ("quire.cli.chat", "Talk to a model, here or behind a server's address."),
+        "pull": ("quire.cli.models:pull", "Download a model, and check it."),
+        "list": ("quire.cli.models:list_models", "List the models that are kept on this machine."),
+        "rm": ("quire.cli.models:rm", "Remove a downloaded model."),
+        "quantize": ("quire.cli.quantize", "Write a model as a GGUF file, in 4 to 16 bits a weight."),
         "bench": LazyGroup(
             name="bench",
             prefix="bench ",

@@ -11,13 +11,14 @@ import torch
 
 from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, host_bytes, resolve, working_bytes
 from quire.cli.base import SettingsCommand
-from quire.cli.inspect import Fact, ModelFacts, build_outline, read_facts
+from quire.cli.inspect import Fact, ModelFacts, read_facts
 from quire.cli.tables import print_pairs
 from quire.config import OPTIONS, Settings
 from quire.config.option import amount
 from quire.config.speculative import parse
 from quire.errors import InvalidConfig
 from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, plan_snapshots, state_bytes, usable_blocks
+from quire.weights.load import build_outline
 from quire.weights.schemes import AUTO, ONLINE, read_scheme
 
 SHORTEST = 256

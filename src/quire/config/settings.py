@@ -325,7 +325,8 @@ class ModelConfig:
 
     model: str = option(
         "embedded",
-        "The model: 'embedded' (shipped with Quire), a folder, or a Hugging Face repository.",
+        "The model: 'embedded' (shipped with Quire), a folder, a GGUF file, a Hugging Face repository (with :Q4_K_M, "
+        "one of its GGUF files), or a model of Ollama's on this machine.",
         metavar="MODEL",
     )
     served_model_name: tuple[str, ...] | None = option(
@@ -341,11 +342,25 @@ class ModelConfig:
         "auto", "auto: read the weights; dummy: random weights of the model's shape (for benchmarks)."
     )
     quantization: Literal[
-        "auto", "fp8", "fp8_per_block", "int8", "int8_w8a8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "mxfp4"
+        "auto",
+        "fp8",
+        "fp8_per_block",
+        "int8",
+        "int8_w8a8",
+        "q8_0",
+        "q6_k",
+        "q5_k",
+        "q4_k",
+        "q4_0",
+        "awq",
+        "gptq",
+        "compressed-tensors",
+        "fbgemm_fp8",
+        "mxfp4",
     ] = option(
         "auto",
-        "How weights are stored; auto: as the checkpoint has them. The first four are made of plain weights while "
-        "loading, the others must be what the checkpoint says.",
+        "How weights are stored; auto: as the checkpoint has them. Those from fp8 to q4_0 are made of plain weights "
+        "while loading (q8_0 to q4_0 are GGUF's types), the others must be what the checkpoint says.",
     )
     canary: Literal["refuse", "warn", "off"] = option(
         "refuse",

@@ -122,6 +122,7 @@ class ModelBuilder:
         self.slots: dict[str, list[WeightSlot]] = {}
         self.matrices: list[WeightStorage] = []
         self.embeddings: list[WeightStorage] = []
+        self.finalized: set[int] = set()
         self.unjoined: list[SeparateExperts | Decompression] = []
         self.ignored: list[str] = []
         self.renames: dict[str, str] = {}
@@ -147,14 +148,20 @@ class ModelBuilder:
         if isinstance(self.format, StoredFormat):
             self.format = self.format.renamed(prefixes)
 
-    def finalize(self) -> None:
+    def finalize(self, *, late: tuple[type[WeightStorage], ...] = ()) -> None:
         """Convert every matrix to its final form once all slots are filled, one matrix at a time.
 
-        Slots are dropped first, so that a matrix's loaded tensors are freed as soon as it is converted.
+        Slots are dropped first, so that a matrix's loaded tensors are freed as soon as it is converted. late: kinds of
+        storage that wait for another call, and are multiplied by as they were loaded until then.
         """
         self.slots.clear()
-        for stored in (*self.embeddings, *self.matrices):
-            stored.finalize()
+        every = [*self.embeddings, *self.matrices]
+        for i, stored in enumerate(every):
+            if i not in self.finalized and not isinstance(stored, late):
+                stored.finalize()
+                self.finalized.add(i)
+        if len(self.finalized) < len(every):
+            return
         for several in self.unjoined:
             several.join()
         self.unjoined.clear()

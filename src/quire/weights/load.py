@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,9 +16,9 @@ from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Format, Plain, WeightSlot
-from quire.layers.quantization.gguf import GgufFormat, StoredBlocks, Tables, no_table
+from quire.layers.quantization.gguf import GgufFormat, OnlineBlocks, StoredBlocks, Tables, no_table
 from quire.layers.quantization.packed import SMALL, Panels, packed_if_large
-from quire.layers.quantization.scaled import OnlineQuantization
+from quire.layers.quantization.scaled import OnlineQuantization, OnlineQuantized
 from quire.models.registry import Model, build_model, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
@@ -106,13 +106,32 @@ def load_model(
             load_weights(build, checkpoint, progress)
         # Random weights say nothing about quality.
         canary = None if checkpoint is None else canary
-        reference = (
-            canary.record_reference(model, device) if canary and isinstance(format, OnlineQuantization) else None
-        )
+        reference = None
+        if canary and isinstance(format, OnlineQuantization):
+            build.finalize(late=(OnlineQuantized, OnlineBlocks))
+            reference = canary.record_reference(model, device)
         build.finalize()
         if canary and any(stored.quantized is not None for stored in build.matrices):
             canary.check(model, build.matrices, device, reference)
     return model
+
+
+def build_outline(
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    quantization: str,
+    dtype: torch.dtype,
+    entries: Mapping[str, TensorEntry],
+) -> ModelBuilder:
+    """The builder of a model that takes no memory. entries: see `CheckpointFormat`."""
+    format = choose_format(config, quantization, Plain, entries)
+    build = ModelBuilder(
+        ops=ReferenceOps(), parallel=ParallelGroup(), dtype=dtype, device=torch.device("meta"), format=format
+    )
+    build.modules = modules_of(entries)
+    build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
+    build_model(spec, build)
+    return build
 
 
 def check_room(build: ModelBuilder, name: str, room: float) -> None:
