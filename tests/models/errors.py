@@ -49,6 +49,7 @@ TEXTS = MappingProxyType({"mistral3": "ministral3"})
 """Text models that are not named after the multimodal one."""
 
 IMAGES, RANKS, MTP = "images", "several ranks", "layers for drafts"
+RECURRENT = f"GPUs; {RANKS}; float8 K/V"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
         "cohere": "query and key norms (Command R+)",
@@ -62,12 +63,18 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "glm4_moe_lite": MTP,
         "gpt2": "quantised checkpoints: matrices are stored transposed",
         "gpt_oss": "other clamps of the gate",
-        "granitemoehybrid": "experts, Mamba layers",
+        "bamba": RECURRENT,
+        "granitemoehybrid": f"with Mamba layers: {RECURRENT}",
+        "nemotron_h": f"experts; {RECURRENT}",
+        "qwen3_5": f"{IMAGES}; {RECURRENT}; {MTP}",
+        "qwen3_5_moe": f"{IMAGES}; {RECURRENT}; {MTP}",
+        "qwen3_5_moe_text": f"{RECURRENT}; {MTP}",
+        "qwen3_5_text": f"{RECURRENT}; {MTP}",
         "internlm3": "sequences longer than its context",
         "llama4": IMAGES,
         "minimax_m2": RANKS,
         "mistral3": IMAGES,
-        "qwen3_next": f"GPUs; {RANKS}; float8 K/V; {MTP}",
+        "qwen3_next": f"{RECURRENT}; {MTP}",
         "olmo2": RANKS,
         "olmo3": RANKS,
         "olmoe": f"`clip_qkv`; {RANKS}",

@@ -34,7 +34,7 @@ from quire.engine.executor import Description, Executor
 from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
-from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
+from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks, plan_snapshots, state_bytes
 from quire.models.registry import ARCHITECTURES, Model, architecture_name, find_architecture, parameters
 from quire.observability.recorder import recorded
 from quire.observability.recording_format import recording_folder
@@ -150,13 +150,15 @@ def paged(
     cache, draft = settings.cache, load_draft(settings, model, device, ReferenceOps())
     speculative = parse(settings.scheduler.speculative_config)
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    states = limits.num_rows * (1 + drafts)
+    snapshots = snapshot_slots(settings, limits, layers, states, budget)
     blocks = cache.num_gpu_blocks_override or plan_blocks(
         (*layers, *draft_layers(draft)),
         page_size=limits.block_size,
         rows=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         budget=budget,
-        states=limits.num_rows * (1 + drafts),
+        states=states + snapshots,
     )
     sizes: dict[str, Any] = {"pages": blocks, "page_size": limits.block_size, "rows": limits.num_rows}
     return LocalExecutor(
@@ -169,7 +171,21 @@ def paged(
         depth=limits.lookahead,
         layers=layers,
         pools=pools,
+        snapshots=snapshots,
     )
+
+
+def snapshot_slots(settings: Settings, limits: Limits, layers: Sequence[LayerShape], states: int, budget: int) -> int:
+    """Slots for snapshots of recurrent layers' states, see `plan_snapshots`; says so where none fits."""
+    cache = settings.cache
+    wanted = cache.state_snapshots if cache.enable_prefix_caching else 0
+    slots = plan_snapshots(layers, wanted, sequences=limits.max_num_seqs, states=states, budget=budget)
+    if state_bytes(layers) and not slots and wanted is None:
+        log.warning(
+            "the memory for K/V has no room for snapshots of recurrent layers' states, so no prefix is reused: give it "
+            "more with --kv-cache-memory-bytes, or lower --max-num-seqs"
+        )
+    return slots
 
 
 def choose_executor(settings: Settings) -> str:
@@ -209,9 +225,14 @@ def build_scheduler(
         KVCacheManager(
             description.num_blocks,
             description.block_size,
-            make_prefix_cache(description.block_size, cache.enable_prefix_caching and not description.recurrent),
+            make_prefix_cache(
+                description.block_size,
+                cache.enable_prefix_caching,
+                description.num_snapshots if description.recurrent else None,
+            ),
             EVICTION_POLICIES[cache.eviction_policy](),
             max_pinned_blocks=int(description.num_blocks * cache.max_pinned_share),
+            snapshot_interval=cache.snapshot_interval,
         ),
         rows=description.num_rows,
         max_num_seqs=limits.max_num_seqs,

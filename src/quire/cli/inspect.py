@@ -119,11 +119,16 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
             "experts",
             f"{moe.num_experts_per_token} of {moe.num_experts} a token, of width {moe.width}{shared}{dense}",
         )
-    heads = (f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads))
+    heads = (
+        f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads) if heads
+    )
     yield "heads", f"{spec.heads} of queries, {'; '.join(heads)}"
     if spec.recurrent:
         size = spec.state_bytes(facts.dtype.itemsize)
-        yield "recurrent", f"{len(spec.recurrent)} of {spec.layers} layers, states of {amount(size)} a sequence"
+        yield (
+            "recurrent",
+            f"{len(spec.recurrent)} of {spec.layers} layers, states of {amount(size)} a sequence or snapshot",
+        )
     local = Counter(f"{size:,} positions" for size in spec.windows if size < UNLIMITED)
     local.update(f"their own chunk of {size:,} positions" for size in spec.layer_chunks if size < UNLIMITED)
     seen = ", ".join(f"{n} of {spec.layers} layers see {what}" for what, n in local.items())

@@ -428,6 +428,21 @@ class CacheConfig:
         "numbers it cannot hold.",
     )
     enable_prefix_caching: bool = option(True, "Keep the K/V of finished requests for prompts that begin the same.")
+    state_snapshots: int | None = option(
+        None,
+        "States of recurrent layers that are kept for the prefix cache, each as large as those of one sequence: a "
+        "prompt goes on from the last one that it shares; auto: two for each of max_num_seqs, in at most half of the "
+        "memory that the sequences' own leave; 0: nothing is reused. No meaning for models without such layers.",
+        low=0,
+        high=1 << 20,
+    )
+    snapshot_interval: int = option(
+        1024,
+        "Tokens from one snapshot of a long text to the next, where it is not known that others begin alike; see "
+        "--state-snapshots.",
+        low=1,
+        high=UNLIMITED,
+    )
     eviction_policy: Literal["lru", "fifo"] = option(
         "lru", "Which cached block goes first when blocks run out: lru, least recently used; fifo, the oldest."
     )

@@ -25,6 +25,7 @@ class LocalExecutor:
     pages: blocks of the pool, not counting the null block. page_size: tokens per block. rows: sequences at once.
     max_model_len: the longest sequence, in tokens. dtype: of K/V, unless `layers` gives one per layer. depth: steps
     worth launching ahead of results; 0 where launch runs the forward at once, as on a CPU. pools: as in `Description`.
+    snapshots: states of recurrent layers that are kept for the prefix cache, beside those of the rows.
     """
 
     runner: Runner | LookaheadRunner
@@ -43,6 +44,7 @@ class LocalExecutor:
         depth: int = 0,
         layers: Sequence[LayerShape] | None = None,
         pools: bool = True,
+        snapshots: int = 0,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes) if layers is None else layers
         num_drafts = 0 if drafter is None else drafter.num_drafts
@@ -50,7 +52,9 @@ class LocalExecutor:
         held = RowState(rows, max_model_len, page_size, num_drafts, recurrent=recurrent)
         self.runner = Runner(
             model,
-            allocate(layers, pages=pages, page_size=page_size, device=device, states=held.num_states),
+            allocate(
+                layers, pages=pages, page_size=page_size, device=device, states=held.num_states + snapshots * recurrent
+            ),
             held,
             Sampler(model.spec.vocab),
             drafter,
@@ -69,6 +73,7 @@ class LocalExecutor:
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
             recurrent=recurrent,
+            num_snapshots=snapshots * recurrent,
         )
 
     def describe(self) -> Description:

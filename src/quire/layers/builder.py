@@ -32,6 +32,7 @@ from quire.layers.basic import (
 from quire.layers.delta import DeltaConfig, GatedDelta, split_by_head, split_by_kind
 from quire.layers.latent import Decompression, LatentAttention, LatentConfig, QueryProjection
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
+from quire.layers.mamba import Mamba2, MambaConfig
 from quire.layers.moe import Experts, MoE, MoEConfig, Router, SeparateExperts, SharedExpert, StackedExperts
 from quire.layers.quantization.base import (
     Format,
@@ -44,7 +45,7 @@ from quire.layers.quantization.base import (
     bias_slots,
 )
 from quire.layers.quantization.gguf import Tables, no_table
-from quire.ops.base import XIELU, DeltaWeights, ExpertBiases, Gate, Norm, Norms, Ops
+from quire.ops.base import XIELU, DeltaWeights, ExpertBiases, Gate, Norm, Norms, Ops, ScanWeights
 
 Kind = TypeVar("Kind")
 
@@ -340,6 +341,28 @@ class ModelBuilder:
             split_by_head if by_head else split_by_kind,
             weights,
             self.row_parallel("out_proj", (config.value_heads, config.value), hidden),
+            config,
+            self.ops,
+        )
+
+    def mamba(self, hidden: int, config: MambaConfig, eps: float) -> Mamba2:
+        """A layer of Mamba 2. Raises InvalidModel with several ranks: states are not divided."""
+        if self.parallel.size > 1:
+            raise InvalidModel("Mamba layers cannot be divided among devices: use one")
+        weights = ScanWeights(
+            convolution=self._convolution("conv1d.weight", config.channels, config.width),
+            bias=self.vector("conv1d.bias", config.channels) if config.conv_bias else None,
+            fading=self.vector("A_log", config.heads, exact=True),
+            rise=self.vector("dt_bias", config.heads, exact=True),
+            skip=self.vector("D", config.heads, exact=True),
+            norm=self.rms_norm("norm", config.inner, eps),
+            step_limit=config.step_limit,
+        )
+        sizes = ((config.inner, 1), (config.channels, 1), (config.heads, 1))
+        return Mamba2(
+            self.column_parallel(("in_proj",), hidden, sizes, bias=config.bias),
+            weights,
+            self.row_parallel("out_proj", (config.heads, config.value), hidden, bias=config.bias),
             config,
             self.ops,
         )

@@ -17,6 +17,7 @@ from quire.layers.basic import Attention, Heads, NormLayer
 from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
+from quire.layers.mamba import Mamba2
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -29,7 +30,7 @@ class MLPFunction(Protocol):
         """x [T, hidden] -> [T, hidden]. batch: whose tokens x is of; rows of its null block may be left out."""
 
 
-Mixer: TypeAlias = Attention | LatentAttention | GatedDelta
+Mixer: TypeAlias = Attention | LatentAttention | GatedDelta | Mamba2
 """What brings tokens together in a layer."""
 
 
@@ -71,6 +72,24 @@ class Block:
         return self.mlp(x, batch if output is None else None), residual
 
 
+class AnyBlock(Protocol):
+    """A layer, see `Block`."""
+
+    after_mlp: NormLayer
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        after: NormLayer,
+        angles: Angles,
+        batch: RaggedBatch,
+        kv: LayerKV,
+        output: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Block`."""
+
+
 class Llama:
     """A decoder of Llama's structure, see `registry.Model`. Others override `read` and what differs of the rest."""
 
@@ -83,6 +102,7 @@ class Llama:
     mlp_names: ClassVar[Sequence[str]] = GATED
     sinks: ClassVar[str] = ""
     attention: ClassVar[type[Attention]] = Attention
+    attention_name: ClassVar[str] = "self_attn"
     expert_names: ClassVar[ExpertNames] = ExpertNames()
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
@@ -109,7 +129,7 @@ class Llama:
         """A norm of the residual stream."""
         return build.rms_norm(name, self.spec.hidden, self.spec.norm_eps, shift=self.spec.norm_shift)
 
-    def make_block(self, build: ModelBuilder, index: int) -> Block:
+    def make_block(self, build: ModelBuilder, index: int) -> AnyBlock:
         """Layer `index`."""
         norms = []
         for field, name in self.norms._asdict().items():
@@ -119,7 +139,7 @@ class Llama:
 
     def make_attention(self, build: ModelBuilder, index: int) -> Mixer:
         """`self_attn` of layer `index`."""
-        spec, scope = self.spec, build.scope("self_attn")
+        spec, scope = self.spec, build.scope(self.attention_name)
         heads = Heads(
             count=spec.heads,
             kv=spec.kv_heads,

@@ -11,6 +11,7 @@ from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, RopeConfig
 from quire.layers.delta import DeltaConfig
 from quire.layers.latent import LatentConfig
+from quire.layers.mamba import MambaConfig
 from quire.layers.moe import MoEConfig
 from quire.ops.ragged import KVShape, StateShape
 from quire.types import UNLIMITED
@@ -38,7 +39,8 @@ class ModelSpec:
     attention's scores, 0 for 1 / sqrt(head_dim). embedding_scale, residual_scale, logit_scale: what embeddings, what
     attention and MLP add, and logits are multiplied by. score_cap, logit_cap: soft caps, 0 for none. experts: None
     where every layer has one MLP. latent: None where keys and values are kept as they are, of `kv_heads` heads.
-    delta: sizes of layers of the gated delta rule, which `recurrent` numbers; they keep states in place of K/V.
+    delta, mamba: sizes of layers of the gated delta rule, or of Mamba 2, which `recurrent` numbers; they keep states in
+    place of K/V.
     dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids.
     """
 
@@ -79,6 +81,7 @@ class ModelSpec:
     experts: MoEConfig | None = None
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
     recurrent: frozenset[int] = frozenset()
     dtype: str = ""
     stop: tuple[int, ...] = ()
@@ -111,7 +114,7 @@ class ModelSpec:
     @property
     def state_shapes(self) -> tuple[StateShape | None, ...]:
         """Per layer that `kv_shapes` has, what it keeps of a sequence; None where that is K/V."""
-        shape = None if self.delta is None else self.delta.state
+        shape = next((each.state for each in (self.delta, self.mamba) if each is not None), None)
         return tuple(shape if i in self.recurrent else None for i in range(self.layers - self.shared_kv))
 
     def state_bytes(self, itemsize: int) -> int:

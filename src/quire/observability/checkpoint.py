@@ -21,7 +21,7 @@ from typing import Any
 
 from quire.engine import events, recovery, timing
 from quire.errors import InvalidConfig
-from quire.scheduler import block_pool, kv_cache, pins, scheduler, sequence, speculation, step_time
+from quire.scheduler import block_pool, kv_cache, pins, scheduler, sequence, snapshots, speculation, step_time
 from quire.scheduler.constraint import FREE, PENDING, Constraint
 from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.scheduler.policy import POLICIES, SchedulingPolicy, policy_name
@@ -78,6 +78,10 @@ FRESH: Mapping[str, Callable[[Classes], Any]] = MappingProxyType(
         "BlockPool": lambda known: known["BlockPool"](1, known["NoPrefixCache"]()),
         "Pins": lambda known: known["Pins"](known["Lru"]()),
         "RadixPrefixCache": lambda known: known["RadixPrefixCache"](1),
+        "HybridPrefixCache": lambda known: known["HybridPrefixCache"](1, 0),
+        "StateSnapshots": lambda known: known["StateSnapshots"](
+            known["HybridPrefixCache"](1, 0), known["Pins"](known["Lru"]())
+        ),
         "Sequence": lambda known: known["Sequence"](_NO_REQUEST, 0, [], 0),
         "AdaptiveDrafts": lambda known: known["AdaptiveDrafts"](1),
         "LatencyController": lambda known: known["LatencyController"](0.0),
@@ -91,7 +95,7 @@ FRESH: Mapping[str, Callable[[Classes], Any]] = MappingProxyType(
 _KINDS = (
     *(scheduler.Scheduler, scheduler.WaitingQueue, sequence.Sequence, step_time.StepTimeModel, kv_cache.KVCacheManager),
     *(block_pool.BlockPool, block_pool.Lru, block_pool.Fifo, block_pool.NoPrefixCache, block_pool.RadixPrefixCache),
-    pins.Pins,
+    *(pins.Pins, snapshots.HybridPrefixCache, snapshots.NoSnapshots, snapshots.StateSnapshots),
     *(speculation.DraftStats, speculation.FixedDrafts, speculation.AdaptiveDrafts, timing.LatencyController),
     *(recovery.Recovery, events.EngineStats, events.RequestTimes),
 )
@@ -99,11 +103,13 @@ CLASSES: Classes = MappingProxyType({kind.__name__: kind for kind in _KINDS})
 """The classes of a state, by name."""
 
 _TUPLES = MappingProxyType({kind.__name__: kind for kind in (Plan, Span, NewSequence, InflightStep, Decision)})
+_TREES = frozenset({"RadixPrefixCache", "HybridPrefixCache"})
 _PLAIN = (int, float, str, bool, type(None))
 _SPECIAL: Mapping[str, frozenset[str]] = {
     "KVCacheManager": frozenset({"inflight_prefixes"}),
     "EngineStats": frozenset({"completed"}),
     "RadixPrefixCache": frozenset({"edges"}),
+    "HybridPrefixCache": frozenset({"edges"}),
     "Scheduler": frozenset({"compute_masks"}),
     "Sequence": frozenset({"request", "tokens", "constraint", "inflight_prefix", "draft_tokens"}),
 }
@@ -183,7 +189,7 @@ class _Packer:
     def _name_prefix_nodes(self, scheduler: Any) -> None:
         """Name nodes below the root, below the nodes of sequences, and those cut off from both but not yet evicted."""
         cache = scheduler.kv.prefix_cache
-        if type(cache).__name__ != "RadixPrefixCache":
+        if type(cache).__name__ not in _TREES:
             return
         self._walk(cache.root, [])
         inflight = [s for step in scheduler.inflight for s in (*step.seqs, *step.deferred_frees)]
@@ -221,7 +227,7 @@ class _Packer:
         fields = [[name, self._value(value)] for name, value in _fields(it) if name not in special]
         if kind == "Sequence":
             fields += self._sequence(it)
-        elif kind == "RadixPrefixCache":
+        elif kind in _TREES:
             fields.append(["edges", [[block, *self._value(node)] for block, (node, _) in it.edges.items()]])
         return [kind, fields]
 
@@ -293,7 +299,7 @@ class _Restorer:
         for it, (kind, data) in zip(self.made, nodes, strict=True):
             if kind == "Sequence":
                 self._sequence(it, dict(data))
-            elif kind == "RadixPrefixCache":
+            elif kind in _TREES:
                 self._index(it, dict(data)["edges"])
 
     def _make(self, kind: str, data: Any) -> Any:

@@ -264,6 +264,30 @@ class DeltaWeights(NamedTuple):
     norm: Norm
 
 
+class ScanInputs(NamedTuple):
+    """What a layer of Mamba 2 makes of the residual stream: gate [T, H V] of its results; mixed [T, C], what values,
+    keys and queries are made of, in this order; step [T, H], before its function."""
+
+    gate: Tensor
+    mixed: Tensor
+    step: Tensor
+
+
+class ScanWeights(NamedTuple):
+    """Small weights of a layer of Mamba 2: convolution [C, W] and bias [C], as of `DeltaWeights`; of each head fading
+    [H], the logarithm of how fast it fades, rise [H], which is added to the steps, and skip [H], what values are
+    multiplied by that are added to the results (all float32); norm: of gated results, group by group. step_limit: the
+    least and the largest step."""
+
+    convolution: Tensor
+    bias: Tensor | None
+    fading: Tensor
+    rise: Tensor
+    skip: Tensor
+    norm: Norm
+    step_limit: tuple[float, float]
+
+
 class Ops(Protocol):
     """What a device can compute. `ReferenceOps` is the oracle that every other implementation is tested against."""
 
@@ -426,6 +450,13 @@ class Ops(Protocol):
 
         Each span goes on from the state of its `batch.states.source`; states after tokens are written where
         `batch.states.target` says. Results are normed head by head, then multiplied by silu(gate).
+        """
+
+    def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """The selective scan of Mamba 2 (Dao and Gu 2024; `ops/recurrent.py` has its formulas) -> [T, H V].
+
+        States are read and written as by `gated_delta`. Results are multiplied by silu(gate), then normed group by
+        group.
         """
 
     def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ whole runs of RUN positions up to its own one, masked after it, whatever it is b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import CLAMP_ALPHA, DeltaInputs, DeltaWeights
+from quire.ops.base import CLAMP_ALPHA, DeltaInputs, DeltaWeights, ScanInputs, ScanWeights
 from quire.ops.matmul import (
     TILE_ROWS,
     can_pack,
@@ -38,7 +38,7 @@ from quire.ops.matmul import (
 )
 from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, causal_mask, first_visible, visible
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
-from quire.ops.recurrent import gated_delta, slots_of
+from quire.ops.recurrent import gated_delta, selective_scan, slots_of
 from quire.ops.reference import ReferenceOps, Scores
 from quire.types import UNLIMITED
 
@@ -53,6 +53,31 @@ NARROW = 16
 
 AT_ONCE = 256
 """Rows of queries a K/V head attends at once: bounds what a long chunk's scores take."""
+
+
+def one_by_one(
+    rule: Callable[[Sequence[Tensor], LayerState, Tensor, StateSlots], Tensor],
+    x: Sequence[Tensor],
+    state: LayerState,
+    batch: RaggedBatch,
+) -> Tensor:
+    """A recurrent layer's rule for each token alone. rule: inputs of one token, states, its place and its slots."""
+    states = slots_of(batch)
+    scratch = LayerState(*(each.new_zeros(2, *each.shape[1:]) for each in state))
+    one = torch.tensor([1], device=x[0].device)
+    starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one, one.new_zeros(0, 2))
+    begun = [[each[slot].clone() for each in state] for slot in states.source.tolist()]
+    kept, parts = dict[int, list[int]](), []
+    for token, slot in zip(*(each.tolist() for each in states.kept()), strict=True):
+        kept.setdefault(token, []).append(slot)
+    for (start, stop), first in zip(pairwise(batch.query_start.tolist()), begun, strict=True):
+        for pool, each in zip(scratch, first, strict=True):
+            pool[1] = each
+        for t in range(start, stop):
+            parts.append(rule([each[t : t + 1] for each in x], scratch, starts, alone))
+            for pool, each in zip(state, scratch, strict=True):
+                pool[kept.get(t, [])] = each[1]
+    return torch.cat(parts)
 
 
 class BatchInvariantOps(ReferenceOps):
@@ -78,22 +103,11 @@ class BatchInvariantOps(ReferenceOps):
 
     def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """Every token alone: slow, and the same bits in any batch and chunk."""
-        states = slots_of(batch)
-        scratch = LayerState(*(each.new_zeros(2, *each.shape[1:]) for each in state))
-        one = torch.tensor([1], device=x.mixed.device)
-        starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one)
-        begun = [[each[slot].clone() for each in state] for slot in states.source.tolist()]
-        targets, parts = states.target.tolist(), []
-        for (start, stop), first in zip(pairwise(batch.query_start.tolist()), begun, strict=True):
-            for pool, each in zip(scratch, first, strict=True):
-                pool[1] = each
-            for t in range(start, stop):
-                token = DeltaInputs(*(each[t : t + 1] for each in x))
-                parts.append(gated_delta(token, weights, scratch, starts, alone))
-                if targets[t]:
-                    for pool, each in zip(state, scratch, strict=True):
-                        pool[targets[t]] = each[1]
-        return torch.cat(parts)
+        return one_by_one(lambda token, *rest: gated_delta(DeltaInputs(*token), weights, *rest), x, state, batch)
+
+    def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """Every token alone, as `gated_delta`."""
+        return one_by_one(lambda token, *rest: selective_scan(ScanInputs(*token), weights, *rest), x, state, batch)
 
     def rotate(self, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate pairs without complex products."""

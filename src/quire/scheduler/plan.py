@@ -26,7 +26,8 @@ NO_TOKEN_ALLOWED = (
 
 class NewSequence(NamedTuple):
     """Opens a row. The first blocks already hold K/V of tokens[:num_computed]; tokens[:prompt_length] are the
-    prompt."""
+    prompt. snapshot: the slot of the state after tokens[:num_computed], of a model with recurrent layers; its first
+    span is in the same plan."""
 
     row: int
     tokens: tuple[int, ...]
@@ -37,6 +38,7 @@ class NewSequence(NamedTuple):
     choice: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     max_length: int = 0
+    snapshot: int = 0
 
 
 class Span(NamedTuple):
@@ -57,7 +59,9 @@ class Plan(NamedTuple):
 
     new_blocks: (row, blocks added) pairs, with the cached blocks of new rows. masked_spans: indices of spans that must
     not be sampled before their masks arrive. num_drafts: by span, how many tokens to draft once it has sampled; empty:
-    none. `spans` is the same object as the previous step's if equal.
+    none. `spans` is the same object as the previous step's if equal. snapshots: (index of a span, number of its tokens,
+    slot from 1 on): the slot takes the state after so many of the span's tokens. No slot is written before every span
+    has read the state that it goes on from.
     """
 
     new_sequences: tuple[NewSequence, ...]
@@ -65,6 +69,7 @@ class Plan(NamedTuple):
     spans: tuple[Span, ...]
     masked_spans: tuple[int, ...] = ()
     num_drafts: tuple[int, ...] = ()
+    snapshots: tuple[tuple[int, int, int], ...] = ()
 
 
 class Result(NamedTuple):

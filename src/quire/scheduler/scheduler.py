@@ -268,13 +268,8 @@ class Scheduler:
             return None
         if self._last_spans != (current := tuple(spans)):
             self._last_spans = current  # while spans stay equal, the object stays the same
-        plan = Plan(
-            tuple(new_sequences),
-            tuple(new_blocks),
-            self._last_spans,
-            tuple(masked),
-            tuple(drafts_by_span) if speculation.max_drafts else (),
-        )
+        drafts, snapshots = tuple(drafts_by_span) if speculation.max_drafts else (), self.kv.snapshots.plan(seqs, spans)
+        plan = Plan(tuple(new_sequences), tuple(new_blocks), self._last_spans, tuple(masked), drafts, snapshots)
         self.inflight.append(InflightStep(plan, seqs, [seqs[j] for j in masked], [], self._decisions))
         self._decisions = []
         return plan

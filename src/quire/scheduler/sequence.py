@@ -71,6 +71,14 @@ class Sequence:
     preemptions: int = 0
     inflight_prefix: PrefixKey | None = None
     """The next block of its prompt, where no other sequence has registered it."""
+    snapshot: int = 0
+    """The slot of the state that its row begins from, see `scheduler/snapshots.py`; 0: none."""
+    snapshot_lengths: list[int] = field(default_factory=list)
+    """Lengths, ascending, at which its state is to be kept; plans have not reached them."""
+    snapshots_inflight: list[tuple[int, int]] = field(default_factory=list)
+    """(length, slot) of snapshots in plans that are not committed."""
+    num_fed: int = 0
+    """Tokens that plans before this one have fed, at most; of a recurrent model."""
     waiters: list[tuple[int, Sequence]] = field(default_factory=list)
     """(length, sequence) of those that wait until it has computed so much of their prompts."""
     finish_reason: FinishReason | None = None
@@ -93,6 +101,7 @@ class Sequence:
             choice=request.choice,
             stop_token_ids=request.stop,
             max_length=self.max_length,
+            snapshot=self.snapshot,
         )
 
     def error_output(self, reason: str) -> RequestStepOutput:

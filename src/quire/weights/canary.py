@@ -105,7 +105,7 @@ def answers(model: Model, tokens: Sequence[int], device: torch.device, kv: Seque
 def feed(tokens: Sequence[int], start: int, stop: int, device: torch.device) -> RaggedBatch:
     """A step of one sequence, whose K/V is in blocks 1, 2, 3 and so on, and whose state in slot 1."""
     positions = torch.arange(start, stop, device=device)
-    count = -(-len(tokens) // PAGE)
+    count, last = -(-len(tokens) // PAGE), (positions == stop - 1).long()
     return RaggedBatch(
         tokens=torch.tensor(tokens[start:stop], device=device),
         positions=positions,
@@ -116,7 +116,7 @@ def feed(tokens: Sequence[int], start: int, stop: int, device: torch.device) -> 
         page_size=PAGE,
         max_query=stop - start,
         max_kv=stop,
-        states=StateSlots(torch.tensor([int(start > 0)], device=device), (positions == stop - 1).long()),
+        states=StateSlots(torch.tensor([int(start > 0)], device=device), last, last.new_zeros(0, 2)),
     )
 
 

@@ -92,23 +92,25 @@ class Begin(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("opened", "grown", "same_spans", "spans", "masked", "drafts")
+    __slots__ = ("opened", "grown", "same_spans", "spans", "masked", "drafts", "snapshots")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     GROWN_FIELD_NUMBER: _ClassVar[int]
     SAME_SPANS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     MASKED_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     opened: _containers.RepeatedCompositeFieldContainer[Open]
     grown: _containers.RepeatedCompositeFieldContainer[Growth]
     same_spans: bool
     spans: _containers.RepeatedScalarFieldContainer[int]
     masked: _containers.RepeatedScalarFieldContainer[int]
     drafts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, opened: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., grown: _Optional[_Iterable[_Union[Growth, _Mapping]]] = ..., same_spans: _Optional[bool] = ..., spans: _Optional[_Iterable[int]] = ..., masked: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[int]] = ...) -> None: ...
+    snapshots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, opened: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., grown: _Optional[_Iterable[_Union[Growth, _Mapping]]] = ..., same_spans: _Optional[bool] = ..., spans: _Optional[_Iterable[int]] = ..., masked: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[int]] = ..., snapshots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("row", "tokens", "start", "prompt", "seed", "choice", "stop", "limit", "sampling")
+    __slots__ = ("row", "tokens", "start", "prompt", "seed", "choice", "stop", "limit", "sampling", "snapshot")
     ROW_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +120,7 @@ class Open(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     row: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     start: int
@@ -127,7 +130,8 @@ class Open(_message.Message):
     stop: _containers.RepeatedScalarFieldContainer[int]
     limit: int
     sampling: Sampling
-    def __init__(self, row: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., prompt: _Optional[int] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., stop: _Optional[_Iterable[int]] = ..., limit: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+    snapshot: int
+    def __init__(self, row: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., prompt: _Optional[int] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., stop: _Optional[_Iterable[int]] = ..., limit: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., snapshot: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "bad_words", "allowed", "logprobs", "prompt_logprobs", "pooling")
