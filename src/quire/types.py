@@ -21,8 +21,12 @@ UNLIMITED = 1 << 30
 BACKGROUND = 1 << 30
 """The priority from which on a request runs only while no other request runs or could."""
 
-Pooling = Literal["mean", "last"]
-"""How hidden states of a prompt become one vector: their mean, or that of the last token."""
+Pooling = Literal["mean", "last", "cls", "all", "classify"]
+"""How hidden states of a prompt become one vector: their mean, or that of the last or the first token; all: one vector
+for each token. classify: the model's classifier of what it reads of them."""
+
+WHOLE_PROMPT = ("mean", "cls", "all")
+"""What needs hidden states of more than the last token, which cached prefixes do not have."""
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
@@ -271,8 +275,8 @@ class SamplingParams:
                 "is complete",
                 param="min_tokens",
             )
-        if self.pooling not in (None, "mean", "last"):
-            raise InvalidRequest("pooling must be mean or last", param="pooling")
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise InvalidRequest(f"pooling must be one of {', '.join(get_args(Pooling))}", param="pooling")
         if self.output_kind not in tuple(RequestOutputKind):
             kinds = ", ".join(RequestOutputKind)
             raise InvalidRequest(

@@ -11,6 +11,7 @@ from quire.model_runner.device_steps import DeviceSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.lookahead_runner import LookaheadRunner
 from quire.model_runner.memory import LayerShape, allocate, block_bytes, layer_shapes
+from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.row_state import RowState
 from quire.model_runner.runner import LaunchedStep, Runner
 from quire.model_runner.sampling.sampler import Sampler
@@ -25,6 +26,7 @@ class LocalExecutor:
     pages: blocks of the pool, not counting the null block. page_size: tokens per block. rows: sequences at once.
     max_model_len: the longest sequence, in tokens. dtype: of K/V, unless `layers` gives one per layer. depth: steps
     worth launching ahead of results; 0 where launch runs the forward at once, as on a CPU. pools: as in `Description`.
+    heads: what follows pooling.
     """
 
     runner: Runner | LookaheadRunner
@@ -43,6 +45,7 @@ class LocalExecutor:
         depth: int = 0,
         layers: Sequence[LayerShape] | None = None,
         pools: bool = True,
+        heads: PoolingHeads | None = None,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes) if layers is None else layers
         num_drafts = 0 if drafter is None else drafter.num_drafts
@@ -55,13 +58,14 @@ class LocalExecutor:
             Sampler(model.spec.vocab),
             drafter,
             torch.device(device),
+            heads,
         )
         self._description = Description(
             num_blocks=pages,
             block_size=page_size,
             num_rows=rows,
             max_model_len=max_model_len,
-            vocab_size=model.spec.vocab,
+            vocab_size=model.spec.vocab * model.spec.token_types,
             lookahead=depth,
             num_drafts=num_drafts,
             supports_pooling=pools,
@@ -69,6 +73,7 @@ class LocalExecutor:
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
             recurrent=recurrent,
+            bidirectional=model.spec.bidirectional,
         )
 
     def describe(self) -> Description:
@@ -117,6 +122,7 @@ class CudaExecutor(LocalExecutor):
         warm: Iterable[GraphKey] = (),
         paces: Iterable[tuple[int, int]] = (),
         catch_up: GraphKey | None = None,
+        heads: PoolingHeads | None = None,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype)
         num_drafts = 0 if proposer is None else proposer.num_drafts
@@ -132,6 +138,7 @@ class CudaExecutor(LocalExecutor):
             max_tokens=tokens,
             num_slots=depth + 2,
             device=device,
+            heads=heads,
         )
         self.runner.precompile(list(warm))
         self._description = Description(

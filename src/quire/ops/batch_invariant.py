@@ -36,7 +36,7 @@ from quire.ops.matmul import (
     pack,
     packed_linear,
 )
-from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, causal_mask, first_visible, visible
+from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, attention_mask, first_visible, visible
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.recurrent import gated_delta, slots_of
 from quire.ops.reference import ReferenceOps, Scores
@@ -120,6 +120,11 @@ class BatchInvariantOps(ReferenceOps):
         bent = (exact * exact * exact).mul_(0.044715).add_(exact).mul_(math.sqrt(2.0 / math.pi)).tanh_()
         return bent.add_(1.0).mul_(exact).mul_(0.5).to(x.dtype)
 
+    def gelu_erf(self, x: Tensor) -> Tensor:
+        """See `Ops.gelu_erf`."""
+        exact = x.float()
+        return (exact * math.sqrt(0.5)).erf_().add_(1.0).mul_(exact).mul_(0.5).to(x.dtype)
+
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
         return combine_experts_in_order(made, weights)
@@ -138,7 +143,7 @@ class BatchInvariantOps(ReferenceOps):
         step, parts = max(1, AT_ONCE // (each * share)) * each, []
         sinks = None if how.sinks is None else of_tile(how.sinks.view(groups, share), each)
         for start in range(0, group.n, step):
-            part = Queries(start, min(step, group.n - start), each, share, how.window, how.chunk)
+            part = Queries(start, min(step, group.n - start), each, share, how.window, how.chunk, how.ahead)
             some = q.view(spans, group.n, groups, share, dim)[:, start : start + part.n].float()
             first, seen = visible_runs(paged, i, part)
             keys, values = (x[:, :, first * KEYS : (first + seen.shape[1]) * KEYS] for x in (k, v))
@@ -150,7 +155,7 @@ class BatchInvariantOps(ReferenceOps):
 
 class Queries(NamedTuple):
     """Some of a group's queries and their tiles: `n` from number `start` on, `each` a tile for the `share` heads of a
-    K/V head. window, chunk: as in `Ops.attention`."""
+    K/V head. window, chunk, ahead: as in `Ops.attention`."""
 
     start: int
     n: int
@@ -158,6 +163,7 @@ class Queries(NamedTuple):
     share: int
     window: int
     chunk: int
+    ahead: int
 
 
 def tiles(q: Tensor, each: int) -> Tensor:
@@ -188,12 +194,14 @@ def visible_runs(paged: PagedAttentionMetadata, index: int, part: Queries) -> tu
 
 def mask(group: SpanGroup, past: Tensor, first: int, part: Queries) -> Tensor:
     """Which positions of runs from `first` on each row of the tiles sees."""
-    until = -(-(group.longest - group.n + part.start + part.n) // KEYS)
+    last = min(group.longest - group.n + part.start + part.n + part.ahead, group.longest)
+    until = -(-last // KEYS)
     row = torch.arange(-(-(part.each * part.share) // TILE_ROWS) * TILE_ROWS, device=past.device)
     at = torch.arange(0, part.n, part.each, device=past.device)[:, None] + (row // part.share).clamp(max=part.each - 1)
     place = (past[:, None, None] + at.clamp(max=part.n - 1))[:, None, :, :, None]
     key = torch.arange(first * KEYS, until * KEYS, device=past.device).view(-1, 1, 1, KEYS)
-    return visible(key, place, part.window, part.chunk)
+    seen = visible(key, place, part.window, part.chunk, part.ahead)
+    return seen & (key < group.kv_len.view(-1, 1, 1, 1, 1)) if part.ahead else seen
 
 
 def of_tile(sinks: Tensor, each: int) -> Tensor:
@@ -270,7 +278,7 @@ class SteadyOps(BatchInvariantOps):
 
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """See `ReferenceOps.attend`."""
-        if how.soft_cap or min(how.window, how.chunk) < UNLIMITED or how.sinks is not None:
+        if how.soft_cap or how.ahead or min(how.window, how.chunk) < UNLIMITED or how.sinks is not None:
             return super().attend(q, kv, paged, i, how)
         return attend_runs(q, kv, paged, i, how.scale)
 
@@ -301,7 +309,7 @@ def additive_mask(paged: PagedAttentionMetadata, index: int, share: int, dtype: 
     key = (index, share)
     made = paged.masks.get(key)
     if made is None:
-        seen = causal_mask(paged.groups[index], UNLIMITED, share)
+        seen = attention_mask(paged.groups[index], UNLIMITED, share)
         assert seen is not None
         made = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
         made = made if made.shape[2] == 1 else pad_rows(made)

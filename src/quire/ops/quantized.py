@@ -151,8 +151,22 @@ class BaseOps(ABC):
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
         """See `Ops.apply_gate`."""
-        gates = {"silu": self.silu_mul, "gelu": self.gelu_mul, "clamped": self.clamped_mul}
+        gates = {
+            "silu": self.silu_mul,
+            "gelu": self.gelu_mul,
+            "gelu_erf": self.gelu_erf_mul,
+            "clamped": self.clamped_mul,
+        }
         return gates[gate](y) if gate else y
+
+    def gelu_erf(self, x: Tensor) -> Tensor:
+        """See `Ops.gelu_erf`."""
+        return F.gelu(x)
+
+    def gelu_erf_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.gelu_erf_mul`."""
+        gate, up = gate_up.chunk(2, -1)
+        return self.gelu_erf(gate).mul_(up)
 
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""

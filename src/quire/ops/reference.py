@@ -26,6 +26,11 @@ class Scores(NamedTuple):
     soft_cap: float = 0.0
     sinks: Tensor | None = None
     chunk: int = UNLIMITED
+    ahead: int = 0
+
+    def sees_all(self, longest: int) -> bool:
+        """Whether every query of spans of `longest` positions sees all of them."""
+        return min(self.window, self.chunk, self.ahead) >= longest
 
     def sink_of(self, groups: int, repeat: int = 1) -> Tensor | None:
         """The sinks of rows of queries, the heads of a K/V head one after the other: [G, R * repeat, 1]."""
@@ -170,10 +175,11 @@ class ReferenceOps(BaseOps):
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
         chunk: int = UNLIMITED,
+        ahead: int = 0,
     ) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
-        how = Scores(scale, window, soft_cap, sinks, chunk)
+        how = Scores(scale, window, soft_cap, sinks, chunk, ahead)
         parts = [self.attend(q[group.rows], kv, paged, i, how) for i, group in enumerate(paged.groups)]
         if len(parts) == 1 and len(parts[0]) == len(q):
             return parts[0]
@@ -205,7 +211,7 @@ class ReferenceOps(BaseOps):
         k, v = paged.read_kv(kv, i, q)
         if group.n > FEW:
             return long(q, k[0], v[0], group, how)
-        mask = paged.mask(i, how.window, q.shape[1] // k.shape[1], how.chunk)
+        mask = paged.mask(i, how.window, q.shape[1] // k.shape[1], how.chunk, how.ahead)
         return short(q, k, v, mask, group.n, how)
 
 
@@ -236,10 +242,11 @@ def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, how: Scores) -> Tens
     tiles = []
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
-        low, high = first_visible(past + start, how.window, how.chunk), past + stop
+        low = first_visible(past + start, how.window, how.chunk)
+        high = min(past + stop + how.ahead, group.longest)
         key = torch.arange(low, high, device=q.device)
-        query = torch.arange(past + start, high, device=q.device)[:, None]
-        mask = visible(key, query, how.window, how.chunk)
+        query = torch.arange(past + start, past + stop, device=q.device)[:, None]
+        mask = None if how.sees_all(group.longest) else visible(key, query, how.window, how.chunk, how.ahead)
         keys, values = (x[:, None, low:high].expand(-1, heads // groups, -1, -1) for x in (k, v))
         tiles.append(weigh(folded[:, :, start:stop], keys, values, mask, how, sinks))
     return torch.cat(tiles, 2).permute(2, 0, 1, 3).reshape(n, heads, -1)

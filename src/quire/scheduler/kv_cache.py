@@ -8,7 +8,7 @@ from quire.errors import InvalidRequest
 from quire.scheduler.block_pool import BlockPool, EvictionPolicy, Lru, NoPrefixCache, PrefixCache, RadixPrefixCache
 from quire.scheduler.pins import Pins
 from quire.scheduler.sequence import PrefixKey, Sequence
-from quire.types import UNLIMITED, Request
+from quire.types import UNLIMITED, WHOLE_PROMPT, Request
 
 
 class KVCacheManager:
@@ -67,7 +67,8 @@ class KVCacheManager:
 
         None for a request that needs something of each prompt token: cached rows are not computed.
         """
-        return [] if seq.needs_prompt_logits or seq.request.sampling.pooling == "mean" else seq.tokens[:-1]
+        whole = seq.needs_prompt_logits or seq.request.sampling.pooling in WHOLE_PROMPT
+        return [] if whole else seq.tokens[:-1]
 
     def find_inflight_prefix(self, seq: Sequence) -> tuple[Sequence, int] | None:
         """The running sequence that computes what `seq` would compute next, and up to which length, if that is worth

@@ -314,6 +314,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_json_list(path: Path) -> list[Any]:
+    """An optional JSON list: empty when there is no file. Raises InvalidModel when it is none."""
+    if not path.is_file():
+        return []
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidModel(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, list):
+        raise InvalidModel(f"{path} must hold a JSON list, not {type(value).__name__}")
+    return value
+
+
 def _with_token(frame: tuple[int, ...], token: int | None, wanted: bool | None) -> tuple[int, ...]:
     if token is None or wanted is None or wanted == (token in frame):
         return frame

@@ -200,11 +200,12 @@ class NativeOps(ReferenceOps):
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
         chunk: int = UNLIMITED,
+        ahead: int = 0,
     ) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
-        if not self._attends(q, kv) or all(group.n > MANY_QUERIES for group in paged.groups):
-            return super().attention(q, kv, paged, scale, window, soft_cap, sinks, chunk)
+        if ahead or not self._attends(q, kv) or all(group.n > MANY_QUERIES for group in paged.groups):
+            return super().attention(q, kv, paged, scale, window, soft_cap, sinks, chunk, ahead)
         out = q.new_empty(*q.shape[:2], kv.v.shape[-1])
         how = Scores(scale, window, soft_cap, sinks, chunk)
         for i, group in enumerate(paged.groups):
