@@ -425,6 +425,66 @@ class EmbeddingRequestOutput:
     num_cached_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """What each class got (vLLM's fields)."""
+
+    probs: tuple[float, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationRequestOutput:
+    """A prompt and its classes (vLLM's fields). label: the name of the likeliest."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: ClassificationOutput
+    label: str
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """A score (vLLM's fields)."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """A pair of texts and its score (vLLM's fields). prompt_token_ids: of both texts."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: ScoringOutput
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """What was made of a prompt (vLLM's fields): numbers, or as many lists of them as the prompt has tokens."""
+
+    data: tuple[float, ...] | tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput:
+    """A prompt and what was made of it (vLLM's fields)."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: PoolingOutput
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
 class TraceContext(NamedTuple):
     """Where a call came from.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -87,13 +88,14 @@ def hf_overrides(settings: Settings) -> Mapping[str, Any]:
 def pooler_of(settings: Settings) -> PoolerConfig:
     """How the model's prompts become vectors. Raises InvalidConfig and InvalidModel."""
     model = settings.model
-    return read_pooler(
+    found = read_pooler(
         locate(model.model, revision=model.revision, cache=model.download_dir),
         runner=model.runner,
         convert=model.convert,
         overrides=hf_overrides(settings),
         options=json_object("pooler_config", model.pooler_config),
     )
+    return replace(found, by_chat=bool(found.classes) and model.chat_template is not None)
 
 
 def word_ids(words: tuple[str, str], tokenizer: Tokenizer) -> tuple[int, int]:

@@ -47,7 +47,7 @@ class PoolerConfig:
     context. prompts, default_prompt: texts that stand before an input, by name, and the name of the one that does
     without being asked for. dimensions: numbers that vectors may be cut to; None: any, empty: none. token_types: as of
     `ModelSpec`. words: scores are made of the logits of these two, of no and of yes. by_template: pairs are written as
-    Qwen3-Reranker expects them.
+    Qwen3-Reranker expects them. by_chat: by the chat template that an option names, with roles query and document.
     """
 
     generates: bool = True
@@ -63,6 +63,7 @@ class PoolerConfig:
     token_types: int = 1
     words: tuple[str, str] | None = None
     by_template: bool = False
+    by_chat: bool = False
 
     @property
     def tasks(self) -> tuple[str, ...]:
