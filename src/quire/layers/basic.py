@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.quantization.gguf import GgufStorage
-from quire.ops.base import Angles, Gate, Norm, Norms, Ops
+from quire.ops.base import Angles, Gate, Norm, Norms, Ops, Scores
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
 
@@ -251,10 +251,9 @@ class Attention:
     ) -> Tensor:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
-        q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, angles, self.norms)
-        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
-        mixed = mixed.flatten(1)
-        return self.out(select_rows(mixed, outputs))
+        how = Scores(h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
+        mixed = self.ops.self_attention(self.qkv(x), h.count, kv, batch, angles, how, self.norms)
+        return self.out(select_rows(mixed.flatten(1), outputs))
 
 
 class GatedAttention(Attention):

@@ -244,6 +244,25 @@ ExpertMatrices = QuantizedMatrix | IntegerMatrix
 """Of all experts of a layer: one below the other [E out, in], or see `IntegerMatrix`."""
 
 
+class Scores(NamedTuple):
+    """What attention does with scores: see `Ops.attention`."""
+
+    scale: float
+    window: int = UNLIMITED
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
+    chunk: int = UNLIMITED
+    ahead: int = 0
+
+    def sees_all(self, longest: int) -> bool:
+        """Whether every query of spans of `longest` positions sees all of them."""
+        return min(self.window, self.chunk, self.ahead) >= longest
+
+    def sink_of(self, groups: int, repeat: int = 1) -> Tensor | None:
+        """The sinks of rows of queries, the heads of a K/V head one after the other: [G, R * repeat, 1]."""
+        return None if self.sinks is None else self.sinks.view(groups, -1, 1).repeat_interleave(repeat, 1)
+
+
 class DeltaInputs(NamedTuple):
     """What a layer of the gated delta rule makes of the residual stream: mixed [T, C], what queries, keys and values
     are made of, in this order; gate [T, H V] of its results; beta and rise [T, H], before their functions."""
@@ -392,7 +411,7 @@ class Ops(Protocol):
         """gelu by its tanh approximation, as in GPT-2."""
 
     def gelu_erf(self, x: Tensor) -> Tensor:
-        """gelu by the error function: x (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel 2016)."""
+        """gelu by the error function: x (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel 2016). x may be overwritten."""
 
     def relu2(self, x: Tensor) -> Tensor:
         """max(x, 0)^2 (So et al. 2021)."""
@@ -445,6 +464,19 @@ class Ops(Protocol):
 
         A score is q times the latent and rotated times what was rotated; the latents are the values, too.
         """
+
+    def self_attention(
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        angles: Angles,
+        how: Scores,
+        norms: Norms | None = None,
+    ) -> Tensor:
+        """`qk_norm_rope_store_kv` and then `attention`: qkv [T, (H + 2 G) D] -> [T, H, D]. Where `how.ahead` is above 0
+        nothing need be stored of spans that are whole prompts."""
 
     def attention(
         self,

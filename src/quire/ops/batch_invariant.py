@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import CLAMP_ALPHA, DeltaInputs, DeltaWeights
+from quire.ops.base import CLAMP_ALPHA, DeltaInputs, DeltaWeights, Scores
 from quire.ops.matmul import (
     TILE_ROWS,
     can_pack,
@@ -39,7 +39,7 @@ from quire.ops.matmul import (
 from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, attention_mask, first_visible, visible
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.recurrent import gated_delta, slots_of
-from quire.ops.reference import ReferenceOps, Scores
+from quire.ops.reference import ReferenceOps
 from quire.types import UNLIMITED
 
 KEYS = 128

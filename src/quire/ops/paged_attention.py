@@ -54,6 +54,21 @@ class PagedAttentionMetadata(RaggedBatch):
     targets: dict[int, Tensor] = field(default_factory=dict)
     masks: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every span is a whole prompt."""
+        return all(group.even and group.n == group.longest for group in self.groups)
+
+    @property
+    def order(self) -> Tensor | None:
+        """Tokens by group, int64 [T]; None where they are so already."""
+        if len(self.groups) == 1 and isinstance(self.groups[0].rows, slice):
+            return None
+        if 0 not in self.targets:
+            whole = torch.arange(len(self.tokens))
+            self.targets[0] = torch.cat([whole[group.rows] for group in self.groups])
+        return self.targets[0]
+
     @classmethod
     def of(cls, batch: RaggedBatch, reach: int = 1) -> PagedAttentionMetadata:
         """reach: positions are read in multiples of it; after a span's end, any of its own."""
