@@ -72,7 +72,14 @@ def command(
     }
     show(found, count, apart)
     if out is not None:
-        sizes = {"texts": count, "threads": threads, "inputs": inputs, "clients": clients, "batch": batch, "words": words}
+        sizes = {
+            "texts": count,
+            "threads": threads,
+            "inputs": inputs,
+            "clients": clients,
+            "batch": batch,
+            "words": words,
+        }
         out.write_text(json.dumps({"sizes": sizes, "largest_difference": apart, "found": found}, indent=1))
 
 
@@ -93,7 +100,10 @@ def server_seconds() -> float:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             words = path.read_text().rpartition(")")[2].split()
-            parents[int(path.parent.name)], ticks[int(path.parent.name)] = int(words[1]), int(words[11]) + int(words[12])
+            parents[int(path.parent.name)], ticks[int(path.parent.name)] = (
+                int(words[1]),
+                int(words[11]) + int(words[12]),
+            )
 
     def own(pid: int) -> bool:
         while pid in parents:
@@ -134,14 +144,14 @@ def through_http(url: str, inputs: int, clients: int) -> Callable[[Sequence[str]
 
 def peer(folder: Path, batch: int) -> Callable[[Sequence[str]], Any]:
     """The same by sentence-transformers."""
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found,unused-ignore]
 
     model = SentenceTransformer(str(folder), device="cpu")
     return lambda texts: model.encode(list(texts), batch_size=batch, show_progress_bar=False)
 
 
 def write(folder: Path) -> Path:
-    """The checkpoint: config.json, weights, a WordPiece tokenizer of the same size, and sentence-transformers' files."""
+    """The checkpoint, with a WordPiece tokenizer of the same size, and sentence-transformers' files."""
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
@@ -172,7 +182,9 @@ def write(folder: Path) -> Path:
         "1_Pooling/config.json": {"word_embedding_dimension": HIDDEN, "pooling_mode_mean_tokens": True},
         "modules.json": [
             {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-            for i, (path, kind) in enumerate((("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")))
+            for i, (path, kind) in enumerate(
+                (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+            )
         ],
     }
     for name, content in files.items():

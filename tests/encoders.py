@@ -14,9 +14,55 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 WORDS = (
-    "the a dog cat bird fish tree house river stone red blue green small large old new runs sings sleeps eats sees "
-    "under over near with and or not very quick slow who what where why when it is was be on in of to from at by"
-).split()
+    "the",
+    "a",
+    "dog",
+    "cat",
+    "bird",
+    "fish",
+    "tree",
+    "house",
+    "river",
+    "stone",
+    "red",
+    "blue",
+    "green",
+    "small",
+    "large",
+    "old",
+    "new",
+    "runs",
+    "sings",
+    "sleeps",
+    "eats",
+    "sees",
+    "under",
+    "over",
+    "near",
+    "with",
+    "and",
+    "or",
+    "not",
+    "very",
+    "quick",
+    "slow",
+    "who",
+    "what",
+    "where",
+    "why",
+    "when",
+    "it",
+    "is",
+    "was",
+    "be",
+    "on",
+    "in",
+    "of",
+    "to",
+    "from",
+    "at",
+    "by",
+)
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCAB = 96
 
@@ -167,7 +213,12 @@ def write(folder: Path, name: str, *, labels: int = 0, seed: int = 0, **fields: 
 
 
 def sentence_transformers(
-    folder: Path, *, pooling: str = "mean", dense: Sequence[tuple[int, int, str]] = (), normalize: bool = True, **about: Any
+    folder: Path,
+    *,
+    pooling: str = "mean",
+    dense: Sequence[tuple[int, int, str]] = (),
+    normalize: bool = True,
+    **about: Any,
 ) -> list[tuple[torch.Tensor, torch.Tensor, str]]:
     """sentence-transformers' files beside a checkpoint; returns the weights and biases of the dense layers."""
     from safetensors.torch import save_file
@@ -183,7 +234,10 @@ def sentence_transformers(
         at = folder / f"{i}_Dense"
         at.mkdir()
         generator = torch.Generator().manual_seed(i)
-        weight, bias = torch.randn(outputs, inputs, generator=generator) * 0.3, torch.randn(outputs, generator=generator)
+        weight, bias = (
+            torch.randn(outputs, inputs, generator=generator) * 0.3,
+            torch.randn(outputs, generator=generator),
+        )
         save_file({"linear.weight": weight, "linear.bias": bias}, at / "model.safetensors")
         names = {"in_features": inputs, "out_features": outputs, "bias": True}
         function = f"torch.nn.modules.{'linear' if activation == 'Identity' else 'activation'}.{activation}"
@@ -213,7 +267,9 @@ def states(model: Any, ids: Sequence[int], types: Sequence[int] | None = None) -
 def logits(model: Any, ids: Sequence[int], types: Sequence[int] | None = None) -> torch.Tensor:
     """A classifier's numbers [classes] of one text."""
     extra = {} if types is None else {"token_type_ids": torch.tensor([types])}
-    return model(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), **extra).logits[0]
+    return model(
+        input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), **extra
+    ).logits[0]
 
 
 def pooled(states: torch.Tensor, how: str) -> torch.Tensor:

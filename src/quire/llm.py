@@ -519,9 +519,7 @@ class LLM:
         """One for each answer. end: called when it is complete, or with why it will never be."""
         tokenizer, seed = self._text.tokenizer, self._seeds.getrandbits(63)
         stops = StopStrings(job.call.sampling.stop)
-        asked = requests(
-            job.call, tokenizer=tokenizer, limit=self._context, seed=seed, pooler=self._text.pooler
-        )
+        asked = requests(job.call, tokenizer=tokenizer, limit=self._context, seed=seed, pooler=self._text.pooler)
         return [
             _Reader(job, request, self._constraint(request), output_processor(request, tokenizer, stops), end)
             for request in asked

@@ -27,8 +27,8 @@ from quire.config.speculative import parse
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
-from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
+from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.sampling.features import EDITED, RANDOM, SCORED, TRUNCATED
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
 from quire.models.registry import Model

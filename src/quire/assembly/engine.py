@@ -34,8 +34,8 @@ from quire.engine.executor import Description, Executor
 from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
-from quire.model_runner.pooling import PoolingHeads, unchanged
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
+from quire.model_runner.pooling import PoolingHeads, unchanged
 from quire.models.registry import ARCHITECTURES, DERIVED, Model, architecture_name, find_architecture, parameters
 from quire.observability.recorder import recorded
 from quire.observability.recording_format import recording_folder

@@ -80,7 +80,9 @@ class PoolingReader:
         own, ids = self._prompts.encoded(prompt)
         return own, ids[:most]
 
-    def pairs(self, first: Any, second: Any, *, truncate: int | None = None, instruction: str | None = None) -> PooledPrompts:
+    def pairs(
+        self, first: Any, second: Any, *, truncate: int | None = None, instruction: str | None = None
+    ) -> PooledPrompts:
         """Pairs of texts for scores."""
         check_task(self._pooler, "score", pools=self._pools)
         one, other = ([given] if isinstance(given, str) else list(given) for given in (first, second))

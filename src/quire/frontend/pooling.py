@@ -1,5 +1,7 @@
-"""What pooling requests have in common, over HTTP and in Python: how inputs are written and checked, and what becomes of
-the numbers that the engine makes of them."""
+"""What pooling requests have in common, over HTTP and in Python.
+
+How inputs are written and checked, and what becomes of the numbers that the engine makes of them.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def check_dimensions(dimensions: int | None, pooler: PoolerConfig) -> None:
     allowed = pooler.dimensions
     if allowed is not None and dimensions not in allowed:
         which = f"only {', '.join(map(str, allowed))}" if allowed else "config.json says is_matryoshka false"
-        raise InvalidRequest(f"dimensions: vectors of this model cannot be cut to {dimensions}: {which}", param="dimensions")
+        raise InvalidRequest(
+            f"dimensions: vectors of this model cannot be cut to {dimensions}: {which}", param="dimensions"
+        )
 
 
 # ---------------------------------------------------------------- inputs
@@ -90,7 +94,9 @@ def with_prompt(text: str, name: str | None, pooler: PoolerConfig) -> str:
         return text
     if chosen not in pooler.prompts:
         known = ", ".join(pooler.prompts) or "none"
-        raise InvalidRequest(f"prompt_name: this model has no prompt {chosen[:64]!r} (it has {known})", param="prompt_name")
+        raise InvalidRequest(
+            f"prompt_name: this model has no prompt {chosen[:64]!r} (it has {known})", param="prompt_name"
+        )
     return pooler.prompts[chosen] + text
 
 

@@ -545,7 +545,9 @@ GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """The names under which configs mean gelu by its tanh approximation."""
 
 
-GATES: Mapping[str, Gate] = MappingProxyType({"silu": "silu", **dict.fromkeys(GELUS, "gelu"), "gelu_erf": "gelu_erf", "clamped": "clamped"})
+GATES: Mapping[str, Gate] = MappingProxyType(
+    {"silu": "silu", **dict.fromkeys(GELUS, "gelu"), "gelu_erf": "gelu_erf", "clamped": "clamped"}
+)
 
 
 def activation_of(name: str, known: Mapping[str, Kind]) -> Kind:

@@ -20,9 +20,9 @@ from quire.errors import StepFailed
 from quire.model_runner.device_state import DeviceState, MaskUpload, Update, UploadRing, step_updates
 from quire.model_runner.device_steps import DROPPED, SCORE_WIDTH, DeviceSteps, read_scores
 from quire.model_runner.graphs import GraphKey, WorkQueue, bucket_seqs, bucket_tokens, padding
+from quire.model_runner.pooling import PoolingHeads, pooled_bytes
 from quire.model_runner.row_state import RowState, StepShape
 from quire.model_runner.runner import BaseRunner, LaunchedStep
-from quire.model_runner.pooling import PoolingHeads, pooled_bytes
 from quire.model_runner.sampling.features import (
     DRAFT_FEATURES,
     MASKED,

@@ -125,7 +125,9 @@ class PromptPooler:
             before = self._kept.get(shape.spans[s].row)
             if before is not None:
                 total[i] = before
-        total.index_add_(0, torch.from_numpy(place[shape.token_span]).to(hidden.device), hidden.double())
+        # There are more rows than tokens in a padded step.
+        fed = hidden[: len(shape.token_span)].double()
+        total.index_add_(0, torch.from_numpy(place[shape.token_span]).to(hidden.device), fed)
         return {s: total[i] for i, s in enumerate(means)}
 
     def _through_heads(self, ended: Sequence[_Ended]) -> dict[int, Tensor]:
@@ -140,7 +142,10 @@ class PromptPooler:
                 raise ValueError("this model has no classifier")
             counts = [len(each.vectors) for each in some]
             out = head(torch.cat([each.vectors for each in some])).float()
-            made |= {each.span: part.flatten() for each, part in zip(some, out.split(counts), strict=True)}
+            ends = np.cumsum(counts).tolist()
+            made |= {
+                each.span: out[end - count : end].flatten() for each, end, count in zip(some, ends, counts, strict=True)
+            }
         return made
 
     def _drop(self, row: int) -> None:

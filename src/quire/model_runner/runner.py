@@ -97,8 +97,10 @@ class LaunchedStep:
 
 
 class BaseRunner(ABC):
-    """Steps in flight over rows and a KV pool. kv: one LayerKV per layer, of which block 0 is the null block. heads: what
-    follows pooling."""
+    """Steps in flight over rows and a KV pool.
+
+    kv: one LayerKV per layer, of which block 0 is the null block. heads: what follows pooling.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019), RoBERTa, XLM-RoBERTa and DistilBERT: encoders that norm what attention and MLP add up to."""
+"""BERT (Devlin et al. 2019), RoBERTa, XLM-RoBERTa and DistilBERT: encoders that norm sums, after attention and MLP."""
 
 from __future__ import annotations
 
@@ -36,12 +36,8 @@ class EncoderBlock:
     """One layer: attention and an MLP, each followed by a norm of the sum."""
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder, names: Names) -> None:
-        heads = Heads(
-            count=spec.heads, kv=spec.kv_heads, dim=spec.head_dim, scale=spec.head_dim**-0.5, ahead=UNLIMITED
-        )
-        self.attention = build.attention(
-            spec.hidden, heads, names=names.qkv, out=names.out, bias=True, out_bias=True
-        )
+        heads = Heads(count=spec.heads, kv=spec.kv_heads, dim=spec.head_dim, scale=spec.head_dim**-0.5, ahead=UNLIMITED)
+        self.attention = build.attention(spec.hidden, heads, names=names.qkv, out=names.out, bias=True, out_bias=True)
         self.nothing = build.norm_layer(None)
         self.attention_norm = build.norm_layer(build.layer_norm(names.attention_norm, spec.hidden, spec.norm_eps))
         self.mlp = build.mlp(names.up, names.down, spec.hidden, spec.mlp, spec.activation)

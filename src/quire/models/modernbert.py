@@ -37,9 +37,7 @@ class Layer:
         )
         self.before_mlp = build.norm_layer(norm(spec, build, "mlp_norm"))
         gate = "gelu_erf" if spec.activation == "gelu" else spec.activation
-        self.mlp = build.scope("mlp").gated_mlp(
-            spec.hidden, spec.mlp, gate, bias=spec.mlp_bias, names=("Wi", "Wo")
-        )
+        self.mlp = build.scope("mlp").gated_mlp(spec.hidden, spec.mlp, gate, bias=spec.mlp_bias, names=("Wi", "Wo"))
 
     def __call__(self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV) -> Tensor:
         """The residual stream [T, hidden] before and after this layer."""

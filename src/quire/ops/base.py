@@ -411,7 +411,8 @@ class Ops(Protocol):
         """gelu by its tanh approximation, as in GPT-2."""
 
     def gelu_erf(self, x: Tensor) -> Tensor:
-        """gelu by the error function: x (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel 2016). x may be overwritten."""
+        """gelu by the error function, x (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel 2016). x may be
+        overwritten."""
 
     def relu2(self, x: Tensor) -> Tensor:
         """max(x, 0)^2 (So et al. 2021)."""
@@ -494,7 +495,8 @@ class Ops(Protocol):
 
         Query head h uses K/V head h // (H / G). A query at position p sees positions p - window + 1 to p + ahead that
         its span has, those of its own chunk of `chunk` positions (Meta 2025, Llama 4). ahead: 0 for causal attention;
-        UNLIMITED for an encoder's, whose spans are whole prompts. soft_cap c above 0 makes scores c * tanh(score / c) (Gemma
-        2). sinks float32 [H]: one more score for each query of a head, which takes part in the softmax and has no value
-        (OpenAI 2025, gpt-oss); None: -inf. What a query may not see never reaches its result, whatever it contains.
+        UNLIMITED for an encoder's, whose spans are whole prompts. soft_cap c above 0 makes scores c * tanh(score / c)
+        (Gemma 2). sinks float32 [H]: one more score for each query of a head, which takes part in the softmax and has
+        no value (OpenAI 2025, gpt-oss); None: -inf. What a query may not see never reaches its result, whatever it
+        contains.
         """

@@ -172,9 +172,7 @@ class PagedAttentionMetadata(RaggedBatch):
             dim = pool.shape[-1]
             pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
 
-    def mask(
-        self, index: int, window: int, repeat: int, chunk: int = UNLIMITED, ahead: int = 0
-    ) -> Tensor | None:
+    def mask(self, index: int, window: int, repeat: int, chunk: int = UNLIMITED, ahead: int = 0) -> Tensor | None:
         """[S, 1, repeat * n, L] bool: which of L positions each query sees; None where each sees all."""
         key = (index, window, repeat, chunk, ahead)
         if key not in self.masks:
@@ -221,9 +219,7 @@ def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengt
     return SpanGroup(n, rows, kv_len, longest, torch.where(held, pages, pages[:, :1]), even)
 
 
-def attention_mask(
-    group: SpanGroup, window: int, repeat: int, chunk: int = UNLIMITED, ahead: int = 0
-) -> Tensor | None:
+def attention_mask(group: SpanGroup, window: int, repeat: int, chunk: int = UNLIMITED, ahead: int = 0) -> Tensor | None:
     """[S, 1, repeat * n, L] bool: which positions each query sees; None where each sees all."""
     if group.n <= ahead + 1 and group.even and min(window, chunk) >= group.longest:
         return None

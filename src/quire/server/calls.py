@@ -52,8 +52,8 @@ class Job:
     begin inside a thought without a mark of its own; None if the model does not reason. thought_style: how thoughts are
     marked. reasons: whether thoughts are shown. truncated: prompt tokens left out on request, None if the request does
     not ask for it. timed: whether times are shown. cache_details: whether the usage says where the prompt differs from
-    the cache. removal: of the prompt's header. params: effective sampling parameters to show. pooler: the model's. began:
-    time.perf_counter() at which the request came.
+    the cache. removal: of the prompt's header. params: effective sampling parameters to show. pooler: the
+    model's. began: time.perf_counter() at which the request came.
     """
 
     id: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -20,7 +21,7 @@ from quire.frontend.pooling import (
     pooling_params,
     with_prompt,
 )
-from quire.frontend.processor import check_pooled
+from quire.frontend.processor import check_pooled, max_new_tokens
 from quire.server.calls import Job, make_call
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
 from quire.server.outputs import ChoiceBuilder, Usage
@@ -88,7 +89,7 @@ def embed(request: EmbeddingsRequest, backend: Backend, limits: Limits, *, trunc
     if truncate:
         request.truncate_prompt_tokens = -1
     inputs = read_inputs(request, request.prompt_name, backend, card, limits)
-    pooling: Pooling = request.pooling or card.pooler.pooling  # type: ignore[assignment]
+    pooling = cast(Pooling, request.pooling or card.pooler.pooling)
     return pooled_job("embd-", inputs, pooling, request, backend, limits)
 
 
@@ -114,7 +115,10 @@ def pooled_job(
     _naming(param, check_answers, len(inputs), 1, limits)
     params = pooling_params(pooling)
     for one in inputs:
-        _naming(param, check_pooled, len(one.ids), pooling, input_limit(card), card.pooler)
+        if card.pooler.generates:
+            _naming(param, max_new_tokens, len(one.ids), params, card.max_model_len)
+        else:
+            _naming(param, check_pooled, len(one.ids), pooling, input_limit(card), card.pooler)
     calls = [make_call(prefix, None, one.ids, request, params, limits) for one in inputs]
     truncated = None if request.truncate_prompt_tokens is None else sum(one.truncated for one in inputs)
     return Job(
@@ -132,7 +136,7 @@ def _naming(param: str, check: Any, *arguments: Any) -> None:
     try:
         check(*arguments)
     except InvalidRequest as error:
-        named = str(error).replace("the prompt", f"the {param}").replace("prompt", param)
+        named = re.sub(r"\bprompts?\b", param, str(error))
         raise InvalidRequest(named, param=param, code=error.code) from error
 
 
@@ -142,7 +146,11 @@ def input_limit(card: ModelCard) -> int:
 
 
 def read_inputs(
-    request: EmbeddingsRequest | ClassifyRequest, prompt_name: str | None, backend: Backend, card: ModelCard, limits: Limits
+    request: EmbeddingsRequest | ClassifyRequest,
+    prompt_name: str | None,
+    backend: Backend,
+    card: ModelCard,
+    limits: Limits,
 ) -> list[EncodedInput]:
     """The token ids of `input`, or of `messages`. Raises InvalidRequest."""
     if (request.input is None) == (request.messages is None):
@@ -154,9 +162,9 @@ def read_inputs(
         _, ids = render(request.messages, request, backend, context=input_limit(card) + 1)
         return [cut(ids, most)]
     try:
-        given = prompts(request.input, card, limits)
+        given = prompts(request.input or [], card, limits)
         texts = [with_prompt(one, prompt_name, card.pooler) for one in given if isinstance(one, str)]
-        return encode_inputs(given if not texts else texts, request, backend, card)
+        return encode_inputs(texts or given, request, backend, card)
     except InvalidRequest as error:
         if error.param != "prompt":
             raise
@@ -185,7 +193,9 @@ def cut(ids: tuple[int, ...], most: int | None) -> EncodedInput:
 def pooled_usage(job: Job, usage: Usage) -> dict[str, Any]:
     """The usage of a request that pools: what was left out is counted where it was asked for."""
     counted: dict[str, Any] = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}
-    return counted if job.truncated is None else {**counted, "prompt_tokens_details": {"truncated_tokens": job.truncated}}
+    return (
+        counted if job.truncated is None else {**counted, "prompt_tokens_details": {"truncated_tokens": job.truncated}}
+    )
 
 
 def answer(job: Job, data: Sequence[Mapping[str, Any]], usage: Usage) -> dict[str, Any]:

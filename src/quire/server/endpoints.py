@@ -168,9 +168,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     **dict.fromkeys(
         ("/v1/rerank", "/v2/rerank", "/rerank"), Endpoint(scores.RerankRequest, scores.rerank, None, scores.ranked)
     ),
-    **dict.fromkeys(
-        ("/v1/classify", "/classify"), Endpoint(ClassifyRequest, pooling.classify, None, pooling.classes)
-    ),
+    **dict.fromkeys(("/v1/classify", "/classify"), Endpoint(ClassifyRequest, pooling.classify, None, pooling.classes)),
     "/pooling": Endpoint(pooling.PoolingRequest, pooling.pool, None, pooling.pooled),
 }
 

@@ -39,7 +39,9 @@ def classify(request: ClassifyRequest, backend: Backend, limits: Limits) -> Job:
     """The job of `/classify`. Raises InvalidRequest or UnknownModel naming the field."""
     card = model(request.model, backend)
     check_task(card.pooler, "classify", pools=card.pools)
-    return pooled_job("classify-", read_inputs(request, None, backend, card, limits), "classify", request, backend, limits)
+    return pooled_job(
+        "classify-", read_inputs(request, None, backend, card, limits), "classify", request, backend, limits
+    )
 
 
 def classes(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:

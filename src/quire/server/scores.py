@@ -157,9 +157,7 @@ def values(job: Job, choices: Sequence[ChoiceBuilder], pairs: int) -> list[float
         active = job.request.use_activation
         return [float(probabilities(one.pooled, job.pooler, active)[0]) for one in choices]
     firsts = len(choices) - pairs
-    return [
-        similarity(choices[i if firsts > 1 else 0].pooled, choices[firsts + i].pooled) for i in range(pairs)
-    ]
+    return [similarity(choices[i if firsts > 1 else 0].pooled, choices[firsts + i].pooled) for i in range(pairs)]
 
 
 def scores(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:

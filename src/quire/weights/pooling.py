@@ -151,9 +151,13 @@ def classifier(fields: Mapping[str, Any], architecture: str, convert: Convert) -
         return None
     labels = fields.get("id2label")
     count = labels_of(fields)
-    names = tuple(str(labels.get(str(i), f"LABEL_{i}")) if isinstance(labels, dict) else f"LABEL_{i}" for i in range(count))
+    names = tuple(
+        str(labels.get(str(i), f"LABEL_{i}")) if isinstance(labels, dict) else f"LABEL_{i}" for i in range(count)
+    )
     words = fields.get("classifier_from_token")
-    if words is not None and (not isinstance(words, list) or len(words) != 2 or not all(isinstance(w, str) for w in words)):
+    if words is not None and (
+        not isinstance(words, list) or len(words) != 2 or not all(isinstance(w, str) for w in words)
+    ):
         raise InvalidConfig(
             'hf_overrides: classifier_from_token must be two words, such as ["no", "yes"]', param="hf_overrides"
         )
@@ -230,7 +234,9 @@ def embedder(
         elif kind != "Transformer":
             raise InvalidModel(f"modules.json: {kind} is not supported, only Transformer, Pooling, Dense and Normalize")
     first = folder / str(modules[0].get("path", "")) if modules else folder
-    limit = next((one["max_seq_length"] for one in map(read_json, sbert_files(first)) if one.get("max_seq_length")), None)
+    limit = next(
+        (one["max_seq_length"] for one in map(read_json, sbert_files(first)) if one.get("max_seq_length")), None
+    )
     about = read_json(folder / "config_sentence_transformers.json")
     prompts = {k: v for k, v in (about.get("prompts") or {}).items() if isinstance(v, str)}
     default = about.get("default_prompt_name")

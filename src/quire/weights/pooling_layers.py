@@ -47,7 +47,9 @@ def read_dense_layers(
 def read_dense_layer(layer: DenseLayer, dtype: torch.dtype, device: torch.device) -> Dense:
     """One layer."""
     entries = Checkpoint(layer.folder).entries
-    shapes = {"linear.weight": (layer.outputs, layer.inputs)} | ({"linear.bias": (layer.outputs,)} if layer.bias else {})
+    shapes = {"linear.weight": (layer.outputs, layer.inputs)} | (
+        {"linear.bias": (layer.outputs,)} if layer.bias else {}
+    )
     tensors = {}
     for name, shape in shapes.items():
         if name not in entries or entries[name].shape != shape:

@@ -215,11 +215,11 @@ class NativeOps(ReferenceOps):
         for group in paged.groups:
             spans, rows = len(group.kv_len), slice(start, start + len(group.kv_len) * group.n)
             shape = (spans, group.n, -1, q.shape[-1])
-            some = [x[rows].view(shape).transpose(1, 2) for x in (q, k, v)]
+            query, key, value = (x[rows].view(shape).transpose(1, 2) for x in (q, k, v))
             if repeat > 1:
-                some[1:] = [x.repeat_interleave(repeat, 1) for x in some[1:]]
+                key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
             sinks = None if how.sinks is None else how.sinks.view(-1, 1, 1)
-            made = weigh(*some, whole_mask(paged, group.n, how), how, sinks)
+            made = weigh(query, key, value, whole_mask(paged, group.n, how), how, sinks)
             out[rows].view(spans, group.n, heads, -1).copy_(made.transpose(1, 2))
             start = rows.stop
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
