@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from quire.assembly.prompts import Prompt, PromptReader, listed
@@ -23,7 +24,7 @@ from quire.types import Pooling, SamplingParams
 Encoded = list[tuple[str | None, tuple[int, ...]]]
 """Text and token ids of each prompt."""
 
-HOW: dict[str, Pooling] = {"token_embed": "all", "classify": "classify"}
+HOW: Mapping[str, Pooling] = MappingProxyType({"token_embed": "all", "classify": "classify"})
 """How what is asked for is pooled; an embedding as the model does."""
 
 

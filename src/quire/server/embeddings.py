@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -89,7 +89,7 @@ def embed(request: EmbeddingsRequest, backend: Backend, limits: Limits, *, trunc
     if truncate:
         request.truncate_prompt_tokens = -1
     inputs = read_inputs(request, request.prompt_name, backend, card, limits)
-    pooling = cast(Pooling, request.pooling or card.pooler.pooling)
+    pooling: Pooling = request.pooling or card.pooler.pooling
     return pooled_job("embd-", inputs, pooling, request, backend, limits)
 
 
