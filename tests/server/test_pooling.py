@@ -154,7 +154,7 @@ def test_an_executor_elsewhere_runs_encoders(tmp_path: Path) -> None:
     wanted = torch.stack([encoders.states(model, core.encode(text).ids)[0] for text in texts])
     server = host(Settings.of(model=str(tmp_path), dtype="float32"), "127.0.0.1:0")
     try:
-        with LLM(str(tmp_path), executor="grpc", executor_address=server.address) as llm:
+        with LLM(str(tmp_path), executor="grpc", executor_address=f"127.0.0.1:{server.port}") as llm:
             made = [one.outputs.embedding for one in llm.embed(texts)]
     finally:
         server.close()
