@@ -157,5 +157,5 @@ def test_an_executor_elsewhere_runs_encoders(tmp_path: Path) -> None:
         with LLM(str(tmp_path), executor="grpc", executor_address=f"127.0.0.1:{server.port}") as llm:
             made = [one.outputs.embedding for one in llm.embed(texts)]
     finally:
-        server.close()
+        server.stop()
     np.testing.assert_allclose(made, torch.nn.functional.normalize(wanted, dim=1).numpy(), atol=1e-5)

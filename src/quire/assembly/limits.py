@@ -124,7 +124,7 @@ def check_recurrent(settings: Settings, spec: ModelSpec, device: torch.device) -
 
 
 POOLED_TOKENS = 2048
-"""Tokens of a step on a CPU of models that do not generate: nobody waits for the next token."""
+"""Tokens of a step on a CPU of models that do not generate, whose steps delay no next token."""
 
 
 def check_pooling(settings: Settings, spec: ModelSpec, device: torch.device) -> None:

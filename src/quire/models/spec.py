@@ -93,8 +93,10 @@ class ModelSpec:
     dtype: str = ""
     stop: tuple[int, ...] = ()
 
-    def for_length(self, length: int) -> ModelSpec:
-        """The same for sequences of at most `length` tokens: LongRoPE has other factors for short ones."""
+    def for_length(self, length: int | None) -> ModelSpec:
+        """The same for sequences of at most `length` tokens, None for its context: LongRoPE has other factors for short
+        ones."""
+        length = length or self.context
         rope = self.rope
         if not rope.short_factors or length > rope.original:
             return self

@@ -84,14 +84,9 @@ def load_model(
     is the classifier. Raises InvalidModel, in one line, for what cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
-    config = {**read_config(folder), **overrides}
-    if words is not None:
-        config |= {"num_labels": 1, "id2label": None}
-    spec = read_spec(config, pools=pools)
-    spec = spec.for_length(max_model_len or spec.context)
-    checkpoint = None if load_format == "dummy" else Checkpoint(folder)
-    if checkpoint is not None and words is not None:
-        checkpoint.entries = with_score(checkpoint, *words)
+    config = {**read_config(folder), **overrides} | ({} if words is None else {"num_labels": 1, "id2label": None})
+    spec = read_spec(config, pools=pools).for_length(max_model_len)
+    checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     number = choose_dtype(dtype, spec, checkpoint, device)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
     plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
@@ -114,15 +109,22 @@ def load_model(
             random_init(build, seed, progress)
         else:
             load_weights(build, checkpoint, progress)
-        # Random weights say nothing about quality.
+        # Random weights say nothing about quality, nor do models without logits.
         canary = None if checkpoint is None or not spec.generates else canary
-        reference = (
-            canary.record_reference(model, device) if canary and isinstance(format, OnlineQuantization) else None
-        )
+        online = canary is not None and isinstance(format, OnlineQuantization)
+        reference = canary.record_reference(model, device) if canary and online else None
         build.finalize()
         if canary and any(stored.quantized is not None for stored in build.matrices):
             canary.check(model, build.matrices, device, reference)
     return model
+
+
+def open_checkpoint(folder: Path, words: tuple[int, int] | None) -> Checkpoint:
+    """The tensors of a folder. words: as of `load_model`."""
+    checkpoint = Checkpoint(folder)
+    if words is not None:
+        checkpoint.entries = with_score(checkpoint, *words)
+    return checkpoint
 
 
 def with_score(checkpoint: Checkpoint, no: int, yes: int) -> Mapping[str, TensorEntry]:
