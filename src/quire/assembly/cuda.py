@@ -59,7 +59,7 @@ def make_steps(settings: Settings, device: torch.device) -> TritonSteps:
 
 
 def make_executor(
-    settings: Settings, model: Model, device: torch.device, limits: Limits, heads: PoolingHeads
+    settings: Settings, model: Model, device: torch.device, limits: Limits, heads: PoolingHeads | None = None
 ) -> Executor:
     """The executor on `device`, its graphs captured. Raises InvalidConfig when K/V does not fit."""
     cache, spec = settings.cache, model.spec

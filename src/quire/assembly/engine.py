@@ -249,12 +249,12 @@ def build_scheduler(
     )
 
 
-def pooling_heads(model: Model, pooler: PoolerConfig, device: torch.device) -> PoolingHeads:
-    """What follows pooling of a model."""
+def pooling_heads(model: Model, pooler: PoolerConfig, device: torch.device) -> PoolingHeads | None:
+    """What follows pooling of a model; None for nothing."""
     dense = read_dense_layers(pooler.dense, model.dtype, device) if pooler.dense else unchanged
     classify = model.classify
     if classify is None:
-        return PoolingHeads(dense)
+        return PoolingHeads(dense) if pooler.dense else None
     return PoolingHeads(dense, lambda x: classify(x.to(model.dtype)), cast(Pooling, model.spec.classifier_pooling))
 
 
