@@ -54,7 +54,7 @@ from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.files import read_config
 from quire.weights.load import load_model
 from quire.weights.locate import EMBEDDED, locate
-from quire.weights.pooling import PoolerConfig, overridden
+from quire.weights.pooling import GENERATES, PoolerConfig, overridden
 from quire.weights.pooling_layers import read_dense_layers
 
 log = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ def pooling_heads(model: Model, pooler: PoolerConfig, device: torch.device) -> P
     return PoolingHeads(dense, lambda x: classify(x.to(model.dtype)), cast(Pooling, model.spec.classifier_pooling))
 
 
-def _load(settings: Settings, device: torch.device, canary: Canary | None, pooler: PoolerConfig) -> Model:
+def _load(settings: Settings, device: torch.device, canary: Canary | None, pooler: PoolerConfig = GENERATES) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
     with loading(model.model) as progress:
