@@ -24,6 +24,7 @@ from rich.progress import Progress
 from quire import errors
 from quire.assembly.engine import build_engine
 from quire.assembly.limits import choose_device
+from quire.assembly.pooled import PoolingReader
 from quire.assembly.prompts import Message, Prompt, PromptReader, check_list, last_text, listed, suffixes
 from quire.assembly.text import build_text
 from quire.checks import number
@@ -40,10 +41,16 @@ from quire.frontend.beam_search import (
     search,
 )
 from quire.frontend.interface import Call, Delta
-from quire.frontend.outputs import embedding_output, request_output
+from quire.frontend.outputs import (
+    classification_output,
+    embedding_output,
+    pooling_output,
+    request_output,
+    scoring_outputs,
+)
+from quire.frontend.pooling import longest
 from quire.frontend.processor import (
     OutputProcessor,
-    check_embedding,
     check_priority,
     delta_of_error,
     max_new_tokens,
@@ -59,13 +66,16 @@ from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import (
     UNLIMITED,
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     FinishReason,
     Pooling,
+    PoolingRequestOutput,
     Request,
     RequestOutput,
     RequestStepOutput,
     SamplingParams,
+    ScoringRequestOutput,
 )
 
 
@@ -211,25 +221,114 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: Pooling = "mean",
+        pooling: Pooling | None = None,
         dimensions: int | None = None,
-        normalize: bool = True,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """One vector for each prompt, in order, of the model's hidden states: their mean, or the last one.
+        """One vector for each prompt, in order, of the model's hidden states: their mean, or the last or first one.
 
-        dimensions: how many numbers, the first ones, all if None; `normalize`: of length 1. Raises InvalidRequest
-        naming the field, also where the executor has no hidden states.
+        pooling, normalize: None for what the model was made for, and of a model for text the mean, of length 1.
+        dimensions: how many numbers, the first ones, all if None. truncate_prompt_tokens: most tokens of a prompt,
+        whose end is left out, -1 for as many as the model takes. prompt_name: of a text that the model has to stand
+        before prompts. Raises InvalidRequest naming the field, also where the executor has no hidden states.
         """
         self._thread.check()
         check_method(others)
-        check_embedding(dimensions, pools=self._engine.description.supports_pooling)
-        asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
+        reader = self._pooling_reader()
+        reader.task("embed")
+        asked = reader.texts(
+            prompts,
+            "embed",
+            pooling=pooling,
+            dimensions=dimensions,
+            truncate=truncate_prompt_tokens,
+            prompt_name=prompt_name,
+        )
+        pooler = self._text.pooler
         return [
-            job.embedding(dimensions, normalize=normalize)
-            for job in self._run(self._prompts.read(prompts), asked, use_tqdm)
+            embedding_output(job.call, job.last, dimensions, normalize, pooler)
+            for job in self._run(asked.prompts, asked.params, use_tqdm)
         ]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """What each class of the model's classifier gets, for each prompt. use_activation: False for its numbers before
+        softmax or sigmoid. Raises InvalidRequest naming the field, also where there is no classifier."""
+        self._thread.check()
+        check_method(others)
+        reader = self._pooling_reader()
+        asked = reader.texts(prompts, reader.task("classify"), truncate=truncate_prompt_tokens)
+        return [
+            classification_output(job.call, job.last, self._text.pooler, use_activation)
+            for job in self._run(asked.prompts, asked.params, use_tqdm)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: one text with each of several, or as many with as many.
+
+        A classifier with one class reads both texts of a pair; of a model that embeds it is the cosine of their
+        vectors. instruction: for rerankers that read one. Raises InvalidRequest naming the field.
+        """
+        self._thread.check()
+        check_method(others)
+        reader = self._pooling_reader()
+        asked = reader.pairs(data_1, data_2, truncate=truncate_prompt_tokens, instruction=instruction)
+        calls = [(job.call, job.last) for job in self._run(asked.prompts, asked.params, use_tqdm)]
+        return scoring_outputs(calls, asked.pairs, self._text.pooler, use_activation)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_task: str | None = None,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[PoolingRequestOutput]:
+        """What a task makes of each prompt: `embed` a vector, `token_embed` one for each token, `classify` what each
+        class gets; None for the model's own. Raises InvalidRequest naming the field."""
+        self._thread.check()
+        check_method(others)
+        reader = self._pooling_reader()
+        task = reader.task(pooling_task)
+        asked = reader.texts(prompts, task, truncate=truncate_prompt_tokens)
+        return [
+            pooling_output(job.call, job.last, task, self._text.pooler, use_activation)
+            for job in self._run(asked.prompts, asked.params, use_tqdm)
+        ]
+
+    def _pooling_reader(self) -> PoolingReader:
+        about, pooler = self._engine.description, self._text.pooler
+        return PoolingReader(
+            self._text,
+            self._prompts,
+            limit=longest(about, pooler) - pooler.generates,
+            vocab=about.vocab_size // pooler.token_types,
+            pools=about.supports_pooling,
+        )
 
     def chat(
         self,
@@ -422,7 +521,7 @@ class LLM:
         """One for each answer. end: called when it is complete, or with why it will never be."""
         tokenizer, seed = self._text.tokenizer, self._seeds.getrandbits(63)
         stops = StopStrings(job.call.sampling.stop)
-        asked = requests(job.call, tokenizer=tokenizer, limit=self._context, seed=seed)
+        asked = requests(job.call, tokenizer=tokenizer, limit=self._context, seed=seed, pooler=self._text.pooler)
         return [
             _Reader(job, request, self._constraint(request), output_processor(request, tokenizer, stops), end)
             for request in asked
@@ -431,8 +530,7 @@ class LLM:
     @property
     def _context(self) -> int:
         """The longest sequence, in tokens."""
-        about = self._engine.description
-        return min(about.max_model_len, about.num_blocks * about.block_size)
+        return longest(self._engine.description, self._text.pooler)
 
     def _constraint(self, request: Request) -> Constraint:
         if request.sampling.structured_outputs is None:
@@ -458,9 +556,10 @@ class _Job:
             raise errors.of(last.status, last.error or "the prompt could not be computed", param=last.param)
         return last.logprobs[0].top
 
-    def embedding(self, dimensions: int | None, *, normalize: bool) -> EmbeddingRequestOutput:
-        """Raises InvalidRequest for a prompt that could not be computed, and for dimensions there are not."""
-        return embedding_output(self.call, self.choices[0][-1], dimensions, normalize=normalize)
+    @property
+    def last(self) -> Delta:
+        """The last delta of the only answer."""
+        return self.choices[0][-1]
 
 
 class _Reader:

@@ -21,8 +21,12 @@ UNLIMITED = 1 << 30
 BACKGROUND = 1 << 30
 """The priority from which on a request runs only while no other request runs or could."""
 
-Pooling = Literal["mean", "last"]
-"""How hidden states of a prompt become one vector: their mean, or that of the last token."""
+Pooling = Literal["mean", "last", "cls", "all", "classify"]
+"""How hidden states of a prompt become one vector: their mean, or that of the last or the first token; all: one vector
+for each token. classify: the model's classifier of what it reads of them."""
+
+WHOLE_PROMPT = ("mean", "cls", "all")
+"""What needs hidden states of more than the last token, which cached prefixes do not have."""
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
@@ -272,8 +276,8 @@ class SamplingParams:
                 "is complete",
                 param="min_tokens",
             )
-        if self.pooling not in (None, "mean", "last"):
-            raise InvalidRequest("pooling must be mean or last", param="pooling")
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise InvalidRequest(f"pooling must be one of {', '.join(get_args(Pooling))}", param="pooling")
         if self.output_kind not in tuple(RequestOutputKind):
             kinds = ", ".join(RequestOutputKind)
             raise InvalidRequest(
@@ -418,6 +422,66 @@ class EmbeddingRequestOutput:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     outputs: EmbeddingOutput
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """What each class got (vLLM's fields)."""
+
+    probs: tuple[float, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationRequestOutput:
+    """A prompt and its classes (vLLM's fields). label: the name of the likeliest."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: ClassificationOutput
+    label: str
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """A score (vLLM's fields)."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """A pair of texts and its score (vLLM's fields). prompt_token_ids: of both texts."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: ScoringOutput
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """What was made of a prompt (vLLM's fields): numbers, or as many lists of them as the prompt has tokens."""
+
+    data: tuple[float, ...] | tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput:
+    """A prompt and what was made of it (vLLM's fields)."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: PoolingOutput
     finished: bool = True
     num_cached_tokens: int = 0
 

@@ -44,7 +44,7 @@ def spec(**fields: Any) -> ModelSpec:
 
 
 def model(**fields: Any) -> Any:
-    return SimpleNamespace(spec=spec(**fields), dtype=torch.bfloat16)
+    return SimpleNamespace(spec=spec(**fields), dtype=torch.bfloat16, classify=None)
 
 
 def tried(calls: Calls, title: str, work: Callable[[], object]) -> None:

@@ -41,6 +41,7 @@ def build_backend(settings: Settings, text: Text, engine: EngineProcess, **more:
         defaults=text.defaults,
         tool_parser=text.tool_parser,
         reasoning_parser=text.reasoning_parser,
+        pooler=text.pooler,
         template_arguments=frozenset() if text.template is None else text.template.arguments,
     )
     return NativeBackend(engine=engine, tokenizer=text.tokenizer, chat=text.template, card=card, **more)

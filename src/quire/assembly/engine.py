@@ -25,7 +25,7 @@ from quire.assembly.limits import (
 )
 from quire.assembly.progress import loading
 from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft
-from quire.assembly.text import build_tokenizer
+from quire.assembly.text import build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.config import Settings
 from quire.config.speculative import parse
 from quire.engine.engine import Engine
@@ -35,7 +35,8 @@ from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks, plan_snapshots, state_bytes
-from quire.models.registry import ARCHITECTURES, Model, architecture_name, find_architecture, parameters
+from quire.model_runner.pooling import PoolingHeads, unchanged
+from quire.models.registry import ARCHITECTURES, DERIVED, Model, architecture_name, find_architecture, parameters
 from quire.observability.recorder import recorded
 from quire.observability.recording_format import recording_folder
 from quire.ops.base import Ops
@@ -48,11 +49,13 @@ from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import SchedulingPolicy, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.structured_output.llguidance import ParallelMasks
-from quire.types import UNLIMITED
+from quire.types import UNLIMITED, Pooling
 from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.files import read_config
 from quire.weights.load import load_model
 from quire.weights.locate import EMBEDDED, locate
+from quire.weights.pooling import GENERATES, PoolerConfig, overridden
+from quire.weights.pooling_layers import read_dense_layers
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +82,9 @@ def build_engine(
     target = settings.scheduler.latency_target_ms
     executor, limits, static_gauges, plan_delay = make_executor(settings)
     executor = wrap(executor)
+    if executor.describe().bidirectional:
+        # It bounds what prompts cost answers, and may cut prompts for that.
+        target = 0.0
     engine = make(
         build_scheduler(settings, executor.describe(), limits, policy),
         executor,
@@ -116,21 +122,29 @@ def _local(settings: Settings) -> BuiltExecutor:
     """Quire's own layers, in this process."""
     device = choose_device(settings.execution.device)
     canary = build_canary(settings)
-    model = _load(settings, device, canary)
+    pooler = pooler_of(settings)
+    model = _load(settings, device, canary, pooler)
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
-    limits = resolve(settings, model.spec, device)
+    limits = resolve(settings, model.spec, device, pooler.max_length)
+    heads = pooling_heads(model, pooler, device)
     layers, kv_gauges = _kv_layers(settings, model, device)
     if device.type == "cpu":
-        executor: Executor = on_host(settings, model, limits, layers)
+        executor: Executor = on_host(settings, model, limits, layers, heads)
     else:
-        executor = _cuda().make_executor(settings, model, device, limits)
+        executor = _cuda().make_executor(settings, model, device, limits, heads)
     return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
 
 
-def on_host(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> LocalExecutor:
-    """An executor for a model on the CPU. Raises InvalidConfig when K/V does not fit."""
-    cpu, cache = torch.device("cpu"), settings.cache
-    return paged(settings, model, limits, layers, cpu, cache.kv_cache_memory_bytes or cpu_budget(host_bytes()))
+def on_host(
+    settings: Settings,
+    model: Model,
+    limits: Limits,
+    layers: Sequence[LayerShape],
+    heads: PoolingHeads | None = None,
+) -> LocalExecutor:
+    """An executor for a model on the CPU. heads: what follows pooling. Raises InvalidConfig when K/V does not fit."""
+    cpu, budget = torch.device("cpu"), settings.cache.kv_cache_memory_bytes or cpu_budget(host_bytes())
+    return paged(settings, model, limits, layers, cpu, budget, heads=heads)
 
 
 def paged(
@@ -142,8 +156,9 @@ def paged(
     budget: int,
     *,
     pools: bool = True,
+    heads: PoolingHeads | None = None,
 ) -> LocalExecutor:
-    """An executor whose steps run as they are launched. budget: bytes of K/V. pools: as in `Description`.
+    """An executor whose steps run as they are launched. budget: bytes of K/V. pools, heads: as in `LocalExecutor`.
 
     Raises InvalidConfig when K/V does not fit.
     """
@@ -152,10 +167,14 @@ def paged(
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
     states = limits.num_rows * (1 + drafts)
     snapshots = snapshot_slots(settings, limits, layers, states, budget)
+    rows = limits.max_num_seqs
+    if model.spec.bidirectional:
+        # Nothing is kept after a step, which has so many whole prompts at most.
+        rows = min(rows, -(-limits.max_num_batched_tokens // limits.max_model_len) + rows_of_blocks(limits))
     blocks = cache.num_gpu_blocks_override or plan_blocks(
         (*layers, *draft_layers(draft)),
         page_size=limits.block_size,
-        rows=limits.max_num_seqs,
+        rows=rows,
         max_model_len=limits.max_model_len,
         budget=budget,
         states=states + snapshots,
@@ -172,6 +191,7 @@ def paged(
         layers=layers,
         pools=pools,
         snapshots=snapshots,
+        heads=heads,
     )
 
 
@@ -188,6 +208,11 @@ def snapshot_slots(settings: Settings, limits: Limits, layers: Sequence[LayerSha
     return slots
 
 
+def rows_of_blocks(limits: Limits) -> int:
+    """Sequences of the full length that have as many blocks as there are sequences: each may begin one in vain."""
+    return -(-limits.max_num_seqs * limits.block_size // limits.max_model_len)
+
+
 def choose_executor(settings: Settings) -> str:
     """What runs the steps: "auto" is our own layers, or transformers for an architecture that only it has.
 
@@ -198,8 +223,8 @@ def choose_executor(settings: Settings) -> str:
         return kind
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
     fields = read_config(folder)
-    name = architecture_name(fields)
-    if name in ARCHITECTURES:
+    name = architecture_name(overridden(fields, hf_overrides(settings)))
+    if name in ARCHITECTURES or name in DERIVED:
         return "local"
     known = find_spec("transformers") is not None and extra("quire.executors.hf", "hf").knows(fields, name)
     if not known:
@@ -227,7 +252,7 @@ def build_scheduler(
             description.block_size,
             make_prefix_cache(
                 description.block_size,
-                cache.enable_prefix_caching,
+                cache.enable_prefix_caching and not description.bidirectional,
                 description.num_snapshots if description.recurrent else None,
             ),
             EVICTION_POLICIES[cache.eviction_policy](),
@@ -245,7 +270,16 @@ def build_scheduler(
     )
 
 
-def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Model:
+def pooling_heads(model: Model, pooler: PoolerConfig, device: torch.device) -> PoolingHeads | None:
+    """What follows pooling of a model; None for nothing."""
+    dense = read_dense_layers(pooler.dense, model.dtype, device) if pooler.dense else unchanged
+    classify = model.classify
+    if classify is None:
+        return PoolingHeads(dense) if pooler.dense else None
+    return PoolingHeads(dense, lambda x: classify(x.to(model.dtype)), cast(Pooling, model.spec.classifier_pooling))
+
+
+def _load(settings: Settings, device: torch.device, canary: Canary | None, pooler: PoolerConfig = GENERATES) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
     with loading(model.model) as progress:
@@ -263,6 +297,9 @@ def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Mo
             progress=progress,
             room=host_bytes() if device.type == "cpu" else math.inf,
             max_model_len=model.max_model_len,
+            pools=not pooler.generates,
+            overrides=hf_overrides(settings),
+            words=None if pooler.words is None else word_ids(pooler.words, build_tokenizer(settings)),
         )
 
 

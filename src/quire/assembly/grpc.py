@@ -50,6 +50,7 @@ def limits_of(settings: Settings, description: Description) -> Limits:
         settings,
         default_tokens=min(512 if description.device == "cpu" else 8192, description.max_step_tokens),
         max_model_len=description.max_model_len,
+        whole_prompts=description.bidirectional,
         block_size=description.block_size,
         max_num_seqs=settings.scheduler.max_num_seqs or max_rows,
         num_rows=description.num_rows,

@@ -386,6 +386,28 @@ class ModelConfig:
         low=1,
         high=UNLIMITED,
     )
+    runner: Literal["auto", "generate", "pooling"] = option(
+        "auto",
+        "What the model is served for: generate, text; pooling, vectors, classes and scores, without its language "
+        "model's head; auto: by its architecture and by sentence-transformers' modules.json.",
+    )
+    convert: Literal["auto", "none", "embed", "classify"] = option(
+        "auto",
+        "What a pooling model gives: embed, vectors, also of a classifier's checkpoint; classify, classes and scores; "
+        "auto: classes where it has a classifier.",
+    )
+    pooler_config: str | None = option(
+        None,
+        'How vectors are made, in place of what the checkpoint says: a JSON object such as {"pooling_type": "CLS", '
+        '"normalize": false}. Unset: as the checkpoint says.',
+        mapping=True,
+    )
+    hf_overrides: str | None = option(
+        None,
+        "Fields in place of config.json's, as of a reranker that answers with words: a JSON object such as "
+        '{"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}. Unset: none.',
+        mapping=True,
+    )
     seed: int = option(0, "Seed of everything random whose request brings none.", low=0, high=2**64 - 1)
     tokenizer: str | None = option(None, "Folder or repository of the tokenizer. Unset: the model's own.")
     skip_tokenizer_init: bool = option(

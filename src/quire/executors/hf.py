@@ -48,6 +48,8 @@ class HfModel:
     first that agrees with the model without one is taken.
     """
 
+    classify = None
+
     def __init__(self, model: Any, device: torch.device, ways: Sequence[type[Past]] = (PagedCache, OneByOne)) -> None:
         self.model = model
         self.dtype: torch.dtype = model.dtype

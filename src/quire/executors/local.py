@@ -11,6 +11,7 @@ from quire.model_runner.device_steps import DeviceSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.lookahead_runner import LookaheadRunner
 from quire.model_runner.memory import LayerShape, allocate, block_bytes, layer_shapes
+from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.row_state import RowState
 from quire.model_runner.runner import LaunchedStep, Runner
 from quire.model_runner.sampling.sampler import Sampler
@@ -26,6 +27,7 @@ class LocalExecutor:
     max_model_len: the longest sequence, in tokens. dtype: of K/V, unless `layers` gives one per layer. depth: steps
     worth launching ahead of results; 0 where launch runs the forward at once, as on a CPU. pools: as in `Description`.
     snapshots: states of recurrent layers that are kept for the prefix cache, beside those of the rows.
+    heads: what follows pooling.
     """
 
     runner: Runner | LookaheadRunner
@@ -45,6 +47,7 @@ class LocalExecutor:
         layers: Sequence[LayerShape] | None = None,
         pools: bool = True,
         snapshots: int = 0,
+        heads: PoolingHeads | None = None,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes) if layers is None else layers
         num_drafts = 0 if drafter is None else drafter.num_drafts
@@ -59,13 +62,14 @@ class LocalExecutor:
             Sampler(model.spec.vocab),
             drafter,
             torch.device(device),
+            heads,
         )
         self._description = Description(
             num_blocks=pages,
             block_size=page_size,
             num_rows=rows,
             max_model_len=max_model_len,
-            vocab_size=model.spec.vocab,
+            vocab_size=model.spec.vocab * model.spec.token_types,
             lookahead=depth,
             num_drafts=num_drafts,
             supports_pooling=pools,
@@ -74,6 +78,7 @@ class LocalExecutor:
             dtype=str(dtype).removeprefix("torch."),
             recurrent=recurrent,
             num_snapshots=snapshots * recurrent,
+            bidirectional=model.spec.bidirectional,
         )
 
     def describe(self) -> Description:
@@ -122,6 +127,7 @@ class CudaExecutor(LocalExecutor):
         warm: Iterable[GraphKey] = (),
         paces: Iterable[tuple[int, int]] = (),
         catch_up: GraphKey | None = None,
+        heads: PoolingHeads | None = None,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype)
         num_drafts = 0 if proposer is None else proposer.num_drafts
@@ -137,6 +143,7 @@ class CudaExecutor(LocalExecutor):
             max_tokens=tokens,
             num_slots=depth + 2,
             device=device,
+            heads=heads,
         )
         self.runner.precompile(list(warm))
         self._description = Description(

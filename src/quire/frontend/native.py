@@ -16,6 +16,7 @@ from quire.engine.client import EngineClient
 from quire.engine.executor import Description
 from quire.errors import DeadlineExceeded, Interrupted, InvalidRequest, Overloaded, Unavailable
 from quire.frontend.interface import Call, Delta, DrainingService, ModelCard
+from quire.frontend.pooling import longest
 from quire.frontend.processor import (
     ActiveRequest,
     OutputProcessor,
@@ -28,7 +29,7 @@ from quire.observability.observer import FrontendObserver
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.no_tokenizer import needs_text
-from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.tokenizer import PoolingText, PoolingTokens, Tokenizer
 from quire.types import BACKGROUND, FinishedRequest, FinishReason, RequestStepOutput
 
 
@@ -78,11 +79,12 @@ class NativeBackend(DrainingService):
         """See Service."""
         self.engine.subscribe(self._on_tokens, self._on_death)
         about = await self.engine.start()
-        limit = min(self.card.max_model_len, about.max_model_len, about.num_blocks * about.block_size)
+        pooler = self.card.pooler
+        limit = longest(about, pooler)
         self.card = replace(
             self.card,
-            max_model_len=limit,
-            vocab_size=about.vocab_size,
+            max_model_len=min(self.card.max_model_len, limit),
+            vocab_size=about.vocab_size // pooler.token_types,
             pools=about.supports_pooling,
             device=about.device,
         )
@@ -111,6 +113,12 @@ class NativeBackend(DrainingService):
     def encode(self, text: str, *, add_special_tokens: bool = True, suffix: str = "") -> tuple[int, ...]:
         """See Backend."""
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, suffix=suffix)
+
+    def encode_inputs(
+        self, inputs: Sequence[PoolingText], *, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[PoolingTokens]:
+        """See Backend."""
+        return self.tokenizer.encode_inputs(inputs, add_special_tokens=add_special_tokens, most=most)
 
     def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str:
         """See Backend."""
@@ -144,6 +152,7 @@ class NativeBackend(DrainingService):
             limit=self.card.max_model_len,
             seed=self.seeds(),
             deadline=now + call.timeout,
+            pooler=self.card.pooler,
         )
         if len(asked) > self.max_queued:
             raise InvalidRequest(

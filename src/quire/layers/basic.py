@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.quantization.gguf import GgufStorage
-from quire.ops.base import Angles, Gate, Norm, Norms, Ops
+from quire.ops.base import Angles, Gate, Norm, Norms, Ops, Scores
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
 
@@ -219,7 +219,7 @@ class Heads:
     """A layer's heads on this rank: `count` of queries, `kv` of keys and values, of `dim` numbers each.
 
     window: how many positions a query sees, its own included. soft_cap: of the scores, 0 for none. chunk: positions of
-    the chunks of which a query sees its own.
+    the chunks of which a query sees its own. ahead: later positions that a query sees, 0 for causal attention.
     """
 
     count: int
@@ -229,6 +229,7 @@ class Heads:
     window: int = UNLIMITED
     soft_cap: float = 0.0
     chunk: int = UNLIMITED
+    ahead: int = 0
 
 
 class Attention:
@@ -250,9 +251,9 @@ class Attention:
     ) -> Tensor:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
-        q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, angles, self.norms)
-        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk).flatten(1)
-        return self.out(select_rows(mixed, outputs))
+        how = Scores(h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
+        mixed = self.ops.self_attention(self.qkv(x), h.count, kv, batch, angles, how, self.norms)
+        return self.out(select_rows(mixed.flatten(1), outputs))
 
 
 class GatedAttention(Attention):
@@ -269,6 +270,7 @@ class GatedAttention(Attention):
         q, gate = made[:, :width].view(len(made), h.count, 2, h.dim).unbind(2)
         qkv = torch.cat((q.flatten(1), made[:, width:]), 1)
         q = self.ops.qk_norm_rope_store_kv(qkv, h.count, kv, batch, angles, self.norms)
-        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk).flatten(1)
+        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
+        mixed = mixed.flatten(1)
         gated = self.ops.sigmoid_mul(select_rows(mixed, outputs), select_rows(gate.flatten(1), outputs))
         return self.out(gated)

@@ -469,6 +469,10 @@ class ModelBuilder:
         return f"{self.prefix}{name}.{expert}"
 
     def router(self, name: str, hidden: int, count: int, *, bias: bool = False) -> WeightStorage:
+        """As `dense`."""
+        return self.dense(name, hidden, count, bias=bias)
+
+    def dense(self, name: str, hidden: int, count: int, *, bias: bool = False) -> WeightStorage:
         """A small matrix, whole on every rank and not quantized unless the checkpoint's is."""
         part = MatrixPart(self.prefix + name, count, slice(0, count))
         return self._store([part], hidden, slice(0, hidden), bias=bias, keep_precision=True)
@@ -516,7 +520,13 @@ class ModelBuilder:
         """Two matrices."""
         xielu = self._xielu() if activation == "xielu" else self.ops.relu2
         act = activation_of(
-            activation, {**dict.fromkeys(GELUS, self.ops.gelu), "relu2": self.ops.relu2, "xielu": xielu}
+            activation,
+            {
+                **dict.fromkeys(GELUS, self.ops.gelu),
+                "gelu": self.ops.gelu_erf,
+                "relu2": self.ops.relu2,
+                "xielu": xielu,
+            },
         )
         rise = self.column_parallel((up,), hidden, ((width, 1),), bias=bias, transposed=transposed)
         return MLP(rise, self.row_parallel(down, (width, 1), hidden, bias=bias, transposed=transposed), act)
@@ -565,7 +575,9 @@ GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """The names under which configs mean gelu by its tanh approximation."""
 
 
-GATES: Mapping[str, Gate] = MappingProxyType({"silu": "silu", **dict.fromkeys(GELUS, "gelu"), "clamped": "clamped"})
+GATES: Mapping[str, Gate] = MappingProxyType(
+    {"silu": "silu", **dict.fromkeys(GELUS, "gelu"), "gelu_erf": "gelu_erf", "clamped": "clamped"}
+)
 
 
 def activation_of(name: str, known: Mapping[str, Kind]) -> Kind:

@@ -18,6 +18,7 @@ from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
 from quire.layers.mamba import Mamba2
+from quire.models.heads import lm_head, next_token_logits, score_head
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -116,9 +117,9 @@ class Llama:
         self.blocks = [self.make_block(body.scope(f"layers.{i}"), i) for i in range(spec.layers)]
         self.nothing = build.norm_layer(None)
         self.norm = build.norm_layer(self.make_norm(body, "norm"))
-        table = self.embedding if spec.tie else None
         scales = {"soft_cap": spec.logit_cap, "scale": spec.logit_scale}
-        self.head = build.head("lm_head", spec.hidden, spec.vocab, table, bias=spec.head_bias, **scales)
+        self.head = lm_head(spec, build, self.embedding, bias=spec.head_bias, **scales)
+        self.classify = score_head(spec, build)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -148,6 +149,7 @@ class Llama:
             window=spec.windows[index],
             soft_cap=spec.score_cap,
             chunk=spec.layer_chunks[index],
+            ahead=spec.layer_ahead[index],
         )
         norms = self.make_qk_norms(scope) if spec.qk_norm else None
         return scope.attention(
@@ -189,12 +191,12 @@ class Llama:
         residual = self.embedding(batch.tokens)
         x = residual.new_zeros(residual.shape)
         after = self.nothing
-        for block, rope, cache in zip(self.blocks, self.spec.layer_ropes, kv, strict=True):
+        for block, rope, own in zip(self.blocks, self.spec.layer_ropes, self.spec.kv_layers, strict=True):
             output = batch.output_indices if block is self.blocks[-1] else None
-            x, residual = block(x, residual, after, angles[rope], batch, cache, output)
+            x, residual = block(x, residual, after, angles[rope], batch, kv[own], output)
             after = block.after_mlp
         return batch.select_outputs(self.norm.add(x, residual, after)[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `registry.Model`."""
-        return self.head(hidden)
+        return next_token_logits(self.head, hidden)

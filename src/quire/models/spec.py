@@ -41,6 +41,10 @@ class ModelSpec:
     where every layer has one MLP. latent: None where keys and values are kept as they are, of `kv_heads` heads.
     delta, mamba: sizes of layers of the gated delta rule, or of Mamba 2, which `recurrent` numbers; they keep states in
     place of K/V.
+    ahead: per layer, how many later positions a query sees; empty where attention is causal. generates: whether it has
+    logits of a next token. classes: outputs of its classifier, 0 for none. token_types: kinds of segments; a token of
+    kind t is fed as its id plus t times `vocab`. first_position: the row of learned positions for the first token.
+    classifier_pooling: which hidden states the classifier reads: cls, mean or last.
     dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids.
     """
 
@@ -83,15 +87,33 @@ class ModelSpec:
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
     recurrent: frozenset[int] = frozenset()
+    ahead: tuple[int, ...] = ()
+    generates: bool = True
+    classes: int = 0
+    token_types: int = 1
+    first_position: int = 0
+    classifier_pooling: str = "last"
     dtype: str = ""
     stop: tuple[int, ...] = ()
 
-    def for_length(self, length: int) -> ModelSpec:
-        """The same for sequences of at most `length` tokens: LongRoPE has other factors for short ones."""
+    def for_length(self, length: int | None) -> ModelSpec:
+        """The same for sequences of at most `length` tokens, None for its context: LongRoPE has other factors for short
+        ones."""
+        length = length or self.context
         rope = self.rope
         if not rope.short_factors or length > rope.original:
             return self
         return replace(self, rope=replace(rope, factors=rope.short_factors, gain=rope.short_gain))
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether tokens see later ones, so that a prompt is computed at once and nothing of it is kept."""
+        return any(self.ahead)
+
+    @property
+    def layer_ahead(self) -> tuple[int, ...]:
+        """Per layer, later positions that a query sees."""
+        return self.ahead or (0,) * self.layers
 
     @property
     def layer_ropes(self) -> tuple[RopeConfig, ...]:
@@ -105,7 +127,10 @@ class ModelSpec:
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """Per layer that stores K/V: its shape, of the whole model."""
+        """Per layer that stores K/V: its shape, of the whole model. One layer's serves all where attention is
+        bidirectional: it is read in the layer that writes it, and never again."""
+        if self.bidirectional:
+            return (KVShape(self.kv_heads, self.head_dim, self.head_dim),)
         if self.latent is not None:
             return (KVShape(1, self.latent.rotated, self.latent.latents),) * self.layers
         own = self.each_heads[: self.layers - self.shared_kv]
@@ -115,7 +140,7 @@ class ModelSpec:
     def state_shapes(self) -> tuple[StateShape | None, ...]:
         """Per layer that `kv_shapes` has, what it keeps of a sequence; None where that is K/V."""
         shape = next((each.state for each in (self.delta, self.mamba) if each is not None), None)
-        return tuple(shape if i in self.recurrent else None for i in range(self.layers - self.shared_kv))
+        return tuple(shape if i in self.recurrent else None for i in range(len(self.kv_shapes)))
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of a sequence's states, all layers, at `itemsize` bytes a number of the model's dtype."""
@@ -129,6 +154,8 @@ class ModelSpec:
     @property
     def kv_layers(self) -> tuple[int, ...]:
         """Per layer, the number of that whose K/V it reads: its own, or the last one of the same window and heads."""
+        if self.bidirectional:
+            return (0,) * self.layers
         own, kinds = self.layers - self.shared_kv, tuple(zip(self.windows, self.each_heads, strict=True))
         last = {kind: i for i, kind in enumerate(kinds[:own])}
         return tuple(i if i < own else last[kind] for i, kind in enumerate(kinds))
@@ -200,6 +227,15 @@ def check_sizes(spec: ModelSpec) -> ModelSpec:
         if not 1 <= size <= LARGEST:
             raise InvalidModel(f"config.json: {name} must be from 1 to {LARGEST:,}, not {size:,}")
     return spec
+
+
+def labels_of(fields: Mapping[str, Any]) -> int:
+    """Number of a classifier's classes: `num_labels`, or entries of `id2label`, or two. Raises InvalidModel."""
+    labels = fields.get("id2label")
+    given = fields.get("num_labels") or (len(labels) if isinstance(labels, Mapping) else 2)
+    if type(given) is not int or not 1 <= given <= 1 << 20:
+        raise InvalidModel(f"config.json: num_labels must be a number of classes, not {given!r}")
+    return given
 
 
 def check_layers(count: int, name: str) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import CLAMP_ALPHA, DeltaInputs, DeltaWeights, ScanInputs, ScanWeights
+from quire.ops.base import CLAMP_ALPHA, DeltaInputs, DeltaWeights, ScanInputs, ScanWeights, Scores
 from quire.ops.matmul import (
     TILE_ROWS,
     can_pack,
@@ -36,10 +36,10 @@ from quire.ops.matmul import (
     pack,
     packed_linear,
 )
-from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, causal_mask, first_visible, visible
+from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, attention_mask, first_visible, visible
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.recurrent import gated_delta, selective_scan, slots_of
-from quire.ops.reference import ReferenceOps, Scores
+from quire.ops.reference import ReferenceOps
 from quire.types import UNLIMITED
 
 KEYS = 128
@@ -134,6 +134,11 @@ class BatchInvariantOps(ReferenceOps):
         bent = (exact * exact * exact).mul_(0.044715).add_(exact).mul_(math.sqrt(2.0 / math.pi)).tanh_()
         return bent.add_(1.0).mul_(exact).mul_(0.5).to(x.dtype)
 
+    def gelu_erf(self, x: Tensor) -> Tensor:
+        """See `Ops.gelu_erf`."""
+        exact = x.float()
+        return (exact * math.sqrt(0.5)).erf_().add_(1.0).mul_(exact).mul_(0.5).to(x.dtype)
+
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
         return combine_experts_in_order(made, weights)
@@ -152,7 +157,7 @@ class BatchInvariantOps(ReferenceOps):
         step, parts = max(1, AT_ONCE // (each * share)) * each, []
         sinks = None if how.sinks is None else of_tile(how.sinks.view(groups, share), each)
         for start in range(0, group.n, step):
-            part = Queries(start, min(step, group.n - start), each, share, how.window, how.chunk)
+            part = Queries(start, min(step, group.n - start), each, share, how.window, how.chunk, how.ahead)
             some = q.view(spans, group.n, groups, share, dim)[:, start : start + part.n].float()
             first, seen = visible_runs(paged, i, part)
             keys, values = (x[:, :, first * KEYS : (first + seen.shape[1]) * KEYS] for x in (k, v))
@@ -164,7 +169,7 @@ class BatchInvariantOps(ReferenceOps):
 
 class Queries(NamedTuple):
     """Some of a group's queries and their tiles: `n` from number `start` on, `each` a tile for the `share` heads of a
-    K/V head. window, chunk: as in `Ops.attention`."""
+    K/V head. window, chunk, ahead: as in `Ops.attention`."""
 
     start: int
     n: int
@@ -172,6 +177,7 @@ class Queries(NamedTuple):
     share: int
     window: int
     chunk: int
+    ahead: int
 
 
 def tiles(q: Tensor, each: int) -> Tensor:
@@ -202,12 +208,14 @@ def visible_runs(paged: PagedAttentionMetadata, index: int, part: Queries) -> tu
 
 def mask(group: SpanGroup, past: Tensor, first: int, part: Queries) -> Tensor:
     """Which positions of runs from `first` on each row of the tiles sees."""
-    until = -(-(group.longest - group.n + part.start + part.n) // KEYS)
+    last = min(group.longest - group.n + part.start + part.n + part.ahead, group.longest)
+    until = -(-last // KEYS)
     row = torch.arange(-(-(part.each * part.share) // TILE_ROWS) * TILE_ROWS, device=past.device)
     at = torch.arange(0, part.n, part.each, device=past.device)[:, None] + (row // part.share).clamp(max=part.each - 1)
     place = (past[:, None, None] + at.clamp(max=part.n - 1))[:, None, :, :, None]
     key = torch.arange(first * KEYS, until * KEYS, device=past.device).view(-1, 1, 1, KEYS)
-    return visible(key, place, part.window, part.chunk)
+    seen = visible(key, place, part.window, part.chunk, part.ahead)
+    return seen & (key < group.kv_len.view(-1, 1, 1, 1, 1)) if part.ahead else seen
 
 
 def of_tile(sinks: Tensor, each: int) -> Tensor:
@@ -284,7 +292,7 @@ class SteadyOps(BatchInvariantOps):
 
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """See `ReferenceOps.attend`."""
-        if how.soft_cap or min(how.window, how.chunk) < UNLIMITED or how.sinks is not None:
+        if how.soft_cap or how.ahead or min(how.window, how.chunk) < UNLIMITED or how.sinks is not None:
             return super().attend(q, kv, paged, i, how)
         return attend_runs(q, kv, paged, i, how.scale)
 
@@ -315,7 +323,7 @@ def additive_mask(paged: PagedAttentionMetadata, index: int, share: int, dtype: 
     key = (index, share)
     made = paged.masks.get(key)
     if made is None:
-        seen = causal_mask(paged.groups[index], UNLIMITED, share)
+        seen = attention_mask(paged.groups[index], UNLIMITED, share)
         assert seen is not None
         made = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
         made = made if made.shape[2] == 1 else pad_rows(made)

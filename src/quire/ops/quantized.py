@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.ops.base import (
     NO_BIASES,
+    Angles,
     AnyMatrix,
     DeltaInputs,
     DeltaWeights,
@@ -27,16 +28,19 @@ from quire.ops.base import (
     Gate,
     IntegerMatrix,
     MixedMatrix,
+    Norms,
     Routing,
     ScanInputs,
     ScanWeights,
+    Scores,
     TopK,
 )
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.panels import PanelMatrix
-from quire.ops.ragged import LayerState, RaggedBatch
+from quire.ops.ragged import LayerKV, LayerState, RaggedBatch
 from quire.ops.recurrent import gated_delta, selective_scan, slots_of
+from quire.types import UNLIMITED
 
 Each = TypeVar("Each")
 
@@ -153,8 +157,57 @@ class BaseOps(ABC):
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
         """See `Ops.apply_gate`."""
-        gates = {"silu": self.silu_mul, "gelu": self.gelu_mul, "clamped": self.clamped_mul}
+        gates = {
+            "silu": self.silu_mul,
+            "gelu": self.gelu_mul,
+            "gelu_erf": self.gelu_erf_mul,
+            "clamped": self.clamped_mul,
+        }
         return gates[gate](y) if gate else y
+
+    @abstractmethod
+    def qk_norm_rope_store_kv(
+        self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
+    ) -> Tensor:
+        """See `Ops.qk_norm_rope_store_kv`."""
+
+    @abstractmethod
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window: int = UNLIMITED,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = UNLIMITED,
+        ahead: int = 0,
+    ) -> Tensor:
+        """See `Ops.attention`."""
+
+    def self_attention(
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        angles: Angles,
+        how: Scores,
+        norms: Norms | None = None,
+    ) -> Tensor:
+        """See `Ops.self_attention`."""
+        q = self.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms)
+        return self.attention(q, kv, batch, *how)
+
+    def gelu_erf(self, x: Tensor) -> Tensor:
+        """See `Ops.gelu_erf`."""
+        return cast(Tensor, torch.ops.aten.gelu_(x))
+
+    def gelu_erf_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.gelu_erf_mul`."""
+        gate, up = gate_up.chunk(2, -1)
+        return self.gelu_erf(gate).mul_(up)
 
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""

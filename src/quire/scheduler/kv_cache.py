@@ -9,7 +9,7 @@ from quire.scheduler.block_pool import BlockPool, EvictionPolicy, Lru, NoPrefixC
 from quire.scheduler.pins import Pins
 from quire.scheduler.sequence import PrefixKey, Sequence
 from quire.scheduler.snapshots import HybridPrefixCache, NoSnapshots, Snapshots, StateSnapshots
-from quire.types import UNLIMITED, Request
+from quire.types import UNLIMITED, WHOLE_PROMPT, Request
 
 
 class KVCacheManager:
@@ -75,7 +75,8 @@ class KVCacheManager:
 
         None for a request that needs something of each prompt token: cached rows are not computed.
         """
-        return [] if seq.needs_prompt_logits or seq.request.sampling.pooling == "mean" else seq.tokens[:-1]
+        whole = seq.needs_prompt_logits or seq.request.sampling.pooling in WHOLE_PROMPT
+        return [] if whole else seq.tokens[:-1]
 
     def find_inflight_prefix(self, seq: Sequence) -> tuple[Sequence, int] | None:
         """The running sequence that computes what `seq` would compute next, and up to which length, if that is worth

@@ -28,7 +28,7 @@ from quire.server import error_responses, openapi, outputs, prompts, schemas
 from quire.server.access import CrossOrigin, Guard, Hosts, Keys, Rates, refuse_cross_site, trace_context
 from quire.server.batch_api.runner import BatchService
 from quire.server.calls import Job
-from quire.server.embeddings import Embedding
+from quire.server.embeddings import PoolingFields
 from quire.server.endpoints import (
     ENDPOINTS,
     GENERATE,
@@ -173,7 +173,7 @@ class Api:
 
         def read() -> T:
             parsed = schemas.parse(body, kind, self._limits)
-            if isinstance(parsed, schemas.Sampling | Embedding) and parsed.timeout is None:
+            if isinstance(parsed, schemas.Sampling | PoolingFields) and parsed.timeout is None:
                 parsed.timeout = deadline(request.headers)
             return prepare(parsed)
 

@@ -37,6 +37,7 @@ from quire.server.tools import NO_TOOLS, ToolSet, make_tool_set
 from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.prompt_header import NO_REMOVAL, Removal
 from quire.types import NUMERIC_PARAMETERS, UNLIMITED, Pin, SamplingParams, StructuredOutputsParams
+from quire.weights.pooling import GENERATES, PoolerConfig
 
 # How a token is shown, as text, and as its exact bytes (`Backend.token_text`).
 TokenText = Callable[[int], tuple[str, bytes]]
@@ -51,8 +52,8 @@ class Job:
     begin inside a thought without a mark of its own; None if the model does not reason. thought_style: how thoughts are
     marked. reasons: whether thoughts are shown. truncated: prompt tokens left out on request, None if the request does
     not ask for it. timed: whether times are shown. cache_details: whether the usage says where the prompt differs from
-    the cache. removal: of the prompt's header. params: effective sampling parameters to show. began:
-    time.perf_counter() at which the request came.
+    the cache. removal: of the prompt's header. params: effective sampling parameters to show. pooler: the
+    model's. began: time.perf_counter() at which the request came.
     """
 
     id: str
@@ -81,6 +82,7 @@ class Job:
     cache_details: bool = False
     removal: Removal = NO_REMOVAL
     params: dict[str, Any] | None = None
+    pooler: PoolerConfig = GENERATES
     created: int = field(default_factory=lambda: int(time.time()))
 
     def headers(self) -> dict[str, str]:

@@ -16,7 +16,8 @@ from quire.frontend.offload import PER_SCORE, PER_TOKEN
 from quire.frontend.processor import embedding_vector
 from quire.server import calls, error_responses
 from quire.server.calls import Job
-from quire.server.embeddings import Embedding, EmbeddingsRequest, embedding
+from quire.server.embeddings import Embedding, EmbeddingsRequest
+from quire.server.embeddings import embed as embed_inputs
 from quire.server.fields import Refusal, check, require_text
 from quire.server.limits import Limits
 from quire.server.outputs import ChoiceBuilder, Usage, bare_details, chat_logprobs_of
@@ -494,7 +495,7 @@ def embed(request: OllamaEmbedRequest | OllamaEmbeddingsRequest, backend: Backen
     if not texts:
         return _loaded(OllamaEmbedRequest(), backend)
     shared = {name: getattr(request, name) for name in Embedding.__struct_fields__}
-    return embedding(EmbeddingsRequest(**shared, input=texts), backend, limits, truncate=cut)
+    return embed_inputs(EmbeddingsRequest(**shared, input=texts), backend, limits, truncate=cut)
 
 
 def embedded(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def in_vocabulary(tokens: Sequence[int], where: str, card: ModelCard) -> None:
         raise InvalidRequest(f"{where}: {bad} is not in the vocabulary, 0 to {most - 1}", param=param)
 
 
-def _check_length(texts: Iterable[Any], backend: Backend, context: int) -> None:
+def check_length(texts: Iterable[Any], backend: Backend, context: int) -> None:
     """Raises InvalidRequest for a text whose beginning is far too long for the context, without encoding the rest."""
     for text in texts:
         if isinstance(text, str) and len(text) > _LONG_TEXT * context:
@@ -134,7 +134,7 @@ def encode(
     encoded with each prompt. Raises InvalidRequest for the first prompt that leaves no token for an answer, before the
     others are encoded.
     """
-    _check_length([*given, suffix], backend, context)
+    check_length([*given, suffix], backend, context)
     encoded: list[tuple[str | None, tuple[int, ...]]] = []
     for one in given:
         text = one if isinstance(one, str) and not suffix else None
@@ -147,7 +147,7 @@ def encode(
 
 def render(
     messages: list[dict[str, Any]],
-    request: ChatRequest | TokenizeRequest,
+    request: ChatRequest | TokenizeRequest | Any,
     backend: Backend,
     tools: list[dict[str, Any]] | None = None,
     context: int = UNLIMITED,
@@ -165,7 +165,7 @@ def render(
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt cannot be used together", param="continue_final_message"
         )
-    _check_length((message.get("content") for message in messages), backend, context)
+    check_length((message.get("content") for message in messages), backend, context)
     text = backend.render(
         messages,
         tools=tools,
@@ -174,7 +174,7 @@ def render(
         chat_template_kwargs=request.chat_template_kwargs or {},
     )
     # Checked again: the rendered text contains tool calls, lists of content and tools too.
-    _check_length([text], backend, context)
+    check_length([text], backend, context)
     # Not by default: most templates write the begin token themselves.
     special = bool(request.add_special_tokens)
     return text, backend.encode(text, add_special_tokens=special)

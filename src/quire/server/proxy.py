@@ -164,7 +164,17 @@ class Relay:
     def routes(self) -> list[Route]:
         """All paths that are passed on, and those that this server answers with upstreams' answers."""
         tokens = ("/tokenize", "/detokenize", "/tokenizer_info")
-        paths = ("/v1/{path:path}", "/api/{path:path}", "/", *tokens, "/score", "/rerank", "/pooling", "/classify")
+        paths = (
+            "/v1/{path:path}",
+            "/api/{path:path}",
+            "/",
+            *tokens,
+            "/score",
+            "/rerank",
+            "/v2/rerank",
+            "/pooling",
+            "/classify",
+        )
         return [
             *(Route(path, self.generate, methods=["POST"]) for path in GENERATE_PATHS),
             Route("/metrics", self.metrics),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -26,7 +28,7 @@ from quire.ops.matmul import can_pack
 from quire.ops.native.ops import NativeOps
 from quire.ops.reference import ReferenceOps
 from quire.weights.canary import Canary
-from quire.weights.entries import TensorEntry
+from quire.weights.entries import Cut, TensorEntry
 from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import KINDS
 from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of
@@ -66,6 +68,9 @@ def load_model(
     progress: Progress = quiet,
     room: float = math.inf,
     max_model_len: int | None = None,
+    pools: bool = False,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+    words: tuple[int, int] | None = None,
 ) -> Model:
     """The model in `folder`, ready to run.
 
@@ -74,14 +79,14 @@ def load_model(
     finite and logits have a standard deviation near 1. quantization: see `schemes.choose_format`; `canary` checks
     quantized models. draft: this is a draft model, whose rows may round differently alone and in a batch, so that
     small products may take the fastest kernel. room: bytes of memory to load into, for devices that do not say so, such
-    as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. Raises InvalidModel, in one
-    line, for what cannot be loaded.
+    as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. pools: without the language
+    model's head. overrides: fields in place of config.json's. words: token ids of no and yes, whose logits' difference
+    is the classifier. Raises InvalidModel, in one line, for what cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
-    config = read_config(folder)
-    spec = read_spec(config)
-    spec = spec.for_length(max_model_len or spec.context)
-    checkpoint = None if load_format == "dummy" else Checkpoint(folder)
+    config = {**read_config(folder), **overrides} | ({} if words is None else {"num_labels": 1, "id2label": None})
+    spec = read_spec(config, pools=pools).for_length(max_model_len)
+    checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     number = choose_dtype(dtype, spec, checkpoint, device)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
     plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
@@ -104,16 +109,21 @@ def load_model(
             random_init(build, seed, progress)
         else:
             load_weights(build, checkpoint, progress)
-        # Random weights say nothing about quality.
-        canary = None if checkpoint is None else canary
-        reference = None
-        if canary and isinstance(format, OnlineQuantization):
-            build.finalize(late=(OnlineQuantized, OnlineBlocks))
-            reference = canary.record_reference(model, device)
+        # Random weights say nothing about quality, nor do models without logits.
+        canary = None if checkpoint is None or not spec.generates else canary
+        reference = reference_of(canary, build, model, device) if isinstance(format, OnlineQuantization) else None
         build.finalize()
         if canary and any(stored.quantized is not None for stored in build.matrices):
             canary.check(model, build.matrices, device, reference)
     return model
+
+
+def reference_of(canary: Canary | None, build: ModelBuilder, model: Model, device: torch.device) -> torch.Tensor | None:
+    """The canary's answers before weights are quantized: all others are in their final form by then."""
+    if canary is None:
+        return None
+    build.finalize(late=(OnlineQuantized, OnlineBlocks))
+    return canary.record_reference(model, device)
 
 
 def build_outline(
@@ -132,6 +142,31 @@ def build_outline(
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     build_model(spec, build)
     return build
+
+
+def open_checkpoint(folder: Path, words: tuple[int, int] | None) -> Checkpoint:
+    """The tensors of a folder. words: as of `load_model`."""
+    checkpoint = Checkpoint(folder)
+    if words is not None:
+        checkpoint.entries = with_score(checkpoint, *words)
+    return checkpoint
+
+
+def with_score(checkpoint: Checkpoint, no: int, yes: int) -> Mapping[str, TensorEntry]:
+    """The tensors and `score.weight`: the row of the head for yes less that for no. Raises InvalidModel."""
+    heads = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
+    head = next((checkpoint.entries[name] for name in heads if name in checkpoint.entries), None)
+    if head is None:
+        raise InvalidModel(f"{checkpoint.folder.name} has no head to make a classifier of: none of {', '.join(heads)}")
+
+    def difference(cut: Cut) -> torch.Tensor:
+        rows = [head.read((slice(word, word + 1),)).float() for word in (yes, no)]
+        return (rows[0] - rows[1])[cut]
+
+    score = replace(
+        head, dtype=torch.float32, shape=(1, head.shape[1]), read=difference, copy=None, stored=None, each=None
+    )
+    return {**checkpoint.entries, "score.weight": score}
 
 
 def check_room(build: ModelBuilder, name: str, room: float) -> None:

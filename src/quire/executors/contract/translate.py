@@ -29,6 +29,7 @@ _FIELDS: Mapping[str, str] = {
     "draft_catch_up_seconds": "catch_up",
     "draft_kv_share": "draft_kv",
     "supports_pooling": "pools",
+    "bidirectional": "bidirectional",
 }
 """The message's name of each field of a description."""
 

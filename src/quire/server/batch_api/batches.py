@@ -23,7 +23,14 @@ from quire.server.folder import durable_write
 from quire.server.limits import Limits, read_body
 from quire.server.schemas import parse
 
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+BATCH_ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+)
 MOST_LINES = 50_000
 
 # Batches that are not finished.
