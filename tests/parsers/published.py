@@ -47,7 +47,7 @@ def _fetched(package: str) -> Path:
 
 def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=900)
+    return subprocess.run(line, check=False, capture_output=True, text=True, timeout=900)
 
 
 def _members(archive: Path) -> Iterator[tuple[str, str]]:

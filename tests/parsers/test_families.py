@@ -181,7 +181,7 @@ SIGNS: list[tuple[str, ToolParser, ReasoningParser]] = [
     ("<tool_call>a\n<arg_key>k</arg_key>\n<arg_value></think>", "glm45", "glm45"),
     ("<tool_call>a<arg_key>k</arg_key><arg_value>enable_thinking</think>", "glm47", "glm45"),
     ("<|tool_calls_section_begin|></think>", "kimi_k2", "kimi_k2"),
-    ("<｜Assistant｜><｜tool▁calls▁begin｜>```json\n</think>", "deepseek_v3", "deepseek_r1"),
+    ("<｜Assistant｜><think><｜tool▁calls▁begin｜>```json\n</think>", "deepseek_v3", "deepseek_r1"),
     ("<｜Assistant｜>{{ thinking }}<｜tool▁calls▁begin｜></think>", "deepseek_v31", "deepseek_v3"),
     ("<|start|>assistant<|channel|>analysis<|message|> to=functions.x<|channel|>commentary", "openai", "openai_gptoss"),
     ("<|turn>model<|channel>thought<channel|><|tool_call>call:", "gemma4", "gemma4"),
@@ -320,7 +320,7 @@ def test_python_may_have_line_breaks_in_its_strings() -> None:
 @pytest.mark.parametrize("name", ["seed_oss", "qwen3_coder"])
 def test_lists_may_be_written_as_python_prints_them(name: ToolParser) -> None:
     """The templates of Seed-OSS and Qwen 3 Coder write them so."""
-    form = getattr(STYLES[name], "form")
+    form = STYLES[name].form
     text = STYLES[name].before + STYLES[name].head("weather") + form.open + "places>[{'name': 'x', 'at': None}]"
     text += form.close + STYLES[name].finish
     assert calls_in(fed(reader_of(STYLES[name], TOOLS), text)) == [("weather", {"places": [{"name": "x", "at": None}]})]

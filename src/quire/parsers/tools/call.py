@@ -135,8 +135,8 @@ _ARGUMENTS = ("arguments", "parameters")
 class Call:
     """A call as a JSON object with a `name` and `arguments` (or `parameters`), in any order, among other keys.
 
-    accept: whether a tool of this name may be called. bare: an object without arguments is not a call. name_key: the key
-    of the name; empty where the only key is the name, and its value the arguments.
+    accept: whether a tool of this name may be called. bare: an object without arguments is not a call. name_key: the
+    key of the name; empty where the only key is the name, and its value the arguments.
     Once `begun`, the name is known, and `fragments` holds the text of the arguments that the caller has not taken yet.
     Arguments in a string are the JSON that the string holds.
     """

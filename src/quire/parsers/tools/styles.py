@@ -139,8 +139,8 @@ class Notation:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """Arguments as elements within elements, each tag behind `mark`: a property is `<key>value</key>`, an entry of a list
-    `<item>value</item>`. Strings are written as they are, all other values as JSON."""
+    """Arguments as elements within elements, each tag behind `mark`: a property is `<key>value</key>`, an entry of a
+    list `<item>value</item>`. Strings are written as they are, all other values as JSON."""
 
     mark: str
 
