@@ -34,6 +34,7 @@ def build_backend(settings: Settings, text: Text, engine: EngineProcess, **more:
         id=name,
         aliases=tuple(aliases),
         has_text=text.tokenizer.has_text,
+        eos=text.tokenizer.eos,
         infill_ends=() if text.tokenizer.infill is None else text.tokenizer.infill.ends,
         created=int(time.time()),
         max_model_len=UNLIMITED,

@@ -105,8 +105,8 @@ def make_executor(
         )
     kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size)
     log.info(
-        "K/V cache: %d blocks of %d tokens, %.2f GiB; reserved for other use %.2f GiB, of which %.2f GiB is "
-        "allocated; warmed up in %.1f s",
+        "K/V cache: %d blocks of %d tokens, %.2f GiB; reserved beside it %.2f GiB, allocated so far "
+        "%.2f GiB; warmed up in %.1f s",
         blocks,
         limits.block_size,
         kv_bytes / GIB,

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from quire.frontend.beam_search import BeamSearchParams
 from quire.parsers.reasoning import ReasoningParser
 from quire.parsers.tools.styles import ToolParser
 from quire.tokenization.prompt_header import HeaderOutcome
@@ -26,7 +27,7 @@ class Call:
     tokens that each step generated, whether or not the client reads them; None: they are not metered. omitted_tools:
     kinds of tools that the client asked for and this server lacks. pins: prefixes of the prompt to keep in the prefix
     cache, on the account of the tenant of `trace_context`. header: what became of the prompt's header, None where there
-    is none.
+    is none. beams: how to search for the `sampling.n` likeliest answers; None: they are sampled.
     """
 
     id: str
@@ -41,6 +42,7 @@ class Call:
     omitted_tools: tuple[str, ...] = ()
     pins: tuple[Pin, ...] = ()
     header: HeaderOutcome | None = None
+    beams: BeamSearchParams | None = None
 
 
 class Timings(NamedTuple):
@@ -150,8 +152,8 @@ class ModelCard:
     infill_ends: token ids that end a text between a prompt and a suffix, besides the model's end of text.
     pools: whether it computes embeddings. device: what it runs on, as torch calls it. template_arguments: names that
     its chat template reads. tool_parser, reasoning_parser: how its answers are parsed (see `parsers.tools.styles` and
-    `parsers.reasoning`). has_text: false if prompts and answers are token ids only. pooler: how prompts
-    become vectors.
+    `parsers.reasoning`). has_text: false if prompts and answers are token ids only. pooler: how prompts become vectors.
+    eos: token ids that end a text.
     """
 
     id: str
@@ -169,6 +171,7 @@ class ModelCard:
     device: str = ""
     has_text: bool = True
     pooler: PoolerConfig = GENERATES
+    eos: frozenset[int] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:

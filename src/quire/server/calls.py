@@ -21,7 +21,7 @@ from quire.frontend.processor import bad_words, hashed_salt, max_new_tokens
 from quire.parsers.parts import Splitter, TextPart
 from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, ThoughtStyle, bounded, thoughts_ahead
 from quire.parsers.tools.styles import STYLES
-from quire.server import cache_control
+from quire.server import beams, cache_control
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
 from quire.server.prompts import encode, in_vocabulary, model, prompts, render
 from quire.server.schemas import (
@@ -113,14 +113,12 @@ def completion(
     default_max_tokens: where neither the request nor the checkpoint says; None: as many as the context holds.
     """
     card = model(request.model, backend)
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise InvalidRequest("best_of must equal n: answers are not ranked", param="best_of")
     check_logprobs("logprobs", request.logprobs, limits)
     _check_has_text(request, card)
     scored_only = bool(request.echo) and request.max_tokens == 0
     echoed = request.logprobs if request.echo else None
     given = prompts(request.prompt, card, limits, request.suffix)
-    check_answers(len(given), request.n, limits)
+    check_answers(len(given), beams.width(request), limits)
     special = request.add_special_tokens is not False
     encoded = encode(given, special, backend, max_prompt_tokens(request, card), request.suffix)
     max_tokens = 1 if scored_only else request.max_tokens
@@ -147,6 +145,7 @@ def completion(
         calls.append(replace(make_call("cmpl-", text, ids, request, params, limits), pins=pins))
     if request.echo:
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
+    calls = [beams.searching(call, request, card, limits) for call in calls]
     shown = effective_params(request, calls[0].sampling, card, "max_tokens")
     return _job(request, backend, calls, num_truncated, top=request.logprobs, scored_only=scored_only, params=shown)
 
@@ -175,7 +174,7 @@ def chat(
     """
     card = model(request.model, backend)
     top = (request.top_logprobs or 0) if request.logprobs else None
-    check_answers(1, request.n, limits)
+    check_answers(1, beams.width(request), limits)
     if request.top_logprobs and top is None:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     check_logprobs("top_logprobs", request.top_logprobs, limits)
@@ -212,6 +211,7 @@ def chat(
         shared["skip_special_tokens"] = False
     params = sampling_params(request, ids, card, limits, max_tokens, None, logprobs=top, name=name, shared=shared)
     call = make_call(prefix, _continued(request), ids, request, params, limits)
+    call = beams.searching(call, request, card, limits)
     return _job(
         request,
         backend,

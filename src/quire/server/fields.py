@@ -52,7 +52,7 @@ NO_OPS: Mapping[str, str] = {
 
 _TOOLS = "this older form is not supported: use tools and tool_choice"
 _TEXT = "this server reads and writes text only"
-_BEAM = "beam search is not supported: use n with a temperature"
+_BEAM = "beam search is for /v1/completions and /v1/chat/completions"
 
 # Edits of Anthropic's context_management that leave the conversation as it is.
 _KEEP_ALL: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})

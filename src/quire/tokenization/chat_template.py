@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,7 +82,7 @@ class ChatTemplate:
         """
         shown = [self._shown(message) for message in messages]
         if not self._knows_tools:
-            shown = describe_tools(shown, tools, self._style)
+            shown = describe_tools(shown, tools, self._style, system=self._takes_system)
         if continue_final_message:
             shown[-1]["content"] = str(shown[-1].get("content") or "") + _CONTINUE_MARK
         names = {
@@ -115,6 +116,16 @@ class ChatTemplate:
             return
         except _Failed as error:
             raise InvalidModel(f"the chat template fails: {_line(error)}; name another with --chat-template") from error
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether a conversation may begin with a system message, which Gemma's first templates refuse."""
+        messages = [{"role": "system", "content": "Hello"}, {"role": "user", "content": "Hello"}]
+        try:
+            self._run({"messages": messages, "tools": None, "add_generation_prompt": True})
+        except (Refused, _Failed):
+            return False
+        return True
 
     def _run(self, names: Mapping[str, Any]) -> str:
         """Raises Refused or _Failed."""
