@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from quire.assembly import extra
+from quire.assembly.images import find_processor
 from quire.assembly.limits import (
     BuiltExecutor,
     Limits,
@@ -34,8 +35,10 @@ from quire.engine.executor import Description, Executor
 from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
+from quire.model_runner.images import ImageRunner, Normalization
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
-from quire.models.registry import ARCHITECTURES, Model, architecture_name, find_architecture, parameters
+from quire.models.registry import ARCHITECTURES, Model, architecture_name, find_architecture, parameters, vision_of
+from quire.multimodal.processor import ImageProcessor
 from quire.observability.recorder import recorded
 from quire.observability.recording_format import recording_folder
 from quire.ops.base import Ops
@@ -44,6 +47,7 @@ from quire.ops.native.library import LEVELS, best_level
 from quire.ops.native.ops import NativeOps
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.block_pool import EVICTION_POLICIES
+from quire.scheduler.encoder_cache import EncoderCache
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import SchedulingPolicy, make_policy
 from quire.scheduler.scheduler import Scheduler
@@ -115,21 +119,36 @@ def _local(settings: Settings) -> BuiltExecutor:
     """Quire's own layers, in this process."""
     device = choose_device(settings.execution.device)
     canary = build_canary(settings)
-    model = _load(settings, device, canary)
+    processor = find_processor(settings) if device.type == "cpu" else "they are read on a CPU only for now"
+    model = _load(settings, device, canary, vision=isinstance(processor, ImageProcessor))
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
     limits = resolve(settings, model.spec, device)
     layers, kv_gauges = _kv_layers(settings, model, device)
     if device.type == "cpu":
-        executor: Executor = on_host(settings, model, limits, layers)
+        executor: Executor = on_host(settings, model, limits, layers, _image_runner(model, processor))
     else:
         executor = _cuda().make_executor(settings, model, device, limits)
     return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
 
 
-def on_host(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> LocalExecutor:
-    """An executor for a model on the CPU. Raises InvalidConfig when K/V does not fit."""
-    cpu, cache = torch.device("cpu"), settings.cache
-    return paged(settings, model, limits, layers, cpu, cache.kv_cache_memory_bytes or cpu_budget(host_bytes()))
+def on_host(
+    settings: Settings,
+    model: Model,
+    limits: Limits,
+    layers: Sequence[LayerShape],
+    images: ImageRunner | None = None,
+) -> LocalExecutor:
+    """An executor for a model on the CPU. images: its encoder, if any. Raises InvalidConfig when K/V does not fit."""
+    budget = settings.cache.kv_cache_memory_bytes or cpu_budget(host_bytes())
+    return paged(settings, model, limits, layers, torch.device("cpu"), budget, images=images)
+
+
+def _image_runner(model: Model, processor: ImageProcessor | str) -> ImageRunner | None:
+    """What encodes a model's images; None where it has no encoder, or is used without."""
+    tower = vision_of(model)
+    if tower is None or isinstance(processor, str):
+        return None
+    return ImageRunner(tower, Normalization(processor.mean, processor.std, processor.scale), torch.device("cpu"))
 
 
 def paged(
@@ -141,8 +160,10 @@ def paged(
     budget: int,
     *,
     pools: bool = True,
+    images: ImageRunner | None = None,
 ) -> LocalExecutor:
-    """An executor whose steps run as they are launched. budget: bytes of K/V. pools: as in `Description`.
+    """An executor whose steps run as they are launched. budget: bytes of K/V. pools: as in `Description`. images: the
+    encoder, if any.
 
     Raises InvalidConfig when K/V does not fit.
     """
@@ -168,6 +189,7 @@ def paged(
         depth=limits.lookahead,
         layers=layers,
         pools=pools,
+        images=images,
     )
 
 
@@ -220,10 +242,24 @@ def build_scheduler(
         policy=policy,
         speculation=build_speculation(settings, description),
         compute_masks=ParallelMasks(pinned=torch.cuda.is_available()),
+        encoder_cache=build_encoder_cache(settings, description, limits),
     )
 
 
-def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Model:
+def build_encoder_cache(settings: Settings, description: Description, limits: Limits) -> EncoderCache | None:
+    """The encoder's share of steps and memory; None where there is no encoder."""
+    processor, media = find_processor(settings), settings.multimodal
+    if isinstance(processor, str) or not description.encoder_layers:
+        return None
+    return EncoderCache(
+        media.encoder_cache_size or max(8192, processor.most_tokens),
+        media.max_num_encoder_input_tokens or limits.max_num_batched_tokens,
+        description.encoder_layers,
+        whole_images=description.whole_images,
+    )
+
+
+def _load(settings: Settings, device: torch.device, canary: Canary | None, *, vision: bool) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
     with loading(model.model) as progress:
@@ -241,6 +277,7 @@ def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Mo
             progress=progress,
             room=host_bytes() if device.type == "cpu" else math.inf,
             max_model_len=model.max_model_len,
+            vision=vision,
         )
 
 

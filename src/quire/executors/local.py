@@ -9,6 +9,7 @@ import torch
 from quire.engine.executor import Description
 from quire.model_runner.device_steps import DeviceSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
+from quire.model_runner.images import ImageRunner
 from quire.model_runner.lookahead_runner import LookaheadRunner
 from quire.model_runner.memory import LayerShape, allocate, block_bytes, layer_shapes
 from quire.model_runner.row_state import RowState
@@ -17,6 +18,7 @@ from quire.model_runner.sampling.sampler import Sampler
 from quire.model_runner.speculative import Drafter, Proposer
 from quire.models.registry import Model
 from quire.scheduler.plan import Plan
+from quire.types import PromptImage
 
 
 class LocalExecutor:
@@ -25,6 +27,7 @@ class LocalExecutor:
     pages: blocks of the pool, not counting the null block. page_size: tokens per block. rows: sequences at once.
     max_model_len: the longest sequence, in tokens. dtype: of K/V, unless `layers` gives one per layer. depth: steps
     worth launching ahead of results; 0 where launch runs the forward at once, as on a CPU. pools: as in `Description`.
+    images: the encoder; None: there is none.
     """
 
     runner: Runner | LookaheadRunner
@@ -43,6 +46,7 @@ class LocalExecutor:
         depth: int = 0,
         layers: Sequence[LayerShape] | None = None,
         pools: bool = True,
+        images: ImageRunner | None = None,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes) if layers is None else layers
         num_drafts = 0 if drafter is None else drafter.num_drafts
@@ -55,7 +59,9 @@ class LocalExecutor:
             Sampler(model.spec.vocab),
             drafter,
             torch.device(device),
+            images,
         )
+        self.images = images
         self._description = Description(
             num_blocks=pages,
             block_size=page_size,
@@ -65,6 +71,8 @@ class LocalExecutor:
             lookahead=depth,
             num_drafts=num_drafts,
             supports_pooling=pools,
+            encoder_layers=0 if images is None else images.config.layers,
+            whole_images=images is not None and images.config.whole_images,
             block_bytes=block_bytes(layers, page_size),
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
@@ -74,6 +82,11 @@ class LocalExecutor:
     def describe(self) -> Description:
         """What the engine needs to know of this executor."""
         return self._description
+
+    def load_image(self, number: int, image: PromptImage) -> None:
+        """See `engine.executor.ImageExecutor`."""
+        assert self.images is not None
+        self.images.load(number, image)
 
     def launch(self, plan: Plan) -> LaunchedStep:
         """Start one step."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from quire.parsers.reasoning import ReasoningParser
 from quire.parsers.tools.styles import ToolParser
 from quire.tokenization.prompt_header import HeaderOutcome
-from quire.types import NO_TRACE_CONTEXT, Pin, PromptReport, SamplingParams, TokenLogprobs, TraceContext
+from quire.types import NO_TRACE_CONTEXT, Pin, PromptImage, PromptReport, SamplingParams, TokenLogprobs, TraceContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Call:
     tokens that each step generated, whether or not the client reads them; None: they are not metered. omitted_tools:
     kinds of tools that the client asked for and this server lacks. pins: prefixes of the prompt to keep in the prefix
     cache, on the account of the tenant of `trace_context`. header: what became of the prompt's header, None where there
-    is none.
+    is none. images: those in the prompt, in order.
     """
 
     id: str
@@ -39,6 +39,7 @@ class Call:
     omitted_tools: tuple[str, ...] = ()
     pins: tuple[Pin, ...] = ()
     header: HeaderOutcome | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 class Timings(NamedTuple):

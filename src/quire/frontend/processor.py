@@ -61,6 +61,7 @@ def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadlin
             cache_salt=salt,
             pins=call.pins,
             owner=call.trace_context.tenant,
+            images=call.images,
         )
         for choice, id in enumerate(ids)
     ]

@@ -17,6 +17,7 @@ from quire.layers.basic import Attention, Heads, NormLayer
 from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
+from quire.layers.vision import VisionTower
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -84,6 +85,7 @@ class Llama:
     sinks: ClassVar[str] = ""
     attention: ClassVar[type[Attention]] = Attention
     expert_names: ClassVar[ExpertNames] = ExpertNames()
+    vision: VisionTower | None = None
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.spec = spec
@@ -165,13 +167,14 @@ class Llama:
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         """See `registry.Model`."""
         batch = self.ops.prepare(batch)
-        angles = {rope: rotary(batch.positions) for rope, rotary in self.rotaries.items()}
-        residual = self.embedding(batch.tokens)
+        angles = {rope: rotary(batch.positions, batch.rope_positions) for rope, rotary in self.rotaries.items()}
+        residual = batch.with_images(self.embedding(batch.tokens))
         x = residual.new_zeros(residual.shape)
         after = self.nothing
-        for block, rope, cache in zip(self.blocks, self.spec.layer_ropes, kv, strict=True):
+        for i, (block, rope, cache) in enumerate(zip(self.blocks, self.spec.layer_ropes, kv, strict=True)):
             output = batch.output_indices if block is self.blocks[-1] else None
             x, residual = block(x, residual, after, angles[rope], batch, cache, output)
+            residual = batch.add_features(i, residual)
             after = block.after_mlp
         return batch.select_outputs(self.norm.add(x, residual, after)[0])
 

@@ -161,8 +161,13 @@ class PagedAttentionMetadata(RaggedBatch):
         """[S, 1, repeat * n, L] bool: which of L positions each query sees; None where each sees all."""
         key = (index, window, repeat, chunk)
         if key not in self.masks:
-            self.masks[key] = causal_mask(self.groups[index], window, repeat, chunk)
+            self.masks[key] = causal_mask(self.groups[index], window, repeat, chunk, self.last_of(index))
         return self.masks[key]
+
+    def last_of(self, index: int) -> Tensor | None:
+        """[S, n]: the last position that each query of group `index` sees; None: its own."""
+        group = self.groups[index]
+        return None if self.last_visible is None else self.last_visible[group.rows].view(-1, group.n)
 
 
 def alike(spans: list[int], lengths: list[int]) -> list[list[int]]:
@@ -204,20 +209,24 @@ def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengt
     return SpanGroup(n, rows, kv_len, longest, torch.where(held, pages, pages[:, :1]), even)
 
 
-def causal_mask(group: SpanGroup, window: int, repeat: int, chunk: int = UNLIMITED) -> Tensor | None:
-    """[S, 1, repeat * n, L] bool: which positions each query sees; None where each sees all."""
+def causal_mask(
+    group: SpanGroup, window: int, repeat: int, chunk: int = UNLIMITED, last: Tensor | None = None
+) -> Tensor | None:
+    """[S, 1, repeat * n, L] bool: which positions each query sees; None where each sees all. last [S, n]: as
+    `PagedAttentionMetadata.last_of`."""
     if group.n == 1 and group.even and min(window, chunk) >= group.longest:
         return None
     device = group.kv_len.device
     key = torch.arange(group.longest, device=device)
     query = group.kv_len[:, None] - group.n + torch.arange(group.n, device=device)
-    seen = visible(key, query[..., None], window, chunk)
+    seen = visible(key, query[..., None], window, chunk, None if last is None else last[..., None])
     return (seen if group.n == 1 else seen.repeat(1, repeat, 1))[:, None]
 
 
-def visible(key: Tensor, query: Tensor, window: int, chunk: int) -> Tensor:
-    """Whether a query at position `query` sees position `key`; see `Ops.attention`."""
-    return (key <= query) & (key > query - window) & (key >= query // chunk * chunk)
+def visible(key: Tensor, query: Tensor, window: int, chunk: int, last: Tensor | None = None) -> Tensor:
+    """Whether a query at position `query` sees position `key`; see `Ops.attention`. last: the last that it sees, its
+    own where None."""
+    return (key <= (query if last is None else last)) & (key > query - window) & (key >= query // chunk * chunk)
 
 
 def first_visible(query: int, window: int, chunk: int) -> int:

@@ -52,6 +52,7 @@ NO_OPS: Mapping[str, str] = {
 
 _TOOLS = "this older form is not supported: use tools and tool_choice"
 _TEXT = "this server reads and writes text only"
+_PART = 'images are parts of messages: {"type": "image_url", ...}'
 _BEAM = "beam search is not supported: use n with a temperature"
 
 # Edits of Anthropic's context_management that leave the conversation as it is.
@@ -67,9 +68,9 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "function_call": Refusal(_TOOLS, ("none", "auto")),
     "audio": Refusal(_TEXT),
     "modalities": Refusal(_TEXT, (["text"],)),
-    "image": Refusal(_TEXT, ({},)),
-    "images": Refusal(_TEXT, ([],)),
-    "mm_processor_kwargs": Refusal(_TEXT, ({},)),
+    "image": Refusal(_PART, ({},)),
+    "images": Refusal(_PART, ([],)),
+    "mm_processor_kwargs": Refusal("start the server with --mm-processor-kwargs", ({},)),
     "media_io_kwargs": Refusal(_TEXT, ({},)),
     "return_mm_kwargs": Refusal(_TEXT, (True, False)),
     "prompt_embeds": Refusal("prompts are text or token ids"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,7 @@ def load_model(
     progress: Progress = quiet,
     room: float = math.inf,
     max_model_len: int | None = None,
+    vision: bool = False,
 ) -> Model:
     """The model in `folder`, ready to run.
 
@@ -74,13 +76,14 @@ def load_model(
     finite and logits have a standard deviation near 1. quantization: see `schemes.choose_format`; `canary` checks
     quantized models. draft: this is a draft model, whose rows may round differently alone and in a batch, so that
     small products may take the fastest kernel. room: bytes of memory to load into, for devices that do not say so, such
-    as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. Raises InvalidModel, in one
-    line, for what cannot be loaded.
+    as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. vision: with the encoder of
+    images, if there is one. Raises InvalidModel, in one line, for what cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
     config = read_config(folder)
     spec = read_spec(config)
     spec = spec.for_length(max_model_len or spec.context)
+    spec = spec if vision else replace(spec, vision=None)
     checkpoint = None if load_format == "dummy" else Checkpoint(folder)
     number = choose_dtype(dtype, spec, checkpoint, device)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}

@@ -203,7 +203,12 @@ class NativeOps(ReferenceOps):
     ) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
-        if not self._attends(q, kv) or all(group.n > MANY_QUERIES for group in paged.groups):
+        # The kernel is causal.
+        if (
+            paged.last_visible is not None
+            or not self._attends(q, kv)
+            or all(group.n > MANY_QUERIES for group in paged.groups)
+        ):
             return super().attention(q, kv, paged, scale, window, soft_cap, sinks, chunk)
         out = q.new_empty(*q.shape[:2], kv.v.shape[-1])
         how = Scores(scale, window, soft_cap, sinks, chunk)
