@@ -83,6 +83,12 @@ def build_engine(
     target = settings.scheduler.latency_target_ms
     executor, limits, static_gauges, plan_delay = make_executor(settings)
     executor = wrap(executor)
+    if folder is not None and executor.describe().encoder_layers:
+        raise InvalidConfig(
+            "--recording-dir: recordings have no images: leave it out, or turn images off with --limit-mm-per-prompt "
+            "'{\"image\": 0}'",
+            param="recording_dir",
+        )
     engine = make(
         build_scheduler(settings, executor.describe(), limits, policy),
         executor,

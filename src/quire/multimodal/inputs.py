@@ -72,6 +72,9 @@ class ImageInputs(Protocol):
         Raises InvalidRequest, and MediaNeeded.
         """
 
+    def check_context(self, tokens: Sequence[int]) -> None:
+        """Raises InvalidRequest for tokens of an earlier answer that hold the places of images."""
+
     def load(self, images: Sequence[Any], where: str) -> tuple[PromptImage, ...]:
         """Images of pillow, for a prompt of text. Raises InvalidRequest."""
 
@@ -103,6 +106,9 @@ class NoImages:
             if part.get("type") in IMAGE_PARTS:
                 raise self._refusal(f"{where}: images are not read here")
         return messages, ()
+
+    def check_context(self, tokens: Sequence[int]) -> None:
+        """See `ImageInputs`."""
 
     def load(self, images: Sequence[Any], where: str) -> tuple[PromptImage, ...]:
         """See `ImageInputs`. Raises InvalidRequest."""
@@ -171,6 +177,14 @@ class ImageReader:
             raise MediaNeeded(list(dict.fromkeys(needed)))
         images = tuple(self._image(source, where) for where, source in sources)
         return [_without_sources(message) for message in messages], images
+
+    def check_context(self, tokens: Sequence[int]) -> None:
+        """See `ImageInputs`."""
+        if self.processor.image_token in tokens:
+            raise InvalidRequest(
+                "context: it holds the places of images, and not the images: send the whole conversation to /api/chat",
+                param="context",
+            )
 
     def load(self, images: Sequence[Any], where: str) -> tuple[PromptImage, ...]:
         """See `ImageInputs`."""

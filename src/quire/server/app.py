@@ -252,7 +252,7 @@ class Api:
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{id}`."""
         name = request.path_params["id"]
-        return json_response(_card(prompts.model(name, self._backend), name))
+        return json_response(_card(prompts.model(name, self._backend), name, self._limits))
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`."""
@@ -330,7 +330,7 @@ def create_app(
         *models.routes(),
         Route("/api/show", partial(api.answer, OllamaShowRequest, show, any_type=True), methods=["POST"]),
         _tokenizer_info_route(tokenizer_info),
-        get_json("/v1/models", partial(_models, backend)),
+        get_json("/v1/models", partial(_models, backend, limits)),
         Route("/v1/models/{id:path}", api.model),
         Route("/reset_prefix_cache", api.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", api.metrics),
@@ -420,12 +420,12 @@ def build_app(
     return CrossOrigin(guard, origins) if origins else guard
 
 
-def _models(backend: Backend) -> dict[str, Any]:
+def _models(backend: Backend, limits: Limits) -> dict[str, Any]:
     card = backend.model()
-    return {"object": "list", "data": [_card(card, name) for name in card.names]}
+    return {"object": "list", "data": [_card(card, name, limits) for name in card.names]}
 
 
-def _card(card: ModelCard, name: str) -> dict[str, Any]:
+def _card(card: ModelCard, name: str, limits: Limits) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -437,4 +437,5 @@ def _card(card: ModelCard, name: str) -> dict[str, Any]:
         "permission": [],
         "tool_call_parser": card.tool_parser,
         "reasoning_parser": card.reasoning_parser,
+        "architecture": {"input_modalities": ["text", *(["image"] if limits.images.reads else [])]},
     }

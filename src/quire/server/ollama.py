@@ -235,6 +235,7 @@ def generate(request: OllamaGenerateRequest, backend: Backend, limits: Limits) -
         return calls.completion(_as_completion(request, fields), backend, limits, None)
     context = request.context or []
     in_vocabulary(context, "context", card)
+    limits.images.check_context(context)
     messages: list[dict[str, Any]] = [{"role": "system", "content": request.system}] if request.system else []
     messages.append({"role": "user", "content": _with_images(request.prompt, request.images, "images")})
     made = ChatRequest(**fields | _think(request, card) | {"messages": messages})
