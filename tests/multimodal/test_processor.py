@@ -78,7 +78,9 @@ def test_files_of_each_format_are_read_and_of_an_animation_the_first_image(forma
         data = png(first, format)
     found = opened(data, "here", MOST).convert("RGB")
     difference = np.abs(np.asarray(found).astype(int) - np.asarray(first)).mean()
-    assert found.size == first.size and difference < np.abs(np.asarray(second).astype(int) - np.asarray(first)).mean() / 3
+    assert (
+        found.size == first.size and difference < np.abs(np.asarray(second).astype(int) - np.asarray(first)).mean() / 3
+    )
 
 
 def test_images_are_turned_as_the_camera_was_held() -> None:

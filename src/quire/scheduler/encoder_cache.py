@@ -136,15 +136,12 @@ class EncoderCache:
         """Whether its embeddings are there in this step. Encodes more of it where they are not."""
         image.used_at = self._plan
         self.images.move_to_end(image.image.digest)
-        if not image.is_resident and not self._make_room(image.image.length):
-            return False
-        if not image.is_resident:
-            image.is_resident = True
-            self.num_used += image.image.length
         left, length = self.num_layers - image.layers, image.image.length
         # A step's first image advances by a layer, however large it is.
         layers = min(left, max(self._work_left // length, 0 if self._encode else 1))
-        if layers:
+        if layers and (image.is_resident or self._make_room(length)):
+            self.num_used += 0 if image.is_resident else length
+            image.is_resident = True
             self._encode.append(EncodeSpan(image.number, image.layers, image.layers + layers))
             image.layers += layers
             self._work_left -= layers * length
