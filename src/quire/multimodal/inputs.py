@@ -25,10 +25,7 @@ Messages = Sequence[Mapping[str, Any]]
 IMAGE_PARTS = ("image_url", "image", "image_pil", "input_image")
 """Types of parts of messages that hold images."""
 
-OTHER_PARTS = ("input_audio", "audio_url", "video_url", "video", "audio", "file", "input_file")
-"""Types of parts that no model here reads."""
-
-_DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?P<parameters>(?:;[^,;]*)*),", re.ASCII)
+_DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?P<parameters>(?:;[^,;]*)*),", re.ASCII | re.IGNORECASE)
 
 _DETAILS = ("auto", "high", "original")
 """Values of `detail` that ask for what is done anyway: images are read at the size that the checkpoint says."""
@@ -338,14 +335,18 @@ def read_data_url(url: str, where: str) -> bytes:
     """The bytes of a data URL (RFC 2397). Raises InvalidRequest."""
     head = _DATA_URL.match(url)
     if head is None:
-        raise InvalidRequest(f"{where}: the data URL must look like data:image/png;base64,...", param="messages")
+        raise _invalid(f"{where}: the data URL must look like data:image/png;base64,...")
     body = url[head.end() :]
     if ";base64" not in head["parameters"].lower():
         return unquote_to_bytes(body)
     try:
         return base64.b64decode(body.translate(SPACES), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(f"{where}: the data URL is not base64: {error}", param="messages") from error
+        raise _invalid(f"{where}: the data URL is not base64: {error}") from error
+
+
+def _invalid(what: str) -> InvalidRequest:
+    return InvalidRequest(what, param="messages", code="invalid_image")
 
 
 SPACES: Mapping[int, None] = MappingProxyType(dict.fromkeys(map(ord, " \t\r\n")))
