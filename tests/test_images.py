@@ -230,3 +230,16 @@ def test_token_ids_hold_one_place_for_each_image(family: Family, plain: LLM) -> 
     prompt = {"prompt_token_ids": [70, own, 71], "multi_modal_data": {"image": [family.pictures[0]]}}
     [out] = plain.generate(prompt, GREEDY)
     assert said([out]) == [family.greedy(out.prompt_token_ids, family.pictures[:1])]
+
+
+def test_the_example_of_the_guide_runs(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[1] / "docs/guides/images.md").read_text("utf-8")
+    example = text.partition("<!-- images -->\n```python\n")[2].partition("```")[0]
+    assert "Qwen/Qwen2.5-VL-3B-Instruct" in example
+    monkeypatch.chdir(tmp_path)
+    family.pictures[0].save("cat.png")
+    code = example.replace("Qwen/Qwen2.5-VL-3B-Instruct", str(family.folder))
+    code = code.replace("<|vision_start|><|image_pad|><|vision_end|>", family.mark)
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    scope["llm"].close()
