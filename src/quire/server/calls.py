@@ -25,7 +25,7 @@ from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, ThoughtStyle, boun
 from quire.parsers.tools.styles import STYLES
 from quire.server import cache_control
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
-from quire.server.prompts import encode, in_vocabulary, model, prompts, render
+from quire.server.prompts import Rendered, encode, in_vocabulary, model, prompts, render
 from quire.server.schemas import (
     Answers,
     ChatRequest,
@@ -38,7 +38,7 @@ from quire.server.schemas import (
 from quire.server.tools import NO_TOOLS, ToolSet, make_tool_set
 from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.prompt_header import NO_REMOVAL, Removal
-from quire.types import NUMERIC_PARAMETERS, UNLIMITED, SamplingParams, StructuredOutputsParams
+from quire.types import NUMERIC_PARAMETERS, UNLIMITED, Pin, SamplingParams, StructuredOutputsParams
 
 # How a token is shown, as text, and as its exact bytes (`Backend.token_text`).
 TokenText = Callable[[int], tuple[str, bytes]]
@@ -194,17 +194,7 @@ def chat(
     style = THOUGHTS.get(card.reasoning_parser)
     removal = limits.prompt_header.remove(request.messages)
     request = msgspec.structs.replace(request, messages=removal.messages)
-    text, whole, images = render(
-        request.messages, request, backend, limits.images, tools.for_template, max_prompt_tokens(request, card)
-    )
-    if images and request.truncate_prompt_tokens is not None:
-        what = "truncate_prompt_tokens would cut images: leave it out, or send fewer messages"
-        raise InvalidRequest(what, param="truncate_prompt_tokens")
-    rendered = partial(_rendered, request, backend, limits.images, tools.for_template)
-    pins = () if request.truncate_prompt_tokens is not None else cache_control.chat_pins(request, whole, rendered)
-    whole, alone = _after(context, whole, backend), len(whole)
-    pins = tuple(pin._replace(tokens=pin.tokens + len(whole) - alone) for pin in pins)
-    images = tuple(image._replace(start=image.start + len(whole) - alone) for image in images)
+    (text, whole, images), pins = _prompt(request, backend, limits, tools.for_template, context)
     shared = shared_params(request, backend, card, limits)
     form = tools.structure(shared["structured_outputs"], "" if style is None else style.answer)
     bound = form is not None or budget is not None
@@ -230,6 +220,27 @@ def chat(
         removal=removal,
         params=effective_params(request, params, card, name),
     )
+
+
+def _prompt(
+    request: ChatRequest,
+    backend: Backend,
+    limits: Limits,
+    tools: list[dict[str, Any]] | None,
+    context: tuple[int, ...],
+) -> tuple[Rendered, tuple[Pin, ...]]:
+    """The prompt of a request behind `context`, with the pins that its marks ask for. Raises InvalidRequest."""
+    most, cut = max_prompt_tokens(request, backend.model()), request.truncate_prompt_tokens is not None
+    text, ids, images = render(request.messages, request, backend, limits.images, tools, most)
+    if images and cut:
+        what = "truncate_prompt_tokens would cut images: leave it out, or send fewer messages"
+        raise InvalidRequest(what, param="truncate_prompt_tokens")
+    rendered = partial(_rendered, request, backend, limits.images, tools)
+    pins = () if cut else cache_control.chat_pins(request, ids, rendered)
+    whole = _after(context, ids, backend)
+    before = len(whole) - len(ids)
+    placed = tuple(image._replace(start=image.start + before) for image in images)
+    return Rendered(text, whole, placed), tuple(pin._replace(tokens=pin.tokens + before) for pin in pins)
 
 
 def _rendered(
