@@ -437,5 +437,5 @@ def _card(card: ModelCard, name: str, limits: Limits) -> dict[str, Any]:
         "permission": [],
         "tool_call_parser": card.tool_parser,
         "reasoning_parser": card.reasoning_parser,
-        "architecture": {"input_modalities": ["text", *(["image"] if limits.images.reads else [])]},
+        **({"architecture": {"input_modalities": ["text", "image"]}} if limits.images.reads else {}),
     }
