@@ -265,7 +265,7 @@ def build_encoder_cache(settings: Settings, description: Description, limits: Li
     )
 
 
-def _load(settings: Settings, device: torch.device, canary: Canary | None, *, vision: bool) -> Model:
+def _load(settings: Settings, device: torch.device, canary: Canary | None, *, vision: bool = False) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
     with loading(model.model) as progress:
