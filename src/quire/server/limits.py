@@ -58,8 +58,8 @@ class Limits:
     closed_schemas: bool = True
     strict_tools: bool = False
     prompt_header: PromptHeader = field(default_factory=PromptHeader)
-    images: ImageInputs = field(default_factory=NoImages)
-    fetch_media: FetchMedia | None = None
+    images: ImageInputs = field(default_factory=NoImages, repr=False)
+    fetch_media: FetchMedia | None = field(default=None, repr=False)
     max_new_tokens: int | None = None
     default_max_new_tokens: int | None = None
 
