@@ -158,7 +158,7 @@ BUGS = [
         "            if span.num_samples and not seq.finish_reason:\n                seq.num_inflight -= 1",
     ),
     Bug("a taken page stays in the index", B, "            self.prefix_cache.remove(block)\n", ""),
-    Bug("whole prompt matched, last token not fed", K, "seq.tokens[:-1]", "seq.tokens"),
+    Bug("whole prompt matched, last token not fed", K, "seq.prefix_tokens[:-1]", "seq.tokens"),
     Bug(
         "prefix hits taken although prompt logits are wanted",
         K,

@@ -21,7 +21,7 @@ LAYERS = (
     ("types",),
     ("values", "build"),
     ("ops", "parsers", "scheduler"),
-    ("layers", "config", "tokenization", "token_masks"),
+    ("layers", "config", "tokenization", "token_masks", "multimodal"),
     ("engine", "model_runner", "models", "structured_output"),
     ("executors", "observability", "weights"),
     ("frontend",),
@@ -44,7 +44,7 @@ FORBIDDEN = {
 """What the order of the layers alone would still allow."""
 
 TORCH_FREE = (
-    *("types", "errors", "heap", "checks", "config", "tokenization", "parsers", "scheduler", "engine"),
+    *("types", "errors", "heap", "checks", "config", "tokenization", "parsers", "scheduler", "engine", "multimodal"),
     *("observability", "frontend", "server", "sim", "cli"),
 )
 NEEDS_TORCH = {f"quire.cli.{name}" for name in ("check", "diff", "doctor", "inspect", "plan", "quantize", "verify")}
@@ -71,6 +71,7 @@ LOADERS = {
     "quire.weights.hub",
     "quire.bench.cpu",
     "quire.assembly.engine",
+    "quire.assembly.images",
     "quire.assembly.hf",
     "quire.assembly.text",
     "quire.cli.diff",

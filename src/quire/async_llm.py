@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 from quire.assembly.backend import build_backend, engine_process
+from quire.assembly.images import build_images, fetch_now
 from quire.assembly.pooled import PooledPrompts, PoolingReader
-from quire.assembly.prompts import Message, Prompt, PromptReader, suffixes
+from quire.assembly.prompts import Message, Prompt, PromptReader, ReadPrompt, suffixes
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
@@ -56,7 +57,7 @@ _MAX_NUM_SEQS = 256
 _BYTES_PER_TOKEN = 4
 """About what a token id costs to read, in bytes of text."""
 
-_Encoded = tuple[str | None, tuple[int, ...], SamplingParams]
+_Encoded = tuple[ReadPrompt, SamplingParams]
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +131,7 @@ class AsyncLLM:
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
         self.settings = Settings.of(model=model, **options_of(options)) if settings is None else settings
         self._text = build_text(self.settings)
-        self._prompts = PromptReader(self._text)
+        self._prompts = PromptReader(self._text, build_images(self.settings), fetch_now(self.settings))
         seeds = random.Random(self.settings.model.seed)
         scheduler = self.settings.scheduler
         self._admission = _Admission((scheduler.max_num_seqs or _MAX_NUM_SEQS) + scheduler.max_num_queued_reqs)
@@ -227,7 +228,7 @@ class AsyncLLM:
 
         def encode(params: SamplingParams) -> _Encoded:
             [end] = suffixes(suffix, 1)
-            return *self._prompts.encoded(prompt, end), self._prompts.filling(params, end)
+            return self._prompts.encoded(prompt, end), self._prompts.filling(params, end)
 
         size = _size(prompt) + _size(suffix)
         return self._stream(size, encode, sampling_params, request_id, priority, others)
@@ -244,8 +245,8 @@ class AsyncLLM:
         """As `generate`, for a conversation. Raises InvalidRequest also where the model has no chat template."""
 
         def encode(params: SamplingParams) -> _Encoded:
-            text, ids = self._prompts.rendered(messages)
-            return text, ids, self._prompts.bound(text, "", params)
+            talk = self._prompts.rendered(messages)
+            return talk, self._prompts.bound(talk.text or "", "", params)
 
         return self._stream(UNLIMITED, encode, sampling_params, request_id, priority, others)
 
@@ -380,9 +381,9 @@ class AsyncLLM:
         """Each call of what was read, and its last delta. A request of several calls has one id for each."""
         asked = await offload(size, read)
 
-        async def one(index: int, prompt: tuple[str | None, tuple[int, ...]]) -> tuple[Call, Delta]:
+        async def one(index: int, prompt: ReadPrompt) -> tuple[Call, Delta]:
             id = request_id if request_id is None or not index else f"{request_id}-{index}"
-            answering = self._answering(0, lambda params: (*prompt, params), asked.params, id, priority, others)
+            answering = self._answering(0, lambda params: (prompt, params), asked.params, id, priority, others)
             async with answering as (call, live):
                 found = [delta async for deltas in iterate(live) for delta in deltas]
                 if found[-1].finish_reason == "abort":
@@ -431,10 +432,11 @@ class AsyncLLM:
             await self._admission.enter(running, sampling.n)
             try:
                 self._check()
-                text, ids, bound = await offload(size, lambda: encode(sampling))
+                (text, ids, images), bound = await offload(size, lambda: encode(sampling))
                 self._check()
                 # Outputs of an earlier request with this id may still be on their way.
-                call = Call(id=f"{id}-{count}", prompt=ids, text=text, sampling=bound, priority=priority)
+                name = f"{id}-{count}"
+                call = Call(id=name, prompt=ids, text=text, sampling=bound, priority=priority, images=images)
                 live = self._backend.answer(call)
             except BaseException:
                 self._admission.leave(sampling.n)

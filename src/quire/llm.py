@@ -23,9 +23,10 @@ from rich.progress import Progress
 
 from quire import errors
 from quire.assembly.engine import build_engine
+from quire.assembly.images import build_images, fetch_now
 from quire.assembly.limits import choose_device
 from quire.assembly.pooled import PoolingReader
-from quire.assembly.prompts import Message, Prompt, PromptReader, check_list, last_text, listed, suffixes
+from quire.assembly.prompts import Message, Prompt, PromptReader, ReadPrompt, check_list, last_text, listed, suffixes
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
@@ -93,7 +94,7 @@ class LLM:
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
         self.settings = Settings.of(model=model, **options_of(options)) if settings is None else settings
         self._text = build_text(self.settings)
-        self._prompts = PromptReader(self._text)
+        self._prompts = PromptReader(self._text, build_images(self.settings), fetch_now(self.settings))
         self._grammars = GrammarCompiler(LlguidanceCompiler(lambda: self._text.tokenizer))
         self._grammars_lock = threading.Lock()
         if choose_device(self.settings.execution.device).type == "cuda":
@@ -200,7 +201,8 @@ class LLM:
         """
         self._thread.check()
         check_method({"lora_request": lora_request, **others})
-        read = [ids for _, ids in self._prompts.read(prompts)]
+        whole = self._prompts.read(prompts)
+        read = [one.ids for one in whole]
         tokenizer, one = self._text.tokenizer, SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         longest = replace(one, max_tokens=params.max_tokens)
         for ids in read:
@@ -208,7 +210,7 @@ class LLM:
         searches = [BeamSearch(params, tokenizer.eos) for _ in read]
 
         def likeliest(asked: Sequence[tuple[int, Beam, int]]) -> list[Sequence[tuple[int, float]]]:
-            made = [(None, (*read[i], *beam.tokens)) for i, beam, _ in asked]
+            made = [whole[i]._replace(text=None, ids=(*read[i], *beam.tokens)) for i, beam, _ in asked]
             jobs = self._run(made, [replace(one, logprobs=count) for _, _, count in asked], use_tqdm)
             return [job.likeliest() for job in jobs]
 
@@ -369,7 +371,8 @@ class LLM:
         begun = [last_text(talk) if continue_final_message else "" for talk in several]
         off = (chat_template_kwargs or {}).get("enable_thinking") is False
         bound = [
-            self._prompts.bound(*one, off=off) for one in zip((text for text, _ in talks), begun, each, strict=True)
+            self._prompts.bound(*one, off=off)
+            for one in zip((talk.text or "" for talk in talks), begun, each, strict=True)
         ]
         return [job.output() for job in self._run(talks, bound, use_tqdm)]
 
@@ -382,15 +385,16 @@ class LLM:
         self._thread.check()
         if not self._text.tokenizer.has_text:
             raise needs_text("stream")
-        return self._stream(*self._prompts.encoded(prompt), sampling_params or self.default_sampling_params())
+        return self._stream(self._prompts.encoded(prompt), sampling_params or self.default_sampling_params())
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Generator[str, None, int]:
         """As `stream`, for a conversation."""
         self._thread.check()
-        text, ids = self._prompts.rendered(messages)
-        return self._stream(text, ids, self._prompts.bound(text, "", sampling_params or self.default_sampling_params()))
+        talk = self._prompts.rendered(messages)
+        params = sampling_params or self.default_sampling_params()
+        return self._stream(talk, self._prompts.bound(talk.text or "", "", params))
 
     def stream_chat_parts(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
@@ -401,10 +405,10 @@ class LLM:
         value is how many tokens were generated.
         """
         self._thread.check()
-        text, ids = self._prompts.rendered(messages)
-        params = self._prompts.bound(text, "", sampling_params or self.default_sampling_params())
-        splitter, params = self._prompts.splitter(text, params)
-        return self._parts(self._stream(text, ids, params), splitter)
+        talk = self._prompts.rendered(messages)
+        params = self._prompts.bound(talk.text or "", "", sampling_params or self.default_sampling_params())
+        splitter, params = self._prompts.splitter(talk.text or "", params)
+        return self._parts(self._stream(talk, params), splitter)
 
     def default_sampling_params(self, **changed: Any) -> SamplingParams:
         """What the model's generation_config.json recommends, with some fields `changed`."""
@@ -437,7 +441,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[tuple[str | None, tuple[int, ...]]],
+        prompts: Sequence[ReadPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         watch: bool,
         priority: int | Sequence[int] | None = None,
@@ -448,13 +452,13 @@ class LLM:
 
     def _batch(
         self,
-        prompts: Sequence[tuple[str | None, tuple[int, ...]]],
+        prompts: Sequence[ReadPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
     ) -> _Batch:
         each = _for_each(params or self.default_sampling_params(), len(prompts))
         urgency = self._priorities(priority, len(prompts))
-        jobs = [self._job(*prompt, one, urgent) for prompt, one, urgent in zip(prompts, each, urgency, strict=True)]
+        jobs = [self._job(prompt, one, urgent) for prompt, one, urgent in zip(prompts, each, urgency, strict=True)]
         ended: SimpleQueue[QuireError | None] = SimpleQueue()
         return _Batch(jobs, [reader for job in jobs for reader in self._readers(job, ended.put)], ended)
 
@@ -463,17 +467,17 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         suffix: str | Sequence[str],
-    ) -> tuple[list[tuple[str | None, tuple[int, ...]]], list[SamplingParams]]:
-        """Text and token ids of each prompt, and its parameters."""
+    ) -> tuple[list[ReadPrompt], list[SamplingParams]]:
+        """Each prompt, and its parameters."""
         several = listed(prompts)
         ends = suffixes(suffix, len(several))
         read = [self._prompts.encoded(prompt, end) for prompt, end in zip(several, ends, strict=True)]
         each = _for_each(params or self.default_sampling_params(), len(read))
         return read, [self._prompts.filling(one, end) for one, end in zip(each, ends, strict=True)]
 
-    def _stream(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> Generator[str, None, int]:
+    def _stream(self, prompt: ReadPrompt, params: SamplingParams) -> Generator[str, None, int]:
         """The pieces of the first answer's text; returns how many tokens it had."""
-        job = self._job(text, ids, params)
+        job = self._job(prompt, params)
         pieces: SimpleQueue[Delta | QuireError | None] = SimpleQueue()
         readers = self._readers(job, pieces.put)
         readers[0].tell = pieces.put
@@ -504,8 +508,10 @@ class LLM:
                     return int(end.value)
                 yield from splitter.feed(piece)
 
-    def _job(self, text: str | None, ids: tuple[int, ...], params: SamplingParams, priority: int = 0) -> _Job:
-        return _Job(Call(id=f"llm-{next(self._names)}", prompt=ids, text=text, sampling=params, priority=priority))
+    def _job(self, prompt: ReadPrompt, params: SamplingParams, priority: int = 0) -> _Job:
+        text, ids, images = prompt
+        name = f"llm-{next(self._names)}"
+        return _Job(Call(id=name, prompt=ids, text=text, sampling=params, priority=priority, images=images))
 
     def _priorities(self, given: int | Sequence[int] | None, prompts: int) -> Sequence[int]:
         each = [given or 0] * prompts if given is None or isinstance(given, int) else given

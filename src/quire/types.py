@@ -315,6 +315,26 @@ class Pin(NamedTuple):
     seconds: float
 
 
+class PromptImage(NamedTuple):
+    """An image in a prompt, where the token ids [start : start + length] hold its place.
+
+    pixels: height * width * 3 bytes, RGB, row by row, resized as the model reads them. digest: of size and pixels, by
+    which images are the same.
+    """
+
+    start: int
+    length: int
+    height: int
+    width: int
+    pixels: bytes
+    digest: bytes
+
+    @property
+    def end(self) -> int:
+        """The position after its last one."""
+        return self.start + self.length
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A request to the engine: token ids in, token ids out. The frontend converts text.
@@ -323,7 +343,7 @@ class Request:
     (end-of-text ids included unless ignored). choice: which of `n` answers this is; noise is keyed by (seed, choice,
     position). priority: lower is sooner; from BACKGROUND on, only while no other request could run. deadline: in
     seconds of the engine's clock. cache_salt: prefixes are shared only under the same one. pins: prefixes of the prompt
-    to keep in the prefix cache; owner: on whose account.
+    to keep in the prefix cache; owner: on whose account. images: those in the prompt, in order.
     """
 
     id: str
@@ -338,6 +358,16 @@ class Request:
     cache_salt: str = ""
     pins: tuple[Pin, ...] = ()
     owner: str = ""
+    images: tuple[PromptImage, ...] = ()
+
+    def prefix_tokens(self) -> tuple[int, ...]:
+        """The prompt as the prefix cache compares it: in place of an image's placeholders, its digest as a number."""
+        if not self.images:
+            return self.prompt
+        tokens = list(self.prompt)
+        for image in self.images:
+            tokens[image.start : image.end] = [int.from_bytes(image.digest, "big")] * image.length
+        return tuple(tokens)
 
 
 class PromptReport(NamedTuple):

@@ -45,18 +45,19 @@ DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
 )
 
 
-TEXTS = MappingProxyType({"mistral3": "ministral3"})
+TEXTS = MappingProxyType({"mistral3": "ministral3", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"})
 """Text models that are not named after the multimodal one."""
 
 IMAGES, RANKS, MTP = "images", "several ranks", "layers for drafts"
 RECURRENT = f"GPUs; {RANKS}; float8 K/V"
+ON_GPUS = "images on GPUs"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
         "cohere": "query and key norms (Command R+)",
         "deepseek_v2": f"`attention_bias` without `q_lora_rank`; {MTP}",
         "deepseek_v3": f"`attention_bias` without `q_lora_rank`; sparse attention (V3.2); {MTP}",
         "ernie4_5_moe": f"`use_bias`; {MTP}",
-        "gemma3": IMAGES,
+        "gemma3": f"{ON_GPUS}; crops of images",
         "gemma4": f"{IMAGES}, audio",
         "gemma4_text": "several ranks of models with inputs for each layer",
         "glm4_moe": MTP,
@@ -74,6 +75,8 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "llama4": IMAGES,
         "minimax_m2": RANKS,
         "mistral3": IMAGES,
+        "qwen2_5_vl": f"{ON_GPUS}; video",
+        "qwen3_vl": f"{ON_GPUS}; video",
         "qwen3_next": f"{RECURRENT}; {MTP}",
         "olmo2": RANKS,
         "olmo3": RANKS,

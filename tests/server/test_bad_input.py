@@ -135,7 +135,11 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user"}]}, "messages", "messages[0].content is required"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages", "must be text"),
     ({"messages": [{"role": "user", "content": [5]}]}, "messages", "must be text"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url' is not supported"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages",
+        "images are not read here: this server reads text only",
+    ),
     ({"messages": [{"role": "user", "content": "x", "nme": "y"}]}, "messages[0].nme", "'name'"),
     ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages", "messages[0].name must be text"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "needs a function with a name"),

@@ -394,6 +394,12 @@ NAMED = (
         "the embedded model has no markers",
         "tests/server/test_infill.py::test_the_example_of_the_guide_is_answered",
     ),
+    Named("docs/guides/images.md: serving", "needs a model from the hub", "tests/server/test_images.py"),
+    Named(
+        "docs/guides/images.md: images",
+        "needs a model that reads images",
+        "tests/test_images.py::test_the_example_of_the_guide_runs",
+    ),
     Named("docs/guides/observability.md: pip install -e '.[otel]'", "needs a collector", "tests/test_tracing.py"),
     Named("README.md: test", "CI is this", "tests/test_readme.py::test_the_test_command_is_the_one_ci_runs"),
     Named(

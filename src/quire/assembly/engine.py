@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from quire.assembly import extra
+from quire.assembly.images import find_processor
 from quire.assembly.limits import (
     BuiltExecutor,
     Limits,
@@ -34,9 +35,19 @@ from quire.engine.executor import Description, Executor
 from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
+from quire.model_runner.images import ImageRunner, Normalization
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks, plan_snapshots, state_bytes
 from quire.model_runner.pooling import PoolingHeads, unchanged
-from quire.models.registry import ARCHITECTURES, DERIVED, Model, architecture_name, find_architecture, parameters
+from quire.models.registry import (
+    ARCHITECTURES,
+    DERIVED,
+    Model,
+    architecture_name,
+    find_architecture,
+    parameters,
+    vision_of,
+)
+from quire.multimodal.processor import ImageProcessor
 from quire.observability.recorder import recorded
 from quire.observability.recording_format import recording_folder
 from quire.ops.base import Ops
@@ -45,6 +56,7 @@ from quire.ops.native.library import LEVELS, best_level
 from quire.ops.native.ops import NativeOps
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.block_pool import EVICTION_POLICIES
+from quire.scheduler.encoder_cache import EncoderCache
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import SchedulingPolicy, make_policy
 from quire.scheduler.scheduler import Scheduler
@@ -85,6 +97,12 @@ def build_engine(
     if executor.describe().bidirectional:
         # It bounds what prompts cost answers, and may cut prompts for that.
         target = 0.0
+    if folder is not None and executor.describe().encoder_layers:
+        raise InvalidConfig(
+            "--recording-dir: recordings have no images: leave it out, or turn images off with --limit-mm-per-prompt "
+            "'{\"image\": 0}'",
+            param="recording_dir",
+        )
     engine = make(
         build_scheduler(settings, executor.describe(), limits, policy),
         executor,
@@ -123,13 +141,15 @@ def _local(settings: Settings) -> BuiltExecutor:
     device = choose_device(settings.execution.device)
     canary = build_canary(settings)
     pooler = pooler_of(settings)
-    model = _load(settings, device, canary, pooler)
+    processor = find_processor(settings) if device.type == "cpu" else "they are read on a CPU only for now"
+    model = _load(settings, device, canary, pooler, vision=isinstance(processor, ImageProcessor))
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
     limits = resolve(settings, model.spec, device, pooler.max_length)
     heads = pooling_heads(model, pooler, device)
     layers, kv_gauges = _kv_layers(settings, model, device)
     if device.type == "cpu":
-        executor: Executor = on_host(settings, model, limits, layers, heads)
+        images = _image_runner(model, processor)
+        executor: Executor = on_host(settings, model, limits, layers, heads=heads, images=images)
     else:
         executor = _cuda().make_executor(settings, model, device, limits, heads)
     return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
@@ -140,11 +160,24 @@ def on_host(
     model: Model,
     limits: Limits,
     layers: Sequence[LayerShape],
+    *,
     heads: PoolingHeads | None = None,
+    images: ImageRunner | None = None,
 ) -> LocalExecutor:
-    """An executor for a model on the CPU. heads: what follows pooling. Raises InvalidConfig when K/V does not fit."""
+    """An executor for a model on the CPU. heads: what follows pooling. images: its encoder, if any.
+
+    Raises InvalidConfig when K/V does not fit.
+    """
     cpu, budget = torch.device("cpu"), settings.cache.kv_cache_memory_bytes or cpu_budget(host_bytes())
-    return paged(settings, model, limits, layers, cpu, budget, heads=heads)
+    return paged(settings, model, limits, layers, cpu, budget, heads=heads, images=images)
+
+
+def _image_runner(model: Model, processor: ImageProcessor | str) -> ImageRunner | None:
+    """What encodes a model's images; None where it has no encoder, or is used without."""
+    tower = vision_of(model)
+    if tower is None or isinstance(processor, str):
+        return None
+    return ImageRunner(tower, Normalization(processor.mean, processor.std, processor.scale), torch.device("cpu"))
 
 
 def paged(
@@ -157,8 +190,10 @@ def paged(
     *,
     pools: bool = True,
     heads: PoolingHeads | None = None,
+    images: ImageRunner | None = None,
 ) -> LocalExecutor:
     """An executor whose steps run as they are launched. budget: bytes of K/V. pools, heads: as in `LocalExecutor`.
+    images: the encoder, if any.
 
     Raises InvalidConfig when K/V does not fit.
     """
@@ -192,6 +227,7 @@ def paged(
         pools=pools,
         snapshots=snapshots,
         heads=heads,
+        images=images,
     )
 
 
@@ -267,6 +303,7 @@ def build_scheduler(
         policy=policy,
         speculation=build_speculation(settings, description),
         compute_masks=ParallelMasks(pinned=torch.cuda.is_available()),
+        encoder_cache=build_encoder_cache(settings, description, limits),
     )
 
 
@@ -279,7 +316,27 @@ def pooling_heads(model: Model, pooler: PoolerConfig, device: torch.device) -> P
     return PoolingHeads(dense, lambda x: classify(x.to(model.dtype)), cast(Pooling, model.spec.classifier_pooling))
 
 
-def _load(settings: Settings, device: torch.device, canary: Canary | None, pooler: PoolerConfig = GENERATES) -> Model:
+def build_encoder_cache(settings: Settings, description: Description, limits: Limits) -> EncoderCache | None:
+    """The encoder's share of steps and memory; None where there is no encoder."""
+    processor, media = find_processor(settings), settings.multimodal
+    if isinstance(processor, str) or not description.encoder_layers:
+        return None
+    return EncoderCache(
+        media.encoder_cache_size or max(8192, processor.most_tokens),
+        media.max_num_encoder_input_tokens or limits.max_num_batched_tokens,
+        description.encoder_layers,
+        whole_images=description.whole_images,
+    )
+
+
+def _load(
+    settings: Settings,
+    device: torch.device,
+    canary: Canary | None,
+    pooler: PoolerConfig = GENERATES,
+    *,
+    vision: bool = False,
+) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
     with loading(model.model) as progress:
@@ -300,6 +357,7 @@ def _load(settings: Settings, device: torch.device, canary: Canary | None, poole
             pools=not pooler.generates,
             overrides=hf_overrides(settings),
             words=None if pooler.words is None else word_ids(pooler.words, build_tokenizer(settings)),
+            vision=vision,
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from quire.assembly.prompts import Prompt, PromptReader, listed
+from quire.assembly.prompts import Prompt, PromptReader, ReadPrompt, listed
 from quire.assembly.text import Text
 from quire.errors import InvalidRequest
 from quire.frontend.pooling import (
@@ -21,7 +21,6 @@ from quire.frontend.pooling import (
 )
 from quire.types import Pooling, SamplingParams
 
-Encoded = list[tuple[str | None, tuple[int, ...]]]
 """Text and token ids of each prompt."""
 
 HOW: Mapping[str, Pooling] = MappingProxyType({"token_embed": "all", "classify": "classify"})
@@ -31,7 +30,7 @@ HOW: Mapping[str, Pooling] = MappingProxyType({"token_embed": "all", "classify":
 class PooledPrompts(NamedTuple):
     """Prompts as the engine takes them. pairs: how many scores they come to."""
 
-    prompts: Encoded
+    prompts: list[ReadPrompt]
     params: SamplingParams
     pairs: int = 0
 
@@ -69,17 +68,19 @@ class PoolingReader:
         how = HOW.get(task) or pooling or self._pooler.pooling
         most = kept_tokens(truncate, self._limit)
         several = listed(prompts)
-        read: Encoded = [self._own(one, prompt_name, most) for one in several]
+        read = [self._own(one, prompt_name, most) for one in several]
         return PooledPrompts(read, pooling_params(how))
 
-    def _own(self, prompt: Prompt, name: str | None, most: int | None) -> tuple[str | None, tuple[int, ...]]:
+    def _own(self, prompt: Prompt, name: str | None, most: int | None) -> ReadPrompt:
         text = prompt.get("prompt") if isinstance(prompt, dict) and set(prompt) == {"prompt"} else prompt
         if isinstance(text, str):
             whole = with_prompt(text, name, self._pooler)
             [made] = encode_texts([whole], self._text.tokenizer.encode_inputs, self._pooler, self._vocab, most=most)
-            return text, made.ids
-        own, ids = self._prompts.encoded(prompt)
-        return own, ids[:most]
+            return ReadPrompt(text, made.ids)
+        read = self._prompts.encoded(prompt)
+        if read.images:
+            raise InvalidRequest("prompts with images are not pooled: send text or token ids", param="prompts")
+        return ReadPrompt(read.text, read.ids[:most])
 
     def pairs(
         self, first: Any, second: Any, *, truncate: int | None = None, instruction: str | None = None
@@ -97,13 +98,15 @@ class PoolingReader:
             made = encode_pairs(
                 pairs, encode, self._pooler, self._vocab, most=most, instruction=instruction, render=render
             )
-            return PooledPrompts([(None, each.ids) for each in made], pooling_params("classify"), len(pairs))
+            return PooledPrompts([ReadPrompt(None, each.ids) for each in made], pooling_params("classify"), len(pairs))
         if instruction is not None:
             raise InvalidRequest("instruction is for rerankers that read one", param="instruction")
         texts = [with_prompt(text, None, self._pooler) for text in (*one, *(pair[1] for pair in pairs))]
         made = encode_texts(texts, encode, self._pooler, self._vocab, most=most)
-        return PooledPrompts([(None, each.ids) for each in made], pooling_params(self._pooler.pooling), len(pairs))
+        return PooledPrompts(
+            [ReadPrompt(None, each.ids) for each in made], pooling_params(self._pooler.pooling), len(pairs)
+        )
 
     def _render(self, query: str, document: str) -> str:
         roles = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        return self._prompts.rendered(roles, add_generation_prompt=False)[0]
+        return self._prompts.rendered(roles, add_generation_prompt=False).text or ""

@@ -1,4 +1,4 @@
-"""The options themselves: eight frozen sections, and what must hold between their fields.
+"""The options themselves: nine frozen sections, and what must hold between their fields.
 
 Names are vLLM's where users know them. None means 'auto' (or, where `unset` says so, 'none'): the composition
 root resolves it when it knows the device and the checkpoint.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
 
+from quire.config.multimodal import max_images, processor_changes
 from quire.config.option import Option, option, options
 from quire.config.speculative import parse
 from quire.config.unknown import refuse
@@ -533,6 +534,62 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MultiModalConfig:
+    """Images: how many, how large, where from, and the encoder's share of steps and memory."""
+
+    limit_mm_per_prompt: str | None = option(
+        None,
+        'Most images of a prompt, a JSON object: {"image": 4}. 0 loads no encoder, so that the model reads text alone. '
+        "Unset: 16.",
+        mapping=True,
+    )
+    mm_processor_kwargs: str | None = option(
+        None,
+        'Changes to the checkpoint\'s image processor, a JSON object: {"max_pixels": 1003520} bounds what an image is '
+        "resized to, and so its tokens; min_pixels is known, too. Unset: as the checkpoint says.",
+        mapping=True,
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "Hosts that images of requests may be fetched from: example.com, or *.example.com for those below it. Private "
+        "addresses are never asked. Unset: none are fetched, and images come within requests.",
+        metavar="HOST",
+    )
+    allowed_local_media_path: str | None = option(
+        None, "Folder whose files requests may name as images (file:///...). Unset: no files are read."
+    )
+    image_fetch_timeout: float = option(
+        5.0, "Seconds within which an image is fetched, with all redirects.", low=0.1, high=600
+    )
+    max_image_bytes: int = option(20 << 20, "Largest file of an image (20MiB works).", low=1024, high=1 << 30)
+    max_image_pixels: int = option(
+        1 << 25,
+        "Most pixels of an image before it is resized; larger ones are refused undecoded.",
+        low=1,
+        high=178_956_970,
+    )
+    max_pending_image_bytes: int = option(
+        1 << 30,
+        "Most bytes of pixels of all requests that wait or run; further images are refused with 429.",
+        low=1 << 20,
+        high=1 << 40,
+    )
+    max_num_encoder_input_tokens: int | None = option(
+        None,
+        "Most image tokens that a step encodes; the rest of an image waits for the next one. auto: as many as a step "
+        "feeds.",
+        low=1,
+        high=UNLIMITED,
+    )
+    encoder_cache_size: int | None = option(
+        None,
+        "Image tokens whose embeddings are kept; the largest image must fit. auto: 8192, or as many as that one has.",
+        low=1,
+        high=UNLIMITED,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionConfig:
     """Where and how steps run."""
 
@@ -581,6 +638,7 @@ class Settings:
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    multimodal: MultiModalConfig = MultiModalConfig()
     execution: ExecutionConfig = ExecutionConfig()
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -644,6 +702,8 @@ def _check_together(settings: Settings) -> None:
     """Raise InvalidConfig for values that cannot be used together. Options at auto are made to fit later."""
     model, cache, scheduler = settings.model, settings.cache, settings.scheduler
     parse(scheduler.speculative_config)
+    max_images(settings.multimodal.limit_mm_per_prompt)
+    processor_changes(settings.multimodal.mm_processor_kwargs)
     check_upstream(settings.upstream)
     check_access(settings.access, settings.upstream.backend)
     check_executor(settings.executor)

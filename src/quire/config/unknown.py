@@ -44,7 +44,6 @@ UNSUPPORTED = _by_name(
         "edit config.json in a local copy of the model": "rope_scaling rope_theta",
         "see --load-format": "model_loader_extra_config",
         "weights stream to the device by themselves": "max_parallel_loading_workers",
-        "models read and write text only": "limit_mm_per_prompt mm_processor_kwargs allowed_local_media_path",
         "it is called --pooler-config": "override_pooler_config",
         "prompts are texts or token ids": "enable_prompt_embeds",
         "tokenizer.json is the one format; see --tokenizer": "tokenizer_mode",

@@ -9,6 +9,7 @@ import torch
 from quire.engine.executor import Description
 from quire.model_runner.device_steps import DeviceSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
+from quire.model_runner.images import ImageRunner
 from quire.model_runner.lookahead_runner import LookaheadRunner
 from quire.model_runner.memory import LayerShape, allocate, block_bytes, layer_shapes
 from quire.model_runner.pooling import PoolingHeads
@@ -18,6 +19,7 @@ from quire.model_runner.sampling.sampler import Sampler
 from quire.model_runner.speculative import Drafter, Proposer
 from quire.models.registry import Model
 from quire.scheduler.plan import Plan
+from quire.types import PromptImage
 
 
 class LocalExecutor:
@@ -28,6 +30,7 @@ class LocalExecutor:
     worth launching ahead of results; 0 where launch runs the forward at once, as on a CPU. pools: as in `Description`.
     snapshots: states of recurrent layers that are kept for the prefix cache, beside those of the rows.
     heads: what follows pooling.
+    images: the encoder; None: there is none.
     """
 
     runner: Runner | LookaheadRunner
@@ -48,6 +51,7 @@ class LocalExecutor:
         pools: bool = True,
         snapshots: int = 0,
         heads: PoolingHeads | None = None,
+        images: ImageRunner | None = None,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes) if layers is None else layers
         num_drafts = 0 if drafter is None else drafter.num_drafts
@@ -63,7 +67,9 @@ class LocalExecutor:
             drafter,
             torch.device(device),
             heads,
+            images,
         )
+        self.images = images
         self._description = Description(
             num_blocks=pages,
             block_size=page_size,
@@ -73,6 +79,8 @@ class LocalExecutor:
             lookahead=depth,
             num_drafts=num_drafts,
             supports_pooling=pools,
+            encoder_layers=0 if images is None else images.config.layers,
+            whole_images=images is not None and images.config.whole_images,
             block_bytes=block_bytes(layers, page_size),
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
@@ -84,6 +92,11 @@ class LocalExecutor:
     def describe(self) -> Description:
         """What the engine needs to know of this executor."""
         return self._description
+
+    def load_image(self, number: int, image: PromptImage) -> None:
+        """See `engine.executor.ImageExecutor`."""
+        assert self.images is not None
+        self.images.load(number, image)
 
     def launch(self, plan: Plan) -> LaunchedStep:
         """Start one step."""

@@ -116,7 +116,8 @@ class BeamStream:
                     sampling=asked,
                     timeout=left,
                     beams=None,
-                    **({"omitted_tools": (), "header": None} if step else {}),
+                    omitted_tools=() if step else self._call.omitted_tools,
+                    header=None if step else self._call.header,
                 )
                 stream = await self._admitted(call)
                 stack.callback(stream.close)

@@ -15,7 +15,7 @@ from quire.parsers.reasoning import ReasoningParser
 from quire.parsers.tools.styles import ToolParser
 from quire.tokenization.prompt_header import HeaderOutcome
 from quire.tokenization.tokenizer import PoolingText, PoolingTokens
-from quire.types import NO_TRACE_CONTEXT, Pin, PromptReport, SamplingParams, TokenLogprobs, TraceContext
+from quire.types import NO_TRACE_CONTEXT, Pin, PromptImage, PromptReport, SamplingParams, TokenLogprobs, TraceContext
 from quire.weights.pooling import GENERATES, PoolerConfig
 
 
@@ -27,7 +27,8 @@ class Call:
     tokens that each step generated, whether or not the client reads them; None: they are not metered. omitted_tools:
     kinds of tools that the client asked for and this server lacks. pins: prefixes of the prompt to keep in the prefix
     cache, on the account of the tenant of `trace_context`. header: what became of the prompt's header, None where there
-    is none. beams: how to search for the `sampling.n` likeliest answers; None: they are sampled.
+    is none. beams: how to search for the `sampling.n` likeliest answers; None: they are sampled. images: those in the
+    prompt, in order.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Call:
     pins: tuple[Pin, ...] = ()
     header: HeaderOutcome | None = None
     beams: BeamSearchParams | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 class Timings(NamedTuple):

@@ -75,6 +75,7 @@ def requests(
             cache_salt=salt,
             pins=call.pins,
             owner=call.trace_context.tenant,
+            images=call.images,
         )
         for choice, id in enumerate(ids)
     ]

@@ -31,7 +31,8 @@ class RopeConfig:
     rotated dimensions are multiplied by. interleaved: neighbours are rotated together, not the two halves of `dim`.
     query_beta: b multiplies the query at position p by 1 + b log(1 + floor((p + query_shift) / original)) (Llama 4).
     short_factors, short_gain: instead of `factors` and `gain` where no sequence is longer than `original` (LongRoPE,
-    Ding et al. 2024).
+    Ding et al. 2024). axes: for each pair of dimensions, which position turns it: in time (0), height (1) or width (2);
+    empty where tokens have one position.
     """
 
     dim: int
@@ -52,6 +53,7 @@ class RopeConfig:
     short_gain: float = 1.0
     share: float = 1.0
     query_shift: int = 0
+    axes: tuple[int, ...] = ()
 
 
 NO_ROPE = RopeConfig(dim=0)
@@ -137,8 +139,14 @@ class Rotary:
     def __init__(self, rope: RopeConfig, device: torch.device, ops: Ops) -> None:
         self.rope, self.frequencies, self.ops = rope, frequencies(rope).to(device), ops
 
-    def __call__(self, positions: Tensor) -> Angles:
-        """The angles of `positions`, for `Ops` that rotate."""
+    def __call__(self, positions: Tensor, by_axis: Tensor | None = None) -> Angles:
+        """The angles of `positions`, for `Ops` that rotate. by_axis [3, T]: positions in time, height and width, for a
+        rotary embedding that has `axes`."""
+        if by_axis is not None and self.rope.axes:
+            whole = [self.ops.angles(each, self.frequencies, self.rope.gain) for each in by_axis]
+            pick = torch.tensor(self.rope.axes, device=by_axis.device).expand(1, by_axis.shape[1], -1)
+            cos, sin = (torch.stack(parts).gather(0, pick)[0] for parts in zip(*whole, strict=True))
+            return Angles(cos, sin, self.rope.interleaved)
         rope, gain = self.rope, None
         if rope.query_beta:
             gain = 1.0 + rope.query_beta * torch.log1p(((positions + rope.query_shift) // rope.original).float())

@@ -45,6 +45,7 @@ from quire.layers.quantization.base import (
     bias_slots,
 )
 from quire.layers.quantization.gguf import Tables, no_table
+from quire.layers.vision import Patches, VisionConfig
 from quire.ops.base import XIELU, DeltaWeights, ExpertBiases, Gate, Norm, Norms, Ops, ScanWeights
 
 Kind = TypeVar("Kind")
@@ -177,6 +178,32 @@ class ModelBuilder:
             WeightSlot(self.prefix + name, (size,), cut, data, mean=mean, std=std, shift=shift, ignore_unit_dims=exact)
         )
         return data
+
+    def tensor(self, name: str, shape: tuple[int, ...], *, std: float = 0.1) -> Tensor:
+        """A tensor of any shape, whole on every rank."""
+        data = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._add_slot(WeightSlot(self.prefix + name, shape, tuple(slice(0, n) for n in shape), data, std=std))
+        return data
+
+    def patches(self, name: str, config: VisionConfig, *, bias: bool, frames: bool = True) -> Patches:
+        """The embedding of patches, which the checkpoint keeps as a convolution. frames: with a dimension of time."""
+        shape = (config.hidden, 3, *((config.frames,) if frames else ()), config.patch, config.patch)
+        weight = self.tensor(f"{name}.weight", shape, std=(shape[1] * config.patch**2) ** -0.5)
+        return Patches(
+            config, weight.flatten(1), self.vector(f"{name}.bias", config.hidden) if bias else None, self.ops
+        )
+
+    def vision_attention(
+        self, config: VisionConfig, names: Sequence[str], out: str
+    ) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+        """Projections of a layer of an encoder of images, with biases. Raises InvalidModel with several ranks."""
+        if self.parallel.size > 1:
+            raise InvalidModel("an encoder of images cannot be divided among devices: use one")
+        heads = [(config.heads, config.head_dim)]
+        return (
+            self.column_parallel(names, config.hidden, heads * 3, bias=True),
+            self.row_parallel(out, heads[0], config.hidden, bias=True),
+        )
 
     def rms_norm(self, name: str, size: int, eps: float, *, shift: float = 0.0) -> Norm:
         """shift: what the checkpoint's weight lacks (1 for Gemma, which stores the weight less 1)."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from quire.errors import StepFailed
 from quire.model_runner.sampling.features import SamplingFeatures
-from quire.scheduler.plan import NewSequence, Plan, Span
+from quire.scheduler.plan import ImageSpan, NewSequence, Plan, Span
 from quire.token_masks import token_array
 from quire.types import UNLIMITED
 
@@ -131,6 +131,8 @@ class RowState:
         """[rows] slot of the state that a row goes on from; 0: it begins."""
         self.is_new = np.ones(num_rows, dtype=np.bool_)
         """[rows] whether the row was opened after a drafter last fed it."""
+        self.images: dict[int, tuple[ImageSpan, ...]] = {}
+        """Those of rows that have any."""
         self.features = SamplingFeatures(num_rows)
         self.shape = StepShape.of(())
         self.snapshots: Sequence[tuple[int, int, int]] = ()
@@ -177,6 +179,9 @@ class RowState:
         self.num_blocks[row] = self.num_drafted[row] = 0
         self.is_new[row] = True
         self.state[row] = self.num_states + one.snapshot if one.snapshot else 0
+        self.images.pop(row, None)
+        if one.images:
+            self.images[row] = one.images
         self.features.open(one)
 
     def check(self, shape: StepShape) -> None:
@@ -266,6 +271,7 @@ class RowState:
         self.block_table[:] = 0
         self.num_known[:] = 0
         self.num_computed[:] = 0
+        self.images.clear()
         self.features.reset()
         self.shape = StepShape.of(())
         self.epoch += 1

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.errors import StepFailed
 from quire.model_runner.graphs import GraphKey
+from quire.model_runner.images import ImageRunner
 from quire.model_runner.pooling import PoolingHeads, PromptPooler, pooled_bytes
 from quire.model_runner.row_state import RowState, StepShape
 from quire.model_runner.sampling.sampler import Sampled, Sampler
@@ -167,7 +168,7 @@ class BaseRunner(ABC):
 
 
 class Runner(BaseRunner):
-    """Runs each step as it is launched. device: where batches are put."""
+    """Runs each step as it is launched. device: where batches are put. images: the encoder; None: there is none."""
 
     def __init__(
         self,
@@ -178,9 +179,10 @@ class Runner(BaseRunner):
         drafter: Drafter | None,
         device: torch.device,
         heads: PoolingHeads | None = None,
+        images: ImageRunner | None = None,
     ) -> None:
         super().__init__(model, kv, rows, sampler, heads)
-        self.drafter, self.device = drafter, device
+        self.drafter, self.device, self.images = drafter, device, images
 
     def launch(self, plan: Plan) -> LaunchedStep:
         """Run a plan as far as its masks allow."""
@@ -198,6 +200,8 @@ class Runner(BaseRunner):
         super().reset()
         if self.drafter is not None:
             self.drafter.reset()
+        if self.images is not None:
+            self.images.reset()
 
     def _forward(self, step: LaunchedStep) -> None:
         if step.logits is not None:
@@ -205,7 +209,14 @@ class Runner(BaseRunner):
         rows, pool = self.rows, self.pool
         shape = step.shape = rows.apply_plan(step.plan)
         pool.apply_plan(step.plan)
+        if self.images is not None:
+            self.images.apply_plan(step.plan)
+        if not shape.spans:
+            step.logits = torch.empty((0, self.sampler.vocab_size), device=self.device)
+            return
         batch = build_batch(rows, shape, self.device)
+        if self.images is not None:
+            batch = self.images.place(batch, rows, shape)
         samples = len(shape.sample_indices)
         wants_all = bool(shape.scored_spans) or pool.wants_all(shape)
         if not wants_all and samples < len(batch.tokens):
@@ -229,6 +240,9 @@ class Runner(BaseRunner):
     def _complete(self, step: LaunchedStep) -> None:
         rows, shape, plan = self.rows, step.shape, step.plan
         assert step.logits is not None
+        if not shape.spans:
+            step.outcome = Result([], [])
+            return
         scores = self._score_prompts(step, shape.scored_spans)
         if len(step.logits) < len(shape.sample_indices):
             sampled = nothing_sampled(len(shape.sample_indices))

@@ -13,7 +13,8 @@ from types import MappingProxyType
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.models.llama import BlockNorms, Llama
-from quire.models.multimodal import nested, select_decoder
+from quire.models.multimodal import nested, rename_vision, select_decoder
+from quire.models.siglip import SiglipVision, read_siglip
 from quire.models.spec import Config, ModelSpec, read_decoder, read_two_ropes, read_windows
 from quire.types import UNLIMITED
 
@@ -67,13 +68,19 @@ class Gemma2(Gemma):
 
 
 class Gemma3(Gemma):
-    """Gemma 3: normed queries and keys. Of multimodal checkpoints the decoder is loaded."""
+    """Gemma 3: normed queries and keys. An image's tokens attend to each other in both directions."""
 
     architectures = MappingProxyType({"Gemma3ForCausalLM": "gemma3_text", "Gemma3ForConditionalGeneration": "gemma3"})
+
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
+        rename_vision(build)
+        super().__init__(spec, build)
+        self.vision = None if spec.vision is None else SiglipVision(spec.vision, build)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
+        whole = config
         config = Config({**DEFAULTS, **nested(config).fields})
         every = config.get(int, "sliding_window_pattern", "_sliding_window_pattern", default=6)
         spec = read_gemma(config, architecture, every=every)
@@ -81,6 +88,7 @@ class Gemma3(Gemma):
         local_base = config.get(float, "rope_local_base_freq", default=10_000.0)
         return replace(
             read_two_ropes(config, bidirectional(config, spec), base, local_base, every=every),
+            vision=read_siglip(whole, spec),
             qk_norm="each",
             score_cap=cap(config, "attn_logit_softcapping", 0.0),
             logit_cap=cap(config, "final_logit_softcapping", 0.0),

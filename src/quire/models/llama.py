@@ -18,6 +18,7 @@ from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
 from quire.layers.mamba import Mamba2
+from quire.layers.vision import VisionTower
 from quire.models.heads import lm_head, next_token_logits, score_head
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles, Norm, Norms
@@ -105,6 +106,7 @@ class Llama:
     attention: ClassVar[type[Attention]] = Attention
     attention_name: ClassVar[str] = "self_attn"
     expert_names: ClassVar[ExpertNames] = ExpertNames()
+    vision: VisionTower | None = None
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.spec = spec
@@ -187,13 +189,16 @@ class Llama:
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         """See `registry.Model`."""
         batch = self.ops.prepare(batch)
-        angles = {rope: rotary(batch.positions) for rope, rotary in self.rotaries.items()}
-        residual = self.embedding(batch.tokens)
+        angles = {rope: rotary(batch.positions, batch.rope_positions) for rope, rotary in self.rotaries.items()}
+        residual = batch.with_images(self.embedding(batch.tokens))
         x = residual.new_zeros(residual.shape)
         after = self.nothing
-        for block, rope, own in zip(self.blocks, self.spec.layer_ropes, self.spec.kv_layers, strict=True):
+        for i, (block, rope, own) in enumerate(
+            zip(self.blocks, self.spec.layer_ropes, self.spec.kv_layers, strict=True)
+        ):
             output = batch.output_indices if block is self.blocks[-1] else None
             x, residual = block(x, residual, after, angles[rope], batch, kv[own], output)
+            residual = batch.add_features(i, residual)
             after = block.after_mlp
         return batch.select_outputs(self.norm.add(x, residual, after)[0])
 

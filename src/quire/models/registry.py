@@ -16,6 +16,7 @@ from quire import models
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup
+from quire.layers.vision import VisionTower
 from quire.models.heads import Classify
 from quire.models.spec import Config, ModelSpec, check_sizes, labels_of
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -124,6 +125,11 @@ def architecture_name(fields: Mapping[str, Any]) -> str:
 def build_model(spec: ModelSpec, build: ModelBuilder) -> Model:
     """Build a model's layers, unfilled: `build.slots` says where checkpoint tensors go."""
     return find_architecture(spec.architecture)(spec, build)
+
+
+def vision_of(model: Model) -> VisionTower | None:
+    """A model's encoder of images; None where it has none, or was built without."""
+    return cast("VisionTower | None", getattr(model, "vision", None))
 
 
 def parameters(spec: ModelSpec) -> int:

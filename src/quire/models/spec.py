@@ -13,6 +13,7 @@ from quire.layers.delta import DeltaConfig
 from quire.layers.latent import LatentConfig
 from quire.layers.mamba import MambaConfig
 from quire.layers.moe import MoEConfig
+from quire.layers.vision import VisionConfig
 from quire.ops.ragged import KVShape, StateShape
 from quire.types import UNLIMITED
 
@@ -45,7 +46,8 @@ class ModelSpec:
     logits of a next token. classes: outputs of its classifier, 0 for none. token_types: kinds of segments; a token of
     kind t is fed as its id plus t times `vocab`. first_position: the row of learned positions for the first token.
     classifier_pooling: which hidden states the classifier reads: cls, mean or last.
-    dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids.
+    dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids. vision: its encoder of
+    images; None where it has none, or is to be used without.
     """
 
     architecture: str
@@ -95,6 +97,7 @@ class ModelSpec:
     classifier_pooling: str = "last"
     dtype: str = ""
     stop: tuple[int, ...] = ()
+    vision: VisionConfig | None = None
 
     def for_length(self, length: int | None) -> ModelSpec:
         """The same for sequences of at most `length` tokens, None for its context: LongRoPE has other factors for short
@@ -304,11 +307,13 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
         # With `alpha` (Hunyuan) the base is stretched once; without, only beyond max_position_embeddings.
         kind, alpha = "default", scaling.get(float, "alpha", default=0.0)
         theta *= alpha ** (dim / (dim - 2)) if alpha > 0 and dim > 2 else 1.0
+    kind = "default" if kind == "mrope" else kind
     factor = 1.0 if kind == "default" else scaling.get(float, "factor")
     rope = RopeConfig(
         dim=dim,
         theta=theta,
         kind=kind,
+        axes=read_axes(scaling, dim // 2),
         factor=factor,
         low=scaling.get(float, "low_freq_factor", default=1.0),
         high=scaling.get(float, "high_freq_factor", default=4.0),
@@ -329,6 +334,23 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
             "low_freq_factor of at most high_freq_factor"
         )
     return rope
+
+
+def read_axes(scaling: Config, pairs: int) -> tuple[int, ...]:
+    """`mrope_section`: how many pairs of dimensions turn by each of three positions, in runs or by turns."""
+    sections = scaling.fields.get("mrope_section")
+    if sections is None:
+        return ()
+    if not isinstance(sections, list) or any(type(each) is not int or each < 0 for each in sections):
+        raise InvalidModel(f"{scaling.where}: mrope_section must be a list of numbers")
+    if not scaling.get(bool, "mrope_interleaved", default=False):
+        axes = [i % 3 for i, count in enumerate(sections) for _ in range(min(count, LARGEST))]
+    else:
+        ends = [3 * count for count in sections]
+        axes = [i % 3 if len(ends) == 3 and i < ends[i % 3] else 0 for i in range(pairs)]
+    if len(axes) != pairs:
+        raise InvalidModel(f"{scaling.where}: mrope_section has {len(axes)} pairs of dimensions in all, not {pairs}")
+    return tuple(axes)
 
 
 def read_longrope(config: Config, scaling: Config, rope: RopeConfig) -> RopeConfig:

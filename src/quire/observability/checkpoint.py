@@ -110,8 +110,10 @@ _SPECIAL: Mapping[str, frozenset[str]] = {
     "EngineStats": frozenset({"completed"}),
     "RadixPrefixCache": frozenset({"edges"}),
     "HybridPrefixCache": frozenset({"edges"}),
-    "Scheduler": frozenset({"compute_masks"}),
-    "Sequence": frozenset({"request", "tokens", "constraint", "inflight_prefix", "draft_tokens"}),
+    "Scheduler": frozenset({"compute_masks", "encoder_cache"}),
+    "Sequence": frozenset(
+        {"request", "tokens", "constraint", "inflight_prefix", "draft_tokens", "pending_images", "prefix_prompt"}
+    ),
 }
 """Fields that are written in another way, rebuilt from others, or that no decision depends on."""
 
@@ -370,6 +372,7 @@ class _Restorer:
         if self.tokens > MAX_STATE_TOKENS:
             raise InvalidConfig(f"the recording's sequences have more than {MAX_STATE_TOKENS} tokens")
         seq.request = recorded_request(fields["request"], self.block_size)
+        seq.prefix_prompt = seq.request.prompt
         seq.tokens = anonymized_tokens(count, names, self.block_size)
         seq.constraint = CONSTRAINTS[fields["constraint"]]
         if fields["inflight_prefix"]:

@@ -6,7 +6,7 @@ of an MLP. Results have the dtype of the first argument; sums are float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
 
@@ -488,6 +488,13 @@ class Ops(Protocol):
 
     def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [T, H, n], weight [H, n, m] -> [T, H, m]: each head by its own matrix. Both may have any strides."""
+
+    def segment_attention(
+        self, qkv: Tensor, heads: int, lengths: Sequence[int], angles: Angles | None = None, scale: float = 0.0
+    ) -> Tensor:
+        """Attention without K/V blocks, in both directions: qkv [P, 3 H D] -> [P, H D], each row to those of its own
+        segment. lengths: of the segments, one after the other. Heads are rotated by angles, if there are any. scale: of
+        scores, 0 for 1 / sqrt(D)."""
 
     def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
         """Causal attention of q [T, H, C] and rotated [T, H, R] to latents, kv.v, and what was rotated of their tokens,

@@ -202,19 +202,21 @@ def visible_runs(paged: PagedAttentionMetadata, index: int, part: Queries) -> tu
     first = first_visible(int(past.min()), part.window, part.chunk) // KEYS
     seen = paged.masks.get(key)
     if seen is None:
-        seen = paged.masks[key] = mask(group, past, first, part)
+        seen = paged.masks[key] = mask(group, past, first, part, paged.last_of(index))
     return first, seen
 
 
-def mask(group: SpanGroup, past: Tensor, first: int, part: Queries) -> Tensor:
-    """Which positions of runs from `first` on each row of the tiles sees."""
-    last = min(group.longest - group.n + part.start + part.n + part.ahead, group.longest)
-    until = -(-last // KEYS)
+def mask(group: SpanGroup, past: Tensor, first: int, part: Queries, last: Tensor | None) -> Tensor:
+    """Which positions of runs from `first` on each row of the tiles sees. last: as `PagedAttentionMetadata.last_of`."""
+    end = min(group.longest - group.n + part.start + part.n + part.ahead, group.longest)
+    until = -(-(end if last is None else group.longest) // KEYS)
     row = torch.arange(-(-(part.each * part.share) // TILE_ROWS) * TILE_ROWS, device=past.device)
     at = torch.arange(0, part.n, part.each, device=past.device)[:, None] + (row // part.share).clamp(max=part.each - 1)
-    place = (past[:, None, None] + at.clamp(max=part.n - 1))[:, None, :, :, None]
+    at = at.clamp(max=part.n - 1)
+    place = (past[:, None, None] + at)[:, None, :, :, None]
+    seen_until = None if last is None else last[:, part.start + at][:, None, :, :, None]
     key = torch.arange(first * KEYS, until * KEYS, device=past.device).view(-1, 1, 1, KEYS)
-    seen = visible(key, place, part.window, part.chunk, part.ahead)
+    seen = visible(key, place, part.window, part.chunk, part.ahead, seen_until)
     return seen & (key < group.kv_len.view(-1, 1, 1, 1, 1)) if part.ahead else seen
 
 

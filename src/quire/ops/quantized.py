@@ -122,6 +122,13 @@ LEAST = 32
 """Rows that a card's library wants for products of integers, at least."""
 
 
+def rotate_halves(x: Tensor, angles: Angles) -> Tensor:
+    """x [P, H, D] with the pairs (i, i + D / 2) of each head rotated in float32."""
+    first, second = x.float().chunk(2, -1)
+    cos, sin = angles.cos[:, None], angles.sin[:, None]
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1).to(x.dtype)
+
+
 class BaseOps(ABC):
     """What implementations of `Ops` have in common; quantized products dequantize the matrix at each call."""
 
@@ -303,6 +310,18 @@ class BaseOps(ABC):
             sums = torch._int_mm(F.pad(rounded, (0, 0, 0, missing)), weight.t())[: len(x)].float()
         out = (sums * steps * scale.t()).to(x.dtype)
         return self.apply_gate(out if bias is None else out + bias, gate)
+
+    def segment_attention(
+        self, qkv: Tensor, heads: int, lengths: Sequence[int], angles: Angles | None = None, scale: float = 0.0
+    ) -> Tensor:
+        """See `Ops.segment_attention`."""
+        q, k, v = qkv.view(len(qkv), 3, heads, -1).unbind(1)
+        if angles is not None:
+            q, k = (rotate_halves(x, angles) for x in (q, k))
+        scale = scale or q.shape[-1] ** -0.5
+        segments = (torch.split(x.transpose(0, 1), list(lengths), 1) for x in (q, k, v))
+        parts = [F.scaled_dot_product_attention(a, b, c, scale=scale) for a, b, c in zip(*segments, strict=True)]
+        return torch.cat(parts, 1).transpose(0, 1).flatten(1)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `Ops.sigmoid_mul`."""

@@ -195,7 +195,8 @@ class ReferenceOps(BaseOps):
         group = paged.groups[i]
         k, v = paged.read_kv(kv, i, q)
         if group.n > FEW:
-            return long(q, k[0], v[0], group, how)
+            last = paged.last_of(i)
+            return long(q, k[0], v[0], group, how, None if last is None else last[0])
         mask = paged.mask(i, how.window, q.shape[1] // k.shape[1], how.chunk, how.ahead)
         return short(q, k, v, mask, group.n, how)
 
@@ -216,8 +217,11 @@ def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, n: int, how: Sco
     return out.view(spans, groups, -1, n, v.shape[-1]).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, -1)
 
 
-def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, how: Scores) -> Tensor:
-    """Attention of one span of many queries, tile by tile: q [n, H, D], k [G, L, D], v [G, L, E] -> [n, H, E]."""
+def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, how: Scores, last: Tensor | None = None) -> Tensor:
+    """Attention of one span of many queries, tile by tile: q [n, H, D], k [G, L, D], v [G, L, E] -> [n, H, E].
+
+    last [n]: the last position that each query sees, None for its own.
+    """
     n, heads, _ = q.shape
     groups = k.shape[0]
     folded = q.view(n, groups, heads // groups, -1).permute(1, 2, 0, 3)
@@ -229,9 +233,12 @@ def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, how: Scores) -> Tens
         stop = min(start + TILE, n)
         low = first_visible(past + start, how.window, how.chunk)
         high = min(past + stop + how.ahead, group.longest)
+        until = None if last is None else last[start:stop, None]
+        high = high if until is None else max(high, int(until.max()) + 1)
         key = torch.arange(low, high, device=q.device)
         query = torch.arange(past + start, past + stop, device=q.device)[:, None]
-        mask = None if how.sees_all(group.longest) else visible(key, query, how.window, how.chunk, how.ahead)
+        seen_all = how.sees_all(group.longest)
+        mask = None if seen_all else visible(key, query, how.window, how.chunk, how.ahead, until)
         keys, values = (x[:, None, low:high].expand(-1, heads // groups, -1, -1) for x in (k, v))
         tiles.append(weigh(folded[:, :, start:stop], keys, values, mask, how, sinks))
     return torch.cat(tiles, 2).permute(2, 0, 1, 3).reshape(n, heads, -1)

@@ -76,7 +76,7 @@ class KVCacheManager:
         None for a request that needs something of each prompt token: cached rows are not computed.
         """
         whole = seq.needs_prompt_logits or seq.request.sampling.pooling in WHOLE_PROMPT
-        return [] if whole else seq.tokens[:-1]
+        return [] if whole else seq.prefix_tokens[:-1]
 
     def find_inflight_prefix(self, seq: Sequence) -> tuple[Sequence, int] | None:
         """The running sequence that computes what `seq` would compute next, and up to which length, if that is worth
@@ -91,7 +91,8 @@ class KVCacheManager:
         if other is None:
             return None
         max_length, least = min(len(known), other.prompt_length), places[0][1] + self.min_shared_tokens
-        while length + size <= max_length and known[length : length + size] == other.tokens[length : length + size]:
+        others = other.prefix_tokens
+        while length + size <= max_length and known[length : length + size] == others[length : length + size]:
             length += size
         if length >= least:
             length = self.snapshots.shared_length(other, length)
@@ -116,7 +117,7 @@ class KVCacheManager:
     def _add_inflight_prefix(self, seq: Sequence) -> None:
         if seq.next_cache_at <= seq.prompt_length:
             start = seq.next_cache_at - self.block_size
-            key = id(seq.prefix_node), self.prefix_cache.key(seq.tokens, start, seq.request.cache_salt)
+            key = id(seq.prefix_node), self.prefix_cache.key(seq.prefix_tokens, start, seq.request.cache_salt)
             if self.inflight_prefixes.setdefault(key, seq) is seq:
                 seq.inflight_prefix = key
 
@@ -147,12 +148,11 @@ class KVCacheManager:
         size = self.block_size
         was_registered = seq.inflight_prefix is not None
         self.drop_inflight_prefix(seq)
+        tokens = seq.prefix_tokens
         while seq.next_cache_at <= seq.num_computed and seq.prefix_node is not None:
             start = seq.next_cache_at - size
             block = seq.blocks[start // size]
-            seq.prefix_node = self.prefix_cache.insert(
-                seq.prefix_node, seq.tokens, start, seq.request.cache_salt, block
-            )
+            seq.prefix_node = self.prefix_cache.insert(seq.prefix_node, tokens, start, seq.request.cache_salt, block)
             seq.next_cache_at += size
         self.snapshots.commit(seq)
         if was_registered:
@@ -165,7 +165,7 @@ class KVCacheManager:
         """
         request, pool, pinned = seq.request, self.block_pool, list[int]()
         for length, seconds in request.pins:
-            blocks, _ = self.prefix_cache.match(request.prompt[:length], request.cache_salt)
+            blocks, _ = self.prefix_cache.match(seq.prefix_prompt[:length], request.cache_salt)
             for block in blocks:
                 pool.incref(block)
             pinned.append(self.pins.pin(blocks, seconds, request.owner) * self.block_size)

@@ -24,6 +24,25 @@ NO_TOKEN_ALLOWED = (
 """The error of a row in which every token is forbidden: the only row error that is the request's own fault."""
 
 
+class ImageSpan(NamedTuple):
+    """An image in a row: tokens[start : start + length] hold its place. number: of its embeddings on the device; 0:
+    they are not needed, since K/V of its tokens is there. height, width: in pixels."""
+
+    start: int
+    length: int
+    number: int
+    height: int
+    width: int
+
+
+class EncodeSpan(NamedTuple):
+    """Run layers first_layer to last_layer - 1 of the encoder for an image, which is loaded before its first ones."""
+
+    number: int
+    first_layer: int
+    last_layer: int
+
+
 class NewSequence(NamedTuple):
     """Opens a row. The first blocks already hold K/V of tokens[:num_computed]; tokens[:prompt_length] are the
     prompt. snapshot: the slot of the state after tokens[:num_computed], of a model with recurrent layers; its first
@@ -39,6 +58,7 @@ class NewSequence(NamedTuple):
     stop_token_ids: frozenset[int] = frozenset()
     max_length: int = 0
     snapshot: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
 
 class Span(NamedTuple):
@@ -61,7 +81,8 @@ class Plan(NamedTuple):
     not be sampled before their masks arrive. num_drafts: by span, how many tokens to draft once it has sampled; empty:
     none. `spans` is the same object as the previous step's if equal. snapshots: (index of a span, number of its tokens,
     slot from 1 on): the slot takes the state after so many of the span's tokens. No slot is written before every span
-    has read the state that it goes on from.
+    has read the state that it goes on from. dropped_images: images whose embeddings are freed, before others are
+    encoded. encode: work of the encoder, done before the spans are fed; with it there may be none.
     """
 
     new_sequences: tuple[NewSequence, ...]
@@ -70,6 +91,8 @@ class Plan(NamedTuple):
     masked_spans: tuple[int, ...] = ()
     num_drafts: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, int, int], ...] = ()
+    dropped_images: tuple[int, ...] = ()
+    encode: tuple[EncodeSpan, ...] = ()
 
 
 class Result(NamedTuple):

@@ -184,7 +184,7 @@ class StateSnapshots:
 
     def admit(self, seq: Sequence) -> None:
         """Note where its states are kept, and where it begins."""
-        request, size, cached, tokens = seq.request, self.cache.block_size, seq.num_cached, seq.tokens
+        request, size, cached, tokens = seq.request, self.cache.block_size, seq.num_cached, seq.prefix_tokens
         seq.snapshot = self.cache.use(seq.blocks[-1]) if cached else 0
         ends = {(len(tokens) - 1) // size * size, self.cache.known_length(tokens[:-1], request.cache_salt)}
         ends |= {min(length, len(tokens)) // size * size for length, _ in request.pins}
@@ -223,7 +223,7 @@ class StateSnapshots:
         inflight = seq.snapshots_inflight
         while inflight and inflight[0][0] <= seq.num_computed and seq.prefix_node is not None:
             length, slot = inflight.pop(0)
-            self.cache.attach(slot, seq.tokens[:length], seq.request.cache_salt)
+            self.cache.attach(slot, seq.prefix_tokens[:length], seq.request.cache_salt)
 
     def free(self, seq: Sequence) -> None:
         """Its snapshots that were not found are free again."""

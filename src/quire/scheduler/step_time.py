@@ -104,6 +104,10 @@ class StepTimeModel:
         """
         num_tokens = sum([span[1] for span in plan.spans])
         self.num_steps += 1
+        if plan.encode:
+            # What the encoder took says nothing of tokens.
+            self._longest = max(self._longest, seconds if latency is None else latency)
+            return
         decay = self.DECAY
         self._weight = self._weight * decay + 1.0
         self._x = self._x * decay + num_tokens

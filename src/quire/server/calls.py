@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,12 +19,13 @@ import msgspec
 from quire.errors import InvalidRequest, nearest
 from quire.frontend.interface import Backend, Call, Delta, ModelCard
 from quire.frontend.processor import bad_words, hashed_salt, max_new_tokens
+from quire.multimodal.inputs import ImageInputs
 from quire.parsers.parts import Splitter, TextPart
 from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, ThoughtStyle, bounded, thoughts_ahead
 from quire.parsers.tools.styles import STYLES
 from quire.server import beams, cache_control
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
-from quire.server.prompts import encode, in_vocabulary, model, prompts, render
+from quire.server.prompts import Rendered, encode, in_vocabulary, model, prompts, render
 from quire.server.schemas import (
     Answers,
     ChatRequest,
@@ -195,10 +197,7 @@ def chat(
     style = THOUGHTS.get(card.reasoning_parser)
     removal = limits.prompt_header.remove(request.messages)
     request = msgspec.structs.replace(request, messages=removal.messages)
-    text, whole = render(request.messages, request, backend, tools.for_template, max_prompt_tokens(request, card))
-    pins = _pins(request, whole, backend, tools.for_template) if request.truncate_prompt_tokens is None else ()
-    whole, alone = _after(context, whole, backend), len(whole)
-    pins = tuple(pin._replace(tokens=pin.tokens + len(whole) - alone) for pin in pins)
+    (text, whole, images), pins = _prompt(request, backend, limits, tools.for_template, context)
     shared = shared_params(request, backend, card, limits)
     form = tools.structure(shared["structured_outputs"], "" if style is None else style.answer)
     bound = form is not None or budget is not None
@@ -215,7 +214,7 @@ def chat(
     return _job(
         request,
         backend,
-        [replace(call, omitted_tools=tools.omitted, pins=pins, header=removal.outcome)],
+        [replace(call, omitted_tools=tools.omitted, pins=pins, header=removal.outcome, images=images)],
         len(whole) - len(ids),
         top=top,
         thinking=None if style is None else ahead == "open",
@@ -227,16 +226,37 @@ def chat(
     )
 
 
-def _pins(
-    request: ChatRequest, ids: tuple[int, ...], backend: Backend, tools: list[dict[str, Any]] | None
-) -> tuple[Pin, ...]:
-    """The pins that the request's marks ask for. ids: of the prompt."""
-    plain = {"add_generation_prompt": False, "continue_final_message": False}
+def _prompt(
+    request: ChatRequest,
+    backend: Backend,
+    limits: Limits,
+    tools: list[dict[str, Any]] | None,
+    context: tuple[int, ...],
+) -> tuple[Rendered, tuple[Pin, ...]]:
+    """The prompt of a request behind `context`, with the pins that its marks ask for. Raises InvalidRequest."""
+    most, cut = max_prompt_tokens(request, backend.model()), request.truncate_prompt_tokens is not None
+    text, ids, images = render(request.messages, request, backend, limits.images, tools, most)
+    if images and cut:
+        what = "truncate_prompt_tokens would cut images: leave it out, or send fewer messages"
+        raise InvalidRequest(what, param="truncate_prompt_tokens")
+    rendered = partial(_rendered, request, backend, limits.images, tools)
+    pins = () if cut else cache_control.chat_pins(request, ids, rendered)
+    whole = _after(context, ids, backend)
+    before = len(whole) - len(ids)
+    placed = tuple(image._replace(start=image.start + before) for image in images)
+    return Rendered(text, whole, placed), tuple(pin._replace(tokens=pin.tokens + before) for pin in pins)
 
-    def rendered(messages: list[dict[str, Any]]) -> tuple[int, ...]:
-        return render(messages, msgspec.structs.replace(request, **plain), backend, tools)[1]
 
-    return cache_control.chat_pins(request, ids, rendered)
+def _rendered(
+    request: ChatRequest,
+    backend: Backend,
+    images: ImageInputs,
+    tools: list[dict[str, Any]] | None,
+    messages: list[dict[str, Any]],
+) -> tuple[int, ...]:
+    """The ids of a part of a request's messages, for its pins."""
+    plain = msgspec.structs.replace(request, add_generation_prompt=False, continue_final_message=False)
+    return render(messages, plain, backend, images, tools).ids
 
 
 def _after(context: tuple[int, ...], prompt: tuple[int, ...], backend: Backend) -> tuple[int, ...]:

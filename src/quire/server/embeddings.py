@@ -22,6 +22,7 @@ from quire.frontend.pooling import (
     with_prompt,
 )
 from quire.frontend.processor import check_pooled, max_new_tokens
+from quire.multimodal.inputs import NoImages
 from quire.server.calls import Job, make_call
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
 from quire.server.outputs import ChoiceBuilder, Usage
@@ -159,8 +160,8 @@ def read_inputs(
     if request.messages is not None:
         if request.add_generation_prompt is None:
             request.add_generation_prompt = False
-        _, ids = render(request.messages, request, backend, context=input_limit(card) + 1)
-        return [cut(ids, most)]
+        shown = render(request.messages, request, backend, NoImages(), context=input_limit(card) + 1)
+        return [cut(shown.ids, most)]
     try:
         given = prompts(request.input or [], card, limits)
         texts = [with_prompt(one, prompt_name, card.pooler) for one in given if isinstance(one, str)]

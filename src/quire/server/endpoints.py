@@ -16,6 +16,7 @@ from quire.server import calls, messages, ollama, outputs, pooling, responses, s
 from quire.server.calls import Job
 from quire.server.embeddings import ClassifyRequest, EmbeddingsRequest, PoolingFields, embed, embeddings
 from quire.server.limits import Limits
+from quire.server.media import offload_reading
 from quire.server.outputs import ChoiceBuilder, Usage
 from quire.server.stream import Chunks, answer_all
 from quire.types import BACKGROUND, TraceContext
@@ -211,12 +212,12 @@ def answerer(
     async def answer(path: str, body: bytes) -> dict[str, Any]:
         endpoint = ENDPOINTS[path]
 
-        def parse() -> Job:
+        def parse(limits: Limits) -> Job:
             request = schemas.parse(body, endpoint.request_type, limits)
             fields = {"priority": BACKGROUND, "trace_context": TraceContext(tenant=tenant)}
             return endpoint.job(request, backend, limits, by, 0.0, **fields)
 
-        job = await offload(len(body), parse)
+        job = await offload_reading(len(body), limits, parse)
         if job.stream:
             raise InvalidRequest("stream: batches do not stream: leave it out", param="stream")
         made, usage = await gather(job, partial(answer_all, backend, job.calls, job.n))

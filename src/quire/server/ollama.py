@@ -60,6 +60,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     suffix: str = ""
     system: str = ""
     context: list[int] | None = None
+    images: list[str] | None = None
     raw: bool | None = None
 
 
@@ -235,8 +236,9 @@ def generate(request: OllamaGenerateRequest, backend: Backend, limits: Limits) -
         return calls.completion(_as_completion(request, fields), backend, limits, None)
     context = request.context or []
     in_vocabulary(context, "context", card)
-    messages = [{"role": "system", "content": request.system}] if request.system else []
-    messages.append({"role": "user", "content": request.prompt})
+    limits.images.check_context(context)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": request.system}] if request.system else []
+    messages.append({"role": "user", "content": _with_images(request.prompt, request.images, "images")})
     made = ChatRequest(**fields | _think(request, card) | {"messages": messages})
     return calls.chat(made, backend, limits, "gen-", tuple(context))
 
@@ -244,7 +246,7 @@ def generate(request: OllamaGenerateRequest, backend: Backend, limits: Limits) -
 def _check_raw(request: OllamaGenerateRequest) -> None:
     """Raises InvalidRequest naming a field that a prompt without a template cannot have."""
     why = "raw" if request.raw else "suffix"
-    for name in ("system", "context", "think"):
+    for name in ("system", "context", "think", "images"):
         if getattr(request, name):
             raise InvalidRequest(f"{name} goes through the template, which {why} leaves out", param=name)
 
@@ -265,7 +267,7 @@ def _loaded(request: OllamaRequest | OllamaEmbedRequest, backend: Backend) -> Jo
     )
 
 
-_MESSAGE = ("role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id")
+_MESSAGE = ("role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id", "images")
 _CALL = ("id", "type", "index", "function")
 _FUNCTION = ("name", "arguments", "index", "description")
 
@@ -282,6 +284,8 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             raise InvalidRequest(f"{where}.content must be text", param="messages")
         if (thoughts := made.pop("thinking", None)) is not None:
             made["reasoning_content"] = thoughts
+        if images := made.pop("images", None):
+            made["content"] = _with_images(made["content"], images, f"{where}.images")
         named = made.pop("tool_name", None)
         if made.get("tool_calls"):
             made["tool_calls"] = _tool_calls(made["tool_calls"], where)
@@ -292,6 +296,16 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not isinstance(messages[-1].get("role"), str):
         raise InvalidRequest(f"messages[{len(messages) - 1}].role is required", param="messages")
     return messages
+
+
+def _with_images(text: str, images: Any, where: str) -> str | list[dict[str, Any]]:
+    """Content of a message with images before its text, as Ollama shows them: base64 without a type."""
+    if not images:
+        return text
+    if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
+        raise InvalidRequest(f"{where} must be a list of images in base64", param=where.partition("[")[0])
+    parts = [{"type": "image_url", "image_url": f"data:image/unknown;base64,{one}"} for one in images]
+    return [*parts, {"type": "text", "text": text}]
 
 
 def _tool_calls(calls_: Any, where: str) -> list[dict[str, Any]]:

@@ -187,10 +187,15 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     parts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "input_image" and part.get("file_id"):
+            raise InvalidRequest(f"{where}[{i}].file_id: files are not images here: send an image_url", param="input")
+        if kind == "input_image":
+            kept = {name: part[name] for name in ("image_url", "detail", "cache_control") if part.get(name) is not None}
+            parts.append({"type": "image_url", **kept})
+            continue
         if kind not in ("input_text", "output_text", "text"):
             raise InvalidRequest(
-                f"{where}[{i}]: a part of type {str(kind)[:40]!r} is not supported: this server reads text only",
-                param="input",
+                f"{where}[{i}]: a part of type {str(kind)[:40]!r} is not supported: text and images are", param="input"
             )
         parts.append({"type": "text", "text": require_text(part, "text", f"{where}[{i}]")})
     return parts

@@ -83,6 +83,8 @@ class ChatTemplate:
         shown = [self._shown(message) for message in messages]
         if not self._knows_tools:
             shown = describe_tools(shown, tools, self._style, system=self._takes_system)
+        if continue_final_message and not isinstance(shown[-1].get("content"), str):
+            raise InvalidRequest("a final message with images cannot be continued", param="continue_final_message")
         if continue_final_message:
             shown[-1]["content"] = str(shown[-1].get("content") or "") + _CONTINUE_MARK
         names = {
@@ -145,10 +147,21 @@ class ChatTemplate:
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message as templates of text models expect it: `content` is one string, and `developer` is `system`."""
-        shown = {**message, "content": text_of(message.get("content"))}
+        content = message.get("content")
+        shown = {**message, "content": content if _has_images(content) else text_of(content)}
         if shown.get("role") == "developer" and not self._knows_developer:
             shown["role"] = "system"
         return shown
+
+
+def _has_images(content: object) -> bool:
+    """Whether content is a list of parts, which templates of models that read images take, checked."""
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return False
+    _check_parts(content)
+    others = [part for part in content if part != {"type": "image"}]
+    text_of(others)
+    return len(others) < len(content)
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:

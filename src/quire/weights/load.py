@@ -71,6 +71,7 @@ def load_model(
     pools: bool = False,
     overrides: Mapping[str, Any] = MappingProxyType({}),
     words: tuple[int, int] | None = None,
+    vision: bool = False,
 ) -> Model:
     """The model in `folder`, ready to run.
 
@@ -81,11 +82,13 @@ def load_model(
     small products may take the fastest kernel. room: bytes of memory to load into, for devices that do not say so, such
     as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. pools: without the language
     model's head. overrides: fields in place of config.json's. words: token ids of no and yes, whose logits' difference
-    is the classifier. Raises InvalidModel, in one line, for what cannot be loaded.
+    is the classifier. vision: with the encoder of images, if there is one. Raises InvalidModel, in one line, for what
+    cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
     config = {**read_config(folder), **overrides} | ({} if words is None else {"num_labels": 1, "id2label": None})
     spec = read_spec(config, pools=pools).for_length(max_model_len)
+    spec = spec if vision else replace(spec, vision=None)
     checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     number = choose_dtype(dtype, spec, checkpoint, device)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}

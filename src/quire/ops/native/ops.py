@@ -238,7 +238,9 @@ class NativeOps(ReferenceOps):
     ) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
-        if ahead or not self._attends(q, kv) or all(group.n > MANY_QUERIES for group in paged.groups):
+        # The kernel is causal.
+        causal = not ahead and paged.last_visible is None
+        if not causal or not self._attends(q, kv) or all(group.n > MANY_QUERIES for group in paged.groups):
             return super().attention(q, kv, paged, scale, window, soft_cap, sinks, chunk, ahead)
         out = q.new_empty(*q.shape[:2], kv.v.shape[-1])
         how = Scores(scale, window, soft_cap, sinks, chunk)
