@@ -297,6 +297,9 @@ class SamplingParams:
         return self.temperature < 1e-5
 
 
+DRAWING_PARAMETERS = frozenset({"seed", "min_p", "top_k", "top_p"})
+"""Fields that change which token is drawn, never how likely it is."""
+
 NUMERIC_PARAMETERS = tuple(
     NumericParameter(each.name, str(each.type), **each.metadata) for each in fields(SamplingParams) if each.metadata
 )

@@ -15,7 +15,7 @@ from quire.weights.pooling import GENERATES
 
 
 def text(infill: Any) -> Text:
-    tokenizer = cast(Any, SimpleNamespace(infill=infill, has_text=True))
+    tokenizer = cast(Any, SimpleNamespace(infill=infill, has_text=True, eos=frozenset({1})))
     return Text(Path("folder"), tokenizer, None, {"top_k": 5}, "hermes", "qwen3", "the template", GENERATES)
 
 

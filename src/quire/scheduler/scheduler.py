@@ -228,8 +228,7 @@ class Scheduler:
         masked, drafts_by_span, new_blocks = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
         running, slots, i = self.running, UNLIMITED, 0
         self._out_of_blocks, self._reserved_blocks = False, -1
-        unreported = [each for each in self._decisions if each.kind == "preempted"]
-        self._decisions = unreported + self.waiting.awaiting_grammar()
+        self._decisions = [d for d in self._decisions if d.kind == "preempted"] + self.waiting.awaiting_grammar()
         tokens_left, speculation = min(self._preempt_background(), max_tokens), self.speculation
         speculation.begin_plan(min(self.max_num_seqs, len(running) + len(self.waiting)))
         self.encoder_cache.begin_plan()

@@ -10,13 +10,10 @@ from quire.frontend.beam_search import MAX_BEAMS, BeamSearchParams, num_candidat
 from quire.frontend.interface import Call, ModelCard
 from quire.server.limits import Limits
 from quire.server.schemas import Answers
-from quire.types import NUMERIC_PARAMETERS
+from quire.types import DRAWING_PARAMETERS, NUMERIC_PARAMETERS
 
 _OTHERS: Mapping[str, float] = {"length_penalty": 1.0, "early_stopping": False}
 """Fields of a search only, and the value that changes nothing without one."""
-
-_WITHOUT_EFFECT = frozenset({"seed", "min_p", "top_k", "top_p"})
-"""Fields that change what is drawn, never how likely it is: beams are not drawn."""
 
 _NEUTRAL: Mapping[str, float] = {
     "temperature": 0,
@@ -27,7 +24,7 @@ _NEUTRAL: Mapping[str, float] = {
 }
 
 _REFUSED = (
-    *(each.name for each in NUMERIC_PARAMETERS if each.in_requests and each.name not in _WITHOUT_EFFECT),
+    *(each.name for each in NUMERIC_PARAMETERS if each.in_requests and each.name not in DRAWING_PARAMETERS),
     *("stop", "stop_token_ids", "min_tokens", "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs"),
     *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "logprobs", "top_logprobs"),
     *("prompt_logprobs", "thinking_token_budget", "return_timings", "return_sampling_params", "suffix"),

@@ -100,13 +100,7 @@ def load_model(
     build.modules = modules_of(entries)
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     with torch.inference_mode():
-        try:
-            model = build_model(spec, build)
-        except RuntimeError as error:
-            # torch has no narrower error for a CPU without memory.
-            if "memory" not in str(error):
-                raise
-            raise InvalidModel(f"there is no memory for {folder.name}: `quire plan` says what fits") from error
+        model = allocated(spec, build, folder.name)
         check_room(build, folder.name, room)
         if checkpoint is None:
             random_init(build, seed, progress)
@@ -119,6 +113,17 @@ def load_model(
         if canary and any(stored.quantized is not None for stored in build.matrices):
             canary.check(model, build.matrices, device, reference)
     return model
+
+
+def allocated(spec: ModelSpec, build: ModelBuilder, name: str) -> Model:
+    """The model, its weights not yet read. Raises InvalidModel where there is no memory for it."""
+    try:
+        return build_model(spec, build)
+    except RuntimeError as error:
+        # torch has no narrower error for a CPU without memory.
+        if "memory" not in str(error):
+            raise
+        raise InvalidModel(f"there is no memory for {name}: `quire plan` says what fits") from error
 
 
 def reference_of(canary: Canary | None, build: ModelBuilder, model: Model, device: torch.device) -> torch.Tensor | None:
