@@ -17,6 +17,8 @@ from quire.tokenization.tokenizer import read_json
 
 _CONTINUE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}quire-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
 
+_PROBE = "quire-shows-this"
+
 
 class _Failed(Exception):
     """The template raised an error or exceeded its budget."""
@@ -89,7 +91,7 @@ class ChatTemplate:
             shown[-1]["content"] = str(shown[-1].get("content") or "") + _CONTINUE_MARK
         names = {
             **(chat_template_kwargs or {}),
-            "messages": shown,
+            "messages": list(map(self._content, shown)),
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -111,9 +113,8 @@ class ChatTemplate:
     def try_out(self) -> None:
         """Render one plain message. Raises InvalidModel where the template fails; refusing the message is allowed."""
         try:
-            self._run(
-                {"messages": [{"role": "user", "content": "Hello"}], "tools": None, "add_generation_prompt": True}
-            )
+            message = self._content({"role": "user", "content": "Hello"})
+            self._run({"messages": [message], "tools": None, "add_generation_prompt": True})
         except Refused:
             return
         except _Failed as error:
@@ -122,12 +123,31 @@ class ChatTemplate:
     @cached_property
     def _takes_system(self) -> bool:
         """Whether a conversation may begin with a system message, which Gemma's first templates refuse."""
-        messages = [{"role": "system", "content": "Hello"}, {"role": "user", "content": "Hello"}]
+        messages = [self._content({"role": role, "content": "Hello"}) for role in ("system", "user")]
         try:
             self._run({"messages": messages, "tools": None, "add_generation_prompt": True})
         except (Refused, _Failed):
             return False
         return True
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether it shows the text of a message only where content is a list of parts."""
+        return not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+
+    def _shows(self, content: str | list[dict[str, str]]) -> bool:
+        messages = [{"role": "user", "content": content}]
+        try:
+            return _PROBE in self._run({"messages": messages, "tools": None, "add_generation_prompt": True})
+        except (Refused, _Failed):
+            return False
+
+    def _content(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with its content in the form that the template reads."""
+        content = message.get("content")
+        if not content or not isinstance(content, str) or not self._needs_parts:
+            return dict(message)
+        return {**message, "content": [{"type": "text", "text": content}]}
 
     def _run(self, names: Mapping[str, Any]) -> str:
         """Raises Refused or _Failed."""
