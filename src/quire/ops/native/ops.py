@@ -204,7 +204,7 @@ class NativeOps(ReferenceOps):
     ) -> Tensor:
         """See `Ops.self_attention`. Prompts of one length are attended in one call, without K/V of their own."""
         paged = self.prepare(batch)
-        if not how.ahead or how.chunk < UNLIMITED or not paged.is_whole:
+        if not how.ahead or how.chunk < UNLIMITED or not paged.is_whole or paged.last_visible is not None:
             return super().self_attention(qkv, heads, kv, batch, angles, how, norms)
         order = paged.order
         q, k, v = self.heads_of(qkv, heads, kv.k.shape[3], angles, norms)
