@@ -1,4 +1,4 @@
-"""What usage says of the prefix cache: tokens found there and tokens put into it, on every API, and the cache itself."""
+"""What usage says of the prefix cache on every API: tokens found there and tokens put into it."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Usage:
         return sum(max(report.pinned, default=0) for index, report in self._reports.items() if index % n == 0)
 
     def created(self) -> dict[float, int]:
-        """Tokens of the only prompt that were put into the prefix cache and pinned, by the seconds for which they are."""
+        """Tokens of the only prompt that were put into the prefix cache and pinned, by the seconds of their pins."""
         made, counted, left = {}, self.cached(1), self.written(1)
         report = self._reports.get(0, PromptReport())
         # Those that last longer are nearer the beginning.
