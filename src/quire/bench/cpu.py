@@ -1,7 +1,7 @@
 """`quire bench cpu`: Quire on this CPU beside other engines, in one run, interleaved, on the same random weights.
 
-All get the same shape, weights, threads, prompts and lengths; the order changes from round to round, and a peer's process
-stands still while another engine has its turn. Ratios and medians are what to read: the speed of a shared CPU drifts.
+All get the same shape, weights, threads, prompts and lengths; the order changes from round to round, and a peer's
+process stands still while another engine has its turn. Ratios and medians are what to read: the speed of a shared CPU drifts.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def command(
     with ExitStack() as stack:
         files = stack.enter_context(_written(SHAPES[shape], kind, peers, pythons(named)["llama-cpp"]))
         model = files["quire"]
-        size = sum(each.stat().st_size for each in (model.iterdir() if model.is_dir() else [model]))
+        size = _size(model)
         engines: dict[str, Decode] = {"quire": _quire(model, how, max(batches), context, clock)}
         versions = {"torch": torch.__version__}
         for name in peers:
@@ -154,7 +154,11 @@ def command(
                 bandwidths.append(bandwidth())
     floor = statistics.median(bandwidths) / size
     found = {
-        **{"shape": shape, "format": kind, "prompt": prompt, "new": new, "repeat": repeat},
+        "shape": shape,
+        "format": kind,
+        "prompt": prompt,
+        "new": new,
+        "repeat": repeat,
         **how,
         "clock": clock,
         "versions": versions,
@@ -164,6 +168,11 @@ def command(
         "rows": [row for case in cases for row in _rows(case, floor)],
     }
     click.echo(json.dumps(found)) if as_json else _show(found)
+
+
+def _size(model: Path) -> int:
+    """Bytes of a checkpoint, which a step of decoding reads."""
+    return sum(each.stat().st_size for each in (model.iterdir() if model.is_dir() else [model]))
 
 
 def _round(case: Case, turn: int, engines: Mapping[str, Decode]) -> None:
@@ -260,9 +269,7 @@ def _show(found: Mapping[str, Any]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     table.caption, table.caption_justify = f"{read}; {versions}", "left"
     for row in rows:
-        speeds = [
-            text for name in peers for text in (f"{row['speed'][name]:.1f}", f"{row['ratio'][name]:.2f}")
-        ]
+        speeds = [text for name in peers for text in (f"{row['speed'][name]:.1f}", f"{row['ratio'][name]:.2f}")]
         case = f"{row['what']}, {row['batch']} x {row['prompt']} + {row['new']}"
         share = f"{row['share']:.2f}" if "share" in row else ""
         table.add_row(case, f"{row['speed']['quire']:.1f}", *speeds, share)

@@ -38,7 +38,13 @@ SPREAD = 0.02
 def config_of(shape: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """config.json of a Llama with a tied head."""
     known = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-    more = {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": dtype, "bos_token_id": None, "eos_token_id": None}
+    more = {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "torch_dtype": dtype,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     return {**shape, **known, **more}
 
 
@@ -51,8 +57,10 @@ def tensors(shape: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     sizes = dict(
         zip(
             NAMES,
-            ((hidden, hidden), (narrow, hidden), (narrow, hidden), (hidden, hidden), (wide, hidden), (wide, hidden))
-            + ((hidden, wide), (hidden,), (hidden,)),
+            (
+                *((hidden, hidden), (narrow, hidden), (narrow, hidden), (hidden, hidden)),
+                *((wide, hidden), (wide, hidden), (hidden, wide), (hidden,), (hidden,)),
+            ),
             strict=True,
         )
     )
@@ -133,8 +141,12 @@ def interleaved(name: str, weight: Tensor, shape: Mapping[str, Any]) -> Tensor:
 
 def quantize(python: str, source: Path, target: Path) -> Path:
     """Q4_K_M of a file in bfloat16, by the llama.cpp of `python`. Raises InvalidConfig where it fails."""
-    script = f"import runpy; runpy.run_path({str(HERE / 'llama_cpp.py')!r})['quantize']({str(source)!r}, {str(target)!r})"
+    script = (
+        f"import runpy; runpy.run_path({str(HERE / 'llama_cpp.py')!r})['quantize']({str(source)!r}, {str(target)!r})"
+    )
     done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise InvalidConfig(f"--format q4_k_m is written by llama.cpp, which {python} does not have: {done.stderr[-300:]}")
+        raise InvalidConfig(
+            f"--format q4_k_m is written by llama.cpp, which {python} does not have: {done.stderr[-300:]}"
+        )
     return target

@@ -23,6 +23,8 @@ class Generator:
         library.llama_backend_init()
         how = library.llama_model_default_params()
         how.n_gpu_layers = 0
+        # Repacked for AMX, quantized weights crash llama.cpp 0.25 on some virtual machines.
+        how.use_extra_bufts = model.endswith("bf16.gguf")
         self.model = library.llama_model_load_from_file(model.encode(), how)
         if not self.model:
             raise ValueError(f"llama.cpp cannot read {model}")

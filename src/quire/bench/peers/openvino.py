@@ -73,7 +73,9 @@ class Builder:
         """cos and sin [B, 1, T, D]."""
         steps = np.arange(0, self.dim, 2, dtype=np.float32) / self.dim
         inverse = (1.0 / self.config["rope_theta"] ** steps).reshape(1, -1, 1)
-        turns = op.matmul(number(inverse), op.unsqueeze(op.convert(self.positions, "f32"), number(1, "i64")), False, False)
+        turns = op.matmul(
+            number(inverse), op.unsqueeze(op.convert(self.positions, "f32"), number(1, "i64")), False, False
+        )
         turned = op.transpose(turns, number([0, 2, 1], "i64"))
         both = op.unsqueeze(op.concat([turned, turned], -1), number(1, "i64"))
         return op.cos(both), op.sin(both)

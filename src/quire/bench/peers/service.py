@@ -1,8 +1,9 @@
-"""The process of a peer: `python service.py PEER.py MODEL THREADS SEQUENCES CONTEXT`, with the Python of its environment.
+"""The process of a peer: `python service.py PEER.py MODEL THREADS SEQUENCES CONTEXT`, by the Python that has it.
 
-Imports nothing of Quire, so that any Python 3 runs it. The file of a peer has `load(model, threads, sequences, context)`,
-which returns what answers prompts, and its version. A line in is `{"prompts": [[token, ...], ...], "new": tokens}`; a line
-out is `{"wall": s, "cpu": s, "tokens": [[token, ...], ...]}`, or `{"error": text}`. The first line out is `{"version": text}`.
+Imports nothing of Quire, so that any Python 3 runs it. The file of a peer has `load(model, threads, sequences,
+context)`, which returns what answers prompts, and its version. A line in is `{"prompts": [[token, ...], ...], "new":
+tokens}`; a line out is `{"wall": s, "cpu": s, "tokens": [[token, ...], ...]}`, or `{"error": text}`. The first line
+out is `{"version": text}`.
 """
 
 from __future__ import annotations
