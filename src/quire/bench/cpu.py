@@ -1,7 +1,8 @@
 """`quire bench cpu`: Quire on this CPU beside other engines, in one run, interleaved, on the same random weights.
 
 All get the same shape, weights, threads, prompts and lengths; the order changes from round to round, and a peer's
-process stands still while another engine has its turn. Ratios and medians are what to read: the speed of a shared CPU drifts.
+process stands still while another engine has its turn. Ratios and medians are what to read: the speed of a shared CPU
+drifts.
 """
 
 from __future__ import annotations
@@ -133,14 +134,21 @@ def command(
     cases = [Case(batch, prompt, new) for batch in batches]
     cases += [Case(1, long_prompt, 1)] if long_prompt else []
     context = max(case.prompt + case.new for case in cases) + 1
-    how = {"threads": threads, "cpu_kernels": cpu_kernels, "quantization": quantization}
+    # A GGUF file would be computed in float32, as it says nothing else; its peers round activations to 8 bits.
+    how = {
+        "dtype": DTYPES.get(kind, "bfloat16"),
+        "canary": "off",
+        "threads": threads,
+        "cpu_kernels": cpu_kernels,
+        "quantization": quantization,
+    }
     bandwidths = list[float]()
     with ExitStack() as stack:
         files = stack.enter_context(_written(SHAPES[shape], kind, peers, pythons(named)["llama-cpp"]))
         model = files["quire"]
         size = _size(model)
         engines: dict[str, Decode] = {"quire": _quire(model, how, max(batches), context, clock)}
-        versions = {"torch": torch.__version__}
+        versions = {"torch": str(torch.__version__)}
         for name in peers:
             peer = stack.enter_context(
                 Peer(name, pythons(named)[name], files[name], threads, max(batches), context, clock)

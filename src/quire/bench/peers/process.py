@@ -1,4 +1,4 @@
-"""Peers that Quire is measured beside: each a process of the Python that has it, which is stopped unless it is asked."""
+"""Peers that Quire is measured beside: each a process of the Python that has it, stopped unless it is asked."""
 
 from __future__ import annotations
 
