@@ -73,21 +73,7 @@ def rows(
     kv_gib: float,
 ) -> Iterator[dict[str, Any]]:
     """One engine, each batch in turn."""
-    spec = read_spec(dict(SHAPES[shape]))
-    token = spec.kv_bytes(ITEMSIZE[dtype])
-    engine = build_engine(
-        Settings.of(
-            model=str(write(folder, shape)),
-            load_format="dummy",
-            dtype=dtype,
-            max_model_len=context,
-            max_num_seqs=max(batches),
-            kv_cache_memory_bytes=int(kv_gib * 2**30),
-            block_size=context if layout == "standard" else "auto",
-            enable_prefix_caching=False,
-            latency_target_ms=0,
-        )
-    )
+    engine, token = built(folder, layout, max(batches), shape=shape, dtype=dtype, context=context, kv_gib=kv_gib)
     try:
         drive(engine, min(batches), prompt, new, token, seed=1)
         for batch in batches:
@@ -96,6 +82,25 @@ def rows(
         engine.close()
         del engine
         gc.collect()
+
+
+def built(
+    folder: Path, layout: str, seqs: int, *, shape: str, dtype: str, context: int, kv_gib: float
+) -> tuple[Engine, int]:
+    """An engine of random weights with contiguous memory or blocks, and the bytes of K/V that one token takes."""
+    spec = read_spec(dict(SHAPES[shape]))
+    settings = Settings.of(
+        model=str(write(folder, shape)),
+        load_format="dummy",
+        dtype=dtype,
+        max_model_len=context,
+        max_num_seqs=seqs,
+        kv_cache_memory_bytes=int(kv_gib * 2**30),
+        block_size=context if layout == "standard" else "auto",
+        enable_prefix_caching=False,
+        latency_target_ms=0,
+    )
+    return build_engine(settings), spec.kv_bytes(ITEMSIZE[dtype])
 
 
 def drive(

@@ -1,7 +1,8 @@
 """`python -m benchmarks.tables`: the tables that small inference engines show of themselves, for Quire, on a CPU.
 
-Random weights in GPT-2's shape, and the embedded model. Variants are measured in turns, and medians are shown with the
-spread of the turns, since the machine may be shared. Each table takes a minute or two.
+Random weights in GPT-2's shape, and the embedded model. The variants of a table are built together and measured in
+turns, every other turn in reverse order, and medians are shown with the spread of the turns, since the machine may be
+shared. All tables share `--minutes`: where a turn would end too late, a table has fewer of them, and says how many.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import click
 import torch
@@ -35,20 +37,52 @@ from quire.frontend.supervisor import free_port
 from quire.observability.engine_metrics import pool_state
 
 Rows = list[list[str]]
+Variant = TypeVar("Variant")
+Arguments = tuple[str, ...]
+Levels = list[dict[str, Any]]
 
 CONTEXT = 512
 """Tokens a sequence may have where K/V memory is compared; contiguous memory is one block of as many."""
+LENGTHS = (16, 32, 64)
+"""New tokens where the K/V cache is on and off."""
 MEMORY: Mapping[str, str] = MappingProxyType({"paged": "auto", "standard": str(CONTEXT)})
 """--block-size by kind of K/V memory."""
 
 
+class Turns:
+    """Numbers of the turns to measure: at most `count`, none that would end after `seconds`, at least one.
+
+    done: how many there have been.
+    """
+
+    def __init__(self, count: int, seconds: float = float("inf")) -> None:
+        self.count = count
+        self.ends = time.monotonic() + seconds
+        self.done = 0
+
+    def __iter__(self) -> Iterator[int]:
+        longest = 0.0
+        for turn in range(self.count):
+            began = time.monotonic()
+            if turn and began + longest > self.ends:
+                return
+            yield turn
+            self.done = turn + 1
+            longest = max(longest, time.monotonic() - began)
+
+
+def in_turn(turn: int, variants: Sequence[Variant]) -> Sequence[Variant]:
+    """The variants, in reverse order in every other turn."""
+    return variants[::-1] if turn % 2 else variants
+
+
 class Table(NamedTuple):
-    """A table of the page. measure: its rows, given a folder for models and the number of turns."""
+    """A table of the page. measure: its rows, given a folder for models and the turns."""
 
     title: str
     about: str
     head: tuple[str, ...]
-    measure: Callable[[Path, int], Rows]
+    measure: Callable[[Path, Turns], Rows]
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:
@@ -79,7 +113,7 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[
 # ---------------------------------------------------------------- the tables
 
 
-def kv_cache(folder: Path, turns: int) -> Rows:
+def kv_cache(folder: Path, turns: Turns) -> Rows:
     """With the cache an answer is one request; without, each token is a request with everything before it."""
     engine, prompt = gpt2(folder, max_num_seqs=1), [100 + i for i in range(32)]
 
@@ -93,53 +127,62 @@ def kv_cache(folder: Path, turns: int) -> Rows:
         "on": lambda new: answers(engine, [prompt], new)[0],
         "off": recomputed,
     }
-    rows = []
+    speeds: dict[tuple[str, int], list[float]] = {}
+    texts: dict[tuple[str, int], list[int]] = {}
     recomputed(1)
-    for new in (16, 32, 64):
-        speeds: dict[str, list[float]] = {"on": [], "off": []}
-        texts = {}
-        for _ in range(turns):
-            for way, make in ways.items():
+    for turn in turns:
+        for new in LENGTHS:
+            for way, make in in_turn(turn, list(ways.items())):
                 began = time.perf_counter()
-                texts[way] = make(new)
-                speeds[way].append(new / (time.perf_counter() - began))
-        ratio = statistics.median(speeds["on"]) / statistics.median(speeds["off"])
-        same = "yes" if texts["on"] == texts["off"] else "no"
-        rows.append([f"{new}", spread(speeds["off"], 1), spread(speeds["on"], 1), f"{ratio:.1f}", same])
+                texts[way, new] = make(new)
+                speeds.setdefault((way, new), []).append(new / (time.perf_counter() - began))
     engine.close()
+    rows = []
+    for new in LENGTHS:
+        ratio = statistics.median(speeds["on", new]) / statistics.median(speeds["off", new])
+        same = "yes" if texts["on", new] == texts["off", new] else "no"
+        shown = (spread(speeds[way, new], 1) for way in ("off", "on"))
+        rows.append([f"{new}", *shown, f"{ratio:.1f}", same])
     return rows
 
 
-def batch_sizes(folder: Path, turns: int) -> Rows:
-    """Both layouts in turns, each with a fresh engine."""
+def batch_sizes(folder: Path, turns: Turns) -> Rows:
+    """An engine of each layout; each batch is measured with both."""
     batches = (1, 8, 32, 128, 512)
-    found: dict[str, dict[int, list[dict[str, Any]]]] = {layout: {} for layout in MEMORY}
     sizes: dict[str, Any] = {"shape": "gpt2", "dtype": "float32", "context": CONTEXT, "kv_gib": 1.0}
-    sizes |= {"prompt": (4, 8), "new": (4, 8)}
-    for _ in range(turns):
-        for layout in MEMORY:
-            for row in paging.rows(folder, layout, batches, **sizes):
-                found[layout].setdefault(row["batch"], []).append(row)
+    lengths: tuple[tuple[int, int], tuple[int, int]] = ((4, 8), (4, 8))
+    engines = {layout: paging.built(folder, layout, max(batches), **sizes) for layout in MEMORY}
+    for engine, token in engines.values():
+        paging.drive(engine, 1, *lengths, token, seed=1)
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for turn in turns:
+        for batch in batches:
+            for layout, (engine, token) in in_turn(turn, list(engines.items())):
+                row = paging.drive(engine, batch, *lengths, token, seed=turn)
+                found.setdefault((layout, batch), []).append(row)
+    for engine, _ in engines.values():
+        engine.close()
     rows = []
     for batch in batches:
         cells = [f"{batch}"]
         for layout in ("standard", "paged"):
-            measured = found[layout][batch]
+            measured = found[layout, batch]
             cells += [spread([each["tokens_a_second"] for each in measured])]
             cells += [f"{measured[0]['most_at_once']}", f"{measured[0]['used_share']:.0%}"]
         rows.append(cells)
     return rows
 
 
-def loads(folder: Path, turns: int) -> Rows:
+def loads(folder: Path, turns: Turns) -> Rows:
     """1 to 128 users, each asking again when answered, through HTTP."""
-    flags = ("--random-input-len", "32:64", "--random-output-len", "16:32", "--max-concurrency")
-    users = "1,2,4,8,16,32,64,128"
-    found = {kind: level_rows(folder, (*memory_flags(kind), *SMALL), (*flags, users)) for kind in MEMORY}
+    users = ("--max-concurrency", "1,2,4,8,16,32,64,128")
+    client = ("--random-input-len", "32:64", "--random-output-len", "16:32", *users)
+    variants: dict[Arguments, tuple[Arguments, Arguments]] = {}
+    variants |= {(kind,): (memory_flags(kind), client) for kind in ("standard", "paged")}
     return [
-        [kind, f"{each['users']}", f"{each['tokens_s']:,.0f}", *quantiles(each, "ttft"), *quantiles(each, "e2el")]
-        for kind in ("standard", "paged")
-        for each in found[kind]
+        [*variant, f"{level[0]['users']}", speed(level), *quantiles(level, "ttft"), *quantiles(level, "e2el")]
+        for variant, levels in served(folder, turns, variants).items()
+        for level in levels
     ]
 
 
@@ -161,43 +204,76 @@ SWITCHES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def rates(folder: Path, turns: int) -> Rows:
-    """Requests at random moments, at five rates; the same moments for every switch."""
-    shapes = {"embedded": ((), "4,8,16,32,64", "32"), "GPT-2 small": (dummy(folder), "1,2,4,8,16", "8")}
-    rows = []
+def rates(folder: Path, turns: Turns) -> Rows:
+    """Requests at random moments, at five rates; in a turn the same moments for every switch."""
+    gpt2_flags: Arguments = ("--model", str(write(folder, "gpt2")), "--load-format", "dummy", "--dtype", "float32")
+    gpt2_flags = (*gpt2_flags, "--kv-cache-memory-bytes", "1GiB")
+    shapes: dict[str, tuple[Arguments, str, str]] = {
+        "embedded": ((), "4,8,16,32,64", "32"),
+        "GPT-2 small": (gpt2_flags, "1,2,4,8,16", "8"),
+    }
+    variants: dict[Arguments, tuple[Arguments, Arguments]] = {}
     for model, (flags, asked, count) in shapes.items():
         client = ("--random-input-len", "32:64", "--random-output-len", "8:16", "--request-rate", asked)
         for switch, own in SWITCHES.items():
-            if model != "embedded" and switch not in ("all on", "standard K/V memory"):
-                continue
-            levels = level_rows(folder, (*flags, *own, *SMALL), (*client, "--num-prompts", count))
-            rows += [
-                [model, switch, f"{each['rate']:g}", f"{each['tokens_s']:,.0f}", *quantiles(each, "ttft", "e2el")]
-                for each in levels
-            ]
-    return rows
+            if model == "embedded" or switch in ("all on", "standard K/V memory"):
+                variants[model, switch] = ((*flags, *own), (*client, "--num-prompts", count))
+    return [
+        [*variant, rate, speed(level), *quantiles(level, "ttft", "e2el")]
+        for variant, levels in served(folder, turns, variants).items()
+        for rate, level in zip(shapes[variant[0]][1].split(","), levels, strict=True)
+    ]
 
 
-def dummy(folder: Path) -> tuple[str, ...]:
-    return ("--model", str(write(folder, "gpt2")), "--load-format", "dummy", "--dtype", "float32")
+def served(
+    folder: Path, turns: Turns, variants: Mapping[Arguments, tuple[Arguments, Arguments]]
+) -> dict[Arguments, list[Levels]]:
+    """By variant, each level of load in all turns. variants: arguments of a server and of `quire bench serve`.
+
+    All servers run from the beginning to the end; one of them is asked at a time. Prompts differ from turn to turn, so
+    that none is in the prefix cache.
+    """
+    found: dict[Arguments, list[Levels]] = {}
+    with ExitStack() as running:
+        urls = {}
+        for at, (variant, (server, _)) in enumerate(variants.items()):
+            flags = (*SMALL, *server, "--no-standby-engine")
+            urls[variant] = running.enter_context(through(flags, free_port(), folder / f"server-{at}.log"))
+        for turn in turns:
+            for variant, (_, client) in in_turn(turn, list(variants.items())):
+                for at, level in enumerate(level_rows(folder, urls[variant], (*client, "--seed", f"{turn + 1}"))):
+                    levels = found.setdefault(variant, [])
+                    if at == len(levels):
+                        levels.append([])
+                    levels[at].append(level)
+    return {variant: found[variant] for variant in variants}
 
 
-def level_rows(folder: Path, server: Sequence[str], client: Sequence[str]) -> list[dict[str, Any]]:
-    """What `quire bench serve` saves of a server that is started for it."""
+def level_rows(folder: Path, url: str, client: Sequence[str]) -> Levels:
+    """What `quire bench serve` saves of a server."""
     result = folder / "levels.json"
-    with through(server, free_port(), folder / "server.log") as url:
-        command = [sys.executable, "-m", "quire", "bench", "serve", "--base-url", url, "--save-result", str(result)]
-        subprocess.run([*command, "--seed", "1", "--processes", "1", *client], check=True, stdout=subprocess.DEVNULL)
-    levels: list[dict[str, Any]] = json.loads(result.read_text())["levels"]
+    command = [sys.executable, "-m", "quire", "bench", "serve", "--base-url", url, "--save-result", str(result)]
+    done = subprocess.run([*command, "--processes", "1", *client], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise click.ClickException(f"quire bench serve {' '.join(client)}: {done.stderr.strip()}")
+    levels: Levels = json.loads(result.read_text())["levels"]
+    short = [level["level"] for level in levels if level["ok"] != level["requests"]]
+    if short:
+        raise click.ClickException(f"{url} did not answer all requests at {', '.join(short)}")
     return levels
 
 
-def quantiles(level: Mapping[str, Any], *names: str) -> list[str]:
-    """p50 and p99 of each time, in ms."""
-    return [f"{level['ms'][name][at]:,.0f}" for name in names for at in (0, -1)]
+def speed(level: Levels) -> str:
+    """Tokens a second."""
+    return spread([turn["tokens_s"] for turn in level])
 
 
-def over_time(folder: Path, turns: int) -> Rows:
+def quantiles(level: Levels, *names: str) -> list[str]:
+    """p50 and p99 of each time in ms, the medians of all turns."""
+    return [f"{statistics.median(turn['ms'][name][at] for turn in level):,.0f}" for name in names for at in (0, -1)]
+
+
+def over_time(folder: Path, turns: Turns) -> Rows:
     """64 requests at once, 16 places; ten moments of each run. Both runs have the same requests and memory."""
     rows = []
     for kind in ("standard", "paged"):
@@ -220,21 +296,24 @@ def over_time(folder: Path, turns: int) -> Rows:
     return rows
 
 
-def loop(folder: Path, turns: int) -> Rows:
+def loop(folder: Path, turns: Turns) -> Rows:
     """`quire bench engine`: the loop without weights."""
     known = {1000: "26,000 to 29,000 tok/s, 1.5 to 1.7 ms a step", 10_000: "2,079 tok/s, 15.4 ms a step"}
+    runs: dict[int, list[dict[str, Any]]] = {requests: [] for requests in known}
+    for turn in turns:
+        for requests in in_turn(turn, list(known)):
+            command = [sys.executable, "-m", "quire", "bench", "engine", "--requests", str(requests), "--json"]
+            runs[requests].append(json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL)))
     rows = []
     for requests, theirs in known.items():
-        command = [sys.executable, "-m", "quire", "bench", "engine", "--requests", str(requests), "--json"]
-        runs = [json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL)) for _ in range(turns)]
-        one = sorted(runs, key=lambda run: float(run["tokens_per_s"]))[len(runs) // 2]
+        one = sorted(runs[requests], key=lambda run: float(run["tokens_per_s"]))[len(runs[requests]) // 2]
         times = [f"{one[name][q]:,.2f}" for name in ("step_ms", "latency_ms") for q in ("p50", "p99")]
         counts = [f"{one['requests']:,}", f"{one['failed']}", f"{one['peak_kv_use']:.1%}"]
-        rows.append([*counts, spread([run["tokens_per_s"] for run in runs]), *times, theirs])
+        rows.append([*counts, spread([run["tokens_per_s"] for run in runs[requests]]), *times, theirs])
     return rows
 
 
-def number_formats(folder: Path, turns: int) -> Rows:
+def number_formats(folder: Path, turns: Turns) -> Rows:
     """The same random weights in each format, in turns."""
     formats: Mapping[str, Mapping[str, str]] = {
         "float32": {},
@@ -244,13 +323,14 @@ def number_formats(folder: Path, turns: int) -> Rows:
     }
     engines = {name: gpt2(folder, max_num_seqs=8, **settings) for name, settings in formats.items()}
     speeds: dict[tuple[str, int], list[float]] = {}
-    for turn in range(turns + 1):
-        for name, engine in engines.items():
+    for engine in engines.values():
+        answers(engine, [[100] * 8], 2)
+    for turn in turns:
+        for name, engine in in_turn(turn, list(engines.items())):
             for batch in (1, 8):
                 began = time.perf_counter()
                 answers(engine, [[100 + i] * 8 for i in range(batch)], 16)
-                if turn:  # the first warms
-                    speeds.setdefault((name, batch), []).append(16 * batch / (time.perf_counter() - began))
+                speeds.setdefault((name, batch), []).append(16 * batch / (time.perf_counter() - began))
     for engine in engines.values():
         engine.close()
     return [[name, *(spread(speeds[name, batch], 1) for batch in (1, 8))] for name in formats]
@@ -344,20 +424,25 @@ ELSEWHERE = (
 
 @click.command("tables")
 @click.argument("names", nargs=-1, type=click.Choice(list(TABLES)))
-@click.option("--turns", default=3, show_default=True, help="Turns of each variant.")
+@click.option("--turns", type=click.IntRange(1), default=3, show_default=True, help="Turns of each variant, at most.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, min_open=True), default=15.0, show_default=True, help="Of all tables."
+)
 @click.option("--json", "path", type=click.Path(path_type=Path), required=True, help="Rows; those there are kept.")
 @click.option("--page", type=click.Path(path_type=Path), help="Also write a page of all rows there.")
-def command(names: tuple[str, ...], turns: int, path: Path, page: Path | None) -> None:
+def command(names: tuple[str, ...], turns: int, minutes: float, path: Path, page: Path | None) -> None:
     """Measure the tables named, none by default, add them to a file, and write a page of it."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for name in names:
-        began, load = time.perf_counter(), os.getloadavg()[0]
+    ends = time.monotonic() + 60 * minutes
+    for at, name in enumerate(names):
+        began, load = time.monotonic(), os.getloadavg()[0]
+        made = Turns(turns, (ends - began) / (len(names) - at))
         with tempfile.TemporaryDirectory() as folder:
-            rows = TABLES[name].measure(Path(folder), turns)
-        about = {"revision": revision(), "load": round(load, 1), "seconds": round(time.perf_counter() - began)}
-        found[name] = {"rows": rows, "turns": turns, **about}
+            rows = TABLES[name].measure(Path(folder), made)
+        about = {"revision": revision(), "load": round(load, 1), "seconds": round(time.monotonic() - began)}
+        found[name] = {"rows": rows, "turns": made.done or 1, **about}
         path.write_text(json.dumps(found, indent=1))
-        click.echo(f"{name}: {about}")
+        click.echo(f"{name}: {found[name]['turns']} turns, {about}")
     if page is not None:
         page.write_text(markdown(found))
 

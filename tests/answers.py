@@ -48,9 +48,11 @@ class Subject:
             max_model_len=512,
             dtype=torch.float32,
             drafter=NgramDrafter(drafts, shortest=1) if drafts else None,
+            snapshots=24,
         )
-        caching = caching and not executor.describe().recurrent
-        kv = KVCacheManager(pages, page_size, make_prefix_cache(page_size, caching), eviction_policy)
+        slots = executor.describe().num_snapshots if executor.describe().recurrent else None
+        prefixes = make_prefix_cache(page_size, caching, slots)
+        kv = KVCacheManager(pages, page_size, prefixes, eviction_policy, snapshot_interval=48)
         settings.setdefault("speculation", FixedDrafts(drafts))
         return Engine(Scheduler(kv, rows=64, **settings), executor, lookahead=lookahead)
 

@@ -109,6 +109,21 @@ DELTA = MappingProxyType(
     }
 )
 
+MAMBA = MappingProxyType(
+    {"mamba_n_heads": 6, "mamba_n_groups": 1, "mamba_d_state": 11, "mamba_expand": 2, "mamba_chunk_size": 16}
+)
+
+MAMBA_H = MappingProxyType(
+    {
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 10,
+        "n_groups": 3,
+        "ssm_state_size": 12,
+        "chunk_size": 16,
+        "time_step_min": 1e-30,
+    }
+)
+
 GRANITE_SCALES = MappingProxyType(
     {
         "attention_multiplier": 0.25,
@@ -701,6 +716,142 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "attention_bias": True,
             "rope_interleave": False,
         },
+        "qwen3_5_text-shared-keys": {
+            "hidden_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            **DELTA,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        },
+        "qwen3_5_text-tied-by-interval": {
+            "hidden_size": 56,
+            "full_attention_interval": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            **DELTA,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 16,
+            "tie_word_embeddings": True,
+        },
+        "qwen3_5_text-biased-one-key-head": {
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            **DELTA,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+        "qwen3_5_moe_text-shared-keys": {
+            "hidden_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            **DELTA,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "moe_intermediate_size": 21,
+            "shared_expert_intermediate_size": 30,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+        "qwen3_5_moe_text-by-interval": {
+            "hidden_size": 56,
+            "full_attention_interval": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            **DELTA,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 18,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+        "qwen3_5_moe_text-tied-one-key-head": {
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            **DELTA,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": True,
+        },
+        "bamba-gqa": {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            **MAMBA,
+            "attn_layer_indices": [1],
+        },
+        "bamba-groups-biased": {
+            "hidden_size": 40,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            **MAMBA,
+            "mamba_n_heads": 10,
+            "mamba_n_groups": 5,
+            "mamba_d_conv": 3,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "attn_layer_indices": [0, 3],
+        },
+        "bamba-tied-narrow-state": {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            **MAMBA,
+            "mamba_n_heads": 16,
+            "mamba_d_state": 5,
+            "mamba_expand": 1,
+            "time_step_limit": [0.2, 2.0],
+            "attn_layer_indices": [2],
+            "tie_word_embeddings": True,
+        },
+        "nemotron_h-gqa": {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            **MAMBA_H,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+        },
+        "nemotron_h-attention-last": {
+            "hidden_size": 40,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 12,
+            **MAMBA_H,
+            "n_groups": 1,
+            "use_bias": True,
+            "mlp_bias": True,
+            "layers_block_type": ["linear_attention", "linear_attention", "mlp", "full_attention"],
+        },
+        "nemotron_h-recurrent-last": {
+            "hidden_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            **MAMBA_H,
+            "conv_kernel": 3,
+            "use_conv_bias": False,
+            "layers_block_type": ["full_attention", "mlp", "linear_attention", "mlp", "linear_attention"],
+        },
         "qwen3_next-shared-keys": {
             "hidden_size": 48,
             "num_hidden_layers": 4,
@@ -984,6 +1135,47 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "embedding_multiplier": 2.0,
             "residual_multiplier": 2.2,
             "logits_scaling": 0.8,
+        },
+        "granitemoehybrid-mamba": {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 70,
+            **GRANITE_SCALES,
+            **MAMBA,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+        "granitemoehybrid-mamba-experts": {
+            "hidden_size": 40,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "shared_intermediate_size": 30,
+            **GRANITE_SCALES,
+            **MAMBA,
+            "mamba_n_heads": 10,
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "position_embedding_type": "rope",
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        },
+        "granitemoehybrid-mamba-tied": {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 50,
+            **GRANITE_SCALES,
+            **MAMBA,
+            "mamba_n_heads": 4,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         },
         "granitemoehybrid-gqa": {
             **GRANITE4,
@@ -1425,13 +1617,16 @@ def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **chang
     return model
 
 
-SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next")
+SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Norms hold how far they are from 1."""
 
 NORMED_AFTER = ("olmo2", "olmo3", "exaone4")
 """What layers add is normed."""
 
-UNGATED = ("nemotron", "arcee", "starcoder2")
+CALM = ("qwen3_5_text", "qwen3_5_moe_text", "bamba", "nemotron_h", "granitemoehybrid")
+"""Recurrent layers whose matrices are smaller: they would make rounding errors larger from layer to layer."""
+
+UNGATED = ("nemotron", "nemotron_h", "arcee", "starcoder2")
 """MLPs of two matrices, which add little unless these are larger."""
 
 
@@ -1454,6 +1649,8 @@ def draw(name: str, parameter: torch.Tensor, generator: torch.Generator, family:
         return 0.2 * noise
     if name.endswith("linear_attn.norm.weight"):  # of results, the one that holds all of itself
         return 0.3 * noise + 1.0
+    if any(part in name for part in ("mamba.", "mixer.in", "mixer.out", "linear_attn.")) and family in CALM:
+        noise = 0.6 * noise
     if parameter.dim() == 1:
         return 0.3 * noise + (0.0 if name.endswith("bias") or shifted else 1.0)
     if ungated and ("mlp" in name or "_proj" in name):

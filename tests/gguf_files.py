@@ -60,7 +60,10 @@ INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "gr
 TYPES: Mapping[str, gguf.GGMLQuantizationType] = MappingProxyType(
     {
         name: gguf.GGMLQuantizationType[name]
-        for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+        for name in (
+            *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+            *("IQ4_NL", "IQ4_XS", "MXFP4"),
+        )
     }
 )
 
@@ -328,7 +331,29 @@ def stored(data: np.ndarray, kind: str) -> tuple[np.ndarray, gguf.GGMLQuantizati
         return data.astype(np.float32), gguf.GGMLQuantizationType.F32
     if kind in ("Q4_K", "Q5_K", "Q6_K"):
         return {"Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k}[kind](data), wanted
+    if kind in HALVES:
+        return drawn(kind, data), wanted
     return gguf.quants.quantize(data, wanted), wanted
+
+
+HALVES: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+)
+"""Types that nothing here quantises to: where the scales of a block are."""
+
+
+def drawn(kind: str, data: np.ndarray) -> np.ndarray:
+    """Random blocks, whose numbers are as large as those of `data`."""
+    _, size = gguf.GGML_QUANT_SIZES[TYPES[kind]]
+    count = data.size // gguf.GGML_QUANT_SIZES[TYPES[kind]][0]
+    blocks = np.random.default_rng(count).integers(0, 256, (count, size), dtype=np.uint8)
+    wanted = 1.0
+    for scale in (1e-2, None):
+        scale = 1e-2 * data.std() / wanted if scale is None else scale
+        for at in HALVES[kind]:
+            blocks[:, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
+        wanted = gguf.quants.dequantize(blocks, TYPES[kind]).std()
+    return blocks.reshape(*data.shape[:-1], -1)
 
 
 def q4_k(data: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """An executor whose "K/V" is the token in the slot and whose next token hashes everything read through the page table.
 
-Any misplaced page, stale slot, wrong position, bad rollback or early reuse changes the output or trips a stamp. It
+Its recurrent state is a hash of all tokens fed, in order; a snapshot of it has a slot of its own. Any misplaced page,
+stale slot, wrong position, bad rollback, early reuse or wrong state changes the output or trips a stamp. It
 really holds results back, as a GPU does: steps run when their result is awaited (or at once, when eager). No torch.
 """
 
@@ -10,6 +11,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 from quire.engine.executor import Description
@@ -25,9 +28,23 @@ SICK = 95
 NO_PAGE = -7
 
 
-def next_token(seen: Sequence[int | None], key: tuple[int, int] = (0, 0), mask: Mask = None) -> int:
-    """The model: a hash of everything seen and of (seed, choice), walked on to the next allowed token."""
-    token = hash((key, *seen)) % 94
+UNWRITTEN = -1
+"""A state that was never written."""
+
+
+def state_after(state: int, token: int | None) -> int:
+    """The recurrent state, which is 0 before the first token."""
+    return hash((state, token))
+
+
+def next_token(
+    seen: Sequence[int | None], key: tuple[int, int] = (0, 0), mask: Mask = None, state: int | None = None
+) -> int:
+    """The model: a hash of everything seen, of (seed, choice) and of the state, walked on to the next allowed token.
+
+    state: None of a model without recurrent layers.
+    """
+    token = hash((key, *seen) if state is None else (key, state, *seen)) % 94
     while mask is not None and not mask[token >> 3] >> (token & 7) & 1:
         token = (token + 1) % 94
     return token
@@ -48,6 +65,8 @@ class Row:
     length: int
     table: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
+    state: int = 0
+    """After `length` tokens."""
 
 
 class HashHandle:
@@ -58,7 +77,7 @@ class HashHandle:
         self.got: Result | None = None
         self.failure: StepFailed | None = None
         self.uids: list[tuple[int, list[int]]] = []
-        self.views: list[tuple[Row, int, list[int]]] = []
+        self.views: list[tuple[Row, int, list[int], list[int]]] = []
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         if self.device.eager and self.failure is None:
@@ -75,12 +94,24 @@ class HashHandle:
 
 
 class HashDevice:
-    """`hot` pages are those that launched, unread steps may still write: no other sequence may get them."""
+    """`hot` pages are those that launched, unread steps may still write: no other sequence may get them.
+
+    snapshots: slots of states; None: the model has no recurrent layers.
+    """
 
     def __init__(
-        self, pages: int, page_size: int, *, drafts: int = 0, eager: bool = False, rows: int = 64, seed: str = ""
+        self,
+        pages: int,
+        page_size: int,
+        *,
+        drafts: int = 0,
+        eager: bool = False,
+        rows: int = 64,
+        seed: str = "",
+        snapshots: int | None = None,
     ) -> None:
         self.size, self.eager, self.pages, self.places = page_size, eager, pages, rows
+        self.num_snapshots, self.restored = snapshots, 0
         self.rng = random.Random(seed)
         self.hiccup: Callable[[], bool] = lambda: False
         self.generation = 0
@@ -90,6 +121,7 @@ class HashDevice:
 
     def _empty(self) -> None:
         self.mem: dict[tuple[int, int], int] = {}
+        self.snapshots: dict[int, int] = {}
         self.rows: dict[int, Row] = {}
         self.owner: dict[int, int] = {}
         self.queue: deque[HashHandle] = deque()
@@ -101,7 +133,13 @@ class HashDevice:
 
     def describe(self) -> Description:
         return Description(
-            num_blocks=self.pages, block_size=self.size, num_rows=self.places, max_model_len=1 << 20, vocab_size=VOCAB
+            num_blocks=self.pages,
+            block_size=self.size,
+            num_rows=self.places,
+            max_model_len=1 << 20,
+            vocab_size=VOCAB,
+            recurrent=self.num_snapshots is not None,
+            num_snapshots=self.num_snapshots or 0,
         )
 
     def close(self) -> None:
@@ -119,6 +157,9 @@ class HashDevice:
             self.uid += 1
             self.tables[o.row] = (self.uid, [])
             self.known[self.uid] = o.num_computed
+            assert not o.snapshot or o.row in {s.row for s in plan.spans}, (
+                "a snapshot that is read by no span of its plan"
+            )
         for row, pages in plan.new_blocks:
             assert not hot & set(pages), "a page was given out while a step in flight may write it"
             assert 0 not in pages, "the spare page was given out"
@@ -170,7 +211,10 @@ class HashDevice:
     def _forward(self, handle: HashHandle) -> None:
         plan = handle.plan
         for o in plan.new_sequences:
-            self.rows[o.row] = Row(o, 0, list(o.tokens), o.num_computed)
+            row = self.rows[o.row] = Row(o, 0, list(o.tokens), o.num_computed)
+            if o.snapshot:
+                row.state = self.snapshots.get(o.snapshot, UNWRITTEN)
+                self.restored += 1
         for row, pages in plan.new_blocks:
             self.rows[row].table += pages
         for s, (uid, _) in zip(plan.spans, handle.uids, strict=True):
@@ -191,9 +235,15 @@ class HashDevice:
             )
             for i, token in enumerate(feed):
                 self._write(r, r.length + i, token)
-            handle.views.append((r, r.length, feed))
+            # As a draft that is not accepted does, those of the span write states that nothing goes on from.
+            states = list(accumulate(feed, state_after, initial=r.state))
+            handle.views.append((r, r.length, feed, states))
             if POISON in feed:
                 handle.failure = StepFailed("a kernel failed")
+        assert len({slot for _, _, slot in plan.snapshots}) == len(plan.snapshots), "two states for one slot"
+        for j, length, slot in plan.snapshots:
+            assert 1 <= slot <= (self.num_snapshots or 0), "a slot that is not there"
+            self.snapshots[slot] = handle.views[j][3][length]
 
     def _write(self, r: Row, position: int, token: int) -> None:
         page, offset = divmod(position, self.size)
@@ -208,9 +258,12 @@ class HashDevice:
         places = (divmod(p, self.size) for p in range(upto))
         return [self.mem.get((r.table[p], o)) if p < len(r.table) else NO_PAGE for p, o in places]
 
+    def state_of(self, r: Row) -> int | None:
+        return None if self.num_snapshots is None else r.state
+
     def _sample(self, handle: HashHandle) -> None:
         result = Result([], [], {}, {}, {})
-        for j, (s, (r, start, feed)) in enumerate(zip(handle.plan.spans, handle.views, strict=True)):
+        for j, (s, (r, start, feed, states)) in enumerate(zip(handle.plan.spans, handle.views, strict=True)):
             got: list[int] = []
             end = start + s.num_tokens
             if s.num_logits > s.num_samples:
@@ -219,7 +272,7 @@ class HashDevice:
                     logprob(self.seen(r, p + 1), known[p + 1] or 0) for p in range(start, end - s.num_samples)
                 ]
             if s.num_samples == 0:
-                r.length = end
+                r.length, r.state = end, states[-1]
                 result.tokens.append(got)
                 continue
             if SICK in feed:
@@ -228,8 +281,8 @@ class HashDevice:
             assert len(masks) == s.num_samples, "one mask a sampled row"
             found: list[TokenLogprobs] = []
             for i in range(s.num_samples):  # verify; with zero drafts this is plain decode
-                seen = self.seen(r, end - s.num_samples + i + 1)
-                got.append(next_token(seen, (r.opened.seed, r.opened.choice), masks[i]))
+                seen, r.state = self.seen(r, end - s.num_samples + i + 1), states[s.num_tokens - s.num_samples + i + 1]
+                got.append(next_token(seen, (r.opened.seed, r.opened.choice), masks[i], self.state_of(r)))
                 found.append(logprob(seen, got[-1]))
                 if i < s.num_samples - 1 and feed[len(feed) - s.num_samples + 1 + i] != got[-1]:
                     break
@@ -245,24 +298,30 @@ class HashDevice:
 
     def _propose(self, r: Row, depth: int) -> list[int]:
         drafts: list[int] = []
-        key = (r.opened.seed, r.opened.choice)
+        key, state = (r.opened.seed, r.opened.choice), r.state
         for _ in range(depth):
-            good = self.rng.random() < 0.6
-            drafts.append(next_token(r.history + drafts, key) if good else 0)
+            good, known = self.rng.random() < 0.6, r.history + drafts
+            state = state_after(state, known[-1])
+            drafts.append(next_token(known, key, None, None if self.num_snapshots is None else state) if good else 0)
         return drafts
 
 
 def naive(
-    prompt: Sequence[int], max_new: int, stop: frozenset[int], key: tuple[int, int], mask_after: Any
+    prompt: Sequence[int],
+    max_new: int,
+    stop: frozenset[int],
+    key: tuple[int, int],
+    mask_after: Any,
+    recurrent: bool = False,
 ) -> list[int]:
     """What the answer must be: no pages, no batch, no cache."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new:
         mask = mask_after(tokens[len(prompt) :]) if mask_after else None
-        tokens.append(next_token(tokens, key, mask))
+        tokens.append(next_token(tokens, key, mask, reduce(state_after, tokens, 0) if recurrent else None))
         if tokens[-1] in stop:
             break
     return tokens
 
 
-__all__ = ["POISON", "SICK", "VOCAB", "HashDevice", "Span", "logprob", "naive", "next_token"]
+__all__ = ["POISON", "SICK", "UNWRITTEN", "VOCAB", "HashDevice", "Span", "logprob", "naive", "next_token"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quire.engine import engine
-from quire.scheduler import block_pool, scheduler
+from quire.scheduler import block_pool, scheduler, snapshots
 from quire.scheduler import kv_cache as kv_room
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.constraint import FREE
@@ -31,6 +32,7 @@ class CoreClasses:
     Engine: Any = engine.Engine
     NoPrefixCache: Any = block_pool.NoPrefixCache
     RadixPrefixCache: Any = block_pool.RadixPrefixCache
+    HybridPrefixCache: Any = snapshots.HybridPrefixCache
 
 
 STOP = frozenset(t for t in range(VOCAB) if t % 17 == 0)
@@ -107,10 +109,17 @@ def _workload() -> list[Request]:
 REQUESTS = _workload()
 CONSTRAINED = {r.id for i, r in enumerate(REQUESTS) if i % 4 == 2}
 LONGEST = max(len(r.prompt) + r.max_new_tokens for r in REQUESTS)
-WANT = {
-    r.id: naive(r.prompt, r.max_new_tokens, r.stop, (r.seed, r.choice), mask_after if r.id in CONSTRAINED else None)
-    for r in REQUESTS
-}
+
+
+def answers(requests: Sequence[Request], recurrent: bool) -> dict[str, list[int]]:
+    """What each request's tokens must be in the end."""
+    masks = {r.id: mask_after if r.id in CONSTRAINED else None for r in requests}
+    how = [(r.id, (r.prompt, r.max_new_tokens, r.stop, (r.seed, r.choice))) for r in requests]
+    return {id: naive(*each, masks[id], recurrent) for id, each in how}
+
+
+WANT = {recurrent: answers(REQUESTS, recurrent) for recurrent in (False, True)}
+"""By whether the model has recurrent layers."""
 BAD = [
     Request(id="poison", prompt=(5, 6, 7, POISON, 8), max_new_tokens=5),
     Request(id="sick", prompt=(9, 9, SICK), max_new_tokens=5),
@@ -132,6 +141,7 @@ AXES: dict[str, Sequence[Any]] = {
     "fails": (False, True),  # hiccups, a poison request and a sick one
     "pressure": ("preempt", "foresee", "reserve"),
     "pins": (0, 3, UNLIMITED),
+    "snapshots": (None, None, (0, UNLIMITED), (1, 4), (3, UNLIMITED), (40, 8)),  # None: no state; slots and interval
 }
 
 
@@ -162,6 +172,7 @@ def check(sch: scheduler.Scheduler, dev: HashDevice) -> None:
     assert len(pins.pinned) <= pins.max_blocks and pins._free.keys() <= pins.pinned.keys(), "pins"
     assert Counter(owner for _, _, owner in pins.pinned.values()) == pins.counts, "pins by owner"
     assert pins.pinned.keys() <= getattr(sch.kv.prefix_cache, "edges", {}).keys(), "a pinned page is not published"
+    check_snapshots(sch, held.values())
     rows = [s.row for s in held.values()]
     assert len(set(rows)) == len(rows) and not set(rows) & set(sch.free_rows), "rows"
     assert all(s.blocks == [] for s in sch.sequences.values() if s.row is None), "pages without a row"
@@ -174,6 +185,15 @@ def check(sch: scheduler.Scheduler, dev: HashDevice) -> None:
     hot = dev.hot()
     assert all(pool.ref_counts[b] == 1 for b in hot), "a page that a step in flight may write is free or shared"
     assert not hot & set(getattr(sch.kv.prefix_cache, "edges", {})), "a published page may still be written"
+
+
+def check_snapshots(sch: Any, held: Iterable[Any]) -> None:
+    """Every slot is free, of a published page, or in flight."""
+    cache, inflight = sch.kv.prefix_cache, [slot for s in held for _, slot in s.snapshots_inflight]
+    known = getattr(cache, "snapshots", {})
+    assert known.keys() <= getattr(cache, "edges", {}).keys(), "a snapshot of a page that is not published"
+    slots = [*known.values(), *inflight, *getattr(cache, "free_slots", ())]
+    assert sorted(slots) == list(range(1, 1 + getattr(cache, "num_snapshots", 0))), "slots of snapshots"
 
 
 def keys_hold(sch: Any, dev: HashDevice) -> None:
@@ -189,9 +209,12 @@ class Run:
         self.combo = combo
         c = combo
         self.pages = -(-LONGEST // c["size"]) * c["tight"]
-        index = classes.RadixPrefixCache(c["size"]) if c["reuse"] else classes.NoPrefixCache()
+        slots, interval = c.get("snapshots") or (None, UNLIMITED)
+        radix = classes.RadixPrefixCache if slots is None else partial(classes.HybridPrefixCache, num_snapshots=slots)
+        index = radix(c["size"]) if c["reuse"] else classes.NoPrefixCache()
         eviction = EVICTION_POLICIES[c["eviction"]]()
-        bounds = {"min_shared_tokens": 4, "max_pinned_blocks": c["pins"]}
+        bounds = {"min_shared_tokens": 4, "max_pinned_blocks": c["pins"], "snapshot_interval": interval}
+        self.want = WANT[slots is not None]
         kv = classes.KVCacheManager(self.pages, c["size"], index, eviction, **bounds)
         budget, chunk = c["feed"]
         self.sch: scheduler.Scheduler = classes.Scheduler(
@@ -204,9 +227,12 @@ class Run:
             policy=make_policy(c["order"], batching=c["admit"], pressure=c["pressure"]),
             speculation=Drawn(c["drafts"], random.Random(7)) if c["drafts"] < 0 else FixedDrafts(c["drafts"]),
         )
-        work = sorted((axis, value) for axis, value in combo.items() if axis not in ("pressure", "pins"))  # the same
+        work = sorted(
+            (axis, value) for axis, value in combo.items() if axis not in ("pressure", "pins", "snapshots")
+        )  # the same
         self.rng = random.Random(repr(work))
-        self.dev = HashDevice(self.pages, c["size"], eager=c["eager"], seed=str(self.rng.random()))
+        seed = str(self.rng.random())
+        self.dev = HashDevice(self.pages, c["size"], eager=c["eager"], seed=seed, snapshots=slots)
         if c["fails"]:
             self.dev.hiccup = self._hiccup
         wired = random.Random(f"wired {work}").random() < 0.25  # by messages of the gRPC contract
@@ -292,7 +318,7 @@ class Run:
         assert sch.kv.block_pool.num_free == self.pages and not dev.unread and len(sch.free_rows) == 64, "leak"
         assert not sch.sequences and not len(sch.waiting), "a sequence was forgotten"
         for r in REQUESTS:
-            made, want = self.said.get(r.id, []), WANT[r.id][len(r.prompt) :]
+            made, want = self.said.get(r.id, []), self.want[r.id][len(r.prompt) :]
             if self.finish[r.id] == "abort":
                 assert r.id in doomed and made == want[: len(made)], "aborted: not a prefix"
             else:
@@ -311,7 +337,7 @@ class Run:
             assert not sch.discarded_spans.get("length"), "a span was planned past a known end"
 
     def _logprobs(self, r: Request) -> None:
-        tokens = WANT[r.id]
+        tokens = self.want[r.id]
         if r.sampling.prompt_logprobs is not None:
             want = [logprob(tokens[:p], tokens[p]) for p in range(1, len(r.prompt))]
             assert self.prompt_logprobs[r.id] == want, "prompt log-probabilities"

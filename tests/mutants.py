@@ -14,6 +14,7 @@ _REBUILT = (
     "quire.scheduler.block_pool",
     "quire.scheduler.pins",
     "quire.scheduler.sequence",
+    "quire.scheduler.snapshots",
     "quire.scheduler.kv_cache",
     "quire.scheduler.scheduler",
     "quire.engine.events",
@@ -41,7 +42,7 @@ _MASKS = """            while len(flight) > 1:
             _as_step_failure(flight[0][2].sample, _as_step_failure(scheduler.masks))"""
 
 S, K, B, Q = "scheduler.scheduler", "scheduler.kv_cache", "scheduler.block_pool", "scheduler.sequence"
-P = "scheduler.pins"
+P, N = "scheduler.pins", "scheduler.snapshots"
 E, V = "engine.engine", "engine.recovery"
 
 BUGS = [
@@ -157,7 +158,7 @@ BUGS = [
         "            if span.num_samples and not seq.finish_reason:\n                seq.num_inflight -= 1",
     ),
     Bug("a taken page stays in the index", B, "            self.prefix_cache.remove(block)\n", ""),
-    Bug("whole prompt matched, last token not fed", K, "seq.tokens[:-1]", "seq.tokens"),
+    Bug("whole prompt matched, last token not fed", K, "seq.prefix_tokens[:-1]", "seq.tokens"),
     Bug(
         "prefix hits taken although prompt logits are wanted",
         K,
@@ -234,6 +235,68 @@ BUGS = [
     ),
 ]
 
+STATES = [
+    Bug("K/V is found that has no state", N, "found = self._resumable(path)", "found = len(path)"),
+    Bug(
+        "a block is evicted without its snapshot",
+        N,
+        "        if block in self.snapshots:\n            self._drop(block)\n",
+        "",
+    ),
+    Bug(
+        "an evicted snapshot can still be found",
+        N,
+        "append(self.snapshots.pop(block))",
+        "append(self.snapshots[block])",
+    ),
+    Bug(
+        "the state of a shallower block",
+        N,
+        "self.cache.use(seq.blocks[-1])",
+        "next(iter(self.cache.snapshots.values()))",
+    ),
+    Bug("the state one token too early", N, "(j, length - start, slot)", "(j, max(1, length - start - 1), slot)"),
+    Bug(
+        "a snapshot is attached to the block before",
+        N,
+        "block = path[-1][0] if len(path) * self.block_size == len(tokens) else None",
+        "block = path[-2:][0][0] if path else None",
+    ),
+    Bug(
+        "a snapshot without its block goes to the last one there",
+        N,
+        "if len(path) * self.block_size == len(tokens) else None",
+        "if path else None",
+    ),
+    Bug(
+        "snapshots of tokens that may be dropped",
+        N,
+        "if seq.max_inflight == seq.num_inflight and (slot :=",
+        "if (slot :=",
+    ),
+    Bug(
+        "a slot is given back while a step may write it",
+        N,
+        "        for block in list(self.snapshots):\n            self._drop(block)\n",
+        "        self.snapshots.clear()\n        self.free_slots = list(range(self.num_snapshots, 0, -1))\n",
+    ),
+    Bug(
+        "snapshots survive a reset",
+        N,
+        "        for block in list(self.snapshots):\n            self._drop(block)\n",
+        "",
+    ),
+    Bug(
+        "a preempted sequence forgets its slots",
+        N,
+        "        self.cache.free_slots += (slot for _, slot in seq.snapshots_inflight)\n",
+        "",
+    ),
+    Bug("the last row's snapshot is used again", N, "if cached else 0", "if cached else seq.snapshot"),
+    Bug("a row is not told from which state it goes on", Q, "snapshot=self.snapshot", "snapshot=0"),
+]
+"""Bugs of recurrent states, which combinations without them do not show."""
+
 HARMLESS = [
     Bug("span reused though prompt logits are wanted", S, " or span.num_logits != num_logits", ""),
     Bug(
@@ -268,6 +331,7 @@ def plant(bug: Bug) -> CoreClasses:
         Engine=new["quire.engine.engine"].Engine,
         NoPrefixCache=reuse.NoPrefixCache,
         RadixPrefixCache=reuse.RadixPrefixCache,
+        HybridPrefixCache=new["quire.scheduler.snapshots"].HybridPrefixCache,
     )
 
 

@@ -40,7 +40,7 @@ def test_codex_requests_end_after_two_tools(live: Live) -> None:
         body["input"] += [item, {"type": "function_call_output", "call_id": item["call_id"], "output": "ok"}]
     assert made == [("exec_command", arguments) for arguments in CALLS["exec_command"]]
     assert item["content"][0]["text"] == SAYS
-    assert "requests ask for the tool web_search, which this server lacks" in live.log
+    assert "requests declare the tool web_search, which this server does not have" in live.log
 
 
 def test_claude_code_requests_end_after_two_tools(live: Live) -> None:

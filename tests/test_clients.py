@@ -157,7 +157,7 @@ def test_answers_and_calls_are_objects_of_an_ordinary_class(live: Any, claude: A
 def test_which_parsers_were_chosen_is_shown(live: Any) -> None:
     card = live.http.get("/v1/models").json()["data"][0]
     assert (card["tool_call_parser"], card["reasoning_parser"]) == ("hermes", "none")
-    assert "calls of tools: hermes (" in live.log
+    assert "tool calls: hermes (" in live.log
 
 
 def test_thoughts_are_split_where_that_is_asked_for(tmp_path: Path) -> None:

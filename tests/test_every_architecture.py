@@ -67,8 +67,9 @@ def test_answers_are_those_of_transformers(subject: Subject, situation: str) -> 
 
 def test_answers_after_a_prefix_hit_are_those_of_transformers(subject: Subject) -> None:
     engine = subject.engine(page_size=4)
-    subject.ask(engine, [0])
-    answers = subject.ask(engine, [3, 6, 15])
+    for which in ([0], [3], [6, 15]):
+        answers = subject.ask(engine, which)
     hits = engine.gauges().prefix_hit
-    assert hits == 0 if engine.description.recurrent else hits > 3 * 36
+    # Of recurrent layers no state is known where the first of them leaves the shared beginning; then there is.
+    assert hits > (2 if engine.description.recurrent else 3) * 36
     assert all(answers[i] == subject.want[i] for i in (0, 3, 6, 15))

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
+from quire.types import UNLIMITED
 from tests import lattice
-from tests.mutants import BUGS, HARMLESS, Bug, plant
+from tests.mutants import BUGS, HARMLESS, STATES, Bug, plant
 
 SHARES = 8
 PER_SHARE = 90
@@ -61,6 +62,47 @@ def test_planted_bug_is_caught(bug: Bug) -> None:
             except Exception:
                 return
     pytest.fail("the lattice did not notice")
+
+
+PRESSED = {"reuse": True, "tight": 1, "pressure": "preempt", "size": 4}
+DRAFTED = PRESSED | {"drafts": 3, "snapshots": (40, 8)}
+
+
+@pytest.mark.parametrize("bug", STATES, ids=lambda b: b.name)
+def test_planted_bug_of_states_is_caught_and_by_combinations_with_states_alone(bug: Bug) -> None:
+    classes = plant(bug)
+    for combo in _sample(bug.name, 3, reuse=True, snapshots=None):
+        lattice.run(combo, classes)
+    few = _sample(bug.name, 40, reuse=True, snapshots=(3, UNLIMITED))
+    one = _sample(bug.name, 40, snapshots=(1, 4), **PRESSED)
+    for combo in itertools.chain(*zip(few, one, strict=True), _sample(f"{bug.name} 17", 8, **DRAFTED)):
+        try:
+            lattice.run(combo, classes)
+        except Exception:
+            return
+    pytest.fail("the lattice did not notice")
+
+
+def test_states_are_reused_and_taken_from_others_somewhere_in_the_sample() -> None:
+    runs = [lattice.run(c) for c in _sample("states", 40, **DRAFTED | {"snapshots": (3, 4)})]
+    assert sum(r.sch.num_preemptions for r in runs) > 50
+    assert sum(r.followed for r in runs) > 20
+    assert sum(r.sch.kv.num_hit_tokens for r in runs) > 1000
+    assert sum(r.dev.restored for r in runs) > 100
+    assert sum(r.sch.kv.prefix_cache.num_evicted for r in runs) > 100
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("share", range(10))
+def test_ten_thousand_requests_with_states_hits_drafts_and_preemption(share: int) -> None:
+    requests = hits = preemptions = n = 0
+    while requests < 1000:
+        snapshots = ((1, 4), (3, UNLIMITED), (8, 8), (40, 8))[n % 4]
+        (combo,) = _sample(f"ten thousand {share} {n}", 1, **PRESSED | {"drafts": -3, "snapshots": snapshots})
+        run = lattice.run(combo)
+        requests, n = requests + len(lattice.REQUESTS), n + 1
+        hits, preemptions = hits + run.dev.restored, preemptions + run.sch.num_preemptions
+    assert hits > 200 and preemptions > 100
 
 
 @pytest.mark.parametrize("change", HARMLESS, ids=lambda b: b.name)

@@ -21,7 +21,7 @@ LAYERS = (
     ("types",),
     ("values", "build"),
     ("ops", "parsers", "scheduler"),
-    ("layers", "config", "tokenization", "token_masks"),
+    ("layers", "config", "tokenization", "token_masks", "multimodal"),
     ("engine", "model_runner", "models", "structured_output"),
     ("executors", "observability", "weights"),
     ("frontend",),
@@ -44,10 +44,10 @@ FORBIDDEN = {
 """What the order of the layers alone would still allow."""
 
 TORCH_FREE = (
-    *("types", "errors", "heap", "checks", "config", "tokenization", "parsers", "scheduler", "engine"),
+    *("types", "errors", "heap", "checks", "config", "tokenization", "parsers", "scheduler", "engine", "multimodal"),
     *("observability", "frontend", "server", "sim", "cli"),
 )
-NEEDS_TORCH = {f"quire.cli.{name}" for name in ("check", "diff", "doctor", "inspect", "plan", "verify")}
+NEEDS_TORCH = {f"quire.cli.{name}" for name in ("check", "diff", "doctor", "inspect", "plan", "quantize", "verify")}
 """Commands that look at a model: they are imported when they are asked for."""
 TORCH_FREE_MODULES = (
     *("quire.executors.synthetic", "quire.bench.engine"),
@@ -57,6 +57,8 @@ TORCH_FREE_MODULES = (
         "quire.assembly.server",
         "quire.assembly.proxy",
         "quire.weights.locate",
+        "quire.weights.hub",
+        "quire.weights.cache",
     ),
 )
 
@@ -66,9 +68,10 @@ LOADERS = {
     "quire.assembly",
     "quire.scheduler.policy",
     "quire.models.registry",
-    "quire.weights.locate",
-    "quire.bench.cpu",
+    "quire.weights.hub",
+    *(f"quire.bench.peers.{name}" for name in ("checkpoints", "llama_cpp", "openvino", "transformers")),
     "quire.assembly.engine",
+    "quire.assembly.images",
     "quire.assembly.hf",
     "quire.assembly.text",
     "quire.cli.diff",

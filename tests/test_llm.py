@@ -190,7 +190,7 @@ def test_nothing_is_enqueued_of_a_call_that_is_refused(llm: LLM, suffix: str) ->
 
 def test_only_types_that_are_enqueued_can_be_waited_for(llm: LLM) -> None:
     [id] = llm.enqueue("a", SamplingParams(max_tokens=1))
-    with pytest.raises(InvalidRequest, match="nothing else is enqueued") as caught:
+    with pytest.raises(InvalidRequest, match="other types are not supported") as caught:
         llm.wait_for_completion((int, str))
     assert caught.value.param == "output_type"
     [output] = llm.wait_for_completion(RequestOutput)

@@ -58,9 +58,9 @@ def test_a_server_prints_what_its_canary_found_and_tells_it_in_its_metrics(tmp_p
 def test_what_spoils_the_model_is_refused_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(InvalidModel, match=r"quantisation has spoiled the model: .* next tokens stay the same"):
+    with pytest.raises(InvalidModel, match=r"quantisation has degraded the model: .* next tokens stay the same"):
         build_engine(Settings.of(**SMALL, quantization="int8", canary_min_agreement=1.0))
-    with pytest.raises(InvalidModel, match=r"--kv-cache-dtype fp8 has spoiled the model"):
+    with pytest.raises(InvalidModel, match=r"--kv-cache-dtype fp8 has degraded the model"):
         build_engine(Settings.of(**SMALL, kv_cache_dtype="fp8", canary_max_kl=0.0))
     rightly = scaled.quantize
 
@@ -69,7 +69,7 @@ def test_what_spoils_the_model_is_refused_unless_told_otherwise(
         return numbers, scale.roll(1, 0)
 
     monkeypatch.setattr(scaled, "quantize", wrongly)
-    with pytest.raises(InvalidModel, match="quantisation has spoiled the model"):
+    with pytest.raises(InvalidModel, match="quantisation has degraded the model"):
         build_engine(Settings.of(**SMALL, quantization="fp8"))
     build_engine(Settings.of(**SMALL, quantization="fp8", canary="warn")).close()
     assert "next tokens stay the same" in caplog.text
@@ -79,5 +79,5 @@ def test_what_spoils_the_model_is_refused_unless_told_otherwise(
 def test_a_method_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(InvalidConfig, match=r"must be one of auto, fp8, .*, not 'fp9'. Did you mean 'fp8'"):
         Settings.of(quantization="fp9")
-    with pytest.raises(InvalidModel, match="--quantization gptq: the checkpoint is not quantised so"):
+    with pytest.raises(InvalidModel, match="--quantization gptq: the checkpoint is not quantised in this format"):
         build_engine(Settings.of(**SMALL, quantization="gptq"))

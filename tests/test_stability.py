@@ -21,6 +21,7 @@ from quire.ops.gemm import FORMAT as GEMM
 from quire.server import openapi
 from quire.server.batch_api.store import FORMAT as BATCHES
 from quire.server.response_store import FORMAT as RESPONSES
+from quire.sim.calibration import VERSION as CALIBRATION
 from quire.weights.files import ONNX_FORMAT
 from tests.commands import commands
 from tools.metrics_page import rows as metrics
@@ -61,6 +62,7 @@ def surface() -> dict[str, Any]:
             "gemm cache": GEMM,
             "grpc contract": CONTRACT,
             "onnx graphs": ONNX_FORMAT,
+            "calibration": CALIBRATION,
         },
     }
 

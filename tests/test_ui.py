@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -193,6 +195,16 @@ def test_the_keyboard_reaches_everything(live: Live, browser: Browser) -> None:
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     assert opened.complaints == []
     opened.close()
+
+
+def test_the_time_from_opening_the_page_to_an_answer_is_measured(live: Live) -> None:
+    """As `.ci/newcomer` does, with a browser of its own."""
+    script = Path(__file__).parents[1] / "tools/page_time.py"
+    done = subprocess.run(
+        [sys.executable, str(script), live.url], capture_output=True, text=True, timeout=300, check=True
+    )
+    ready, first, whole = map(float, re.findall(r"([\d.]+) s", done.stdout))
+    assert done.stdout.startswith("ready ") and 0 < ready <= first <= whole
 
 
 def sign_in(page: Page) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.parsers.reasoning import THOUGHTS
-from quire.parsers.tools.styles import STYLES, Notation, Style, TaggedStyle
+from quire.parsers.tools.styles import STYLES, Nested, Notation, Style, TaggedStyle
 from quire.server.calls import EFFORTS
 
 _TOOLS = """# Parsers
@@ -47,6 +47,8 @@ def _arguments(style: Style) -> str:
         return "Python or JSON" if python else "JSON"
     if style.form is None:
         return "JSON"
+    if isinstance(style.form, Nested):
+        return "elements within elements"
     return "Gemma's notation" if isinstance(style.form, Notation) else "an element for each"
 
 

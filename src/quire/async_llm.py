@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 from quire.assembly.backend import build_backend, engine_process
-from quire.assembly.prompts import Message, Prompt, PromptReader, suffixes
+from quire.assembly.images import build_images, fetch_now
+from quire.assembly.pooled import PooledPrompts, PoolingReader
+from quire.assembly.prompts import Message, Prompt, PromptReader, ReadPrompt, suffixes
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
@@ -25,18 +27,28 @@ from quire.config.vllm import EngineArgs, check_method, options_of
 from quire.errors import Closed, Interrupted, InvalidRequest, QuireError
 from quire.frontend.interface import Call, Delta, iterate
 from quire.frontend.offload import offload
-from quire.frontend.outputs import embedding_output, merge, request_output
-from quire.frontend.processor import ActiveRequest, check_embedding, check_priority
+from quire.frontend.outputs import (
+    classification_output,
+    embedding_output,
+    merge,
+    pooling_output,
+    request_output,
+    scoring_outputs,
+)
+from quire.frontend.processor import ActiveRequest, check_priority
 from quire.observability.observer import FrontendObserver
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import (
     UNLIMITED,
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     FinishedRequest,
     Pooling,
+    PoolingRequestOutput,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    ScoringRequestOutput,
 )
 
 _MAX_NUM_SEQS = 256
@@ -45,7 +57,7 @@ _MAX_NUM_SEQS = 256
 _BYTES_PER_TOKEN = 4
 """About what a token id costs to read, in bytes of text."""
 
-_Encoded = tuple[str | None, tuple[int, ...], SamplingParams]
+_Encoded = tuple[ReadPrompt, SamplingParams]
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +131,7 @@ class AsyncLLM:
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
         self.settings = Settings.of(model=model, **options_of(options)) if settings is None else settings
         self._text = build_text(self.settings)
-        self._prompts = PromptReader(self._text)
+        self._prompts = PromptReader(self._text, build_images(self.settings), fetch_now(self.settings))
         seeds = random.Random(self.settings.model.seed)
         scheduler = self.settings.scheduler
         self._admission = _Admission((scheduler.max_num_seqs or _MAX_NUM_SEQS) + scheduler.max_num_queued_reqs)
@@ -185,12 +197,12 @@ class AsyncLLM:
     def _check(self) -> None:
         """Raises Closed if no call can be made any more."""
         if self._closing is not None:
-            raise Closed("this AsyncLLM has been closed: make another")
+            raise Closed("this AsyncLLM is closed: create another")
         self._check_loop()
 
     def _check_loop(self) -> None:
         if self._loop not in (None, asyncio.get_running_loop()):
-            raise Closed("this AsyncLLM was started in another event loop, and its engine answers there: make another")
+            raise Closed("this AsyncLLM was started in another event loop: create one in this loop")
 
     # ---------------------------------------------------------------- requests
 
@@ -216,7 +228,7 @@ class AsyncLLM:
 
         def encode(params: SamplingParams) -> _Encoded:
             [end] = suffixes(suffix, 1)
-            return *self._prompts.encoded(prompt, end), self._prompts.filling(params, end)
+            return self._prompts.encoded(prompt, end), self._prompts.filling(params, end)
 
         size = _size(prompt) + _size(suffix)
         return self._stream(size, encode, sampling_params, request_id, priority, others)
@@ -233,8 +245,8 @@ class AsyncLLM:
         """As `generate`, for a conversation. Raises InvalidRequest also where the model has no chat template."""
 
         def encode(params: SamplingParams) -> _Encoded:
-            text, ids = self._prompts.rendered(messages)
-            return text, ids, self._prompts.bound(text, "", params)
+            talk = self._prompts.rendered(messages)
+            return talk, self._prompts.bound(talk.text or "", "", params)
 
         return self._stream(UNLIMITED, encode, sampling_params, request_id, priority, others)
 
@@ -256,9 +268,11 @@ class AsyncLLM:
         prompt: Prompt,
         request_id: str | None = None,
         *,
-        pooling: Pooling = "mean",
+        pooling: Pooling | None = None,
         dimensions: int | None = None,
-        normalize: bool = True,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
         priority: int = 0,
         **others: Any,
     ) -> EmbeddingRequestOutput:
@@ -266,18 +280,117 @@ class AsyncLLM:
 
         Raises InvalidRequest naming the field, also where the executor has no hidden states.
         """
-        asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
-
-        def encode(params: SamplingParams) -> _Encoded:
-            return *self._prompts.encoded(prompt), params
-
         await self.start()
-        check_embedding(dimensions, pools=self._backend.card.pools)
-        async with self._answering(_size(prompt), encode, asked, request_id, priority, others) as (call, live):
-            found = [delta async for deltas in iterate(live) for delta in deltas]
-            if found[-1].finish_reason == "abort":
-                raise Interrupted("the request was aborted")
-            return embedding_output(call, found[-1], dimensions, normalize=normalize)
+        reader = self._pooling_reader()
+        reader.task("embed")
+
+        def read() -> PooledPrompts:
+            return reader.texts(
+                prompt,
+                "embed",
+                pooling=pooling,
+                dimensions=dimensions,
+                truncate=truncate_prompt_tokens,
+                prompt_name=prompt_name,
+            )
+
+        [(call, last)] = await self._pooled(_size(prompt), read, request_id, priority, others)
+        return embedding_output(call, last, dimensions, normalize, self._text.pooler)
+
+    async def classify(
+        self,
+        prompt: Prompt,
+        request_id: str | None = None,
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+        **others: Any,
+    ) -> ClassificationRequestOutput:
+        """What each class gets, for one prompt. Arguments are those of `LLM.classify`."""
+        await self.start()
+        reader = self._pooling_reader()
+        reader.task("classify")
+
+        def read() -> PooledPrompts:
+            return reader.texts(prompt, "classify", truncate=truncate_prompt_tokens)
+
+        [(call, last)] = await self._pooled(_size(prompt), read, request_id, priority, others)
+        return classification_output(call, last, self._text.pooler, use_activation)
+
+    async def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        request_id: str | None = None,
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+        priority: int = 0,
+        **others: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together. Arguments are those of `LLM.score`."""
+        await self.start()
+        reader = self._pooling_reader()
+
+        def read() -> PooledPrompts:
+            return reader.pairs(data_1, data_2, truncate=truncate_prompt_tokens, instruction=instruction)
+
+        size = sum(len(text) for side in (data_1, data_2) for text in side)
+        made = await self._pooled(size, read, request_id, priority, others)
+        pairs = 1 if isinstance(data_2, str) else len(data_2)
+        return scoring_outputs(made, pairs, self._text.pooler, use_activation)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        request_id: str | None = None,
+        *,
+        pooling_task: str | None = None,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+        **others: Any,
+    ) -> PoolingRequestOutput:
+        """What a task makes of one prompt. Arguments are those of `LLM.encode`."""
+        await self.start()
+        reader = self._pooling_reader()
+        task = reader.task(pooling_task)
+
+        def read() -> PooledPrompts:
+            return reader.texts(prompt, task, truncate=truncate_prompt_tokens)
+
+        [(call, last)] = await self._pooled(_size(prompt), read, request_id, priority, others)
+        return pooling_output(call, last, task, self._text.pooler, use_activation)
+
+    def _pooling_reader(self) -> PoolingReader:
+        """Once the engine is started."""
+        card = self._backend.card
+        limit = card.max_model_len - card.pooler.generates
+        return PoolingReader(self._text, self._prompts, limit=limit, vocab=card.vocab_size, pools=card.pools)
+
+    async def _pooled(
+        self,
+        size: int,
+        read: Callable[[], PooledPrompts],
+        request_id: str | None,
+        priority: int,
+        others: dict[str, Any],
+    ) -> list[tuple[Call, Delta]]:
+        """Each call of what was read, and its last delta. A request of several calls has one id for each."""
+        asked = await offload(size, read)
+
+        async def one(index: int, prompt: ReadPrompt) -> tuple[Call, Delta]:
+            id = request_id if request_id is None or not index else f"{request_id}-{index}"
+            answering = self._answering(0, lambda params: (prompt, params), asked.params, id, priority, others)
+            async with answering as (call, live):
+                found = [delta async for deltas in iterate(live) for delta in deltas]
+                if found[-1].finish_reason == "abort":
+                    raise Interrupted("the request was aborted")
+                return call, found[-1]
+
+        return list(await asyncio.gather(*(one(*each) for each in enumerate(asked.prompts))))
 
     async def _stream(
         self,
@@ -319,10 +432,11 @@ class AsyncLLM:
             await self._admission.enter(running, sampling.n)
             try:
                 self._check()
-                text, ids, bound = await offload(size, lambda: encode(sampling))
+                (text, ids, images), bound = await offload(size, lambda: encode(sampling))
                 self._check()
                 # Outputs of an earlier request with this id may still be on their way.
-                call = Call(id=f"{id}-{count}", prompt=ids, text=text, sampling=bound, priority=priority)
+                name = f"{id}-{count}"
+                call = Call(id=name, prompt=ids, text=text, sampling=bound, priority=priority, images=images)
                 live = self._backend.answer(call)
             except BaseException:
                 self._admission.leave(sampling.n)
@@ -343,7 +457,7 @@ class AsyncLLM:
         """Raise InvalidRequest naming the argument."""
         check_method(others)
         if not isinstance(id, str) or not id:
-            raise InvalidRequest(f"request_id must be a text that is not empty, not {id!r:.80}", param="request_id")
+            raise InvalidRequest(f"request_id must be a non-empty string, not {id!r:.80}", param="request_id")
         if id in self._running:
             raise InvalidRequest(f"request_id {id!r:.80} is running: give each request its own", param="request_id")
         if not isinstance(params, SamplingParams | None):

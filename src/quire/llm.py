@@ -23,8 +23,10 @@ from rich.progress import Progress
 
 from quire import errors
 from quire.assembly.engine import build_engine
+from quire.assembly.images import build_images, fetch_now
 from quire.assembly.limits import choose_device
-from quire.assembly.prompts import Message, Prompt, PromptReader, check_list, last_text, listed, suffixes
+from quire.assembly.pooled import PoolingReader
+from quire.assembly.prompts import Message, Prompt, PromptReader, ReadPrompt, check_list, last_text, listed, suffixes
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
@@ -40,10 +42,16 @@ from quire.frontend.beam_search import (
     search,
 )
 from quire.frontend.interface import Call, Delta
-from quire.frontend.outputs import embedding_output, request_output
+from quire.frontend.outputs import (
+    classification_output,
+    embedding_output,
+    pooling_output,
+    request_output,
+    scoring_outputs,
+)
+from quire.frontend.pooling import longest
 from quire.frontend.processor import (
     OutputProcessor,
-    check_embedding,
     check_priority,
     delta_of_error,
     max_new_tokens,
@@ -59,13 +67,16 @@ from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import (
     UNLIMITED,
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     FinishReason,
     Pooling,
+    PoolingRequestOutput,
     Request,
     RequestOutput,
     RequestStepOutput,
     SamplingParams,
+    ScoringRequestOutput,
 )
 
 
@@ -83,7 +94,7 @@ class LLM:
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
         self.settings = Settings.of(model=model, **options_of(options)) if settings is None else settings
         self._text = build_text(self.settings)
-        self._prompts = PromptReader(self._text)
+        self._prompts = PromptReader(self._text, build_images(self.settings), fetch_now(self.settings))
         self._grammars = GrammarCompiler(LlguidanceCompiler(lambda: self._text.tokenizer))
         self._grammars_lock = threading.Lock()
         if choose_device(self.settings.execution.device).type == "cuda":
@@ -164,7 +175,9 @@ class LLM:
         self._thread.check()
         types = output_type if isinstance(output_type, tuple) else (output_type or RequestOutput,)
         if RequestOutput not in types:
-            raise InvalidRequest("output_type must be RequestOutput: nothing else is enqueued", param="output_type")
+            raise InvalidRequest(
+                "output_type must be RequestOutput: other types are not supported", param="output_type"
+            )
         batches: list[_Batch] = []
         with contextlib.suppress(IndexError):
             while True:
@@ -188,7 +201,8 @@ class LLM:
         """
         self._thread.check()
         check_method({"lora_request": lora_request, **others})
-        read = [ids for _, ids in self._prompts.read(prompts)]
+        whole = self._prompts.read(prompts)
+        read = [one.ids for one in whole]
         tokenizer, one = self._text.tokenizer, SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         longest = replace(one, max_tokens=params.max_tokens)
         for ids in read:
@@ -196,7 +210,7 @@ class LLM:
         searches = [BeamSearch(params, tokenizer.eos) for _ in read]
 
         def likeliest(asked: Sequence[tuple[int, Beam, int]]) -> list[Sequence[tuple[int, float]]]:
-            made = [(None, (*read[i], *beam.tokens)) for i, beam, _ in asked]
+            made = [whole[i]._replace(text=None, ids=(*read[i], *beam.tokens)) for i, beam, _ in asked]
             jobs = self._run(made, [replace(one, logprobs=count) for _, _, count in asked], use_tqdm)
             return [job.likeliest() for job in jobs]
 
@@ -209,25 +223,114 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: Pooling = "mean",
+        pooling: Pooling | None = None,
         dimensions: int | None = None,
-        normalize: bool = True,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """One vector for each prompt, in order, of the model's hidden states: their mean, or the last one.
+        """One vector for each prompt, in order, of the model's hidden states: their mean, or the last or first one.
 
-        dimensions: how many numbers, the first ones, all if None; `normalize`: of length 1. Raises InvalidRequest
-        naming the field, also where the executor has no hidden states.
+        pooling, normalize: None for what the model was made for, and of a model for text the mean, of length 1.
+        dimensions: how many numbers, the first ones, all if None. truncate_prompt_tokens: most tokens of a prompt,
+        whose end is left out, -1 for as many as the model takes. prompt_name: of a text that the model has to stand
+        before prompts. Raises InvalidRequest naming the field, also where the executor has no hidden states.
         """
         self._thread.check()
         check_method(others)
-        check_embedding(dimensions, pools=self._engine.description.supports_pooling)
-        asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=pooling)
+        reader = self._pooling_reader()
+        reader.task("embed")
+        asked = reader.texts(
+            prompts,
+            "embed",
+            pooling=pooling,
+            dimensions=dimensions,
+            truncate=truncate_prompt_tokens,
+            prompt_name=prompt_name,
+        )
+        pooler = self._text.pooler
         return [
-            job.embedding(dimensions, normalize=normalize)
-            for job in self._run(self._prompts.read(prompts), asked, use_tqdm)
+            embedding_output(job.call, job.last, dimensions, normalize, pooler)
+            for job in self._run(asked.prompts, asked.params, use_tqdm)
         ]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """What each class of the model's classifier gets, for each prompt. use_activation: False for its numbers before
+        softmax or sigmoid. Raises InvalidRequest naming the field, also where there is no classifier."""
+        self._thread.check()
+        check_method(others)
+        reader = self._pooling_reader()
+        asked = reader.texts(prompts, reader.task("classify"), truncate=truncate_prompt_tokens)
+        return [
+            classification_output(job.call, job.last, self._text.pooler, use_activation)
+            for job in self._run(asked.prompts, asked.params, use_tqdm)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: one text with each of several, or as many with as many.
+
+        A classifier with one class reads both texts of a pair; of a model that embeds it is the cosine of their
+        vectors. instruction: for rerankers that read one. Raises InvalidRequest naming the field.
+        """
+        self._thread.check()
+        check_method(others)
+        reader = self._pooling_reader()
+        asked = reader.pairs(data_1, data_2, truncate=truncate_prompt_tokens, instruction=instruction)
+        calls = [(job.call, job.last) for job in self._run(asked.prompts, asked.params, use_tqdm)]
+        return scoring_outputs(calls, asked.pairs, self._text.pooler, use_activation)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_task: str | None = None,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[PoolingRequestOutput]:
+        """What a task makes of each prompt: `embed` a vector, `token_embed` one for each token, `classify` what each
+        class gets; None for the model's own. Raises InvalidRequest naming the field."""
+        self._thread.check()
+        check_method(others)
+        reader = self._pooling_reader()
+        task = reader.task(pooling_task)
+        asked = reader.texts(prompts, task, truncate=truncate_prompt_tokens)
+        return [
+            pooling_output(job.call, job.last, task, self._text.pooler, use_activation)
+            for job in self._run(asked.prompts, asked.params, use_tqdm)
+        ]
+
+    def _pooling_reader(self) -> PoolingReader:
+        about, pooler = self._engine.description, self._text.pooler
+        return PoolingReader(
+            self._text,
+            self._prompts,
+            limit=longest(about, pooler) - pooler.generates,
+            vocab=about.vocab_size // pooler.token_types,
+            pools=about.supports_pooling,
+        )
 
     def chat(
         self,
@@ -251,7 +354,7 @@ class LLM:
         check_method({"lora_request": lora_request, "chat_template": chat_template, **others})
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
-                "continue_final_message goes on with the last message, add_generation_prompt begins another: set one",
+                "continue_final_message continues the last message, add_generation_prompt starts another: set one",
                 param="continue_final_message",
             )
         rendering = {
@@ -268,7 +371,8 @@ class LLM:
         begun = [last_text(talk) if continue_final_message else "" for talk in several]
         off = (chat_template_kwargs or {}).get("enable_thinking") is False
         bound = [
-            self._prompts.bound(*one, off=off) for one in zip((text for text, _ in talks), begun, each, strict=True)
+            self._prompts.bound(*one, off=off)
+            for one in zip((talk.text or "" for talk in talks), begun, each, strict=True)
         ]
         return [job.output() for job in self._run(talks, bound, use_tqdm)]
 
@@ -281,15 +385,16 @@ class LLM:
         self._thread.check()
         if not self._text.tokenizer.has_text:
             raise needs_text("stream")
-        return self._stream(*self._prompts.encoded(prompt), sampling_params or self.default_sampling_params())
+        return self._stream(self._prompts.encoded(prompt), sampling_params or self.default_sampling_params())
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Generator[str, None, int]:
         """As `stream`, for a conversation."""
         self._thread.check()
-        text, ids = self._prompts.rendered(messages)
-        return self._stream(text, ids, self._prompts.bound(text, "", sampling_params or self.default_sampling_params()))
+        talk = self._prompts.rendered(messages)
+        params = sampling_params or self.default_sampling_params()
+        return self._stream(talk, self._prompts.bound(talk.text or "", "", params))
 
     def stream_chat_parts(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
@@ -300,10 +405,10 @@ class LLM:
         value is how many tokens were generated.
         """
         self._thread.check()
-        text, ids = self._prompts.rendered(messages)
-        params = self._prompts.bound(text, "", sampling_params or self.default_sampling_params())
-        splitter, params = self._prompts.splitter(text, params)
-        return self._parts(self._stream(text, ids, params), splitter)
+        talk = self._prompts.rendered(messages)
+        params = self._prompts.bound(talk.text or "", "", sampling_params or self.default_sampling_params())
+        splitter, params = self._prompts.splitter(talk.text or "", params)
+        return self._parts(self._stream(talk, params), splitter)
 
     def default_sampling_params(self, **changed: Any) -> SamplingParams:
         """What the model's generation_config.json recommends, with some fields `changed`."""
@@ -336,7 +441,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[tuple[str | None, tuple[int, ...]]],
+        prompts: Sequence[ReadPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         watch: bool,
         priority: int | Sequence[int] | None = None,
@@ -347,13 +452,13 @@ class LLM:
 
     def _batch(
         self,
-        prompts: Sequence[tuple[str | None, tuple[int, ...]]],
+        prompts: Sequence[ReadPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
     ) -> _Batch:
         each = _for_each(params or self.default_sampling_params(), len(prompts))
         urgency = self._priorities(priority, len(prompts))
-        jobs = [self._job(*prompt, one, urgent) for prompt, one, urgent in zip(prompts, each, urgency, strict=True)]
+        jobs = [self._job(prompt, one, urgent) for prompt, one, urgent in zip(prompts, each, urgency, strict=True)]
         ended: SimpleQueue[QuireError | None] = SimpleQueue()
         return _Batch(jobs, [reader for job in jobs for reader in self._readers(job, ended.put)], ended)
 
@@ -362,17 +467,17 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         suffix: str | Sequence[str],
-    ) -> tuple[list[tuple[str | None, tuple[int, ...]]], list[SamplingParams]]:
-        """Text and token ids of each prompt, and its parameters."""
+    ) -> tuple[list[ReadPrompt], list[SamplingParams]]:
+        """Each prompt, and its parameters."""
         several = listed(prompts)
         ends = suffixes(suffix, len(several))
         read = [self._prompts.encoded(prompt, end) for prompt, end in zip(several, ends, strict=True)]
         each = _for_each(params or self.default_sampling_params(), len(read))
         return read, [self._prompts.filling(one, end) for one, end in zip(each, ends, strict=True)]
 
-    def _stream(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> Generator[str, None, int]:
+    def _stream(self, prompt: ReadPrompt, params: SamplingParams) -> Generator[str, None, int]:
         """The pieces of the first answer's text; returns how many tokens it had."""
-        job = self._job(text, ids, params)
+        job = self._job(prompt, params)
         pieces: SimpleQueue[Delta | QuireError | None] = SimpleQueue()
         readers = self._readers(job, pieces.put)
         readers[0].tell = pieces.put
@@ -403,8 +508,10 @@ class LLM:
                     return int(end.value)
                 yield from splitter.feed(piece)
 
-    def _job(self, text: str | None, ids: tuple[int, ...], params: SamplingParams, priority: int = 0) -> _Job:
-        return _Job(Call(id=f"llm-{next(self._names)}", prompt=ids, text=text, sampling=params, priority=priority))
+    def _job(self, prompt: ReadPrompt, params: SamplingParams, priority: int = 0) -> _Job:
+        text, ids, images = prompt
+        name = f"llm-{next(self._names)}"
+        return _Job(Call(id=name, prompt=ids, text=text, sampling=params, priority=priority, images=images))
 
     def _priorities(self, given: int | Sequence[int] | None, prompts: int) -> Sequence[int]:
         each = [given or 0] * prompts if given is None or isinstance(given, int) else given
@@ -420,7 +527,7 @@ class LLM:
         """One for each answer. end: called when it is complete, or with why it will never be."""
         tokenizer, seed = self._text.tokenizer, self._seeds.getrandbits(63)
         stops = StopStrings(job.call.sampling.stop)
-        asked = requests(job.call, tokenizer=tokenizer, limit=self._context, seed=seed)
+        asked = requests(job.call, tokenizer=tokenizer, limit=self._context, seed=seed, pooler=self._text.pooler)
         return [
             _Reader(job, request, self._constraint(request), output_processor(request, tokenizer, stops), end)
             for request in asked
@@ -429,8 +536,7 @@ class LLM:
     @property
     def _context(self) -> int:
         """The longest sequence, in tokens."""
-        about = self._engine.description
-        return min(about.max_model_len, about.num_blocks * about.block_size)
+        return longest(self._engine.description, self._text.pooler)
 
     def _constraint(self, request: Request) -> Constraint:
         if request.sampling.structured_outputs is None:
@@ -456,9 +562,10 @@ class _Job:
             raise errors.of(last.status, last.error or "the prompt could not be computed", param=last.param)
         return last.logprobs[0].top
 
-    def embedding(self, dimensions: int | None, *, normalize: bool) -> EmbeddingRequestOutput:
-        """Raises InvalidRequest for a prompt that could not be computed, and for dimensions there are not."""
-        return embedding_output(self.call, self.choices[0][-1], dimensions, normalize=normalize)
+    @property
+    def last(self) -> Delta:
+        """The last delta of the only answer."""
+        return self.choices[0][-1]
 
 
 class _Reader:

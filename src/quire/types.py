@@ -21,8 +21,12 @@ UNLIMITED = 1 << 30
 BACKGROUND = 1 << 30
 """The priority from which on a request runs only while no other request runs or could."""
 
-Pooling = Literal["mean", "last"]
-"""How hidden states of a prompt become one vector: their mean, or that of the last token."""
+Pooling = Literal["mean", "last", "cls", "all", "classify"]
+"""How hidden states of a prompt become one vector: their mean, or that of the last or the first token; all: one vector
+for each token. classify: the model's classifier of what it reads of them."""
+
+WHOLE_PROMPT = ("mean", "cls", "all")
+"""What needs hidden states of more than the last token, which cached prefixes do not have."""
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
@@ -79,7 +83,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         given = [name for name in _STRUCTURE_KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1 and (given or self.thought_budget is None):
-            said = " and ".join(given) + " exclude each other" if given else "nothing is asked for"
+            said = " and ".join(given) + " cannot be used together" if given else "nothing is asked for"
             raise self._refusal(f"{said}: give exactly one of {', '.join(_STRUCTURE_KINDS)}")
         if self.json is not None:
             object.__setattr__(self, "json", self._schema(self.json))
@@ -94,7 +98,7 @@ class StructuredOutputsParams:
                 raise self._refusal(f"{name} must be text")
         length = sum(map(len, (self.kind[1], self.whitespace_pattern or "")))
         if length > MAX_STRUCTURE_CHARS:
-            raise self._refusal(f"it has {length} characters, and at most {MAX_STRUCTURE_CHARS} are taken")
+            raise self._refusal(f"it has {length} characters, and at most {MAX_STRUCTURE_CHARS} are allowed")
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -267,12 +271,13 @@ class SamplingParams:
             raise InvalidRequest("structured_outputs must be StructuredOutputsParams(...)", param="structured_outputs")
         if self.structured_outputs is not None and self.structured_outputs.kind[0] != "free" and self.min_tokens:
             raise InvalidRequest(
-                f"min_tokens and {self.structured_outputs.param} exclude each other: the structure says when an answer "
+                f"min_tokens and {self.structured_outputs.param} cannot be used together: the "
+                "structure says when an answer "
                 "is complete",
                 param="min_tokens",
             )
-        if self.pooling not in (None, "mean", "last"):
-            raise InvalidRequest("pooling must be mean or last", param="pooling")
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise InvalidRequest(f"pooling must be one of {', '.join(get_args(Pooling))}", param="pooling")
         if self.output_kind not in tuple(RequestOutputKind):
             kinds = ", ".join(RequestOutputKind)
             raise InvalidRequest(
@@ -292,6 +297,9 @@ class SamplingParams:
         return self.temperature < 1e-5
 
 
+DRAWING_PARAMETERS = frozenset({"seed", "min_p", "top_k", "top_p"})
+"""Fields that change which token is drawn, never how likely it is."""
+
 NUMERIC_PARAMETERS = tuple(
     NumericParameter(each.name, str(each.type), **each.metadata) for each in fields(SamplingParams) if each.metadata
 )
@@ -310,6 +318,26 @@ class Pin(NamedTuple):
     seconds: float
 
 
+class PromptImage(NamedTuple):
+    """An image in a prompt, where the token ids [start : start + length] hold its place.
+
+    pixels: height * width * 3 bytes, RGB, row by row, resized as the model reads them. digest: of size and pixels, by
+    which images are the same.
+    """
+
+    start: int
+    length: int
+    height: int
+    width: int
+    pixels: bytes
+    digest: bytes
+
+    @property
+    def end(self) -> int:
+        """The position after its last one."""
+        return self.start + self.length
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A request to the engine: token ids in, token ids out. The frontend converts text.
@@ -318,7 +346,7 @@ class Request:
     (end-of-text ids included unless ignored). choice: which of `n` answers this is; noise is keyed by (seed, choice,
     position). priority: lower is sooner; from BACKGROUND on, only while no other request could run. deadline: in
     seconds of the engine's clock. cache_salt: prefixes are shared only under the same one. pins: prefixes of the prompt
-    to keep in the prefix cache; owner: on whose account.
+    to keep in the prefix cache; owner: on whose account. images: those in the prompt, in order.
     """
 
     id: str
@@ -333,6 +361,16 @@ class Request:
     cache_salt: str = ""
     pins: tuple[Pin, ...] = ()
     owner: str = ""
+    images: tuple[PromptImage, ...] = ()
+
+    def prefix_tokens(self) -> tuple[int, ...]:
+        """The prompt as the prefix cache compares it: in place of an image's placeholders, its digest as a number."""
+        if not self.images:
+            return self.prompt
+        tokens = list(self.prompt)
+        for image in self.images:
+            tokens[image.start : image.end] = [int.from_bytes(image.digest, "big")] * image.length
+        return tuple(tokens)
 
 
 class PromptReport(NamedTuple):
@@ -417,6 +455,66 @@ class EmbeddingRequestOutput:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     outputs: EmbeddingOutput
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """What each class got (vLLM's fields)."""
+
+    probs: tuple[float, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationRequestOutput:
+    """A prompt and its classes (vLLM's fields). label: the name of the likeliest."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: ClassificationOutput
+    label: str
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """A score (vLLM's fields)."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """A pair of texts and its score (vLLM's fields). prompt_token_ids: of both texts."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: ScoringOutput
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """What was made of a prompt (vLLM's fields): numbers, or as many lists of them as the prompt has tokens."""
+
+    data: tuple[float, ...] | tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput:
+    """A prompt and what was made of it (vLLM's fields)."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: PoolingOutput
     finished: bool = True
     num_cached_tokens: int = 0
 

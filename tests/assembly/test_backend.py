@@ -11,11 +11,12 @@ import pytest
 from quire.assembly.backend import build_backend, model_names
 from quire.assembly.text import Text
 from quire.config import Settings
+from quire.weights.pooling import GENERATES
 
 
 def text(infill: Any) -> Text:
-    tokenizer = cast(Any, SimpleNamespace(infill=infill, has_text=True))
-    return Text(Path("folder"), tokenizer, None, {"top_k": 5}, "hermes", "qwen3", "the template")
+    tokenizer = cast(Any, SimpleNamespace(infill=infill, has_text=True, eos=frozenset({1})))
+    return Text(Path("folder"), tokenizer, None, {"top_k": 5}, "hermes", "qwen3", "the template", GENERATES)
 
 
 @pytest.mark.parametrize(

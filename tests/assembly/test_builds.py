@@ -20,6 +20,7 @@ from quire.model_runner.memory import LayerShape
 from quire.models.registry import read_spec
 from quire.models.spec import ModelSpec
 from quire.weights.canary import Canary, Quality
+from quire.weights.pooling import PoolerConfig
 from tests.calls import Calls, shown
 from tests.expected import check
 
@@ -44,7 +45,7 @@ def spec(**fields: Any) -> ModelSpec:
 
 
 def model(**fields: Any) -> Any:
-    return SimpleNamespace(spec=spec(**fields), dtype=torch.bfloat16)
+    return SimpleNamespace(spec=spec(**fields), dtype=torch.bfloat16, classify=None)
 
 
 def tried(calls: Calls, title: str, work: Callable[[], object]) -> None:
@@ -74,6 +75,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
             canary.quality = Quality(9, 0.875, 0.5, 0.25, 0.125) if named["quantization"] == "int8" else None
         return note_load(folder, canary=canary and (canary.encoded, canary.threshold), **named)
 
+    monkeypatch.setattr(engine, "pooler_of", lambda settings: PoolerConfig())
     monkeypatch.setattr(engine, "read_config", lambda folder: {"architectures": ["LlamaForCausalLM"]})
     monkeypatch.setattr(engine, "load_model", load)
     monkeypatch.setattr(speculate, "load_model", noted.to("load_draft", draft))

@@ -15,7 +15,9 @@ from quire.types import UNLIMITED
 
 
 def resolved(device: str = "cpu", context: int = 4096, **options: Any) -> Limits:
-    spec: Any = SimpleNamespace(context=context, recurrent=None)
+    spec: Any = SimpleNamespace(
+        architecture="LlamaForCausalLM", context=context, recurrent=None, generates=True, bidirectional=False
+    )
     return resolve(Settings.of(**options), spec, torch.device(device))
 
 

@@ -26,7 +26,11 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
-        ("config.json", {"architectures": ["BertModel"], "model_type": "bert"}, "architecture 'BertModel' is not supp"),
+        (
+            "config.json",
+            {"architectures": ["MPNetModel"], "model_type": "bert"},
+            "architecture 'MPNetModel' is not supp",
+        ),
         ("config.json", {"architectures": 5}, "architectures must be a list"),
         ("config.json", [], "config.json must hold a JSON object"),
         ("adapter_config.json", {"peft_type": "LORA"}, "is a LoRA adapter"),
@@ -42,7 +46,7 @@ def test_what_is_wrong_with_a_model_itself_is_said_before_what_its_tokenizer_lac
 
 
 def test_other_executors_know_other_architectures(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MPNetModel"]}))
     with pytest.raises(InvalidModel, match=r"no tokenizer\.json"):
         build_text(Settings.of(model=str(tmp_path), executor="hf"))
 

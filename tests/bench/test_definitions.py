@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -26,6 +27,8 @@ from quire.bench.serve import QUANTILES, measured
 from quire.frontend.supervisor import free_port
 from tests.live import environment
 
+RECORDED = Path(__file__).parent / "recorded/vllm-client.json"
+"""Times that vLLM's own client recorded, and vLLM's figures of them: `python -m benchmarks.definitions --record`."""
 GOALS = {"ttft": 400.0, "tpot": 60.0, "e2el": 500.0}
 LENGTHS = [1, 2, 4, 8] * 4
 USERS = 4
@@ -154,3 +157,15 @@ def test_percentiles_means_and_goodput_of_the_same_times_are_equal() -> None:
         assert ours["ms"][what] == pytest.approx(values)
         assert ours["mean_ms"][what] == pytest.approx(theirs["mean"][what])
     assert (ours["requests_s"], ours["tokens_s"]) == pytest.approx((theirs["requests_s"], theirs["tokens_s"]))
+
+
+def test_what_vllm_calculated_of_times_that_its_client_recorded_is_what_is_calculated_here() -> None:
+    record = json.loads(RECORDED.read_text("utf-8"))
+    ours, theirs = measured([record["result"]], record["goals"]), record["vllm"]
+    assert record["from"].startswith("vllm-") and len(record["result"]["asked"]) == theirs["ok"] == ours["ok"] == 32
+    for name in ("requests_s", "good_s", "tokens_s"):
+        assert ours[name] == pytest.approx(theirs[name])
+    for what in ("ttft", "tpot", "itl", "e2el"):
+        assert ours["ms"][what] == pytest.approx(theirs["ms"][what])
+        assert ours["mean_ms"][what] == pytest.approx(theirs["mean_ms"][what])
+    assert 0 < ours["good"] < 32

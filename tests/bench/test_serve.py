@@ -184,7 +184,7 @@ def test_a_server_that_is_not_there_is_one_line_and_leaves_no_file(
     monkeypatch.chdir(tmp_path)
     asked = ("bench", "serve", "--save-result", "load.json", "--base-url", f"http://127.0.0.1:{free_port()}")
     done = quire(*asked)
-    assert done.exit_code == 1 and "is a server there" in done.output and "Traceback" not in done.output
+    assert done.exit_code == 1 and "is a server running there" in done.output and "Traceback" not in done.output
     assert not list(tmp_path.iterdir())
     (tmp_path / "load.json").write_text("of yesterday")
     quire(*asked)
@@ -215,7 +215,7 @@ def test_where_nothing_is_answered_the_server_is_quoted_and_no_more_is_asked(tmp
         address = url.removeprefix("http://")  # as people write it
         options = ("--max-concurrency", "1,2,4", "--num-prompts", "3", "--processes", "1", "--num-warmups", "0")
         done = quire("bench", "serve", "--base-url", address, "--save-result", tmp_path / "x.json", *options)
-    assert done.exit_code == 1 and "answered nothing: {'400': 3}; it says: the \"prompt\" is too long" in done.output
+    assert done.exit_code == 1 and "answered no request: {'400': 3}; it says: the \"prompt\" is too long" in done.output
     assert asked.count("/v1/completions") == 3 + 1
 
 

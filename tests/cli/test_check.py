@@ -37,7 +37,7 @@ def test_what_fails_is_named_and_the_exit_code_says_so(tmp_path: Path, monkeypat
     result = run(str(tmp_path))
     assert result.exit_code == 1
     assert "FAILED: " in result.stdout and "0 of 1 answered" in result.stdout
-    with pytest.raises(InvalidConfig, match="--all makes its own models: leave the model out"):
+    with pytest.raises(InvalidConfig, match="--all creates its own models: leave out the model"):
         family(Settings.of(model="embedded"), "LlamaForCausalLM")
     answered: list[Any] = [[(1,) * 8], [(1,) * 8], [(2,) * 8], [(1,) * 8] * 3]
     monkeypatch.setattr("quire.cli.check.answers", lambda engine, prompts: answered.pop(0))

@@ -68,7 +68,7 @@ def test_turns_are_undone_retried_and_cleared(monkeypatch: pytest.MonkeyPatch) -
     assert (contents(made), shown) == (["t", "a", "A"], "A\nA\n")
     made, _ = talk("/system s\na\n/clear\nb\n/bye\nc\n", monkeypatch)
     assert contents(made) == ["s", "b", "B"]
-    with pytest.raises(InvalidRequest, match="nothing has been asked"):
+    with pytest.raises(InvalidRequest, match="there is no answer yet"):
         talk("/undo\n", monkeypatch)
 
 

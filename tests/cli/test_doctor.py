@@ -106,11 +106,17 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_it_will_be_in(
 ) -> None:
     place = tmp_path / "a" / "b"
     assert doctor.disk("models", place).verdict == "ok"
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20, total=1 << 30))
     assert doctor.disk("models", place).verdict == "slow"
     monkeypatch.setattr(doctor.os, "access", lambda folder, how: folder != tmp_path)
     assert "HF_HOME" in doctor.disk("models", place).mend and "TRITON_CACHE_DIR" in doctor.disk("kernels", place).mend
     assert not place.exists()
+
+
+def test_a_file_system_that_holds_nothing_is_not_writable() -> None:
+    found = doctor.disk("models", Path("/proc/nohome/hub"))
+    assert (found.verdict, found.mend) == ("missing", "Set HF_HOME to a folder that is.")
+    assert "/proc is not writable" in found.says
 
 
 def test_a_port_in_use_is_said() -> None:

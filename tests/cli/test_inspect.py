@@ -283,9 +283,9 @@ TEMPLATES = {
 SAID = BROKEN | {
     "a template that calls itself": "the chat template fails: it calls itself without end",
     "a template that includes itself": "it asks for another template, 'chat_template.jinja', and there is none",
-    "a template that counts for ever": "the chat template fails: it goes on without end",
-    "a template that reaches for Python": "it reaches for '__class__' of 'list', which is not a template's to touch",
-    "a template that reaches for a function's globals": "it reaches for '__globals__' of 'function'",
+    "a template that counts for ever": "the chat template fails: it does not terminate",
+    "a template that reaches for Python": "it accesses '__class__' of 'list', which a template may not access",
+    "a template that reaches for a function's globals": "it accesses '__globals__' of 'function'",
 }
 
 

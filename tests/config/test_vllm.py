@@ -26,7 +26,6 @@ SCRIPT = {
     "max_seq_len_to_capture": 8192,
     "disable_custom_all_reduce": True,
     "hf_overrides": None,
-    "limit_mm_per_prompt": {},
     "task": "generate",
 }
 

@@ -345,7 +345,7 @@ def test_a_way_of_keeping_the_past_that_changes_answers_is_not_taken() -> None:
     cpu = torch.device("cpu")
     assert isinstance(HfModel(model, cpu).past, PagedCache)
     assert isinstance(HfModel(model, cpu, (Forgetful, OneByOne)).past, OneByOne)
-    with pytest.raises(InvalidModel, match="GPTNeoXForCausalLM does not answer the same with and without its past"):
+    with pytest.raises(InvalidModel, match="GPTNeoXForCausalLM gives different answers with and without its cache"):
         HfModel(model, cpu, (Forgetful,))
 
 

@@ -261,7 +261,7 @@ async def test_the_queue_is_as_long_after_background_requests_have_ended_as_befo
 
 
 async def test_more_answers_than_the_queue_holds_can_never_be() -> None:
-    with pytest.raises(InvalidRequest, match="more than may wait"):
+    with pytest.raises(InvalidRequest, match="exceeds the size of this server's queue"):
         await collect(await start_backend(FakePort(), max_queued=2), call(n=3))
 
 

@@ -68,7 +68,7 @@ def test_bad_words_are_spelled_with_and_without_a_space() -> None:
 
 
 def test_an_empty_bad_word_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="not a word"):
+    with pytest.raises(InvalidRequest, match="cannot be turned into tokens"):
         bad_words([" "], TOKENIZER)
 
 

@@ -20,6 +20,7 @@ from quire.frontend.supervisor import PrivateServer, free_port
 from quire.frontend.upstream import UpstreamBackend
 from quire.observability.live_view import RequestTimeline
 from quire.observability.observer import ObserverGroup
+from quire.scheduler.routing import RoutingPolicy
 from tests.live import Live, environment, serving
 
 pytestmark = pytest.mark.anyio
@@ -64,7 +65,7 @@ def behind(server: PrivateServer, port: int) -> UpstreamBackend:
         kind="vllm",
         headers=[(b"authorization", b"Bearer k")],
         max_outstanding=8,
-        affinity=False,
+        routing=RoutingPolicy(),
         start_timeout=20,
     )
 

@@ -6,7 +6,8 @@ import pytest
 
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
-from quire.frontend.upstream import Upstream, UpstreamBackend, UpstreamDown, prompt_prefix
+from quire.frontend.upstream import Upstream, UpstreamBackend, UpstreamDown, prompt_chunks
+from quire.scheduler.routing import make_routing_policy
 from tests.server.relayed import backend_of
 
 pytestmark = pytest.mark.anyio
@@ -59,56 +60,86 @@ async def test_a_failed_request_takes_a_server_away_at_once_and_one_check_brings
     assert await server.history() == [True, True] and server.why == "no answer"
 
 
-def chosen(backend: UpstreamBackend, begins: bytes = b"", times: int = 6) -> set[str]:
-    return {backend._choose(backend.upstreams, begins).origin.host for _ in range(times)}
-
-
-@pytest.mark.parametrize("load", [0, 3, 50])
-async def test_requests_that_begin_alike_stay_on_one_upstream_however_busy_all_are(load: int) -> None:
-    backend = backend_of(*HOSTS, affinity=True)
+def routed(policy: str, load: int = 0) -> UpstreamBackend:
+    """A backend with three healthy upstreams that have `load` requests each."""
+    backend = backend_of(*HOSTS, routing=make_routing_policy(policy))
     for upstream in backend.upstreams:
-        upstream.outstanding = load
-    homes = [chosen(backend, f"prefix {i}".encode()) for i in range(32)]
-    assert {len(home) for home in homes} == {1} and set.union(*homes) == chosen(backend_of(*HOSTS))
+        upstream.healthy = True
+        for _ in range(load):
+            backend.routing.sent(upstream.name)
+    return backend
 
 
+def turns_of(backend: UpstreamBackend, begins: bytes = b"", times: int = 6) -> list[str]:
+    """Which upstreams short requests go to that begin so."""
+    seen = []
+    for _ in range(times):
+        upstream = backend._choose((begins,))
+        assert upstream is not None
+        backend.routing.sent(upstream.name, (begins,))
+        backend.routing.finished(upstream.name)
+        seen.append(upstream.name)
+    return seen
+
+
+@pytest.mark.parametrize("policy", ["prefix_hash", "longest_prefix"])
 @pytest.mark.parametrize("load", [0, 3, 50])
-async def test_an_upstream_with_the_prefix_is_left_when_it_has_five_requests_more_than_another(load: int) -> None:
-    backend = backend_of(*HOSTS, affinity=True)
-    for upstream in backend.upstreams:
-        upstream.outstanding = load
-    home = backend._choose(backend.upstreams, b"a")
-    home.outstanding = load + 4
-    assert chosen(backend, b"a") == {home.origin.host}
-    home.outstanding = load + 5
-    assert chosen(backend, b"a") == {one.origin.host for one in backend.upstreams if one is not home}
+async def test_requests_that_begin_alike_stay_on_one_upstream_however_busy_all_are(load: int, policy: str) -> None:
+    backend = routed(policy, load)
+    homes = [set(turns_of(backend, f"prefix {i}".encode())) for i in range(32)]
+    assert {len(home) for home in homes} == {1} and set.union(*homes) == set(HOSTS)
+
+
+@pytest.mark.parametrize("policy", ["prefix_hash", "longest_prefix"])
+@pytest.mark.parametrize("load", [0, 3, 50])
+async def test_an_upstream_with_the_prefix_is_left_when_it_has_five_requests_more_than_another(
+    load: int, policy: str
+) -> None:
+    backend = routed(policy, load)
+    [home] = set(turns_of(backend, b"a"))
+    for _ in range(4):
+        backend.routing.sent(home)
+    assert set(turns_of(backend, b"a")) == {home}
+    backend.routing.sent(home)
+    assert home not in turns_of(backend, b"a", 1)
 
 
 async def test_without_affinity_the_least_busy_upstream_is_taken_in_turn_among_equals() -> None:
-    backend = backend_of(*HOSTS)
-    busy, *others = backend.upstreams
-    turns = [backend._choose(backend.upstreams, b"a") for _ in range(6)]
-    assert [turns.count(one) for one in backend.upstreams] == [2, 2, 2]
-    busy.outstanding = 1
-    assert chosen(backend, b"a") == {one.origin.host for one in others}
+    backend = routed("least_loaded")
+    turns = turns_of(backend)
+    assert [turns.count(host) for host in HOSTS] == [2, 2, 2]
+    backend.routing.sent(HOSTS[0])
+    assert set(turns_of(backend)) == set(HOSTS[1:])
 
 
 async def test_equals_take_turns_also_while_another_is_busier() -> None:
-    backend = backend_of(*HOSTS)
-    busy, *others = backend.upstreams
-    busy.outstanding = 1
-    turns = [backend._choose(backend.upstreams, b"a") for _ in range(6)]
-    assert [turns.count(one) for one in others] == [3, 3]
+    backend = routed("least_loaded")
+    backend.routing.sent(HOSTS[0])
+    turns = turns_of(backend)
+    assert [turns.count(host) for host in HOSTS[1:]] == [3, 3]
+
+
+async def test_an_upstream_that_is_away_gets_nothing_until_it_answers_again() -> None:
+    backend = routed("round_robin")
+    backend.upstreams[1].healthy = False
+    assert set(turns_of(backend)) == {HOSTS[0], HOSTS[2]}
+    backend.upstreams[1].healthy = True
+    assert set(turns_of(backend)) == set(HOSTS)
+    for upstream in backend.upstreams:
+        upstream.healthy = False
+    assert backend._choose((b"a",)) is None
 
 
 def test_a_prefix_is_the_beginning_of_the_prompt_whatever_stands_before_it() -> None:
     long = b'"' + b"x" * 2000
-    plain = prompt_prefix(b'{"prompt": ' + long)
-    assert plain == prompt_prefix(b'{"model": "a", "temperature": 0.5, "prompt": ' + long) and len(plain) == 512
-    assert plain != prompt_prefix(b'{"prompt": "y' + long)
+    plain = prompt_chunks(b'{"prompt": ' + long)
+    assert plain == prompt_chunks(b'{"model": "a", "temperature": 0.5, "prompt": ' + long)
+    assert [len(chunk) for chunk in plain] == [512, 512, 512, 2003 - 3 * 512]  # type: ignore[arg-type]
+    assert plain[0] != prompt_chunks(b'{"prompt": "y' + long)[0]
+    assert len(prompt_chunks(b'{"prompt": "' + b"x" * 1_000_000)) == 128
     for name in (b"messages", b"input"):
-        assert prompt_prefix(b'{"%s": [1]}' % name) == b": [1]}"
-    assert prompt_prefix(b'{"model": "a"}') == b""
+        assert prompt_chunks(b'{"%s": [1]}' % name) == (b": [1]}",)
+    assert prompt_chunks(b'{"model": "a"}') == ()
 
 
 STRANGE = [

@@ -9,6 +9,7 @@ from quire.frontend.http_client import Origin
 from quire.frontend.upstream import RequestInfo, UpstreamBackend, _UpstreamRequest
 from quire.observability.live_view import RequestTimeline
 from quire.observability.observer import ObserverGroup
+from quire.scheduler.routing import RoutingPolicy
 from quire.types import FinishedRequest, TraceContext
 
 
@@ -41,7 +42,7 @@ def test_times_are_those_between_tokens_and_tokens_those_that_the_upstream_repor
         kind="openai",
         headers=[],
         max_outstanding=8,
-        affinity=False,
+        routing=RoutingPolicy(),
         start_timeout=1,
         clock=lambda: now[0],
     )

@@ -24,7 +24,13 @@ class Tiny:
     def __init__(self, seed: int = 0, context: int = 256) -> None:
         draw = torch.Generator().manual_seed(seed)
         make = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64)  # noqa: E731
-        self.spec = SimpleNamespace(vocab=VOCAB, kv_shapes=(KVShape(HEADS, DIM, DIM),) * LAYERS, state_shapes=())
+        self.spec = SimpleNamespace(
+            vocab=VOCAB,
+            kv_shapes=(KVShape(HEADS, DIM, DIM),) * LAYERS,
+            state_shapes=(),
+            token_types=1,
+            bidirectional=False,
+        )
         self.embedding, self.position = make(VOCAB, HIDDEN), 0.5 * make(context, HIDDEN)
         self.embedding[POISON] = torch.nan
         self.qkv = [make(HIDDEN, 3 * HEADS * DIM) / 4 for _ in range(LAYERS)]

@@ -24,11 +24,12 @@ from quire.config import Settings
 from quire.models.registry import ARCHITECTURES
 from quire.weights.canary import PROBE, answers, compare, float8_layers, probe
 from quire.weights.gguf_model import FAMILIES, VARIANTS
-from quire.weights.load import DType, load_model
+from quire.weights.load import DType, load_model, quiet
 from quire.weights.locate import embedded
+from quire.weights.quantize import FILE_TYPES, quantize
 from quire.weights.schemes import ONLINE
 from tests.checkpoints import SHAPES, make
-from tests.gguf_files import TYPES, write
+from tests.gguf_files import write
 from tests.models.feeding import Feeder, prompts
 from tests.models.test_published import PUBLISHED
 from tests.models.test_published import spec as published
@@ -44,29 +45,39 @@ DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
 )
 
 
-TEXTS = MappingProxyType({"mistral3": "ministral3"})
+TEXTS = MappingProxyType({"mistral3": "ministral3", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"})
 """Text models that are not named after the multimodal one."""
 
 IMAGES, RANKS, MTP = "images", "several ranks", "layers for drafts"
+RECURRENT = f"GPUs; {RANKS}; float8 K/V"
+ON_GPUS = "images on GPUs"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
         "cohere": "query and key norms (Command R+)",
         "deepseek_v2": f"`attention_bias` without `q_lora_rank`; {MTP}",
         "deepseek_v3": f"`attention_bias` without `q_lora_rank`; sparse attention (V3.2); {MTP}",
         "ernie4_5_moe": f"`use_bias`; {MTP}",
-        "gemma3": IMAGES,
+        "gemma3": f"{ON_GPUS}; crops of images",
         "gemma4": f"{IMAGES}, audio",
         "gemma4_text": "several ranks of models with inputs for each layer",
         "glm4_moe": MTP,
         "glm4_moe_lite": MTP,
         "gpt2": "quantised checkpoints: matrices are stored transposed",
         "gpt_oss": "other clamps of the gate",
-        "granitemoehybrid": "experts, Mamba layers",
+        "bamba": RECURRENT,
+        "granitemoehybrid": f"with Mamba layers: {RECURRENT}",
+        "nemotron_h": f"experts; {RECURRENT}",
+        "qwen3_5": f"{IMAGES}; {RECURRENT}; {MTP}",
+        "qwen3_5_moe": f"{IMAGES}; {RECURRENT}; {MTP}",
+        "qwen3_5_moe_text": f"{RECURRENT}; {MTP}",
+        "qwen3_5_text": f"{RECURRENT}; {MTP}",
         "internlm3": "sequences longer than its context",
         "llama4": IMAGES,
         "minimax_m2": RANKS,
         "mistral3": IMAGES,
-        "qwen3_next": f"GPUs; {RANKS}; float8 K/V; {MTP}",
+        "qwen2_5_vl": f"{ON_GPUS}; video",
+        "qwen3_vl": f"{ON_GPUS}; video",
+        "qwen3_next": f"{RECURRENT}; {MTP}",
         "olmo2": RANKS,
         "olmo3": RANKS,
         "olmoe": f"`clip_qkv`; {RANKS}",
@@ -173,7 +184,12 @@ def canaries() -> str:
     reference = AutoModelForCausalLM.from_pretrained(embedded(), dtype=torch.float32)
     before = answers(model, probe(model.spec.vocab, tokens), CPU)
     with tempfile.TemporaryDirectory() as place:
-        for kind in TYPES:
+        for kind in FILE_TYPES:
+            path = Path(place) / f"{kind}.gguf"
+            quantize(embedded(), path, kind, check=False, progress=quiet)
+            after = answers(load_model(path, dtype="float32"), probe(model.spec.vocab, tokens), CPU)
+            rows.append((f"`--type {kind}`, a GGUF file", compare(before, after, probe(model.spec.vocab, tokens))))
+        for kind in ("MXFP4",):
             path = Path(place) / f"{kind}.gguf"
             write(path, reference, kind)
             after = answers(load_model(path, dtype="float32"), probe(model.spec.vocab, tokens), CPU)

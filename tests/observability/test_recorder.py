@@ -156,7 +156,7 @@ def test_a_frame_cut_short_ends_the_recording_there(tmp_path: Path, cut: int) ->
     done = read(path)
     assert (
         done.exit_code == 0
-        and "ends in the middle of a frame" in done.output
+        and "ends before the closing boundary of a frame" in done.output
         and "every decision is the same" in done.output
     )
 
@@ -176,12 +176,12 @@ def _framed(*frames: bytes) -> bytes:
     ("spoil", "says"),
     [
         (_flip, "is damaged: the frame at byte"),
-        (lambda data: b"", "is no recording"),
-        (lambda data: b"\x80\x04\x95pickled", "is no recording"),
-        (lambda data: data[: len(recording_format.MAGIC)], "a segment without a beginning"),
+        (lambda data: b"", "is not a Quire recording"),
+        (lambda data: b"\x80\x04\x95pickled", "is not a Quire recording"),
+        (lambda data: data[: len(recording_format.MAGIC)], "a segment without a header"),
         (lambda data: _framed(b"\xff" * 9), "is damaged"),
         (lambda data: _framed(b"\x91" * 100_000), "is damaged"),
-        (lambda data: _framed(recording_format.encode(recording_format.Idled([]))), "no place for a Idled"),
+        (lambda data: _framed(recording_format.encode(recording_format.Idled([]))), "an unexpected Idled"),
         (
             lambda data: _framed(
                 recording_format.encode(recording_format.Began([], 99, "9", "r", 0, 0.0, 0.0, {}, []))
@@ -194,7 +194,7 @@ def _framed(*frames: bytes) -> bytes:
                     recording_format.Began([], recording_format.VERSION, "1", "r", 0, 0.0, 0.0, {}, [])
                 )
             ),
-            "no state of an engine",
+            "does not start with an engine's state",
         ),
         (
             lambda data: _framed(
@@ -202,11 +202,11 @@ def _framed(*frames: bytes) -> bytes:
                     recording_format.Began([], recording_format.VERSION, "1", "r", 0, 0.0, 0.0, {}, [["os.system", []]])
                 )
             ),
-            "which this quire does not know",
+            "which this version of Quire does not know",
         ),
         (
             lambda data: recording_format.MAGIC + recording_format.HEAD.pack(1 << 30, 0) + bytes(64),
-            "a segment without a beginning",
+            "a segment without a header",
         ),
     ],
 )
@@ -275,7 +275,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InvalidConfig, match=r"recording_dir: .*cannot be written to"):
         recorded(tmp_path / "file" / "inside")
-    assert "no recording is in this folder" in read(tmp_path).output
+    assert "this folder holds no recording" in read(tmp_path).output
     assert read(tmp_path / "nowhere").exit_code == 2
 
 

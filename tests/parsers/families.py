@@ -69,6 +69,22 @@ def _dsml(around: str) -> str:
     return f"\n\n<｜DSML｜{around}>\n" + _LOOP + call + _END + f"</｜DSML｜{around}>"
 
 
+_M3 = "]<]minimax[>["
+_NESTED = (
+    "{%- macro nested(v) -%}{%- if v is mapping -%}{%- for k, x in v.items() if x is not none -%}"
+    "M3<{{ k }}>{{ nested(x) }}M3</{{ k }}>{%- endfor -%}{%- elif v is iterable and v is not string -%}"
+    "{%- for x in v -%}M3<item>{{ nested(x) }}M3</item>{%- endfor -%}"
+    "{%- else -%}{{ v if v is string else v | tojson }}{%- endif -%}{%- endmacro -%}"
+).replace("M3", _M3)
+_COHERE = (
+    "<|START_ACTION|>["
+    + _LOOP
+    + "{{ ',' if not loop.first }}\n    "
+    + '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
+    + _END
+    + "\n]<|END_ACTION|>"
+)
+
 _HERMES = _LOOP + "\n<tool_call>\n" + _object("arguments") + "\n</tool_call>" + _END
 
 TEMPLATES: Mapping[ToolParser, str] = {
@@ -145,6 +161,21 @@ TEMPLATES: Mapping[ToolParser, str] = {
     "xlam": "[" + _listed("arguments") + "]",
     "gemma": "```tool_code\n[" + _PYTHON + "]\n```",
     "gemma4": _gemma("<|tool_call>call:", '<|"|>', "<tool_call|>"),
+    "ernie45": _HERMES,
+    "cohere_command3": _COHERE,
+    "cohere_command4": _COHERE,
+    "apertus": "<|tools_prefix|>["
+    + _LOOP
+    + "{{ ', ' if not loop.first }}"
+    + '{"{{ f.name }}": {{ f.arguments | tojson }}}'
+    + _END
+    + "]<|tools_suffix|>",
+    "minimax_m3": _NESTED
+    + f"{_M3}<tool_call>\n"
+    + _LOOP
+    + f'{_M3}<invoke name="{{{{ f.name }}}}">{{{{ nested(f.arguments) }}}}{_M3}</invoke>\n'
+    + _END
+    + f"{_M3}</tool_call>",
     "functiongemma": _gemma("<start_function_call>call:", "<escape>", "<end_function_call>"),
 }
 

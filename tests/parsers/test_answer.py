@@ -348,7 +348,9 @@ def test_a_template_shows_its_style() -> None:
     for name, template in signs.items():
         assert style_of(template).name == name
     assert style_of(None).name == style_of("plain").name == "hermes"
-    assert parser_of("{{ x }}</think>") == "deepseek_r1"
+    assert parser_of("{{ x }}</think>") == "qwen3"
+    assert parser_of("<｜Assistant｜><think>{{ x }}</think>") == "deepseek_r1"
+    assert parser_of("<｜Assistant｜>{{ x }}</think>") == "deepseek_v3"
     assert parser_of("{% if enable_thinking %}</think>") == "qwen3"
     assert parser_of("x") == parser_of(None) == "none"
 

@@ -13,7 +13,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from quire.parsers.parts import Splitter, TextPart, joined
 from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, ReasoningCounter, ReasoningParser, parser_of
 from quire.parsers.tools.readers import reader_of
-from quire.parsers.tools.styles import STYLES, TaggedStyle, ToolParser, sign_of
+from quire.parsers.tools.styles import STYLES, Nested, TaggedStyle, ToolParser, sign_of
 from tests.parsers.families import CALLS, TEMPLATES, TOOLS
 
 
@@ -44,10 +44,11 @@ VLLM = """
 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 functiongemma gemma4 gigachat3 glm45 glm47 granite
 granite-20b-fc granite4 hermes hunyuan_a13b internlm jamba kimi_k2 lfm2 llama3_json llama4_json llama4_pythonic longcat
 mimo minimax minimax_m2 mistral olmo3 openai phi4_mini_json pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5
-xlam"""
+xlam ernie45 cohere_command3 cohere_command4 apertus minimax_m3"""
 VLLM_REASONING = """
 deepseek_r1 deepseek_v3 deepseek_v4 gemma4 glm45 glm47 granite kimi_k2 mimo minimax_m2 mistral
-nemotron_v3 olmo3 openai_gptoss qwen3 seed_oss step3 step3p5"""
+nemotron_v3 olmo3 openai_gptoss qwen3 seed_oss step3 step3p5 ernie45 cohere_command3 cohere_command4 apertus
+minimax_m3"""
 """Keys of vLLM's registries of parsers, as those who come from there spell them."""
 
 
@@ -66,6 +67,9 @@ def test_what_the_template_of_a_family_renders_is_read_as_it_was_meant(name: Too
     style = STYLES[name]
     calls = list(CALLS[: style.most])
     text = rendered(name, calls)
+    if isinstance(style, TaggedStyle) and isinstance(style.form, Nested):
+        # This format has no null in objects: such elements are left out.
+        calls = [(tool, {key: value for key, value in given.items() if value is not None}) for tool, given in calls]
     parts = fed(reader_of(style, TOOLS), text)
     assert calls_in(parts) == calls
     assert [part for part in parts if part.kind == "content"] == []
@@ -105,7 +109,17 @@ PIECES = {
     for name, style in STYLES.items()
 }
 PLAIN = ["{", "}", "[", "]", '"', ":", ",", "\n", "  ", "city", "7", "null", "<", ">", "</", "é€😀", "Yes.", "\\", "'"]
-MARKS = [mark for style in THOUGHTS.values() for mark in (*style.opens, *style.closes, style.between, style.answer)]
+MARKS = [
+    mark
+    for style in THOUGHTS.values()
+    for mark in (
+        *style.opens,
+        *style.closes,
+        style.between,
+        style.answer,
+        *(one for pair in style.around for one in pair),
+    )
+]
 
 
 def splitters(name: ToolParser, thoughts: str, inside: bool) -> Splitter:
@@ -167,9 +181,9 @@ SIGNS: list[tuple[str, ToolParser, ReasoningParser]] = [
     ("<tool_call>a\n<arg_key>k</arg_key>\n<arg_value></think>", "glm45", "glm45"),
     ("<tool_call>a<arg_key>k</arg_key><arg_value>enable_thinking</think>", "glm47", "glm45"),
     ("<|tool_calls_section_begin|></think>", "kimi_k2", "kimi_k2"),
-    ("<｜Assistant｜><｜tool▁calls▁begin｜>```json\n</think>", "deepseek_v3", "deepseek_r1"),
+    ("<｜Assistant｜><think><｜tool▁calls▁begin｜>```json\n</think>", "deepseek_v3", "deepseek_r1"),
     ("<｜Assistant｜>{{ thinking }}<｜tool▁calls▁begin｜></think>", "deepseek_v31", "deepseek_v3"),
-    ("<|start|>assistant<|channel|>analysis<|message|><|constrain|>json", "openai", "openai_gptoss"),
+    ("<|start|>assistant<|channel|>analysis<|message|> to=functions.x<|channel|>commentary", "openai", "openai_gptoss"),
     ("<|turn>model<|channel>thought<channel|><|tool_call>call:", "gemma4", "gemma4"),
     ("<start_function_call>call:", "functiongemma", "none"),
     ("<|header_start|><|python_start|>[func_name1(x)]<|python_end|>", "llama4_pythonic", "none"),
@@ -193,6 +207,13 @@ SIGNS: list[tuple[str, ToolParser, ReasoningParser]] = [
     ("<function_call> {", "granite-20b-fc", "none"),
     ("<|extra_0|><tool_calls>", "hunyuan_a13b", "none"),
     ("<beginning_of_sentence><tool_calls>", "minimax", "none"),
+    ("]<]minimax[>[ <tool_call> <mm:think> </mm:think>", "minimax_m3", "minimax_m3"),
+    ("<|START_THINKING|><|START_ACTION|><|START_RESPONSE|>", "cohere_command3", "cohere_command3"),
+    ("<|START_THINKING|><|START_ACTION|><|START_TEXT|>", "cohere_command4", "cohere_command4"),
+    ("<|inner_prefix|><|tools_prefix|>", "apertus", "apertus"),
+    ("<think>\n</think><response><tool_call>", "ernie45", "ernie45"),
+    ("<|start_of_role|><|tool_call|><think></think><response></response>", "granite", "granite"),
+    ("<|im_start|><tool_call></think>", "hermes", "qwen3"),
 ]
 
 
@@ -234,6 +255,12 @@ WRITTEN: list[tuple[ReasoningParser, bool, str, str]] = [
     ("gemma4", False, "<|channel>thought\nHm.\n<channel|>Yes.", "Hm."),
     ("minimax_m2", True, "Hm.\n</think>\n\nYes.", "Hm."),
     ("seed_oss", False, "<seed:think>\nHm.</seed:think>Yes.", "Hm."),
+    ("granite", False, "<think>Hm.</think><response>Yes.</response>", "Hm."),
+    ("ernie45", True, "Hm.\n</think>\n\n<response>\nYes.\n</response>\n", "Hm."),
+    ("cohere_command3", False, "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>", "Hm."),
+    ("cohere_command4", True, "Hm.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>", "Hm."),
+    ("apertus", False, "<|inner_prefix|>Hm.<|inner_suffix|>Yes.", "Hm."),
+    ("minimax_m3", False, "<mm:think>Hm.</mm:think>Yes.", "Hm."),
 ]
 
 
@@ -243,7 +270,60 @@ def test_thoughts_of_each_family_are_found(name: str, inside: bool, text: str, t
     assert parts == [TextPart("reasoning", thought), TextPart("content", "Yes.")]
     counter = ReasoningCounter(inside=inside, style=THOUGHTS[name])
     counter.feed(list(text))
-    assert counter.over and len(text) - len("Yes.") - 3 <= counter.count <= len(text) - len("Yes.")
+    thoughts = text[: text.index("Yes.")]
+    for before, _ in THOUGHTS[name].around:
+        thoughts = thoughts.removesuffix("\n").removesuffix(before).rstrip("\n")
+    assert counter.over and len(thoughts) - 3 <= counter.count <= len(thoughts)
+
+
+def test_marks_around_an_answer_belong_to_neither() -> None:
+    """They are marks at the beginning of an answer only; what follows the answer may be a call."""
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    text = f"<think>Hm.</think>\n<response>\nA <response> is:\n\n x\n</response>\n{call}"
+    for cuts in ([], range(1, len(text)), range(5, len(text), 5)):
+        assert fed(splitters("ernie45", "ernie45", False), text, cuts) == [
+            TextPart("reasoning", "Hm."),
+            TextPart("content", "A <response> is:\n\n x"),
+            TextPart("call", "now", 0),
+            TextPart("arguments", "{}", 0),
+        ]
+    cut_off = "<|START_RESPONSE|>Yes, \n <|END_RES"
+    assert fed(THOUGHTS["cohere_command3"].splitter(inside=False), cut_off) == [
+        TextPart("content", "Yes, \n <|END_RES")
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name, style in THOUGHTS.items() if not style.channels])
+def test_an_answer_may_begin_with_the_end_of_thoughts_that_are_empty(name: ReasoningParser) -> None:
+    style = THOUGHTS[name]
+    assert fed(style.splitter(inside=False), style.closes[0] + "\n\nYes.") == [TextPart("content", "Yes.")]
+
+
+@pytest.mark.parametrize("cuts", [[], range(1, 60), [3, 20]])
+def test_a_message_to_a_tool_may_begin_with_its_recipient(cuts: Sequence[int]) -> None:
+    """gpt-oss's template ends prompts with `<|start|>assistant`, and writes the recipient of a call there."""
+    text = " to=functions.weather<|channel|>commentary json<|message|>" + '{"city": "Ulm"}<|call|>'
+    assert fed(splitters("openai", "openai_gptoss", False), text, cuts) == [
+        TextPart("call", "weather", 0),
+        TextPart("arguments", '{"city": "Ulm"}', 0),
+    ]
+    said = " to=functions are called."
+    assert fed(THOUGHTS["openai_gptoss"].splitter(inside=False), said) == [TextPart("content", said)]
+
+
+def test_python_may_have_line_breaks_in_its_strings() -> None:
+    """LFM2.5's template writes them so."""
+    text = "<|tool_call_start|>[weather(city='a\nb \\'c\\'', days=2)]<|tool_call_end|>"
+    assert calls_in(fed(reader_of(STYLES["lfm2"], TOOLS), text)) == [("weather", {"city": "a\nb 'c'", "days": 2})]
+
+
+@pytest.mark.parametrize("name", ["seed_oss", "qwen3_coder"])
+def test_lists_may_be_written_as_python_prints_them(name: ToolParser) -> None:
+    """The templates of Seed-OSS and Qwen 3 Coder write them so."""
+    form = STYLES[name].form
+    text = STYLES[name].before + STYLES[name].head("weather") + form.open + "places>[{'name': 'x', 'at': None}]"
+    text += form.close + STYLES[name].finish
+    assert calls_in(fed(reader_of(STYLES[name], TOOLS), text)) == [("weather", {"places": [{"name": "x", "at": None}]})]
 
 
 def test_calls_end_the_thoughts_of_kimi() -> None:

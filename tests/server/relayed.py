@@ -14,6 +14,7 @@ from quire.frontend.http_client import Origin
 from quire.frontend.upstream import UpstreamBackend
 from quire.observability.frontend_metrics import FrontendMetrics
 from quire.observability.live_view import Broadcaster, RequestTimeline
+from quire.scheduler.routing import RoutingPolicy
 from quire.server.access import Keys, Rates
 from quire.server.limits import Limits
 from quire.server.proxy import create_relay_app
@@ -48,7 +49,8 @@ class Relayed:
 def backend_of(
     *stubs: Stub | str, key: str | None = None, timeline: RequestTimeline | None = None, **rest: Any
 ) -> UpstreamBackend:
-    settings: dict[str, Any] = {"max_outstanding": 100, "affinity": False, "start_timeout": 0.3, **rest}
+    settings: dict[str, Any] = {"max_outstanding": 100, "start_timeout": 0.3, **rest}
+    settings.setdefault("routing", RoutingPolicy())
     return UpstreamBackend(
         [Origin.parse(one if isinstance(one, str) else one.url) for one in stubs],
         supervisor=None,

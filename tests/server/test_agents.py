@@ -64,7 +64,7 @@ async def test_an_answer_comes_back_with_what_libraries_note_on_it() -> None:
 
 
 CHANGES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("/v1/responses", {"include": ["everything"]}, "include", "not kept"),
+    ("/v1/responses", {"include": ["everything"]}, "include", "is not available"),
     ("/v1/responses", {"reasoning": {"effort": 3}}, "reasoning.effort", "must be text"),
     ("/v1/responses", {"reasoning": {"effort": "hihg"}}, "reasoning.effort", "Did you mean 'high'?"),
     ("/v1/responses", {"reasoning": {"depth": 3}}, "reasoning.depth", "unknown field"),
@@ -99,7 +99,7 @@ async def test_what_would_change_an_answer_is_refused_by_name(
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be text"),
         ({"output_config": {"format": {"type": "text"}}, "output_format": {"type": "text"}}, "are the same"),
         ({"output_format": {"type": "json_schema", "schema": 3}}, "output_format.schema must be"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "no thoughts"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "does not think"),
     ],
 )
 async def test_what_would_change_a_message_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
@@ -236,7 +236,7 @@ async def test_chat_sees_functions_of_a_namespace_by_their_joined_name() -> None
         ({"tools": 3}, "tools[0].tools must be a list"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].tools[0].type 'web_search' is not supported"),
         ({"tools": [{"type": "other"}]}, "tools[0].tools[0].type 'other' is not supported"),
-        ({"tools": [FUNCTION, FUNCTION]}, "two are called 'mcp__files__read'"),
+        ({"tools": [FUNCTION, FUNCTION]}, "two have the name 'mcp__files__read'"),
         ({"more": 1}, "tools[0].more"),
     ],
 )

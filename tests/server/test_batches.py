@@ -219,7 +219,7 @@ async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None
         assert (await here.client.post(f"/v1/batches/{batch['id']}/cancel")).json()["status"] == "cancelling"
         batch = await here.until(batch["id"], "cancelled")
         assert [one["custom_id"] for one in await here.lines(batch["output_file_id"])] == [f"q{i}" for i in range(5)]
-        check_error(await here.client.post(f"/v1/batches/{batch['id']}/cancel"), 400, words="cancelled already")
+        check_error(await here.client.post(f"/v1/batches/{batch['id']}/cancel"), 400, words="already cancelled")
         assert (await here.client.delete(f"/v1/files/{batch['input_file_id']}")).json()["deleted"]
 
 
@@ -433,7 +433,7 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_no_part_of_it(tmp_path: Pat
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (7, limits[1]))  # then as much is written as fits
-        with pytest.raises(WriteFailed, match="cannot take it"):
+        with pytest.raises(WriteFailed, match="cannot write it to disk"):
             store.add(id, ".output", b"three\n")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -493,7 +493,7 @@ async def test_pages_of_other_sites_upload_and_cancel_nothing(tmp_path: Path) ->
             assert (await here.client.post("/v1/files", headers=headers, **sent)).status_code == status
         batch = await here.begin(*(line(f"q{i}") for i in range(9)))
         refused = await here.client.post(f"/v1/batches/{batch['id']}/cancel", headers={"sec-fetch-site": "cross-site"})
-        assert check_error(refused, 403, words="other sites")["code"] == "cross_site"
+        assert check_error(refused, 403, words="other origins")["code"] == "cross_site"
 
 
 async def test_a_file_may_begin_with_a_mark_of_its_byte_order(tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ async def test_concurrent_uploads_share_the_space_for_files(tmp_path: Path) -> N
     with one.open("wb") as first, other.open("wb") as second:
         incoming.write(one, first, b"x" * 60)
         incoming.write(other, second, b"x" * 30)
-        with pytest.raises(TooLarge, match="no room"):
+        with pytest.raises(TooLarge, match="no space"):
             incoming.write(other, second, b"x" * 20)
         incoming.end(one)
         incoming.write(other, second, b"x" * 20)

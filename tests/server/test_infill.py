@@ -81,7 +81,7 @@ async def test_markers_of_another_file_end_the_answer_unless_ends_are_ignored() 
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"echo": True}, "echo", "put the answer between"),
+        ({"echo": True}, "echo", "insert the answer between"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "markers"),
         ({"prompt": [[5, 6]]}, "prompt", "must be text"),
         ({"suffix": "dog " * 200}, "prompt", "context holds 128"),

@@ -162,7 +162,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"system": [{"type": "image"}]}, "system[0]"),
     ({"tools": [{"type": "window_20250124", "name": "bash"}]}, "window_20250124"),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
-    ({"thinking": {"type": "enabled"}}, "no thoughts"),
+    ({"thinking": {"type": "enabled"}}, "does not think"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"max_token": 3}, "max_tokens"),
     ({"stop_sequences": ["a"], "stop": ["b"]}, "stop_sequences are the same"),

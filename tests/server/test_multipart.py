@@ -75,8 +75,8 @@ def test_a_field_of_exactly_the_longest_size_is_taken_and_one_byte_more_is_not()
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (upload(b"abc")[:-12], "ends in the middle"),
-        (b"nothing", "ends in the middle"),
+        (upload(b"abc")[:-12], "ends before the closing boundary"),
+        (b"nothing", "ends before the closing boundary"),
         (b"--xyz\r\nX: y\r\n\r\nabc\r\n--xyz--", "names"),
         (upload(b"", a="1").replace(b'"a"', b'"file"'), "names"),
         (b"--xyz\r\n" + b"h" * 5000, "headers"),

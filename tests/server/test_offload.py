@@ -216,6 +216,15 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "message count": ("/v1/messages/count_tokens", MESSAGE),
     "response count": ("/v1/responses/input_tokens", RESPONSE),
     "embeddings": ("/v1/embeddings", {"input": ["a", "b"], "cache_salt": "s"}),
+    "embeddings of a chat": ("/v1/embeddings", {"messages": HI, "truncate_prompt_tokens": 9}),
+    "score": ("/v1/score", {"text_1": "a", "text_2": ["b", "c"]}),
+    "score at the root": ("/score", {"queries": "a", "documents": ["b", "c"]}),
+    "rerank": ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}]}),
+    "rerank 2": ("/v2/rerank", {"query": "a", "documents": ["b"], "top_n": 1}),
+    "rerank at the root": ("/rerank", {"query": "a", "documents": ["b"]}),
+    "classify": ("/v1/classify", {"input": ["a", "b"]}),
+    "classify at the root": ("/classify", {"input": "a"}),
+    "pooling": ("/pooling", {"input": ["a", "b"], "task": "embed"}),
     "ollama chat": ("/api/chat", {"messages": OLLAMA, "tools": TOOLS, "format": SCHEMA, "options": {"stop": ["q"]}}),
     "ollama generate": ("/api/generate", {"prompt": "p", "system": "s", "context": [3, 4], "options": {"num_ctx": 9}}),
     "ollama embed": ("/api/embed", {"input": ["a", "b"], "truncate": True}),
@@ -486,7 +495,7 @@ async def test_a_list_of_many_files_is_made_in_another_thread(tmp_path: Path, mo
 
 
 class Echo:
-    """An upstream that answers with what it was sent."""
+    """An upstream that is available with what it was sent."""
 
     upstreams = ()
     keyed, name = False, "m"

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from quire.errors import InvalidConfig, Unavailable
+from quire.scheduler.routing import make_routing_policy
 from quire.server.access import Rates
 from quire.server.limits import Limits
 from tests.frontend.stub import EVENTS, HUGE, WHOLE, Stub, stub
@@ -417,8 +418,9 @@ async def test_two_servers_share_by_what_is_outstanding_and_one_that_dies_is_lef
         assert (await relay.client.get("/health/live")).status_code == 200
 
 
-async def test_requests_that_begin_alike_go_to_one_server() -> None:
-    async with stub() as one, stub() as two, relaying(one, two, affinity=True) as relay:
+@pytest.mark.parametrize("policy", ["prefix_hash", "longest_prefix"])
+async def test_requests_that_begin_alike_go_to_one_server(policy: str) -> None:
+    async with stub() as one, stub() as two, relaying(one, two, routing=make_routing_policy(policy)) as relay:
         for system in range(20):
             for question in range(2):
                 messages = [{"role": "system", "content": f"{system} " * 300}, {"role": "user", "content": question}]

@@ -127,7 +127,7 @@ async def test_a_server_that_stores_nothing_says_so() -> None:
         assert made.store is False
         for field in ({"previous_response_id": made.id}, {"background": True}):
             refused = await here.ask("POST", "/v1/responses", model="tiny", input="hi", **field)
-            check_error(refused, 400, next(iter(field)), "no response is stored here")
+            check_error(refused, 400, next(iter(field)), "this server stores no responses")
         check_error(await here.ask("GET", f"/v1/responses/{made.id}"), 404, "id")
 
 

@@ -185,7 +185,7 @@ def test_a_folder_of_another_format_is_refused_by_name(tmp_path: Path, noted: st
 
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     first = store(tmp_path)
-    with pytest.raises(InvalidConfig, match=r"another server uses .* another --state-dir"):
+    with pytest.raises(InvalidConfig, match=r"is in use by another server: choose another --state-dir"):
         store(tmp_path)
     first.close()
     store(tmp_path).close()

@@ -154,7 +154,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": 3}, "input", "expected"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item_reference"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
-    ({"include": ["everything"]}, "include", "not kept"),
+    ({"include": ["everything"]}, "include", "is not available"),
     ({"tools": [{"type": "window"}]}, "tools", "window"),
     ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format", "JSON schema"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "text.format.type must be"),

@@ -315,7 +315,7 @@ async def test_a_drain_that_fails_is_one_line_of_the_log_and_the_server_ends(
     assert recorder.calls == ["backend.start", "backend.drain 30", "backend.close"]
     gc.collect()
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith("what was running could not be ended in order: InvalidConfig: backend.drain 30 failed")
+    assert line.endswith("the shutdown was not clean: InvalidConfig: backend.drain 30 failed")
     assert not caplog.messages
 
 

@@ -117,7 +117,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "guided_regex",
         "response_format and guided_regex",
     ),
-    ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "guided_json", "exclude each other"),
+    ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "guided_json", "cannot be used together"),
     ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
     ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "json_object and regex"),
     ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "Did you mean 'regex'?"),
@@ -133,7 +133,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": ["a" * 200_000, "b" * 200_000]}, "guided_choice", "at most 262144"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "needs guided_json"),
     ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "needs guided_json"),
-    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "exclude each other"),
+    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "cannot be used together"),
 ]
 
 

@@ -197,10 +197,19 @@ def test_the_worked_example_of_the_docs_works(tmp_path: Path, monkeypatch: pytes
 COMBO = dict(
     zip(
         AXES,
-        (1, 4, 1, True, 4, (16, 5), "continuous", 0, False, False, "fcfs", "lru", False, "preempt", 3),
+        (1, 4, 1, True, 4, (16, 5), "continuous", 0, False, False, "fcfs", "lru", False, "preempt", 3, None),
         strict=True,
     )
 )
+
+
+def test_a_run_with_states_of_recurrent_layers_replays_the_same(tmp_path: Path) -> None:
+    states = {"snapshots": (3, 8), "drafts": 3, "tight": 2, "feed": (16, 5)}
+    record(tmp_path, COMBO | states)
+    again = replay(recording_format.RecordingReader([tmp_path]), prepare=as_drawn(COMBO))
+    assert again.divergence is None
+
+
 PLANTED = {
     "reserve forgets steps in flight": 5,
     "gaps are not waited for": 27,
@@ -218,7 +227,7 @@ def test_a_planted_bug_is_found_by_a_recording_of_before(tmp_path: Path, bug: An
     record(tmp_path, COMBO)
     classes = plant(bug)
     empty = classes.Scheduler(classes.KVCacheManager(1, 1))
-    parts = (empty, empty.kv, empty.kv.block_pool, empty.waiting, classes.RadixPrefixCache(1))
+    parts = (empty, empty.kv, empty.kv.block_pool, empty.kv.snapshots, empty.waiting, classes.RadixPrefixCache(1))
     known = {**CLASSES, **{type(part).__name__: type(part) for part in parts}}
     again = replay(recording_format.RecordingReader([tmp_path]), known=known, make=classes.Engine)
     assert again.divergence is not None and again.divergence.step == PLANTED[bug.name]

@@ -26,7 +26,7 @@ def _names() -> list[str]:
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    """Id 0 ends a text; what is left over up to the model's vocabulary is special too."""
+    """Id 0 end-of-text token; what is left over up to the model's vocabulary is special too."""
     names = _names()
     core = tokenizers.Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

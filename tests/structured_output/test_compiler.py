@@ -119,7 +119,7 @@ def test_a_refusal_names_each_clients_own_field_and_is_cached() -> None:
 def test_a_surprise_in_the_compiler_costs_its_request_only_and_is_not_shown() -> None:
     with grammar_compiler(Bench()) as shop:
         shop.constraint_for(ask("1", "odd"))
-        assert hear(shop) == {"1": "structured_outputs: it cannot be compiled: ZeroDivisionError"}
+        assert hear(shop) == {"1": "structured_outputs: it does not compile: ZeroDivisionError"}
         shop.constraint_for(ask("2", "odd model"))
         assert "no end" in hear(shop)["2"]
         shop.constraint_for(ask("3", "fine"))

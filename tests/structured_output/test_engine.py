@@ -275,11 +275,11 @@ def test_the_choices_of_n_wait_each_for_its_own_constraint() -> None:
 
 
 def test_an_engine_that_cannot_obey_says_so_rather_than_answer_without() -> None:
-    with pytest.raises(InvalidRequest, match="cannot make structured output") as caught:
+    with pytest.raises(InvalidRequest, match="does not support structured output") as caught:
         engine().add(ask("a"))
     assert caught.value.param == "structured_outputs"
     blind = SyntheticExecutor(pages=64, page_size=4, rows=4)
-    with pytest.raises(InvalidRequest, match="cannot make structured output"):
+    with pytest.raises(InvalidRequest, match="does not support structured output"):
         Engine(Scheduler(KVCacheManager(64, 4, make_prefix_cache(4, True)), rows=4), blind).add(ask("a"), PENDING)
 
 
@@ -297,4 +297,4 @@ def test_fields_that_exclude_each_other_are_the_requests_fault(
     request = ask("a", structure, sampling=sampling)
     core.add(request, FREE if structure is None else compiler()(structure)())
     [event] = run(core)
-    assert event.finish == "error" and event.param == param and "exclude each other" in (event.error or "")
+    assert event.finish == "error" and event.param == param and "cannot be used together" in (event.error or "")

@@ -137,7 +137,7 @@ def test_tokenizers_of_every_kind_are_spelled_to_the_byte(core: tokenizers.Token
 
 @pytest.mark.parametrize(
     ("own", "words"),
-    [(Tokenizer(wordpiece(), {"eos_token": "dog"}), "byte-level"), (Tokenizer(byte_level(), {}), "ends a text")],
+    [(Tokenizer(wordpiece(), {"eos_token": "dog"}), "byte-level"), (Tokenizer(byte_level(), {}), "end-of-text token")],
 )
 def test_a_tokenizer_that_cannot_be_used_is_named_as_the_reason(own: Tokenizer, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
@@ -167,7 +167,7 @@ def test_more_alternatives_than_can_be_followed_are_refused_as_that() -> None:
     compiler()(StructuredOutputsParams(json=alternatives(900)))
     with pytest.raises(InvalidRequest) as caught:
         compiler()(StructuredOutputsParams(json=alternatives(1200), param="response_format"))
-    why = "response_format: the JSON schema cannot be used: it has 1200 ways to go on in one place, and at most 1000 "
+    why = "response_format: the JSON schema cannot be used: it has 1200 alternatives in one place, and at most 1000 "
     assert str(caught.value).startswith(why) and caught.value.param == "response_format"
 
 
@@ -182,6 +182,6 @@ def test_a_grammar_that_ends_in_the_middle_of_an_answer_says_why() -> None:
     request = Request(id="r", prompt=(1,), max_new_tokens=9, sampling=SamplingParams(structured_outputs=structure))
     failed = Sequence(request, 0, [1], 10, matcher).error_output(NO_TOKEN_ALLOWED)
     assert (failed.status, failed.param) == (400, "response_format")
-    assert "it has 1201 ways to go on in one place" in str(failed.error) and "bad_words" not in str(failed.error)
+    assert "it has 1201 alternatives in one place" in str(failed.error) and "bad_words" not in str(failed.error)
     plain = Sequence(request, 0, [1], 10, compiler()(StructuredOutputsParams(regex="a"))())
     assert plain.error_output(NO_TOKEN_ALLOWED).error == NO_TOKEN_ALLOWED

@@ -38,7 +38,9 @@ class Plain(WorkQueue):
         return
 
 
-def make(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> Executor:
+def make(
+    settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape], images: None = None
+) -> Executor:
     """As `quire.assembly.engine.on_host`, which this stands in for."""
     from quire.assembly import cuda
 

@@ -323,6 +323,35 @@ BLOCKS = (
 AGENT = "test_the_agent_itself_ends_after_two_tools"
 
 NAMED = (
+    *(
+        Named(f"docs/guides/simulate.md: {first}", "no engine of a setting", f"tests/bench/test_simulate.py::{place}")
+        for first, place in (
+            *(
+                (first, "test_the_commands_of_the_guide_answer")
+                for first in (
+                    "quire simulate --gpu h200 --replicas 2 --num-prompts 500 --s",
+                    "quire simulate FOLDER --gpu h200 --trace trace.csv --speed 2",
+                    "quire simulate --gpu h200 --num-prompts 500 --shrink 8 --spe",
+                    "quire simulate --gpu h200 --trace chats --num-prompts 800 --",
+                    "quire simulate --gpu h200 --num-prompts 500 --shrink 8 --aut",
+                )
+            ),
+            (
+                "quire calibrate --seconds 20 --output here.json",
+                "test_a_calibration_of_this_machine_is_what_a_simulation_reads",
+            ),
+        )
+    ),
+    Named(
+        "quire pull",
+        "needs a hub",
+        "tests/cli/test_models.py::test_a_model_is_pulled_listed_and_removed",
+    ),
+    Named(
+        "quire rm",
+        "needs a download",
+        "tests/cli/test_models.py::test_a_model_is_pulled_listed_and_removed",
+    ),
     Named(
         "docs/guides/offline-inference.md: asyncio",
         "how much it says depends on time",
@@ -364,6 +393,12 @@ NAMED = (
         "docs/guides/fill-in-the-middle.md: infill",
         "the embedded model has no markers",
         "tests/server/test_infill.py::test_the_example_of_the_guide_is_answered",
+    ),
+    Named("docs/guides/images.md: serving", "needs a model from the hub", "tests/server/test_images.py"),
+    Named(
+        "docs/guides/images.md: images",
+        "needs a model that reads images",
+        "tests/test_images.py::test_the_example_of_the_guide_runs",
     ),
     Named("docs/guides/observability.md: pip install -e '.[otel]'", "needs a collector", "tests/test_tracing.py"),
     Named("README.md: test", "CI is this", "tests/test_readme.py::test_the_test_command_is_the_one_ci_runs"),

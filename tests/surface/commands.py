@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import subprocess
+import tempfile
 from typing import Any
 
 import click
@@ -14,6 +15,8 @@ from click.testing import CliRunner
 
 from quire.cli import main
 from quire.frontend.supervisor import free_port
+from quire.scheduler.step_time import StepCost
+from quire.sim.calibration import Calibration
 from tests.surface.deployment import Deployment
 from tests.surface.items import Item
 
@@ -33,6 +36,14 @@ def chat(deployment: Deployment) -> Any:
 def run(deployment: Deployment) -> Any:
     once = deployment.quire("run", "embedded", "Tell", "me", "about a boat.", *SHORT)
     return once, deployment.quire("run", "embedded", "--system", "Be kind.", *SHORT, input="Hello!\n")
+
+
+def quantize(deployment: Deployment) -> Any:
+    """The file answers; where it lies differs."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.gguf"
+        said = deployment.quire("quantize", "embedded", path, "--type", "q8_0", "--no-check")
+        return said.replace(folder, ""), alone("generate", "The little dog", "--model", path, *SHORT)
 
 
 def doctor(deployment: Deployment) -> Any:
@@ -98,6 +109,15 @@ def engine(deployment: Deployment) -> Any:
     few = ("--requests", 30, "--virtual", "--step-ms", 5, "--json")
     found = json.loads(deployment.quire("bench", "engine", *few, "--lookahead", deployment.setting.lookahead))
     return found["tokens"]
+
+
+def simulate(deployment: Deployment) -> Any:
+    """What is decided for the same load is the same."""
+    where = deployment.folder / f"calibration-{free_port()}.json"
+    few = ("--num-prompts", 40, "--shrink", 16, "--lookahead", deployment.setting.lookahead, "--json")
+    Calibration(StepCost(0.01, 0.001)).write(where)
+    found = json.loads(deployment.quire("simulate", "embedded", "--calibration", where, *few))
+    return found["runs"][0]["answered"]
 
 
 def replay(deployment: Deployment) -> Any:
@@ -233,10 +253,19 @@ COMMANDS = (
     Item("quire config", config),
     Item("quire plan", plan, executors=("local",)),
     Item("quire bench engine", engine, executors=("local",)),
+    Item("quire simulate", simulate, executors=("local",)),
+    Item(
+        "quire calibrate",
+        lambda deployment: None,
+        executors=(),
+        elsewhere="tests/bench/test_simulate.py::test_a_calibration_of_this_machine_is_what_a_simulation_reads",
+    ),
     Item("quire replay", replay, executors=("local",)),
     Item("quire demo", demo, executors=("local",)),
     Item("quire verify", verify, ci=("grpc",)),
     Item("quire executor", executor, executors=("local", "ahead"), ci=("local",), needs=("grpc",)),
+    Item("quire quantize", quantize, executors=("local",)),
+    Item("quire list", lambda deployment: deployment.quire("list", "--library"), executors=("local",)),
     Item("quire inspect", lambda deployment: deployment.quire("inspect", "embedded"), executors=("local",)),
     Item(
         "quire check",

@@ -147,3 +147,24 @@ def test_content_parts_become_text() -> None:
     assert text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "a\nb"
     with pytest.raises(InvalidRequest, match="'image_url' is not supported"):
         text_of([{"type": "image_url", "image_url": {"url": "x"}}])
+
+
+PARTS = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Shows nothing of content that is a string, as templates of SmolVLM and Idefics do."""
+
+
+def test_a_template_that_reads_parts_gets_parts() -> None:
+    template = ChatTemplate(PARTS)
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    assert template.render(messages) == "<system>be kind<user>hi<assistant>"
+    several = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert template.render(several) == "<user>a\nb<assistant>"
+    answer = [*messages, {"role": "assistant", "content": "well"}]
+    continued = template.render(answer, add_generation_prompt=False, continue_final_message=True)
+    assert continued == "<system>be kind<user>hi<assistant>well"
+    assert template.render([{"role": "assistant", "content": None}]) == "<assistant><assistant>"
+    template.try_out()

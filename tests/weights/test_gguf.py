@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,21 @@ from quire.errors import InvalidModel
 from quire.layers.basic import GgufEmbedding
 from quire.layers.quantization.base import Matrix, MatrixPart, Plain
 from quire.layers.quantization.gguf import GgufFormat, GgufStorage, StoredBlocks
+from quire.models.registry import read_spec
+from quire.models.spec import MOST_LAYERS
 from quire.ops.base import IntegerMatrix, MixedMatrix, Routing
-from quire.ops.gguf_blocks import BLOCKS
+from quire.ops.gguf_blocks import BLOCKS, PACKED
 from quire.ops.quantized import dequantize
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
 from quire.weights.canary import Canary, answers
-from quire.weights.gguf import KINDS, Gguf, GgufTensorInfo, read_gguf
-from quire.weights.gguf_model import block_entry
+from quire.weights.entries import file_entry
+from quire.weights.gguf import KINDS, GgufTensorInfo, read_gguf
+from quire.weights.gguf_model import block_entry, gguf_config
+from quire.weights.gguf_write import NewTensor, write_gguf
 from quire.weights.load import load_model
 from tests.checkpoints import GPT_OSS_ROPE, greedy, make
-from tests.gguf_files import stored, write
+from tests.gguf_files import HALVES, TYPES, stored, write
 from tests.models.feeding import Feeder
 from tests.weights.test_load import answer
 
@@ -141,6 +147,10 @@ WIDE = {
         ("Q4_K", 0.9),
         ("Q4_0", 0.9),
         ("MXFP4", 0.9),
+        ("Q4_1", 0.9),
+        ("Q5_0", 0.5),
+        ("Q5_1", 0.5),
+        *((kind, 4.0) for kind in HALVES),
     ],
 )
 def test_every_type_means_what_the_gguf_package_says_it_does(tmp_path: Path, kind: str, near: float) -> None:
@@ -180,7 +190,7 @@ def test_a_folder_with_one_file_is_that_file_and_with_several_must_be_named(tmp_
         (lambda data: data[:300], "ends within its header"),
         (lambda data: b"GGML" + data[4:], "is not a GGUF file"),
         (lambda data: data[:4] + b"\x01" + data[5:], "version 1: only 2 and 3"),
-        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "its header makes no sense"),
+        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "its header is invalid"),
         (lambda data: data.replace(b"llama", b"mamba"), "architecture 'mamba', which is not supported"),
         (lambda data: b"", "is empty: download it again"),
     ],
@@ -196,16 +206,16 @@ def test_broken_files_are_named(tmp_path: Path, edit: Callable[[bytes], bytes], 
 
 def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_tensor("x.weight", np.zeros((2, 22), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q5_0)
+    writer.add_tensor("x.weight", np.zeros((2, 66), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ2_XXS)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(InvalidModel, match=r"x\.weight is stored as Q5_0: not supported"):
+    with pytest.raises(InvalidModel, match=r"x\.weight is stored as IQ2_XXS: not supported"):
         load_model(tmp_path / "model.gguf")
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0"])
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in ("F32", "F16", "BF16")])
 def test_a_part_of_a_quantised_matrix_is_that_part_of_the_whole(tmp_path: Path, kind: str) -> None:
     """Ranks read their rows, and experts that one tensor holds are read one by one."""
     numbers = np.random.default_rng(1).standard_normal((6, 4, 512), dtype=np.float32)
@@ -213,9 +223,9 @@ def test_a_part_of_a_quantised_matrix_is_that_part_of_the_whole(tmp_path: Path, 
     path = tmp_path / "one"
     path.write_bytes(bytes(40) + bytes_.tobytes())
     number = next(number for number, each in KINDS.items() if each.name == kind)
-    entry = block_entry(Gguf(path, {}, {}), GgufTensorInfo(KINDS[number], (6, 4, 512), 40))
+    entry = block_entry(GgufTensorInfo(KINDS[number], (6, 4, 512), 40, path))
     whole = entry.read(())
-    assert whole.shape == (6, 4, 512) and (whole - torch.from_numpy(numbers)).std() < 0.3
+    assert whole.shape == (6, 4, 512) and (kind in HALVES or (whole - torch.from_numpy(numbers)).std() < 0.3)
     for cut in ((slice(2, 5),), (slice(5, 6), slice(1, 3)), (slice(0, 2), slice(None), slice(256, 512))):
         assert torch.equal(entry.read(cut), whole[cut])
     for expert in range(6):
@@ -238,7 +248,7 @@ class KeptOps(ReferenceOps):
 
 
 @pytest.mark.parametrize("shape", ["llama-gqa-tied", "qwen2-gqa"], ids=["tied", "untied, biased"])
-@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", mixed], ids=kind_name)
+@pytest.mark.parametrize("kind", [*(kind for kind in PACKED if kind != "MXFP4"), mixed], ids=kind_name)
 def test_blocks_are_kept_as_they_are_in_the_file_where_kernels_multiply_them(
     tmp_path: Path, kind: str | Callable[[str], str], shape: str
 ) -> None:
@@ -277,7 +287,7 @@ def test_kernels_multiply_the_blocks_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", mixed], ids=kind_name)
+@pytest.mark.parametrize("kind", [*(kind for kind in PACKED if kind != "MXFP4"), mixed], ids=kind_name)
 def test_a_model_of_blocks_says_the_same_on_a_gpu(tmp_path: Path, kind: str | Callable[[str], str]) -> None:
     model = make(tmp_path / "source", "llama-gqa-tied", **WIDE)
     write(tmp_path / "model.gguf", model, kind)
@@ -400,3 +410,78 @@ def test_a_shard_is_kept_where_it_is_whole_blocks(shard: slice, *, transposed: b
         assert found.quantized is not None
         wanted = BLOCKS["Q4_K"](raw.view(-1, 144)).values().view(6, 512)
         assert torch.equal(found.quantized.dequantize(), wanted[1:5, shard])
+
+
+def test_projectors_and_adapters_are_refused_by_name(tmp_path: Path) -> None:
+    def file(name: str, architecture: str, kind: str) -> Path:
+        writer = gguf.GGUFWriter(tmp_path / name, architecture)
+        writer.add_type(kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return tmp_path / name
+
+    with pytest.raises(InvalidModel, match=r"mmproj\.gguf is a projector of images \(mmproj\): name the model's own"):
+        load_model(file("mmproj.gguf", "clip", "mmproj"))
+    with pytest.raises(InvalidModel, match=r"lora\.gguf is a LoRA adapter: merge it"):
+        load_model(file("lora.gguf", "llama", "adapter"))
+
+
+@pytest.mark.parametrize("wrong", ["text", -1, 1 << 40, 0.5, [], ["a"], True, float("nan")])
+def test_metadata_of_a_wrong_type_is_refused_or_read(tmp_path: Path, wrong: object) -> None:
+    write(tmp_path / "model.gguf", make(tmp_path / "source", "llama-gqa-tied"))
+    file = read_gguf(tmp_path / "model.gguf")
+    for key in file.facts:
+        broken = replace(file, facts={**file.facts, key: wrong})
+        with suppress(InvalidModel):  # any other error fails
+            assert read_spec(gguf_config(broken)).layers <= MOST_LAYERS
+
+
+def split(path: Path, count: int) -> list[Path]:
+    """The file in parts, as llama-gguf-split makes them: the first has the metadata."""
+    reader = gguf.GGUFReader(path)
+    file = read_gguf(path)
+    parts = []
+    for i in range(count):
+        part = path.with_name(f"model-{i + 1:05}-of-{count:05}.gguf")
+        facts = {**(file.facts if i == 0 else {}), "split.no": i, "split.count": count}
+        facts |= {"split.tensors.count": len(reader.tensors)}
+        names = [name for at, name in enumerate(file.tensors) if at % count == i]
+        entries = {name: file.tensors[name] for name in names}
+        tensors = [
+            NewTensor(name, file_entry(each.path, each.start, torch.float32, each.shape), "F32")
+            for name, each in entries.items()
+        ]
+        write_gguf(part, facts, tensors, progress=lambda done, total: None)
+        parts.append(part)
+    return parts
+
+
+def test_a_model_in_parts_is_the_model(tmp_path: Path) -> None:
+    write(tmp_path / "whole.gguf", make(tmp_path / "source", "llama-gqa-tied"))
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "whole.gguf").rename(tmp_path / "parts" / "whole.gguf")
+    parts = split(tmp_path / "parts" / "whole.gguf", 3)
+    expected = answer(load_model(tmp_path / "source", dtype="float32"))
+    torch.testing.assert_close(answer(load_model(parts[0], dtype="float32")), expected)
+    torch.testing.assert_close(answer(load_model(parts[2], dtype="float32")), expected)
+    (tmp_path / "parts" / "whole.gguf").unlink()
+    torch.testing.assert_close(answer(load_model(tmp_path / "parts", dtype="float32")), expected)
+    parts[1].rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(InvalidModel, match=r"one of 3 parts: model-00002-of-00003\.gguf is not beside it"):
+        load_model(parts[0])
+    parts[2].rename(parts[1])
+    parts[1].with_name(parts[2].name).write_bytes(parts[1].read_bytes())
+    with pytest.raises(InvalidModel, match=r"model-00002-of-00003\.gguf is not part 2 of 3: it has been renamed"):
+        load_model(parts[0])
+
+
+def test_a_big_endian_file_is_refused_as_such(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(InvalidModel, match="is a big-endian GGUF file"):
+        load_model(tmp_path / "m.gguf")

@@ -11,6 +11,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from quire.errors import InvalidModel, Unavailable
 from quire.weights import locate
+from quire.weights.hub import Listing
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
@@ -28,17 +29,17 @@ def test_the_embedded_model_lies_in_the_package(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "no spaces/here", "three/part/name", "lonely", ""])
 def test_what_is_neither_folder_nor_hub_id_is_refused(name: str) -> None:
-    with pytest.raises(InvalidModel, match="neither 'embedded', nor a folder here, nor a hub id"):
+    with pytest.raises(InvalidModel, match="neither 'embedded', nor a folder or file here, nor a hub id"):
         locate.locate(name)
 
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InvalidModel, match=r"no \.gguf file: name one, or the folder"):
+    with pytest.raises(InvalidModel, match=r"not a \.gguf file: name one, or the folder"):
         locate.locate(str(tmp_path / "config.json"))
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:8000", "https://huggingface.co/owner/name"])
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8000", "https://example.com/owner/name"])
 def test_an_address_is_no_model(address: str) -> None:
     with pytest.raises(InvalidModel, match=r"is an address: .* `quire chat --url ADDRESS`"):
         locate.locate(address)
@@ -51,6 +52,7 @@ def test_a_hub_id_goes_to_the_hub_without_code_or_pickles(monkeypatch: pytest.Mo
         asked.append((name, revision, cache_dir, allow_patterns))
         return str(tmp_path)
 
+    monkeypatch.setattr(locate.hub, "list_files", lambda *asked: Listing({"model.safetensors": 1}, online=True))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert locate.locate("owner/name", revision="main", cache="kept") == tmp_path
     [(name, revision, cache, patterns)] = asked

@@ -15,6 +15,7 @@ from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.quantization import scaled
 from quire.layers.quantization.base import Plain
+from quire.layers.quantization.gguf import StoredBlocks
 from quire.layers.quantization.integers import IntegerScheme
 from quire.models.registry import build_model, read_spec
 from quire.ops.base import IntegerKind, IntegerMatrix, Ops, QuantizedMatrix, Routing
@@ -265,16 +266,23 @@ def test_a_cut_is_a_cut_of_the_whole_in_every_format(folder: Path, name: str) ->
 
 
 @pytest.mark.parametrize("method", ONLINE)
-def test_plain_weights_are_quantised_on_request(folder: Path, method: str) -> None:
+def test_plain_weights_are_quantised_on_request(folder: Path, tmp_path: Path, method: str) -> None:
+    if isinstance(ONLINE[method], StoredBlocks):
+        # Rows of whole blocks of 256.
+        folder = tmp_path
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+        make(folder, "llama-gqa-tied", **sizes, head_dim=64)
     before = answer(load_model(folder, dtype="float32"))
     canary = Canary()
     model = load_model(folder, dtype="float32", quantization=method, canary=canary)
-    assert [each.quantized is None for each in matrices(model)] == [True] + [False] * 12, "the head stays as it was"
-    after = answer(model)
-    assert 0 < (after - before).std() < 0.15 * before.std()
+    kept = [each.quantized is None for each in matrices(model)]
+    assert kept == [True] + [False] * (len(kept) - 1), "the head stays as it was"
+    after, coarse = answer(model), method in ("q5_k", "q4_k", "q4_0")
+    # Random weights have no few that matter: of four bits as much is left as of any numbers.
+    assert 0 < (after - before).std() < (0.6 if coarse else 0.15) * before.std()
     assert canary.quality is not None
-    assert canary.quality.agreement > 0.6
-    assert 0 < canary.quality.kl < 0.1
+    assert canary.quality.agreement > (0.3 if coarse else 0.6)
+    assert 0 < canary.quality.kl < (0.4 if coarse else 0.1)
     assert canary.suspects == ()
 
 
@@ -301,7 +309,7 @@ def test_a_broken_scale_on_the_way_is_caught_by_the_canary(folder: Path, monkeyp
 
     quantise_rightly = scaled.quantize
     monkeypatch.setattr(scaled, "quantize", broken)
-    with pytest.raises(InvalidModel, match="quantisation has spoiled the model"):
+    with pytest.raises(InvalidModel, match="quantisation has degraded the model"):
         load_model(folder, dtype="float32", quantization="fp8", canary=Canary(threshold=Threshold()))
     canary = Canary()
     load_model(folder, dtype="float32", quantization="fp8", canary=canary)
@@ -352,9 +360,9 @@ def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:
             load_model(folder, **asked)  # type: ignore[arg-type]
         return str(error.value)
 
-    assert "--quantization awq: the checkpoint is not quantised so" in refused(quantization="awq")
+    assert "--quantization awq: the checkpoint is not quantised in this format" in refused(quantization="awq")
     quantise(folder, "awq")
-    assert "is quantised by awq already: --quantization fp8 cannot be" in refused(quantization="fp8")
+    assert "is already quantised by awq: --quantization fp8 cannot be" in refused(quantization="fp8")
     load_model(folder, quantization="awq")
     config = json.loads((folder / "config.json").read_text())
     for change, said in (

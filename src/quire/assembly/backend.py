@@ -34,6 +34,7 @@ def build_backend(settings: Settings, text: Text, engine: EngineProcess, **more:
         id=name,
         aliases=tuple(aliases),
         has_text=text.tokenizer.has_text,
+        eos=text.tokenizer.eos,
         infill_ends=() if text.tokenizer.infill is None else text.tokenizer.infill.ends,
         created=int(time.time()),
         max_model_len=UNLIMITED,
@@ -41,6 +42,7 @@ def build_backend(settings: Settings, text: Text, engine: EngineProcess, **more:
         defaults=text.defaults,
         tool_parser=text.tool_parser,
         reasoning_parser=text.reasoning_parser,
+        pooler=text.pooler,
         template_arguments=frozenset() if text.template is None else text.template.arguments,
     )
     return NativeBackend(engine=engine, tokenizer=text.tokenizer, chat=text.template, card=card, **more)

@@ -28,6 +28,7 @@ from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
 from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
+from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.sampling.features import EDITED, RANDOM, SCORED, TRUNCATED
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
 from quire.models.registry import Model
@@ -57,7 +58,9 @@ def make_steps(settings: Settings, device: torch.device) -> TritonSteps:
     return TritonSteps(device)
 
 
-def make_executor(settings: Settings, model: Model, device: torch.device, limits: Limits) -> Executor:
+def make_executor(
+    settings: Settings, model: Model, device: torch.device, limits: Limits, heads: PoolingHeads | None = None
+) -> Executor:
     """The executor on `device`, its graphs captured. Raises InvalidConfig when K/V does not fit."""
     cache, spec = settings.cache, model.spec
     max_num_seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
@@ -97,11 +100,13 @@ def make_executor(settings: Settings, model: Model, device: torch.device, limits
             depth=limits.lookahead,
             warm=keys,
             paces=_timed_steps(max_num_seqs, drafts),
+            heads=heads,
             catch_up=None if draft is None else GraphKey(follow, bucket_seqs(1), follow, 0, "follow"),
         )
     kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size)
     log.info(
-        "K/V: %d blocks of %d tokens, %.2f GiB; beside it %.2f GiB set aside, %.2f GiB taken so far; warm in %.1f s",
+        "K/V cache: %d blocks of %d tokens, %.2f GiB; reserved beside it %.2f GiB, allocated so far "
+        "%.2f GiB; warmed up in %.1f s",
         blocks,
         limits.block_size,
         kv_bytes / GIB,

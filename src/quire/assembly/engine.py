@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from quire.assembly import extra
+from quire.assembly.images import find_processor
 from quire.assembly.limits import (
     BuiltExecutor,
     Limits,
@@ -25,7 +26,7 @@ from quire.assembly.limits import (
 )
 from quire.assembly.progress import loading
 from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft
-from quire.assembly.text import build_tokenizer
+from quire.assembly.text import build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.config import Settings
 from quire.config.speculative import parse
 from quire.engine.engine import Engine
@@ -34,8 +35,19 @@ from quire.engine.executor import Description, Executor
 from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
-from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
-from quire.models.registry import ARCHITECTURES, Model, architecture_name, find_architecture, parameters
+from quire.model_runner.images import ImageRunner, Normalization
+from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks, plan_snapshots, state_bytes
+from quire.model_runner.pooling import PoolingHeads, unchanged
+from quire.models.registry import (
+    ARCHITECTURES,
+    DERIVED,
+    Model,
+    architecture_name,
+    find_architecture,
+    parameters,
+    vision_of,
+)
+from quire.multimodal.processor import ImageProcessor
 from quire.observability.recorder import recorded
 from quire.observability.recording_format import recording_folder
 from quire.ops.base import Ops
@@ -44,15 +56,18 @@ from quire.ops.native.library import LEVELS, best_level
 from quire.ops.native.ops import NativeOps
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.block_pool import EVICTION_POLICIES
+from quire.scheduler.encoder_cache import EncoderCache
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import SchedulingPolicy, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.structured_output.llguidance import ParallelMasks
-from quire.types import UNLIMITED
+from quire.types import UNLIMITED, Pooling
 from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.files import read_config
 from quire.weights.load import load_model
 from quire.weights.locate import EMBEDDED, locate
+from quire.weights.pooling import GENERATES, PoolerConfig, overridden
+from quire.weights.pooling_layers import read_dense_layers
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +94,15 @@ def build_engine(
     target = settings.scheduler.latency_target_ms
     executor, limits, static_gauges, plan_delay = make_executor(settings)
     executor = wrap(executor)
+    if executor.describe().bidirectional:
+        # It bounds what prompts cost answers, and may cut prompts for that.
+        target = 0.0
+    if folder is not None and executor.describe().encoder_layers:
+        raise InvalidConfig(
+            "--recording-dir: recordings have no images: leave it out, or turn images off with --limit-mm-per-prompt "
+            "'{\"image\": 0}'",
+            param="recording_dir",
+        )
     engine = make(
         build_scheduler(settings, executor.describe(), limits, policy),
         executor,
@@ -107,7 +131,8 @@ def make_executor(settings: Settings) -> BuiltExecutor:
         reason = str(error).split("\n")[0].rstrip(".")
         raise InvalidConfig(
             f"there is not enough memory for this: {reason}. Lower what sets it: num_gpu_blocks_override, "
-            "kv_cache_memory_bytes, gpu_memory_utilization, max_num_seqs or max_model_len; or end what else uses it"
+            "kv_cache_memory_bytes, gpu_memory_utilization, max_num_seqs or max_model_len; or stop "
+            "what else uses the memory"
         ) from error
 
 
@@ -115,21 +140,44 @@ def _local(settings: Settings) -> BuiltExecutor:
     """Quire's own layers, in this process."""
     device = choose_device(settings.execution.device)
     canary = build_canary(settings)
-    model = _load(settings, device, canary)
+    pooler = pooler_of(settings)
+    processor = find_processor(settings) if device.type == "cpu" else "they are read on a CPU only for now"
+    model = _load(settings, device, canary, pooler, vision=isinstance(processor, ImageProcessor))
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
-    limits = resolve(settings, model.spec, device)
+    limits = resolve(settings, model.spec, device, pooler.max_length)
+    heads = pooling_heads(model, pooler, device)
     layers, kv_gauges = _kv_layers(settings, model, device)
     if device.type == "cpu":
-        executor: Executor = on_host(settings, model, limits, layers)
+        images = _image_runner(model, processor)
+        executor: Executor = on_host(settings, model, limits, layers, heads=heads, images=images)
     else:
-        executor = _cuda().make_executor(settings, model, device, limits)
+        executor = _cuda().make_executor(settings, model, device, limits, heads)
     return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
 
 
-def on_host(settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape]) -> LocalExecutor:
-    """An executor for a model on the CPU. Raises InvalidConfig when K/V does not fit."""
-    cpu, cache = torch.device("cpu"), settings.cache
-    return paged(settings, model, limits, layers, cpu, cache.kv_cache_memory_bytes or cpu_budget(host_bytes()))
+def on_host(
+    settings: Settings,
+    model: Model,
+    limits: Limits,
+    layers: Sequence[LayerShape],
+    *,
+    heads: PoolingHeads | None = None,
+    images: ImageRunner | None = None,
+) -> LocalExecutor:
+    """An executor for a model on the CPU. heads: what follows pooling. images: its encoder, if any.
+
+    Raises InvalidConfig when K/V does not fit.
+    """
+    cpu, budget = torch.device("cpu"), settings.cache.kv_cache_memory_bytes or cpu_budget(host_bytes())
+    return paged(settings, model, limits, layers, cpu, budget, heads=heads, images=images)
+
+
+def _image_runner(model: Model, processor: ImageProcessor | str) -> ImageRunner | None:
+    """What encodes a model's images; None where it has no encoder, or is used without."""
+    tower = vision_of(model)
+    if tower is None or isinstance(processor, str):
+        return None
+    return ImageRunner(tower, Normalization(processor.mean, processor.std, processor.scale), torch.device("cpu"))
 
 
 def paged(
@@ -141,21 +189,30 @@ def paged(
     budget: int,
     *,
     pools: bool = True,
+    heads: PoolingHeads | None = None,
+    images: ImageRunner | None = None,
 ) -> LocalExecutor:
-    """An executor whose steps run as they are launched. budget: bytes of K/V. pools: as in `Description`.
+    """An executor whose steps run as they are launched. budget: bytes of K/V. pools, heads: as in `LocalExecutor`.
+    images: the encoder, if any.
 
     Raises InvalidConfig when K/V does not fit.
     """
     cache, draft = settings.cache, load_draft(settings, model, device, ReferenceOps())
     speculative = parse(settings.scheduler.speculative_config)
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    states = limits.num_rows * (1 + drafts)
+    snapshots = snapshot_slots(settings, limits, layers, states, budget)
+    rows = limits.max_num_seqs
+    if model.spec.bidirectional:
+        # Nothing is kept after a step, which has so many whole prompts at most.
+        rows = min(rows, -(-limits.max_num_batched_tokens // limits.max_model_len) + rows_of_blocks(limits))
     blocks = cache.num_gpu_blocks_override or plan_blocks(
         (*layers, *draft_layers(draft)),
         page_size=limits.block_size,
-        rows=limits.max_num_seqs,
+        rows=rows,
         max_model_len=limits.max_model_len,
         budget=budget,
-        states=limits.num_rows * (1 + drafts),
+        states=states + snapshots,
     )
     sizes: dict[str, Any] = {"pages": blocks, "page_size": limits.block_size, "rows": limits.num_rows}
     return LocalExecutor(
@@ -168,7 +225,28 @@ def paged(
         depth=limits.lookahead,
         layers=layers,
         pools=pools,
+        snapshots=snapshots,
+        heads=heads,
+        images=images,
     )
+
+
+def snapshot_slots(settings: Settings, limits: Limits, layers: Sequence[LayerShape], states: int, budget: int) -> int:
+    """Slots for snapshots of recurrent layers' states, see `plan_snapshots`; says so where none fits."""
+    cache = settings.cache
+    wanted = cache.state_snapshots if cache.enable_prefix_caching else 0
+    slots = plan_snapshots(layers, wanted, sequences=limits.max_num_seqs, states=states, budget=budget)
+    if state_bytes(layers) and not slots and wanted is None:
+        log.warning(
+            "the memory for K/V has no room for snapshots of recurrent layers' states, so no prefix is reused: give it "
+            "more with --kv-cache-memory-bytes, or lower --max-num-seqs"
+        )
+    return slots
+
+
+def rows_of_blocks(limits: Limits) -> int:
+    """Sequences of the full length that have as many blocks as there are sequences: each may begin one in vain."""
+    return -(-limits.max_num_seqs * limits.block_size // limits.max_model_len)
 
 
 def choose_executor(settings: Settings) -> str:
@@ -181,8 +259,8 @@ def choose_executor(settings: Settings) -> str:
         return kind
     folder = locate(model.model, revision=model.revision, cache=model.download_dir)
     fields = read_config(folder)
-    name = architecture_name(fields)
-    if name in ARCHITECTURES:
+    name = architecture_name(overridden(fields, hf_overrides(settings)))
+    if name in ARCHITECTURES or name in DERIVED:
         return "local"
     known = find_spec("transformers") is not None and extra("quire.executors.hf", "hf").knows(fields, name)
     if not known:
@@ -208,9 +286,14 @@ def build_scheduler(
         KVCacheManager(
             description.num_blocks,
             description.block_size,
-            make_prefix_cache(description.block_size, cache.enable_prefix_caching and not description.recurrent),
+            make_prefix_cache(
+                description.block_size,
+                cache.enable_prefix_caching and not description.bidirectional,
+                description.num_snapshots if description.recurrent else None,
+            ),
             EVICTION_POLICIES[cache.eviction_policy](),
             max_pinned_blocks=int(description.num_blocks * cache.max_pinned_share),
+            snapshot_interval=cache.snapshot_interval,
         ),
         rows=description.num_rows,
         max_num_seqs=limits.max_num_seqs,
@@ -220,10 +303,40 @@ def build_scheduler(
         policy=policy,
         speculation=build_speculation(settings, description),
         compute_masks=ParallelMasks(pinned=torch.cuda.is_available()),
+        encoder_cache=build_encoder_cache(settings, description, limits),
     )
 
 
-def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Model:
+def pooling_heads(model: Model, pooler: PoolerConfig, device: torch.device) -> PoolingHeads | None:
+    """What follows pooling of a model; None for nothing."""
+    dense = read_dense_layers(pooler.dense, model.dtype, device) if pooler.dense else unchanged
+    classify = model.classify
+    if classify is None:
+        return PoolingHeads(dense) if pooler.dense else None
+    return PoolingHeads(dense, lambda x: classify(x.to(model.dtype)), cast(Pooling, model.spec.classifier_pooling))
+
+
+def build_encoder_cache(settings: Settings, description: Description, limits: Limits) -> EncoderCache | None:
+    """The encoder's share of steps and memory; None where there is no encoder."""
+    processor, media = find_processor(settings), settings.multimodal
+    if isinstance(processor, str) or not description.encoder_layers:
+        return None
+    return EncoderCache(
+        media.encoder_cache_size or max(8192, processor.most_tokens),
+        media.max_num_encoder_input_tokens or limits.max_num_batched_tokens,
+        description.encoder_layers,
+        whole_images=description.whole_images,
+    )
+
+
+def _load(
+    settings: Settings,
+    device: torch.device,
+    canary: Canary | None,
+    pooler: PoolerConfig = GENERATES,
+    *,
+    vision: bool = False,
+) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
     with loading(model.model) as progress:
@@ -241,6 +354,10 @@ def _load(settings: Settings, device: torch.device, canary: Canary | None) -> Mo
             progress=progress,
             room=host_bytes() if device.type == "cpu" else math.inf,
             max_model_len=model.max_model_len,
+            pools=not pooler.generates,
+            overrides=hf_overrides(settings),
+            words=None if pooler.words is None else word_ids(pooler.words, build_tokenizer(settings)),
+            vision=vision,
         )
 
 

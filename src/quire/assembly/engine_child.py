@@ -85,7 +85,7 @@ def _settings(link: socket.socket) -> Settings:
     while data := link.recv(1 << 16):
         for message in frames.feed(data):
             return Settings.of(**message.settings)
-    raise QuireError("the front went away before it said what to build")
+    raise QuireError("the frontend exited before it sent the settings")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ def limits_of(settings: Settings, description: Description) -> Limits:
         settings,
         default_tokens=min(512 if description.device == "cpu" else 8192, description.max_step_tokens),
         max_model_len=description.max_model_len,
+        whole_prompts=description.bidirectional,
         block_size=description.block_size,
         max_num_seqs=settings.scheduler.max_num_seqs or max_rows,
         num_rows=description.num_rows,
@@ -58,7 +59,7 @@ def limits_of(settings: Settings, description: Description) -> Limits:
     for name, bound in (("max_num_seqs", max_rows), ("max_num_batched_tokens", description.max_step_tokens)):
         if (value := getattr(limits, name)) > bound:
             raise InvalidConfig(
-                f"the executor was started for {name} {bound}, and here it would be {value}: lower it here, or raise "
+                f"the executor was started with {name} {bound}, and here it is {value}: lower it here, or raise "
                 "it there",
                 param=name,
             )

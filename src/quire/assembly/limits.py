@@ -78,23 +78,31 @@ def choose_threads(parameters: int) -> int:
     return 1 if parameters < _SMALL_MODEL else torch.get_num_threads()
 
 
-def resolve(settings: Settings, spec: ModelSpec, device: torch.device) -> Limits:
-    """Resolve sizes for a model on a device. Raises InvalidConfig for a context longer than the model's, and for what
-    models with recurrent layers do not have."""
+def resolve(settings: Settings, spec: ModelSpec, device: torch.device, longest: int | None = None) -> Limits:
+    """Resolve sizes for a model on a device. longest: tokens of a prompt where no option says so.
+
+    Raises InvalidConfig for a context longer than the model's, and for what models with recurrent layers or with
+    bidirectional attention do not have.
+    """
     cpu = device.type == "cpu"
     check_recurrent(settings, spec, device)
+    check_pooling(settings, spec, device)
     scheduler, max_model_len = settings.scheduler, settings.model.max_model_len
     if max_model_len is not None and max_model_len > spec.context:
         raise InvalidConfig(
             f"max_model_len {max_model_len} is above the {spec.context} tokens this model was made for: lower it"
         )
-    max_model_len = max_model_len or spec.context
-    max_num_seqs = scheduler.max_num_seqs or (64 if cpu else 256)
+    max_model_len = max_model_len or min(spec.context, longest or spec.context)
+    if spec.bidirectional:
+        check_whole_prompts(settings, max_model_len)
+    max_num_seqs = scheduler.max_num_seqs or (64 if cpu and spec.generates else 256)
     lookahead = scheduler.lookahead if scheduler.lookahead is not None else (0 if cpu else 1)
     return sized(
         settings,
-        default_tokens=512 if cpu else 8192,
-        max_model_len=max_model_len,
+        default_tokens=(512 if spec.generates else POOLED_TOKENS) if cpu else 8192,
+        # The token that ends a prompt has its place, too.
+        max_model_len=max_model_len + (not spec.generates),
+        whole_prompts=spec.bidirectional,
         block_size=settings.cache.block_size or (16 if cpu else 64),
         max_num_seqs=max_num_seqs,
         num_rows=max_num_seqs * (1 + lookahead),
@@ -106,7 +114,7 @@ def check_recurrent(settings: Settings, spec: ModelSpec, device: torch.device) -
     """Raise InvalidConfig for a device or K/V that models with recurrent layers are not served with."""
     if spec.recurrent and device.type != "cpu":
         raise InvalidConfig(
-            f"{spec.architecture} has recurrent layers, which run on a CPU only for now: --device cpu", param="device"
+            f"{spec.architecture} has recurrent layers, which only run on a CPU for now: --device cpu", param="device"
         )
     if spec.recurrent and settings.cache.kv_cache_dtype != "auto":
         raise InvalidConfig(
@@ -115,12 +123,58 @@ def check_recurrent(settings: Settings, spec: ModelSpec, device: torch.device) -
         )
 
 
-def sized(settings: Settings, *, default_tokens: int, max_num_seqs: int, max_model_len: int, **sizes: int) -> Limits:
-    """Limits of these sizes, and of a step's and a span's tokens from settings. default_tokens: of a step."""
+POOLED_TOKENS = 2048
+"""Tokens of a step on a CPU of models that do not generate, whose steps delay no next token."""
+
+
+def check_pooling(settings: Settings, spec: ModelSpec, device: torch.device) -> None:
+    """Raise InvalidConfig for what models that do not generate are not served with."""
+    if spec.generates:
+        return
+    if settings.scheduler.speculative_config is not None:
+        raise InvalidConfig(
+            "--speculative-config drafts tokens of answers, and a pooling model gives none: leave it out",
+            param="speculative_config",
+        )
+    if settings.cache.kv_cache_dtype != "auto":
+        raise InvalidConfig(
+            "--kv-cache-dtype fp8 does not go with pooling models: leave it at auto", param="kv_cache_dtype"
+        )
+    if spec.bidirectional and device.type != "cpu":
+        raise InvalidConfig(
+            f"{spec.architecture} has bidirectional attention, which runs on a CPU only for now: --device cpu",
+            param="device",
+        )
+
+
+def check_whole_prompts(settings: Settings, max_model_len: int) -> None:
+    """Raise InvalidConfig for options by which a prompt of `max_model_len` tokens does not fit into one step."""
+    scheduler = settings.scheduler
+    for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
+        value = getattr(scheduler, name)
+        if value and value < max_model_len:
+            raise InvalidConfig(
+                f"--{name.replace('_', '-')} {value} is below the {max_model_len} tokens of the longest prompt, and "
+                "bidirectional attention computes a prompt in one step: raise it, or lower --max-model-len",
+                param=name,
+            )
+
+
+def sized(
+    settings: Settings,
+    *,
+    default_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    whole_prompts: bool = False,
+    **sizes: int,
+) -> Limits:
+    """Limits of these sizes, and of a step's and a span's tokens from settings. default_tokens: of a step.
+    whole_prompts: prompts are never chunked."""
     scheduler = settings.scheduler
     tokens = max(max_num_seqs, scheduler.max_num_batched_tokens or default_tokens)
     chunk = scheduler.long_prefill_token_threshold or tokens
-    if not scheduler.enable_chunked_prefill:
+    if whole_prompts or not scheduler.enable_chunked_prefill:
         tokens, chunk = max(tokens, max_model_len), UNLIMITED
     limits = {"max_num_batched_tokens": tokens, "max_chunk_tokens": chunk}
     return Limits(max_num_seqs=max_num_seqs, max_model_len=max_model_len, **limits, **sizes)

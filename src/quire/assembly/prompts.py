@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from quire.assembly.text import Text
 from quire.checks import token_ids
 from quire.errors import InvalidRequest
+from quire.multimodal.inputs import ImageInputs, MediaNeeded, NoImages
 from quire.parsers.parts import PLAIN, Splitter
 from quire.parsers.reasoning import THOUGHTS, bounded, thoughts_ahead
 from quire.tokenization.no_tokenizer import needs_text
-from quire.types import SamplingParams
+from quire.types import PromptImage, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; with images, {"multi_modal_data": {"image": [...]}}
+beside."""
 
 Message = Mapping[str, Any]
 
 
+class ReadPrompt(NamedTuple):
+    """A prompt's text, None if it has none, its token ids, and its images."""
+
+    text: str | None
+    ids: tuple[int, ...]
+    images: tuple[PromptImage, ...] = ()
+
+
 class PromptReader:
-    """Turns prompts into token ids. May be used from any thread; methods raise InvalidRequest naming the argument."""
+    """Turns prompts into token ids. May be used from any thread; methods raise InvalidRequest naming the argument.
 
-    def __init__(self, text: Text) -> None:
+    images: how images are read. fetch: reads files of other servers, by their addresses.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        images: ImageInputs | None = None,
+        fetch: Callable[[Sequence[str]], Mapping[str, bytes]] | None = None,
+    ) -> None:
         self._text = text
+        self._images: ImageInputs = NoImages() if images is None else images
+        self._fetch = fetch
 
-    def read(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | None, tuple[int, ...]]]:
+    def read(self, prompts: Prompt | Sequence[Prompt]) -> list[ReadPrompt]:
         """One prompt, or a list of them, each `encoded`."""
         return [self.encoded(prompt) for prompt in listed(prompts)]
 
-    def encoded(self, prompt: Prompt, suffix: str = "") -> tuple[str | None, tuple[int, ...]]:
-        """A prompt's text, None if it has none, and its token ids.
+    def encoded(self, prompt: Prompt, suffix: str = "") -> ReadPrompt:
+        """A prompt's text, None if it has none, its token ids and its images.
 
         suffix: a text to fill in before; with one, a prompt is text, and the ids are not those of it.
         """
@@ -39,21 +59,31 @@ class PromptReader:
             text = prompt.get("prompt") if isinstance(prompt, Mapping) and set(prompt) == {"prompt"} else prompt
             if not isinstance(text, str):
                 raise InvalidRequest("suffix: with a suffix, a prompt must be text", param="suffix")
-            return None, self._text.tokenizer.encode(text, suffix=suffix)
+            return ReadPrompt(None, self._text.tokenizer.encode(text, suffix=suffix))
         if isinstance(prompt, Mapping):
             known = {"prompt", "prompt_token_ids"} & set(prompt)
-            if not known or len(prompt) > len(known):
+            if not known or len(prompt) > len(known) + ("multi_modal_data" in prompt):
                 raise InvalidRequest(
-                    f"a prompt has 'prompt' or 'prompt_token_ids' and nothing else, not {sorted(prompt)}",
+                    "a prompt has 'prompt' or 'prompt_token_ids', perhaps 'multi_modal_data', and nothing else, not "
+                    f"{sorted(prompt)}",
                     param="prompts",
                 )
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             _check_prompt("a prompt", text or "")
-            return text, self._text.tokenizer.encode(text or "") if ids is None else token_ids("prompt_token_ids", ids)
+            return self._with_images(text, ids, prompt.get("multi_modal_data"))
         if isinstance(prompt, str):
-            return prompt, self._text.tokenizer.encode(prompt)
+            return ReadPrompt(prompt, self._text.tokenizer.encode(prompt))
         _check_prompt("a prompt", prompt)
-        return None, token_ids("prompts", prompt)
+        return ReadPrompt(None, token_ids("prompts", prompt))
+
+    def _with_images(self, text: str | None, ids: object, data: object) -> ReadPrompt:
+        """A prompt whose images are beside it, in the order of their places."""
+        images = self._images.load(images_of(data), "multi_modal_data")
+        if ids is None:
+            encoded = self._text.tokenizer.encode(self._images.marked(text or "", images))
+        else:
+            encoded = token_ids("prompt_token_ids", ids)
+        return ReadPrompt(text, *self._images.place(encoded, images))
 
     def filling(self, params: SamplingParams, suffix: str) -> SamplingParams:
         """`params` for an answer before `suffix`: it also ends at the tokens that end the middle."""
@@ -62,8 +92,9 @@ class PromptReader:
             return params
         return replace(params, stop_token_ids=(*params.stop_token_ids, *infill.ends))
 
-    def rendered(self, messages: Sequence[Message], **rendering: Any) -> tuple[str, tuple[int, ...]]:
-        """A conversation's text by the model's chat template, and its token ids. rendering: of `ChatTemplate`."""
+    def rendered(self, messages: Sequence[Message], **rendering: Any) -> ReadPrompt:
+        """A conversation's text by the model's chat template, its token ids and images. rendering: of
+        `ChatTemplate`."""
         if not self._text.tokenizer.has_text:
             raise needs_text("messages")
         if self._text.template is None:
@@ -74,8 +105,18 @@ class PromptReader:
             )
         _check_mappings("messages", messages, "role", str)
         _check_mappings("tools", rendering.get("tools") or (), "function", Mapping)
-        text = self._text.template.render(messages, **rendering)
-        return text, self._text.tokenizer.encode(text, add_special_tokens=False)
+        shown, images = self._read_images(messages)
+        text = self._images.marked(self._text.template.render(shown, **rendering), images)
+        ids = self._text.tokenizer.encode(text, add_special_tokens=False)
+        return ReadPrompt(text, *self._images.place(ids, images))
+
+    def _read_images(self, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[PromptImage, ...]]:
+        own = self._images.begin()
+        try:
+            return own.read(messages)
+        except MediaNeeded as needed:
+            assert self._fetch is not None
+            return own.begin(self._fetch(needed.urls)).read(messages)
 
     def splitter(self, text: str, params: SamplingParams) -> tuple[Splitter, SamplingParams]:
         """What splits an answer to a conversation rendered as `text` into reasoning and content, and `params` with
@@ -95,6 +136,16 @@ class PromptReader:
         style = THOUGHTS.get(parser)
         form = form and replace(form, begin="" if style is None else style.answer)
         return replace(params, structured_outputs=bounded(form, parser, ahead, params.thinking_token_budget))
+
+
+def images_of(data: object) -> Sequence[Any]:
+    """The images of `multi_modal_data`: {"image": one of pillow, or a list of them}. Raises InvalidRequest."""
+    if data is None:
+        return ()
+    if not isinstance(data, Mapping) or set(data) - {"image"}:
+        raise InvalidRequest('multi_modal_data must look like {"image": image}', param="multi_modal_data")
+    found = data.get("image")
+    return () if found is None else list(found) if isinstance(found, list | tuple) else [found]
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

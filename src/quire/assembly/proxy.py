@@ -19,6 +19,7 @@ from quire.frontend.supervisor import PrivateServer, free_port
 from quire.frontend.upstream import UpstreamBackend
 from quire.observability.live_view import Broadcaster, RequestTimeline
 from quire.observability.tracing import build_traces
+from quire.scheduler.routing import RoutingPolicy, make_routing_policy
 from quire.server.access import Keys
 from quire.server.limits import Limits
 from quire.server.proxy import create_relay_app
@@ -79,7 +80,7 @@ def relay(settings: Settings) -> None:
         kind=upstream.backend,
         headers=[] if key is None else [(b"authorization", b"Bearer " + key.encode())],
         max_outstanding=upstream.upstream_most,
-        affinity=upstream.upstream_affinity,
+        routing=build_routing(settings),
         start_timeout=upstream.upstream_start_timeout,
     )
     keys = Keys(server.api_key, settings.access.admin_key)
@@ -91,6 +92,17 @@ def relay(settings: Settings) -> None:
         log.info("%s is ready at %s after %.1f s; answers come from %s", backend.name, url, seconds, ", ".join(urls))
 
     run(settings, app, backend, sock, log_ready, traces)
+
+
+def build_routing(settings: Settings) -> RoutingPolicy:
+    """The policy that chooses among upstreams. Raises InvalidConfig for two that contradict each other."""
+    policy = settings.upstream.upstream_policy
+    if settings.upstream.upstream_affinity and policy not in ("least_loaded", "prefix_hash"):
+        raise InvalidConfig(
+            f"--upstream-affinity means --upstream-policy prefix_hash, not {policy}: leave one of them out",
+            param="upstream_affinity",
+        )
+    return make_routing_policy("prefix_hash" if settings.upstream.upstream_affinity else policy)
 
 
 def _vllm_flags(settings: Settings) -> list[str]:

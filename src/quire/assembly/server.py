@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from quire import __version__, heap
 from quire.assembly.backend import ENGINE_MODULE, build_backend, engine_process, model_names
+from quire.assembly.images import build_fetcher, build_images
 from quire.assembly.text import Text, build_text
 from quire.config import Settings
 from quire.config.option import amount
@@ -65,6 +66,7 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
         engine,
         observer=observer,
         max_queued=scheduler.max_num_queued_reqs,
+        max_image_bytes=settings.multimodal.max_pending_image_bytes,
     )
     limits = Limits(
         max_body_bytes=server.max_body_bytes,
@@ -76,6 +78,8 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
         prompt_header=PromptHeader(server.prompt_header),
         max_new_tokens=server.max_new_tokens,
         default_max_new_tokens=server.default_max_new_tokens,
+        images=build_images(settings),
+        fetch_media=build_fetcher(settings).fetch,
     )
     state_dir = None if server.state_dir is None else Path(server.state_dir).expanduser()
     stored = ResponseStore(server.max_stored_responses, server.max_stored_bytes, state_dir, observer)
@@ -163,7 +167,7 @@ def _log_ready(text: Text, backend: NativeBackend, started: float, url: str) -> 
     if doubts := text.tokenizer.doubts(card.vocab_size):
         log.warning(doubts)
     log.info(
-        "%s is ready at %s after %.1f s; calls of tools: %s (%s), thoughts: %s",
+        "%s is ready at %s after %.1f s; tool calls: %s (%s), reasoning: %s",
         *(card.id, url, time.monotonic() - started, text.tool_parser, text.tools_from, text.reasoning_parser),
     )
     if backend.description is not None:

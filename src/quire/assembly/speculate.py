@@ -73,7 +73,7 @@ def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops
     )
     if draft.spec.recurrent:
         raise InvalidConfig(
-            f"a {draft.spec.architecture} has recurrent layers, which a draft model may not have",
+            f"{draft.spec.architecture} has recurrent layers, which are not supported in a draft model",
             param="speculative_config",
         )
     if draft.spec.vocab != target.spec.vocab:
@@ -83,7 +83,8 @@ def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops
         )
     if draft.spec.context < target.spec.context:
         log.warning(
-            "the draft was made for %d tokens and the model for %d: drafts will be worse past that",
+            "the draft model has a context of %d tokens and the model one of %d: fewer drafts will "
+            "be accepted beyond that",
             draft.spec.context,
             target.spec.context,
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from quire.config import Settings
-from quire.errors import InvalidModel
+from quire.errors import InvalidConfig, InvalidModel
 from quire.parsers.reasoning import ReasoningParser, parser_of
 from quire.parsers.tools.styles import STYLES, ToolParser, sign_of, style_of
 from quire.tokenization.chat_template import ChatTemplate
@@ -17,12 +19,14 @@ from quire.tokenization.tokenizer import Tokenizer, read_eos, sampling_defaults
 from quire.tokenization.vocabularies import ends_of, from_gguf
 from quire.weights.gguf import find_gguf, read_gguf
 from quire.weights.locate import check, locate
+from quire.weights.pooling import PoolerConfig, read_pooler
 
 
 class Text(NamedTuple):
     """How a model's text becomes tokens and back. template: None if it has none. defaults: of generation_config.json.
 
     tool_parser, reasoning_parser: as set, otherwise detected from the template. tools_from: how the first was chosen.
+    pooler: how prompts become vectors.
     """
 
     folder: Path
@@ -32,6 +36,7 @@ class Text(NamedTuple):
     tool_parser: ToolParser
     reasoning_parser: ReasoningParser
     tools_from: str
+    pooler: PoolerConfig
 
     def info(self) -> dict[str, Any]:
         """What `/tokenizer_info` answers: the tokenizer's configuration, with the chat template that is used."""
@@ -70,8 +75,49 @@ def build_text(settings: Settings) -> Text:
         sampling_defaults(folder),
         (style or style_of(source)).name,
         parser_of(source) if reasoning == "auto" else reasoning,
-        "as set" if style else "by the chat template" if sign_of(source) else "no format in the chat template",
+        "as set" if style else "by the chat template" if sign_of(source) else "the chat template names no format",
+        pooler_of(settings),
     )
+
+
+def hf_overrides(settings: Settings) -> Mapping[str, Any]:
+    """Fields in place of config.json's. Raises InvalidConfig for text that is no JSON object."""
+    return json_object("hf_overrides", settings.model.hf_overrides)
+
+
+def pooler_of(settings: Settings) -> PoolerConfig:
+    """How the model's prompts become vectors. Raises InvalidConfig and InvalidModel."""
+    model = settings.model
+    found = read_pooler(
+        locate(model.model, revision=model.revision, cache=model.download_dir),
+        runner=model.runner,
+        convert=model.convert,
+        overrides=hf_overrides(settings),
+        options=json_object("pooler_config", model.pooler_config),
+    )
+    return replace(found, by_chat=bool(found.classes) and model.chat_template is not None)
+
+
+def word_ids(words: tuple[str, str], tokenizer: Tokenizer) -> tuple[int, int]:
+    """The token ids of two words. Raises InvalidConfig for one that is no token."""
+    ids = [tokenizer.id_of(word) for word in words]
+    for word, id in zip(words, ids, strict=True):
+        if id is None:
+            raise InvalidConfig(
+                f"hf_overrides: classifier_from_token: {word!r} is no token of this model", param="hf_overrides"
+            )
+    return cast("tuple[int, int]", tuple(ids))
+
+
+def json_object(name: str, text: str | None) -> Mapping[str, Any]:
+    """An option that is a JSON object; empty for None. Raises InvalidConfig."""
+    try:
+        value = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise InvalidConfig(f"{name} is not JSON ({error})", param=name) from error
+    if not isinstance(value, dict):
+        raise InvalidConfig(f"{name} must be a JSON object, not {text!r:.80}", param=name)
+    return value
 
 
 def _check_architecture(settings: Settings, folder: Path) -> None:

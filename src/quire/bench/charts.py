@@ -106,6 +106,88 @@ def named(row: Row) -> str:
     return str(row["workload"]) + (f", batch {row['batch']}" if row["batch"] else "")
 
 
+def simulated(rows: Sequence[Row]) -> list[str]:
+    """Of simulations: cost against goodput, first tokens, and how many replicas there were; as SVG."""
+    with rc_context(dict(STYLE)):
+        drawn = [cost_and_goodput(rows), by_replicas(rows, "ttft", "time to first token, ms")]
+        drawn.append(by_replicas(rows, "itl", "time between tokens, ms"))
+        if any(len(row["sizes"]) > 1 for row in rows):
+            drawn.append(replicas_over_time(rows))
+        return [svg(figure) for figure in drawn]
+
+
+def cost_of(row: Row) -> float:
+    """The cost of a simulated row, or the replicas' hours where no price was given."""
+    return float(row.get("cost", row["replica_hours"]))
+
+
+def in_groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows of the same settings, by cost."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=cost_of):
+        groups.setdefault(row["name"], []).append(row)
+    return groups
+
+
+def cost_and_goodput(rows: Sequence[Row]) -> Figure:
+    """A point a row, joined where only the number of replicas differs."""
+    priced = any("cost" in row for row in rows)
+    figure, axes = plot(
+        ("cost" if priced else "replica hours") + " against requests a second within the goals", 6.4, 3.6
+    )
+    for (name, group), colour in zip(in_groups(rows).items(), cycle(COLOURS), strict=False):
+        points = [(row["good_s"], cost_of(row)) for row in group]
+        axes.plot(*zip(*points, strict=True), "-", marker="o", ms=4, color=colour, label=name)
+        for row, point in zip(group, points, strict=True):
+            said = f"{row['replicas']}" + ("" if not row.get("chosen") or len(group) == 1 else " *")
+            axes.annotate(said, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
+    axes.set_xlabel("requests a second within the goals")
+    axes.set_ylabel("cost" if priced else "replica hours")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    if len(rows) > 1:
+        axes.legend()
+    return figure
+
+
+def by_replicas(rows: Sequence[Row], what: str, title: str) -> Figure:
+    """p50 (dashed) and p99 of a time, by replicas where their number differs, else by row."""
+    figure, axes = plot(title)
+    groups = in_groups(rows)
+    if any(len(group) > 1 for group in groups.values()):
+        for (name, group), colour in zip(groups.items(), cycle(COLOURS), strict=False):
+            for statistic, line in (("p99", "-"), ("p50", "--")):
+                points = sorted((row["replicas"], row["ms"][what][statistic]) for row in group)
+                axes.plot(*zip(*points, strict=True), line, marker="o", ms=3, color=colour, label=f"{name} {statistic}")
+        axes.set_xlabel("replicas")
+        axes.xaxis.set_major_formatter(FuncFormatter(plain))
+        axes.legend()
+    else:
+        names = list(groups)
+        for shift, statistic, colour in ((-0.2, "p50", COLOURS[0]), (0.2, "p99", COLOURS[1])):
+            heights = [groups[name][0]["ms"][what][statistic] for name in names]
+            axes.barh([i + shift for i in range(len(names))], heights, 0.38, color=colour, label=statistic)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_xlabel("ms")
+        axes.legend()
+        return figure
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(plain))
+    axes.yaxis.set_minor_formatter(FuncFormatter(sparse))
+    return figure
+
+
+def replicas_over_time(rows: Sequence[Row]) -> Figure:
+    """How many replicas took requests, as an autoscaler had it."""
+    figure, axes = plot("replicas over time, s", 10.8, 2.6)
+    for row, colour in zip(rows, cycle(COLOURS), strict=False):
+        points = [*row["sizes"], (row["seconds"], row["sizes"][-1][1])]
+        axes.step(*zip(*points, strict=True), where="post", color=colour, label=row["name"])
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return figure
+
+
 def svg(figure: Figure) -> str:
     """The figure as an SVG element, the same for the same data."""
     with io.StringIO() as out:

@@ -160,7 +160,7 @@ async def read_answer(reader: asyncio.StreamReader, since: float, tally: ClientT
     while not rest.endswith(b"0\r\n\r\n"):
         data = await reader.read(1 << 16)
         if not data:
-            raise ConnectionError("the server hung up")
+            raise ConnectionError("the server closed the connection")
         now = time.perf_counter()
         *events, rest = (rest + data).split(b"\n\n")
         for event in events:

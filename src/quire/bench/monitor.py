@@ -129,7 +129,9 @@ def served_model(url: str, key: str = "") -> str:
     """Name of the first model that a server lists. Raises ClickException where it lists none."""
     body = fetch(url.rstrip("/").removesuffix("/v1") + "/v1/models", key)
     if body is None:
-        raise click.ClickException(f"{url} does not answer /v1/models: is a server there, and does it want a key?")
+        raise click.ClickException(
+            f"{url} does not answer /v1/models: is a server running there, and does it need a key?"
+        )
     try:
         return str(json.loads(body)["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as error:

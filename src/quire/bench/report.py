@@ -15,7 +15,7 @@ from quire.bench.offline import FILE
 from quire.bench.serve import QUANTILES
 from quire.errors import InvalidRequest
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
@@ -81,7 +81,7 @@ def page(runs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], c
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Quire bench: {names}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<style>{_STYLE}</style></head><body><h1>{names}</h1>",
+        f"<style>{STYLE}</style></head><body><h1>{names}</h1>",
         f'<div class="charts">{"".join(charts)}</div>',
     ]
     for run in runs:

@@ -116,10 +116,10 @@ def command(base_url: str, model: str | None, api_key: str, path: Path | None, p
                 break
     show(found)
     if path is not None:
-        click.echo(f"{path} has all of it; quire bench report {path} draws it")
+        click.echo(f"{path} holds all results; `quire bench report {path}` plots them")
     if not any(row["ok"] for row in found):
         said = asyncio.run(refusal(replace(job, prompts=levels[0].prompts, output_lens=levels[0].output_lens)))
-        raise click.ClickException(f"{base_url} answered nothing: {found[0]['statuses']}; it says: {said}")
+        raise click.ClickException(f"{base_url} answered no request: {found[0]['statuses']}; it says: {said}")
 
 
 def parse_version(body: bytes) -> Any:

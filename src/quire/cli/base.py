@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import os
+import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from quire.cli.examples import examples_of
 from quire.config import OPTIONS, Option, Settings, load, refuse
@@ -30,11 +35,13 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "complete": "`quire generate`",
         "help": "`quire --help`, and `quire COMMAND --help`",
-        "pull": "`hf download OWNER/NAME`; serve, run and chat download what is missing",
-        "list": "`hf cache ls`, for models that were downloaded",
+        "ls": "`quire list`",
+        "remove": "`quire rm`",
+        "download": "`quire pull`",
+        "stop": "Ctrl-C in the terminal of `quire serve`",
+        "create": "`quire serve` with options, and `system` in requests",
         "show": "`quire inspect`",
         "ps": "GET /api/ps of a server",
-        "rm": "`hf cache rm`, for models that were downloaded",
         "run-batch": "`quire serve --batch-dir FOLDER`, which has OpenAI's Batches",
         "collect-env": "`quire version`",
         **{
@@ -45,6 +52,12 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 )
 """Where commands of vLLM and Ollama, and commands that moved, are found."""
 
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a write fails with where nothing is wrong with Quire."""
 
 HELP: Mapping[str, Any] = MappingProxyType({"help_option_names": ["--help", "-h"]})
 """Settings of every command's context."""
@@ -109,18 +122,32 @@ class Root(LazyGroup):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a subcommand; errors become a line on stderr and an exit code."""
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            # A model may say what a terminal's encoding lacks.
+            sys.stdout.reconfigure(errors="replace")
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
         except OSError as error:
             # Click handles others, such as a broken pipe.
-            if error.filename is None:
+            if error.filename is None and error.errno not in UNWRITABLE:
                 raise
             _print_traceback(ctx)
-            raise Failure(QuireError(f"{error.filename}: {error.strerror}")) from error
+            if error.filename is None:
+                _discard_output()
+            raise Failure(QuireError(f"{error.filename or 'cannot write'}: {error.strerror}")) from error
         except QuireError as error:
             _print_traceback(ctx)
             asked_for = isinstance(error, InvalidConfig | InvalidModel | InvalidRequest)
             raise (Refusal if asked_for else Failure)(error) from error
+
+
+def _discard_output() -> None:
+    """Let nothing be written when the interpreter flushes standard output at its end, which would fail again."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_traceback(ctx: click.Context) -> None:
@@ -146,6 +173,7 @@ class SettingsCommand(click.Command):
     """A command that takes the options of some sections, and gets them as `settings`.
 
     also: further options. positional: the model may be an argument. rest: the option that takes arguments after --.
+    elsewhere: by an option that another command has, what to do instead.
     """
 
     def __init__(
@@ -155,12 +183,14 @@ class SettingsCommand(click.Command):
         also: Sequence[str] = (),
         positional: bool = False,
         rest: str | None = None,
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
         params: Iterable[click.Parameter] = (),
         **attributes: Any,
     ) -> None:
         self.rest = rest
+        self.elsewhere = elsewhere
         self.taken = [known for known in OPTIONS.values() if known.section in sections or known.name in also]
-        own: list[click.Parameter] = [click.Argument(["model_given"], metavar="[MODEL]", required=False)]
+        own: list[click.Parameter] = [model_argument(required=False)]
         file = click.Option(["--config", "config_file"], metavar="FILE.yaml", help="Settings: 'option: value' lines.")
         made = [_click_option(known) for known in self.taken]
         super().__init__(params=[*(own if positional else []), *params, file, *made], **attributes)
@@ -178,7 +208,10 @@ class SettingsCommand(click.Command):
             written = next((arg for arg in given if arg.startswith(error.option_name)), error.option_name)
             options = [param for param in self.params if isinstance(param, click.Option)]
             flags = [flag for option in options for flag in (*option.opts, *option.secondary_opts)]
-            raise refuse(written.partition("=")[0], "command line", flags) from error
+            unknown = refuse(written.partition("=")[0], "command line", flags)
+            if error.option_name in self.elsewhere:
+                raise InvalidConfig(f"{unknown} {self.elsewhere[error.option_name]}") from error
+            raise unknown from error
 
     def invoke(self, ctx: click.Context) -> Any:
         """Load the settings, and run the command with them."""
@@ -201,7 +234,8 @@ class SettingsCommand(click.Command):
         by_name = {known.name: known.section for known in self.taken} | dict.fromkeys(FIRST, "used most")
         groups: dict[str, list[tuple[str, str]]] = {"Options": [], "used most": []}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
+            # Arguments are in the line of usage.
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
                 groups.setdefault(by_name.get(param.name or "", "Options"), []).append(record)
         for title, records in groups.items():
@@ -214,6 +248,27 @@ def _dashes(name: str) -> str:
     return name.replace("_", "-")
 
 
+def model_argument(**attributes: Any) -> click.Argument:
+    """The argument MODEL, which shells complete with folders and files."""
+    return click.Argument(["model_given"], metavar="[MODEL]", shell_complete=_complete_model, **attributes)
+
+
+def _complete_model(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
+    embedded = OPTIONS["model"].show(OPTIONS["model"].default)
+    return [CompletionItem(embedded)] if typed and embedded.startswith(typed) else [CompletionItem(typed, type="file")]
+
+
+def _completing(known: Option) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]] | None:
+    """What completes an option's value: its choices, or files and folders where it names one."""
+    if known.choices:
+        return lambda _, __, typed: [CompletionItem(one) for one in known.choices if one.startswith(typed)]
+    if known.name == "model":
+        return _complete_model
+    if known.name.endswith(("_dir", "file", "template", "certs")):
+        return lambda _, __, typed: [CompletionItem(typed, type="file")]
+    return None
+
+
 def _click_option(known: Option) -> click.Option:
     """A flag whose value stays text: `Option.read` parses it, as it parses variables and files."""
     help = f"{known.help} [{known.show(known.default)}]"
@@ -222,7 +277,12 @@ def _click_option(known: Option) -> click.Option:
         return click.Option([spelling, known.name], default=None, help=help)
     metavar = known.metavar or ("|".join(known.choices) if known.choices else known.kind.upper().rstrip("S"))
     return click.Option(
-        [known.flag, known.name], default=None, multiple=known.kind == "texts", metavar=metavar, help=help
+        [known.flag, known.name],
+        default=None,
+        multiple=known.kind == "texts",
+        metavar=metavar,
+        help=help,
+        shell_complete=_completing(known),
     )
 
 

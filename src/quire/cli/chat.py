@@ -17,8 +17,18 @@ import click
 from rich.console import Console
 
 import quire
-from quire.cli.base import OFFLINE, SettingsCommand, given, sampling_options
-from quire.cli.conversation import Answer, Conversation, Message, Thought, TokenCount, converse, history, take_turn
+from quire.cli.base import INTERRUPTED, OFFLINE, SettingsCommand, given, sampling_options
+from quire.cli.conversation import (
+    Answer,
+    Conversation,
+    Message,
+    Thought,
+    TokenCount,
+    as_text,
+    converse,
+    history,
+    take_turn,
+)
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidRequest, Unauthorized, Unavailable
 from quire.parsers.parts import TextPart
@@ -58,7 +68,7 @@ class ChatClient:
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"{self._url}: the connection broke: {error or type(error).__name__}") from error
+            raise Unavailable(f"{self._url}: the connection failed: {error or type(error).__name__}") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise Unavailable(f"{self._url} does not speak OpenAI's API: {error!r}") from error
 
@@ -81,7 +91,7 @@ class ChatClient:
                         yield Thought(thought)
                     if text := delta.get("content"):
                         yield text
-        raise Unavailable(f"{self._url} broke off its answer")
+        raise Unavailable(f"{self._url} closed the connection in the middle of its answer")
 
     def model(self) -> str:
         """The model's name. Raises what `answer` raises."""
@@ -115,7 +125,8 @@ class ChatClient:
         try:
             message = json.loads(body)["error"]["message"]
         except (ValueError, KeyError, TypeError):
-            message = f"status {status}"
+            wrong = ": OpenAI's API is not at this address" if status in (404, 405, 501) else ""
+            message = f"status {status}{wrong}"
         kind = {400: InvalidRequest, 404: InvalidRequest, 401: Unauthorized}.get(status, Unavailable)
         return kind(f"{self._url}: {message}")
 
@@ -212,7 +223,7 @@ def conversation(
     system: str | None, sampling: dict[str, Any], answer: Answer, *, plain: bool, verbose: bool
 ) -> Conversation:
     """A conversation that begins with a system message, if there is one. plain: Markdown is not rendered."""
-    opening = [{"role": "system", "content": system}] if system else []
+    opening = [{"role": "system", "content": as_text(system)}] if system else []
     console = Console(highlight=False, soft_wrap=plain or not sys.stdout.isatty())
     return Conversation(console, opening, answer, sampling, markdown=not plain, verbose=verbose)
 
@@ -222,6 +233,7 @@ def conversation(
     cls=SettingsCommand,
     sections=OFFLINE,
     positional=True,
+    elsewhere={"--url": "A server that runs is asked with `quire chat --url ADDRESS`, also through a pipe."},
     params=[
         click.Argument(["prompt"], nargs=-1),
         *talk_options(),
@@ -248,10 +260,6 @@ def run(
         sys.exit(INTERRUPTED)
 
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
-
-
 def question(prompt: tuple[str, ...]) -> str | None:
     """The words of a prompt, with standard input in place of a -; None for a conversation at a terminal.
 
@@ -260,12 +268,20 @@ def question(prompt: tuple[str, ...]) -> str | None:
     piped = "-" in prompt or not (prompt or sys.stdin.isatty())
     if not (prompt or piped):
         return None
-    read = sys.stdin.read() if piped else ""
-    text = " ".join(read if word == "-" else word for word in prompt) if prompt else read
+    read = piped_text() if piped else ""
+    text = " ".join(read if word == "-" else as_text(word) for word in prompt) if prompt else read
     if not text.strip():
         empty = "standard input is empty" if piped else "the prompt is empty"
-        raise InvalidRequest(f'nothing was asked: {empty}. Write quire run MODEL "a question"', param="prompt")
+        raise InvalidRequest(f'there is no prompt: {empty}. Write quire run MODEL "a question"', param="prompt")
     return text
+
+
+def piped_text() -> str:
+    """All of standard input. Raises InvalidRequest where that is no text."""
+    try:
+        return as_text(sys.stdin.read())
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"standard input is not text in {error.encoding}: {error.reason}") from error
 
 
 def answered(llm: quire.LLM, messages: list[Message], text: str, params: quire.SamplingParams) -> Iterator[str]:
@@ -288,11 +304,15 @@ OPENING = "Once upon a time"
     params=[click.Argument(["prompt"], required=False), *sampling_options()],
 )
 def generate(settings: Settings, prompt: str | None, **sampling: Any) -> None:
-    """Print one completion of PROMPT ('-' reads it from standard input; without one, of an opening of ours)."""
+    """Print one completion of PROMPT. Without one, or with '-', it is what is piped in; and where nothing is, an
+    opening of ours.
+    """
+    piped = prompt == "-" or (prompt is None and not sys.stdin.isatty())
+    text = piped_text() if piped else as_text(prompt or "")
     with quire.LLM(settings=settings) as llm:
-        if prompt is None:
+        if prompt is None and not text:
+            text = OPENING
             click.echo(OPENING, nl=False)
-        text = OPENING if prompt is None else sys.stdin.read() if prompt == "-" else prompt
         params = llm.default_sampling_params(**{"max_tokens": None, **given(sampling)})
         for piece in llm.stream(text, params):
             click.echo(piece, nl=False)

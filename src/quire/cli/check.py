@@ -107,7 +107,7 @@ def families() -> Iterator[str]:
 def family(settings: Settings, name: str) -> Settings:
     """The settings for a tiny model of an architecture. Raises InvalidConfig if they name a model."""
     if settings.source("model") != "default":
-        raise InvalidConfig("--all makes its own models: leave the model out", param="model")
+        raise InvalidConfig("--all creates its own models: leave out the model", param="model")
     return settings.changed(load_format="dummy", max_model_len=256)
 
 

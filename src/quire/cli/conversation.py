@@ -91,10 +91,15 @@ def converse(talk: Conversation) -> None:
         talk.say(f"{talk.model}: /help lists commands, Ctrl-D ends".removeprefix(": "))
     interrupted = False
     while True:
+        asked = ""
         try:
             asked = read_question(talk.console)
         except EOFError:
             return
+        except InvalidRequest as error:
+            if not talk.console.is_terminal:
+                raise
+            talk.console.print(escape(str(error)), style="red")
         except KeyboardInterrupt:
             if interrupted or not talk.console.is_terminal:
                 return
@@ -113,6 +118,18 @@ def converse(talk: Conversation) -> None:
 
 
 # ---------------------------------------------------------------- input
+
+
+def as_text(given: str) -> str:
+    """Text from outside. Bytes that are not in the terminal's encoding arrive as surrogates: UTF-8 is tried for them.
+
+    Raises InvalidRequest where that is not it either.
+    """
+    try:
+        return os.fsencode(given).decode("utf-8") if any("\ud800" <= one <= "\udfff" for one in given) else given
+    except UnicodeError as error:
+        shown = ascii(given[:40]) + "..." * (len(given) > 40)
+        raise InvalidRequest(f"{shown} is not text in UTF-8") from error
 
 
 def read_question(console: Console) -> str:
@@ -141,10 +158,14 @@ def _quoted(console: Console, line: str) -> str:
 
 def _line(console: Console, prompt: str) -> str:
     """A line of standard input. On a terminal readline edits it, and a pasted text may have several."""
-    if not console.is_terminal:
-        return input()
-    # Between \001 and \002 is what takes no column.
-    return input(f"\001\033[1;32m\002{prompt}\001\033[0m\002" if console.color_system else prompt)
+    shown = ""
+    if console.is_terminal:
+        # Between \001 and \002 is what takes no column.
+        shown = f"\001\033[1;32m\002{prompt}\001\033[0m\002" if console.color_system else prompt
+    try:
+        return as_text(input(shown))
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"what was typed is not text in {error.encoding}: {error.reason}") from error
 
 
 @contextmanager
@@ -264,7 +285,7 @@ def _drop_turn(talk: Conversation) -> str:
     """Remove the last question and what follows it; returns the question. Raises InvalidRequest if there is none."""
     asked = [i for i, message in enumerate(talk.messages) if message["role"] == "user"]
     if not asked:
-        raise InvalidRequest("nothing has been asked yet")
+        raise InvalidRequest("there is no answer yet")
     question = talk.messages[asked[-1]]["content"]
     del talk.messages[asked[-1] :]
     return question
@@ -282,10 +303,15 @@ def _retry(talk: Conversation, _: str) -> bool:
 
 def _save(talk: Conversation, name: str) -> bool:
     path = _path(name)
+    made = False
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            made = True
             json.dump(talk.messages, file, ensure_ascii=False, indent=1)
     except OSError as error:
+        if made:
+            # A part of a conversation is of no use, and its name would be taken.
+            path.unlink(missing_ok=True)
         raise InvalidRequest(f"cannot write {path}: {error.strerror}") from error
     talk.say(f"(saved {len(talk.messages)} messages to {path})")
     return True
@@ -303,7 +329,7 @@ def _load(talk: Conversation, name: str) -> bool:
         raise InvalidRequest(f"{path} is not JSON: {error}") from error
     if not isinstance(found, list) or not all(map(_is_message, found)):
         roles = ", ".join(ROLES)
-        raise InvalidRequest(f"{path} is no list of messages, each with a role ({roles}) and a content that is text")
+        raise InvalidRequest(f"{path} is not a list of messages, each with a role ({roles}) and a content that is text")
     talk.messages[:] = [{"role": one["role"], "content": one["content"]} for one in found]
     talk.say(f"(loaded {len(found)} messages)")
     return True

@@ -44,11 +44,11 @@ def command(settings: Settings) -> None:
         encoded = ()
     model = load_model(folder, dtype="float32")
     found = list(compare(model, folder, probe(model.spec.vocab, encoded)))
-    print_pairs([(layer.name, f"{layer.most:.2e}  ({layer.share:.1e} of its deviation)") for layer in found])
+    print_pairs([(layer.name, f"{layer.most:.2e}  ({layer.share:.1e} of its standard deviation)") for layer in found])
     first = departs(found)
     if first is not None:
-        raise InvalidModel(f"{first.name} is the first that departs: by {first.share:.1e} of its deviation")
-    click.echo(f"no layer departs: {FAR:g} of its deviation would be beyond rounding")
+        raise InvalidModel(f"{first.name} is the first that differs: by {first.share:.1e} of its standard deviation")
+    click.echo(f"no layer differs: {FAR:g} of its standard deviation would be beyond rounding")
 
 
 def departs(layers: Sequence[Layer]) -> Layer | None:

@@ -99,7 +99,8 @@ def python() -> Finding:
 def installed_torch() -> Finding:
     """torch's version, and what it was built for."""
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    says = f"torch {torch.__version__}, {built}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    says = f"torch {torch.__version__}, {built}, {threads} thread{'s' * (threads != 1)}"
     if torch.version.cuda is None and shutil.which("nvidia-smi"):
         mend = "There is an NVIDIA driver here and no CUDA in torch: install torch from pytorch.org's index for it."
         return Finding("torch", "slow", says, mend)
@@ -168,13 +169,14 @@ def disk(name: str, folder: Path) -> Finding:
     there = folder
     while not there.exists():
         there = there.parent
-    free = shutil.disk_usage(there).free
-    says = f"{folder}: {amount(free)} free"
-    if not os.access(there, os.W_OK):
-        variable = "HF_HOME" if name == "models" else "TRITON_CACHE_DIR"
-        return Finding(name, "missing", f"{says}, not writable", f"Set {variable} to a folder that is.")
-    if free < 1 << 30:
-        return Finding(name, "slow", says, "Models take gigabytes: make room, or set HF_HOME to another disk.")
+    usage = shutil.disk_usage(there)
+    says, variable = f"{folder}: {amount(usage.free)} free", "HF_HOME" if name == "models" else "TRITON_CACHE_DIR"
+    # Root may write everywhere but to file systems that hold nothing, such as /proc.
+    if not (os.access(there, os.W_OK) and usage.total):
+        return Finding(name, "missing", f"{folder}: {there} is not writable", f"Set {variable} to a folder that is.")
+    if usage.free < 1 << 30:
+        what = "Models take gigabytes" if name == "models" else "Compiled kernels take some hundred megabytes"
+        return Finding(name, "slow", says, f"{what}: make room, or set {variable} to another disk.")
     return Finding(name, "ok", says)
 
 

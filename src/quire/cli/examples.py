@@ -14,6 +14,7 @@ EXAMPLES: Mapping[str, Sequence[Example]] = MappingProxyType(
             ("quire serve", "the embedded model on http://127.0.0.1:8000"),
             ("quire serve Qwen/Qwen3-8B --max-model-len 8192", "a model of the Hugging Face Hub"),
             ("quire serve model.gguf --port 8080", "a GGUF file"),
+            ("quire serve unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "one of a repository's GGUF files"),
             ("quire serve FOLDER --host 0.0.0.0 --api-key SECRET", "for other machines, with a key"),
         ),
         "run": (
@@ -28,6 +29,19 @@ EXAMPLES: Mapping[str, Sequence[Example]] = MappingProxyType(
             ("quire chat FOLDER --system 'Answer in one sentence.'", "a conversation with a model in this process"),
             ("quire chat --url http://127.0.0.1:8000", "with a server's model"),
             ("quire chat FOLDER --history-file ~/.quire/history", "and arrow keys bring back earlier questions"),
+        ),
+        "pull": (
+            ("quire pull Qwen/Qwen3-0.6B", "a repository's model"),
+            ("quire pull unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "one of a repository's GGUF files"),
+        ),
+        "list": (("quire list", "names, formats, sizes, and when they were last used"),),
+        "rm": (
+            ("quire rm unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "one GGUF file, after a question"),
+            ("quire rm Qwen/Qwen3-0.6B --yes", "a whole repository, without"),
+        ),
+        "quantize": (
+            ("quire quantize Qwen/Qwen3-0.6B qwen3-q4.gguf --type q4_k_m", "4 bits a weight, more for some tensors"),
+            ("quire quantize model-BF16.gguf model-Q8_0.gguf --type q8_0", "a GGUF file in another type"),
         ),
         "bench latency": (("quire bench latency FOLDER --batch-size 8", "the time of a batch of eight"),),
         "bench throughput": (("quire bench throughput FOLDER --num-prompts 200", "tokens a second of 200"),),
@@ -50,6 +64,12 @@ EXAMPLES: Mapping[str, Sequence[Example]] = MappingProxyType(
         ),
         "inspect": (("quire inspect Qwen/Qwen3-8B", "its shapes, formats, template and K/V bytes a token"),),
         "plan": (("quire plan Qwen/Qwen3-8B --memory 24GiB --max-num-seqs 32", "what fits into 24 GiB"),),
+        "simulate": (
+            ("quire simulate --gpu h200 --replicas 4", "four cards under a load like Azure's trace of coding"),
+            ("quire simulate FOLDER --gpu h200 --trace trace.csv --target ttft_p99=500ms", "how many cards?"),
+            ("quire simulate --gpu h200 --set max_num_batched_tokens=2048,8192", "which value is better?"),
+        ),
+        "calibrate": (("quire calibrate FOLDER --output here.json", "for quire simulate --calibration here.json"),),
         "check": (
             ("quire check FOLDER", "a model's answers alone and in a batch"),
             ("quire check --all", "a tiny model of each family"),

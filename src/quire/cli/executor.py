@@ -42,7 +42,8 @@ def command(
         raise InvalidConfig("TLS needs both --tls-cert and --tls-key", param="tls_cert")
     if tls_client_ca is None and not loopback(name):
         click.echo(
-            f"warning: anyone who reaches {name} can use this executor: set --tls-cert, --tls-key and --tls-client-ca",
+            f"warning: anyone who can connect to {name} can use this executor: set --tls-cert, "
+            "--tls-key and --tls-client-ca",
             err=True,
         )
     build = extra("quire.assembly.grpc", "grpc")

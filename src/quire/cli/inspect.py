@@ -19,21 +19,16 @@ from quire.config import Settings
 from quire.config.option import amount
 from quire.errors import InvalidModel
 from quire.layers.basic import RopeConfig
-from quire.layers.builder import ModelBuilder
-from quire.layers.linear import ParallelGroup
-from quire.layers.quantization.base import Plain
 from quire.model_runner.memory import LayerShape, block_bytes, layer_shapes
-from quire.models.registry import build_model, idle_parameters, parameters, read_spec
+from quire.models.registry import idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
-from quire.ops.reference import ReferenceOps
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED
-from quire.weights.entries import TensorEntry
 from quire.weights.files import Checkpoint, read_config
-from quire.weights.load import choose_dtype, match, named
+from quire.weights.load import build_outline, choose_dtype, match, named
 from quire.weights.locate import check as holds_a_model
 from quire.weights.locate import locate
-from quire.weights.schemes import IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of, read_scheme
+from quire.weights.schemes import read_scheme
 
 Fact = tuple[str, str]
 
@@ -107,24 +102,6 @@ def check(config: Mapping[str, Any], spec: ModelSpec, checkpoint: Checkpoint, qu
     match(build, checkpoint.folder.name, named(build, checkpoint))
 
 
-def build_outline(
-    config: Mapping[str, Any],
-    spec: ModelSpec,
-    quantization: str,
-    dtype: torch.dtype,
-    entries: Mapping[str, TensorEntry],
-) -> ModelBuilder:
-    """The builder of a model that takes no memory. entries: see `CheckpointFormat`."""
-    format = choose_format(config, quantization, Plain, entries)
-    build = ModelBuilder(
-        ops=ReferenceOps(), parallel=ParallelGroup(), dtype=dtype, device=torch.device("meta"), format=format
-    )
-    build.modules = modules_of(entries)
-    build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
-    build_model(spec, build)
-    return build
-
-
 def shapes(facts: ModelFacts) -> Iterator[Fact]:
     """Architecture and sizes."""
     spec = facts.spec
@@ -142,11 +119,16 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
             "experts",
             f"{moe.num_experts_per_token} of {moe.num_experts} a token, of width {moe.width}{shared}{dense}",
         )
-    heads = (f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads))
+    heads = (
+        f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads) if heads
+    )
     yield "heads", f"{spec.heads} of queries, {'; '.join(heads)}"
     if spec.recurrent:
         size = spec.state_bytes(facts.dtype.itemsize)
-        yield "recurrent", f"{len(spec.recurrent)} of {spec.layers} layers, states of {amount(size)} a sequence"
+        yield (
+            "recurrent",
+            f"{len(spec.recurrent)} of {spec.layers} layers, states of {amount(size)} a sequence or snapshot",
+        )
     local = Counter(f"{size:,} positions" for size in spec.windows if size < UNLIMITED)
     local.update(f"their own chunk of {size:,} positions" for size in spec.layer_chunks if size < UNLIMITED)
     seen = ", ".join(f"{n} of {spec.layers} layers see {what}" for what, n in local.items())

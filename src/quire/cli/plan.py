@@ -11,13 +11,14 @@ import torch
 
 from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, host_bytes, resolve, working_bytes
 from quire.cli.base import SettingsCommand
-from quire.cli.inspect import Fact, ModelFacts, build_outline, read_facts
+from quire.cli.inspect import Fact, ModelFacts, read_facts
 from quire.cli.tables import print_pairs
 from quire.config import OPTIONS, Settings
 from quire.config.option import amount
 from quire.config.speculative import parse
 from quire.errors import InvalidConfig
-from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, state_bytes, usable_blocks
+from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, plan_snapshots, state_bytes, usable_blocks
+from quire.weights.load import build_outline
 from quire.weights.schemes import AUTO, ONLINE, read_scheme
 
 SHORTEST = 256
@@ -27,7 +28,7 @@ SHORTEST = 256
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes. weights: all. work: the largest step. page: one block of K/V, of `size` tokens. pool: what K/V would get.
-    states: of recurrent layers, for all sequences at once.
+    states: of recurrent layers, for all sequences at once, and `snapshots` of them for the prefix cache.
 
     least, most: blocks for one sequence of the whole `length`, and for all at once.
     """
@@ -41,6 +42,7 @@ class MemoryPlan:
     most: int
     length: int
     states: int = 0
+    snapshots: int = 0
 
     @property
     def blocks(self) -> int:
@@ -117,10 +119,17 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
     layers = facts.layers or () if facts.foreign else layer_shapes(spec.kv_shapes, kept, spec.state_shapes)
     page = max(1, block_bytes(layers, size))
     speculative = parse(settings.scheduler.speculative_config)
-    slots = 1 + limits.num_rows * (1 + (0 if speculative is None else speculative.num_speculative_tokens))
-    states = slots * state_bytes(layers)
+    slots = limits.num_rows * (1 + (0 if speculative is None else speculative.num_speculative_tokens))
     left = max(0, int(room * (1 if cpu else cache.gpu_memory_utilization)) - held - work)
     pool = min(left, cpu_budget(max(0, room - held))) if cpu else left
+    snapshots = plan_snapshots(
+        layers,
+        cache.state_snapshots if cache.enable_prefix_caching else 0,
+        sequences=limits.max_num_seqs,
+        states=slots,
+        budget=cache.kv_cache_memory_bytes or pool,
+    )
+    states = (1 + slots + snapshots) * state_bytes(layers)
     if cache.num_gpu_blocks_override or cache.kv_cache_memory_bytes:
         asked = cache.kv_cache_memory_bytes or ((cache.num_gpu_blocks_override or 0) + 1) * page + states
         pool = min(left, asked)
@@ -135,6 +144,7 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
         most=usable_blocks(limits.max_num_seqs, limits.max_model_len, size),
         length=limits.max_model_len,
         states=states,
+        snapshots=snapshots,
     )
 
 
@@ -165,7 +175,8 @@ def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.d
     yield "weights", amount(asked.weights)
     yield "activations", f"{amount(asked.work)} at most"
     if asked.states:
-        yield "states", f"{amount(asked.states)} of recurrent layers, for all sequences at once"
+        kept = f"and {asked.snapshots:,} snapshots for the prefix cache"
+        yield "states", f"{amount(asked.states)} of recurrent layers, for all sequences at once {kept}"
     yield "KV a sequence", f"{amount(asked.least * asked.page)} for {asked.length:,} tokens"
     yield "KV at most", f"{amount(asked.most * asked.page)}: the limits cannot use more"
     if asked.fits:

@@ -79,7 +79,7 @@ def command(
         if not as_json and run in (None, found["number"]):
             _show(again, found, console)
     if run is not None and run > len(reports):
-        raise InvalidRequest(f"there is no recording {run}: there are {len(reports)}")
+        raise InvalidRequest(f"there is no recording {run}: the path holds {len(reports)}")
     if page is not None:
         if run is None and len(pages) > 1:
             raise InvalidRequest(f"--page takes one recording, and there are {len(pages)}: choose one with --run")
@@ -175,7 +175,7 @@ def _show(again: Replay, said: dict[str, Any], console: Console) -> None:
     elif said["requests"]:
         _summary(said, say)
     else:
-        say("nothing was asked of it")
+        say("the recording has no requests")
     if said["under_way"]:
         say("under way when the recording ended:", "bold")
         for line in said["under_way"]:

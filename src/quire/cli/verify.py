@@ -299,7 +299,7 @@ def requests(settings: Settings, made: BuiltExecutor, *, count: int, new: int) -
         min(about.max_model_len, about.num_blocks * about.block_size) - new - 1,
     )
     if room < 1:
-        raise InvalidConfig(f"answers of {new} tokens do not fit into this context: lower --new", param="new")
+        raise InvalidConfig(f"answers of {new} tokens do not fit in the context: lower --new", param="new")
 
     def prompt(i: int) -> tuple[int, ...]:
         return tuple(text[(37 * i + at) % len(text)] for at in range(min(LENGTHS[i % len(LENGTHS)], room)))

@@ -1,4 +1,4 @@
-"""The options themselves: eight frozen sections, and what must hold between their fields.
+"""The options themselves: nine frozen sections, and what must hold between their fields.
 
 Names are vLLM's where users know them. None means 'auto' (or, where `unset` says so, 'none'): the composition
 root resolves it when it knows the device and the checkpoint.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
 
+from quire.config.multimodal import max_images, processor_changes
 from quire.config.option import Option, option, options
 from quire.config.speculative import parse
 from quire.config.unknown import refuse
@@ -71,7 +72,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d
 
 
 def check_access(config: AccessConfig, backend: str) -> None:
-    """Raise InvalidConfig for a bad host or origin, and for options that exclude each other."""
+    """Raise InvalidConfig for a bad host or origin, and for options that cannot be used together."""
     for name in config.allowed_hosts:
         if not _HOST_NAME.fullmatch(name):
             raise InvalidConfig(
@@ -148,10 +149,11 @@ class ExecutorConfig:
 
 
 def check_executor(config: ExecutorConfig) -> None:
-    """Raise InvalidConfig for options that do not apply to the executor, or exclude each other."""
+    """Raise InvalidConfig for options that do not apply to the executor, or cannot be used together."""
     if config.executor == "grpc" and config.executor_address is None:
         raise InvalidConfig(
-            "executor grpc runs steps elsewhere: say where, with executor_address HOST:PORT", param="executor_address"
+            "executor grpc runs steps in another process: set executor_address to its HOST:PORT",
+            param="executor_address",
         )
     for entry in fields(config):
         of_grpc = entry.name.startswith("executor_") and config.executor != "grpc"
@@ -163,7 +165,7 @@ def check_executor(config: ExecutorConfig) -> None:
         raise InvalidConfig("executor_tls_cert and executor_tls_key go together", param="executor_tls_cert")
     if config.executor_tls_cert is not None and config.executor_tls_ca is None:
         raise InvalidConfig(
-            "executor_tls_cert needs executor_tls_ca: without it the connection is in the clear",
+            "executor_tls_cert needs executor_tls_ca: without it the connection is not encrypted",
             param="executor_tls_ca",
         )
 
@@ -288,9 +290,13 @@ class UpstreamConfig:
     upstream_api_key: str | None = option(
         None, "Key that is sent to the servers. Unset: the client's own, where this server wants none.", secret=True
     )
-    upstream_affinity: bool = option(
-        False, "Send requests that begin alike to the same server, while it is not much busier than the others."
+    upstream_policy: Literal["least_loaded", "round_robin", "prefix_hash", "longest_prefix"] = option(
+        "least_loaded",
+        "Which server gets a request: the one with the fewest requests; each in turn; by a hash of how the prompt "
+        "begins; or the one that was sent the longest beginning of the prompt. The last two only while it is not much "
+        "busier.",
     )
+    upstream_affinity: bool = option(False, "The same as --upstream-policy prefix_hash.")
     upstream_start_timeout: float = option(
         600.0, "Seconds until a server must answer after the start.", low=0, high=86400
     )
@@ -309,7 +315,7 @@ class UpstreamConfig:
 def check_upstream(config: UpstreamConfig) -> None:
     """Raise InvalidConfig for options that do not apply to the backend."""
     if config.backend == "openai" and not config.upstream:
-        raise InvalidConfig("backend openai passes requests on: say where to, with upstream", param="upstream")
+        raise InvalidConfig("backend openai forwards requests: set upstream to the server's address", param="upstream")
     for entry in fields(config):
         name = entry.name
         of_vllm, of_others = name.startswith("vllm_"), name == "upstream"
@@ -325,7 +331,8 @@ class ModelConfig:
 
     model: str = option(
         "embedded",
-        "The model: 'embedded' (shipped with Quire), a folder, or a Hugging Face repository.",
+        "The model: 'embedded' (shipped with Quire), a folder, a GGUF file, a Hugging Face repository (with :Q4_K_M, "
+        "one of its GGUF files), or a model of Ollama's on this machine.",
         metavar="MODEL",
     )
     served_model_name: tuple[str, ...] | None = option(
@@ -341,11 +348,25 @@ class ModelConfig:
         "auto", "auto: read the weights; dummy: random weights of the model's shape (for benchmarks)."
     )
     quantization: Literal[
-        "auto", "fp8", "fp8_per_block", "int8", "int8_w8a8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "mxfp4"
+        "auto",
+        "fp8",
+        "fp8_per_block",
+        "int8",
+        "int8_w8a8",
+        "q8_0",
+        "q6_k",
+        "q5_k",
+        "q4_k",
+        "q4_0",
+        "awq",
+        "gptq",
+        "compressed-tensors",
+        "fbgemm_fp8",
+        "mxfp4",
     ] = option(
         "auto",
-        "How weights are stored; auto: as the checkpoint has them. The first four are made of plain weights while "
-        "loading, the others must be what the checkpoint says.",
+        "How weights are stored; auto: as the checkpoint has them. Those from fp8 to q4_0 are made of plain weights "
+        "while loading (q8_0 to q4_0 are GGUF's types), the others must be what the checkpoint says.",
     )
     canary: Literal["refuse", "warn", "off"] = option(
         "refuse",
@@ -365,6 +386,28 @@ class ModelConfig:
         "Longest sequence, prompt and answer, in tokens (32k and 32K work); auto: the model's own.",
         low=1,
         high=UNLIMITED,
+    )
+    runner: Literal["auto", "generate", "pooling"] = option(
+        "auto",
+        "What the model is served for: generate, text; pooling, vectors, classes and scores, without its language "
+        "model's head; auto: by its architecture and by sentence-transformers' modules.json.",
+    )
+    convert: Literal["auto", "none", "embed", "classify"] = option(
+        "auto",
+        "What a pooling model gives: embed, vectors, also of a classifier's checkpoint; classify, classes and scores; "
+        "auto: classes where it has a classifier.",
+    )
+    pooler_config: str | None = option(
+        None,
+        'How vectors are made, in place of what the checkpoint says: a JSON object such as {"pooling_type": "CLS", '
+        '"normalize": false}. Unset: as the checkpoint says.',
+        mapping=True,
+    )
+    hf_overrides: str | None = option(
+        None,
+        "Fields in place of config.json's, as of a reranker that answers with words: a JSON object such as "
+        '{"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}. Unset: none.',
+        mapping=True,
     )
     seed: int = option(0, "Seed of everything random whose request brings none.", low=0, high=2**64 - 1)
     tokenizer: str | None = option(None, "Folder or repository of the tokenizer. Unset: the model's own.")
@@ -408,6 +451,21 @@ class CacheConfig:
         "numbers it cannot hold.",
     )
     enable_prefix_caching: bool = option(True, "Keep the K/V of finished requests for prompts that begin the same.")
+    state_snapshots: int | None = option(
+        None,
+        "States of recurrent layers that are kept for the prefix cache, each as large as those of one sequence: a "
+        "prompt goes on from the last one that it shares; auto: two for each of max_num_seqs, in at most half of the "
+        "memory that the sequences' own leave; 0: nothing is reused. No meaning for models without such layers.",
+        low=0,
+        high=1 << 20,
+    )
+    snapshot_interval: int = option(
+        1024,
+        "Tokens from one snapshot of a long text to the next, where it is not known that others begin alike; see "
+        "--state-snapshots.",
+        low=1,
+        high=UNLIMITED,
+    )
     eviction_policy: Literal["lru", "fifo"] = option(
         "lru", "Which cached block goes first when blocks run out: lru, least recently used; fifo, the oldest."
     )
@@ -476,6 +534,62 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MultiModalConfig:
+    """Images: how many, how large, where from, and the encoder's share of steps and memory."""
+
+    limit_mm_per_prompt: str | None = option(
+        None,
+        'Most images of a prompt, a JSON object: {"image": 4}. 0 loads no encoder, so that the model reads text alone. '
+        "Unset: 16.",
+        mapping=True,
+    )
+    mm_processor_kwargs: str | None = option(
+        None,
+        'Changes to the checkpoint\'s image processor, a JSON object: {"max_pixels": 1003520} bounds what an image is '
+        "resized to, and so its tokens; min_pixels is known, too. Unset: as the checkpoint says.",
+        mapping=True,
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "Hosts that images of requests may be fetched from: example.com, or *.example.com for those below it. Private "
+        "addresses are never asked. Unset: none are fetched, and images come within requests.",
+        metavar="HOST",
+    )
+    allowed_local_media_path: str | None = option(
+        None, "Folder whose files requests may name as images (file:///...). Unset: no files are read."
+    )
+    image_fetch_timeout: float = option(
+        5.0, "Seconds within which an image is fetched, with all redirects.", low=0.1, high=600
+    )
+    max_image_bytes: int = option(20 << 20, "Largest file of an image (20MiB works).", low=1024, high=1 << 30)
+    max_image_pixels: int = option(
+        1 << 25,
+        "Most pixels of an image before it is resized; larger ones are refused undecoded.",
+        low=1,
+        high=178_956_970,
+    )
+    max_pending_image_bytes: int = option(
+        1 << 30,
+        "Most bytes of pixels of all requests that wait or run; further images are refused with 429.",
+        low=1 << 20,
+        high=1 << 40,
+    )
+    max_num_encoder_input_tokens: int | None = option(
+        None,
+        "Most image tokens that a step encodes; the rest of an image waits for the next one. auto: as many as a step "
+        "feeds.",
+        low=1,
+        high=UNLIMITED,
+    )
+    encoder_cache_size: int | None = option(
+        None,
+        "Image tokens whose embeddings are kept; the largest image must fit. auto: 8192, or as many as that one has.",
+        low=1,
+        high=UNLIMITED,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionConfig:
     """Where and how steps run."""
 
@@ -524,6 +638,7 @@ class Settings:
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    multimodal: MultiModalConfig = MultiModalConfig()
     execution: ExecutionConfig = ExecutionConfig()
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -584,9 +699,11 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
 
 
 def _check_together(settings: Settings) -> None:
-    """Raise InvalidConfig for values that exclude each other. Options at auto are made to fit later."""
+    """Raise InvalidConfig for values that cannot be used together. Options at auto are made to fit later."""
     model, cache, scheduler = settings.model, settings.cache, settings.scheduler
     parse(scheduler.speculative_config)
+    max_images(settings.multimodal.limit_mm_per_prompt)
+    processor_changes(settings.multimodal.mm_processor_kwargs)
     check_upstream(settings.upstream)
     check_access(settings.access, settings.upstream.backend)
     check_executor(settings.executor)

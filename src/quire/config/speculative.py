@@ -8,7 +8,10 @@ from dataclasses import dataclass, fields
 from quire.errors import InvalidConfig, nearest
 
 METHODS = ("ngram", "draft_model")
-ONLINE_FORMATS = ("fp8", "fp8_per_block", "int8", "int8_w8a8")
+ONLINE_FORMATS = (
+    *("fp8", "fp8_per_block", "int8", "int8_w8a8"),
+    *("q8_0", "q6_k", "q5_k", "q4_k", "q4_0"),
+)
 """Formats in which a draft model can be quantised while loading."""
 
 

@@ -30,7 +30,7 @@ CONSTRUCTOR = _by_name(
             "trust_remote_code enable_expert_parallel enable_lora enable_sleep_mode "
             "enable_prompt_embeds calculate_kv_scales disable_sliding_window async_scheduling",
         ),
-        (("auto", None), "tokenizer_mode config_format runner convert worker_cls guided_decoding_backend"),
+        (("auto", None), "tokenizer_mode config_format worker_cls guided_decoding_backend"),
         (("auto", "vllm", None), "model_impl"),
         (("auto", "generate", None), "task"),
         (("auto", None), "generation_config"),
@@ -38,10 +38,10 @@ CONSTRUCTOR = _by_name(
         (("recompute", None), "preemption_mode"),
         (
             (None, {}, [], ""),
-            "hf_overrides rope_scaling rope_theta limit_mm_per_prompt mm_processor_kwargs override_generation_config "
+            "rope_scaling rope_theta override_generation_config "
             "additional_config model_loader_extra_config logits_processors kv_transfer_config kv_events_config "
             "quantization_config tokenizer_revision code_revision hf_token speculative_model num_speculative_tokens "
-            "structured_outputs_config override_pooler_config pooler_config allowed_local_media_path",
+            "structured_outputs_config override_pooler_config",
         ),
         (
             ANY,

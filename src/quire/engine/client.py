@@ -285,7 +285,7 @@ class EngineProcess:
                 await self.start()
                 return
             except Exception as error:  # whatever it is, the next try may do better
-                log.error("the engine cannot be started: %s; again in %.1f s", error, self._backoff.delay)
+                log.error("the engine cannot be started: %s; next try in %.1f s", error, self._backoff.delay)
 
     # ---------------------------------------------------------------- EngineClient
 
@@ -342,12 +342,12 @@ class EngineProcess:
         if late > 0 and not progress.reported:
             progress.reported = True
             log.error(
-                "no step for %.1f s with work outstanding: the engine reports what it is doing",
+                "no step for %.1f s with requests outstanding: the engine dumps its stacks",
                 late + progress.step_timeout,
             )
             process.send_signal(REPORT_SIGNAL)
         elif late > progress.step_timeout:
-            log.error("no step for %.1f s: the engine process is ended", late + progress.step_timeout)
+            log.error("no step for %.1f s: the engine process is killed", late + progress.step_timeout)
             process.kill()
             return
         self._timer = asyncio.get_running_loop().call_later(_CHECK_INTERVAL, self._check_progress)
@@ -379,7 +379,7 @@ class EngineProcess:
     def _cancel_explanations(self) -> None:
         for answer in self._pending_explanations.values():
             if not answer.done():
-                answer.set_exception(Unavailable("the engine stopped, and what it knew of requests is lost"))
+                answer.set_exception(Unavailable("the engine stopped, and its record of requests is lost"))
 
     def on_live_message(self, message: LiveFrame | Explanation) -> None:
         """A frame, or an answer to `explain`."""

@@ -9,14 +9,15 @@ import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from quire.engine.events import Completed, EngineStats, Gauges, Observer, StepRecord
-from quire.engine.executor import Executor, StepHandle
+from quire.engine.executor import Executor, ImageExecutor, StepHandle
 from quire.engine.recovery import Recovery
 from quire.engine.timing import Clock, LatencyController, PlanDelay, WallClock
 from quire.errors import ExecutorLost, InvalidRequest, QuireError, StepFailed, Unavailable, print_traceback
 from quire.scheduler.constraint import FREE, Constraint
+from quire.scheduler.plan import Plan
 from quire.scheduler.scheduler import Scheduler
 from quire.token_masks import token_array
 from quire.types import GREEDY, UNLIMITED, FinishReason, Request, RequestStepOutput, SamplingParams, error_output
@@ -85,6 +86,7 @@ class Engine:
         plan = scheduler.plan(UNLIMITED if budget is None else budget.max_tokens(num_running, scheduler.step_times))
         if plan:
             launched = self.clock.now()
+            self._load_images(plan)
             flight.append((planned, launched, _as_step_failure(self.executor.launch, plan)))
             if self.plan_delay is not None:
                 self.plan_delay.on_launch(planned)
@@ -96,6 +98,13 @@ class Engine:
             _as_step_failure(flight[0][2].sample, _as_step_failure(scheduler.masks))
         while len(flight) > self.lookahead:
             self._commit()
+
+    def _load_images(self, plan: Plan) -> None:
+        """Hand over the pixels of images whose encoding begins: a plan has none."""
+        for span in plan.encode:
+            if not span.first_layer:
+                image = self.scheduler.encoder_cache.pixels(span.number)
+                cast(ImageExecutor, self.executor).load_image(span.number, image)
 
     def _commit(self) -> None:
         planned, launched, handle = self.inflight.popleft()
@@ -114,6 +123,8 @@ class Engine:
         if self.recovery.active:
             self.recovery.on_step_passed(step.seqs)
         self._outputs += events
+        if not self.observers:
+            return
         record = StepRecord(
             self.stats.num_steps,
             planned,
@@ -173,9 +184,12 @@ class Engine:
                 param="prompt",
             )
         _check_ids(request, description.vocab_size)
+        self._check_images(request)
         structure = request.sampling.structured_outputs
         if structure is not None and (constraint is FREE or not description.supports_masks):
-            raise InvalidRequest(f"{structure.param}: this engine cannot make structured output", param=structure.param)
+            raise InvalidRequest(
+                f"{structure.param}: this engine does not support structured output", param=structure.param
+            )
         seq = self.scheduler.add(request, constraint)
         self.recovery.admit(seq)
         now = self.clock.now()
@@ -184,6 +198,20 @@ class Engine:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
         for observer in self.observers:
             _notify(observer.on_submit, request, now)
+
+    def _check_images(self, request: Request) -> None:
+        """Raises InvalidRequest for images that this engine cannot encode."""
+        if request.images and not self.description.encoder_layers:
+            raise InvalidRequest("images: this executor has no encoder of images", param="messages", code="no_images")
+        capacity = self.scheduler.encoder_cache.capacity
+        for image in request.images:
+            if image.length > capacity:
+                raise InvalidRequest(
+                    f"an image of {image.width} x {image.height} pixels becomes {image.length} tokens, and there is "
+                    f"room for {capacity} (--encoder-cache-size): send a smaller one",
+                    param="messages",
+                    code="image_too_large",
+                )
 
     def set_constraint(self, id: str, constraint: Constraint) -> None:
         """The constraint of a waiting request is compiled. Requests that have ended are ignored."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.scheduler.plan import Mask, Plan, Result
-from quire.types import UNLIMITED
+from quire.types import UNLIMITED, PromptImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,14 @@ class Description:
     num_blocks: KV blocks without NULL_BLOCK. block_size: tokens of a block. num_rows: sequences at once. max_model_len:
     longest sequence, in tokens. lookahead: steps to launch before earlier results (0 on a CPU, 1 on a GPU).
     max_step_tokens: most tokens of a step. num_drafts: most tokens drafted for a sequence. supports_masks: whether
-    spans may be masked. supports_pooling: whether prompts become vectors. block_bytes: of one block, all layers.
+    spans may be masked. supports_pooling: whether prompts become vectors. encoder_layers: of the encoder of images, 0
+    where there is none; whole_images: spans must not end inside an image. block_bytes: of one block, all layers.
+    recurrent: some layers keep states in place of K/V. bidirectional: tokens see later ones; no prefix is shared.
 
     step_times: seconds of a decode step by (rows, drafts), measured at the start without context; empty: not measured.
     draft_catch_up_seconds: for each token that a draft model has not been fed. draft_kv_share: the draft model's K/V
-    bytes, as a share of the model's. static_gauges: gauges that never change, by their names in /metrics.
+    bytes, as a share of the model's. recurrent: whether layers keep states, of which `num_snapshots` can be kept for
+    the prefix cache. static_gauges: gauges that never change, by their names in /metrics.
     """
 
     num_blocks: int
@@ -37,6 +40,8 @@ class Description:
     num_drafts: int = 0
     supports_masks: bool = True
     supports_pooling: bool = False
+    encoder_layers: int = 0
+    whole_images: bool = False
     block_bytes: int = 0
     device: str = "cpu"
     dtype: str = ""
@@ -44,6 +49,8 @@ class Description:
     draft_catch_up_seconds: float = 0.0
     draft_kv_share: float = 0.0
     recurrent: bool = False
+    num_snapshots: int = 0
+    bidirectional: bool = False
     static_gauges: dict[str, float] = field(default_factory=dict)
 
 
@@ -75,3 +82,10 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free everything. Called once."""
+
+
+class ImageExecutor(Executor, Protocol):
+    """An executor that has an encoder of images."""
+
+    def load_image(self, number: int, image: PromptImage) -> None:
+        """The pixels of an image that the next plan begins to encode. Plans name it by `number`."""

@@ -70,7 +70,9 @@ class EngineThread:
         if self._closed is not None:
             raise Closed(self._closed)
         if os.getpid() != self._process:
-            raise Closed("this LLM was made before this process was forked, and its engine is not here: make another")
+            raise Closed(
+                "this LLM was created before this process was forked, and its engine runs in the parent: create another"
+            )
 
     def submit(self, requests: Sequence[tuple[Request, Constraint, Listener]]) -> None:
         """Queue all of them, or none. Raises InvalidRequest."""

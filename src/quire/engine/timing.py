@@ -64,7 +64,8 @@ class LatencyController:
 
     def max_tokens(self, running: int, step_times: StepTimeModel) -> int:
         """Most tokens of a step with so many running sequences, one token each included."""
-        base, per_token, _ = step_times.fit()
+        line = step_times.fit()
+        base, per_token = line.base, line.per_token
         if not running or per_token == 0.0:
             return UNLIMITED
         bound = max(self.target, 2 * (base + per_token * running))
@@ -97,7 +98,10 @@ class PlanDelay:
 
     def remaining(self, num_tokens: int, begun: float, step_times: StepTimeModel) -> float:
         """Seconds until the next plan is due, while a step of so many tokens has been running since `begun`."""
-        fastest = step_times.fastest(num_tokens)
+        return self.until_due(step_times.fastest(num_tokens), begun)
+
+    def until_due(self, fastest: float | None, begun: float) -> float:
+        """As `remaining`, where steps like the one that runs are known to take `fastest` seconds at least."""
         if fastest is None:
             return 0.0
         due = begun + fastest * (1 - self.margin) - max(self._launches)

@@ -137,7 +137,7 @@ class RemoteExecutor:
         wire = Wire(self.address, self.trust, 0.0)
         if wire.description != self.description:
             wire.close()
-            raise self._lost("it has come back with another model or other sizes: start this server again")
+            raise self._lost("it reconnected with another model or other sizes: restart this server")
         return wire
 
     def _lost(self, why: str) -> ExecutorLost:

@@ -206,7 +206,7 @@ class Session:
         elif kind == "masks":
             self._set_masks(command)
         else:
-            raise _protocol_error("a command of no kind that is known")
+            raise _protocol_error("a command of an unknown kind")
 
     def _launch(self, command: pb.Command) -> None:
         if command.step != self.next:

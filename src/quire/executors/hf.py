@@ -48,6 +48,8 @@ class HfModel:
     first that agrees with the model without one is taken.
     """
 
+    classify = None
+
     def __init__(self, model: Any, device: torch.device, ways: Sequence[type[Past]] = (PagedCache, OneByOne)) -> None:
         self.model = model
         self.dtype: torch.dtype = model.dtype
@@ -126,7 +128,7 @@ class HfModel:
                 if self._agrees(past, asked, want):
                     log.info("transformers runs %s; %s", self.spec.architecture, past.about)
                     return past
-        raise InvalidModel(f"transformers' {self.spec.architecture} does not answer the same with and without its past")
+        raise InvalidModel(f"transformers' {self.spec.architecture} gives different answers with and without its cache")
 
     def _variants(self, ways: Sequence[type[Past]]) -> Iterator[Past]:
         for way in ways:

@@ -9,14 +9,17 @@ import torch
 from quire.engine.executor import Description
 from quire.model_runner.device_steps import DeviceSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
+from quire.model_runner.images import ImageRunner
 from quire.model_runner.lookahead_runner import LookaheadRunner
 from quire.model_runner.memory import LayerShape, allocate, block_bytes, layer_shapes
+from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.row_state import RowState
 from quire.model_runner.runner import LaunchedStep, Runner
 from quire.model_runner.sampling.sampler import Sampler
 from quire.model_runner.speculative import Drafter, Proposer
 from quire.models.registry import Model
 from quire.scheduler.plan import Plan
+from quire.types import PromptImage
 
 
 class LocalExecutor:
@@ -25,6 +28,9 @@ class LocalExecutor:
     pages: blocks of the pool, not counting the null block. page_size: tokens per block. rows: sequences at once.
     max_model_len: the longest sequence, in tokens. dtype: of K/V, unless `layers` gives one per layer. depth: steps
     worth launching ahead of results; 0 where launch runs the forward at once, as on a CPU. pools: as in `Description`.
+    snapshots: states of recurrent layers that are kept for the prefix cache, beside those of the rows.
+    heads: what follows pooling.
+    images: the encoder; None: there is none.
     """
 
     runner: Runner | LookaheadRunner
@@ -43,6 +49,9 @@ class LocalExecutor:
         depth: int = 0,
         layers: Sequence[LayerShape] | None = None,
         pools: bool = True,
+        snapshots: int = 0,
+        heads: PoolingHeads | None = None,
+        images: ImageRunner | None = None,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes) if layers is None else layers
         num_drafts = 0 if drafter is None else drafter.num_drafts
@@ -50,30 +59,44 @@ class LocalExecutor:
         held = RowState(rows, max_model_len, page_size, num_drafts, recurrent=recurrent)
         self.runner = Runner(
             model,
-            allocate(layers, pages=pages, page_size=page_size, device=device, states=held.num_states),
+            allocate(
+                layers, pages=pages, page_size=page_size, device=device, states=held.num_states + snapshots * recurrent
+            ),
             held,
             Sampler(model.spec.vocab),
             drafter,
             torch.device(device),
+            heads,
+            images,
         )
+        self.images = images
         self._description = Description(
             num_blocks=pages,
             block_size=page_size,
             num_rows=rows,
             max_model_len=max_model_len,
-            vocab_size=model.spec.vocab,
+            vocab_size=model.spec.vocab * model.spec.token_types,
             lookahead=depth,
             num_drafts=num_drafts,
             supports_pooling=pools,
+            encoder_layers=0 if images is None else images.config.layers,
+            whole_images=images is not None and images.config.whole_images,
             block_bytes=block_bytes(layers, page_size),
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
             recurrent=recurrent,
+            num_snapshots=snapshots * recurrent,
+            bidirectional=model.spec.bidirectional,
         )
 
     def describe(self) -> Description:
         """What the engine needs to know of this executor."""
         return self._description
+
+    def load_image(self, number: int, image: PromptImage) -> None:
+        """See `engine.executor.ImageExecutor`."""
+        assert self.images is not None
+        self.images.load(number, image)
 
     def launch(self, plan: Plan) -> LaunchedStep:
         """Start one step."""
@@ -117,6 +140,7 @@ class CudaExecutor(LocalExecutor):
         warm: Iterable[GraphKey] = (),
         paces: Iterable[tuple[int, int]] = (),
         catch_up: GraphKey | None = None,
+        heads: PoolingHeads | None = None,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype)
         num_drafts = 0 if proposer is None else proposer.num_drafts
@@ -132,6 +156,7 @@ class CudaExecutor(LocalExecutor):
             max_tokens=tokens,
             num_slots=depth + 2,
             device=device,
+            heads=heads,
         )
         self.runner.precompile(list(warm))
         self._description = Description(

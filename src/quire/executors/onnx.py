@@ -26,6 +26,7 @@ class OnnxModel:
     """See `models.registry.Model`. folder: of `quire export-onnx`. threads: of each operator."""
 
     dtype = torch.float32
+    classify = None
 
     def __init__(self, folder: Path, spec: ModelSpec, threads: int) -> None:
         self.spec = spec

@@ -25,7 +25,8 @@ class BeamSearchParams:
     """How to search, with vLLM's names. Raises InvalidRequest naming the field.
 
     beam_width: beams that run, and that are returned. max_tokens: the most that are generated. length_penalty: above 0
-    favours long answers. temperature: 0, since beams are ranked by the model's own distribution.
+    favours long answers. temperature: 0, since beams are ranked by the model's own distribution. early_stopping: end as
+    soon as `beam_width` beams have finished, even if others may become better.
     include_stop_str_in_output: whether `tokens` end with the end-of-text token.
     """
 
@@ -35,13 +36,14 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    early_stopping: bool = False
 
     def __post_init__(self) -> None:
         number("beam_width", self.beam_width, 1, MAX_BEAMS, whole=True)
         number("max_tokens", self.max_tokens, 1, UNLIMITED, whole=True)
         number("length_penalty", self.length_penalty, -100.0, 100.0)
         if self.temperature != 0:
-            raise InvalidRequest("temperature must be 0: beams are ranked, not drawn", param="temperature")
+            raise InvalidRequest("temperature must be 0: beams are ranked, not sampled", param="temperature")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,14 @@ class Beam(NamedTuple):
     logprob: float = 0.0
 
 
+def num_candidates(params: BeamSearchParams, eos: Collection[int]) -> int:
+    """Likeliest tokens of each running beam that a search needs: enough that some go on where others end.
+
+    eos: token ids that end an answer.
+    """
+    return max(2, 1 + (0 if params.ignore_eos else len(eos))) * params.beam_width
+
+
 class BeamSearch:
     """The search for one prompt. eos: token ids that end an answer."""
 
@@ -84,8 +94,8 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Likeliest tokens of each running beam that `extend` needs: enough that some go on where others end."""
-        return max(2, 1 + len(self._eos)) * self._params.beam_width
+        """See `num_candidates`."""
+        return num_candidates(self._params, self._eos)
 
     @property
     def beams(self) -> list[Beam]:
@@ -108,7 +118,16 @@ class BeamSearch:
         self._finished = sorted(ranked, key=lambda one: -one[0])[:width]
         self.running = [beam for beam in best if not last and beam.tokens[-1] not in self._eos][:width]
         full = len(self._finished) == width
-        self.over = not self.running or (full and self._score(self.running[0].logprob, length) <= self._finished[-1][0])
+        settled = self._params.early_stopping or (
+            bool(self.running) and full and self._score(self.running[0].logprob, length) <= self._finished[-1][0]
+        )
+        self.over = not self.running or (full and settled)
+
+    @property
+    def best_so_far(self) -> list[Beam]:
+        """The best beams if the search ended now, running ones included, best first."""
+        running = [(self._score(beam.logprob, len(beam.tokens)), beam) for beam in self.running if beam.tokens]
+        return [beam for _, beam in sorted([*self._finished, *running], key=lambda one: -one[0])]
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / float(length**self._params.length_penalty)

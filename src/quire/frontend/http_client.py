@@ -65,7 +65,7 @@ class Origin(NamedTuple):
             parts = urlsplit(url if "://" in url else "http://" + url)
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise InvalidConfig(f"upstream: {url!r} is no address: {error}", param="upstream") from error
+            raise InvalidConfig(f"upstream: {url!r} is not an address: {error}", param="upstream") from error
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username:
             raise InvalidConfig(f"upstream: {url!r} must look like http://HOST:PORT", param="upstream")
         tls = parts.scheme == "https"

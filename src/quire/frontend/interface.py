@@ -10,10 +10,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from quire.frontend.beam_search import BeamSearchParams
 from quire.parsers.reasoning import ReasoningParser
 from quire.parsers.tools.styles import ToolParser
 from quire.tokenization.prompt_header import HeaderOutcome
-from quire.types import NO_TRACE_CONTEXT, Pin, PromptReport, SamplingParams, TokenLogprobs, TraceContext
+from quire.tokenization.tokenizer import PoolingText, PoolingTokens
+from quire.types import NO_TRACE_CONTEXT, Pin, PromptImage, PromptReport, SamplingParams, TokenLogprobs, TraceContext
+from quire.weights.pooling import GENERATES, PoolerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,8 @@ class Call:
     tokens that each step generated, whether or not the client reads them; None: they are not metered. omitted_tools:
     kinds of tools that the client asked for and this server lacks. pins: prefixes of the prompt to keep in the prefix
     cache, on the account of the tenant of `trace_context`. header: what became of the prompt's header, None where there
-    is none.
+    is none. beams: how to search for the `sampling.n` likeliest answers; None: they are sampled. images: those in the
+    prompt, in order.
     """
 
     id: str
@@ -39,6 +43,8 @@ class Call:
     omitted_tools: tuple[str, ...] = ()
     pins: tuple[Pin, ...] = ()
     header: HeaderOutcome | None = None
+    beams: BeamSearchParams | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 class Timings(NamedTuple):
@@ -148,7 +154,8 @@ class ModelCard:
     infill_ends: token ids that end a text between a prompt and a suffix, besides the model's end of text.
     pools: whether it computes embeddings. device: what it runs on, as torch calls it. template_arguments: names that
     its chat template reads. tool_parser, reasoning_parser: how its answers are parsed (see `parsers.tools.styles` and
-    `parsers.reasoning`). has_text: false if prompts and answers are token ids only.
+    `parsers.reasoning`). has_text: false if prompts and answers are token ids only. pooler: how prompts become vectors.
+    eos: token ids that end a text.
     """
 
     id: str
@@ -165,6 +172,8 @@ class ModelCard:
     infill_ends: tuple[int, ...] = ()
     device: str = ""
     has_text: bool = True
+    pooler: PoolerConfig = GENERATES
+    eos: frozenset[int] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -211,6 +220,11 @@ class Backend(Service, Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True, suffix: str = "") -> tuple[int, ...]:
         """Text to token ids. suffix: a text to fill in before; raises InvalidRequest where the model cannot."""
+
+    def encode_inputs(
+        self, inputs: Sequence[PoolingText], *, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[PoolingTokens]:
+        """Texts and pairs of texts to token ids, see `Tokenizer.encode_inputs`."""
 
     def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str:
         """Token ids to text."""

@@ -14,8 +14,9 @@ from typing import Any, cast
 from quire import errors
 from quire.engine.client import EngineClient
 from quire.engine.executor import Description
-from quire.errors import DeadlineExceeded, Interrupted, InvalidRequest, Overloaded, Unavailable
+from quire.errors import DeadlineExceeded, Interrupted, InvalidRequest, Overloaded, TooLarge, Unavailable
 from quire.frontend.interface import Call, Delta, DrainingService, ModelCard
+from quire.frontend.pooling import longest
 from quire.frontend.processor import (
     ActiveRequest,
     OutputProcessor,
@@ -28,8 +29,13 @@ from quire.observability.observer import FrontendObserver
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.no_tokenizer import needs_text
-from quire.tokenization.tokenizer import Tokenizer
-from quire.types import BACKGROUND, FinishedRequest, FinishReason, RequestStepOutput
+from quire.tokenization.tokenizer import PoolingText, PoolingTokens, Tokenizer
+from quire.types import BACKGROUND, UNLIMITED, FinishedRequest, FinishReason, RequestStepOutput
+
+
+def _image_bytes(call: Call) -> int:
+    """Bytes of a call's pixels."""
+    return sum(len(image.pixels) for image in call.images)
 
 
 def _initial_stats(about: Description) -> dict[str, Any]:
@@ -50,8 +56,8 @@ class NativeBackend(DrainingService):
     """A Backend of one engine.
 
     card: its max_model_len and vocab_size are the checkpoint's until `start`, then the engine's. max_queued: answers
-    that may wait beyond those running. max_unread: deltas of a call that may wait for their reader; one more aborts the
-    call. clock: in seconds, also the engine's.
+    that may wait beyond those running. max_image_bytes: of pixels, of all calls that wait or run. max_unread: deltas of
+    a call that may wait for their reader; one more aborts the call. clock: in seconds, also the engine's.
     """
 
     engine: EngineClient
@@ -60,6 +66,7 @@ class NativeBackend(DrainingService):
     chat: ChatTemplate | None = None
     observer: FrontendObserver = field(default_factory=FrontendObserver)
     max_queued: int = 2048
+    max_image_bytes: int = UNLIMITED
     max_unread: int = 1 << 15
     clock: Callable[[], float] = time.monotonic
     seeds: Callable[[], int] = lambda: secrets.randbits(63)
@@ -78,11 +85,12 @@ class NativeBackend(DrainingService):
         """See Service."""
         self.engine.subscribe(self._on_tokens, self._on_death)
         about = await self.engine.start()
-        limit = min(self.card.max_model_len, about.max_model_len, about.num_blocks * about.block_size)
+        pooler = self.card.pooler
+        limit = longest(about, pooler)
         self.card = replace(
             self.card,
-            max_model_len=limit,
-            vocab_size=about.vocab_size,
+            max_model_len=min(self.card.max_model_len, limit),
+            vocab_size=about.vocab_size // pooler.token_types,
             pools=about.supports_pooling,
             device=about.device,
         )
@@ -111,6 +119,12 @@ class NativeBackend(DrainingService):
     def encode(self, text: str, *, add_special_tokens: bool = True, suffix: str = "") -> tuple[int, ...]:
         """See Backend."""
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, suffix=suffix)
+
+    def encode_inputs(
+        self, inputs: Sequence[PoolingText], *, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[PoolingTokens]:
+        """See Backend."""
+        return self.tokenizer.encode_inputs(inputs, add_special_tokens=add_special_tokens, most=most)
 
     def decode(self, tokens: tuple[int, ...], *, skip_special_tokens: bool = False) -> str:
         """See Backend."""
@@ -144,12 +158,14 @@ class NativeBackend(DrainingService):
             limit=self.card.max_model_len,
             seed=self.seeds(),
             deadline=now + call.timeout,
+            pooler=self.card.pooler,
         )
         if len(asked) > self.max_queued:
             raise InvalidRequest(
-                f"n ({len(asked)}) is more than may wait in this server's queue ({self.max_queued})", param="n"
+                f"n ({len(asked)}) exceeds the size of this server's queue ({self.max_queued})", param="n"
             )
         self.admit(len(asked))
+        self._admit_images(call)
         self.engine.submit(asked)
         for kind in call.omitted_tools:
             self.observer.on_omitted_tool(kind)
@@ -165,6 +181,24 @@ class NativeBackend(DrainingService):
         if call.timeout < math.inf:
             live.timer = asyncio.get_running_loop().call_later(call.timeout, self.end, live, "timeout")
         return live
+
+    def _admit_images(self, call: Call) -> None:
+        """Raises Overloaded where there is no room for a call's pixels, TooLarge where there never will be."""
+        size = _image_bytes(call)
+        if size > self.max_image_bytes:
+            raise TooLarge(
+                f"the images have {size:,} bytes of pixels together, and at most {self.max_image_bytes:,} are held "
+                "(--max-pending-image-bytes): send fewer",
+                param="messages",
+            )
+        held = sum(map(_image_bytes, (live.call for live in self._requests))) if size else 0
+        if held + size > self.max_image_bytes:
+            self.observer.on_refused("max_pending_image_bytes")
+            raise Overloaded(
+                f"requests that wait or run hold {held:,} bytes of pixels, and these are {size:,} more, but at most "
+                f"{self.max_image_bytes:,} are held",
+                retry_after=self._drain_rate.wait(1, self.clock()),
+            )
 
     def _check_ready(self) -> None:
         """Raises Unavailable while there is no engine, and when the server is shutting down."""

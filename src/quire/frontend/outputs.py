@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.errors import InvalidRequest
+from quire.errors import of
 from quire.frontend.interface import Call, Delta
-from quire.frontend.processor import embedding_vector
-from quire.types import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from quire.frontend.pooling import embedding, probabilities, similarity, token_embeddings
+from quire.types import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from quire.weights.pooling import PoolerConfig
 
 
 def request_output(call: Call, choices: Sequence[Sequence[Delta]]) -> RequestOutput:
@@ -49,13 +61,72 @@ def _completion(call: Call, deltas: Sequence[Delta]) -> CompletionOutput:
     )
 
 
-def embedding_output(call: Call, last: Delta, dimensions: int | None, *, normalize: bool) -> EmbeddingRequestOutput:
-    """The vector of a call. last: its last delta. dimensions: how many numbers, all if None.
+def embedding_output(
+    call: Call, last: Delta, dimensions: int | None, normalize: bool | None, pooler: PoolerConfig
+) -> EmbeddingRequestOutput:
+    """The vector of a call. last: its last delta. dimensions: how many numbers, all if None. normalize: None for what
+    the model does.
 
     Raises InvalidRequest for a prompt that could not be computed, and for dimensions there are not.
     """
-    if not last.pooled:
-        raise InvalidRequest(last.error or "the prompt came to no vector", param="prompts")
-    numbers = embedding_vector(last.pooled, dimensions, normalize=normalize)
+    numbers = embedding(pooled_of(last), dimensions, normalize, pooler)
     outputs = EmbeddingOutput(tuple(numbers.tolist()))
     return EmbeddingRequestOutput(call.id, call.prompt, outputs, num_cached_tokens=last.num_cached)
+
+
+def pooled_of(last: Delta) -> bytes:
+    """The numbers of a prompt. Raises InvalidRequest, or what it failed with."""
+    if not last.pooled:
+        raise of(last.status, last.error or "the prompt came to no vector", param=last.param or "prompts")
+    return last.pooled
+
+
+def classification_output(
+    call: Call, last: Delta, pooler: PoolerConfig, use_activation: bool | None
+) -> ClassificationRequestOutput:
+    """What each class got. Raises as `pooled_of`."""
+    probs = probabilities(pooled_of(last), pooler, use_activation)
+    made = ClassificationOutput(tuple(probs.tolist()))
+    label = pooler.classes[int(probs.argmax())]
+    return ClassificationRequestOutput(call.id, call.prompt, made, label, num_cached_tokens=last.num_cached)
+
+
+def scoring_outputs(
+    calls: Sequence[tuple[Call, Delta]], pairs: int, pooler: PoolerConfig, use_activation: bool | None
+) -> list[ScoringRequestOutput]:
+    """The score of each of `pairs`. calls: of a classifier one for each; of others one for each text of the first side,
+    then of the second. Raises as `pooled_of`."""
+    if pooler.classes:
+        return [
+            ScoringRequestOutput(
+                call.id,
+                call.prompt,
+                ScoringOutput(float(probabilities(pooled_of(last), pooler, use_activation)[0])),
+                num_cached_tokens=last.num_cached,
+            )
+            for call, last in calls
+        ]
+    firsts, seconds = calls[: len(calls) - pairs], calls[len(calls) - pairs :]
+    made = []
+    for i, (call, last) in enumerate(seconds):
+        other, before = firsts[i if len(firsts) > 1 else 0]
+        score = ScoringOutput(similarity(pooled_of(before), pooled_of(last)))
+        ids, cached = (*other.prompt, *call.prompt), before.num_cached + last.num_cached
+        made.append(ScoringRequestOutput(call.id, ids, score, num_cached_tokens=cached))
+    return made
+
+
+def pooling_output(
+    call: Call, last: Delta, task: str, pooler: PoolerConfig, use_activation: bool | None
+) -> PoolingRequestOutput:
+    """What `task` makes of a prompt. Raises as `pooled_of`."""
+    pooled = pooled_of(last)
+    data: tuple[float, ...] | tuple[tuple[float, ...], ...]
+    if task == "token_embed":
+        table = token_embeddings(pooled, len(call.prompt), use_activation, pooler)
+        data = tuple(tuple(row) for row in table.tolist())
+    elif task == "classify":
+        data = tuple(probabilities(pooled, pooler, use_activation).tolist())
+    else:
+        data = tuple(embedding(pooled, None, use_activation, pooler).tolist())
+    return PoolingRequestOutput(call.id, call.prompt, PoolingOutput(data), num_cached_tokens=last.num_cached)

@@ -19,7 +19,8 @@ from quire.frontend.interface import Call, Delta, Timings
 from quire.tokenization.detokenizer import Detokenizer, NoText, StopFinder, StopStrings
 from quire.tokenization.no_tokenizer import without_text
 from quire.tokenization.tokenizer import Tokenizer
-from quire.types import BACKGROUND, PromptReport, Request, RequestStepOutput, SamplingParams, TokenLogprobs
+from quire.types import BACKGROUND, Pooling, PromptReport, Request, RequestStepOutput, SamplingParams, TokenLogprobs
+from quire.weights.pooling import GENERATES, PoolerConfig
 
 log = logging.getLogger("uvicorn.error")
 
@@ -30,16 +31,29 @@ _SEEDS = (1 << 64) - 1
 """Seeds are taken modulo 2^64, as in PyTorch: -1 is 2^64 - 1."""
 
 
-def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadline: float = math.inf) -> list[Request]:
+def requests(
+    call: Call,
+    *,
+    tokenizer: Tokenizer,
+    limit: int,
+    seed: int,
+    deadline: float = math.inf,
+    pooler: PoolerConfig = GENERATES,
+) -> list[Request]:
     """A Request for each of the `n` answers.
 
     limit: the longest sequence in tokens, prompt included. seed: for calls without one. deadline: on the engine's
-    clock. Raises InvalidRequest with the counts when prompt and answer do not fit.
+    clock. Raises InvalidRequest with the counts when prompt and answer do not fit, and for an answer in text of a
+    model that only pools.
     """
     sampling = call.sampling if tokenizer.has_text else without_text(call.sampling)
     if sampling.bad_words and not sampling.bad_words_token_ids:
         sampling = replace(sampling, bad_words_token_ids=bad_words(sampling.bad_words, tokenizer))
-    max_new = max_new_tokens(len(call.prompt), sampling, limit)
+    if pooler.generates:
+        max_new = max_new_tokens(len(call.prompt), sampling, limit)
+    else:
+        max_new = 1
+        check_pooled(len(call.prompt), sampling.pooling, limit, pooler)
     seed = (seed if sampling.seed is None else sampling.seed) & _SEEDS
     eos = frozenset() if sampling.ignore_eos else tokenizer.eos
     salt = hashed_salt(call.cache_salt, call.trace_context.tenant)
@@ -61,6 +75,7 @@ def requests(call: Call, *, tokenizer: Tokenizer, limit: int, seed: int, deadlin
             cache_salt=salt,
             pins=call.pins,
             owner=call.trace_context.tenant,
+            images=call.images,
         )
         for choice, id in enumerate(ids)
     ]
@@ -113,7 +128,8 @@ def check_priority(priority: int | None, used: bool) -> None:
     """
     if priority and not used:
         raise InvalidRequest(
-            "priority means nothing here: set the option scheduling_policy (--scheduling-policy) to priority",
+            "priority has no effect with this server's scheduling policy: set the option scheduling_policy "
+            "(--scheduling-policy) to priority",
             param="priority",
         )
     if priority and not -BACKGROUND < priority < BACKGROUND:
@@ -138,7 +154,7 @@ def bad_words(words: Sequence[str], tokenizer: Encoder) -> tuple[tuple[int, ...]
         for form in (word.lstrip(), " " + word.lstrip()):
             ids = tokenizer.encode(form, add_special_tokens=False)
             if not word.strip() or not ids:
-                raise InvalidRequest(f"{word!r} is not a word that could be avoided", param="bad_words")
+                raise InvalidRequest(f"{word!r} cannot be turned into tokens", param="bad_words")
             sequences[ids] = None
     return tuple(sequences)
 
@@ -292,7 +308,7 @@ def delta_of_error(answer: OutputProcessor, event: RequestStepOutput) -> Delta |
     try:
         return answer.process(event)
     except Exception as error:
-        log.error("an answer could not be put into words:\n%s", escape_control_lines(traceback.format_exc()))
+        log.error("an answer could not be detokenized:\n%s", escape_control_lines(traceback.format_exc()))
         why = f"this answer could not be put into words ({type(error).__name__})"
         return Delta(answer.index, "", finish_reason="error", error=why)
 
@@ -341,15 +357,30 @@ class ActiveRequest:
         self.on_close(self)
 
 
-def check_embedding(dimensions: int | None, *, pools: bool) -> None:
-    """Check a request for embeddings. pools: whether the executor has hidden states. Raises InvalidRequest."""
-    if not pools:
+def check_pooled(prompt: int, pooling: Pooling | None, limit: int, pooler: PoolerConfig) -> None:
+    """Check a request to a model that only pools. Raises InvalidRequest."""
+    if pooling is None:
+        raise no_text(pooler)
+    if prompt > limit:
         raise InvalidRequest(
-            "this engine gives no embeddings: its executor has no hidden states; serve with --executor local",
-            code="unsupported",
+            f"the input has {prompt} tokens, and this model takes {limit}: shorten it, or send truncate_prompt_tokens "
+            "-1 to have its end left out",
+            param="input",
+            code="context_length_exceeded",
         )
-    if dimensions is not None and dimensions < 1:
-        raise InvalidRequest("dimensions must be at least 1", param="dimensions")
+    if not prompt:
+        raise InvalidRequest("the input is empty: give at least one token", param="input")
+
+
+def no_text(pooler: PoolerConfig) -> InvalidRequest:
+    """The refusal of a request to generate."""
+    paths = "/classify, /score and /rerank" if pooler.classes else "/v1/embeddings, /score and /rerank"
+    return InvalidRequest(
+        f"this is a pooling model, which generates no text: use {paths} (in Python LLM.{pooler.tasks[0]} and "
+        "LLM.score)",
+        param="model",
+        code="unsupported",
+    )
 
 
 def embedding_vector(

@@ -71,7 +71,7 @@ class PrivateServer:
         try:
             await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT)
         except TimeoutError:
-            log.warning("%s did not end within %g s and is killed", self.name, _STOP_TIMEOUT)
+            log.warning("%s did not exit within %g s and is killed", self.name, _STOP_TIMEOUT)
         # Its own children, too.
         self._signal(signal.SIGKILL)
         await self._process.wait()
@@ -122,7 +122,7 @@ class PrivateServer:
                 self._why = f"{why} before it was ready; its log is {self.log_path}, and ends: {self._last_output()}"
                 return
             self.backoff.on_death(time.monotonic() - began)
-            log.error("%s; its log is %s; it is started again in %.1f s", why, self.log_path, self.backoff.delay)
+            log.error("%s; its log is %s; restart in %.1f s", why, self.log_path, self.backoff.delay)
             await self._restart()
 
     async def _restart(self) -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from quire.frontend.interface import DrainingService
 from quire.frontend.supervisor import PrivateServer
 from quire.frontend.upstream_response import UpstreamResponse
 from quire.observability.observer import FrontendObserver, RequestObserver
+from quire.scheduler.routing import Chunks, RoutingPolicy
 from quire.types import FinishedRequest, SamplingParams, TraceContext
 
 log = logging.getLogger("uvicorn.error")
@@ -35,8 +35,6 @@ _CHECK_TIMEOUT = 10.0
 """Seconds after which a check has failed."""
 _MAX_FAILURES = 2
 """Failed checks in a row after which a server is unhealthy."""
-_MAX_IMBALANCE = 4
-"""Requests that the server with a cached prefix may have beyond those of the least loaded server."""
 _SCRAPE = 2.0
 """Seconds until a request for a server's metrics fails."""
 _MAX_EVENT_BYTES = 1 << 23
@@ -49,8 +47,10 @@ _NO_EVENTS: Mapping[int, str] = MappingProxyType(
     }
 )
 """Why a server sends no events, by status."""
-_PREFIX = 512
-"""Bytes of a prompt that select the server with affinity."""
+_CHUNK = 512
+"""Bytes of a prompt's text in each of the chunks that routing policies compare."""
+_MAX_CHUNKS = 128
+"""Chunks of a prompt that are compared at most."""
 
 
 class _ModelCard(msgspec.Struct):
@@ -66,16 +66,15 @@ class UpstreamDown(Exception):
 
 
 class Upstream:
-    """One upstream server. healthy: it answers. outstanding: its unfinished requests. last_turn: when it was last
-    chosen, counted in choices."""
+    """One upstream server. name: its address, by which routing policies know it. healthy: it answers."""
 
     def __init__(self, origin: Origin, headers: Headers) -> None:
         self.origin = origin
+        self.name = str(origin)
         self.pool = Pool(origin)
         self.headers = headers
         self.healthy = False
-        self.outstanding = self.num_requests = self.num_failed = 0
-        self.last_turn = 0
+        self.num_requests = self.num_failed = 0
         self.why = "not asked yet"
         self._failures = 0
         self._changed = asyncio.Event()
@@ -131,7 +130,7 @@ class Upstream:
             self.record_failure(f"its /health says {status}")
             return
         if not self.healthy:
-            log.info("upstream %s answers", self.origin)
+            log.info("upstream %s is available", self.origin)
         self.healthy = True
         self._failures = 0
         self.why = ""
@@ -140,7 +139,7 @@ class Upstream:
         """A check failed; `_MAX_FAILURES` in a row, or one that is certain, make the server unhealthy."""
         self._failures += 1
         if self.healthy and (surely or self._failures >= _MAX_FAILURES):
-            log.warning("upstream %s is away: %s", self.origin, why)
+            log.warning("upstream %s is unavailable: %s", self.origin, why)
             self.healthy = False
             self._changed.set()
         self.why = why
@@ -162,7 +161,7 @@ class RequestInfo(NamedTuple):
     """A request as observers see it.
 
     max_tokens: 0 if unknown. on_usage: called with the number of tokens of prompt and answer. observed: whether
-    observers see it at all. begins: its `prompt_prefix`.
+    observers see it at all. prompt: its `prompt_chunks`.
     """
 
     trace_context: TraceContext
@@ -170,7 +169,7 @@ class RequestInfo(NamedTuple):
     sampling: SamplingParams = SamplingParams()
     on_usage: Callable[[int], None] = lambda tokens: None
     observed: bool = True
-    begins: bytes = b""
+    prompt: Chunks = ()
 
 
 class _UpstreamRequest:
@@ -192,9 +191,9 @@ class _UpstreamRequest:
     def assign(self, server: Upstream | None) -> None:
         """Move the request to another server, or to none at its end."""
         if self.server is not None:
-            self.server.outstanding -= 1
+            self.backend.routing.finished(self.server.name)
         if server is not None:
-            server.outstanding += 1
+            self.backend.routing.sent(server.name, self.info.prompt)
             server.num_requests += 1
             if self.request_observer is not None:
                 self.request_observer.on_sent(self.number, str(server.origin), self.backend.clock())
@@ -257,9 +256,8 @@ class UpstreamBackend(DrainingService):
     """A Service that forwards requests unchanged.
 
     supervisor: of a private server, None where others run the servers. headers: sent with every request. keyed: an API
-    key is among them. max_outstanding: the most concurrent requests; more are refused. affinity: requests with the same
-    prefix go to one server, unless it is much busier than the others. start_timeout: seconds that `start` waits for a
-    server to answer.
+    key is among them. max_outstanding: the most concurrent requests; more are refused. routing: chooses the server.
+    start_timeout: seconds that `start` waits for a server to answer.
     """
 
     origins: InitVar[Sequence[Origin]]
@@ -270,13 +268,12 @@ class UpstreamBackend(DrainingService):
     kind: str
     headers: Headers
     max_outstanding: int
-    affinity: bool
+    routing: RoutingPolicy
     start_timeout: float
     clock: Callable[[], float] = time.monotonic
     name: str = ""
     generated: int = 0
     _completed: int = 0
-    _num_turns: int = 0
     _under_way: int = 0
     _watching: list[asyncio.Task[None]] = field(default_factory=list)
     _open: set[UpstreamResponse] = field(default_factory=set)
@@ -318,7 +315,7 @@ class UpstreamBackend(DrainingService):
             status, body = await first.get("/v1/models")
             if status in (401, 403):
                 raise InvalidConfig(
-                    f"upstream {first.origin} wants a key ({status}): set --upstream-api-key", param="upstream_api_key"
+                    f"upstream {first.origin} needs a key ({status}): set --upstream-api-key", param="upstream_api_key"
                 )
             return msgspec.json.decode(body, type=_ModelList).data[0].id
         except (UpstreamDown, msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError) as error:
@@ -389,9 +386,8 @@ class UpstreamBackend(DrainingService):
 
         A server that accepted the request and died may have died of it, and so might the next one.
         """
-        left = [upstream for upstream in self.upstreams if upstream.healthy]
-        while left:
-            server = self._choose(left, request.info.begins)
+        tried: list[str] = []
+        while (server := self._choose(request.info.prompt, tried)) is not None:
             request.assign(server)
             try:
                 return await server.pool.exchange(method, path, headers, body), server
@@ -400,9 +396,9 @@ class UpstreamBackend(DrainingService):
                 if error.code != "upstream_unreachable":
                     raise Unavailable(f"upstream {server.origin} failed: {error}", code=error.code) from error
                 server.record_failure(str(error), surely=True)
-                left.remove(server)
+                tried.append(server.name)
         self.observer.on_refused("unavailable")
-        raise Unavailable(f"no upstream answers now: {self._why()}", code="upstream_unreachable")
+        raise Unavailable(f"no upstream is available: {self._why()}", code="upstream_unreachable")
 
     def admit(self) -> None:
         """The check of `send`, before a body is read. Raises Overloaded and Unavailable."""
@@ -412,21 +408,20 @@ class UpstreamBackend(DrainingService):
         if self._under_way >= self.max_outstanding:
             self.observer.on_refused("max_num_queued_reqs")
             raise Overloaded(
-                f"{self._under_way} requests are with the upstreams, and at most {self.max_outstanding} may be",
+                f"{self._under_way} requests are outstanding at the upstreams, and at most "
+                f"{self.max_outstanding} may be",
                 retry_after=self._drain_rate.wait(self._under_way, self.clock()),
             )
 
-    def _choose(self, left: Sequence[Upstream], begins: bytes) -> Upstream:
-        """The server with the fewest requests, in turn among equals; with affinity, the one that saw the prefix."""
-        chosen = min(left, key=lambda one: (one.outstanding, one.last_turn))
-        if self.affinity and len(left) > 1:
-            # Rendezvous hashing.
-            same = max(left, key=lambda one: blake2b(begins + str(one.origin).encode(), digest_size=8).digest())
-            if same.outstanding <= chosen.outstanding + _MAX_IMBALANCE:
-                chosen = same
-        self._num_turns += 1
-        chosen.last_turn = self._num_turns
-        return chosen
+    def _choose(self, prompt: Chunks, tried: Sequence[str] = ()) -> Upstream | None:
+        """The routing policy's choice among healthy servers, none of `tried`; None: there is none."""
+        for upstream in self.upstreams:
+            if upstream.healthy:
+                self.routing.add(upstream.name)
+            else:
+                self.routing.remove(upstream.name)
+        name = self.routing.choose(prompt, tried)
+        return next((upstream for upstream in self.upstreams if upstream.name == name), None)
 
     def on_finished(self, observed: bool, now: float) -> None:
         """A request ended."""
@@ -454,7 +449,7 @@ class UpstreamBackend(DrainingService):
                     "url": str(upstream.origin),
                     "well": upstream.healthy,
                     "why": upstream.why,
-                    "outstanding": upstream.outstanding,
+                    "outstanding": self.routing.outstanding.get(upstream.name, 0),
                     "requests": upstream.num_requests,
                     "failed": upstream.num_failed,
                 }
@@ -486,7 +481,10 @@ class UpstreamBackend(DrainingService):
 _PROMPT_START = re.compile(rb'"(?:messages|prompt|input)"')
 
 
-def prompt_prefix(body: bytes) -> bytes:
-    """The first bytes of the prompt in a request's JSON, which requests with a common prefix share."""
+def prompt_chunks(body: bytes) -> Chunks:
+    """The beginning of the prompt in a request's JSON, in chunks that requests with a common prefix share."""
     found = _PROMPT_START.search(body)
-    return body[found.end() : found.end() + _PREFIX] if found else b""
+    if found is None:
+        return ()
+    start, end = found.end(), min(len(body), found.end() + _CHUNK * _MAX_CHUNKS)
+    return tuple(body[at : min(at + _CHUNK, end)] for at in range(start, end, _CHUNK))

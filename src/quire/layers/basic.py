@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.quantization.gguf import GgufStorage
-from quire.ops.base import Angles, Gate, Norm, Norms, Ops
+from quire.ops.base import Angles, Gate, Norm, Norms, Ops, Scores
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
 
@@ -31,7 +31,8 @@ class RopeConfig:
     rotated dimensions are multiplied by. interleaved: neighbours are rotated together, not the two halves of `dim`.
     query_beta: b multiplies the query at position p by 1 + b log(1 + floor((p + query_shift) / original)) (Llama 4).
     short_factors, short_gain: instead of `factors` and `gain` where no sequence is longer than `original` (LongRoPE,
-    Ding et al. 2024).
+    Ding et al. 2024). axes: for each pair of dimensions, which position turns it: in time (0), height (1) or width (2);
+    empty where tokens have one position.
     """
 
     dim: int
@@ -52,6 +53,7 @@ class RopeConfig:
     short_gain: float = 1.0
     share: float = 1.0
     query_shift: int = 0
+    axes: tuple[int, ...] = ()
 
 
 NO_ROPE = RopeConfig(dim=0)
@@ -137,8 +139,14 @@ class Rotary:
     def __init__(self, rope: RopeConfig, device: torch.device, ops: Ops) -> None:
         self.rope, self.frequencies, self.ops = rope, frequencies(rope).to(device), ops
 
-    def __call__(self, positions: Tensor) -> Angles:
-        """The angles of `positions`, for `Ops` that rotate."""
+    def __call__(self, positions: Tensor, by_axis: Tensor | None = None) -> Angles:
+        """The angles of `positions`, for `Ops` that rotate. by_axis [3, T]: positions in time, height and width, for a
+        rotary embedding that has `axes`."""
+        if by_axis is not None and self.rope.axes:
+            whole = [self.ops.angles(each, self.frequencies, self.rope.gain) for each in by_axis]
+            pick = torch.tensor(self.rope.axes, device=by_axis.device).expand(1, by_axis.shape[1], -1)
+            cos, sin = (torch.stack(parts).gather(0, pick)[0] for parts in zip(*whole, strict=True))
+            return Angles(cos, sin, self.rope.interleaved)
         rope, gain = self.rope, None
         if rope.query_beta:
             gain = 1.0 + rope.query_beta * torch.log1p(((positions + rope.query_shift) // rope.original).float())
@@ -219,7 +227,7 @@ class Heads:
     """A layer's heads on this rank: `count` of queries, `kv` of keys and values, of `dim` numbers each.
 
     window: how many positions a query sees, its own included. soft_cap: of the scores, 0 for none. chunk: positions of
-    the chunks of which a query sees its own.
+    the chunks of which a query sees its own. ahead: later positions that a query sees, 0 for causal attention.
     """
 
     count: int
@@ -229,6 +237,7 @@ class Heads:
     window: int = UNLIMITED
     soft_cap: float = 0.0
     chunk: int = UNLIMITED
+    ahead: int = 0
 
 
 class Attention:
@@ -250,9 +259,9 @@ class Attention:
     ) -> Tensor:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
-        q = self.ops.qk_norm_rope_store_kv(self.qkv(x), h.count, kv, batch, angles, self.norms)
-        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk).flatten(1)
-        return self.out(select_rows(mixed, outputs))
+        how = Scores(h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
+        mixed = self.ops.self_attention(self.qkv(x), h.count, kv, batch, angles, how, self.norms)
+        return self.out(select_rows(mixed.flatten(1), outputs))
 
 
 class GatedAttention(Attention):
@@ -269,6 +278,7 @@ class GatedAttention(Attention):
         q, gate = made[:, :width].view(len(made), h.count, 2, h.dim).unbind(2)
         qkv = torch.cat((q.flatten(1), made[:, width:]), 1)
         q = self.ops.qk_norm_rope_store_kv(qkv, h.count, kv, batch, angles, self.norms)
-        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk).flatten(1)
+        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
+        mixed = mixed.flatten(1)
         gated = self.ops.sigmoid_mul(select_rows(mixed, outputs), select_rows(gate.flatten(1), outputs))
         return self.out(gated)

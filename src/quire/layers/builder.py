@@ -32,6 +32,7 @@ from quire.layers.basic import (
 from quire.layers.delta import DeltaConfig, GatedDelta, split_by_head, split_by_kind
 from quire.layers.latent import Decompression, LatentAttention, LatentConfig, QueryProjection
 from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
+from quire.layers.mamba import Mamba2, MambaConfig
 from quire.layers.moe import Experts, MoE, MoEConfig, Router, SeparateExperts, SharedExpert, StackedExperts
 from quire.layers.quantization.base import (
     Format,
@@ -44,7 +45,8 @@ from quire.layers.quantization.base import (
     bias_slots,
 )
 from quire.layers.quantization.gguf import Tables, no_table
-from quire.ops.base import XIELU, DeltaWeights, ExpertBiases, Gate, Norm, Norms, Ops
+from quire.layers.vision import Patches, VisionConfig
+from quire.ops.base import XIELU, DeltaWeights, ExpertBiases, Gate, Norm, Norms, Ops, ScanWeights
 
 Kind = TypeVar("Kind")
 
@@ -121,6 +123,7 @@ class ModelBuilder:
         self.slots: dict[str, list[WeightSlot]] = {}
         self.matrices: list[WeightStorage] = []
         self.embeddings: list[WeightStorage] = []
+        self.finalized: set[int] = set()
         self.unjoined: list[SeparateExperts | Decompression] = []
         self.ignored: list[str] = []
         self.renames: dict[str, str] = {}
@@ -146,14 +149,20 @@ class ModelBuilder:
         if isinstance(self.format, StoredFormat):
             self.format = self.format.renamed(prefixes)
 
-    def finalize(self) -> None:
+    def finalize(self, *, late: tuple[type[WeightStorage], ...] = ()) -> None:
         """Convert every matrix to its final form once all slots are filled, one matrix at a time.
 
-        Slots are dropped first, so that a matrix's loaded tensors are freed as soon as it is converted.
+        Slots are dropped first, so that a matrix's loaded tensors are freed as soon as it is converted. late: kinds of
+        storage that wait for another call, and are multiplied by as they were loaded until then.
         """
         self.slots.clear()
-        for stored in (*self.embeddings, *self.matrices):
-            stored.finalize()
+        every = [*self.embeddings, *self.matrices]
+        for i, stored in enumerate(every):
+            if i not in self.finalized and not isinstance(stored, late):
+                stored.finalize()
+                self.finalized.add(i)
+        if len(self.finalized) < len(every):
+            return
         for several in self.unjoined:
             several.join()
         self.unjoined.clear()
@@ -169,6 +178,32 @@ class ModelBuilder:
             WeightSlot(self.prefix + name, (size,), cut, data, mean=mean, std=std, shift=shift, ignore_unit_dims=exact)
         )
         return data
+
+    def tensor(self, name: str, shape: tuple[int, ...], *, std: float = 0.1) -> Tensor:
+        """A tensor of any shape, whole on every rank."""
+        data = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._add_slot(WeightSlot(self.prefix + name, shape, tuple(slice(0, n) for n in shape), data, std=std))
+        return data
+
+    def patches(self, name: str, config: VisionConfig, *, bias: bool, frames: bool = True) -> Patches:
+        """The embedding of patches, which the checkpoint keeps as a convolution. frames: with a dimension of time."""
+        shape = (config.hidden, 3, *((config.frames,) if frames else ()), config.patch, config.patch)
+        weight = self.tensor(f"{name}.weight", shape, std=(shape[1] * config.patch**2) ** -0.5)
+        return Patches(
+            config, weight.flatten(1), self.vector(f"{name}.bias", config.hidden) if bias else None, self.ops
+        )
+
+    def vision_attention(
+        self, config: VisionConfig, names: Sequence[str], out: str
+    ) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+        """Projections of a layer of an encoder of images, with biases. Raises InvalidModel with several ranks."""
+        if self.parallel.size > 1:
+            raise InvalidModel("an encoder of images cannot be divided among devices: use one")
+        heads = [(config.heads, config.head_dim)]
+        return (
+            self.column_parallel(names, config.hidden, heads * 3, bias=True),
+            self.row_parallel(out, heads[0], config.hidden, bias=True),
+        )
 
     def rms_norm(self, name: str, size: int, eps: float, *, shift: float = 0.0) -> Norm:
         """shift: what the checkpoint's weight lacks (1 for Gemma, which stores the weight less 1)."""
@@ -337,6 +372,28 @@ class ModelBuilder:
             self.ops,
         )
 
+    def mamba(self, hidden: int, config: MambaConfig, eps: float) -> Mamba2:
+        """A layer of Mamba 2. Raises InvalidModel with several ranks: states are not divided."""
+        if self.parallel.size > 1:
+            raise InvalidModel("Mamba layers cannot be divided among devices: use one")
+        weights = ScanWeights(
+            convolution=self._convolution("conv1d.weight", config.channels, config.width),
+            bias=self.vector("conv1d.bias", config.channels) if config.conv_bias else None,
+            fading=self.vector("A_log", config.heads, exact=True),
+            rise=self.vector("dt_bias", config.heads, exact=True),
+            skip=self.vector("D", config.heads, exact=True),
+            norm=self.rms_norm("norm", config.inner, eps),
+            step_limit=config.step_limit,
+        )
+        sizes = ((config.inner, 1), (config.channels, 1), (config.heads, 1))
+        return Mamba2(
+            self.column_parallel(("in_proj",), hidden, sizes, bias=config.bias),
+            weights,
+            self.row_parallel("out_proj", (config.heads, config.value), hidden, bias=config.bias),
+            config,
+            self.ops,
+        )
+
     def _convolution(self, name: str, channels: int, width: int) -> Tensor:
         """Weights [channels, width] of a convolution of each channel, [channels, 1, width] in the checkpoint."""
         data = torch.empty(channels, 1, width, dtype=self.dtype, device=self.device)
@@ -439,6 +496,10 @@ class ModelBuilder:
         return f"{self.prefix}{name}.{expert}"
 
     def router(self, name: str, hidden: int, count: int, *, bias: bool = False) -> WeightStorage:
+        """As `dense`."""
+        return self.dense(name, hidden, count, bias=bias)
+
+    def dense(self, name: str, hidden: int, count: int, *, bias: bool = False) -> WeightStorage:
         """A small matrix, whole on every rank and not quantized unless the checkpoint's is."""
         part = MatrixPart(self.prefix + name, count, slice(0, count))
         return self._store([part], hidden, slice(0, hidden), bias=bias, keep_precision=True)
@@ -486,7 +547,13 @@ class ModelBuilder:
         """Two matrices."""
         xielu = self._xielu() if activation == "xielu" else self.ops.relu2
         act = activation_of(
-            activation, {**dict.fromkeys(GELUS, self.ops.gelu), "relu2": self.ops.relu2, "xielu": xielu}
+            activation,
+            {
+                **dict.fromkeys(GELUS, self.ops.gelu),
+                "gelu": self.ops.gelu_erf,
+                "relu2": self.ops.relu2,
+                "xielu": xielu,
+            },
         )
         rise = self.column_parallel((up,), hidden, ((width, 1),), bias=bias, transposed=transposed)
         return MLP(rise, self.row_parallel(down, (width, 1), hidden, bias=bias, transposed=transposed), act)
@@ -535,7 +602,9 @@ GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """The names under which configs mean gelu by its tanh approximation."""
 
 
-GATES: Mapping[str, Gate] = MappingProxyType({"silu": "silu", **dict.fromkeys(GELUS, "gelu"), "clamped": "clamped"})
+GATES: Mapping[str, Gate] = MappingProxyType(
+    {"silu": "silu", **dict.fromkeys(GELUS, "gelu"), "gelu_erf": "gelu_erf", "clamped": "clamped"}
+)
 
 
 def activation_of(name: str, known: Mapping[str, Kind]) -> Kind:

@@ -20,6 +20,7 @@ from quire.errors import StepFailed
 from quire.model_runner.device_state import DeviceState, MaskUpload, Update, UploadRing, step_updates
 from quire.model_runner.device_steps import DROPPED, SCORE_WIDTH, DeviceSteps, read_scores
 from quire.model_runner.graphs import GraphKey, WorkQueue, bucket_seqs, bucket_tokens, padding
+from quire.model_runner.pooling import PoolingHeads, pooled_bytes
 from quire.model_runner.row_state import RowState, StepShape
 from quire.model_runner.runner import BaseRunner, LaunchedStep
 from quire.model_runner.sampling.features import (
@@ -36,7 +37,6 @@ from quire.model_runner.step_io import (
     PromptScores,
     empty_batch,
     first_samples,
-    pooled_bytes,
     sampled_from_host,
     scored_positions,
     slice_batch,
@@ -71,8 +71,9 @@ class LookaheadRunner(BaseRunner):
         max_tokens: int,
         num_slots: int,
         device: torch.device,
+        heads: PoolingHeads | None = None,
     ) -> None:
-        super().__init__(model, kv, rows, sampler)
+        super().__init__(model, kv, rows, sampler, heads)
         self.steps, self.queue = steps, queue
         self.proposer = proposer
         spans = max(padding(rows.num_rows), bucket_seqs(rows.num_rows))

@@ -42,6 +42,17 @@ def state_bytes(layers: Sequence[LayerShape]) -> int:
     return sum(each.state.nbytes(each.dtype.itemsize) for each in layers if each.state)
 
 
+def plan_snapshots(
+    layers: Sequence[LayerShape], wanted: int | None, *, sequences: int, states: int, budget: int
+) -> int:
+    """Slots for snapshots beside the `states` of rows. wanted: None for two a sequence, in at most half of what the
+    rows' states leave of `budget` bytes; 0 without recurrent layers."""
+    each = state_bytes(layers)
+    if not each or wanted is not None:
+        return wanted or 0 if each else 0
+    return max(0, min(2 * sequences, (budget - (states + 1) * each) // (2 * each)))
+
+
 def block_bytes(layers: Sequence[LayerShape], block_size: int) -> int:
     """Bytes of one block: keys and values of `block_size` tokens in every layer."""
     return sum(block_size * each.heads * (each.key_dim + each.value_dim) * each.dtype.itemsize for each in layers)
@@ -65,7 +76,7 @@ def plan_blocks(
     if held and held > budget:
         raise InvalidConfig(
             f"{_gib(budget)} of KV memory does not hold the {_gib(held)} of {states} states of recurrent layers: lower "
-            "max_num_seqs or give more memory"
+            "max_num_seqs or state_snapshots, or give more memory"
         )
     budget -= held
     pages = min(budget // each - 1, usable_blocks(rows, max_model_len, page_size))

@@ -7,6 +7,7 @@ history, so what a span feeds is one slice: `tokens[row, length : length + n]`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from quire.errors import StepFailed
 from quire.model_runner.sampling.features import SamplingFeatures
-from quire.scheduler.plan import NewSequence, Plan, Span
+from quire.scheduler.plan import ImageSpan, NewSequence, Plan, Span
 from quire.token_masks import token_array
 from quire.types import UNLIMITED
 
@@ -130,8 +131,12 @@ class RowState:
         """[rows] slot of the state that a row goes on from; 0: it begins."""
         self.is_new = np.ones(num_rows, dtype=np.bool_)
         """[rows] whether the row was opened after a drafter last fed it."""
+        self.images: dict[int, tuple[ImageSpan, ...]] = {}
+        """Those of rows that have any."""
         self.features = SamplingFeatures(num_rows)
         self.shape = StepShape.of(())
+        self.snapshots: Sequence[tuple[int, int, int]] = ()
+        """`Plan.snapshots` of the last plan."""
         self.epoch = 0
         """Incremented when the shape or its rows change: what was derived from them is stale."""
 
@@ -152,6 +157,7 @@ class RowState:
             held = self.num_blocks[row]
             self.block_table[row, held : held + len(pages)] = pages
             self.num_blocks[row] += len(pages)
+        self.snapshots = plan.snapshots
         same = plan.spans is self.shape.spans or plan.spans == self.shape.spans
         if not same:
             self.shape = StepShape.of(plan.spans)
@@ -172,7 +178,10 @@ class RowState:
         self.block_table[row, : self.num_blocks[row]] = 0
         self.num_blocks[row] = self.num_drafted[row] = 0
         self.is_new[row] = True
-        self.state[row] = 0
+        self.state[row] = self.num_states + one.snapshot if one.snapshot else 0
+        self.images.pop(row, None)
+        if one.images:
+            self.images[row] = one.images
         self.features.open(one)
 
     def check(self, shape: StepShape) -> None:
@@ -228,19 +237,21 @@ class RowState:
 
     @property
     def num_states(self) -> int:
-        """Slots of all rows' states: each row has one for each sample that a span may take."""
+        """Slots of all rows' states: each row has one for each sample that a span may take. Snapshots follow them."""
         return self.num_rows * (1 + self.max_drafts) * self.recurrent
 
     def first_state(self, row: Ints) -> npt.NDArray[np.int64]:
         """The first slot of rows."""
         return (1 + row * (1 + self.max_drafts)).astype(np.int64)
 
-    def state_slots(self, shape: StepShape) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(source [S], target [T]) of `StateSlots`. The state after each sampled position of a span is kept, since any
-        of its drafts may be the last that is accepted; of a prompt chunk, that after its end."""
+    def state_slots(self, shape: StepShape) -> tuple[npt.NDArray[np.int64], ...]:
+        """`StateSlots`, by field. The state after each sampled position of a span is kept, since any of its drafts may
+        be the last that is accepted; of a prompt chunk, that after its end; and those that the last plan names."""
         kept = np.maximum(shape.num_samples, 1)
         which = shape.token_offset - (shape.num_tokens - kept)[shape.token_span]
-        return self.state[shape.row], np.where(which < 0, 0, self.first_state(shape.token_row) + which)
+        span, length, snapshot = np.array(self.snapshots, dtype=np.int64).reshape(-1, 3).T
+        pairs = np.stack((shape.query_start[span] + length - 1, self.num_states + snapshot), 1)
+        return self.state[shape.row], np.where(which < 0, 0, self.first_state(shape.token_row) + which), pairs
 
     def set_drafts(self, row: Ints, drafts: npt.NDArray[np.int32], depth: Ints) -> None:
         """Write drafts [Q, k] after the history of rows [Q], of which the first `depth` [Q] count."""
@@ -260,6 +271,7 @@ class RowState:
         self.block_table[:] = 0
         self.num_known[:] = 0
         self.num_computed[:] = 0
+        self.images.clear()
         self.features.reset()
         self.shape = StepShape.of(())
         self.epoch += 1

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from quire.errors import StepFailed
 from quire.model_runner.graphs import GraphKey
+from quire.model_runner.images import ImageRunner
+from quire.model_runner.pooling import PoolingHeads, PromptPooler, pooled_bytes
 from quire.model_runner.row_state import RowState, StepShape
-from quire.model_runner.sampling.sampler import Sampler
+from quire.model_runner.sampling.sampler import Sampled, Sampler
 from quire.model_runner.speculative import Drafter
 from quire.model_runner.step_io import (
     Model,
-    PromptPooler,
     PromptScores,
     build_batch,
     masks_by_sample,
-    pooled_bytes,
     score_prompt,
     step_result,
 )
@@ -98,12 +98,22 @@ class LaunchedStep:
 
 
 class BaseRunner(ABC):
-    """Steps in flight over rows and a KV pool. kv: one LayerKV per layer, of which block 0 is the null block."""
+    """Steps in flight over rows and a KV pool.
 
-    def __init__(self, model: Model, kv: Sequence[LayerKV], rows: RowState, sampler: Sampler) -> None:
+    kv: one LayerKV per layer, of which block 0 is the null block. heads: what follows pooling.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: Sequence[LayerKV],
+        rows: RowState,
+        sampler: Sampler,
+        heads: PoolingHeads | None = None,
+    ) -> None:
         self.model, self.kv = model, kv
         self.rows, self.sampler = rows, sampler
-        self.pool = PromptPooler()
+        self.pool = PromptPooler(heads)
         self.inflight: deque[LaunchedStep] = deque()
         self.failure: Exception | None = None
 
@@ -158,7 +168,7 @@ class BaseRunner(ABC):
 
 
 class Runner(BaseRunner):
-    """Runs each step as it is launched. device: where batches are put."""
+    """Runs each step as it is launched. device: where batches are put. images: the encoder; None: there is none."""
 
     def __init__(
         self,
@@ -168,9 +178,11 @@ class Runner(BaseRunner):
         sampler: Sampler,
         drafter: Drafter | None,
         device: torch.device,
+        heads: PoolingHeads | None = None,
+        images: ImageRunner | None = None,
     ) -> None:
-        super().__init__(model, kv, rows, sampler)
-        self.drafter, self.device = drafter, device
+        super().__init__(model, kv, rows, sampler, heads)
+        self.drafter, self.device, self.images = drafter, device, images
 
     def launch(self, plan: Plan) -> LaunchedStep:
         """Run a plan as far as its masks allow."""
@@ -188,6 +200,8 @@ class Runner(BaseRunner):
         super().reset()
         if self.drafter is not None:
             self.drafter.reset()
+        if self.images is not None:
+            self.images.reset()
 
     def _forward(self, step: LaunchedStep) -> None:
         if step.logits is not None:
@@ -195,7 +209,14 @@ class Runner(BaseRunner):
         rows, pool = self.rows, self.pool
         shape = step.shape = rows.apply_plan(step.plan)
         pool.apply_plan(step.plan)
+        if self.images is not None:
+            self.images.apply_plan(step.plan)
+        if not shape.spans:
+            step.logits = torch.empty((0, self.sampler.vocab_size), device=self.device)
+            return
         batch = build_batch(rows, shape, self.device)
+        if self.images is not None:
+            batch = self.images.place(batch, rows, shape)
         samples = len(shape.sample_indices)
         wants_all = bool(shape.scored_spans) or pool.wants_all(shape)
         if not wants_all and samples < len(batch.tokens):
@@ -208,8 +229,10 @@ class Runner(BaseRunner):
         selected = hidden
         if samples < len(hidden):
             selected = hidden[torch.from_numpy(shape.sample_indices).to(self.device)]
+        # What is pooled alone needs no logits, and an encoder has none.
+        sampled = samples and not pool.covers(shape)
         step.pooled = pool.feed(rows, shape, hidden, selected)
-        if samples:
+        if sampled:
             step.logits = self.model.logits(selected)
         else:
             step.logits = hidden.new_empty((0, self.sampler.vocab_size), dtype=torch.float32)
@@ -217,8 +240,14 @@ class Runner(BaseRunner):
     def _complete(self, step: LaunchedStep) -> None:
         rows, shape, plan = self.rows, step.shape, step.plan
         assert step.logits is not None
+        if not shape.spans:
+            step.outcome = Result([], [])
+            return
         scores = self._score_prompts(step, shape.scored_spans)
-        sampled = self.sampler(step.logits, rows, shape, masks_by_sample(plan, shape, step.masks))
+        if len(step.logits) < len(shape.sample_indices):
+            sampled = nothing_sampled(len(shape.sample_indices))
+        else:
+            sampled = self.sampler(step.logits, rows, shape, masks_by_sample(plan, shape, step.masks))
         keep, failed = rows.advance(shape, sampled.tokens, sampled.bad)
         if plan.num_drafts and self.drafter is not None:
             num_drafts = np.array(plan.num_drafts, dtype=np.intp)[shape.sampling_spans]
@@ -226,3 +255,8 @@ class Runner(BaseRunner):
             rows.set_drafts(shape.sampling_row, drafts, num_drafts)
         done = step_result(plan, shape, sampled, keep, failed, scores, rows)
         step.outcome = done._replace(pooled=pooled_bytes(step.pooled))
+
+
+def nothing_sampled(count: int) -> Sampled:
+    """Tokens that end prompts which are pooled alone: any would do."""
+    return Sampled(np.zeros(count, np.intp), np.zeros(count, np.bool_), {}, {})

@@ -19,7 +19,7 @@ from quire.model_runner.row_state import Ints, RowState, StepShape
 from quire.model_runner.sampling.sampler import BROKEN, Sampled, score_tokens
 from quire.ops.ragged import LayerKV, RaggedBatch, StateSlots
 from quire.scheduler.plan import NO_TOKEN_ALLOWED, Mask, Plan, Result
-from quire.types import Pooling, TokenLogprobs
+from quire.types import TokenLogprobs
 
 _CHUNK = 1 << 24
 """Logits held at once for prompt log-probabilities, in numbers: 64 MiB."""
@@ -201,68 +201,3 @@ def sampled_from_host(host_tokens: npt.NDArray[np.int32] | None) -> Sampled:
     bad = (tokens == -1) | (tokens == -2)
     errors = {r: BROKEN if tokens[r] == -1 else NO_TOKEN_ALLOWED for r in np.flatnonzero(bad).tolist()}
     return Sampled(tokens, bad, errors, {})
-
-
-class PromptPooler:
-    """Hidden states of prompts pooled into one vector each, chunk by chunk.
-
-    For rows that are pooled by the mean, the sum of the hidden states fed so far is kept on the device. Nothing here
-    waits for the device, so a step may be pooled while earlier ones are in flight.
-    """
-
-    def __init__(self) -> None:
-        self._how: dict[int, Pooling] = {}
-        self._sums: dict[int, Tensor] = {}
-
-    def apply_plan(self, plan: Plan) -> None:
-        """Note the rows that a plan opens. A row that is pooled by the mean begins at its first token."""
-        for one in plan.new_sequences:
-            self._drop(one.row)
-            if one.sampling.pooling is not None:
-                self._how[one.row] = one.sampling.pooling
-
-    def wants_all(self, shape: StepShape) -> bool:
-        """Whether the hidden states of every token are needed, not only of those sampled at."""
-        return bool(self._how) and any(self._how.get(span.row) == "mean" for span in shape.spans)
-
-    def feed(
-        self, rows: RowState, shape: StepShape, hidden: Tensor | None, selected: Tensor | None
-    ) -> dict[int, Tensor]:
-        """Vectors [H] float32 of the prompts that end in this step, by span; they share memory with nothing.
-
-        hidden [T, H]: of the tokens fed, if `wants_all`. selected [R, H]: of those that are sampled at, if any are.
-        """
-        made: dict[int, Tensor] = {}
-        if not self._how:
-            return made
-        for s, span in enumerate(shape.spans):
-            how = self._how.get(span.row)
-            if how == "mean":
-                assert hidden is not None
-                start = int(shape.query_start[s])
-                total = hidden[start : start + span.num_tokens].float().sum(0)
-                self._sums[span.row] = total + self._sums[span.row] if span.row in self._sums else total
-            if how is None or not span.num_samples:
-                continue
-            if how == "mean":
-                made[s] = self._sums[span.row] / int(rows.prompt_length[span.row])
-            else:
-                assert selected is not None
-                last = int(shape.first_sample[np.searchsorted(shape.sampling_spans, s)]) + span.num_samples - 1
-                made[s] = selected[last].float().clone()
-            self._drop(span.row)
-        return made
-
-    def _drop(self, row: int) -> None:
-        self._how.pop(row, None)
-        self._sums.pop(row, None)
-
-    def reset(self) -> None:
-        """Forget every row."""
-        self._how.clear()
-        self._sums.clear()
-
-
-def pooled_bytes(made: Mapping[int, Tensor] | None) -> dict[int, bytes]:
-    """Vectors as a Result has them: float32, little-endian."""
-    return {s: one.cpu().numpy().astype(np.dtype("<f4")).tobytes() for s, one in (made or {}).items()}

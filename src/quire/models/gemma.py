@@ -13,7 +13,8 @@ from types import MappingProxyType
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.models.llama import BlockNorms, Llama
-from quire.models.multimodal import nested, select_decoder
+from quire.models.multimodal import nested, rename_vision, select_decoder
+from quire.models.siglip import SiglipVision, read_siglip
 from quire.models.spec import Config, ModelSpec, read_decoder, read_two_ropes, read_windows
 from quire.types import UNLIMITED
 
@@ -42,6 +43,7 @@ class Gemma1(Gemma):
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
+        causal(config)
         spec = read_gemma(config, architecture, every=0)
         # Published config.json files say "gelu", and mean its tanh approximation.
         activation = "gelu_pytorch_tanh" if spec.activation == "gelu" else spec.activation
@@ -56,6 +58,7 @@ class Gemma2(Gemma):
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
+        causal(config)
         spec = read_gemma(config, architecture, every=2)
         return replace(
             spec,
@@ -65,20 +68,27 @@ class Gemma2(Gemma):
 
 
 class Gemma3(Gemma):
-    """Gemma 3: normed queries and keys. Of multimodal checkpoints the decoder is loaded."""
+    """Gemma 3: normed queries and keys. An image's tokens attend to each other in both directions."""
 
     architectures = MappingProxyType({"Gemma3ForCausalLM": "gemma3_text", "Gemma3ForConditionalGeneration": "gemma3"})
+
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
+        rename_vision(build)
+        super().__init__(spec, build)
+        self.vision = None if spec.vision is None else SiglipVision(spec.vision, build)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
+        whole = config
         config = Config({**DEFAULTS, **nested(config).fields})
         every = config.get(int, "sliding_window_pattern", "_sliding_window_pattern", default=6)
         spec = read_gemma(config, architecture, every=every)
         base = config.get(float, "rope_theta", default=1e6)
         local_base = config.get(float, "rope_local_base_freq", default=10_000.0)
         return replace(
-            read_two_ropes(config, spec, base, local_base, every=every),
+            read_two_ropes(config, bidirectional(config, spec), base, local_base, every=every),
+            vision=read_siglip(whole, spec),
             qk_norm="each",
             score_cap=cap(config, "attn_logit_softcapping", 0.0),
             logit_cap=cap(config, "final_logit_softcapping", 0.0),
@@ -99,8 +109,6 @@ DEFAULTS = MappingProxyType(
 
 def read_gemma(config: Config, architecture: str, *, every: int) -> ModelSpec:
     """Fields that Gemma 2 and 3 share. every: each how many-th layer is global, where there is no `layer_types`."""
-    if config.get(bool, "use_bidirectional_attention", default=False):
-        raise InvalidModel("config.json: use_bidirectional_attention: only causal attention is supported")
     spec = read_decoder(config.with_defaults(head_dim=256, tie_word_embeddings=True), architecture)
     share = config.get(float, "query_pre_attn_scalar", default=256.0)
     if share <= 0:
@@ -113,6 +121,22 @@ def read_gemma(config: Config, architecture: str, *, every: int) -> ModelSpec:
         scale=share**-0.5,
         norm_shift=1.0,
         embedding_scale=spec.hidden**0.5,
+    )
+
+
+def causal(config: Config) -> None:
+    """Raises InvalidModel for bidirectional attention."""
+    if config.get(bool, "use_bidirectional_attention", default=False):
+        raise InvalidModel("config.json: use_bidirectional_attention is supported for Gemma 3 only")
+
+
+def bidirectional(config: Config, spec: ModelSpec) -> ModelSpec:
+    """`spec` as config.json says: where attention is bidirectional (EmbeddingGemma), half of a window is ahead."""
+    if not config.get(bool, "use_bidirectional_attention", default=False):
+        return spec
+    each = tuple(UNLIMITED if width == UNLIMITED else width // 2 for width in spec.windows)
+    return replace(
+        spec, ahead=each, windows=tuple(UNLIMITED if half == UNLIMITED else half + 1 for half in each), generates=False
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, Heads
 from quire.layers.builder import ModelBuilder
+from quire.models.heads import lm_head, next_token_logits, score_head
 from quire.models.spec import Config, ModelSpec, check_layers, read_stop
 from quire.ops.base import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -56,7 +57,8 @@ class GPT2:
         self.no_rope = body.rotary(spec.rope)
         self.blocks = [Block(spec, body.scope(f"h.{i}")) for i in range(spec.layers)]
         self.norm = build.norm_layer(body.layer_norm("ln_f", spec.hidden, spec.norm_eps))
-        self.head = build.head("lm_head", spec.hidden, spec.vocab, self.embedding if spec.tie else None)
+        self.head = lm_head(spec, build, self.embedding)
+        self.classify = score_head(spec, build)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -103,4 +105,4 @@ class GPT2:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `registry.Model`."""
-        return self.head(hidden)
+        return next_token_logits(self.head, hidden)

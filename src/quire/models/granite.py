@@ -1,4 +1,4 @@
-"""Granite 3, and 4 without experts (IBM 2024, 2025): Llama whose embeddings, sums, scores and logits are scaled."""
+"""Granite 3 and 4 (IBM 2024, 2025): Llama whose embeddings, sums, scores and logits are scaled; 4 with Mamba layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE
 from quire.layers.builder import GATED, ExpertNames, ModelBuilder
 from quire.layers.moe import MoEConfig
-from quire.models.llama import Llama, MLPFunction
+from quire.models.bamba import make_mixer, read_kinds, read_mamba
+from quire.models.llama import Llama, Mixer, MLPFunction
 from quire.models.spec import Config, ModelSpec, read_decoder
 
 
@@ -60,8 +61,8 @@ class GraniteMoe(Granite):
         return replace(spec, experts=experts.checked())
 
 
-class GraniteHybrid(Granite):
-    """Granite 4 without experts and without Mamba layers."""
+class GraniteHybrid(GraniteMoe):
+    """Granite 4: attention or Mamba 2 in each layer, and an MLP, beside experts in some models."""
 
     architectures = MappingProxyType({"GraniteMoeHybridForCausalLM": "granitemoehybrid"})
 
@@ -69,21 +70,22 @@ class GraniteHybrid(Granite):
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
         spec = Granite.read(config, architecture)
-        experts = config.get(int, "num_local_experts", default=8)
-        kinds = config.fields.get("layer_types")
-        if experts or not isinstance(kinds, list) or not set(kinds) <= {"attention", "full_attention"}:
-            raise InvalidModel(
-                "config.json: of Granite 4, models without experts (num_local_experts 0) and with attention in every "
-                "layer (layer_types) are supported; transformers runs others, slowly: --executor hf"
-            )
         rotated = config.get(str, "position_embedding_type", default="nope") == "rope"
-        return replace(
-            spec,
-            mlp=config.get(int, "shared_intermediate_size", default=1024),
-            rope=spec.rope if rotated else NO_ROPE,
-        )
+        shared = config.get(int, "shared_intermediate_size", default=1024)
+        experts = None
+        if count := config.get(int, "num_local_experts", default=8):
+            used = config.get(int, "num_experts_per_tok", default=2)
+            experts = MoEConfig(num_experts=count, num_experts_per_token=used, width=spec.mlp, shared=shared).checked()
+        spec = read_mamba(config, spec, read_kinds(config, spec.layers))
+        return replace(spec, experts=experts, mlp=shared, rope=spec.rope if rotated else NO_ROPE)
+
+    def make_attention(self, build: ModelBuilder, index: int) -> Mixer:
+        """`self_attn` or `mamba` of layer `index`."""
+        return make_mixer(self.spec, build, index) or super().make_attention(build, index)
 
     def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
-        """The MLP of layer `index`, which the hybrids share with experts."""
+        """The MLP of layer `index`, or its experts and the MLP beside them."""
+        if self.spec.experts is not None:
+            return super().make_mlp(build, index)
         names = ("input_linear", "output_linear")
         return build.scope("shared_mlp").gated_mlp(self.spec.hidden, self.spec.mlp, self.spec.activation, names=names)

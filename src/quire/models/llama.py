@@ -17,6 +17,9 @@ from quire.layers.basic import Attention, Heads, NormLayer
 from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
+from quire.layers.mamba import Mamba2
+from quire.layers.vision import VisionTower
+from quire.models.heads import lm_head, next_token_logits, score_head
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -29,7 +32,7 @@ class MLPFunction(Protocol):
         """x [T, hidden] -> [T, hidden]. batch: whose tokens x is of; rows of its null block may be left out."""
 
 
-Mixer: TypeAlias = Attention | LatentAttention | GatedDelta
+Mixer: TypeAlias = Attention | LatentAttention | GatedDelta | Mamba2
 """What brings tokens together in a layer."""
 
 
@@ -71,6 +74,24 @@ class Block:
         return self.mlp(x, batch if output is None else None), residual
 
 
+class AnyBlock(Protocol):
+    """A layer, see `Block`."""
+
+    after_mlp: NormLayer
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        after: NormLayer,
+        angles: Angles,
+        batch: RaggedBatch,
+        kv: LayerKV,
+        output: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Block`."""
+
+
 class Llama:
     """A decoder of Llama's structure, see `registry.Model`. Others override `read` and what differs of the rest."""
 
@@ -83,7 +104,9 @@ class Llama:
     mlp_names: ClassVar[Sequence[str]] = GATED
     sinks: ClassVar[str] = ""
     attention: ClassVar[type[Attention]] = Attention
+    attention_name: ClassVar[str] = "self_attn"
     expert_names: ClassVar[ExpertNames] = ExpertNames()
+    vision: VisionTower | None = None
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.spec = spec
@@ -96,9 +119,9 @@ class Llama:
         self.blocks = [self.make_block(body.scope(f"layers.{i}"), i) for i in range(spec.layers)]
         self.nothing = build.norm_layer(None)
         self.norm = build.norm_layer(self.make_norm(body, "norm"))
-        table = self.embedding if spec.tie else None
         scales = {"soft_cap": spec.logit_cap, "scale": spec.logit_scale}
-        self.head = build.head("lm_head", spec.hidden, spec.vocab, table, bias=spec.head_bias, **scales)
+        self.head = lm_head(spec, build, self.embedding, bias=spec.head_bias, **scales)
+        self.classify = score_head(spec, build)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -109,7 +132,7 @@ class Llama:
         """A norm of the residual stream."""
         return build.rms_norm(name, self.spec.hidden, self.spec.norm_eps, shift=self.spec.norm_shift)
 
-    def make_block(self, build: ModelBuilder, index: int) -> Block:
+    def make_block(self, build: ModelBuilder, index: int) -> AnyBlock:
         """Layer `index`."""
         norms = []
         for field, name in self.norms._asdict().items():
@@ -119,7 +142,7 @@ class Llama:
 
     def make_attention(self, build: ModelBuilder, index: int) -> Mixer:
         """`self_attn` of layer `index`."""
-        spec, scope = self.spec, build.scope("self_attn")
+        spec, scope = self.spec, build.scope(self.attention_name)
         heads = Heads(
             count=spec.heads,
             kv=spec.kv_heads,
@@ -128,6 +151,7 @@ class Llama:
             window=spec.windows[index],
             soft_cap=spec.score_cap,
             chunk=spec.layer_chunks[index],
+            ahead=spec.layer_ahead[index],
         )
         norms = self.make_qk_norms(scope) if spec.qk_norm else None
         return scope.attention(
@@ -165,16 +189,19 @@ class Llama:
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         """See `registry.Model`."""
         batch = self.ops.prepare(batch)
-        angles = {rope: rotary(batch.positions) for rope, rotary in self.rotaries.items()}
-        residual = self.embedding(batch.tokens)
+        angles = {rope: rotary(batch.positions, batch.rope_positions) for rope, rotary in self.rotaries.items()}
+        residual = batch.with_images(self.embedding(batch.tokens))
         x = residual.new_zeros(residual.shape)
         after = self.nothing
-        for block, rope, cache in zip(self.blocks, self.spec.layer_ropes, kv, strict=True):
+        for i, (block, rope, own) in enumerate(
+            zip(self.blocks, self.spec.layer_ropes, self.spec.kv_layers, strict=True)
+        ):
             output = batch.output_indices if block is self.blocks[-1] else None
-            x, residual = block(x, residual, after, angles[rope], batch, cache, output)
+            x, residual = block(x, residual, after, angles[rope], batch, kv[own], output)
+            residual = batch.add_features(i, residual)
             after = block.after_mlp
         return batch.select_outputs(self.norm.add(x, residual, after)[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `registry.Model`."""
-        return self.head(hidden)
+        return next_token_logits(self.head, hidden)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from quire.layers.builder import ModelBuilder
 from quire.models.spec import Config
 
@@ -25,6 +27,22 @@ def nested(config: Config) -> Config:
         return config
     shared = {name: config.fields[name] for name in WHOLE if name in config.fields}
     return Config({**shared, **config.section("text_config").fields})
+
+
+VISION_NAMES = MappingProxyType(
+    {
+        "model.vision_tower.vision_model.": "vision_tower.",
+        "vision_tower.vision_model.": "vision_tower.",
+        "model.vision_tower.": "vision_tower.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+    }
+)
+"""Names of an encoder's tensors, whichever release of transformers wrote them."""
+
+
+def rename_vision(build: ModelBuilder) -> None:
+    """Names of the encoder's tensors are those of one release. Called before `select_decoder`."""
+    build.rename(VISION_NAMES)
 
 
 def select_decoder(build: ModelBuilder) -> None:

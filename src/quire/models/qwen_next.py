@@ -1,4 +1,5 @@
-"""Qwen3-Next (Qwen Team 2025): most layers are of the gated delta rule, every fourth is gated attention; experts."""
+"""Qwen3-Next (Qwen Team 2025) and Qwen3.5 (2026): most layers are of the gated delta rule, every fourth is gated
+attention; experts in Qwen3-Next and in some of Qwen3.5."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from quire.layers.basic import GatedAttention
 from quire.layers.builder import GATED, ExpertNames, ModelBuilder
 from quire.layers.delta import DeltaConfig
 from quire.models.llama import Llama, Mixer
+from quire.models.multimodal import nested, select_decoder
 from quire.models.qwen import read_experts
 from quire.models.spec import Config, ModelSpec, read_decoder, read_locals
 
@@ -45,6 +47,49 @@ class Qwen3Next(Llama):
         width = config.get(int, "shared_expert_intermediate_size", default=512)
         experts = read_experts(config.with_defaults(norm_topk_prob=True), spec.layers, used=10)
         return replace(spec, experts=replace(experts, shared=width, gated_shared=True).checked())
+
+
+class Qwen35(Qwen3Next):
+    """Qwen3.5: the text model."""
+
+    architectures = MappingProxyType(
+        {"Qwen3_5ForCausalLM": "qwen3_5_text", "Qwen3_5ForConditionalGeneration": "qwen3_5"}
+    )
+    by_head = False
+
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
+        select_decoder(build)
+        build.ignore("model.visual.*", "visual.*")
+        super().__init__(spec, build)
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        return read_hybrid(nested(config), architecture)
+
+
+class Qwen35Moe(Qwen35):
+    """Qwen3.5 with experts: the text model."""
+
+    architectures = MappingProxyType(
+        {"Qwen3_5MoeForCausalLM": "qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe"}
+    )
+    expert_names = ExpertNames(
+        matrices=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        shared=tuple(f"mlp.shared_expert.{name}" for name in GATED),
+        apart=tuple(f"mlp.experts.#.{name}" for name in GATED),
+    )
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        width = nested(config).get(int, "moe_intermediate_size", default=512)
+        fields = nested(config).with_defaults(intermediate_size=width, moe_intermediate_size=width, num_experts=256)
+        fields = Config({**fields.fields, "norm_topk_prob": True}, fields.where)
+        spec = read_hybrid(fields, architecture)
+        shared = fields.get(int, "shared_expert_intermediate_size", default=512)
+        experts = replace(read_experts(fields, spec.layers, used=8), shared=shared, gated_shared=True)
+        return replace(spec, experts=experts.checked())
 
 
 def read_hybrid(config: Config, architecture: str) -> ModelSpec:

@@ -6,6 +6,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,7 +16,9 @@ from quire import models
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup
-from quire.models.spec import Config, ModelSpec, check_sizes
+from quire.layers.vision import VisionTower
+from quire.models.heads import Classify
+from quire.models.spec import Config, ModelSpec, check_sizes, labels_of
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 
@@ -30,6 +33,10 @@ class Model(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """dtype of activations, and of K/V by default."""
+
+    @property
+    def classify(self) -> Classify | None:
+        """Its classifier, if any."""
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         """Compute hidden states [T, hidden] after the final norm, or those of `batch.output_indices` alone.
@@ -66,15 +73,42 @@ def _classes() -> Iterator[Architecture]:
 
 ARCHITECTURES: Mapping[str, Architecture] = {name: c for c in _classes() for name in c.architectures}
 MODEL_TYPES: Mapping[str, str] = {
-    model_type: name for c in ARCHITECTURES.values() for name, model_type in c.architectures.items()
+    model_type: name for c in ARCHITECTURES.values() for name, model_type in c.architectures.items() if model_type
 }
 """Architectures by `model_type`, for a config.json that names none."""
 
 
-def read_spec(fields: Mapping[str, Any]) -> ModelSpec:
-    """The shape that a config.json describes. Raises InvalidModel for an architecture or a field that is unknown."""
+def _derived() -> Iterator[tuple[str, str]]:
+    """Architectures of decoders without a language model's head, and those that they are built as."""
+    for name in ARCHITECTURES:
+        for ending in ("ForCausalLM", "LMHeadModel"):
+            if name.endswith(ending):
+                stem = name.removesuffix(ending)
+                yield from ((stem + "Model", name), (stem + CLASSIFIER, name))
+
+
+CLASSIFIER = "ForSequenceClassification"
+
+DERIVED: Mapping[str, str] = {
+    **dict(_derived()),
+    "Gemma3TextModel": "Gemma3ForCausalLM",
+    "Gemma3Text" + CLASSIFIER: "Gemma3ForCausalLM",
+}
+"""Architectures that pool, with the decoder that each is without its head."""
+
+
+def read_spec(fields: Mapping[str, Any], *, pools: bool = False) -> ModelSpec:
+    """The shape that a config.json describes. pools: a decoder is served without its language model's head.
+
+    Raises InvalidModel for an architecture or a field that is unknown.
+    """
     name = architecture_name(fields)
-    return check_sizes(find_architecture(name).read(Config(fields), name))
+    spec = find_architecture(name).read(Config(fields), name)
+    if name.endswith(CLASSIFIER):
+        spec = replace(spec, generates=False, classes=labels_of(fields))
+    elif pools or name in DERIVED:
+        spec = replace(spec, generates=False)
+    return check_sizes(spec)
 
 
 def architecture_name(fields: Mapping[str, Any]) -> str:
@@ -91,6 +125,11 @@ def architecture_name(fields: Mapping[str, Any]) -> str:
 def build_model(spec: ModelSpec, build: ModelBuilder) -> Model:
     """Build a model's layers, unfilled: `build.slots` says where checkpoint tensors go."""
     return find_architecture(spec.architecture)(spec, build)
+
+
+def vision_of(model: Model) -> VisionTower | None:
+    """A model's encoder of images; None where it has none, or was built without."""
+    return cast("VisionTower | None", getattr(model, "vision", None))
 
 
 def parameters(spec: ModelSpec) -> int:
@@ -116,6 +155,7 @@ def idle_parameters(spec: ModelSpec) -> int:
 
 def find_architecture(name: str) -> Architecture:
     """The class of an architecture. Raises InvalidModel for one that there is none for."""
+    name = DERIVED.get(name, name)
     if name not in ARCHITECTURES:
         raise InvalidModel(
             f"architecture {name!r} is not supported: none of the {len(ARCHITECTURES)} of docs/guides/models.md. "

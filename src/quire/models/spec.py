@@ -11,7 +11,9 @@ from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, RopeConfig
 from quire.layers.delta import DeltaConfig
 from quire.layers.latent import LatentConfig
+from quire.layers.mamba import MambaConfig
 from quire.layers.moe import MoEConfig
+from quire.layers.vision import VisionConfig
 from quire.ops.ragged import KVShape, StateShape
 from quire.types import UNLIMITED
 
@@ -38,8 +40,14 @@ class ModelSpec:
     attention's scores, 0 for 1 / sqrt(head_dim). embedding_scale, residual_scale, logit_scale: what embeddings, what
     attention and MLP add, and logits are multiplied by. score_cap, logit_cap: soft caps, 0 for none. experts: None
     where every layer has one MLP. latent: None where keys and values are kept as they are, of `kv_heads` heads.
-    delta: sizes of layers of the gated delta rule, which `recurrent` numbers; they keep states in place of K/V.
-    dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids.
+    delta, mamba: sizes of layers of the gated delta rule, or of Mamba 2, which `recurrent` numbers; they keep states in
+    place of K/V.
+    ahead: per layer, how many later positions a query sees; empty where attention is causal. generates: whether it has
+    logits of a next token. classes: outputs of its classifier, 0 for none. token_types: kinds of segments; a token of
+    kind t is fed as its id plus t times `vocab`. first_position: the row of learned positions for the first token.
+    classifier_pooling: which hidden states the classifier reads: cls, mean or last.
+    dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids. vision: its encoder of
+    images; None where it has none, or is to be used without.
     """
 
     architecture: str
@@ -79,16 +87,36 @@ class ModelSpec:
     experts: MoEConfig | None = None
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
     recurrent: frozenset[int] = frozenset()
+    ahead: tuple[int, ...] = ()
+    generates: bool = True
+    classes: int = 0
+    token_types: int = 1
+    first_position: int = 0
+    classifier_pooling: str = "last"
     dtype: str = ""
     stop: tuple[int, ...] = ()
+    vision: VisionConfig | None = None
 
-    def for_length(self, length: int) -> ModelSpec:
-        """The same for sequences of at most `length` tokens: LongRoPE has other factors for short ones."""
+    def for_length(self, length: int | None) -> ModelSpec:
+        """The same for sequences of at most `length` tokens, None for its context: LongRoPE has other factors for short
+        ones."""
+        length = length or self.context
         rope = self.rope
         if not rope.short_factors or length > rope.original:
             return self
         return replace(self, rope=replace(rope, factors=rope.short_factors, gain=rope.short_gain))
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether tokens see later ones, so that a prompt is computed at once and nothing of it is kept."""
+        return any(self.ahead)
+
+    @property
+    def layer_ahead(self) -> tuple[int, ...]:
+        """Per layer, later positions that a query sees."""
+        return self.ahead or (0,) * self.layers
 
     @property
     def layer_ropes(self) -> tuple[RopeConfig, ...]:
@@ -102,7 +130,10 @@ class ModelSpec:
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """Per layer that stores K/V: its shape, of the whole model."""
+        """Per layer that stores K/V: its shape, of the whole model. One layer's serves all where attention is
+        bidirectional: it is read in the layer that writes it, and never again."""
+        if self.bidirectional:
+            return (KVShape(self.kv_heads, self.head_dim, self.head_dim),)
         if self.latent is not None:
             return (KVShape(1, self.latent.rotated, self.latent.latents),) * self.layers
         own = self.each_heads[: self.layers - self.shared_kv]
@@ -111,8 +142,8 @@ class ModelSpec:
     @property
     def state_shapes(self) -> tuple[StateShape | None, ...]:
         """Per layer that `kv_shapes` has, what it keeps of a sequence; None where that is K/V."""
-        shape = None if self.delta is None else self.delta.state
-        return tuple(shape if i in self.recurrent else None for i in range(self.layers - self.shared_kv))
+        shape = next((each.state for each in (self.delta, self.mamba) if each is not None), None)
+        return tuple(shape if i in self.recurrent else None for i in range(len(self.kv_shapes)))
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of a sequence's states, all layers, at `itemsize` bytes a number of the model's dtype."""
@@ -126,6 +157,8 @@ class ModelSpec:
     @property
     def kv_layers(self) -> tuple[int, ...]:
         """Per layer, the number of that whose K/V it reads: its own, or the last one of the same window and heads."""
+        if self.bidirectional:
+            return (0,) * self.layers
         own, kinds = self.layers - self.shared_kv, tuple(zip(self.windows, self.each_heads, strict=True))
         last = {kind: i for i, kind in enumerate(kinds[:own])}
         return tuple(i if i < own else last[kind] for i, kind in enumerate(kinds))
@@ -160,7 +193,7 @@ class Config:
             if kind is int and int(value) < 0:
                 raise InvalidModel(f"{self.where}: {name} must not be negative ({value})")
             if kind is int and int(value) > UNLIMITED:
-                raise InvalidModel(f"{self.where}: {name} is too large to be meant ({value:.0e})")
+                raise InvalidModel(f"{self.where}: {name} is implausibly large ({value:.0e})")
             return value
         if default is None:
             raise InvalidModel(f"{self.where}: {names[0]} is missing")
@@ -199,8 +232,17 @@ def check_sizes(spec: ModelSpec) -> ModelSpec:
     return spec
 
 
+def labels_of(fields: Mapping[str, Any]) -> int:
+    """Number of a classifier's classes: `num_labels`, or entries of `id2label`, or two. Raises InvalidModel."""
+    labels = fields.get("id2label")
+    given = fields.get("num_labels") or (len(labels) if isinstance(labels, Mapping) else 2)
+    if type(given) is not int or not 1 <= given <= 1 << 20:
+        raise InvalidModel(f"config.json: num_labels must be a number of classes, not {given!r}")
+    return given
+
+
 def check_layers(count: int, name: str) -> None:
-    """Raise InvalidModel where the field `name` has a number of layers that is too large to be meant, or none."""
+    """Raise InvalidModel where the field `name` has a number of layers that is implausibly large, or none."""
     if not 1 <= count <= MOST_LAYERS:
         raise InvalidModel(f"config.json: {name} must be from 1 to {MOST_LAYERS}, not {count}")
 
@@ -265,11 +307,13 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
         # With `alpha` (Hunyuan) the base is stretched once; without, only beyond max_position_embeddings.
         kind, alpha = "default", scaling.get(float, "alpha", default=0.0)
         theta *= alpha ** (dim / (dim - 2)) if alpha > 0 and dim > 2 else 1.0
+    kind = "default" if kind == "mrope" else kind
     factor = 1.0 if kind == "default" else scaling.get(float, "factor")
     rope = RopeConfig(
         dim=dim,
         theta=theta,
         kind=kind,
+        axes=read_axes(scaling, dim // 2),
         factor=factor,
         low=scaling.get(float, "low_freq_factor", default=1.0),
         high=scaling.get(float, "high_freq_factor", default=4.0),
@@ -283,13 +327,30 @@ def read_rope(config: Config, head_dim: int, scaling: Config, *, theta: float = 
         share=share if kind == "proportional" else 1.0,
     )
     if rope.dim % 2 or theta <= 0 or rope.factor <= 0 or rope.gain <= 0 or min(rope.fast, rope.slow) <= 0:
-        raise InvalidModel(f"{scaling.where}: impossible numbers ({rope})")
+        raise InvalidModel(f"{scaling.where}: invalid numbers ({rope})")
     if (kind in ("llama3", "yarn") or rope.query_beta) and (rope.original < 1 or rope.high < rope.low):
         raise InvalidModel(
             f"{scaling.where}: {kind} scaling needs original_max_position_embeddings and "
             "low_freq_factor of at most high_freq_factor"
         )
     return rope
+
+
+def read_axes(scaling: Config, pairs: int) -> tuple[int, ...]:
+    """`mrope_section`: how many pairs of dimensions turn by each of three positions, in runs or by turns."""
+    sections = scaling.fields.get("mrope_section")
+    if sections is None:
+        return ()
+    if not isinstance(sections, list) or any(type(each) is not int or each < 0 for each in sections):
+        raise InvalidModel(f"{scaling.where}: mrope_section must be a list of numbers")
+    if not scaling.get(bool, "mrope_interleaved", default=False):
+        axes = [i % 3 for i, count in enumerate(sections) for _ in range(min(count, LARGEST))]
+    else:
+        ends = [3 * count for count in sections]
+        axes = [i % 3 if len(ends) == 3 and i < ends[i % 3] else 0 for i in range(pairs)]
+    if len(axes) != pairs:
+        raise InvalidModel(f"{scaling.where}: mrope_section has {len(axes)} pairs of dimensions in all, not {pairs}")
+    return tuple(axes)
 
 
 def read_longrope(config: Config, scaling: Config, rope: RopeConfig) -> RopeConfig:

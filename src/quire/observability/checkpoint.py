@@ -21,7 +21,7 @@ from typing import Any
 
 from quire.engine import events, recovery, timing
 from quire.errors import InvalidConfig
-from quire.scheduler import block_pool, kv_cache, pins, scheduler, sequence, speculation, step_time
+from quire.scheduler import block_pool, kv_cache, pins, scheduler, sequence, snapshots, speculation, step_time
 from quire.scheduler.constraint import FREE, PENDING, Constraint
 from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.scheduler.policy import POLICIES, SchedulingPolicy, policy_name
@@ -78,6 +78,10 @@ FRESH: Mapping[str, Callable[[Classes], Any]] = MappingProxyType(
         "BlockPool": lambda known: known["BlockPool"](1, known["NoPrefixCache"]()),
         "Pins": lambda known: known["Pins"](known["Lru"]()),
         "RadixPrefixCache": lambda known: known["RadixPrefixCache"](1),
+        "HybridPrefixCache": lambda known: known["HybridPrefixCache"](1, 0),
+        "StateSnapshots": lambda known: known["StateSnapshots"](
+            known["HybridPrefixCache"](1, 0), known["Pins"](known["Lru"]())
+        ),
         "Sequence": lambda known: known["Sequence"](_NO_REQUEST, 0, [], 0),
         "AdaptiveDrafts": lambda known: known["AdaptiveDrafts"](1),
         "LatencyController": lambda known: known["LatencyController"](0.0),
@@ -91,7 +95,7 @@ FRESH: Mapping[str, Callable[[Classes], Any]] = MappingProxyType(
 _KINDS = (
     *(scheduler.Scheduler, scheduler.WaitingQueue, sequence.Sequence, step_time.StepTimeModel, kv_cache.KVCacheManager),
     *(block_pool.BlockPool, block_pool.Lru, block_pool.Fifo, block_pool.NoPrefixCache, block_pool.RadixPrefixCache),
-    pins.Pins,
+    *(pins.Pins, snapshots.HybridPrefixCache, snapshots.NoSnapshots, snapshots.StateSnapshots),
     *(speculation.DraftStats, speculation.FixedDrafts, speculation.AdaptiveDrafts, timing.LatencyController),
     *(recovery.Recovery, events.EngineStats, events.RequestTimes),
 )
@@ -99,13 +103,17 @@ CLASSES: Classes = MappingProxyType({kind.__name__: kind for kind in _KINDS})
 """The classes of a state, by name."""
 
 _TUPLES = MappingProxyType({kind.__name__: kind for kind in (Plan, Span, NewSequence, InflightStep, Decision)})
+_TREES = frozenset({"RadixPrefixCache", "HybridPrefixCache"})
 _PLAIN = (int, float, str, bool, type(None))
 _SPECIAL: Mapping[str, frozenset[str]] = {
     "KVCacheManager": frozenset({"inflight_prefixes"}),
     "EngineStats": frozenset({"completed"}),
     "RadixPrefixCache": frozenset({"edges"}),
-    "Scheduler": frozenset({"compute_masks"}),
-    "Sequence": frozenset({"request", "tokens", "constraint", "inflight_prefix", "draft_tokens"}),
+    "HybridPrefixCache": frozenset({"edges"}),
+    "Scheduler": frozenset({"compute_masks", "encoder_cache"}),
+    "Sequence": frozenset(
+        {"request", "tokens", "constraint", "inflight_prefix", "draft_tokens", "pending_images", "prefix_prompt"}
+    ),
 }
 """Fields that are written in another way, rebuilt from others, or that no decision depends on."""
 
@@ -183,7 +191,7 @@ class _Packer:
     def _name_prefix_nodes(self, scheduler: Any) -> None:
         """Name nodes below the root, below the nodes of sequences, and those cut off from both but not yet evicted."""
         cache = scheduler.kv.prefix_cache
-        if type(cache).__name__ != "RadixPrefixCache":
+        if type(cache).__name__ not in _TREES:
             return
         self._walk(cache.root, [])
         inflight = [s for step in scheduler.inflight for s in (*step.seqs, *step.deferred_frees)]
@@ -221,7 +229,7 @@ class _Packer:
         fields = [[name, self._value(value)] for name, value in _fields(it) if name not in special]
         if kind == "Sequence":
             fields += self._sequence(it)
-        elif kind == "RadixPrefixCache":
+        elif kind in _TREES:
             fields.append(["edges", [[block, *self._value(node)] for block, (node, _) in it.edges.items()]])
         return [kind, fields]
 
@@ -274,7 +282,7 @@ def restore(nodes: Any, known: Classes = CLASSES) -> dict[str, Any]:
     except InvalidConfig:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OverflowError, StopIteration) as error:
-        raise InvalidConfig(f"the recording begins with no state of an engine: {error!r}") from error
+        raise InvalidConfig(f"the recording does not start with an engine's state: {error!r}") from error
 
 
 class _Restorer:
@@ -293,7 +301,7 @@ class _Restorer:
         for it, (kind, data) in zip(self.made, nodes, strict=True):
             if kind == "Sequence":
                 self._sequence(it, dict(data))
-            elif kind == "RadixPrefixCache":
+            elif kind in _TREES:
                 self._index(it, dict(data)["edges"])
 
     def _make(self, kind: str, data: Any) -> Any:
@@ -305,7 +313,7 @@ class _Restorer:
         if kind in containers:
             return containers[kind]()
         if kind not in self.known:
-            raise InvalidConfig(f"the recording's engine has a {kind!r}, which this quire does not know")
+            raise InvalidConfig(f"the recording's engine has a {kind!r}, which this version of Quire does not know")
         return FRESH[kind](self.known) if kind in FRESH else self.known[kind]()
 
     def _fill_all(self, nodes: Any) -> None:
@@ -341,7 +349,7 @@ class _Restorer:
         kind = POLICIES.get(name) or self.known.get(name)
         if kind is None:
             raise InvalidConfig(
-                f"the recording was made with a scheduling policy of its own: give --scheduling-policy {name}"
+                f"the recording was made with a custom scheduling policy: give --scheduling-policy {name}"
             )
         policy: SchedulingPolicy = kind(batching=batching, pressure=pressure)
         return policy
@@ -364,6 +372,7 @@ class _Restorer:
         if self.tokens > MAX_STATE_TOKENS:
             raise InvalidConfig(f"the recording's sequences have more than {MAX_STATE_TOKENS} tokens")
         seq.request = recorded_request(fields["request"], self.block_size)
+        seq.prefix_prompt = seq.request.prompt
         seq.tokens = anonymized_tokens(count, names, self.block_size)
         seq.constraint = CONSTRAINTS[fields["constraint"]]
         if fields["inflight_prefix"]:

@@ -28,6 +28,9 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:num_preemptions": ("", "Sequences that lost their KV blocks to another and were queued again."),
     "vllm:prefix_cache_queries": ("", "Tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": ("", "Tokens found there."),
+    "vllm:mm_cache_queries": ("", "Images looked up among those whose embeddings are kept."),
+    "vllm:mm_cache_hits": ("", "Images found there."),
+    "quire:images_encoded": ("", "Images that the encoder was run for."),
     "vllm:gpu_prefix_cache_queries": ("", "Old name of vllm:prefix_cache_queries."),
     "vllm:gpu_prefix_cache_hits": ("", "Old name of vllm:prefix_cache_hits."),
     "vllm:spec_decode_num_drafts": ("", "Times drafts were verified."),
@@ -199,7 +202,7 @@ class EngineMetrics(Observer):
         }
 
     def _counters(self, engine: Engine) -> dict[str, Any]:
-        stats, gauges = engine.stats, engine.gauges()
+        stats, gauges, images = engine.stats, engine.gauges(), engine.scheduler.encoder_cache
         return {
             "vllm:prompt_tokens": stats.num_prompt_tokens,
             "vllm:prompt_tokens_by_source": {
@@ -213,6 +216,9 @@ class EngineMetrics(Observer):
             "vllm:num_preemptions": gauges.preemptions,
             "vllm:prefix_cache_queries": gauges.prefix_queried,
             "vllm:prefix_cache_hits": gauges.prefix_hit,
+            "vllm:mm_cache_queries": images.num_queried,
+            "vllm:mm_cache_hits": images.num_hits,
+            "quire:images_encoded": images.num_encoded,
             "vllm:gpu_prefix_cache_queries": gauges.prefix_queried,
             "vllm:gpu_prefix_cache_hits": gauges.prefix_hit,
             "vllm:spec_decode_num_drafts": gauges.draft_totals[0],

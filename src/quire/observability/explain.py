@@ -161,6 +161,12 @@ def _prefix(history: History, story: RequestHistory) -> dict[str, Any]:
             "why": f"{name} had the same first {shared} tokens, but {taken[1]} was given the block that held "
             f"tokens {hits} to {hits + size - 1}",
         }
+    if history.recurrent:
+        return {
+            **found,
+            "why": f"{name} has the same first {shared} tokens, but no state of the model's recurrent layers was kept "
+            f"past the first {hits} of them",
+        }
     return {**found, "why": f"{name} has the same first {shared} tokens, but they were not computed yet"}
 
 

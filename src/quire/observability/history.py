@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from quire.engine.events import Completed, Observer, StepRecord
 from quire.scheduler.kv_cache import KVCacheManager
+from quire.scheduler.snapshots import NoSnapshots
 from quire.types import Request
 
 MOST_NOTES = 64
@@ -106,11 +107,11 @@ class History(Observer):
         self._spans: object = None
         self._partial = False
         self._number = 0
-        self.block_size = 1
+        self.block_size, self.recurrent = 1, False
 
     def attach(self, kv: KVCacheManager) -> None:
-        """Set the block size; before the first step."""
-        self.block_size = kv.block_size
+        """Set the block size, and whether prefixes need states; before the first step."""
+        self.block_size, self.recurrent = kv.block_size, not isinstance(kv.snapshots, NoSnapshots)
 
     # ---------------------------------------------------------------- observer
 

@@ -483,7 +483,7 @@ class Broadcaster:
         Raises Overloaded.
         """
         if len(self._viewers) >= MAX_VIEWERS:
-            raise Overloaded(f"{MAX_VIEWERS} viewers watch already, and no more may", retry_after=10)
+            raise Overloaded(f"{MAX_VIEWERS} viewers are connected already, which is the limit", retry_after=10)
         viewer = _Viewer()
         self._viewers.add(viewer)
         try:

@@ -117,7 +117,8 @@ class ToolLogger(FrontendObserver):
         if kind not in self._known:
             self._known.add(kind)
             self._log.warning(
-                "requests ask for the tool %s, which this server lacks: it is left out (--strict-tools refuses it)",
+                "requests declare the tool %s, which this server does not have: it is left out "
+                "(--strict-tools refuses it)",
                 kind,
             )
 

@@ -46,7 +46,7 @@ def _safely(record: Callable[Concatenate[Recorder, P], None]) -> Callable[Concat
                 record(self, *args, **kwargs)
             except Exception as error:
                 self.on = False
-                log.error("the recording ends here, serving does not: %s: %s", type(error).__name__, error)
+                log.error("recording has stopped, serving continues: %s: %s", type(error).__name__, error)
 
     return recording
 
@@ -155,7 +155,7 @@ class Recorder(Observer):
         """Record that all steps in flight failed."""
         self._landing, self._spans = False, None
         self.write(recording_format.Reset(self.at, *self._failed))
-        log.warning("what led to the failed step is recorded in %s", self.ring.path)
+        log.warning("the events before the failed step are recorded in %s", self.ring.path)
         self._failed = ("masks", "", False)
 
     @_safely

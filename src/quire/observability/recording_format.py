@@ -186,7 +186,7 @@ def _files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         inside = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
         if not inside:
-            raise InvalidConfig(f"{path}: no recording is in this folder (files end in {SUFFIX})")
+            raise InvalidConfig(f"{path}: this folder holds no recording (files end in {SUFFIX})")
         yield from inside
 
 
@@ -215,7 +215,7 @@ def _read(path: Path) -> Iterator[AnyFrame | str]:
         raise InvalidConfig(f"{path}: {error.strerror}") from error
     if not data.startswith(MAGIC):
         why = "it begins with other bytes" if data else "it is empty"
-        raise InvalidConfig(f"{path} is no recording of quire's: {why}")
+        raise InvalidConfig(f"{path} is not a Quire recording: {why}")
     place, fresh = 0, False
     while place < len(data):
         if data.startswith(MAGIC, place):
@@ -224,7 +224,7 @@ def _read(path: Path) -> Iterator[AnyFrame | str]:
         payload = data[place + HEAD.size : place + HEAD.size + length]
         if length == 0 or len(payload) < length:
             if fresh:
-                raise InvalidConfig(f"{path} is damaged or truncated: a segment without a beginning at byte {place}")
+                raise InvalidConfig(f"{path} is damaged or truncated: a segment without a header at byte {place}")
             yield f"{path.name} " + (
                 "ends in the middle of a frame" if length else "was not closed: the process was killed, or still runs"
             )
@@ -232,7 +232,7 @@ def _read(path: Path) -> Iterator[AnyFrame | str]:
             place = len(data) if behind < 0 else behind
             continue
         if length > LARGEST or zlib.crc32(payload) != check:
-            raise InvalidConfig(f"{path} is damaged: the frame at byte {place} is not what was written")
+            raise InvalidConfig(f"{path} is damaged: the frame at byte {place} does not match its checksum")
         yield _frame(path, place, payload, fresh)
         place, fresh = place + HEAD.size + length, False
 
@@ -243,9 +243,9 @@ def _frame(path: Path, place: int, payload: bytes, fresh: bool) -> AnyFrame:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidConfig(f"{path} is damaged: the frame at byte {place}: {error}") from error
     if isinstance(frame, Began) is not fresh:
-        raise InvalidConfig(f"{path} is damaged: byte {place} is no place for a {type(frame).__name__}")
+        raise InvalidConfig(f"{path} is damaged: at byte {place} is an unexpected {type(frame).__name__}")
     if isinstance(frame, Began) and frame.version != VERSION:
-        raise InvalidConfig(f"{path}: its format is {frame.version}, and this quire ({VERSION}) cannot read it")
+        raise InvalidConfig(f"{path}: its format is {frame.version}, and this version of Quire reads format {VERSION}")
     return frame
 
 

@@ -6,7 +6,7 @@ of an MLP. Results have the dtype of the first argument; sums are float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
 
@@ -31,8 +31,9 @@ class Angles(NamedTuple):
     query_gain: Tensor | None = None
 
 
-Gate = Literal["", "silu", "gelu", "clamped"]
-"""What is done with the halves of a product: nothing (""), or `silu_mul`, `gelu_mul` or `clamped_mul` of them."""
+Gate = Literal["", "silu", "gelu", "gelu_erf", "clamped"]
+"""What is done with the halves of a product: nothing (""), or `silu_mul`, `gelu_mul`, `gelu_erf_mul` or `clamped_mul`
+of them."""
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
 """See `Ops.clamped_mul`."""
@@ -243,6 +244,25 @@ ExpertMatrices = QuantizedMatrix | IntegerMatrix
 """Of all experts of a layer: one below the other [E out, in], or see `IntegerMatrix`."""
 
 
+class Scores(NamedTuple):
+    """What attention does with scores: see `Ops.attention`."""
+
+    scale: float
+    window: int = UNLIMITED
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
+    chunk: int = UNLIMITED
+    ahead: int = 0
+
+    def sees_all(self, longest: int) -> bool:
+        """Whether every query of spans of `longest` positions sees all of them."""
+        return min(self.window, self.chunk, self.ahead) >= longest
+
+    def sink_of(self, groups: int, repeat: int = 1) -> Tensor | None:
+        """The sinks of rows of queries, the heads of a K/V head one after the other: [G, R * repeat, 1]."""
+        return None if self.sinks is None else self.sinks.view(groups, -1, 1).repeat_interleave(repeat, 1)
+
+
 class DeltaInputs(NamedTuple):
     """What a layer of the gated delta rule makes of the residual stream: mixed [T, C], what queries, keys and values
     are made of, in this order; gate [T, H V] of its results; beta and rise [T, H], before their functions."""
@@ -262,6 +282,30 @@ class DeltaWeights(NamedTuple):
     fading: Tensor
     rise: Tensor
     norm: Norm
+
+
+class ScanInputs(NamedTuple):
+    """What a layer of Mamba 2 makes of the residual stream: gate [T, H V] of its results; mixed [T, C], what values,
+    keys and queries are made of, in this order; step [T, H], before its function."""
+
+    gate: Tensor
+    mixed: Tensor
+    step: Tensor
+
+
+class ScanWeights(NamedTuple):
+    """Small weights of a layer of Mamba 2: convolution [C, W] and bias [C], as of `DeltaWeights`; of each head fading
+    [H], the logarithm of how fast it fades, rise [H], which is added to the steps, and skip [H], what values are
+    multiplied by that are added to the results (all float32); norm: of gated results, group by group. step_limit: the
+    least and the largest step."""
+
+    convolution: Tensor
+    bias: Tensor | None
+    fading: Tensor
+    rise: Tensor
+    skip: Tensor
+    norm: Norm
+    step_limit: tuple[float, float]
 
 
 class Ops(Protocol):
@@ -380,12 +424,19 @@ class Ops(Protocol):
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> gelu(gate) * up, [T, F], gelu by its tanh approximation (GeGLU)."""
 
+    def gelu_erf_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2F], gate first -> gelu(gate) * up, [T, F], gelu by the error function (ModernBERT)."""
+
     def clamped_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> gate * sigmoid(a gate) * (up + 1), [T, F], of a gate that is at most b and an up
         between -b and b; a is CLAMP_ALPHA, b CLAMP_LIMIT (OpenAI 2025, gpt-oss)."""
 
     def gelu(self, x: Tensor) -> Tensor:
         """gelu by its tanh approximation, as in GPT-2."""
+
+    def gelu_erf(self, x: Tensor) -> Tensor:
+        """gelu by the error function, x (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel 2016). x may be
+        overwritten."""
 
     def relu2(self, x: Tensor) -> Tensor:
         """max(x, 0)^2 (So et al. 2021)."""
@@ -428,8 +479,22 @@ class Ops(Protocol):
         `batch.states.target` says. Results are normed head by head, then multiplied by silu(gate).
         """
 
+    def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """The selective scan of Mamba 2 (Dao and Gu 2024; `ops/recurrent.py` has its formulas) -> [T, H V].
+
+        States are read and written as by `gated_delta`. Results are multiplied by silu(gate), then normed group by
+        group.
+        """
+
     def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [T, H, n], weight [H, n, m] -> [T, H, m]: each head by its own matrix. Both may have any strides."""
+
+    def segment_attention(
+        self, qkv: Tensor, heads: int, lengths: Sequence[int], angles: Angles | None = None, scale: float = 0.0
+    ) -> Tensor:
+        """Attention without K/V blocks, in both directions: qkv [P, 3 H D] -> [P, H D], each row to those of its own
+        segment. lengths: of the segments, one after the other. Heads are rotated by angles, if there are any. scale: of
+        scores, 0 for 1 / sqrt(D)."""
 
     def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
         """Causal attention of q [T, H, C] and rotated [T, H, R] to latents, kv.v, and what was rotated of their tokens,
@@ -438,6 +503,19 @@ class Ops(Protocol):
 
         A score is q times the latent and rotated times what was rotated; the latents are the values, too.
         """
+
+    def self_attention(
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        angles: Angles,
+        how: Scores,
+        norms: Norms | None = None,
+    ) -> Tensor:
+        """`qk_norm_rope_store_kv` and then `attention`: qkv [T, (H + 2 G) D] -> [T, H, D]. Where `how.ahead` is above 0
+        nothing need be stored of spans that are whole prompts."""
 
     def attention(
         self,
@@ -449,12 +527,14 @@ class Ops(Protocol):
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
         chunk: int = UNLIMITED,
+        ahead: int = 0,
     ) -> Tensor:
-        """Causal attention of q [T, H, D] over each span's own blocks, with this step's K/V already written -> [T, H,
-        D].
+        """Attention of q [T, H, D] over each span's own blocks, with this step's K/V already written -> [T, H, D].
 
-        Query head h uses K/V head h // (H / G). A query at position p sees positions p - window + 1 to p, those of its
-        own chunk of `chunk` positions (Meta 2025, Llama 4). soft_cap c above 0 makes scores c * tanh(score / c) (Gemma
-        2). sinks float32 [H]: one more score for each query of a head, which takes part in the softmax and has no value
-        (OpenAI 2025, gpt-oss); None: -inf. What a query may not see never reaches its result, whatever it contains.
+        Query head h uses K/V head h // (H / G). A query at position p sees positions p - window + 1 to p + ahead that
+        its span has, those of its own chunk of `chunk` positions (Meta 2025, Llama 4). ahead: 0 for causal attention;
+        UNLIMITED for an encoder's, whose spans are whole prompts. soft_cap c above 0 makes scores c * tanh(score / c)
+        (Gemma 2). sinks float32 [H]: one more score for each query of a head, which takes part in the softmax and has
+        no value (OpenAI 2025, gpt-oss); None: -inf. What a query may not see never reaches its result, whatever it
+        contains.
         """

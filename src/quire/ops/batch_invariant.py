@@ -16,7 +16,7 @@ whole runs of RUN positions up to its own one, masked after it, whatever it is b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import CLAMP_ALPHA, DeltaInputs, DeltaWeights
+from quire.ops.base import CLAMP_ALPHA, DeltaInputs, DeltaWeights, ScanInputs, ScanWeights, Scores
 from quire.ops.matmul import (
     TILE_ROWS,
     can_pack,
@@ -36,10 +36,10 @@ from quire.ops.matmul import (
     pack,
     packed_linear,
 )
-from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, causal_mask, first_visible, visible
+from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, attention_mask, first_visible, visible
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
-from quire.ops.recurrent import gated_delta, slots_of
-from quire.ops.reference import ReferenceOps, Scores
+from quire.ops.recurrent import gated_delta, selective_scan, slots_of
+from quire.ops.reference import ReferenceOps
 from quire.types import UNLIMITED
 
 KEYS = 128
@@ -53,6 +53,31 @@ NARROW = 16
 
 AT_ONCE = 256
 """Rows of queries a K/V head attends at once: bounds what a long chunk's scores take."""
+
+
+def one_by_one(
+    rule: Callable[[Sequence[Tensor], LayerState, Tensor, StateSlots], Tensor],
+    x: Sequence[Tensor],
+    state: LayerState,
+    batch: RaggedBatch,
+) -> Tensor:
+    """A recurrent layer's rule for each token alone. rule: inputs of one token, states, its place and its slots."""
+    states = slots_of(batch)
+    scratch = LayerState(*(each.new_zeros(2, *each.shape[1:]) for each in state))
+    one = torch.tensor([1], device=x[0].device)
+    starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one, one.new_zeros(0, 2))
+    begun = [[each[slot].clone() for each in state] for slot in states.source.tolist()]
+    kept, parts = dict[int, list[int]](), []
+    for token, slot in zip(*(each.tolist() for each in states.kept()), strict=True):
+        kept.setdefault(token, []).append(slot)
+    for (start, stop), first in zip(pairwise(batch.query_start.tolist()), begun, strict=True):
+        for pool, each in zip(scratch, first, strict=True):
+            pool[1] = each
+        for t in range(start, stop):
+            parts.append(rule([each[t : t + 1] for each in x], scratch, starts, alone))
+            for pool, each in zip(state, scratch, strict=True):
+                pool[kept.get(t, [])] = each[1]
+    return torch.cat(parts)
 
 
 class BatchInvariantOps(ReferenceOps):
@@ -78,22 +103,11 @@ class BatchInvariantOps(ReferenceOps):
 
     def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """Every token alone: slow, and the same bits in any batch and chunk."""
-        states = slots_of(batch)
-        scratch = LayerState(*(each.new_zeros(2, *each.shape[1:]) for each in state))
-        one = torch.tensor([1], device=x.mixed.device)
-        starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one)
-        begun = [[each[slot].clone() for each in state] for slot in states.source.tolist()]
-        targets, parts = states.target.tolist(), []
-        for (start, stop), first in zip(pairwise(batch.query_start.tolist()), begun, strict=True):
-            for pool, each in zip(scratch, first, strict=True):
-                pool[1] = each
-            for t in range(start, stop):
-                token = DeltaInputs(*(each[t : t + 1] for each in x))
-                parts.append(gated_delta(token, weights, scratch, starts, alone))
-                if targets[t]:
-                    for pool, each in zip(state, scratch, strict=True):
-                        pool[targets[t]] = each[1]
-        return torch.cat(parts)
+        return one_by_one(lambda token, *rest: gated_delta(DeltaInputs(*token), weights, *rest), x, state, batch)
+
+    def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """Every token alone, as `gated_delta`."""
+        return one_by_one(lambda token, *rest: selective_scan(ScanInputs(*token), weights, *rest), x, state, batch)
 
     def rotate(self, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate pairs without complex products."""
@@ -120,6 +134,11 @@ class BatchInvariantOps(ReferenceOps):
         bent = (exact * exact * exact).mul_(0.044715).add_(exact).mul_(math.sqrt(2.0 / math.pi)).tanh_()
         return bent.add_(1.0).mul_(exact).mul_(0.5).to(x.dtype)
 
+    def gelu_erf(self, x: Tensor) -> Tensor:
+        """See `Ops.gelu_erf`."""
+        exact = x.float()
+        return (exact * math.sqrt(0.5)).erf_().add_(1.0).mul_(exact).mul_(0.5).to(x.dtype)
+
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
         return combine_experts_in_order(made, weights)
@@ -138,7 +157,7 @@ class BatchInvariantOps(ReferenceOps):
         step, parts = max(1, AT_ONCE // (each * share)) * each, []
         sinks = None if how.sinks is None else of_tile(how.sinks.view(groups, share), each)
         for start in range(0, group.n, step):
-            part = Queries(start, min(step, group.n - start), each, share, how.window, how.chunk)
+            part = Queries(start, min(step, group.n - start), each, share, how.window, how.chunk, how.ahead)
             some = q.view(spans, group.n, groups, share, dim)[:, start : start + part.n].float()
             first, seen = visible_runs(paged, i, part)
             keys, values = (x[:, :, first * KEYS : (first + seen.shape[1]) * KEYS] for x in (k, v))
@@ -150,7 +169,7 @@ class BatchInvariantOps(ReferenceOps):
 
 class Queries(NamedTuple):
     """Some of a group's queries and their tiles: `n` from number `start` on, `each` a tile for the `share` heads of a
-    K/V head. window, chunk: as in `Ops.attention`."""
+    K/V head. window, chunk, ahead: as in `Ops.attention`."""
 
     start: int
     n: int
@@ -158,6 +177,7 @@ class Queries(NamedTuple):
     share: int
     window: int
     chunk: int
+    ahead: int
 
 
 def tiles(q: Tensor, each: int) -> Tensor:
@@ -182,18 +202,22 @@ def visible_runs(paged: PagedAttentionMetadata, index: int, part: Queries) -> tu
     first = first_visible(int(past.min()), part.window, part.chunk) // KEYS
     seen = paged.masks.get(key)
     if seen is None:
-        seen = paged.masks[key] = mask(group, past, first, part)
+        seen = paged.masks[key] = mask(group, past, first, part, paged.last_of(index))
     return first, seen
 
 
-def mask(group: SpanGroup, past: Tensor, first: int, part: Queries) -> Tensor:
-    """Which positions of runs from `first` on each row of the tiles sees."""
-    until = -(-(group.longest - group.n + part.start + part.n) // KEYS)
+def mask(group: SpanGroup, past: Tensor, first: int, part: Queries, last: Tensor | None) -> Tensor:
+    """Which positions of runs from `first` on each row of the tiles sees. last: as `PagedAttentionMetadata.last_of`."""
+    end = min(group.longest - group.n + part.start + part.n + part.ahead, group.longest)
+    until = -(-(end if last is None else group.longest) // KEYS)
     row = torch.arange(-(-(part.each * part.share) // TILE_ROWS) * TILE_ROWS, device=past.device)
     at = torch.arange(0, part.n, part.each, device=past.device)[:, None] + (row // part.share).clamp(max=part.each - 1)
-    place = (past[:, None, None] + at.clamp(max=part.n - 1))[:, None, :, :, None]
+    at = at.clamp(max=part.n - 1)
+    place = (past[:, None, None] + at)[:, None, :, :, None]
+    seen_until = None if last is None else last[:, part.start + at][:, None, :, :, None]
     key = torch.arange(first * KEYS, until * KEYS, device=past.device).view(-1, 1, 1, KEYS)
-    return visible(key, place, part.window, part.chunk)
+    seen = visible(key, place, part.window, part.chunk, part.ahead, seen_until)
+    return seen & (key < group.kv_len.view(-1, 1, 1, 1, 1)) if part.ahead else seen
 
 
 def of_tile(sinks: Tensor, each: int) -> Tensor:
@@ -270,7 +294,7 @@ class SteadyOps(BatchInvariantOps):
 
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """See `ReferenceOps.attend`."""
-        if how.soft_cap or min(how.window, how.chunk) < UNLIMITED or how.sinks is not None:
+        if how.soft_cap or how.ahead or min(how.window, how.chunk) < UNLIMITED or how.sinks is not None:
             return super().attend(q, kv, paged, i, how)
         return attend_runs(q, kv, paged, i, how.scale)
 
@@ -301,7 +325,7 @@ def additive_mask(paged: PagedAttentionMetadata, index: int, share: int, dtype: 
     key = (index, share)
     made = paged.masks.get(key)
     if made is None:
-        seen = causal_mask(paged.groups[index], UNLIMITED, share)
+        seen = attention_mask(paged.groups[index], UNLIMITED, share)
         assert seen is not None
         made = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
         made = made if made.shape[2] == 1 else pad_rows(made)

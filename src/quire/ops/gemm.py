@@ -129,7 +129,7 @@ def autotuning(path: Path) -> Iterator[None]:
         AUTOTUNING.reset(before)
     if book.new:
         book.keep()
-        log.info("products: the fastest of %d shapes found, ready in %.1f s", book.new, time.monotonic() - began)
+        log.info("matrix products: chose algorithms for %d shapes in %.1f s", book.new, time.monotonic() - began)
 
 
 class GemmAutotuner:
@@ -163,7 +163,7 @@ class GemmAutotuner:
             log.warning("%s: %s is timed again: %s", book.path, shape, error)
         if way is None:
             if capturing(x):
-                raise NotCapturable(f"which product of {shape} is the fastest is not known yet")
+                raise NotCapturable(f"the fastest algorithm for {shape} is not known yet")
             ways, out = [TORCH_GEMM, *products.algorithms(shape)], x.new_empty(shape.rows, shape.outputs)
             took = self.timed([partial(each, x.reshape(-1, shape.inputs), weight, bias, out) for each in ways])
             way = ways[min(range(len(ways)), key=took.__getitem__)]
@@ -223,7 +223,7 @@ def write(book: Path, said: dict[str, dict[str, str]]) -> None:
         new.write_text(json.dumps({"format": FORMAT, **said}))
         new.replace(book)
     except OSError as error:
-        log.warning("which products are fastest could not be kept in %s: %s", book, error)
+        log.warning("the choice of matrix product algorithms could not be written to %s: %s", book, error)
 
 
 COLD = 64 << 20

@@ -46,6 +46,16 @@ class Blocks(NamedTuple):
         return pack_superblocks(numbers, group, self.scales.view(rows, -1), self.factors.view(rows, -1, 2))
 
 
+class ValueBlocks(NamedTuple):
+    """N blocks of a type that kernels have no layout for, as float32 [N, n]."""
+
+    numbers: Tensor
+
+    def values(self) -> Tensor:
+        """float32 [N, n]."""
+        return self.numbers
+
+
 class FloatBlocks(NamedTuple):
     """N blocks of 32 floats of 4 bits, codes uint8 [N, 32], and exponents uint8 [N, 1], see `IntegerKind.FLOATS`."""
 
@@ -74,6 +84,83 @@ def q8_0(raw: Tensor) -> Blocks:
 def q4_0(raw: Tensor) -> Blocks:
     """d float16, then 16 bytes, low halves the first 16 numbers: d (q - 8)."""
     return Blocks(torch.cat((raw[:, 2:] & 15, raw[:, 2:] >> 4), 1), float16(raw[:, :2]))
+
+
+def fifth_bits(raw: Tensor) -> Tensor:
+    """4 bytes of 32 bits, then 16 bytes of low halves: the numbers 0 to 31, uint8 [N, 32]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
+    fifth = ((raw[:, :4, None] >> shifts) & 1).flatten(1)
+    return torch.cat((raw[:, 4:] & 15, raw[:, 4:] >> 4), 1) | (fifth << 4)
+
+
+def q5_0(raw: Tensor) -> Blocks:
+    """d float16, 32 fifth bits, then 16 bytes as in Q4_0: d (q - 16)."""
+    return Blocks(fifth_bits(raw[:, 2:]).view(torch.int8) - 16, float16(raw[:, :2]))
+
+
+def q4_1(raw: Tensor) -> ValueBlocks:
+    """d and m float16, then 16 bytes as in Q4_0: d q + m."""
+    about = float16(raw[:, :4]).float()
+    return ValueBlocks(torch.cat((raw[:, 4:] & 15, raw[:, 4:] >> 4), 1).float() * about[:, :1] + about[:, 1:])
+
+
+def q5_1(raw: Tensor) -> ValueBlocks:
+    """d and m float16, 32 fifth bits, then 16 bytes as in Q4_0: d q + m."""
+    about = float16(raw[:, :4]).float()
+    return ValueBlocks(fifth_bits(raw[:, 4:]).float() * about[:, :1] + about[:, 1:])
+
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the 4-bit numbers of IQ4_NL and IQ4_XS stand for."""
+
+
+def iq4_numbers(packed: Tensor) -> Tensor:
+    """Bytes [N, 16 g] of groups of 32 as in Q4_0 -> int8 [N, 32 g]."""
+    grouped = packed.view(len(packed), -1, 16)
+    codes = torch.cat((grouped & 15, grouped >> 4), 2).flatten(1)
+    return torch.tensor(IQ4_VALUES, dtype=torch.int8, device=packed.device)[codes.int()]
+
+
+def iq4_nl(raw: Tensor) -> Blocks:
+    """d float16, then 16 bytes as in Q4_0: d times `IQ4_VALUES`."""
+    return Blocks(iq4_numbers(raw[:, 2:].contiguous()), float16(raw[:, :2]))
+
+
+def iq4_xs(raw: Tensor) -> Blocks:
+    """d float16, upper bits of eight scales, their lower halves, 128 bytes: d (s - 32) times `IQ4_VALUES`."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=raw.device)
+    upper = ((raw[:, 2:4, None] >> shifts) & 3).flatten(1) << 4
+    lower = torch.stack((raw[:, 4:8] & 15, raw[:, 4:8] >> 4), 2).flatten(1)
+    scales = ((lower | upper).view(torch.int8) - 32).repeat_interleave(2, 1)
+    factor = float16(raw[:, :2])
+    both = torch.cat((factor, torch.zeros_like(factor)), 1)
+    return Blocks(iq4_numbers(raw[:, 8:].contiguous()), both, scales.view(torch.uint8), signed=True)
+
+
+def quarters_of(packed: Tensor) -> Tensor:
+    """64 bytes -> numbers of 2 bits, uint8 [N, 256]: of 32 bytes the lowest bits first."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device)[:, None]
+    return ((packed.view(-1, 2, 1, 32) >> shifts) & 3).flatten(1)
+
+
+def q2_k(raw: Tensor) -> ValueBlocks:
+    """16 bytes of 4-bit scales and minima, 64 of 2-bit numbers, d and dmin float16: d s q - dmin m."""
+    about, scale = raw[:, :16], float16(raw[:, 80:]).float()
+    grouped = quarters_of(raw[:, 16:80].contiguous()).float().view(len(raw), 16, 16)
+    own, least = (about & 15).float() * scale[:, :1], (about >> 4).float() * scale[:, 1:]
+    return ValueBlocks((grouped * own[..., None] - least[..., None]).flatten(1))
+
+
+def q3_k(raw: Tensor) -> Blocks:
+    """32 bytes of third bits, 64 of lower two bits, 12 of sixteen 6-bit scales, d float16: d (s - 32) (q - 4)."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)[:, None]
+    third = ((raw[:, None, :32] >> shifts) & 1).flatten(1) << 2
+    numbers = (quarters_of(raw[:, 32:96].contiguous()) | third).view(torch.int8) - 4
+    low, high = raw[:, 96:104], raw[:, 104:108]
+    upper = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], 1) << 4
+    scales = (torch.cat((low & 15, low >> 4), 1) | upper).view(torch.int8) - 32
+    factor = float16(raw[:, 108:])
+    return Blocks(numbers, torch.cat((factor, torch.zeros_like(factor)), 1), scales.view(torch.uint8), signed=True)
 
 
 def mxfp4(raw: Tensor) -> FloatBlocks:
@@ -119,12 +206,24 @@ def q6_k(raw: Tensor) -> Blocks:
     return Blocks(numbers, torch.cat((factor, torch.zeros_like(factor)), 1), raw[:, 192:208].contiguous(), signed=True)
 
 
-BLOCKS: Mapping[str, Callable[[Tensor], Blocks | FloatBlocks]] = {
+PACKED: Mapping[str, Callable[[Tensor], Blocks | FloatBlocks]] = {
     "Q8_0": q8_0,
     "Q4_0": q4_0,
+    "Q5_0": q5_0,
+    "Q3_K": q3_k,
     "Q4_K": q4_k,
     "Q5_K": q5_k,
     "Q6_K": q6_k,
+    "IQ4_NL": iq4_nl,
+    "IQ4_XS": iq4_xs,
     "MXFP4": mxfp4,
 }
-"""Bytes [N, bytes a block] -> what they stand for."""
+"""Types that kernels read: bytes [N, bytes a block] -> what they stand for."""
+
+BLOCKS: Mapping[str, Callable[[Tensor], Blocks | FloatBlocks | ValueBlocks]] = {
+    **PACKED,
+    "Q4_1": q4_1,
+    "Q5_1": q5_1,
+    "Q2_K": q2_k,
+}
+"""All types in blocks."""

@@ -54,6 +54,21 @@ class PagedAttentionMetadata(RaggedBatch):
     targets: dict[int, Tensor] = field(default_factory=dict)
     masks: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every span is a whole prompt."""
+        return all(group.even and group.n == group.longest for group in self.groups)
+
+    @property
+    def order(self) -> Tensor | None:
+        """Tokens by group, int64 [T]; None where they are so already."""
+        if len(self.groups) == 1 and isinstance(self.groups[0].rows, slice):
+            return None
+        if 0 not in self.targets:
+            whole = torch.arange(len(self.tokens))
+            self.targets[0] = torch.cat([whole[group.rows] for group in self.groups])
+        return self.targets[0]
+
     @classmethod
     def of(cls, batch: RaggedBatch, reach: int = 1) -> PagedAttentionMetadata:
         """reach: positions are read in multiples of it; after a span's end, any of its own."""
@@ -157,12 +172,17 @@ class PagedAttentionMetadata(RaggedBatch):
             dim = pool.shape[-1]
             pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
 
-    def mask(self, index: int, window: int, repeat: int, chunk: int = UNLIMITED) -> Tensor | None:
+    def mask(self, index: int, window: int, repeat: int, chunk: int = UNLIMITED, ahead: int = 0) -> Tensor | None:
         """[S, 1, repeat * n, L] bool: which of L positions each query sees; None where each sees all."""
-        key = (index, window, repeat, chunk)
+        key = (index, window, repeat, chunk, ahead)
         if key not in self.masks:
-            self.masks[key] = causal_mask(self.groups[index], window, repeat, chunk)
+            self.masks[key] = attention_mask(self.groups[index], window, repeat, chunk, ahead, self.last_of(index))
         return self.masks[key]
+
+    def last_of(self, index: int) -> Tensor | None:
+        """[S, n]: the last position that each query of group `index` sees; None: its own."""
+        group = self.groups[index]
+        return None if self.last_visible is None else self.last_visible[group.rows].view(-1, group.n)
 
 
 def alike(spans: list[int], lengths: list[int]) -> list[list[int]]:
@@ -204,20 +224,33 @@ def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengt
     return SpanGroup(n, rows, kv_len, longest, torch.where(held, pages, pages[:, :1]), even)
 
 
-def causal_mask(group: SpanGroup, window: int, repeat: int, chunk: int = UNLIMITED) -> Tensor | None:
-    """[S, 1, repeat * n, L] bool: which positions each query sees; None where each sees all."""
-    if group.n == 1 and group.even and min(window, chunk) >= group.longest:
+def attention_mask(
+    group: SpanGroup,
+    window: int,
+    repeat: int,
+    chunk: int = UNLIMITED,
+    ahead: int = 0,
+    last: Tensor | None = None,
+) -> Tensor | None:
+    """[S, 1, repeat * n, L] bool: which positions each query sees; None where each sees all. last [S, n]: as
+    `PagedAttentionMetadata.last_of`."""
+    if last is None and group.n <= ahead + 1 and group.even and min(window, chunk) >= group.longest:
         return None
     device = group.kv_len.device
     key = torch.arange(group.longest, device=device)
     query = group.kv_len[:, None] - group.n + torch.arange(group.n, device=device)
-    seen = visible(key, query[..., None], window, chunk)
+    seen = visible(key, query[..., None], window, chunk, ahead, None if last is None else last[..., None])
+    if ahead:
+        seen = seen & (key < group.kv_len[:, None, None])
     return (seen if group.n == 1 else seen.repeat(1, repeat, 1))[:, None]
 
 
-def visible(key: Tensor, query: Tensor, window: int, chunk: int) -> Tensor:
-    """Whether a query at position `query` sees position `key`; see `Ops.attention`."""
-    return (key <= query) & (key > query - window) & (key >= query // chunk * chunk)
+def visible(key: Tensor, query: Tensor, window: int, chunk: int, ahead: int = 0, last: Tensor | None = None) -> Tensor:
+    """Whether a query at position `query` sees position `key`; see `Ops.attention`. last: a later position up to which
+    it sees, see `RaggedBatch.last_visible`. With `ahead` the caller excludes positions that the span does not have."""
+    until = query + ahead
+    until = until if last is None else torch.maximum(until, last)
+    return (key <= until) & (key > query - window) & (key >= query // chunk * chunk)
 
 
 def first_visible(query: int, window: int, chunk: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.ops.base import (
     NO_BIASES,
+    Angles,
     AnyMatrix,
     DeltaInputs,
     DeltaWeights,
@@ -27,14 +28,19 @@ from quire.ops.base import (
     Gate,
     IntegerMatrix,
     MixedMatrix,
+    Norms,
     Routing,
+    ScanInputs,
+    ScanWeights,
+    Scores,
     TopK,
 )
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.panels import PanelMatrix
-from quire.ops.ragged import LayerState, RaggedBatch
-from quire.ops.recurrent import gated_delta, slots_of
+from quire.ops.ragged import LayerKV, LayerState, RaggedBatch
+from quire.ops.recurrent import gated_delta, selective_scan, slots_of
+from quire.types import UNLIMITED
 
 Each = TypeVar("Each")
 
@@ -116,6 +122,13 @@ LEAST = 32
 """Rows that a card's library wants for products of integers, at least."""
 
 
+def rotate_halves(x: Tensor, angles: Angles) -> Tensor:
+    """x [P, H, D] with the pairs (i, i + D / 2) of each head rotated in float32."""
+    first, second = x.float().chunk(2, -1)
+    cos, sin = angles.cos[:, None], angles.sin[:, None]
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1).to(x.dtype)
+
+
 class BaseOps(ABC):
     """What implementations of `Ops` have in common; quantized products dequantize the matrix at each call."""
 
@@ -151,8 +164,57 @@ class BaseOps(ABC):
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
         """See `Ops.apply_gate`."""
-        gates = {"silu": self.silu_mul, "gelu": self.gelu_mul, "clamped": self.clamped_mul}
+        gates = {
+            "silu": self.silu_mul,
+            "gelu": self.gelu_mul,
+            "gelu_erf": self.gelu_erf_mul,
+            "clamped": self.clamped_mul,
+        }
         return gates[gate](y) if gate else y
+
+    @abstractmethod
+    def qk_norm_rope_store_kv(
+        self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
+    ) -> Tensor:
+        """See `Ops.qk_norm_rope_store_kv`."""
+
+    @abstractmethod
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window: int = UNLIMITED,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = UNLIMITED,
+        ahead: int = 0,
+    ) -> Tensor:
+        """See `Ops.attention`."""
+
+    def self_attention(
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        angles: Angles,
+        how: Scores,
+        norms: Norms | None = None,
+    ) -> Tensor:
+        """See `Ops.self_attention`."""
+        q = self.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms)
+        return self.attention(q, kv, batch, *how)
+
+    def gelu_erf(self, x: Tensor) -> Tensor:
+        """See `Ops.gelu_erf`."""
+        return cast(Tensor, torch.ops.aten.gelu_(x))
+
+    def gelu_erf_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.gelu_erf_mul`."""
+        gate, up = gate_up.chunk(2, -1)
+        return self.gelu_erf(gate).mul_(up)
 
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
@@ -249,6 +311,18 @@ class BaseOps(ABC):
         out = (sums * steps * scale.t()).to(x.dtype)
         return self.apply_gate(out if bias is None else out + bias, gate)
 
+    def segment_attention(
+        self, qkv: Tensor, heads: int, lengths: Sequence[int], angles: Angles | None = None, scale: float = 0.0
+    ) -> Tensor:
+        """See `Ops.segment_attention`."""
+        q, k, v = qkv.view(len(qkv), 3, heads, -1).unbind(1)
+        if angles is not None:
+            q, k = (rotate_halves(x, angles) for x in (q, k))
+        scale = scale or q.shape[-1] ** -0.5
+        segments = (torch.split(x.transpose(0, 1), list(lengths), 1) for x in (q, k, v))
+        parts = [F.scaled_dot_product_attention(a, b, c, scale=scale) for a, b, c in zip(*segments, strict=True)]
+        return torch.cat(parts, 1).transpose(0, 1).flatten(1)
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `Ops.sigmoid_mul`."""
         return (x / gate.float().neg().exp_().add_(1.0)).to(x.dtype)
@@ -256,3 +330,7 @@ class BaseOps(ABC):
     def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.gated_delta`."""
         return gated_delta(x, weights, state, batch.query_start, slots_of(batch))
+
+    def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """See `Ops.selective_scan`."""
+        return selective_scan(x, weights, state, batch.query_start, slots_of(batch))

@@ -6,21 +6,40 @@ H query heads, G key/value heads, D head dim, N pages in the pool, B tokens a pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 
 
+class ImageTokens(NamedTuple):
+    """The tokens of a step that hold the places of images: rows [M] int64 among its T tokens, and their embeddings
+    [M, hidden] in place of the table's. features [M, hidden] each: what the first layers add to the residual stream
+    after themselves (Meng et al. 2024, DeepStack)."""
+
+    rows: torch.Tensor
+    embeddings: torch.Tensor
+    features: Sequence[torch.Tensor] = ()
+
+
 class StateSlots(NamedTuple):
     """Where the states of recurrent layers are read and written, see `LayerState`.
 
     source [S] int64: the slot of the state that each span goes on from; slot 0 holds zeros, where a sequence begins.
-    target [T] int64: the slot that takes the state after each token; 0: none does. All are read before any is written.
+    target [T] int64: the slot that takes the state after each token; 0: none does. snapshots [N, 2] int64: (token,
+    slot) pairs: slots that take the state after a token besides. All are read before any is written.
     """
 
     source: torch.Tensor
     target: torch.Tensor
+    snapshots: torch.Tensor
+
+    def kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens [M], slots [M]) of all states that are written."""
+        wanted = self.target.nonzero()[:, 0]
+        tokens, slots = self.snapshots.unbind(1)
+        return torch.cat((wanted, tokens)), torch.cat((self.target[wanted], slots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +52,10 @@ class RaggedBatch:
     [S, P] int32: the block of positions p*B:(p+1)*B; after the end, block 0 (the null block). max_query, max_kv: bounds
     that the host knows, for the shapes of launches: kernels loop to kv_len. output_indices [R] int32: the tokens whose
     hidden states are needed, None for all; what follows the last attention is computed for them alone, see
-    `select_outputs`. states: None where no layer is recurrent.
+    `select_outputs`. states: None where no layer is recurrent. images: None where no token holds the place of an image.
+    rope_positions [3, T] int64: positions in time, height and width by which tokens are rotated (Bai et al. 2025,
+    Qwen2.5-VL); None: `positions` in each. last_visible [T] int64: the last position that each token sees; None: its
+    own (causal).
     """
 
     tokens: torch.Tensor
@@ -47,6 +69,21 @@ class RaggedBatch:
     max_kv: int
     output_indices: torch.Tensor | None = field(default=None, kw_only=True)
     states: StateSlots | None = field(default=None, kw_only=True)
+    images: ImageTokens | None = field(default=None, kw_only=True)
+    rope_positions: torch.Tensor | None = field(default=None, kw_only=True)
+    last_visible: torch.Tensor | None = field(default=None, kw_only=True)
+
+    def with_images(self, embedded: torch.Tensor) -> torch.Tensor:
+        """embedded [T, hidden] with the embeddings of images in their places."""
+        if self.images is None:
+            return embedded
+        return embedded.index_copy(0, self.images.rows, self.images.embeddings.to(embedded.dtype))
+
+    def add_features(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
+        """residual [T, hidden] after layer `layer`, with what images add there."""
+        if self.images is None or layer >= len(self.images.features):
+            return residual
+        return residual.index_add(0, self.images.rows, self.images.features[layer].to(residual.dtype))
 
     def select_outputs(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, n] of `output_indices` -> [T, n], each at its token's row; other rows are undefined."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Gate, Norm, Norms
+from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Gate, Norm, Norms, Scores
 from quire.ops.paged_attention import FEW, PagedAttentionMetadata, SpanGroup, first_visible, visible
 from quire.ops.quantized import BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -16,20 +14,6 @@ from quire.types import UNLIMITED
 
 TILE = 256
 """Queries of one long span attended at once: bounds the mask, and skips the keys after the tile."""
-
-
-class Scores(NamedTuple):
-    """What `Ops.attention` does with scores."""
-
-    scale: float
-    window: int = UNLIMITED
-    soft_cap: float = 0.0
-    sinks: Tensor | None = None
-    chunk: int = UNLIMITED
-
-    def sink_of(self, groups: int, repeat: int = 1) -> Tensor | None:
-        """The sinks of rows of queries, the heads of a K/V head one after the other: [G, R * repeat, 1]."""
-        return None if self.sinks is None else self.sinks.view(groups, -1, 1).repeat_interleave(repeat, 1)
 
 
 class ReferenceOps(BaseOps):
@@ -84,7 +68,15 @@ class ReferenceOps(BaseOps):
         self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
     ) -> Tensor:
         """See `Ops.qk_norm_rope_store_kv`."""
-        dim = kv.k.shape[3]
+        q, k, v = self.heads_of(qkv, heads, kv.k.shape[3], angles, norms)
+        if k.shape[1]:
+            self.write_kv(kv, k, v, batch)
+        return q
+
+    def heads_of(
+        self, qkv: Tensor, heads: int, dim: int, angles: Angles, norms: Norms | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [T, heads, D] of a projection, normed and rotated."""
         groups = (qkv.shape[-1] // dim - heads) // 2
         q, k, v = torch.split(qkv, [heads * dim, groups * dim, groups * dim], -1)
         q, k, v = q.view(len(q), heads, dim), k.view(len(k), groups, dim), v.view(len(v), groups, dim)
@@ -97,9 +89,7 @@ class ReferenceOps(BaseOps):
             q, k = self.norm_heads(q, norms.q), self.norm_heads(k, norms.k)
         if angles.query_gain is not None:
             q = (q * angles.query_gain[:, None, None]).to(q.dtype)
-        if groups:
-            self.write_kv(kv, k, v, batch)
-        return q
+        return q, k, v
 
     def norm_heads(self, x: Tensor, norm: Norm) -> Tensor:
         """x [T, heads, D] normed as its weight is long: head by head or all heads at once."""
@@ -170,10 +160,11 @@ class ReferenceOps(BaseOps):
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
         chunk: int = UNLIMITED,
+        ahead: int = 0,
     ) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
-        how = Scores(scale, window, soft_cap, sinks, chunk)
+        how = Scores(scale, window, soft_cap, sinks, chunk, ahead)
         parts = [self.attend(q[group.rows], kv, paged, i, how) for i, group in enumerate(paged.groups)]
         if len(parts) == 1 and len(parts[0]) == len(q):
             return parts[0]
@@ -204,8 +195,9 @@ class ReferenceOps(BaseOps):
         group = paged.groups[i]
         k, v = paged.read_kv(kv, i, q)
         if group.n > FEW:
-            return long(q, k[0], v[0], group, how)
-        mask = paged.mask(i, how.window, q.shape[1] // k.shape[1], how.chunk)
+            last = paged.last_of(i)
+            return long(q, k[0], v[0], group, how, None if last is None else last[0])
+        mask = paged.mask(i, how.window, q.shape[1] // k.shape[1], how.chunk, how.ahead)
         return short(q, k, v, mask, group.n, how)
 
 
@@ -225,8 +217,11 @@ def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, n: int, how: Sco
     return out.view(spans, groups, -1, n, v.shape[-1]).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, -1)
 
 
-def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, how: Scores) -> Tensor:
-    """Attention of one span of many queries, tile by tile: q [n, H, D], k [G, L, D], v [G, L, E] -> [n, H, E]."""
+def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, how: Scores, last: Tensor | None = None) -> Tensor:
+    """Attention of one span of many queries, tile by tile: q [n, H, D], k [G, L, D], v [G, L, E] -> [n, H, E].
+
+    last [n]: the last position that each query sees, None for its own.
+    """
     n, heads, _ = q.shape
     groups = k.shape[0]
     folded = q.view(n, groups, heads // groups, -1).permute(1, 2, 0, 3)
@@ -236,10 +231,14 @@ def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, how: Scores) -> Tens
     tiles = []
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
-        low, high = first_visible(past + start, how.window, how.chunk), past + stop
+        low = first_visible(past + start, how.window, how.chunk)
+        high = min(past + stop + how.ahead, group.longest)
+        until = None if last is None else last[start:stop, None]
+        high = high if until is None else max(high, int(until.max()) + 1)
         key = torch.arange(low, high, device=q.device)
-        query = torch.arange(past + start, high, device=q.device)[:, None]
-        mask = visible(key, query, how.window, how.chunk)
+        query = torch.arange(past + start, past + stop, device=q.device)[:, None]
+        seen_all = how.sees_all(group.longest)
+        mask = None if seen_all else visible(key, query, how.window, how.chunk, how.ahead, until)
         keys, values = (x[:, None, low:high].expand(-1, heads // groups, -1, -1) for x in (k, v))
         tiles.append(weigh(folded[:, :, start:stop], keys, values, mask, how, sinks))
     return torch.cat(tiles, 2).permute(2, 0, 1, 3).reshape(n, heads, -1)

@@ -34,6 +34,11 @@ ReasoningParser = Literal[
     "nemotron_v3",
     "step3",
     "step3p5",
+    "ernie45",
+    "cohere_command3",
+    "cohere_command4",
+    "apertus",
+    "minimax_m3",
 ]
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -46,7 +51,8 @@ class ThoughtStyle:
     models: those that do so, for the documentation. opens, closes: the marks, the usual one first. ends: marks that end
     thoughts, too, and belong to the answer. first: whether answers begin with thoughts where the prompt does not show
     it. special: the marks are special tokens, which decoding omits by default. between, answer: text after the closing
-    mark, and before an answer that is no call of a tool. channels: thoughts and answer are messages of their own.
+    mark, and before an answer that is no call of a tool. around: marks that may stand around an answer, and belong to
+    neither. channels: thoughts and answer are messages of their own.
     """
 
     name: ReasoningParser
@@ -58,6 +64,7 @@ class ThoughtStyle:
     special: bool = False
     between: str = ""
     answer: str = ""
+    around: tuple[tuple[str, str], ...] = ()
     channels: bool = False
 
     def splitter(self, *, inside: bool) -> ThoughtSplitter:
@@ -66,6 +73,16 @@ class ThoughtStyle:
 
 
 _QWEN3 = ThoughtStyle(name="qwen3", models="Qwen 3")
+_RESPONSE = ("<response>", "</response>")
+_COHERE = ThoughtStyle(
+    name="cohere_command3",
+    models="Command R7B, Command A",
+    opens=("<|START_THINKING|>",),
+    closes=("<|END_THINKING|>",),
+    special=True,
+    answer="<|START_RESPONSE|>",
+    around=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
+)
 
 THOUGHTS: Mapping[str, ThoughtStyle] = {
     style.name: style
@@ -89,10 +106,23 @@ THOUGHTS: Mapping[str, ThoughtStyle] = {
         replace(_QWEN3, name="mistral", models="Magistral", opens=("[THINK]",), closes=("[/THINK]",), special=True),
         ThoughtStyle(
             name="granite",
-            models="Granite 3.2",
-            opens=("Here is my thought process:", "Here's my thought process:"),
-            closes=("Here is my response:", "Here's my response:"),
+            models="Granite 3.2 and 3.3",
+            opens=("Here is my thought process:", "Here's my thought process:", OPEN),
+            closes=("Here is my response:", "Here's my response:", CLOSE),
+            around=(_RESPONSE,),
         ),
+        replace(_QWEN3, name="ernie45", models="ERNIE 4.5 Thinking", around=(_RESPONSE,)),
+        _COHERE,
+        replace(_COHERE, name="cohere_command4", models="Command A+", answer="<|START_TEXT|>"),
+        replace(
+            _QWEN3,
+            name="apertus",
+            models="Apertus",
+            opens=("<|inner_prefix|>",),
+            closes=("<|inner_suffix|>",),
+            special=True,
+        ),
+        replace(_QWEN3, name="minimax_m3", models="MiniMax M3", opens=("<mm:think>",), closes=("</mm:think>",)),
         ThoughtStyle(
             name="gemma4", models="Gemma 4", opens=("<|channel>thought",), closes=("<channel|>",), special=True
         ),
@@ -112,18 +142,28 @@ THOUGHTS: Mapping[str, ThoughtStyle] = {
 
 _SIGNS: Sequence[tuple[ReasoningParser, *tuple[str, ...]]] = (
     ("openai_gptoss", "<|channel|>", "analysis"),
-    ("gemma4", "<|channel>thought"),
+    ("gemma4", "<|channel>", "<channel|>"),
     ("mistral", "[THINK]"),
     ("seed_oss", "</seed:think>"),
     ("granite", "Here is my thought process:"),
+    ("granite", "<|start_of_role|>", "<response>"),
+    ("minimax_m3", "</mm:think>"),
+    ("cohere_command4", "<|START_THINKING|>", "<|START_TEXT|>"),
+    ("cohere_command3", "<|START_THINKING|>"),
+    ("apertus", "<|inner_prefix|>"),
     ("minimax_m2", CLOSE, "<minimax:tool_call>"),
     ("glm45", CLOSE, "<arg_key>"),
     ("kimi_k2", CLOSE, "<|tool_calls_section_begin|>"),
+    ("deepseek_v3", CLOSE, "｜DSML｜", "function_calls"),
+    ("deepseek_v4", CLOSE, "｜DSML｜"),
     ("deepseek_v3", CLOSE, "<｜Assistant｜>", "thinking"),
     ("qwen3", CLOSE, "enable_thinking"),
     ("olmo3", CLOSE, "<function_calls>"),
     ("step3", CLOSE, "<steptml:invoke"),
-    ("deepseek_r1", CLOSE),
+    ("deepseek_r1", CLOSE, "<｜Assistant｜><think>"),
+    ("deepseek_v3", CLOSE, "<｜Assistant｜>"),
+    ("ernie45", CLOSE, "<response>"),
+    ("qwen3", CLOSE),
 )
 """Parsers and the texts that templates of their families contain, the more particular ones first."""
 
@@ -184,10 +224,13 @@ class Thinking(ThoughtSplitter):
     inside: the text begins with reasoning, even without an opening mark.
     """
 
-    __slots__ = ("_ends", "_inside", "_said", "_space", "_style", "_text", "state")
+    __slots__ = ("_answer_end", "_around", "_ends", "_inside", "_said", "_space", "_style", "_text", "state")
 
     def __init__(self, *, inside: bool, style: ThoughtStyle = _QWEN3) -> None:
         self._style = style
+        # The mark that ends the answer, once one has begun it.
+        self._answer_end = ""
+        self._around = style.around
         self._ends = (*style.closes, *style.ends)
         self._inside = inside
         self._said = False
@@ -197,7 +240,7 @@ class Thinking(ThoughtSplitter):
 
     def feed(self, text: str) -> Sequence[TextPart]:
         """See Splitter."""
-        if self.state == "answer":
+        if self.state == "answer" and not self._answer_end:
             return (TextPart("content", text),) if text else ()
         self._text += text
         parts: list[TextPart] = []
@@ -207,18 +250,28 @@ class Thinking(ThoughtSplitter):
             self._think(parts)
         if self.state == "after":
             self._after(parts)
+        if self.state == "answer" and self._answer_end:
+            self._answer(parts)
+        if self.state == "after":
+            self._after(parts)
         return parts
 
     def _begin(self, parts: list[TextPart]) -> None:
         bare = self._text.lstrip()
         self._space.append(self._text[: len(self._text) - len(bare)])
         self._text = bare
-        opens = self._style.opens
-        if any(len(bare) < len(mark) and mark.startswith(bare) for mark in opens):
+        opens, closes = self._style.opens, self._style.closes
+        others = () if self._inside else (*closes, *(mark for mark, _ in self._around))
+        if any(len(bare) < len(mark) and mark.startswith(bare) for mark in (*opens, *others)):
             return
         opened = next((mark for mark in opens if bare.startswith(mark)), "")
         if opened or self._inside:
             self.state, self._text = "inside", bare.removeprefix(opened)
+            self._space.clear()
+        elif bare.startswith(others):
+            # Thoughts that are empty, or an answer without any.
+            closed = next((mark for mark in closes if bare.startswith(mark)), "")
+            self.state, self._text = "after", bare.removeprefix(closed)
             self._space.clear()
         else:
             self.state = "answer"
@@ -236,22 +289,39 @@ class Thinking(ThoughtSplitter):
             said, self._text = self._text[: len(self._text) - kept], self._text[len(self._text) - kept :]
         self._say(said, parts)
 
-    def _say(self, text: str, parts: list[TextPart]) -> None:
+    def _say(self, text: str, parts: list[TextPart], kind: Literal["content", "reasoning"] = "reasoning") -> None:
         """Emit all but trailing white space, which may turn out to precede the closing mark."""
         said = text.rstrip()
         if said:
             before = "".join(self._space)
             self._space.clear()
-            parts.append(TextPart("reasoning", before + said if self._said else said.lstrip()))
+            parts.append(TextPart(kind, before + said if self._said else said.lstrip()))
             self._said = True
         self._space.append(text[len(said) :])
 
     def _after(self, parts: list[TextPart]) -> None:
-        bare = self._text.lstrip()
+        self._text = bare = self._text.lstrip()
+        if not bare or any(len(bare) < len(mark) and mark.startswith(bare) for mark, _ in self._around):
+            return
+        self.state = "answer"
+        for mark, end in self._around:
+            if bare.startswith(mark):
+                self._answer_end, self._text = end, bare.removeprefix(mark)
+                self._space.clear()
+                self._said = False
+                return
         self._text = ""
-        if bare:
-            self.state = "answer"
-            parts.append(TextPart("content", bare))
+        parts.append(TextPart("content", bare))
+
+    def _answer(self, parts: list[TextPart]) -> None:
+        """Within marks around the answer."""
+        before, found, after = self._text.partition(self._answer_end)
+        kept = 0 if found else possible(before, (self._answer_end,))
+        self._say(before[: len(before) - kept], parts, "content")
+        self._text = after if found else before[len(before) - kept :]
+        if found:
+            # What may follow is a call.
+            self.state, self._answer_end, self._around = "after", "", ()
 
     def flush(self) -> Sequence[TextPart]:
         """See Splitter."""
@@ -260,6 +330,10 @@ class Thinking(ThoughtSplitter):
             parts.append(TextPart("content", "".join(self._space) + self._text))
         elif self.state in ("begin", "inside"):
             self._say(self._text, parts)
+        elif self.state == "after":
+            parts.append(TextPart("content", self._text))
+        elif self._answer_end:
+            parts.append(TextPart("content", "".join(self._space) * self._said + self._text))
         self.state, self._text = "answer", ""
         return [part for part in parts if part.text]
 
@@ -306,18 +380,21 @@ class Channels(ThoughtSplitter):
 
     def _read(self) -> Iterator[None]:
         tape = self._tape
-        while not tape.exhausted:
-            mark = yield from tape.until(_HEADER, self._content)
+        # Prompts end with `<|start|>assistant`, which the recipient of a call may follow.
+        recipient = yield from tape.mark((_RECIPIENT,))
+        self._content("" if recipient else tape.space)
+        while recipient or not tape.exhausted:
+            mark = recipient or (yield from tape.until(_HEADER, self._content))
+            recipient = ""
             if not mark:
                 return
-            begun = mark if mark == "<|channel|>" else ""
             head, end = yield from tape.head(("<|message|>",), _LONGEST_HEADER)
-            channel = re.search(r"<\|channel\|>\s*(\w+)", begun + head)
+            channel = re.search(r"<\|channel\|>\s*(\w+)", mark + head)
             if not end or channel is None:
                 self._content(mark + head + end)
                 self.state = "answer"
                 continue
-            to = re.search(r"to=(functions\.[^\s<]+)", head)
+            to = re.search(r"to=(functions\.[^\s<]+)", mark + head)
             say = self._content
             if to:
                 self._content(f"<|channel|>commentary to={to[1]}<|message|>")
@@ -332,6 +409,7 @@ class Channels(ThoughtSplitter):
             self.state = "begin" if say == self._reasoning else self.state
 
 
+_RECIPIENT = "to=functions."
 _HEADER = ("<|start|>", "<|channel|>")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _LONGEST_HEADER = 400

@@ -36,6 +36,10 @@ class PrefixCache(Protocol):
     def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], RadixNode | None]:
         """The blocks that hold the longest known prefix of `tokens`, and the node at which the next one is inserted."""
 
+    def frontier(self, tokens: Seq[int], salt: str) -> Seq[tuple[RadixNode | None, int]]:
+        """(node, tokens before it) where another sequence may be computing what follows a match, the match's end
+        first."""
+
     def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
         """Offer `block`, which holds tokens[start : start + block_size]. A block already there stays. The node for
         the next one."""
@@ -68,6 +72,10 @@ class NoPrefixCache:
     def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], RadixNode | None]:
         """Nothing is known."""
         return [], None
+
+    def frontier(self, tokens: Seq[int], salt: str) -> Seq[tuple[RadixNode | None, int]]:
+        """At the beginning."""
+        return ((None, 0),)
 
     def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
         """Nothing is kept."""
@@ -114,6 +122,11 @@ class RadixPrefixCache:
             hit.append(found[0])
             node = found[1]
         return hit, node
+
+    def frontier(self, tokens: Seq[int], salt: str) -> Seq[tuple[RadixNode | None, int]]:
+        """Where the match ends."""
+        blocks, node = self.match(tokens, salt)
+        return ((node, len(blocks) * self.block_size),)
 
     def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
         """Add an edge, unless there is one."""

@@ -61,7 +61,7 @@ class Pending:
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
         """Raises AssertionError: a sequence that waits for its grammar has no step."""
-        raise AssertionError("a sequence was planned before its constraint was made")
+        raise AssertionError("a sequence was planned before its constraint was ready")
 
     def why(self) -> str:
         """Empty: nothing is known yet."""

@@ -8,14 +8,16 @@ from quire.errors import InvalidRequest
 from quire.scheduler.block_pool import BlockPool, EvictionPolicy, Lru, NoPrefixCache, PrefixCache, RadixPrefixCache
 from quire.scheduler.pins import Pins
 from quire.scheduler.sequence import PrefixKey, Sequence
-from quire.types import UNLIMITED, Request
+from quire.scheduler.snapshots import HybridPrefixCache, NoSnapshots, Snapshots, StateSnapshots
+from quire.types import UNLIMITED, WHOLE_PROMPT, Request
 
 
 class KVCacheManager:
     """Block accounting for all sequences. Contiguous KV is one block as long as the context.
 
     block_size: tokens of a block. min_shared_tokens: prompt tokens that another sequence is computing, from which on it
-    pays to wait for them. max_pinned_blocks: see `Pins`.
+    pays to wait for them. max_pinned_blocks: see `Pins`. snapshot_interval: see `StateSnapshots`; used with a
+    `HybridPrefixCache`.
     """
 
     def __init__(
@@ -26,12 +28,18 @@ class KVCacheManager:
         eviction_policy: EvictionPolicy | None = None,
         min_shared_tokens: int = 64,
         max_pinned_blocks: int = 0,
+        snapshot_interval: int = UNLIMITED,
     ) -> None:
         self.block_size = block_size
         self.min_shared_tokens = min_shared_tokens
         self.prefix_cache: PrefixCache = NoPrefixCache() if prefix_cache is None else prefix_cache
         self.pins = Pins(Lru() if eviction_policy is None else eviction_policy, max_pinned_blocks)
         self.block_pool = BlockPool(num_blocks, self.prefix_cache, self.pins)
+        self.snapshots: Snapshots = (
+            StateSnapshots(self.prefix_cache, self.pins, snapshot_interval)
+            if isinstance(self.prefix_cache, HybridPrefixCache)
+            else NoSnapshots()
+        )
         self.inflight_prefixes: dict[PrefixKey, Sequence] = {}
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -67,7 +75,8 @@ class KVCacheManager:
 
         None for a request that needs something of each prompt token: cached rows are not computed.
         """
-        return [] if seq.needs_prompt_logits or seq.request.sampling.pooling == "mean" else seq.tokens[:-1]
+        whole = seq.needs_prompt_logits or seq.request.sampling.pooling in WHOLE_PROMPT
+        return [] if whole else seq.prefix_tokens[:-1]
 
     def find_inflight_prefix(self, seq: Sequence) -> tuple[Sequence, int] | None:
         """The running sequence that computes what `seq` would compute next, and up to which length, if that is worth
@@ -75,20 +84,25 @@ class KVCacheManager:
         known = self._cacheable_tokens(seq)
         if not self.inflight_prefixes or len(known) < self.min_shared_tokens:
             return None
-        blocks, node = self.prefix_cache.match(known, seq.request.cache_salt)
-        start, size = len(blocks) * self.block_size, self.block_size
-        other = self.inflight_prefixes.get((id(node), self.prefix_cache.key(known, start, seq.request.cache_salt)))
+        salt, size, cache = seq.request.cache_salt, self.block_size, self.prefix_cache
+        places = cache.frontier(known, salt)
+        found = ((self.inflight_prefixes.get((id(node), cache.key(known, at, salt))), at) for node, at in places)
+        other, length = next(((other, at) for other, at in found if other is not None), (None, 0))
         if other is None:
             return None
-        length, max_length = start, min(len(known), other.prompt_length)
-        while length + size <= max_length and known[length : length + size] == other.tokens[length : length + size]:
+        max_length, least = min(len(known), other.prompt_length), places[0][1] + self.min_shared_tokens
+        others = other.prefix_tokens
+        while length + size <= max_length and known[length : length + size] == others[length : length + size]:
             length += size
-        return (other, length) if length - start >= self.min_shared_tokens else None
+        if length >= least:
+            length = self.snapshots.shared_length(other, length)
+        return (other, length) if length >= least else None
 
     def record_admission(self, seq: Sequence) -> None:
         """Count the lookup of an admitted sequence, and register the block of its prompt that it computes next."""
         self.num_queried_tokens += len(seq.tokens)
         self.num_hit_tokens += seq.num_cached
+        self.snapshots.admit(seq)
         seq.diverged_at = self._diverged_at(seq)
         self._add_inflight_prefix(seq)
 
@@ -103,7 +117,7 @@ class KVCacheManager:
     def _add_inflight_prefix(self, seq: Sequence) -> None:
         if seq.next_cache_at <= seq.prompt_length:
             start = seq.next_cache_at - self.block_size
-            key = id(seq.prefix_node), self.prefix_cache.key(seq.tokens, start, seq.request.cache_salt)
+            key = id(seq.prefix_node), self.prefix_cache.key(seq.prefix_tokens, start, seq.request.cache_salt)
             if self.inflight_prefixes.setdefault(key, seq) is seq:
                 seq.inflight_prefix = key
 
@@ -134,13 +148,13 @@ class KVCacheManager:
         size = self.block_size
         was_registered = seq.inflight_prefix is not None
         self.drop_inflight_prefix(seq)
+        tokens = seq.prefix_tokens
         while seq.next_cache_at <= seq.num_computed and seq.prefix_node is not None:
             start = seq.next_cache_at - size
             block = seq.blocks[start // size]
-            seq.prefix_node = self.prefix_cache.insert(
-                seq.prefix_node, seq.tokens, start, seq.request.cache_salt, block
-            )
+            seq.prefix_node = self.prefix_cache.insert(seq.prefix_node, tokens, start, seq.request.cache_salt, block)
             seq.next_cache_at += size
+        self.snapshots.commit(seq)
         if was_registered:
             self._add_inflight_prefix(seq)
 
@@ -151,7 +165,7 @@ class KVCacheManager:
         """
         request, pool, pinned = seq.request, self.block_pool, list[int]()
         for length, seconds in request.pins:
-            blocks, _ = self.prefix_cache.match(request.prompt[:length], request.cache_salt)
+            blocks, _ = self.prefix_cache.match(seq.prefix_prompt[:length], request.cache_salt)
             for block in blocks:
                 pool.incref(block)
             pinned.append(self.pins.pin(blocks, seconds, request.owner) * self.block_size)
@@ -165,6 +179,7 @@ class KVCacheManager:
         for block in reversed(seq.blocks):
             decref(block)
         seq.blocks = []
+        self.snapshots.free(seq)
 
     def reset(self) -> None:
         """Forget all cached contents: the device lost its K/V."""
@@ -183,6 +198,8 @@ class KVCacheManager:
         self.num_resets += 1
 
 
-def make_prefix_cache(block_size: int, enabled: bool) -> PrefixCache:
-    """The prefix cache for an option that is on or off."""
-    return RadixPrefixCache(block_size) if enabled else NoPrefixCache()
+def make_prefix_cache(block_size: int, enabled: bool, num_snapshots: int | None = None) -> PrefixCache:
+    """The prefix cache for an option that is on or off. num_snapshots: slots of a model with recurrent layers."""
+    if not enabled:
+        return NoPrefixCache()
+    return RadixPrefixCache(block_size) if num_snapshots is None else HybridPrefixCache(block_size, num_snapshots)

@@ -19,14 +19,34 @@ NULL_BLOCK = 0
 """A block of no sequence: unused entries of block tables point to it, and stray writes go there."""
 
 NO_TOKEN_ALLOWED = (
-    "no token is allowed here: the grammar, allowed_token_ids, bad_words and min_tokens exclude each other"
+    "no token is allowed here: the grammar, allowed_token_ids, bad_words and min_tokens cannot be used together"
 )
 """The error of a row in which every token is forbidden: the only row error that is the request's own fault."""
 
 
+class ImageSpan(NamedTuple):
+    """An image in a row: tokens[start : start + length] hold its place. number: of its embeddings on the device; 0:
+    they are not needed, since K/V of its tokens is there. height, width: in pixels."""
+
+    start: int
+    length: int
+    number: int
+    height: int
+    width: int
+
+
+class EncodeSpan(NamedTuple):
+    """Run layers first_layer to last_layer - 1 of the encoder for an image, which is loaded before its first ones."""
+
+    number: int
+    first_layer: int
+    last_layer: int
+
+
 class NewSequence(NamedTuple):
     """Opens a row. The first blocks already hold K/V of tokens[:num_computed]; tokens[:prompt_length] are the
-    prompt."""
+    prompt. snapshot: the slot of the state after tokens[:num_computed], of a model with recurrent layers; its first
+    span is in the same plan."""
 
     row: int
     tokens: tuple[int, ...]
@@ -37,6 +57,8 @@ class NewSequence(NamedTuple):
     choice: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     max_length: int = 0
+    snapshot: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
 
 class Span(NamedTuple):
@@ -57,7 +79,10 @@ class Plan(NamedTuple):
 
     new_blocks: (row, blocks added) pairs, with the cached blocks of new rows. masked_spans: indices of spans that must
     not be sampled before their masks arrive. num_drafts: by span, how many tokens to draft once it has sampled; empty:
-    none. `spans` is the same object as the previous step's if equal.
+    none. `spans` is the same object as the previous step's if equal. snapshots: (index of a span, number of its tokens,
+    slot from 1 on): the slot takes the state after so many of the span's tokens. No slot is written before every span
+    has read the state that it goes on from. dropped_images: images whose embeddings are freed, before others are
+    encoded. encode: work of the encoder, done before the spans are fed; with it there may be none.
     """
 
     new_sequences: tuple[NewSequence, ...]
@@ -65,6 +90,9 @@ class Plan(NamedTuple):
     spans: tuple[Span, ...]
     masked_spans: tuple[int, ...] = ()
     num_drafts: tuple[int, ...] = ()
+    snapshots: tuple[tuple[int, int, int], ...] = ()
+    dropped_images: tuple[int, ...] = ()
+    encode: tuple[EncodeSpan, ...] = ()
 
 
 class Result(NamedTuple):

@@ -13,6 +13,7 @@ from collections.abc import Sequence as SequenceOf
 
 from quire.errors import InvalidRequest
 from quire.scheduler.constraint import FREE, PENDING, ComputeMasks, Constraint, MaskRequest, one_by_one
+from quire.scheduler.encoder_cache import EncoderCache
 from quire.scheduler.kv_cache import KVCacheManager
 from quire.scheduler.plan import Mask, NewSequence, Plan, Result, Span
 from quire.scheduler.policy import SchedulingPolicy, policy_name
@@ -108,7 +109,8 @@ class Scheduler:
     rows: places on the device. max_num_seqs: sequences running at once. max_num_batched_tokens: tokens of a step;
     max_background_tokens: of a step of background requests. max_chunk_tokens: prompt tokens of a span (UNLIMITED: whole
     prompts). policy: admission, order, victims and reservations. speculation: how many tokens to draft, for which
-    sequences. compute_masks: makes the masks of constrained sequences.
+    sequences. compute_masks: makes the masks of constrained sequences. encoder_cache: the encoder's work; None: there
+    is no encoder, and no request has images.
     """
 
     def __init__(
@@ -123,8 +125,10 @@ class Scheduler:
         policy: SchedulingPolicy | None = None,
         speculation: SpeculationPolicy | None = None,
         compute_masks: ComputeMasks = one_by_one,
+        encoder_cache: EncoderCache | None = None,
     ) -> None:
         self.kv = kv
+        self.encoder_cache = EncoderCache() if encoder_cache is None else encoder_cache
         self.compute_masks = compute_masks
         self.max_num_seqs = min(max_num_seqs, rows)
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -196,6 +200,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         """Free row and blocks with the last plan launched: no later one can touch them."""
         self.kv.drop_inflight_prefix(seq)
+        self.encoder_cache.close(seq)
         if self.inflight:
             self.inflight[-1].deferred_frees.append(seq)
         else:
@@ -223,10 +228,10 @@ class Scheduler:
         masked, drafts_by_span, new_blocks = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
         running, slots, i = self.running, UNLIMITED, 0
         self._out_of_blocks, self._reserved_blocks = False, -1
-        unreported = [each for each in self._decisions if each.kind == "preempted"]
-        self._decisions = unreported + self.waiting.awaiting_grammar()
+        self._decisions = [d for d in self._decisions if d.kind == "preempted"] + self.waiting.awaiting_grammar()
         tokens_left, speculation = min(self._preempt_background(), max_tokens), self.speculation
         speculation.begin_plan(min(self.max_num_seqs, len(running) + len(self.waiting)))
+        self.encoder_cache.begin_plan()
         while tokens_left > 0:
             if i >= len(running):
                 if slots == UNLIMITED:
@@ -243,6 +248,9 @@ class Scheduler:
             num_tokens = seq.num_unscheduled + seq.num_drafts
             if num_tokens > self.max_chunk_tokens or num_tokens > tokens_left:
                 num_tokens = min(self.max_chunk_tokens, tokens_left)
+            if seq.pending_images and not (num_tokens := self._limit_to_images(seq, num_tokens)):
+                i += 1
+                continue
             num_samples = max(0, num_tokens - seq.num_unscheduled + 1)
             num_drafts = speculation.num_drafts(seq) if num_samples and speculation.max_drafts else 0
             # the furthest position, whatever is accepted before it; a draft model writes there once it has sampled
@@ -264,20 +272,24 @@ class Scheduler:
             seqs.append(seq)
             drafts_by_span.append(seq.num_drafts)
             tokens_left -= num_tokens
-        if not spans:
+        dropped, encode = self.encoder_cache.work()
+        if not spans and not encode:
             return None
         if self._last_spans != (current := tuple(spans)):
             self._last_spans = current  # while spans stay equal, the object stays the same
-        plan = Plan(
-            tuple(new_sequences),
-            tuple(new_blocks),
-            self._last_spans,
-            tuple(masked),
-            tuple(drafts_by_span) if speculation.max_drafts else (),
-        )
+        drafts, snapshots = tuple(drafts_by_span) if speculation.max_drafts else (), self.kv.snapshots.plan(seqs, spans)
+        opened, grown = tuple(new_sequences), tuple(new_blocks)
+        plan = Plan(opened, grown, self._last_spans, tuple(masked), drafts, snapshots, dropped, encode)
         self.inflight.append(InflightStep(plan, seqs, [seqs[j] for j in masked], [], self._decisions))
         self._decisions = []
         return plan
+
+    def _limit_to_images(self, seq: Sequence, num_tokens: int) -> int:
+        """How many of its next tokens are before an image that is not encoded yet."""
+        limited = self.encoder_cache.limit(seq, len(seq.tokens) - seq.num_unscheduled, num_tokens)
+        if not limited:
+            self._decisions.append(Decision("waits", seq.request.id, "image"))
+        return limited
 
     def _span(self, seq: Sequence, num_tokens: int, num_samples: int) -> Span:
         """The last one if it is equal: a decoding row's span never changes."""
@@ -350,6 +362,7 @@ class Scheduler:
         self.waiting.pop()
         seq.row = self.free_rows.pop()
         self.running.append(seq)
+        self.encoder_cache.open(seq)
         new_sequences.append(seq.new_sequence(seq.row))
         self._decisions.append(Decision("opened", seq.request.id, n=seq.num_cached))
         return True
@@ -489,11 +502,13 @@ class Scheduler:
         self._last_spans = ()
         for seq in lost.values():
             seq.num_inflight = seq.max_inflight = 0
+            self.encoder_cache.close(seq)
             self.waiting.unpark(seq)
             self._free(seq)
             if seq.finish_reason is None:
                 self.waiting.push(seq)
         self.kv.reset()
+        self.encoder_cache.reset()
         return sorted((s for s in lost.values() if s.finish_reason is None), key=lambda s: s.arrival)
 
     @property

@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeAlias
 from quire.errors import InvalidRequest, StepFailed
 from quire.scheduler.block_pool import BlockKey, RadixNode
 from quire.scheduler.constraint import FREE, Constraint
-from quire.scheduler.plan import NO_TOKEN_ALLOWED, NewSequence, Plan, Span
+from quire.scheduler.encoder_cache import PendingImage
+from quire.scheduler.plan import NO_TOKEN_ALLOWED, ImageSpan, NewSequence, Plan, Span
 from quire.types import UNLIMITED, FinishReason, Request, RequestStepOutput, TokenLogprobs, error_output
 
 PrefixKey: TypeAlias = tuple[int, BlockKey]
@@ -71,9 +72,28 @@ class Sequence:
     preemptions: int = 0
     inflight_prefix: PrefixKey | None = None
     """The next block of its prompt, where no other sequence has registered it."""
+    snapshot: int = 0
+    """The slot of the state that its row begins from, see `scheduler/snapshots.py`; 0: none."""
+    snapshot_lengths: list[int] = field(default_factory=list)
+    """Lengths, ascending, at which its state is to be kept; plans have not reached them."""
+    snapshots_inflight: list[tuple[int, int]] = field(default_factory=list)
+    """(length, slot) of snapshots in plans that are not committed."""
+    num_fed: int = 0
+    """Tokens that plans before this one have fed, at most; of a recurrent model."""
     waiters: list[tuple[int, Sequence]] = field(default_factory=list)
     """(length, sequence) of those that wait until it has computed so much of their prompts."""
     finish_reason: FinishReason | None = None
+    pending_images: list[PendingImage] = field(default_factory=list)
+    """Images of its prompt that are not fed yet, in order, while it has a row."""
+    prefix_prompt: tuple[int, ...] = ()
+    """The prompt as the prefix cache compares it."""
+
+    @property
+    def prefix_tokens(self) -> list[int]:
+        """Its tokens as the prefix cache compares them."""
+        if not self.request.images:
+            return self.tokens
+        return [*self.prefix_prompt, *self.tokens[self.prompt_length :]]
 
     @property
     def prompt_length(self) -> int:
@@ -93,6 +113,15 @@ class Sequence:
             choice=request.choice,
             stop_token_ids=request.stop,
             max_length=self.max_length,
+            snapshot=self.snapshot,
+            images=self._image_spans(),
+        )
+
+    def _image_spans(self) -> tuple[ImageSpan, ...]:
+        numbers = {pending.start: pending.image.number for pending in self.pending_images}
+        return tuple(
+            ImageSpan(each.start, each.length, numbers.get(each.start, 0), each.height, each.width)
+            for each in self.request.images
         )
 
     def error_output(self, reason: str) -> RequestStepOutput:
@@ -108,6 +137,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.needs_prompt_logits = self.request.sampling.prompt_logprobs is not None and self.prompt_length > 1
+        self.prefix_prompt = self.request.prefix_tokens()
 
     def take_prompt_logprobs(self, rows: Seq[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
         """Those of `rows`, of prompt positions from num_computed + 1, that were not sent before a preemption."""
@@ -135,7 +165,7 @@ class Decision(NamedTuple):
     kind: opened (n: cached tokens), follows (n: tokens of its prompt that `cause` is computing), waits, preempted,
     sat-out. cause: the request for whose sake it happened, or what is missing: seats (max_num_seqs), rows (one is still
     in use by a step in flight), pages (KV blocks), budget (tokens of the step), gap (other requests run), grammar (it
-    is being compiled).
+    is being compiled), image (it is being encoded).
     """
 
     kind: str

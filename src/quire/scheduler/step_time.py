@@ -7,7 +7,7 @@ before the device runs dry, and says from when on a step counts as stuck.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,15 +15,42 @@ from quire.scheduler.plan import Plan
 
 
 class StepCost(NamedTuple):
-    """A line: seconds = base + per_token * tokens fed + per_kv * positions attended to. The default costs nothing."""
+    """Seconds of a step, from what it feeds and reads. The default costs nothing; the first three alone are a line.
+
+    base: of any step. per_token: of arithmetic, for each token fed. per_kv: for each position whose K/V is read, by
+    each sequence. per_row: for each row of logits. per_pair: for each pair of a prompt's token and a position before
+    it. weights: to read the weights that every token uses; per_expert: those of one expert in all layers, of `experts`
+    of which a token uses `used_experts`. Reading weights and arithmetic overlap: together they take the p-norm of both,
+    p = `overlap` (1: one after the other). per_draft: for each token that a draft model drafts, one after another.
+    """
 
     base: float = 0.0
     per_token: float = 0.0
     per_kv: float = 0.0
+    per_row: float = 0.0
+    per_pair: float = 0.0
+    weights: float = 0.0
+    per_expert: float = 0.0
+    experts: int = 0
+    used_experts: int = 0
+    overlap: float = 1.0
+    per_draft: float = 0.0
 
-    def seconds(self, tokens: int, kv: int = 0) -> float:
-        """Seconds of a step that feeds so many tokens and attends to so many positions."""
-        return self.base + self.per_token * tokens + self.per_kv * kv
+    def fixed(self, tokens: int, rows: int = 0) -> float:
+        """Of a step, what does not depend on context."""
+        read = self.weights + self.per_expert * self.distinct_experts(tokens)
+        compute = self.per_token * tokens
+        p = self.overlap
+        both = read + compute if p == 1.0 else (read**p + compute**p) ** (1 / p)
+        return self.base + both + self.per_row * rows
+
+    def distinct_experts(self, tokens: int) -> float:
+        """Experts of a layer that so many tokens use between them, where each token's are drawn evenly."""
+        return self.experts * (1.0 - (1.0 - self.used_experts / self.experts) ** tokens) if self.experts else 0.0
+
+    def seconds(self, tokens: int, kv: int = 0, rows: int = 0, pairs: float = 0.0) -> float:
+        """Seconds of a step that feeds so many tokens, and attends to so many positions."""
+        return self.fixed(tokens, rows) + (self.per_kv * kv + self.per_pair * pairs)
 
 
 class StepTimeModel:
@@ -60,6 +87,11 @@ class StepTimeModel:
             self._initial.setdefault(width_class(width), {})[num_drafts] = seconds
 
     @property
+    def recent(self) -> Iterable[tuple[int, float]]:
+        """(tokens, seconds) of the last steps that `fastest` looks at, oldest first."""
+        return self._recent
+
+    @property
     def has_initial(self) -> bool:
         """Whether the executor measured decode steps at its start."""
         return bool(self._initial)
@@ -72,6 +104,10 @@ class StepTimeModel:
         """
         num_tokens = sum([span[1] for span in plan.spans])
         self.num_steps += 1
+        if plan.encode:
+            # What the encoder took says nothing of tokens.
+            self._longest = max(self._longest, seconds if latency is None else latency)
+            return
         decay = self.DECAY
         self._weight = self._weight * decay + 1.0
         self._x = self._x * decay + num_tokens

@@ -118,7 +118,7 @@ class Hosts:
         if not (self._any or self.known(field)):
             name = _host(field)[:255]
             raise ForeignHost(
-                f"this server is not asked by the name {name!r}: if that is its name, start it with "
+                f"the Host {name!r} is not allowed: if it is a name of this server, start it with "
                 f"--allowed-hosts {name}",
                 code="host_not_allowed",
             )
@@ -130,7 +130,7 @@ class Hosts:
         proxied = any(field in headers for field in _PROXY_HEADERS)
         if proxied or not loopback(address) or not self.known(headers.get("host", "")):
             raise ForeignHost(
-                "without an admin key, only the machine that the server runs on may ask for this: start it with "
+                "without an admin key, this may only be requested from the server's own machine: start it with "
                 "--admin-key and send that key",
                 code="not_this_machine",
             )
@@ -143,7 +143,7 @@ def refuse_cross_site(scope: Scope) -> None:
     (Fetch, CORS-safelisted requests). Browsers mark them; other clients send no such field.
     """
     if Headers(scope=scope).get("sec-fetch-site") == "cross-site" and not scope.get("allowed_origin"):
-        raise ForeignHost("pages of other sites cannot ask for this", code="cross_site")
+        raise ForeignHost("pages of other origins may not request this", code="cross_site")
 
 
 class CrossOrigin(CORSMiddleware):

@@ -21,14 +21,13 @@ from starlette.types import ASGIApp
 
 from quire.errors import InvalidRequest, QuireError, Unavailable, nearest
 from quire.frontend.interface import Backend, Delta, ModelCard, ResultStream, Service
-from quire.frontend.offload import offload
 from quire.observability.recording_format import SUFFIX, written_bytes
 from quire.parsers.tools.styles import STYLES
 from quire.server import error_responses, openapi, outputs, prompts, schemas
 from quire.server.access import CrossOrigin, Guard, Hosts, Keys, Rates, refuse_cross_site, trace_context
 from quire.server.batch_api.runner import BatchService
 from quire.server.calls import Job
-from quire.server.embeddings import Embedding
+from quire.server.embeddings import PoolingFields
 from quire.server.endpoints import (
     ENDPOINTS,
     GENERATE,
@@ -44,6 +43,7 @@ from quire.server.endpoints import (
 from quire.server.error_responses import GONE, JSON, NotFound, json_response, offloaded_json
 from quire.server.limits import AdmissionGate, Limits, deadline, read_body
 from quire.server.live_page import LiveSource, Page
+from quire.server.media import offload_reading
 from quire.server.ollama_models import OllamaModels, OllamaShowRequest
 from quire.server.outputs import Usage
 from quire.server.response_state import Record, ResponseState
@@ -90,8 +90,8 @@ class Api:
         """Any of ENDPOINTS, and GENERATE."""
         began = time.perf_counter()
 
-        def prepare(parsed: Any) -> tuple[Job, Chunks[Delta] | None]:
-            job = self._job(endpoint, parsed, request, began)
+        def prepare(parsed: Any, limits: Limits) -> tuple[Job, Chunks[Delta] | None]:
+            job = self._job(endpoint, parsed, request, began, limits)
             return job, endpoint.chunks(job) if job.stream and endpoint.chunks is not None else None
 
         with self._gate.slot() as slot:
@@ -106,10 +106,10 @@ class Api:
         size += outputs.cost(job, made[0])
         return await offloaded_json(size, partial(endpoint.response, job, *made), job.headers())
 
-    def _job(self, endpoint: Endpoint, parsed: Any, request: Request, began: float) -> Job:
+    def _job(self, endpoint: Endpoint, parsed: Any, request: Request, began: float, limits: Limits) -> Job:
         """The job of a request, on behalf of its client. Blocking."""
         fields = {"trace_context": trace_context(request.scope), "spend": self._rates.meter(request.scope["key"])}
-        return endpoint.job(parsed, self._backend, self._limits, self._system_fingerprint, began, **fields)
+        return endpoint.job(parsed, self._backend, limits, self._system_fingerprint, began, **fields)
 
     async def respond(self, request: Request) -> Response | EventStream[Delta] | EventStream[bytes]:
         """`POST /v1/responses`. It is read in two steps: what it continues, whose size is known only then, may be much
@@ -117,17 +117,17 @@ class Api:
         began = time.perf_counter()
         owner = request.scope["owner"]
         with self._gate.slot() as slot:
-            size, parsed = await self._read(request, ResponsesRequest, lambda parsed: parsed, slot)
+            size, parsed = await self._read(request, ResponsesRequest, lambda parsed, _: parsed, slot)
             earlier = self._state.earlier(parsed, owner, size)
             size += earlier.size
 
-            def prepare() -> tuple[Job, Record | None, ResponseChunks]:
+            def prepare(limits: Limits) -> tuple[Job, Record | None, ResponseChunks]:
                 items = earlier.items and earlier.items()
-                job = self._job(continuing(RESPONSES, items), parsed, request, began)
+                job = self._job(continuing(RESPONSES, items), parsed, request, began, limits)
                 record = self._state.record(job, owner, earlier.entry)
                 return job, record, _response_chunks(job, record)
 
-            job, record, chunks = await offload(size, prepare)
+            job, record, chunks = await offload_reading(size, self._limits, prepare)
         begin = partial(self._begin, job)
         if parsed.background and record is not None:
             running = await self._state.begin(record, chunks, begin)
@@ -159,31 +159,32 @@ class Api:
         self,
         request: Request,
         kind: type[schemas.T],
-        prepare: Callable[[schemas.T], T],
+        prepare: Callable[[schemas.T, Limits], T],
         slot: ExitStack | None = None,
         *,
         any_type: bool = False,
     ) -> tuple[int, T]:
-        """The size of the body in bytes, and what `prepare` makes of the request in it, offloaded together.
+        """The size of the body in bytes, and what `prepare` makes of the request in it, within limits, offloaded
+        together.
 
         slot: of a request that will be queued (see AdmissionGate). any_type: as of `read_body`.
         """
         body = await read_body(request, self._limits, any_type=any_type)
         await self._gate.wait_turn(slot)
 
-        def read() -> T:
-            parsed = schemas.parse(body, kind, self._limits)
-            if isinstance(parsed, schemas.Sampling | Embedding) and parsed.timeout is None:
+        def read(limits: Limits) -> T:
+            parsed = schemas.parse(body, kind, limits)
+            if isinstance(parsed, schemas.Sampling | PoolingFields) and parsed.timeout is None:
                 parsed.timeout = deadline(request.headers)
-            return prepare(parsed)
+            return prepare(parsed, limits)
 
-        return len(body), await offload(len(body), read)
+        return len(body), await offload_reading(len(body), self._limits, read)
 
     # ---------------------------------------------------------------- tokens
 
     def token_routes(self) -> list[Route]:
         """Paths that encode or decode, and generate nothing."""
-        answers: dict[str, tuple[type[Struct], Callable[[Any], Any]]] = {
+        answers: dict[str, tuple[type[Struct], Callable[[Any, Limits], Any]]] = {
             "/tokenize": (schemas.TokenizeRequest, self._tokenize),
             "/detokenize": (schemas.DetokenizeRequest, self._detokenize),
         }
@@ -193,44 +194,44 @@ class Api:
         return [*routes, Route("/v1/responses/input_tokens", self.count_input, methods=["POST"])]
 
     async def answer(
-        self, kind: type[Struct], make: Callable[[Any], Any], request: Request, *, any_type: bool = False
+        self, kind: type[Struct], make: Callable[[Any, Limits], Any], request: Request, *, any_type: bool = False
     ) -> Response:
         """What `make` returns for a request of this type, as JSON. any_type: as of `read_body`."""
         _, encoded = await self._read(
-            request, kind, lambda parsed: msgspec.json.encode(make(parsed)), any_type=any_type
+            request, kind, lambda parsed, limits: msgspec.json.encode(make(parsed, limits)), any_type=any_type
         )
         return Response(encoded, media_type=JSON)
 
     async def count_input(self, request: Request) -> Response:
         """`POST /v1/responses/input_tokens`, with what the request continues."""
-        size, parsed = await self._read(request, ResponsesRequest, lambda parsed: parsed)
+        size, parsed = await self._read(request, ResponsesRequest, lambda parsed, _: parsed)
         earlier = self._state.earlier(parsed, request.scope["owner"], size)
 
-        def count() -> dict[str, Any]:
+        def count(limits: Limits) -> bytes:
             items = earlier.items and earlier.items()
-            return self._count(continuing(RESPONSE_INPUT_TOKENS, items), parsed)
+            return msgspec.json.encode(self._count(continuing(RESPONSE_INPUT_TOKENS, items), parsed, limits))
 
-        return await offloaded_json(size + earlier.size, count)
+        return Response(await offload_reading(size + earlier.size, self._limits, count), media_type=JSON)
 
-    def _count(self, endpoint: Endpoint, request: Struct) -> dict[str, Any]:
-        job = endpoint.make_job(request, self._backend, self._limits)
+    def _count(self, endpoint: Endpoint, request: Struct, limits: Limits) -> dict[str, Any]:
+        job = endpoint.make_job(request, self._backend, limits)
         return endpoint.response(job, (), Usage(job))
 
-    def _tokenize(self, request: schemas.TokenizeRequest) -> dict[str, Any]:
+    def _tokenize(self, request: schemas.TokenizeRequest, limits: Limits) -> dict[str, Any]:
         card = prompts.model(request.model, self._backend)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if request.messages is not None:
-            tools = make_tool_set(request.tools, None, None, STYLES[card.tool_parser], self._limits).for_template
-            messages = self._limits.prompt_header.remove(request.messages).messages
-            _, tokens = prompts.render(messages, request, self._backend, tools)
+            tools = make_tool_set(request.tools, None, None, STYLES[card.tool_parser], limits).for_template
+            messages = limits.prompt_header.remove(request.messages).messages
+            tokens = prompts.render(messages, request, self._backend, limits.images, tools).ids
         else:
             special = request.add_special_tokens is not False
             [(_, tokens)] = prompts.encode([request.prompt or ""], special, self._backend)
         names = [self._backend.token_text(token)[0] for token in tokens] if request.return_token_strs else None
         return {"count": len(tokens), "max_model_len": card.max_model_len, "tokens": tokens, "token_strs": names}
 
-    def _detokenize(self, request: schemas.DetokenizeRequest) -> dict[str, str]:
+    def _detokenize(self, request: schemas.DetokenizeRequest, limits: Limits) -> dict[str, str]:
         card = prompts.model(request.model, self._backend)
         prompts.in_vocabulary(request.tokens, "tokens", card)
         return {"prompt": self._backend.decode(tuple(request.tokens))}
@@ -251,7 +252,7 @@ class Api:
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{id}`."""
         name = request.path_params["id"]
-        return json_response(_card(prompts.model(name, self._backend), name))
+        return json_response(_card(prompts.model(name, self._backend), name, self._limits))
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`."""
@@ -260,7 +261,7 @@ class Api:
     async def recording(self, request: Request) -> Response:
         """`GET /v1/recording`: the flight recorder's files, oldest first, as one file for `quire replay`."""
         if self._recording is None:
-            raise NotFound("nothing is recorded: start the server with --recording-dir")
+            raise NotFound("recording is off: start the server with --recording-dir")
         paths = sorted(self._recording.glob(f"*{SUFFIX}"))
         headers = {"Content-Disposition": f'attachment; filename="recording{SUFFIX}"'}
         return StreamingResponse(_segments(paths), media_type="application/octet-stream", headers=headers)
@@ -313,6 +314,10 @@ def create_app(
     state = ResponseState(ResponseStore(), limits) if state is None else state
     api = Api(backend, limits, version, rates, state, recording)
     page = Page(view, keys, limits)
+
+    def show(request: OllamaShowRequest, _: Limits) -> Any:
+        return models.show(request)
+
     routes = [
         *(
             Route(path, partial(api.generation, one), methods=["POST"])
@@ -323,9 +328,9 @@ def create_app(
         *api.token_routes(),
         *state.routes(),
         *models.routes(),
-        Route("/api/show", partial(api.answer, OllamaShowRequest, models.show, any_type=True), methods=["POST"]),
+        Route("/api/show", partial(api.answer, OllamaShowRequest, show, any_type=True), methods=["POST"]),
         _tokenizer_info_route(tokenizer_info),
-        get_json("/v1/models", partial(_models, backend)),
+        get_json("/v1/models", partial(_models, backend, limits)),
         Route("/v1/models/{id:path}", api.model),
         Route("/reset_prefix_cache", api.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", api.metrics),
@@ -379,7 +384,7 @@ def health_routes(service: Service, version: str) -> list[Route]:
 
     def ready() -> dict[str, str]:
         if not service.ready():
-            raise Unavailable("requests are not accepted now", code="not_ready")
+            raise Unavailable("the server is not accepting requests", code="not_ready")
         return {"status": "ok"}
 
     return [
@@ -415,12 +420,12 @@ def build_app(
     return CrossOrigin(guard, origins) if origins else guard
 
 
-def _models(backend: Backend) -> dict[str, Any]:
+def _models(backend: Backend, limits: Limits) -> dict[str, Any]:
     card = backend.model()
-    return {"object": "list", "data": [_card(card, name) for name in card.names]}
+    return {"object": "list", "data": [_card(card, name, limits) for name in card.names]}
 
 
-def _card(card: ModelCard, name: str) -> dict[str, Any]:
+def _card(card: ModelCard, name: str, limits: Limits) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -432,4 +437,5 @@ def _card(card: ModelCard, name: str) -> dict[str, Any]:
         "permission": [],
         "tool_call_parser": card.tool_parser,
         "reasoning_parser": card.reasoning_parser,
+        **({"architecture": {"input_modalities": ["text", "image"]}} if limits.images.reads else {}),
     }

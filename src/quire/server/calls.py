@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,12 +19,13 @@ import msgspec
 from quire.errors import InvalidRequest, nearest
 from quire.frontend.interface import Backend, Call, Delta, ModelCard
 from quire.frontend.processor import bad_words, hashed_salt, max_new_tokens
+from quire.multimodal.inputs import ImageInputs
 from quire.parsers.parts import Splitter, TextPart
 from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, ThoughtStyle, bounded, thoughts_ahead
 from quire.parsers.tools.styles import STYLES
-from quire.server import cache_control
+from quire.server import beams, cache_control
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
-from quire.server.prompts import encode, in_vocabulary, model, prompts, render
+from quire.server.prompts import Rendered, encode, in_vocabulary, model, prompts, render
 from quire.server.schemas import (
     Answers,
     ChatRequest,
@@ -37,6 +39,7 @@ from quire.server.tools import NO_TOOLS, ToolSet, make_tool_set
 from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.prompt_header import NO_REMOVAL, Removal
 from quire.types import NUMERIC_PARAMETERS, UNLIMITED, Pin, SamplingParams, StructuredOutputsParams
+from quire.weights.pooling import GENERATES, PoolerConfig
 
 # How a token is shown, as text, and as its exact bytes (`Backend.token_text`).
 TokenText = Callable[[int], tuple[str, bytes]]
@@ -51,8 +54,8 @@ class Job:
     begin inside a thought without a mark of its own; None if the model does not reason. thought_style: how thoughts are
     marked. reasons: whether thoughts are shown. truncated: prompt tokens left out on request, None if the request does
     not ask for it. timed: whether times are shown. cache_details: whether the usage says where the prompt differs from
-    the cache. removal: of the prompt's header. params: effective sampling parameters to show. began:
-    time.perf_counter() at which the request came.
+    the cache. removal: of the prompt's header. params: effective sampling parameters to show. pooler: the
+    model's. began: time.perf_counter() at which the request came.
     """
 
     id: str
@@ -81,6 +84,7 @@ class Job:
     cache_details: bool = False
     removal: Removal = NO_REMOVAL
     params: dict[str, Any] | None = None
+    pooler: PoolerConfig = GENERATES
     created: int = field(default_factory=lambda: int(time.time()))
 
     def headers(self) -> dict[str, str]:
@@ -111,14 +115,12 @@ def completion(
     default_max_tokens: where neither the request nor the checkpoint says; None: as many as the context holds.
     """
     card = model(request.model, backend)
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise InvalidRequest("best_of must equal n: answers are not ranked", param="best_of")
     check_logprobs("logprobs", request.logprobs, limits)
     _check_has_text(request, card)
     scored_only = bool(request.echo) and request.max_tokens == 0
     echoed = request.logprobs if request.echo else None
     given = prompts(request.prompt, card, limits, request.suffix)
-    check_answers(len(given), request.n, limits)
+    check_answers(len(given), beams.width(request), limits)
     special = request.add_special_tokens is not False
     encoded = encode(given, special, backend, max_prompt_tokens(request, card), request.suffix)
     max_tokens = 1 if scored_only else request.max_tokens
@@ -145,6 +147,7 @@ def completion(
         calls.append(replace(make_call("cmpl-", text, ids, request, params, limits), pins=pins))
     if request.echo:
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
+    calls = [beams.searching(call, request, card, limits) for call in calls]
     shown = effective_params(request, calls[0].sampling, card, "max_tokens")
     return _job(request, backend, calls, num_truncated, top=request.logprobs, scored_only=scored_only, params=shown)
 
@@ -154,7 +157,9 @@ def _infill_params(request: CompletionRequest, card: ModelCard) -> dict[str, Any
     if not request.suffix:
         return {}
     if request.echo:
-        raise InvalidRequest("echo: with a suffix, put the answer between prompt and suffix yourself", param="echo")
+        raise InvalidRequest(
+            "echo is not supported with suffix: insert the answer between prompt and suffix yourself", param="echo"
+        )
     if request.truncate_prompt_tokens is not None:
         what = "truncate_prompt_tokens would cut off the suffix's markers: send shorter texts"
         raise InvalidRequest(what, param="truncate_prompt_tokens")
@@ -171,7 +176,7 @@ def chat(
     """
     card = model(request.model, backend)
     top = (request.top_logprobs or 0) if request.logprobs else None
-    check_answers(1, request.n, limits)
+    check_answers(1, beams.width(request), limits)
     if request.top_logprobs and top is None:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     check_logprobs("top_logprobs", request.top_logprobs, limits)
@@ -192,10 +197,7 @@ def chat(
     style = THOUGHTS.get(card.reasoning_parser)
     removal = limits.prompt_header.remove(request.messages)
     request = msgspec.structs.replace(request, messages=removal.messages)
-    text, whole = render(request.messages, request, backend, tools.for_template, max_prompt_tokens(request, card))
-    pins = _pins(request, whole, backend, tools.for_template) if request.truncate_prompt_tokens is None else ()
-    whole, alone = _after(context, whole, backend), len(whole)
-    pins = tuple(pin._replace(tokens=pin.tokens + len(whole) - alone) for pin in pins)
+    (text, whole, images), pins = _prompt(request, backend, limits, tools.for_template, context)
     shared = shared_params(request, backend, card, limits)
     form = tools.structure(shared["structured_outputs"], "" if style is None else style.answer)
     bound = form is not None or budget is not None
@@ -208,10 +210,11 @@ def chat(
         shared["skip_special_tokens"] = False
     params = sampling_params(request, ids, card, limits, max_tokens, None, logprobs=top, name=name, shared=shared)
     call = make_call(prefix, _continued(request), ids, request, params, limits)
+    call = beams.searching(call, request, card, limits)
     return _job(
         request,
         backend,
-        [replace(call, omitted_tools=tools.omitted, pins=pins, header=removal.outcome)],
+        [replace(call, omitted_tools=tools.omitted, pins=pins, header=removal.outcome, images=images)],
         len(whole) - len(ids),
         top=top,
         thinking=None if style is None else ahead == "open",
@@ -223,16 +226,37 @@ def chat(
     )
 
 
-def _pins(
-    request: ChatRequest, ids: tuple[int, ...], backend: Backend, tools: list[dict[str, Any]] | None
-) -> tuple[Pin, ...]:
-    """The pins that the request's marks ask for. ids: of the prompt."""
-    plain = {"add_generation_prompt": False, "continue_final_message": False}
+def _prompt(
+    request: ChatRequest,
+    backend: Backend,
+    limits: Limits,
+    tools: list[dict[str, Any]] | None,
+    context: tuple[int, ...],
+) -> tuple[Rendered, tuple[Pin, ...]]:
+    """The prompt of a request behind `context`, with the pins that its marks ask for. Raises InvalidRequest."""
+    most, cut = max_prompt_tokens(request, backend.model()), request.truncate_prompt_tokens is not None
+    text, ids, images = render(request.messages, request, backend, limits.images, tools, most)
+    if images and cut:
+        what = "truncate_prompt_tokens would cut images: leave it out, or send fewer messages"
+        raise InvalidRequest(what, param="truncate_prompt_tokens")
+    rendered = partial(_rendered, request, backend, limits.images, tools)
+    pins = () if cut else cache_control.chat_pins(request, ids, rendered)
+    whole = _after(context, ids, backend)
+    before = len(whole) - len(ids)
+    placed = tuple(image._replace(start=image.start + before) for image in images)
+    return Rendered(text, whole, placed), tuple(pin._replace(tokens=pin.tokens + before) for pin in pins)
 
-    def rendered(messages: list[dict[str, Any]]) -> tuple[int, ...]:
-        return render(messages, msgspec.structs.replace(request, **plain), backend, tools)[1]
 
-    return cache_control.chat_pins(request, ids, rendered)
+def _rendered(
+    request: ChatRequest,
+    backend: Backend,
+    images: ImageInputs,
+    tools: list[dict[str, Any]] | None,
+    messages: list[dict[str, Any]],
+) -> tuple[int, ...]:
+    """The ids of a part of a request's messages, for its pins."""
+    plain = msgspec.structs.replace(request, add_generation_prompt=False, continue_final_message=False)
+    return render(messages, plain, backend, images, tools).ids
 
 
 def _after(context: tuple[int, ...], prompt: tuple[int, ...], backend: Backend) -> tuple[int, ...]:
@@ -254,7 +278,7 @@ def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:
         raise InvalidRequest(what, param="prompt", code="no_tokenizer")
     given = prompts(request.prompt, card, limits)
     if len(given) != 1:
-        raise InvalidRequest("prompt: one prompt at a time here; /v1/completions takes several", param="prompt")
+        raise InvalidRequest("prompt: this endpoint takes one prompt; /v1/completions takes several", param="prompt")
     [(text, ids)] = encode(given, request.add_special_tokens is not False, backend, card.max_model_len)
     shared = shared_params(request, backend, card, limits)
     name = "max_tokens" if request.max_new_tokens is None else "max_new_tokens"
@@ -539,7 +563,7 @@ def _structured_outputs(request: Sampling, closed: bool) -> StructuredOutputsPar
     """
     given = [name for name in _STRUCTURES if _is_set(getattr(request, name))]
     if len(given) > 1:
-        raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: send one", param=given[1])
+        raise InvalidRequest(f"{given[0]} and {given[1]} cannot be used together: send one", param=given[1])
     if request.guided_whitespace_pattern is not None and given != ["guided_json"]:
         raise InvalidRequest("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
     if not given:

@@ -155,7 +155,7 @@ class ResponseTransport:
 
 
 def _too_many() -> Unavailable:
-    return Unavailable("this server has as many connections as it takes: try again in a moment")
+    return Unavailable("this server has reached its limit of connections: try again in a moment")
 
 
 class _Refused(Exception):
@@ -453,4 +453,4 @@ class Connection(HttpToolsProtocol):
             elif self._reading == "head" and not self._head_bytes:
                 out.close()
             else:
-                self._refuse(InvalidRequest(f"the request did not get on for {self._timeouts.read:g} s"), 408)
+                self._refuse(InvalidRequest(f"no data of the request arrived for {self._timeouts.read:g} s"), 408)

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 from quire.errors import Interrupted, InvalidRequest
 from quire.frontend.interface import Backend, Call, Delta, ModelCard, ResultStream, iterate
 from quire.frontend.offload import offload
-from quire.server import calls, messages, ollama, outputs, responses, schemas
+from quire.server import calls, messages, ollama, outputs, pooling, responses, schemas, scores
 from quire.server.calls import Job
-from quire.server.embeddings import Embedding, EmbeddingsRequest, embedding, embeddings
+from quire.server.embeddings import ClassifyRequest, EmbeddingsRequest, PoolingFields, embed, embeddings
 from quire.server.limits import Limits
+from quire.server.media import offload_reading
 from quire.server.outputs import ChoiceBuilder, Usage
 from quire.server.stream import Chunks, answer_all
 from quire.types import BACKGROUND, TraceContext
@@ -27,7 +28,7 @@ class Endpoint(NamedTuple):
     All three are offloaded with the request. any_type: as of `read_body`.
     """
 
-    request_type: type[schemas.Sampling] | type[Embedding]
+    request_type: type[schemas.Sampling] | type[PoolingFields]
     make_job: Callable[[Any, Backend, Limits], Job]
     chunks: Callable[[Job], Chunks[Delta]] | None
     response: Callable[[Job, Sequence[ChoiceBuilder], Usage], dict[str, Any]]
@@ -163,7 +164,13 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     ),
     "/v1/responses": RESPONSES,
     "/v1/messages": Endpoint(messages.MessagesRequest, _message_job, messages.MessageChunks, messages.message),
-    "/v1/embeddings": Endpoint(EmbeddingsRequest, embedding, None, embeddings),
+    "/v1/embeddings": Endpoint(EmbeddingsRequest, embed, None, embeddings),
+    **dict.fromkeys(("/v1/score", "/score"), Endpoint(scores.ScoreRequest, scores.score, None, scores.scores)),
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"), Endpoint(scores.RerankRequest, scores.rerank, None, scores.ranked)
+    ),
+    **dict.fromkeys(("/v1/classify", "/classify"), Endpoint(ClassifyRequest, pooling.classify, None, pooling.classes)),
+    "/pooling": Endpoint(pooling.PoolingRequest, pooling.pool, None, pooling.pooled),
 }
 
 
@@ -205,14 +212,14 @@ def answerer(
     async def answer(path: str, body: bytes) -> dict[str, Any]:
         endpoint = ENDPOINTS[path]
 
-        def parse() -> Job:
+        def parse(limits: Limits) -> Job:
             request = schemas.parse(body, endpoint.request_type, limits)
             fields = {"priority": BACKGROUND, "trace_context": TraceContext(tenant=tenant)}
             return endpoint.job(request, backend, limits, by, 0.0, **fields)
 
-        job = await offload(len(body), parse)
+        job = await offload_reading(len(body), limits, parse)
         if job.stream:
-            raise InvalidRequest("stream: batches take no streams: leave it out", param="stream")
+            raise InvalidRequest("stream: batches do not stream: leave it out", param="stream")
         made, usage = await gather(job, partial(answer_all, backend, job.calls, job.n))
         if any(one.finish_reason == "abort" for one in made):
             raise Interrupted("the answer was aborted")

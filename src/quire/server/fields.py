@@ -52,7 +52,8 @@ NO_OPS: Mapping[str, str] = {
 
 _TOOLS = "this older form is not supported: use tools and tool_choice"
 _TEXT = "this server reads and writes text only"
-_BEAM = "beam search is not supported: use n with a temperature"
+_BEAM = "beam search is for /v1/completions and /v1/chat/completions"
+_PART = 'images are parts of messages: {"type": "image_url", ...}'
 
 # Edits of Anthropic's context_management that leave the conversation as it is.
 _KEEP_ALL: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
@@ -67,9 +68,9 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "function_call": Refusal(_TOOLS, ("none", "auto")),
     "audio": Refusal(_TEXT),
     "modalities": Refusal(_TEXT, (["text"],)),
-    "image": Refusal(_TEXT, ({},)),
-    "images": Refusal(_TEXT, ([],)),
-    "mm_processor_kwargs": Refusal(_TEXT, ({},)),
+    "image": Refusal(_PART, ({},)),
+    "images": Refusal(_PART, ([],)),
+    "mm_processor_kwargs": Refusal("start the server with --mm-processor-kwargs", ({},)),
     "media_io_kwargs": Refusal(_TEXT, ({},)),
     "return_mm_kwargs": Refusal(_TEXT, (True, False)),
     "prompt_embeds": Refusal("prompts are text or token ids"),

@@ -26,7 +26,7 @@ def durable_write() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise WriteFailed(f"this server's disk cannot take it: {error.strerror}", code="storage") from error
+        raise WriteFailed(f"this server cannot write it to disk: {error.strerror}", code="storage") from error
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def lock(folder: Path, what: str, version: int, option: str) -> FileIO:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InvalidConfig(f"another server uses {folder}: choose another {option}") from None
+            raise InvalidConfig(f"{folder} is in use by another server: choose another {option}") from None
         _check_format(folder, file, what, version, option)
         undo.pop_all()
     return file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +15,14 @@ from starlette.requests import ClientDisconnect, Request
 from quire.config import ServerConfig
 from quire.errors import InvalidRequest, TooLarge
 from quire.frontend.processor import check_priority
+from quire.multimodal.inputs import ImageInputs, NoImages
 from quire.server import error_responses
 from quire.tokenization.prompt_header import PromptHeader
 
 _CONTAINERS = frozenset({dict, list})
+
+FetchMedia = Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
+"""From addresses to files. Raises InvalidRequest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,7 @@ class Limits:
     tokens of an answer, and those where the request does not say; None: as many as the context has room for, and what
     the model or the API says.
     strict_tools: hosted tools that this server lacks are refused, not left out.
+    images: how those of a request are read; fetch_media: fetches those of other servers, None: none are.
     """
 
     max_body_bytes: int = ServerConfig().max_body_bytes
@@ -53,6 +58,8 @@ class Limits:
     closed_schemas: bool = True
     strict_tools: bool = False
     prompt_header: PromptHeader = field(default_factory=PromptHeader)
+    images: ImageInputs = field(default_factory=NoImages, repr=False)
+    fetch_media: FetchMedia | None = field(default=None, repr=False)
     max_new_tokens: int | None = None
     default_max_new_tokens: int | None = None
 
@@ -86,7 +93,7 @@ async def read_body(request: Request, limits: Limits, *, any_type: bool = False)
             if len(body) > most:
                 raise too_large
     except ClientDisconnect as gone:
-        raise InvalidRequest("the client left before its request was complete") from gone
+        raise InvalidRequest("the client disconnected before its request was complete") from gone
     return bytes(body)
 
 
@@ -129,7 +136,8 @@ def check_answers(prompts: int, n: int | None, limits: Limits) -> None:
         raise InvalidRequest(f"n must be between 1 and {limits.max_n} here, not {n}", param="n")
     if prompts * n > limits.max_answers:
         raise InvalidRequest(
-            f"{prompts} prompts with n {n} are {prompts * n} answers, and at most {limits.max_answers} go together",
+            f"{prompts} prompts with n {n} are {prompts * n} answers, and at most {limits.max_answers} are "
+            "allowed in one request",
             param="n" if n > 1 else "prompt",
         )
 

@@ -188,7 +188,7 @@ class Page:
         try:
             self._keys.check({"authorization": f"Bearer {key}"}, admin=True)
         except Unauthorized:
-            raise Unauthorized("this is not a key of this server", code="invalid_api_key") from None
+            raise Unauthorized("this is not one of this server's keys", code="invalid_api_key") from None
 
     async def sign_out(self, request: Request) -> Response:
         """`DELETE /ui/session`."""
@@ -202,7 +202,7 @@ class Page:
         id = request.path_params.get("id", "")
         explanation = b"null" if self._view is None else await self._view.explain(id)
         if explanation == b"null":
-            raise NotFound(f"no request {id!r} is known here: it never was, or it was forgotten since")
+            raise NotFound(f"no request {id!r} is known: it never existed, or its record has expired")
         return Response(explanation, media_type=JSON)
 
     async def events(self, request: Request) -> ASGIApp:

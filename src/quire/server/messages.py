@@ -105,6 +105,8 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         kind, at = block.get("type"), f"{where}.content[{i}]"
         if kind == "text":
             chat["content"].append({"type": "text", "text": require_text(block, "text", at)})
+        elif kind == "image" and role == "user":
+            chat["content"].append({"type": "image_url", "image_url": _image_url(block, at)})
         elif kind == "tool_result" and role == "user":
             text = _text(block.get("content") or "", f"{at}.content")
             made = {"role": "tool", "tool_call_id": require_text(block, "tool_use_id", at), "content": text}
@@ -122,6 +124,18 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if calls:
         chat["tool_calls"] = calls
     return [*results, chat] if chat["content"] or calls or not results else results
+
+
+def _image_url(block: Mapping[str, Any], where: str) -> str:
+    """An image's source as an address."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if isinstance(source, dict) and kind == "base64":
+        media = require_text(source, "media_type", f"{where}.source")
+        return f"data:{media};base64,{require_text(source, 'data', f'{where}.source')}"
+    if isinstance(source, dict) and kind == "url":
+        return require_text(source, "url", f"{where}.source")
+    raise InvalidRequest(f"{where}.source must be of type base64 or url", param="messages")
 
 
 def _text(blocks: Any, where: str) -> str:
@@ -144,7 +158,10 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         return dict(tool)
     if tool.get("type", "custom") != "custom":
         kind = str(tool["type"])[:40]
-        raise InvalidRequest(f"{where}.type {kind!r} is not supported: describe a tool of your own", param="tools")
+        raise InvalidRequest(
+            f"{where}.type {kind!r} is not supported: define it as a tool of type custom with an input_schema",
+            param="tools",
+        )
     function = {name: tool[name] for name in tool if name not in ("type", "input_schema", "cache_control")}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}} | longest_mark([tool])
 
@@ -175,7 +192,9 @@ def _thinking(thinking: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any
     if kind == "adaptive" and not thinks:
         return None
     if kind != "disabled" and not thinks:
-        raise InvalidRequest("thinking: this model has no thoughts: send type disabled, or nothing", param="thinking")
+        raise InvalidRequest(
+            "thinking: this model does not think: send type disabled, or leave it out", param="thinking"
+        )
     return {"enable_thinking": kind != "disabled"}
 
 

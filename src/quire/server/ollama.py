@@ -16,7 +16,8 @@ from quire.frontend.offload import PER_SCORE, PER_TOKEN
 from quire.frontend.processor import embedding_vector
 from quire.server import calls, error_responses
 from quire.server.calls import Job
-from quire.server.embeddings import Embedding, EmbeddingsRequest, embedding
+from quire.server.embeddings import Embedding, EmbeddingsRequest
+from quire.server.embeddings import embed as embed_inputs
 from quire.server.fields import Refusal, check, require_text
 from quire.server.limits import Limits
 from quire.server.outputs import ChoiceBuilder, Usage, bare_details, chat_logprobs_of
@@ -59,6 +60,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     suffix: str = ""
     system: str = ""
     context: list[int] | None = None
+    images: list[str] | None = None
     raw: bool | None = None
 
 
@@ -199,7 +201,7 @@ def _think(request: OllamaRequest, card: ModelCard) -> dict[str, Any]:
     if card.reasoning_parser == "none":
         if think is False:
             return {}
-        raise InvalidRequest(f"think: {card.id} does not support thinking: send false, or nothing", param="think")
+        raise InvalidRequest(f"think: {card.id} does not support thinking: send false, or leave it out", param="think")
     if isinstance(think, str):
         return {"reasoning_effort": think}
     if not think:
@@ -234,8 +236,9 @@ def generate(request: OllamaGenerateRequest, backend: Backend, limits: Limits) -
         return calls.completion(_as_completion(request, fields), backend, limits, None)
     context = request.context or []
     in_vocabulary(context, "context", card)
-    messages = [{"role": "system", "content": request.system}] if request.system else []
-    messages.append({"role": "user", "content": request.prompt})
+    limits.images.check_context(context)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": request.system}] if request.system else []
+    messages.append({"role": "user", "content": _with_images(request.prompt, request.images, "images")})
     made = ChatRequest(**fields | _think(request, card) | {"messages": messages})
     return calls.chat(made, backend, limits, "gen-", tuple(context))
 
@@ -243,7 +246,7 @@ def generate(request: OllamaGenerateRequest, backend: Backend, limits: Limits) -
 def _check_raw(request: OllamaGenerateRequest) -> None:
     """Raises InvalidRequest naming a field that a prompt without a template cannot have."""
     why = "raw" if request.raw else "suffix"
-    for name in ("system", "context", "think"):
+    for name in ("system", "context", "think", "images"):
         if getattr(request, name):
             raise InvalidRequest(f"{name} goes through the template, which {why} leaves out", param=name)
 
@@ -264,7 +267,7 @@ def _loaded(request: OllamaRequest | OllamaEmbedRequest, backend: Backend) -> Jo
     )
 
 
-_MESSAGE = ("role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id")
+_MESSAGE = ("role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id", "images")
 _CALL = ("id", "type", "index", "function")
 _FUNCTION = ("name", "arguments", "index", "description")
 
@@ -281,6 +284,8 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             raise InvalidRequest(f"{where}.content must be text", param="messages")
         if (thoughts := made.pop("thinking", None)) is not None:
             made["reasoning_content"] = thoughts
+        if images := made.pop("images", None):
+            made["content"] = _with_images(made["content"], images, f"{where}.images")
         named = made.pop("tool_name", None)
         if made.get("tool_calls"):
             made["tool_calls"] = _tool_calls(made["tool_calls"], where)
@@ -291,6 +296,16 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not isinstance(messages[-1].get("role"), str):
         raise InvalidRequest(f"messages[{len(messages) - 1}].role is required", param="messages")
     return messages
+
+
+def _with_images(text: str, images: Any, where: str) -> str | list[dict[str, Any]]:
+    """Content of a message with images before its text, as Ollama shows them: base64 without a type."""
+    if not images:
+        return text
+    if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
+        raise InvalidRequest(f"{where} must be a list of images in base64", param=where.partition("[")[0])
+    parts = [{"type": "image_url", "image_url": f"data:image/unknown;base64,{one}"} for one in images]
+    return [*parts, {"type": "text", "text": text}]
 
 
 def _tool_calls(calls_: Any, where: str) -> list[dict[str, Any]]:
@@ -494,7 +509,7 @@ def embed(request: OllamaEmbedRequest | OllamaEmbeddingsRequest, backend: Backen
     if not texts:
         return _loaded(OllamaEmbedRequest(), backend)
     shared = {name: getattr(request, name) for name in Embedding.__struct_fields__}
-    return embedding(EmbeddingsRequest(**shared, input=texts), backend, limits, truncate=cut)
+    return embed_inputs(EmbeddingsRequest(**shared, input=texts), backend, limits, truncate=cut)
 
 
 def embedded(job: Job, choices: Sequence[ChoiceBuilder], usage: Usage) -> dict[str, Any]:

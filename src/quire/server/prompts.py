@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from quire.errors import InvalidRequest, UnknownModel
 from quire.frontend.interface import Backend, ModelCard
+from quire.multimodal.inputs import ImageInputs
 from quire.server.fields import check
 from quire.server.limits import Limits
 from quire.server.schemas import ChatRequest, Prompt, TokenizeRequest
-from quire.types import UNLIMITED
+from quire.types import UNLIMITED, PromptImage
 
 LATEST = ":latest"
 """The tag of Ollama's names that have none."""
@@ -61,7 +62,8 @@ def prompts(given: Prompt, card: ModelCard, limits: Limits, suffix: str = "") ->
         raise InvalidRequest("prompt is empty: give text or token ids", param="prompt")
     if len(several) > limits.max_prompts:
         raise InvalidRequest(
-            f"prompt: {len(several)} prompts, and at most {limits.max_prompts} go together", param="prompt"
+            f"prompt: {len(several)} prompts, and at most {limits.max_prompts} are allowed in one request",
+            param="prompt",
         )
     for i, one in enumerate(several):
         if isinstance(one, str | list) and isinstance(several[0], str | list) and type(one) is not type(several[0]):
@@ -102,7 +104,7 @@ def in_vocabulary(tokens: Sequence[int], where: str, card: ModelCard) -> None:
         raise InvalidRequest(f"{where}: {bad} is not in the vocabulary, 0 to {most - 1}", param=param)
 
 
-def _check_length(texts: Iterable[Any], backend: Backend, context: int) -> None:
+def check_length(texts: Iterable[Any], backend: Backend, context: int) -> None:
     """Raises InvalidRequest for a text whose beginning is far too long for the context, without encoding the rest."""
     for text in texts:
         if isinstance(text, str) and len(text) > _LONG_TEXT * context:
@@ -133,7 +135,7 @@ def encode(
     encoded with each prompt. Raises InvalidRequest for the first prompt that leaves no token for an answer, before the
     others are encoded.
     """
-    _check_length([*given, suffix], backend, context)
+    check_length([*given, suffix], backend, context)
     encoded: list[tuple[str | None, tuple[int, ...]]] = []
     for one in given:
         text = one if isinstance(one, str) and not suffix else None
@@ -144,16 +146,25 @@ def encode(
     return encoded
 
 
+class Rendered(NamedTuple):
+    """Messages as text and as token ids, with the images in them."""
+
+    text: str
+    ids: tuple[int, ...]
+    images: tuple[PromptImage, ...] = ()
+
+
 def render(
     messages: list[dict[str, Any]],
-    request: ChatRequest | TokenizeRequest,
+    request: ChatRequest | TokenizeRequest | Any,
     backend: Backend,
+    images: ImageInputs,
     tools: list[dict[str, Any]] | None = None,
     context: int = UNLIMITED,
-) -> tuple[str, tuple[int, ...]]:
-    """The messages of a request as (text, token ids), rendered by the model's template with `tools`.
+) -> Rendered:
+    """The messages of a request, rendered by the model's template with `tools`. images: how those in them are read.
 
-    Raises InvalidRequest for messages that are certain to have more tokens than the context.
+    Raises InvalidRequest for messages that are certain to have more tokens than the context, and what `images` raises.
     """
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not messages:
@@ -162,21 +173,23 @@ def render(
     begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     if continues and begins:
         raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            "continue_final_message and add_generation_prompt cannot be used together", param="continue_final_message"
         )
-    _check_length((message.get("content") for message in messages), backend, context)
+    check_length((message.get("content") for message in messages), backend, context)
+    shown, found = images.read(messages)
     text = backend.render(
-        messages,
+        list(map(dict, shown)),
         tools=tools,
         add_generation_prompt=begins,
         continue_final_message=continues,
         chat_template_kwargs=request.chat_template_kwargs or {},
     )
     # Checked again: the rendered text contains tool calls, lists of content and tools too.
-    _check_length([text], backend, context)
+    check_length([text], backend, context)
     # Not by default: most templates write the begin token themselves.
     special = bool(request.add_special_tokens)
-    return text, backend.encode(text, add_special_tokens=special)
+    ids = backend.encode(images.marked(text, found), add_special_tokens=special)
+    return Rendered(text, *images.place(ids, found))
 
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -193,7 +206,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         raise InvalidRequest(f"{where}.content is required", param="messages")
     parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
     if not (content is None or isinstance(content, str) or parts):
-        raise InvalidRequest(f"{where}.content must be text or a list of text parts", param="messages")
+        raise InvalidRequest(f"{where}.content must be text or a list of parts", param="messages")
     for name in _ANSWER_ONLY & message.keys():
         if message[name]:
             raise InvalidRequest(f"{where}.{name} is not supported", param="messages", code="unsupported_field")

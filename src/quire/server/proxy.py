@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, Unavailable
 from quire.frontend.offload import offload
-from quire.frontend.upstream import RequestInfo, UpstreamBackend, prompt_prefix
+from quire.frontend.upstream import RequestInfo, UpstreamBackend, prompt_chunks
 from quire.frontend.upstream_response import UpstreamResponse
 from quire.observability.prometheus import merge_metrics
 from quire.server import error_responses, schemas
@@ -164,7 +164,17 @@ class Relay:
     def routes(self) -> list[Route]:
         """All paths that are passed on, and those that this server answers with upstreams' answers."""
         tokens = ("/tokenize", "/detokenize", "/tokenizer_info")
-        paths = ("/v1/{path:path}", "/api/{path:path}", "/", *tokens, "/score", "/rerank", "/pooling", "/classify")
+        paths = (
+            "/v1/{path:path}",
+            "/api/{path:path}",
+            "/",
+            *tokens,
+            "/score",
+            "/rerank",
+            "/v2/rerank",
+            "/pooling",
+            "/classify",
+        )
         return [
             *(Route(path, self.generate, methods=["POST"]) for path in GENERATE_PATHS),
             Route("/metrics", self.metrics),
@@ -226,7 +236,9 @@ class Relay:
         """The body of a completion. Raises InvalidRequest naming the field."""
         request = schemas.parse(raw, schemas.GenerateRequest, self._limits)
         if request.stream:
-            raise InvalidRequest("stream: this server passes requests on; /v1/completions streams", param="stream")
+            raise InvalidRequest(
+                "stream: this server forwards requests, and only /v1/completions streams", param="stream"
+            )
         if None not in (request.max_tokens, request.max_new_tokens):
             raise InvalidRequest(ONE_NAME, param="max_new_tokens")
         fields = msgspec.json.decode(raw)
@@ -244,13 +256,13 @@ class Relay:
 
     async def _send(self, request: Request, path: bytes, body: bytes, until: float | None) -> UpstreamResponse:
         """The head of the upstream's answer."""
-        (max_tokens, sampling), prefix = await offload(len(body), lambda: (peek_fields(body), prompt_prefix(body)))
+        (max_tokens, sampling), prompt = await offload(len(body), lambda: (peek_fields(body), prompt_chunks(body)))
         trace = trace_context(request.scope)
         headers = [*self._passed_headers(request.scope["headers"]), (b"x-request-id", trace.request_id.encode())]
         target = path.decode("latin-1").removeprefix(request.scope.get("root_path", ""))
         plain = unquote(target)
         if any(part in ("..", ".") for part in plain.split("/")):
-            raise NotFound("a path with dots in it goes nowhere")
+            raise NotFound("a path with dots in it is not forwarded")
         if not_kept := self._no_state(request.scope["tenant"]):
             field = await offload(len(body), partial(state_field, plain, body))
             if field is not None:
@@ -259,7 +271,7 @@ class Relay:
             target += "?" + query.decode("latin-1")
         generates = target.startswith(_GENERATE) and request.method == "POST"
         spend = partial(self._rates.spend, request.scope["key"])
-        about = RequestInfo(trace, max_tokens, sampling, spend, generates, prefix)
+        about = RequestInfo(trace, max_tokens, sampling, spend, generates, prompt)
         # The answer to a GET has the length that the answer to a HEAD states.
         method = "GET" if request.method == "HEAD" else request.method
         return await _by(until, self._backend.send(method, target, headers, body, about))
@@ -373,7 +385,7 @@ async def _by(until: float | None, work: Coroutine[Any, Any, T]) -> T:
         async with asyncio.timeout_at(until):
             return await work
     except TimeoutError as error:
-        raise DeadlineExceeded("the answer was not complete in time", param="x-request-timeout") from error
+        raise DeadlineExceeded("the answer was not complete before the timeout", param="x-request-timeout") from error
 
 
 def _generated(whole: bytes, began: float) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Damaged(Exception):
-    """A file is not what was written."""
+    """A file does not match its checksum."""
 
 
 class _Medium(Protocol):
@@ -136,7 +136,7 @@ class _Folder:
         except OSError as error:
             raise _Damaged(error.strerror) from error
         if head != msgspec.json.encode(entry) or zlib.crc32(body) != entry.checksum:
-            raise _Damaged("it is not what was written")
+            raise _Damaged("it does not match its checksum")
         parts, end = [], 0
         for size in entry.sizes:
             parts.append(body[end : end + size])
@@ -167,7 +167,7 @@ def _entry(path: Path) -> Entry:
         head = file.readline(_LONGEST_HEAD)
     entry = msgspec.json.decode(head, type=Entry)
     if entry.id != path.stem:
-        raise _Damaged("its id is not its name")
+        raise _Damaged("its id differs from its file name")
     if not head.endswith(b"\n") or path.stat().st_size != len(head) + sum(entry.sizes):
         raise _Damaged("it is not complete")
     return entry

@@ -114,7 +114,7 @@ def as_chat(
     for i, item in enumerate(as_items(request.input)):
         _item(item, f"input[{i}]", messages)
     for name in set(request.include or ()) - {_LOGPROBS, *_NOTHING_TO_INCLUDE}:
-        raise InvalidRequest(f"include: {name[:64]!r} is not kept here", param="include")
+        raise InvalidRequest(f"include: {name[:64]!r} is not available from this server", param="include")
     reasoning = check(request.reasoning or {}, ("effort", *_SUMMARIES), where="reasoning.")
     if not isinstance(effort := reasoning.get("effort"), str | None):
         raise InvalidRequest("reasoning.effort must be text", param="reasoning.effort")
@@ -135,7 +135,9 @@ def as_chat(
 def _refuse_state(request: ResponsesRequest) -> None:
     for name, why in _NEEDS_STATE:
         if getattr(request, name):
-            raise InvalidRequest(f"{name}: no response is stored here: {why}", param=name, code="unsupported_field")
+            raise InvalidRequest(
+                f"{name}: this server stores no responses: {why}", param=name, code="unsupported_field"
+            )
 
 
 def _item(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]]) -> None:
@@ -185,10 +187,15 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     parts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "input_image" and part.get("file_id"):
+            raise InvalidRequest(f"{where}[{i}].file_id: files are not images here: send an image_url", param="input")
+        if kind == "input_image":
+            kept = {name: part[name] for name in ("image_url", "detail", "cache_control") if part.get(name) is not None}
+            parts.append({"type": "image_url", **kept})
+            continue
         if kind not in ("input_text", "output_text", "text"):
             raise InvalidRequest(
-                f"{where}[{i}]: a part of type {str(kind)[:40]!r} is not supported: this server reads text only",
-                param="input",
+                f"{where}[{i}]: a part of type {str(kind)[:40]!r} is not supported: text and images are", param="input"
             )
         parts.append({"type": "text", "text": require_text(part, "text", f"{where}[{i}]")})
     return parts
@@ -263,7 +270,7 @@ def _format(request: ResponsesRequest) -> ResponseFormat | None:
     if given is None:
         return request.response_format
     if request.response_format is not None:
-        raise InvalidRequest("text.format and response_format exclude each other", param="text")
+        raise InvalidRequest("text.format and response_format cannot be used together", param="text")
     return response_format(given, "text.format")
 
 

@@ -131,6 +131,10 @@ class Answers(Sampling, kw_only=True):
     return_sampling_params: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
 
 
 class CompletionRequest(Answers, kw_only=True):
@@ -139,7 +143,6 @@ class CompletionRequest(Answers, kw_only=True):
     prompt: Prompt
     suffix: str = ""
     logprobs: int | None = None
-    best_of: int | None = None
 
 
 class ChatRequest(Answers, kw_only=True):

@@ -195,6 +195,6 @@ class _Server(uvicorn.Server):
                 if self._batch_service is not None:
                     await self._batch_service.stop()
         except Exception as error:
-            log.error("what was running could not be ended in order: %s: %s", type(error).__name__, error)
+            log.error("the shutdown was not clean: %s: %s", type(error).__name__, error)
         finally:
             self.should_exit = True

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import QuireError
+from quire.frontend.beam_stream import begin_answer
 from quire.frontend.interface import Backend, Call, Delta, ResultStream
 from quire.frontend.offload import offload
 
@@ -76,7 +77,7 @@ def answer_all(backend: Backend, calls: Sequence[Call], n: int) -> ResultStream[
 
     Closing it ends all calls, and so does an error in any of them. Raises what `Backend.answer` raises.
     """
-    return backend.answer(calls[0]) if len(calls) == 1 else _MergedStream(backend, calls, n)
+    return begin_answer(backend, calls[0]) if len(calls) == 1 else _MergedStream(backend, calls, n)
 
 
 class _MergedStream:
@@ -84,11 +85,11 @@ class _MergedStream:
 
     def __init__(self, backend: Backend, calls: Sequence[Call], n: int) -> None:
         self._parts: list[tuple[int, ResultStream[Delta]]] = []
-        backend.admit(len(calls) * n)
+        backend.admit(sum(call.sampling.n if call.beams is None else call.beams.beam_width for call in calls))
         with ExitStack() as undo:
             undo.callback(self.close)
             for i, call in enumerate(calls):
-                self._parts.append((i * n, backend.answer(call)))
+                self._parts.append((i * n, begin_answer(backend, call)))
             undo.pop_all()
 
     def subscribe(self, news: Callable[[], None]) -> None:

@@ -89,7 +89,7 @@ class ToolSet:
             return StructuredOutputsParams(grammar=self._grammar(None, ""), param="tool_choice")
         if self.forced:
             raise InvalidRequest(
-                f"{wanted.param} and a tool_choice that forces calls exclude each other", param=wanted.param
+                f"{wanted.param} and a tool_choice that forces calls cannot be used together", param=wanted.param
             )
         if wanted.kind[0] != "json":
             raise InvalidRequest(
@@ -172,10 +172,10 @@ def make_tool_set(
             functions.append(_function(tool, f"tools[{i}]"))
     names = [function["name"] for function in functions]
     if len(names) > MAX_TOOLS:
-        raise InvalidRequest(f"tools: {len(names)} tools, and at most {MAX_TOOLS} are taken", param="tools")
+        raise InvalidRequest(f"tools: {len(names)} tools, and at most {MAX_TOOLS} are allowed", param="tools")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequest(f"tools: two are called {twice!r}", param="tools")
+        raise InvalidRequest(f"tools: two have the name {twice!r}", param="tools")
     allowed = _allowed_tools(choice, names, omitted)
     named = _named_tool(choice, names, omitted) if allowed is None else None
     left_out = tuple(dict.fromkeys(omitted))

@@ -66,7 +66,9 @@ class UpstreamPages:
 
     async def _send_frames(self, send: Send) -> None:
         if self._viewers >= MAX_VIEWERS:
-            raise Overloaded(f"{MAX_VIEWERS} viewers watch the upstreams already, and no more may", retry_after=10)
+            raise Overloaded(
+                f"{MAX_VIEWERS} viewers of the upstreams are connected already, which is the limit", retry_after=10
+            )
         frames = asyncio.Queue[bytes](_MAX_WAITING)
         self._viewers += 1
         async with AsyncExitStack() as stack:

@@ -328,7 +328,7 @@ def _step(engine: Engine, script: Script, frame: recording_format.AnyFrame) -> N
             recorded = step_lines(
                 StepSummary(frame.opened, frame.grown, frame.spans or (), frame.masked, frame.drafts, frame.why)
             )
-        raise _Diverged(f"it has nothing to do where {_said(frame)}", recorded, [])
+        raise _Diverged(f"it is idle where {_said(frame)}", recorded, [])
     script.take()
 
 
@@ -346,7 +346,7 @@ def _engine(script: Script, observers: Iterable[Observer], known: Classes, make:
             setattr(engine, name, roots[name])
         engine.inflight.extend((*times, ScriptedHandle(executor)) for times in roots["inflight"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise InvalidConfig(f"the recording begins with no state of an engine: {error!r}") from error
+        raise InvalidConfig(f"the recording does not start with an engine's state: {error!r}") from error
     return engine
 
 

@@ -12,18 +12,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.parsers.tools.kinds import References, kinds_of, properties_of
-from quire.parsers.tools.styles import Notation, Parameters
+from quire.parsers.tools.styles import Nested, Notation, Parameters
 
 JsonRule = Callable[[Any], str]
 """A JSON schema as the body of a rule."""
 
 
-def argument_rules(name: str, form: Parameters | Notation | None, schema: Any, as_json: JsonRule) -> list[str]:
+def argument_rules(name: str, form: Parameters | Notation | Nested | None, schema: Any, as_json: JsonRule) -> list[str]:
     """The rule `name`, which the arguments of a call match, and the rules it needs. form: None for JSON."""
     if isinstance(form, Parameters):
         return _parameter_rules(name, form, schema, as_json)
     if isinstance(form, Notation):
         return _Noted(form.quote, schema, as_json).rules(name)
+    if isinstance(form, Nested):
+        return _Elements(form.mark, schema, as_json).rules(name)
     return [f"{name}: {as_json(schema)}"]
 
 
@@ -160,3 +162,54 @@ class _Noted:
                 *_string_rules(f"{self._any}_text", self._quote, True),
             ]
         return self._any
+
+
+class _Elements:
+    """Rules of values as elements within elements. An object without properties and what may be of several kinds is
+    JSON, or any text where that may be a string."""
+
+    def __init__(self, mark: str, root: Any, as_json: JsonRule) -> None:
+        self._mark = mark
+        self._root = root
+        self._references = References(root)
+        self._as_json = as_json
+        self._rules: list[str] = []
+        # Schemas of objects and lists and their rules, by identity: references lead to one in itself, and repeatedly.
+        self._made: dict[int, tuple[Any, str]] = {}
+
+    def rules(self, name: str) -> list[str]:
+        """The rule of the whole, and those it needs."""
+        self._object(name, self._root)
+        return self._rules
+
+    def _element(self, name: str, key: str, schema: Any) -> None:
+        """The rule of an element `key` with its value."""
+        close = f"{self._mark}</{key}>"
+        kinds = kinds_of(schema)
+        about = schema if isinstance(schema, Mapping) else {}
+        begin = f"{name}: {literal(f'{self._mark}<{key}>')}"
+        if "string" in kinds:
+            self._rules.append(f"{begin} {name}_text")
+            self._rules += _string_rules(f"{name}_text", close, about)
+            return
+        self._rules.append(f"{begin} {name}_value {literal(close)}")
+        inner = f"{name}_value"
+        if id(about) in self._made:
+            self._rules.append(f"{inner}: {self._made[id(about)][1]}")
+        elif kinds == {"object"} and about.get("properties"):
+            self._made[id(about)] = about, inner
+            self._object(inner, about)
+        elif kinds == {"array"} and "items" in about:
+            self._made[id(about)] = about, inner
+            self._rules.append(f"{inner}: {inner}_item*")
+            self._element(f"{inner}_item", "item", self._references.resolved(about["items"]))
+        else:
+            self._rules.append(f"{inner}: {self._as_json(_alone(schema, self._root))}")
+
+    def _object(self, name: str, schema: Mapping[str, Any]) -> None:
+        required = schema.get("required") or ()
+        resolved = self._references.properties(schema)
+        order = [f"{name}_{i}" + ("" if key in required else "?") for i, key in enumerate(resolved)]
+        self._rules.append(f"{name}: {' '.join(order) or literal('')}")
+        for i, (key, each) in enumerate(resolved.items()):
+            self._element(f"{name}_{i}", key, each)

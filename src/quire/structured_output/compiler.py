@@ -115,7 +115,7 @@ class GrammarCompiler:
             del self._jobs[job.structure]
             job.timed_out = True
             out += _constraints_for(
-                job, InvalidRequest(f"compiling it takes longer than {self._timeout:g} s: make it simpler")
+                job, InvalidRequest(f"compiling it takes longer than {self._timeout:g} s: simplify it")
             )
             if job.started and self._spare_workers:
                 self._spare_workers -= 1
@@ -199,7 +199,7 @@ def _attempt(compile: CompileFunction, structure: StructuredOutputsParams) -> Co
     except Exception as error:
         # An unexpected error of the library fails this request only.
         why = str(error) if isinstance(error, QuireError) else type(error).__name__
-        return InvalidRequest(f"{structure.param}: it cannot be compiled: {why}", param=structure.param)
+        return InvalidRequest(f"{structure.param}: it does not compile: {why}", param=structure.param)
 
 
 def _constraints_for(

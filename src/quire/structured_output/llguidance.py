@@ -199,7 +199,7 @@ def message(why: str) -> str:
     """The library's message on one line, with its internal terms explained."""
     if wide := _ROW.fullmatch(why):
         return (
-            f"it has {wide[1]} ways to go on in one place, and at most {wide[2]} are taken: have fewer alternatives "
+            f"it has {wide[1]} alternatives in one place, and at most {wide[2]} are allowed: use fewer alternatives "
             "(of fixed texts, an enum or a choice may have many more)"
         )
     text = " ".join(_NOISE.sub("", why).split())
@@ -473,7 +473,7 @@ def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
     if not tokenizer.exact:
         raise InvalidModel("structured output needs a tokenizer whose tokens are bytes (byte-level or sentencepiece)")
     if not tokenizer.eos:
-        raise InvalidModel("structured output needs a token that ends a text, and this model's tokenizer names none")
+        raise InvalidModel("structured output needs an end-of-text token, and this model's tokenizer names none")
     pieces = [tokenizer.token_text(token)[1] for token in range(tokenizer.vocab_size)]
     eos = sorted(tokenizer.eos)
     marks = {token for token in tokenizer.special - tokenizer.eos if pieces[token] and pieces[token].decode() in _MARKS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +16,8 @@ from quire.tokenization.template_sandbox import METER, Budget, Metered, Refused,
 from quire.tokenization.tokenizer import read_json
 
 _CONTINUE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}quire-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
+
+_PROBE = "quire-shows-this"
 
 
 class _Failed(Exception):
@@ -81,12 +84,14 @@ class ChatTemplate:
         """
         shown = [self._shown(message) for message in messages]
         if not self._knows_tools:
-            shown = describe_tools(shown, tools, self._style)
+            shown = describe_tools(shown, tools, self._style, system=self._takes_system)
+        if continue_final_message and not isinstance(shown[-1].get("content"), str):
+            raise InvalidRequest("a final message with images cannot be continued", param="continue_final_message")
         if continue_final_message:
             shown[-1]["content"] = str(shown[-1].get("content") or "") + _CONTINUE_MARK
         names = {
             **(chat_template_kwargs or {}),
-            "messages": shown,
+            "messages": list(map(self._content, shown)),
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -108,13 +113,41 @@ class ChatTemplate:
     def try_out(self) -> None:
         """Render one plain message. Raises InvalidModel where the template fails; refusing the message is allowed."""
         try:
-            self._run(
-                {"messages": [{"role": "user", "content": "Hello"}], "tools": None, "add_generation_prompt": True}
-            )
+            message = self._content({"role": "user", "content": "Hello"})
+            self._run({"messages": [message], "tools": None, "add_generation_prompt": True})
         except Refused:
             return
         except _Failed as error:
             raise InvalidModel(f"the chat template fails: {_line(error)}; name another with --chat-template") from error
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether a conversation may begin with a system message, which Gemma's first templates refuse."""
+        messages = [self._content({"role": role, "content": "Hello"}) for role in ("system", "user")]
+        try:
+            self._run({"messages": messages, "tools": None, "add_generation_prompt": True})
+        except (Refused, _Failed):
+            return False
+        return True
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether it shows the text of a message only where content is a list of parts."""
+        return not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+
+    def _shows(self, content: str | list[dict[str, str]]) -> bool:
+        messages = [{"role": "user", "content": content}]
+        try:
+            return _PROBE in self._run({"messages": messages, "tools": None, "add_generation_prompt": True})
+        except (Refused, _Failed):
+            return False
+
+    def _content(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with its content in the form that the template reads."""
+        content = message.get("content")
+        if not content or not isinstance(content, str) or not self._needs_parts:
+            return dict(message)
+        return {**message, "content": [{"type": "text", "text": content}]}
 
     def _run(self, names: Mapping[str, Any]) -> str:
         """Raises Refused or _Failed."""
@@ -134,10 +167,21 @@ class ChatTemplate:
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message as templates of text models expect it: `content` is one string, and `developer` is `system`."""
-        shown = {**message, "content": text_of(message.get("content"))}
+        content = message.get("content")
+        shown = {**message, "content": content if _has_images(content) else text_of(content)}
         if shown.get("role") == "developer" and not self._knows_developer:
             shown["role"] = "system"
         return shown
+
+
+def _has_images(content: object) -> bool:
+    """Whether content is a list of parts, which templates of models that read images take, checked."""
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return False
+    _check_parts(content)
+    others = [part for part in content if part != {"type": "image"}]
+    text_of(others)
+    return len(others) < len(content)
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
@@ -152,7 +196,7 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
                 param="messages",
             )
         if not isinstance(part.get("text"), str):
-            raise InvalidRequest("message content of type 'text' needs a text", param="messages")
+            raise InvalidRequest("message content of type 'text' needs a field text", param="messages")
     return "\n".join(part["text"] for part in content)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Never
 
 from quire.errors import InvalidModel, InvalidRequest
 from quire.tokenization.detokenizer import Detokenizer, NoText
-from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.tokenizer import PoolingText, Tokenizer
 from quire.types import SamplingParams
 
 _WHY = "this model runs without a tokenizer (skip_tokenizer_init)"
@@ -30,6 +30,12 @@ class NoTokenizer(Tokenizer):
         """Raises InvalidRequest."""
         param = "suffix" if suffix else "prompt"
         raise InvalidRequest(f"{param}: {_WHY}: send token ids instead of text", param=param, code="no_tokenizer")
+
+    def encode_inputs(
+        self, inputs: Sequence[PoolingText], *, add_special_tokens: bool = True, most: int | None = None
+    ) -> Never:
+        """Raises InvalidRequest."""
+        self.encode("")
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> Never:
         """Raises InvalidRequest."""

@@ -66,10 +66,10 @@ class PromptHeader:
         matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
         if matcher.is_error() or "\n" in pattern:
             why = "it has a line break" if "\n" in pattern else _reason(matcher.get_error())
-            raise InvalidConfig(f"prompt_header: no regular expression of a line: {why}", param="prompt_header")
+            raise InvalidConfig(f"prompt_header: not a valid regular expression: {why}", param="prompt_header")
         if matcher.is_accepting():
             raise InvalidConfig(
-                "prompt_header: the pattern matches an empty line, so it says nothing of a header: begin it with the "
+                "prompt_header: the pattern matches an empty line, so it matches any line: begin it with the "
                 "header's name",
                 param="prompt_header",
             )

@@ -123,7 +123,7 @@ class Budget:
         """Count characters written, iterations or calls. Raises SecurityError when none are left."""
         self._left -= amount
         if self._left < 0:
-            raise SecurityError("it goes on without end")
+            raise SecurityError("it does not terminate")
 
     def charge(self, units: int) -> None:
         """Charge units of work. Raises SecurityError when none are left."""
@@ -199,7 +199,7 @@ class Budget:
         for number in numbers:
             if isinstance(number, int):
                 if abs(number) > _WIDTH:
-                    raise SecurityError(f"it asks for {str(number)[:24]} of something, and {_WIDTH} is the most")
+                    raise SecurityError(f"it asks for a length of {str(number)[:24]}, and the limit is {_WIDTH}")
                 self.charge(abs(number))
 
     def method(self, owner: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -208,7 +208,7 @@ class Budget:
         if not isinstance(owner, str):
             known = next((names for kind, names in _METHODS.items() if isinstance(owner, kind)), frozenset[str]())
             if name not in known:
-                raise SecurityError(f"it calls {name!r} of {type(owner).__name__!r}, which is not a template's to call")
+                raise SecurityError(f"it calls {name!r} of {type(owner).__name__!r}, which a template may not call")
             if name in ("count", "index"):
                 self.read(owner)
             self.read(*args)
@@ -235,7 +235,7 @@ class Budget:
                 raise SecurityError("it formats what is neither a text nor a number")
             self.formatted(owner, given, braces=True)
         else:
-            raise SecurityError(f"it calls {name!r} of a text, which is not a template's to call")
+            raise SecurityError(f"it calls {name!r} of a text, which a template may not call")
 
 
 def _number(digits: str) -> int:
@@ -530,9 +530,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         """Raises SecurityError."""
-        raise SecurityError(
-            f"it reaches for {attribute!r} of {type(obj).__name__!r}, which is not a template's to touch"
-        )
+        raise SecurityError(f"it accesses {attribute!r} of {type(obj).__name__!r}, which a template may not access")
 
 
 class Metered(NodeTransformer):

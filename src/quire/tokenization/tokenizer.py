@@ -123,6 +123,47 @@ def _sentencepiece(parts: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> 
     return Rule(_marked(swaps, fallback="ByteFallback" in kinds), sum(part["start"] for part in strips))
 
 
+PoolingText = str | tuple[str, str]
+"""A text, or two that are read together."""
+
+
+class PoolingTokens(NamedTuple):
+    """Token ids of a text or of two, the type of each, empty where all are of type 0, and how many were left out."""
+
+    ids: tuple[int, ...]
+    types: tuple[int, ...] = ()
+    truncated: int = 0
+
+
+def pair_lengths(first: int, second: int, most: int) -> tuple[int, int]:
+    """How many tokens are kept of two texts that have more than `most` together: of the longer fewer, until both are
+    alike (transformers' `longest_first`)."""
+    short = min(first, second)
+    if short <= most // 2:
+        kept = short, most - short
+    else:
+        kept = most // 2, most - most // 2
+    return kept if first <= second else kept[::-1]
+
+
+def _room(most: int, added: int) -> int:
+    """Tokens left for texts. Raises InvalidRequest where none are."""
+    if most <= added:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens ({most}) leaves no token beside the {added} around every text",
+            param="truncate_prompt_tokens",
+        )
+    return most - added
+
+
+def _framed(ids: list[int], begin: tuple[int, ...], end: tuple[int, ...], most: int | None) -> PoolingTokens:
+    added = len(begin) + len(end)
+    if most is None or len(ids) + added <= most:
+        return PoolingTokens((*begin, *ids, *end))
+    room = _room(most, added)
+    return PoolingTokens((*begin, *ids[:room], *end), (), len(ids) - room)
+
+
 class Tokenizer:
     """A vocabulary and its special tokens. Immutable; `encode` and `decode` may be called from any thread.
 
@@ -137,6 +178,9 @@ class Tokenizer:
     ) -> None:
         config = {} if config is None else config
         self._config = config
+        # Files may have both, as sentence-transformers saves them: nothing is cut without being asked for.
+        core.no_truncation()
+        core.no_padding()
         _declare(core, config.get("added_tokens_decoder") or {})
         self._core = core
         added = core.get_added_tokens_decoder()
@@ -181,6 +225,35 @@ class Tokenizer:
             return (*self._begin, *ids) if add_special_tokens else ids
         ids = self._encode(text)
         return (*self._begin, *ids, *self._end) if add_special_tokens else ids
+
+    def encode_inputs(
+        self, inputs: Sequence[PoolingText], *, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[PoolingTokens]:
+        """Texts, and pairs of texts, of which one vector is to be made each.
+
+        most: tokens of an input, from which on its end is left out; of a pair the end of the longer text, or of both.
+        Raises InvalidRequest where there is not even room for the tokens around a text.
+        """
+        firsts = [one if isinstance(one, str) else one[0] for one in inputs]
+        encoded = self._core.encode_batch_fast(firsts, add_special_tokens=False)
+        if not any(isinstance(one, tuple) for one in inputs):
+            frame = (self._begin, self._end) if add_special_tokens else ((), ())
+            return [_framed(one.ids, *frame, most) for one in encoded]
+        seconds = [one[1] if isinstance(one, tuple) else "" for one in inputs]
+        pairs = zip(encoded, self._core.encode_batch_fast(seconds, add_special_tokens=False), strict=True)
+        added = self._core.num_special_tokens_to_add(True) if add_special_tokens else 0
+        return [self._pair(first, second, added, most) for first, second in pairs]
+
+    def _pair(
+        self, first: tokenizers.Encoding, second: tokenizers.Encoding, added: int, most: int | None
+    ) -> PoolingTokens:
+        whole = len(first.ids) + len(second.ids)
+        if most is not None and whole + added > most:
+            kept = pair_lengths(len(first.ids), len(second.ids), _room(most, added))
+            first.truncate(kept[0])
+            second.truncate(kept[1])
+        made = self._core.post_process(first, second, bool(added))
+        return PoolingTokens(tuple(made.ids), tuple(made.type_ids), whole + added - len(made.ids))
 
     def _encode(self, text: str) -> tuple[int, ...]:
         if len(text) < _LONG:
@@ -311,6 +384,19 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InvalidModel(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidModel(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """An optional JSON list: empty when there is no file. Raises InvalidModel when it is none."""
+    if not path.is_file():
+        return []
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidModel(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, list):
+        raise InvalidModel(f"{path} must hold a JSON list, not {type(value).__name__}")
     return value
 
 

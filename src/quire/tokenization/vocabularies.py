@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -82,7 +82,7 @@ def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         else:
             raise ValueError(f"wire type {kind}")
         if at + size > len(data):
-            raise ValueError("cut short")
+            raise ValueError("truncated")
         yield number, data[at : at + size]
         at += size
 
@@ -98,7 +98,7 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 128:
             return value, at
         if shift > 63:
-            raise ValueError("endless number")
+            raise ValueError("unterminated integer")
 
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -107,15 +107,56 @@ REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = CONTRACTED + r"\p{N}{1,3}" + REST
 QWEN2 = CONTRACTED + r"\p{N}" + REST
 
-SPLITS: Mapping[str, str] = {
-    "gpt-2": GPT2,
-    "default": GPT2,
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
-    "qwen2": QWEN2,
+MARKED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+CASED = "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
+SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = f"{MARKED}*{CASED}+|{MARKED}+{CASED}*|\\p{{N}}{SLASHED}"
+SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O = f"{MARKED}*{CASED}+{SHORT}|{MARKED}+{CASED}*{SHORT}|\\p{{N}}{{1,3}}{SLASHED}"
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SEED = CONTRACTED + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Split(NamedTuple):
+    """How a text is split before its bytes are merged: by each expression in turn. whole: a word that is in the
+    vocabulary is not split further. composed: characters are composed first (NFC)."""
+
+    expressions: tuple[str, ...]
+    whole: bool = False
+    composed: bool = False
+
+
+DIGITS = Split((r"\p{N}", GPT2))
+THREES = Split((r"\p{N}{1,3}", KANA, DEEPSEEK3))
+
+SPLITS: Mapping[str, Split] = {
+    **dict.fromkeys(
+        ("gpt-2", "default", "mpt", "olmo", "jais", "phi-2", "trillion", "granite-docling"), Split((GPT2,))
+    ),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2"), Split((LLAMA3,), whole=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), Split((LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN2,), composed=True)),
+    **dict.fromkeys(("stablelm2", "hunyuan", "megrez"), Split((QWEN2,))),
+    "qwen35": Split((QWEN35,), composed=True),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS),
+    **dict.fromkeys(("gpt-4o", "llama4"), Split((GPT4O,), whole=True)),
+    "minimax-m2": Split((GPT4O,)),
+    **dict.fromkeys(("tekken", "pixtral"), Split((TEKKEN,), whole=True)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), THREES),
+    "deepseek-coder": Split(
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
+    ),
+    "seed-coder": Split((SEED,)),
 }
-"""Expressions that split a text before its bytes are merged, by their names in GGUF files."""
+"""How texts are split, by the names that GGUF files have for it (llama-vocab.cpp of llama.cpp)."""
 
 RANKED = re.compile(rb"[A-Za-z0-9+/=]+ \d+")
 
@@ -134,12 +175,14 @@ def load_core(folder: Path) -> Read | None:
         data = path.read_bytes()
         # Llama 3 ships tiktoken's format under sentencepiece's file name.
         if RANKED.match(data):
-            return from_ranks(read_ranks(data, path.name), LLAMA3), {}
+            return from_ranks(read_ranks(data, path.name), Split((LLAMA3,), whole=True)), {}
         found = read_sentencepiece(data)
         return from_sentencepiece(found), special_tokens(found)
     ranked = sorted(folder.glob("*.tiktoken"))
     if ranked:
-        return from_ranks(read_ranks(ranked[0].read_bytes(), ranked[0].name), QWEN2), {}
+        return from_ranks(
+            read_ranks(ranked[0].read_bytes(), ranked[0].name), Split((QWEN2,), whole=True, composed=True)
+        ), {}
     return None
 
 
@@ -157,23 +200,21 @@ def from_merges(words: Path, merges: Path) -> tokenizers.Tokenizer:
         vocab = json.loads(words.read_text("utf-8"))
         lines = merges.read_text("utf-8").splitlines()
         pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-        return byte_level(vocab, pairs, GPT2)
+        return byte_level(vocab, pairs, Split((GPT2,)))
     # The library raises bare Exception.
     except Exception as error:
-        raise InvalidModel(f"{words.name} and {merges.name} are no vocabulary: {error}") from error
+        raise InvalidModel(f"{words.name} and {merges.name} are not a vocabulary: {error}") from error
 
 
-def byte_level(
-    vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]], split: str, *, whole: bool = False
-) -> tokenizers.Tokenizer:
-    """Byte-level BPE. whole: a word that is in the vocabulary is not split further (Llama 3)."""
-    core = tokenizers.Tokenizer(models.BPE(dict(vocab), list(merges), ignore_merges=whole))  # type: ignore[arg-type]
-    cut = pre_tokenizers.Split(Regex(split), "isolated")
+def byte_level(vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]], split: Split) -> tokenizers.Tokenizer:
+    """Byte-level BPE."""
+    core = tokenizers.Tokenizer(models.BPE(dict(vocab), list(merges), ignore_merges=split.whole))  # type: ignore[arg-type]
+    cuts: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in split.expressions]
     core.pre_tokenizer = pre_tokenizers.Sequence(
-        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     core.decoder = decoders.ByteLevel()
-    if split == QWEN2:
+    if split.composed:
         core.normalizer = normalizers.NFC()
     return core
 
@@ -195,15 +236,17 @@ def read_ranks(data: bytes, name: str) -> dict[bytes, int]:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error):
-        raise InvalidModel(f"{name} is no tiktoken vocabulary: each line is a token in base64 and its rank") from None
+        raise InvalidModel(
+            f"{name} is not a tiktoken vocabulary: each line is a token in base64 and its rank"
+        ) from None
     return ranks
 
 
-def from_ranks(ranks: Mapping[bytes, int], split: str) -> tokenizers.Tokenizer:
+def from_ranks(ranks: Mapping[bytes, int], split: Split) -> tokenizers.Tokenizer:
     """A tiktoken vocabulary as merges: of adjacent tokens, those that make the token of the lowest rank merge first."""
     letters = byte_alphabet()
     vocab = {"".join(letters[byte] for byte in token): rank for token, rank in ranks.items()}
-    return byte_level(vocab, pairs_of(vocab, {word: -rank for word, rank in vocab.items()}), split, whole=True)
+    return byte_level(vocab, pairs_of(vocab, {word: -rank for word, rank in vocab.items()}), split)
 
 
 def pairs_of(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -244,6 +287,19 @@ def from_sentencepiece(found: SentencePieceModel) -> tokenizers.Tokenizer:
     return core
 
 
+def marked_merges(pieces: Sequence[str], kinds: Sequence[int], merges: Sequence[str]) -> tokenizers.Tokenizer:
+    """Merges of characters, not of bytes, with underscores (U+2581) for spaces, and byte tokens for other text."""
+    unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    model: Any = models.BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)  # type: ignore[arg-type]
+    core = tokenizers.Tokenizer(model)
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    add_pieces(core, pieces, kinds)
+    return core
+
+
 def add_pieces(core: tokenizers.Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> None:
     """Add the special and user-defined pieces, which are matched before the text is split."""
     by_kind = {kind: [p for p, k in zip(pieces, kinds, strict=True) if k == kind] for kind in (UNKNOWN, CONTROL, USER)}
@@ -260,6 +316,16 @@ def ends_of(facts: Mapping[str, Any]) -> list[int]:
 
 def from_gguf(facts: Mapping[str, Any]) -> Read:
     """The tokenizer of a GGUF file, and the fields that a tokenizer_config.json would add. Raises InvalidModel."""
+    try:
+        return _from_gguf(facts)
+    except InvalidModel:
+        raise
+    # The library raises bare Exception, and damaged metadata may have any type.
+    except Exception as error:
+        raise InvalidModel(f"the file's tokenizer is damaged: {error}") from error
+
+
+def _from_gguf(facts: Mapping[str, Any]) -> Read:
 
     def fact(name: str, default: Any = None) -> Any:
         return facts.get(f"tokenizer.ggml.{name}", default)
@@ -267,9 +333,9 @@ def from_gguf(facts: Mapping[str, Any]) -> Read:
     pieces, kind = fact("tokens"), fact("model")
     if not pieces:
         raise InvalidModel("the file holds no tokenizer: name one with --tokenizer")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise InvalidModel(
-            f"the file's tokenizer is {kind!r}: only 'gpt2' and 'llama' are read; name one with --tokenizer"
+            f"the file's tokenizer is {kind!r}: 'gpt2', 'llama' and 'gemma4' are read; name one with --tokenizer"
         )
     kinds, scores = fact("token_type", [1] * len(pieces)), fact("scores", [0.0] * len(pieces))
     if {len(kinds), len(scores)} != {len(pieces)}:
@@ -280,15 +346,15 @@ def from_gguf(facts: Mapping[str, Any]) -> Read:
         found = SentencePieceModel(pieces, scores, kinds, BPE, squeeze=False)
         found.prefix = bool(fact("add_space_prefix", True))
         core = from_sentencepiece(found)
+    elif kind == "gemma4":
+        core = marked_merges(pieces, kinds, fact("merges", ()))
     else:
         split = fact("pre", "default")
         if split not in SPLITS:
-            raise InvalidModel(
-                f"the file's tokenizer cuts texts by {split!r}, which is not known: name one with --tokenizer"
-            )
+            raise InvalidModel(f"the file's pre-tokenizer {split!r} is not supported: name one with --tokenizer")
         merges = [tuple(merge.split(" ")) for merge in fact("merges", ())]
         vocab = {piece: i for i, piece in enumerate(pieces)}
-        core = byte_level(vocab, merges, SPLITS[split], whole=SPLITS[split] == LLAMA3)
+        core = byte_level(vocab, merges, SPLITS[split])
         add_pieces(core, pieces, kinds)
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     config = {

@@ -79,8 +79,8 @@ class Threshold:
         broken = not (math.isfinite(quality.kl) and math.isfinite(quality.nll))
         if broken or quality.agreement < self.agreement or quality.kl > self.kl:
             raise InvalidModel(
-                f"{what} has spoiled the model: {quality}; at least {100 * self.agreement:.0f} % and at most "
-                f"{self.kl:g} nats are asked for (--canary-min-agreement, --canary-max-kl; with --canary warn it is "
+                f"{what} has degraded the model: {quality}; at least {100 * self.agreement:.0f} % and at most "
+                f"{self.kl:g} nats are required (--canary-min-agreement, --canary-max-kl; with --canary warn it is "
                 "served anyway)"
             )
 
@@ -105,7 +105,7 @@ def answers(model: Model, tokens: Sequence[int], device: torch.device, kv: Seque
 def feed(tokens: Sequence[int], start: int, stop: int, device: torch.device) -> RaggedBatch:
     """A step of one sequence, whose K/V is in blocks 1, 2, 3 and so on, and whose state in slot 1."""
     positions = torch.arange(start, stop, device=device)
-    count = -(-len(tokens) // PAGE)
+    count, last = -(-len(tokens) // PAGE), (positions == stop - 1).long()
     return RaggedBatch(
         tokens=torch.tensor(tokens[start:stop], device=device),
         positions=positions,
@@ -116,7 +116,7 @@ def feed(tokens: Sequence[int], start: int, stop: int, device: torch.device) -> 
         page_size=PAGE,
         max_query=stop - start,
         max_kv=stop,
-        states=StateSlots(torch.tensor([int(start > 0)], device=device), (positions == stop - 1).long()),
+        states=StateSlots(torch.tensor([int(start > 0)], device=device), last, last.new_zeros(0, 2)),
     )
 
 
@@ -166,7 +166,7 @@ class Canary:
         self.suspects = tuple(suspects(matrices))
         if self.suspects and self.threshold is not None:
             raise InvalidModel(
-                f"{listed(self.suspects)}: such weights cannot be meant; the checkpoint or its scales are broken "
+                f"{listed(self.suspects)}: such weights cannot be right; the checkpoint or its scales are corrupt "
                 "(--canary warn serves it anyway)"
             )
         if reference is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
 from quire.models.spec import FULL, SLIDING
-from quire.ops.gguf_blocks import BLOCKS
+from quire.ops.gguf_blocks import BLOCKS, PACKED
 from quire.weights.entries import Cut, TensorEntry, file_entry, read_tensor
 from quire.weights.gguf import Gguf, GgufTensorInfo
 
@@ -196,13 +196,16 @@ VARIANTS: Mapping[str, Mapping[str, Family]] = {
 }
 """What files of one name are, by the fact that only they have."""
 
+PATTERNS = ("olmo2", "exaone4", "gpt-oss")
+"""Architectures whose files say which layers have a window."""
+
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are facts of the rotary embedding."""
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias|scale)")
 LAYER = re.compile(r"blk\.(\d+)\.")
 
 
-def block_entry(gguf: Gguf, info: GgufTensorInfo) -> TensorEntry:
+def block_entry(info: GgufTensorInfo) -> TensorEntry:
     """A tensor stored in quantized blocks, read as float32, whole rows at a time, or as bytes."""
     kind = info.kind
     row = info.size // info.shape[0]
@@ -210,13 +213,14 @@ def block_entry(gguf: Gguf, info: GgufTensorInfo) -> TensorEntry:
     def read(cut: Cut) -> Tensor:
         first, last, _ = (cut[0] if cut else slice(None)).indices(info.shape[0])
         raw = torch.empty((last - first) * row // kind.size, kind.size, dtype=torch.uint8)
-        read_tensor(gguf.path, info.start + first * row, raw)
+        read_tensor(info.path, info.start + first * row, raw)
         whole = BLOCKS[kind.name](raw).values().view(last - first, *info.shape[1:])
         return whole[(slice(None), *cut[1:])]
 
     bytes_of_row = info.shape[-1] // kind.block * kind.size
-    stored = file_entry(gguf.path, info.start, torch.uint8, (*info.shape[:-1], bytes_of_row), kind.name)
-    order = gguf.path.name, info.start
+    packed = file_entry(info.path, info.start, torch.uint8, (*info.shape[:-1], bytes_of_row), kind.name)
+    stored = packed if kind.name in PACKED else None
+    order = info.path.name, info.start
     return TensorEntry(torch.float32, info.shape, order, kind.name, info.size, read, stored=stored)
 
 
@@ -227,9 +231,9 @@ def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
     # In this order gate comes before up, of which some families have one matrix.
     for name, held in sorted(gguf.tensors.items()):
         if held.kind.name in PLAIN:
-            entry = file_entry(gguf.path, held.start, PLAIN[held.kind.name], held.shape, held.kind.name)
+            entry = file_entry(held.path, held.start, PLAIN[held.kind.name], held.shape, held.kind.name)
         else:
-            entry = block_entry(gguf, held)
+            entry = block_entry(held)
         layer = LAYER.match(name)
         if name in FACTORS or (layer and int(layer[1]) >= layers):
             continue
@@ -315,7 +319,21 @@ def kv_heads(gguf: Gguf) -> int:
 
 
 def gguf_config(gguf: Gguf) -> dict[str, Any]:
-    """The metadata as fields of config.json. Raises InvalidModel for an unknown architecture."""
+    """The metadata as fields of config.json. Raises InvalidModel for an unknown architecture, and for damage."""
+    if gguf.architecture in NO_MODELS:
+        raise InvalidModel(f"{gguf.path.name} is {NO_MODELS[gguf.architecture]}: name the model's own file")
+    if str(gguf.facts.get("general.type", "model")) == "adapter":
+        raise InvalidModel(f"{gguf.path.name} is a LoRA adapter: merge it into its model first (llama-export-lora)")
+    try:
+        return _config(gguf)
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+        raise InvalidModel(f"{gguf.path.name}: the metadata is damaged ({error}): download it again") from error
+
+
+NO_MODELS: Mapping[str, str] = {"clip": "a projector of images (mmproj)", "imatrix": "an importance matrix"}
+
+
+def _config(gguf: Gguf) -> dict[str, Any]:
     name, get = gguf.architecture, gguf.get
     family = family_of(gguf)
     heads, hidden = get("attention.head_count", 0), get("embedding_length", 0)
@@ -465,7 +483,7 @@ def scaling(gguf: Gguf) -> dict[str, Any] | None:
     """rope_scaling: Llama 3.1's and LongRoPE's are in tensors of factors, others are in the metadata."""
     length = gguf.get("rope.scaling.original_context_length")
     plain, long, short = (
-        None if held is None else file_entry(gguf.path, held.start, torch.float32, held.shape).read(()).tolist()
+        None if held is None else file_entry(held.path, held.start, torch.float32, held.shape).read(()).tolist()
         for held in map(gguf.tensors.get, FACTORS)
     )
     if plain is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 
@@ -16,9 +18,9 @@ from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup
 from quire.layers.quantization.base import Format, Plain, WeightSlot
-from quire.layers.quantization.gguf import GgufFormat, StoredBlocks, Tables, no_table
+from quire.layers.quantization.gguf import GgufFormat, OnlineBlocks, StoredBlocks, Tables, no_table
 from quire.layers.quantization.packed import SMALL, Panels, packed_if_large
-from quire.layers.quantization.scaled import OnlineQuantization
+from quire.layers.quantization.scaled import OnlineQuantization, OnlineQuantized
 from quire.models.registry import Model, build_model, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
@@ -26,7 +28,7 @@ from quire.ops.matmul import can_pack
 from quire.ops.native.ops import NativeOps
 from quire.ops.reference import ReferenceOps
 from quire.weights.canary import Canary
-from quire.weights.entries import TensorEntry
+from quire.weights.entries import Cut, TensorEntry
 from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import KINDS
 from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of
@@ -66,6 +68,10 @@ def load_model(
     progress: Progress = quiet,
     room: float = math.inf,
     max_model_len: int | None = None,
+    pools: bool = False,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+    words: tuple[int, int] | None = None,
+    vision: bool = False,
 ) -> Model:
     """The model in `folder`, ready to run.
 
@@ -74,14 +80,16 @@ def load_model(
     finite and logits have a standard deviation near 1. quantization: see `schemes.choose_format`; `canary` checks
     quantized models. draft: this is a draft model, whose rows may round differently alone and in a batch, so that
     small products may take the fastest kernel. room: bytes of memory to load into, for devices that do not say so, such
-    as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. Raises InvalidModel, in one
-    line, for what cannot be loaded.
+    as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. pools: without the language
+    model's head. overrides: fields in place of config.json's. words: token ids of no and yes, whose logits' difference
+    is the classifier. vision: with the encoder of images, if there is one. Raises InvalidModel, in one line, for what
+    cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
-    config = read_config(folder)
-    spec = read_spec(config)
-    spec = spec.for_length(max_model_len or spec.context)
-    checkpoint = None if load_format == "dummy" else Checkpoint(folder)
+    config = {**read_config(folder), **overrides} | ({} if words is None else {"num_labels": 1, "id2label": None})
+    spec = read_spec(config, pools=pools).for_length(max_model_len)
+    spec = spec if vision else replace(spec, vision=None)
+    checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     number = choose_dtype(dtype, spec, checkpoint, device)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
     plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
@@ -92,27 +100,81 @@ def load_model(
     build.modules = modules_of(entries)
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
     with torch.inference_mode():
-        try:
-            model = build_model(spec, build)
-        except RuntimeError as error:
-            # torch has no narrower error for a CPU without memory.
-            if "memory" not in str(error):
-                raise
-            raise InvalidModel(f"there is no memory for {folder.name}: `quire plan` says what fits") from error
+        model = allocated(spec, build, folder.name)
         check_room(build, folder.name, room)
         if checkpoint is None:
             random_init(build, seed, progress)
         else:
             load_weights(build, checkpoint, progress)
-        # Random weights say nothing about quality.
-        canary = None if checkpoint is None else canary
-        reference = (
-            canary.record_reference(model, device) if canary and isinstance(format, OnlineQuantization) else None
-        )
+        # Random weights say nothing about quality, nor do models without logits.
+        canary = None if checkpoint is None or not spec.generates else canary
+        reference = reference_of(canary, build, model, device) if isinstance(format, OnlineQuantization) else None
         build.finalize()
         if canary and any(stored.quantized is not None for stored in build.matrices):
             canary.check(model, build.matrices, device, reference)
     return model
+
+
+def allocated(spec: ModelSpec, build: ModelBuilder, name: str) -> Model:
+    """The model, its weights not yet read. Raises InvalidModel where there is no memory for it."""
+    try:
+        return build_model(spec, build)
+    except RuntimeError as error:
+        # torch has no narrower error for a CPU without memory.
+        if "memory" not in str(error):
+            raise
+        raise InvalidModel(f"there is no memory for {name}: `quire plan` says what fits") from error
+
+
+def reference_of(canary: Canary | None, build: ModelBuilder, model: Model, device: torch.device) -> torch.Tensor | None:
+    """The canary's answers before weights are quantized: all others are in their final form by then."""
+    if canary is None:
+        return None
+    build.finalize(late=(OnlineQuantized, OnlineBlocks))
+    return canary.record_reference(model, device)
+
+
+def build_outline(
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    quantization: str,
+    dtype: torch.dtype,
+    entries: Mapping[str, TensorEntry],
+) -> ModelBuilder:
+    """The builder of a model that takes no memory. entries: see `CheckpointFormat`."""
+    format = choose_format(config, quantization, Plain, entries)
+    build = ModelBuilder(
+        ops=ReferenceOps(), parallel=ParallelGroup(), dtype=dtype, device=torch.device("meta"), format=format
+    )
+    build.modules = modules_of(entries)
+    build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
+    build_model(spec, build)
+    return build
+
+
+def open_checkpoint(folder: Path, words: tuple[int, int] | None) -> Checkpoint:
+    """The tensors of a folder. words: as of `load_model`."""
+    checkpoint = Checkpoint(folder)
+    if words is not None:
+        checkpoint.entries = with_score(checkpoint, *words)
+    return checkpoint
+
+
+def with_score(checkpoint: Checkpoint, no: int, yes: int) -> Mapping[str, TensorEntry]:
+    """The tensors and `score.weight`: the row of the head for yes less that for no. Raises InvalidModel."""
+    heads = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
+    head = next((checkpoint.entries[name] for name in heads if name in checkpoint.entries), None)
+    if head is None:
+        raise InvalidModel(f"{checkpoint.folder.name} has no head to make a classifier of: none of {', '.join(heads)}")
+
+    def difference(cut: Cut) -> torch.Tensor:
+        rows = [head.read((slice(word, word + 1),)).float() for word in (yes, no)]
+        return (rows[0] - rows[1])[cut]
+
+    score = replace(
+        head, dtype=torch.float32, shape=(1, head.shape[1]), read=difference, copy=None, stored=None, each=None
+    )
+    return {**checkpoint.entries, "score.weight": score}
 
 
 def check_room(build: ModelBuilder, name: str, room: float) -> None:

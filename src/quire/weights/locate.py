@@ -1,50 +1,94 @@
-"""From a model's name to a folder on this disk: the embedded model, a path, or a hub id."""
+"""From a model's name to a folder or a GGUF file on this disk: the embedded model, a path, a hub id, Ollama's name."""
 
 from __future__ import annotations
 
-import importlib
-import re
 from importlib.resources import files
 from pathlib import Path
 
-from quire.errors import InvalidModel, Unavailable
+from quire.errors import InvalidModel, Unavailable, nearest
+from quire.weights import hub, ollama_store
+from quire.weights.gguf import is_gguf
+from quire.weights.names import ModelName, on_hub, parse_name
 
 EMBEDDED = "embedded"
 """The name of the model that comes with the package."""
-
-WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.bpe", "*.tiktoken")
-"""Files that are downloaded: never code, never pickles."""
 
 _DESCRIBED = ("config.json", "hparams.json", "adapter_config.json")
 """Files that describe a model, one of which must be there; adapters are refused when they are read."""
 
 
 def locate(model: str, *, revision: str | None = None, cache: str | None = None) -> Path:
-    """The folder (or GGUF file) of `model`: "embedded", a path, or a hub id such as "owner/name".
+    """The folder (or GGUF file) of `model`: "embedded", a path, or one of the names of `names.parse_name`.
 
     A hub id is fetched when it is not cached. cache: where fetched models are kept, instead of the hub's own cache.
-    HF_HUB_OFFLINE and the hub's other variables mean what they always do. Raises InvalidModel when there is no such
-    model, Unavailable when the hub cannot be reached.
+    HF_HUB_OFFLINE and the hub's other variables mean what they always do, OLLAMA_MODELS what it means to Ollama. Raises
+    InvalidModel when there is no such model, Unavailable when the hub cannot be reached.
     """
     if model == EMBEDDED:
         return embedded()
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and (path.suffix == ".gguf" or is_gguf(path)):
         return path
     if path.is_file():
-        raise InvalidModel(f"{model} is a file, and no .gguf file: name one, or the folder that holds config.json")
-    if model.startswith(("http://", "https://")):
+        raise InvalidModel(f"{model} is a file but not a .gguf file: name one, or the folder that holds config.json")
+    name = parse_name(model)
+    # OWNER/REPO/FILE.gguf names a file of a repository; one folder less is a path.
+    if model.endswith(".gguf") and (name is None or path.parent.is_dir() or model.count("/") < 2):
+        raise InvalidModel(f"there is no file {model}{near(path)}")
+    if name is None:
         raise InvalidModel(
-            f"model {model!r} is an address: name a folder or a hub id such as 'owner/name'; a server that runs is "
-            "talked to with `quire chat --url ADDRESS`"
+            f"model {model!r} is neither {EMBEDDED!r}, nor a folder or file here, nor a hub id such as 'owner/name' or "
+            "'owner/name:Q4_K_M'"
         )
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith((".", "/", "~")):
-        raise InvalidModel(
-            f"model {model!r} is neither {EMBEDDED!r}, nor a folder here, nor a hub id such as 'owner/name'"
-        )
-    return fetch(model, revision, cache)
+    return fetch(model, name, revision, cache)
+
+
+def fetch(model: str, name: ModelName, revision: str | None, cache: str | None) -> Path:
+    """The folder or file of a name; `model` is how it was written. Raises as `locate`."""
+    if name.source == "hub":
+        try:
+            return hub.fetch(name, revision, cache)
+        except Unavailable:
+            held = ollama_store.find(name)
+            if held is None:
+                raise
+            return held.blob
+    held = ollama_store.find(name)
+    if held is not None:
+        return held.blob
+    mapped = on_hub(name)
+    if mapped is None:
+        raise InvalidModel(unknown(model, name))
+    try:
+        return hub.fetch(mapped, revision, cache)
+    except Unavailable as error:
+        raise Unavailable(f"{model} is not in Ollama's store on this machine, and on the hub: {error}") from None
+
+
+def unknown(model: str, name: ModelName) -> str:
+    """Why a name of Ollama's form is no model here, and what to type instead."""
+    said = (
+        f"model {model!r} is neither {EMBEDDED!r}, nor a folder or file here, nor a hub id such as 'owner/name', nor "
+        f"in Ollama's store ({', '.join(map(str, ollama_store.store_folders()))})."
+    )
+    if close := nearest(model, [EMBEDDED]):
+        return said + close
+    tags = ollama_store.tags_of(name)
+    if tags:
+        return f"{said} There it has the tags {', '.join(tags)}: name one as {name.name.removeprefix('library/')}:TAG."
+    return (
+        f"{said} `ollama pull {name.name.removeprefix('library/')}{name.tag and ':'}{name.tag}` puts it there; or find "
+        f"GGUF files of it at https://huggingface.co/models?library=gguf&search={name.name.rpartition('/')[2]} and "
+        "name them as OWNER/NAME:Q4_K_M"
+    )
+
+
+def near(path: Path) -> str:
+    """What a missing GGUF file's folder has instead, for messages."""
+    there = sorted(each.name for each in path.parent.glob("*.gguf")) if path.parent.is_dir() else []
+    return f": {path.parent} has {', '.join(there[:5])}" if there else f", and no GGUF file in {path.parent}"
 
 
 def check(place: Path) -> None:
@@ -59,27 +103,3 @@ def embedded() -> Path:
     if not (folder / "config.json").is_file():
         raise InvalidModel("this installation has no embedded model: install the package again")
     return folder
-
-
-def fetch(name: str, revision: str | None = None, cache: str | None = None) -> Path:
-    """The folder of a hub id in `cache` (by default the hub's own), downloaded first where needed.
-
-    Raises InvalidModel or Unavailable.
-    """
-    # The client takes a fifth of a second to import, which other models need not wait for.
-    hub = importlib.import_module("huggingface_hub")
-    errors = importlib.import_module("huggingface_hub.errors")
-    try:
-        return Path(hub.snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=list(WANTED)))
-    except errors.GatedRepoError:
-        raise InvalidModel(f"{name} is gated: accept its terms on the hub and log in (`hf auth login`)") from None
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        raise InvalidModel(f"the hub has no model {name!r}, or it is private and you are not logged in") from None
-    except errors.LocalEntryNotFoundError:
-        where = cache or importlib.import_module("huggingface_hub.constants").HF_HUB_CACHE
-        raise Unavailable(
-            f"{name} is not in the local hub cache, and the hub is offline or cannot be reached: {where} was looked in "
-            f"(HF_HOME names another). Where there is a network, `hf download {name}` fetches it"
-        ) from None
-    except OSError as error:
-        raise Unavailable(f"{name} could not be downloaded: {error}") from None

@@ -67,13 +67,15 @@ def check(spec: ModelSpec, quantised: bool) -> None:
     """Raise InvalidModel for a model that these graphs cannot express."""
     name = spec.architecture
     if name not in SUPPORTED:
-        raise InvalidModel(f"export-onnx knows no {name} (known: {', '.join(SUPPORTED)}): use --executor local")
+        raise InvalidModel(f"export-onnx does not support {name} (known: {', '.join(SUPPORTED)}): use --executor local")
     if quantised:
         raise InvalidModel("export-onnx takes plain weights only, and this checkpoint is quantised")
     if min(spec.windows) < min(spec.context, UNLIMITED):
-        raise InvalidModel(f"export-onnx knows no sliding window, and {name} here has one of {min(spec.windows)}")
+        raise InvalidModel(
+            f"export-onnx does not support sliding windows, and {name} here has one of {min(spec.windows)}"
+        )
     if spec.ropes or spec.chunks or spec.experts or spec.score_cap or spec.logit_cap or spec.activation != "silu":
-        raise InvalidModel(f"export-onnx cannot say what is special in this {name}: use --executor local")
+        raise InvalidModel(f"export-onnx does not support a feature of this {name}: use --executor local")
 
 
 class Graph:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
 from quire.layers.quantization.base import Format, Layout, Matrix, MatrixPart, WeightStorage
+from quire.layers.quantization.gguf import BlockQuantization, StoredBlocks
 from quire.layers.quantization.integers import IntegerScheme
 from quire.layers.quantization.mxfp4 import GROUP, Mxfp4Scheme
 from quire.layers.quantization.scaled import ROW, TILE, OnlineQuantization, ScaleScheme
@@ -25,11 +26,21 @@ from quire.weights.entries import TensorEntry
 
 AUTO = "auto"
 
-ONLINE: Mapping[str, ScaleScheme] = {
+ONLINE: Mapping[str, ScaleScheme | StoredBlocks] = {
     "fp8": ScaleScheme(E4M3, ROW),
     "fp8_per_block": ScaleScheme(E4M3, TILE),
     "int8": ScaleScheme(torch.int8, ROW),
     "int8_w8a8": ScaleScheme(torch.int8, ROW, activations=True),
+    **{
+        name: StoredBlocks(name.upper(), block, size)
+        for name, block, size in (
+            ("q8_0", 32, 34),
+            ("q6_k", 256, 210),
+            ("q5_k", 256, 176),
+            ("q4_k", 256, 144),
+            ("q4_0", 32, 18),
+        )
+    },
 }
 """Methods of `--quantization` for plain weights, made while loading."""
 
@@ -129,17 +140,19 @@ def choose_format(config: Mapping[str, Any], asked: str, plain: Format, entries:
     if scheme is not None:
         if asked not in (AUTO, scheme.name) and not scheme.name.startswith(f"{asked}_"):
             raise InvalidModel(
-                f"the checkpoint is quantised by {scheme.name} already: --quantization {asked} cannot be"
+                f"the checkpoint is already quantised by {scheme.name}: --quantization {asked} cannot be applied"
             )
         return CheckpointFormat(scheme, plain, entries)
     if asked == AUTO:
         return plain
     if asked not in ONLINE:
         raise InvalidModel(
-            f"--quantization {asked}: the checkpoint is not quantised so, and only {', '.join(ONLINE)} can be made "
+            f"--quantization {asked}: the checkpoint is not quantised in this format, and only "
+            f"{', '.join(ONLINE)} can be made "
             f"while loading.{nearest(asked, ONLINE)}"
         )
-    return OnlineQuantization(ONLINE[asked], plain)
+    chosen = ONLINE[asked]
+    return BlockQuantization(chosen, plain) if isinstance(chosen, StoredBlocks) else OnlineQuantization(chosen, plain)
 
 
 def read_scheme(fields: Mapping[str, Any]) -> Scheme | None:

@@ -72,13 +72,15 @@ def read_bundle(index: Path) -> dict[str, TensorEntry]:
     Raises InvalidModel for a file that is damaged, compressed, or places a tensor where there is none.
     """
     if index.stat().st_size > LARGEST_INDEX:
-        raise InvalidModel(f"{index.name} has more than {LARGEST_INDEX >> 20} MiB: it is no index of a checkpoint")
+        raise InvalidModel(f"{index.name} has more than {LARGEST_INDEX >> 20} MiB: it is not the index of a checkpoint")
     try:
         table = dict(_table(index.read_bytes()))
         header = _message(table.pop(b"", b""))
         shards = _number(header, 1)
         if _number(header, 2):
-            raise InvalidModel(f"{index.name} is big endian, which is not supported: save it on a usual machine")
+            raise InvalidModel(
+                f"{index.name} is big endian, which is not supported: save it on a little-endian machine"
+            )
         entries = {name.decode("utf-8"): _message(value) for name, value in table.items()}
         return {
             name: _entry(index, name, entry, shards) for name, entry in entries.items() if _number(entry, 1) != _STRING

@@ -13,7 +13,7 @@ class Hello(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("version", "instance", "pages", "page_size", "rows", "max_model_len", "vocab_size", "depth", "drafts", "masks", "kv_bytes", "device", "dtype", "facts", "tokens", "paces", "catch_up", "draft_kv", "pools")
+    __slots__ = ("version", "instance", "pages", "page_size", "rows", "max_model_len", "vocab_size", "depth", "drafts", "masks", "kv_bytes", "device", "dtype", "facts", "tokens", "paces", "catch_up", "draft_kv", "pools", "bidirectional")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class Description(_message.Message):
     CATCH_UP_FIELD_NUMBER: _ClassVar[int]
     DRAFT_KV_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    BIDIRECTIONAL_FIELD_NUMBER: _ClassVar[int]
     version: int
     instance: int
     pages: int
@@ -59,7 +60,8 @@ class Description(_message.Message):
     catch_up: float
     draft_kv: float
     pools: bool
-    def __init__(self, version: _Optional[int] = ..., instance: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., rows: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., depth: _Optional[int] = ..., drafts: _Optional[int] = ..., masks: _Optional[bool] = ..., kv_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., facts: _Optional[_Mapping[str, float]] = ..., tokens: _Optional[int] = ..., paces: _Optional[_Iterable[_Union[Pace, _Mapping]]] = ..., catch_up: _Optional[float] = ..., draft_kv: _Optional[float] = ..., pools: _Optional[bool] = ...) -> None: ...
+    bidirectional: bool
+    def __init__(self, version: _Optional[int] = ..., instance: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., rows: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., depth: _Optional[int] = ..., drafts: _Optional[int] = ..., masks: _Optional[bool] = ..., kv_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., facts: _Optional[_Mapping[str, float]] = ..., tokens: _Optional[int] = ..., paces: _Optional[_Iterable[_Union[Pace, _Mapping]]] = ..., catch_up: _Optional[float] = ..., draft_kv: _Optional[float] = ..., pools: _Optional[bool] = ..., bidirectional: _Optional[bool] = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("rows", "drafts", "seconds")
@@ -92,23 +94,25 @@ class Begin(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("opened", "grown", "same_spans", "spans", "masked", "drafts")
+    __slots__ = ("opened", "grown", "same_spans", "spans", "masked", "drafts", "snapshots")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     GROWN_FIELD_NUMBER: _ClassVar[int]
     SAME_SPANS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     MASKED_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     opened: _containers.RepeatedCompositeFieldContainer[Open]
     grown: _containers.RepeatedCompositeFieldContainer[Growth]
     same_spans: bool
     spans: _containers.RepeatedScalarFieldContainer[int]
     masked: _containers.RepeatedScalarFieldContainer[int]
     drafts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, opened: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., grown: _Optional[_Iterable[_Union[Growth, _Mapping]]] = ..., same_spans: _Optional[bool] = ..., spans: _Optional[_Iterable[int]] = ..., masked: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[int]] = ...) -> None: ...
+    snapshots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, opened: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., grown: _Optional[_Iterable[_Union[Growth, _Mapping]]] = ..., same_spans: _Optional[bool] = ..., spans: _Optional[_Iterable[int]] = ..., masked: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[int]] = ..., snapshots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("row", "tokens", "start", "prompt", "seed", "choice", "stop", "limit", "sampling")
+    __slots__ = ("row", "tokens", "start", "prompt", "seed", "choice", "stop", "limit", "sampling", "snapshot")
     ROW_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +122,7 @@ class Open(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     row: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     start: int
@@ -127,7 +132,8 @@ class Open(_message.Message):
     stop: _containers.RepeatedScalarFieldContainer[int]
     limit: int
     sampling: Sampling
-    def __init__(self, row: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., prompt: _Optional[int] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., stop: _Optional[_Iterable[int]] = ..., limit: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+    snapshot: int
+    def __init__(self, row: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., prompt: _Optional[int] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., stop: _Optional[_Iterable[int]] = ..., limit: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., snapshot: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "bad_words", "allowed", "logprobs", "prompt_logprobs", "pooling")

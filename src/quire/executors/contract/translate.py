@@ -29,6 +29,7 @@ _FIELDS: Mapping[str, str] = {
     "draft_catch_up_seconds": "catch_up",
     "draft_kv_share": "draft_kv",
     "supports_pooling": "pools",
+    "bidirectional": "bidirectional",
 }
 """The message's name of each field of a description."""
 
@@ -57,6 +58,7 @@ def read_description(message: pb.Description) -> Description:
 def send_plan(plan: Plan, before: tuple[Span, ...]) -> pb.Plan:
     """before: the previous step's spans, which are not sent again when they are the same object."""
     message = pb.Plan(masked=plan.masked_spans, drafts=plan.num_drafts)
+    message.snapshots.extend(chain.from_iterable(plan.snapshots))
     if plan.new_sequences:
         message.opened.extend(_open(each) for each in plan.new_sequences)
     if plan.new_blocks:
@@ -81,6 +83,7 @@ def read_plan(message: pb.Plan, before: tuple[Span, ...]) -> Plan:
         spans,
         tuple(message.masked),
         tuple(message.drafts),
+        tuple(zip(*[iter(message.snapshots)] * 3, strict=True)),
     )
 
 
@@ -101,6 +104,7 @@ def _open(one: NewSequence) -> pb.Open:
         stop=sorted(one.stop_token_ids),
         limit=one.max_length,
         sampling=sampling,
+        snapshot=one.snapshot,
     )
 
 
@@ -127,6 +131,7 @@ def _opened(message: pb.Open) -> NewSequence:
         message.choice,
         frozenset(message.stop),
         message.limit,
+        message.snapshot,
     )
 
 

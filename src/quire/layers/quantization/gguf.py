@@ -13,14 +13,17 @@ from quire.layers.quantization.base import (
     Format,
     Matrix,
     MatrixPart,
+    Plain,
     QuantizedWeight,
     WeightSlot,
     WeightStorage,
     bias_of,
     bias_slots,
 )
+from quire.layers.quantization.scaled import OnlineQuantization
 from quire.ops.base import Gate, IntegerMatrix, MixedMatrix, Ops
-from quire.ops.gguf_blocks import BLOCKS
+from quire.ops.gguf_blocks import PACKED
+from quire.ops.gguf_encode import encode
 from quire.ops.panels import PanelMatrix
 
 
@@ -38,7 +41,7 @@ class StoredBlocks:
 
     def packed(self, raw: Tensor) -> IntegerMatrix:
         """raw uint8 [out, bytes of a row] -> the matrix [out, in]."""
-        return BLOCKS[self.kind](raw.view(-1, self.size)).matrix(len(raw))
+        return PACKED[self.kind](raw.view(-1, self.size)).matrix(len(raw))
 
 
 class GgufStorage:
@@ -124,6 +127,44 @@ class GgufFormat:
         found = [self.blocks.get(f"{part.name}.weight") for part in parts]
         held = [kind for kind in found if kind and cut.start % kind.block == cut.stop % kind.block == 0]
         return held if len(held) == len(found) else []
+
+
+class BlockQuantization(OnlineQuantization):
+    """As `OnlineQuantization`, into blocks of one of GGUF's types. Matrices whose rows are no whole blocks stay
+    `plain`."""
+
+    def __init__(self, blocks: StoredBlocks, plain: Format) -> None:
+        self.blocks, self.plain = blocks, plain
+
+    def __call__(self, matrix: Matrix, ops: Ops, shared: Tensor | None = None) -> WeightStorage:
+        """Storage that quantizes while the matrix is loaded; plain where it is shared or keeps its precision."""
+        if shared is not None or matrix.keep_precision or matrix.local_shape[1] % self.blocks.block:
+            return self.plain(matrix, ops, shared)
+        return OnlineBlocks(matrix, ops, self.blocks)
+
+
+ROWS = 1 << 17
+"""Numbers that are quantized at a time."""
+
+
+class OnlineBlocks(Plain):
+    """Plain until it is finalized."""
+
+    def __init__(self, matrix: Matrix, ops: Ops, blocks: StoredBlocks) -> None:
+        super().__init__(matrix, ops)
+        self.blocks = blocks
+
+    def finalize(self) -> None:
+        """Quantize, some rows at a time."""
+        kind, block = self.blocks.kind, self.blocks.block
+        rows = torch.split(self.weight, max(1, ROWS // self.weight.shape[1]))
+        raw = torch.cat([encode(kind, each.float().view(-1, block)).view(len(each), -1) for each in rows])
+        self.quantized = QuantizedWeight(self.ops, self.ops.arranged(self.blocks.packed(raw)), self.bias)
+        del self.weight
+
+    def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
+        """As `WeightStorage.apply`."""
+        return super().apply(x, gate) if self.quantized is None else self.quantized.apply(x, gate)
 
 
 Tables = Callable[[Matrix, Ops], GgufStorage | None]

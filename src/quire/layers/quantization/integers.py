@@ -91,7 +91,9 @@ class IntegerTensors:
         self.columns, self.across, self.scheme = matrix.columns, matrix.shard, halving
         each = halving.each
         if self.columns % 2 and each == 8:
-            raise InvalidModel(f"{self.name} has {self.columns} columns, which cannot be stored two by two")
+            raise InvalidModel(
+                f"{self.name} has {self.columns} columns, which is odd, so they cannot be packed in pairs"
+            )
         self.count = -(-self.columns // halving.group)
         layout, kept, wide = halving.layout, self.cut.stop - self.cut.start, self.across.stop - self.across.start
         check_aligned(self.across, each if layout != "awq" else 2, self.name)
@@ -158,7 +160,7 @@ class IntegerTensors:
     def groups(self) -> Tensor:
         """Each column's group, [in] int64."""
         if not bool(((self.order >= 0) & (self.order < self.count)).all()):
-            raise InvalidModel(f"{self.name}: a column's group is none of {self.count}: the checkpoint is broken")
+            raise InvalidModel(f"{self.name}: a column's group is not one of {self.count}: the checkpoint is corrupt")
         return self.order.long()
 
     def numbers(self) -> Tensor:

@@ -71,7 +71,7 @@ class Mxfp4Storage:
         """Bring numbers and exponents into the layout of the kernels."""
         if bool((self.exponents == 255).any()):
             name = self.matrix.parts[0].name
-            raise InvalidModel(f"{name}.weight_scale holds numbers that cannot be scales: the checkpoint is broken")
+            raise InvalidModel(f"{name}.weight_scale holds numbers that cannot be scales: the checkpoint is corrupt")
         codes = torch.stack((self.raw & 15, self.raw >> 4), -1).flatten(1)
         self.quantized = QuantizedWeight(self.ops, self.ops.arranged(pack_floats(codes, self.exponents)), self.bias)
         del self.raw, self.exponents

@@ -127,7 +127,7 @@ def check_scale(scale: Tensor, name: str) -> None:
     """Raises InvalidModel for scales that no quantizer makes: not finite, below 0, or one far above all others."""
     lone = scale.numel() >= ENOUGH and float(scale.max()) > FAR * float(scale.median())
     if not bool(scale.isfinite().all()) or bool((scale < 0).any()) or lone:
-        raise InvalidModel(f"{name} holds numbers that cannot be scales: the checkpoint is broken")
+        raise InvalidModel(f"{name} holds numbers that cannot be scales: the checkpoint is corrupt")
 
 
 def unpack(packed: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:

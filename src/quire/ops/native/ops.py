@@ -19,13 +19,15 @@ from quire.ops.base import (
     Norm,
     Norms,
     QuantizedMatrix,
+    Scores,
 )
 from quire.ops.integer import integers_of
 from quire.ops.native.library import LEVELS, CAttention, CMatrix, CNorm, CRope, load, parallel_function
 from quire.ops.native.pack import in_panels
+from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.reference import ReferenceOps, Scores
+from quire.ops.reference import ReferenceOps, weigh
 from quire.types import UNLIMITED
 
 GATES: Mapping[str, int] = MappingProxyType({"": 0, "silu": 1, "gelu": 2})
@@ -193,6 +195,38 @@ class NativeOps(ReferenceOps):
         self.library.quire_rope(ctypes.byref(arguments), threads_for(qkv))
         return q
 
+    def self_attention(
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        angles: Angles,
+        how: Scores,
+        norms: Norms | None = None,
+    ) -> Tensor:
+        """See `Ops.self_attention`. Prompts of one length are attended in one call, without K/V of their own."""
+        paged = self.prepare(batch)
+        if not how.ahead or how.chunk < UNLIMITED or not paged.is_whole:
+            return super().self_attention(qkv, heads, kv, batch, angles, how, norms)
+        order = paged.order
+        q, k, v = self.heads_of(qkv, heads, kv.k.shape[3], angles, norms)
+        if order is not None:
+            q, k, v = (x.index_select(0, order) for x in (q, k, v))
+        out, start = q.new_empty(len(q), heads, v.shape[-1]), 0
+        repeat = heads // k.shape[1]
+        for group in paged.groups:
+            spans, rows = len(group.kv_len), slice(start, start + len(group.kv_len) * group.n)
+            shape = (spans, group.n, -1, q.shape[-1])
+            query, key, value = (x[rows].view(shape).transpose(1, 2) for x in (q, k, v))
+            if repeat > 1:
+                key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
+            sinks = None if how.sinks is None else how.sinks.view(-1, 1, 1)
+            made = weigh(query, key, value, whole_mask(paged, group.n, how), how, sinks)
+            out[rows].view(spans, group.n, heads, -1).copy_(made.transpose(1, 2))
+            start = rows.stop
+        return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
+
     def attention(
         self,
         q: Tensor,
@@ -203,11 +237,14 @@ class NativeOps(ReferenceOps):
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
         chunk: int = UNLIMITED,
+        ahead: int = 0,
     ) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
-        if not self._attends(q, kv) or all(group.n > MANY_QUERIES for group in paged.groups):
-            return super().attention(q, kv, paged, scale, window, soft_cap, sinks, chunk)
+        # The kernel is causal.
+        causal = not ahead and paged.last_visible is None
+        if not causal or not self._attends(q, kv) or all(group.n > MANY_QUERIES for group in paged.groups):
+            return super().attention(q, kv, paged, scale, window, soft_cap, sinks, chunk, ahead)
         out = q.new_empty(*q.shape[:2], kv.v.shape[-1])
         how = Scores(scale, window, soft_cap, sinks, chunk)
         for i, group in enumerate(paged.groups):
@@ -245,6 +282,17 @@ class NativeOps(ReferenceOps):
         dims = q.shape[-1] == kv.k.shape[-1] and q.shape[-1] % PANEL_ROWS == 0 and kv.v.shape[-1] % PANEL_ROWS == 0
         dtypes = q.dtype in FLOATS and kv.k.dtype in FLOATS and kv.v.dtype is kv.k.dtype
         return dims and dtypes and q.shape[-1] <= MOST_KEY_DIM and q.stride(-1) == 1 and q.stride(1) == q.shape[-1]
+
+
+def whole_mask(paged: PagedAttentionMetadata, n: int, how: Scores) -> Tensor | None:
+    """[n, n] bool: which positions of a prompt of `n` tokens each sees; None where each sees all."""
+    if how.sees_all(n):
+        return None
+    key = (n, how.window, how.ahead)
+    if key not in paged.masks:
+        at = torch.arange(n)
+        paged.masks[key] = visible(at, at[:, None], how.window, how.chunk, how.ahead)
+    return paged.masks[key]
 
 
 MOST_DIM, MOST_KEY_DIM = 1024, 512

@@ -58,7 +58,7 @@ def gemm_library(device: torch.device) -> GemmAutotuner:
         try:
             products = CublasLt(device)
         except (OSError, RuntimeError) as error:
-            log.warning("torch chooses how products are made, cuBLASLt cannot be asked: %s", error)
+            log.warning("torch chooses the algorithms of matrix products, because cuBLASLt is not available: %s", error)
     return GemmAutotuner(products, on_the_card)
 
 
@@ -313,8 +313,11 @@ class TritonOps(BaseOps):
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
         chunk: int = UNLIMITED,
+        ahead: int = 0,
     ) -> Tensor:
-        """See `Ops.attention`."""
+        """See `Ops.attention`. Raises ValueError for attention that is not causal."""
+        if ahead:
+            raise ValueError("these kernels compute causal attention only")
         planned = self.prepare(batch)
         begun = cascade_attention(q, kv, planned, scale, min(window, chunk), soft_cap, self.card)
         return attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks, chunk)

@@ -95,7 +95,7 @@ class Precompiler:
                 self._precompile(works)
         except Exception as failure:
             # Of any kind: steps are compiled as they are launched, and may meet it again.
-            log.warning("kernels are compiled one by one: they could not be together (%r)", failure)
+            log.warning("kernels are compiled one by one, because compiling in parallel failed (%r)", failure)
 
     def _precompile(self, works: Sequence[Callable[[], object]]) -> int:
         """Returns how many kernels were in no cache."""

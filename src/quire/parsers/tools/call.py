@@ -128,20 +128,22 @@ _ESCAPES: Mapping[str, str] = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 
-_ROLES: Mapping[str, str] = {"name": "name", "arguments": "arguments", "parameters": "arguments"}
+_ARGUMENTS = ("arguments", "parameters")
 
 
 @dataclass(slots=True, eq=False)
 class Call:
     """A call as a JSON object with a `name` and `arguments` (or `parameters`), in any order, among other keys.
 
-    accept: whether a tool of this name may be called. bare: an object without arguments is not a call.
+    accept: whether a tool of this name may be called. bare: an object without arguments is not a call. name_key: the
+    key of the name; empty where the only key is the name, and its value the arguments.
     Once `begun`, the name is known, and `fragments` holds the text of the arguments that the caller has not taken yet.
     Arguments in a string are the JSON that the string holds.
     """
 
     accept: Callable[[str], bool]
     bare: bool
+    name_key: str = "name"
     name: str = ""
     fragments: list[str] = field(default_factory=list)
     done: bool = False
@@ -205,14 +207,21 @@ class Call:
         self._value = None
         if self._role == "key":
             self._at = "colon"
-            self._role = _ROLES.get(json.loads("".join(self._pieces)), "other")
-            return not (self._role == "name" and self.name) and not (self._role == "arguments" and self._given)
+            return self._keyed(json.loads("".join(self._pieces)))
         self._at = "next"
         if self._role == "name":
             return self._named(json.loads("".join(self._pieces)))
         if self._role == "arguments" and not self._streams:
             return self._parse_arguments("".join(self._pieces))
         return True
+
+    def _keyed(self, key: str) -> bool:
+        """A key, which says what its value is. Returns whether it may come here."""
+        if not self.name_key:
+            self._role = "arguments"
+            return not self.name and self._named(key)
+        self._role = "name" if key == self.name_key else "arguments" if key in _ARGUMENTS else "other"
+        return not (self._role == "name" and self.name) and not (self._role == "arguments" and self._given)
 
     def _named(self, name: object) -> bool:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not self.accept(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -53,9 +54,17 @@ class References:
         return target
 
 
-def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+class Properties(dict[str, Any]):
+    """The schemas of properties by name, and the references that parts of them may contain."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self.references = References(root)
+        super().__init__(self.references.properties(root))
+
+
+def properties_of(schema: Mapping[str, Any]) -> Properties:
     """See `References.properties`, of the properties of the root itself."""
-    return References(schema).properties(schema)
+    return Properties(schema)
 
 
 _KINDS: Mapping[type, str] = {
@@ -100,11 +109,14 @@ def as_json(text: str, schema: Any, *, marked: bool = False) -> str:
     """The text of a value as JSON, by its schema: as it is where it is JSON of such a type, otherwise as a string.
 
     marked: the format marks strings that are written as they are, and this is none. Python's names of constants count
-    as JSON's. A text in quotation marks is a string with quotation marks, unless strings are marked.
+    as JSON's, and so do Python's lists and dicts where no string may stand. A text in quotation marks is a string with
+    quotation marks, unless strings are marked.
     """
     kinds = kinds_of(schema)
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
+    if "string" not in kinds and bare[:1] in ("[", "{") and "'" in bare:
+        bare = _from_python(bare)
     try:
         value = json.loads(bare, parse_constant=_refuse)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -113,6 +125,20 @@ def as_json(text: str, schema: Any, *, marked: bool = False) -> str:
     kind = _KINDS[type(value)]
     fits = kind in kinds or (kind == "integer" and "number" in kinds) or "string" not in kinds
     return bare if fits and (marked or kind != "string") else quoted(text)
+
+
+def _from_python(text: str) -> str:
+    """A list or dict as Python prints it as JSON; any other text as it is."""
+    try:
+        json.loads(text)
+    except RecursionError:
+        return text
+    except ValueError:
+        try:
+            return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            return text
+    return text
 
 
 def _refuse(constant: str) -> None:

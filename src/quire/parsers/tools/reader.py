@@ -169,7 +169,8 @@ class Reader(PartEmitter):
         """At the beginning of a call."""
         if c == "{":
             known = self._form == "known"
-            self._call = Call(self._tools.__contains__ if known else bool, bare=known)
+            accept = self._tools.__contains__ if known else bool
+            self._call = Call(accept, bare=known, name_key=self._style.name_key)
             self._step = self._object
             return self._call.take(c)
         if c == "[" and not self._list:
@@ -242,11 +243,32 @@ def python_calls(source: str, tools: Tools) -> list[tuple[str, str]] | None:
     """
     if len(source) > LONGEST:
         return None
-    try:
-        body = ast.parse(source.strip()).body
-        return [_call(one, tools) for line in body for one in _calls(line)] or None
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return None
+    for text in (source, _one_line_strings(source)):
+        try:
+            body = ast.parse(text.strip()).body
+            return [_call(one, tools) for line in body for one in _calls(line)] or None
+        except SyntaxError:
+            continue
+        except (ValueError, TypeError, RecursionError, MemoryError):
+            return None
+    return None
+
+
+def _one_line_strings(source: str) -> str:
+    """Python whose strings contain line breaks, as some templates write them, with these escaped."""
+    made: list[str] = []
+    quote = escape = ""
+    for c in source:
+        if c == "\n" and quote:
+            made.append("n" if escape else "\\n")
+        else:
+            made.append(c)
+        if not quote:
+            quote = c if c in "'\"" else ""
+        elif c == quote and not escape:
+            quote = ""
+        escape = c if c == "\\" and not escape else ""
+    return "".join(made)
 
 
 def _calls(line: ast.stmt) -> Sequence[ast.expr]:

@@ -50,6 +50,11 @@ ToolParser = Literal[
     "granite-20b-fc",
     "gigachat3",
     "xlam",
+    "ernie45",
+    "cohere_command3",
+    "cohere_command4",
+    "apertus",
+    "minimax_m3",
 ]
 
 Form = Literal["any", "known", "python"]
@@ -91,12 +96,14 @@ class ToolStyle(CallStyle):
     """Calls as JSON objects, or in Python.
 
     marks: texts that a call begins with, and the form of what follows. end: text that ends calls, or empty. named: a
-    name may stand between mark and arguments.
+    name may stand between mark and arguments. name_key: the key of the name; empty where a call is an object whose only
+    key is the name, and whose value are the arguments.
     """
 
     marks: Mapping[str, Form]
     end: str = ""
     named: bool = False
+    name_key: str = "name"
     start: str = '{"name": "{name}", "arguments": '
     finish: str = "}"
 
@@ -130,6 +137,14 @@ class Notation:
     quote: str
 
 
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """Arguments as elements within elements, each tag behind `mark`: a property is `<key>value</key>`, an entry of a
+    list `<item>value</item>`. Strings are written as they are, all other values as JSON."""
+
+    mark: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedStyle(CallStyle):
     """Calls between tags.
@@ -142,7 +157,7 @@ class TaggedStyle(CallStyle):
     begin: str
     head_ends: tuple[str, ...]
     named: str = r"\s*(?P<name>[\w.:/-]{1,256})\s*"
-    form: Parameters | Notation | None = None
+    form: Parameters | Notation | Nested | None = None
     opens: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()
 
@@ -304,9 +319,52 @@ _GEMMA4 = TaggedStyle(
     finish="<tool_call|>",
 )
 
+_COHERE = ToolStyle(
+    name="cohere_command3",
+    models="Command R7B, Command A",
+    special=True,
+    marks={"<|START_ACTION|>": "any"},
+    end="<|END_ACTION|>",
+    name_key="tool_name",
+    before="<|START_ACTION|>[\n    ",
+    start='{"tool_call_id": "{index}", "tool_name": "{name}", "parameters": ',
+    between=",\n    ",
+    after="\n]<|END_ACTION|>",
+)
+
+_APERTUS = ToolStyle(
+    name="apertus",
+    models="Apertus",
+    special=True,
+    marks={"<|tools_prefix|>": "any"},
+    end="<|tools_suffix|>",
+    name_key="",
+    before="<|tools_prefix|>[",
+    start='{"{name}": ',
+    between=", ",
+    after="]<|tools_suffix|>",
+)
+
+_M3 = "]<]minimax[>["
+_MINIMAX_M3 = TaggedStyle(
+    name="minimax_m3",
+    models="MiniMax M3",
+    special=True,
+    begin=f'{_M3}<invoke name="',
+    head_ends=('">',),
+    form=Nested(_M3),
+    opens=(f"{_M3}<tool_call>",),
+    closes=(f"{_M3}</invoke>", f"{_M3}</tool_call>"),
+    before=f"{_M3}<tool_call>\n",
+    start=f'{_M3}<invoke name="{{name}}">',
+    finish=f"{_M3}</invoke>\n",
+    after=f"{_M3}</tool_call>",
+)
+
 _ALL: Sequence[Style] = (
     HERMES,
     replace(HERMES, name="granite4", models="Granite 4"),
+    replace(HERMES, name="ernie45", models="ERNIE 4.5"),
     replace(
         HERMES,
         name="longcat",
@@ -480,7 +538,12 @@ _ALL: Sequence[Style] = (
         models="GigaChat 3",
         special=True,
         most=1,
-        marks={"function call<|role_sep|>": "any"},
+        marks={
+            "function call<|role_sep|>": "any",
+            "<|message_sep|>\n\nfunction call<|role_sep|>": "any",
+            "<|function_call|>": "any",
+        },
+        end="<|message_sep|>",
         before="function call<|role_sep|>\n",
         between="function call<|role_sep|>\n",
     ),
@@ -495,6 +558,10 @@ _ALL: Sequence[Style] = (
         between="<|action_end|>\n<|action_start|><|plugin|>\n",
         after="<|action_end|>",
     ),
+    _COHERE,
+    replace(_COHERE, name="cohere_command4", models="Command A+"),
+    _APERTUS,
+    _MINIMAX_M3,
     _GEMMA,
     _GEMMA4,
     replace(
@@ -525,6 +592,10 @@ def sign_of(template: str | None) -> Style | None:
 
 _SIGNS: Sequence[tuple[ToolParser, *tuple[str, ...]]] = (
     ("minimax_m2", "<minimax:tool_call>"),
+    ("minimax_m3", "]<]minimax[>["),
+    ("cohere_command4", "<|START_ACTION|>", "<|START_TEXT|>"),
+    ("cohere_command3", "<|START_ACTION|>"),
+    ("apertus", "<|tools_prefix|>"),
     ("deepseek_v32", "｜DSML｜", "function_calls"),
     ("deepseek_v4", "｜DSML｜"),
     ("step3", "<steptml:invoke"),
@@ -533,6 +604,7 @@ _SIGNS: Sequence[tuple[ToolParser, *tuple[str, ...]]] = (
     ("lfm2", "<|tool_list_start|>"),
     ("internlm", "<|action_start|>"),
     ("gigachat3", "<|role_sep|>", "function call"),
+    ("gigachat3", "<|function_call|>"),
     ("granite-20b-fc", "<function_call>"),
     ("hunyuan_a13b", "<tool_calls>", "<|extra_0|>"),
     ("minimax", "<tool_calls>", "<beginning_of_sentence>"),
@@ -544,7 +616,8 @@ _SIGNS: Sequence[tuple[ToolParser, *tuple[str, ...]]] = (
     ("kimi_k2", "<|tool_calls_section_begin|>"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>", "```json"),
     ("deepseek_v31", "<｜tool▁calls▁begin｜>"),
-    ("openai", "<|channel|>", "<|constrain|>"),
+    ("openai", "<|channel|>", "to=functions."),
+    ("openai", "<|channel|>", "commentary"),
     ("gemma4", "<|tool_call>call:"),
     ("functiongemma", "<start_function_call>"),
     ("llama4_pythonic", "<|python_start|>", "<|python_end|>", "func_name"),
@@ -556,6 +629,7 @@ _SIGNS: Sequence[tuple[ToolParser, *tuple[str, ...]]] = (
     ("phi4_mini_json", "<|/tool|>"),
     ("phi4_mini_json", "functools["),
     ("jamba", "<tool_calls>"),
+    ("ernie45", "<tool_call>", "<response>", "</think>"),
     ("hermes", "<tool_call>"),
     ("mistral", "[TOOL_CALLS]"),
     ("llama3_json", "<|python_tag|>"),
@@ -575,9 +649,16 @@ The results come with the next message."""
 
 
 def describe_tools(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, style: Style
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    style: Style,
+    *,
+    system: bool = True,
 ) -> list[dict[str, Any]]:
-    """`messages`, whose contents are strings, with `tools`, calls and results written into the contents."""
+    """`messages`, whose contents are strings, with `tools`, calls and results written into the contents.
+
+    system: tools may be described in a system message of their own; otherwise the first message begins with them.
+    """
     shown: list[dict[str, Any]] = []
     before = None
     for message in messages:
@@ -595,7 +676,7 @@ def describe_tools(
         else:
             shown.append(dict(message))
         before = role
-    return _with_tools(shown, tools, style) if tools else shown
+    return _with_tools(shown, tools, style, system) if tools else shown
 
 
 def calls_text(calls: Sequence[Mapping[str, Any]], style: Style) -> str:
@@ -615,6 +696,8 @@ def written(arguments: Any, style: Style) -> str:
         return arguments
     if isinstance(form, Notation):
         return _noted(arguments, form.quote)
+    if isinstance(form, Nested):
+        return _nested(arguments, form.mark)
     if form is None or not isinstance(arguments, Mapping):
         return _json(arguments)
     line = "\n" if form.lines else ""
@@ -635,11 +718,23 @@ def _noted(value: Any, quote: str) -> str:
     return _json(value)
 
 
+def _nested(value: Any, mark: str) -> str:
+    """Elements without a value of null are left out of objects."""
+    if isinstance(value, Mapping):
+        pairs = [(key, each) for key, each in value.items() if each is not None]
+        return "".join(f"{mark}<{key}>{_nested(each, mark)}{mark}</{key}>" for key, each in pairs)
+    if isinstance(value, list):
+        return "".join(f"{mark}<item>{_nested(each, mark)}{mark}</item>" for each in value)
+    return value if isinstance(value, str) else _json(value)
+
+
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _with_tools(shown: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], style: Style) -> list[dict[str, Any]]:
+def _with_tools(
+    shown: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], style: Style, system: bool
+) -> list[dict[str, Any]]:
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     form = style.form if isinstance(style, TaggedStyle) else None
     arguments = written({"PARAMETER": "VALUE"}, style) if form else "{ARGUMENTS}"
@@ -647,4 +742,6 @@ def _with_tools(shown: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]],
     text = _INTRODUCTION.format(tools=functions, example=example)
     if shown and shown[0].get("role") in ("system", "developer"):
         return [{**shown[0], "content": f"{shown[0].get('content') or ''}\n\n{text}".lstrip()}, *shown[1:]]
+    if shown and not system:
+        return [{**shown[0], "content": f"{text}\n\n{shown[0].get('content') or ''}"}, *shown[1:]]
     return [{"role": "system", "content": text}, *shown]

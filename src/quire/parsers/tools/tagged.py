@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.parsers.parts import TextPart
 from quire.parsers.tools.call import Value, escaped
 from quire.parsers.tools.emitter import PartEmitter, Tools, schema_of
-from quire.parsers.tools.kinds import as_json, kinds_of, quoted
-from quire.parsers.tools.styles import Notation, Parameters, TaggedStyle
-from quire.parsers.tools.tape import Tape
+from quire.parsers.tools.kinds import Properties, as_json, kinds_of, quoted
+from quire.parsers.tools.styles import Nested, Notation, Parameters, TaggedStyle
+from quire.parsers.tools.tape import Reading, Tape
 from quire.types import UNLIMITED
 
 _LONGEST_HEAD = 400
@@ -74,6 +74,10 @@ class TaggedReader(PartEmitter):
         elif isinstance(style.form, Notation):
             self._emit_call(name, unclosed=True)
             yield from _NotationReader(self._tape, style.form.quote, self._emit_arguments, self._emit_content).object()
+        elif isinstance(style.form, Nested):
+            self._emit_call(name, unclosed=True)
+            reader = _NestedReader(self._tape, style.form.mark, self._emit_arguments, self._emit_content)
+            yield from reader.whole(self._tools.get(name, {}))
         else:
             yield from self._json(name, style.begin + head + mark)
 
@@ -221,3 +225,93 @@ class _NotationReader:
             return False
         self._emit(as_json("".join(pieces[:-1]), True))
         return True
+
+
+class _NestedReader:
+    """Elements within elements as JSON, by the schemas of the properties.
+
+    emit: called with JSON. refuse: called with text that is not valid where it stands.
+    """
+
+    def __init__(self, tape: Tape, mark: str, emit: Callable[[str], None], refuse: Callable[[str], None]) -> None:
+        self._tape = tape
+        self._mark = f"{mark}<"
+        self._emit = emit
+        self._refuse = refuse
+        self._resolved: Callable[[Any], Any] = lambda schema: schema
+
+    def whole(self, properties: Collection[str]) -> Generator[None]:
+        """All arguments, up to and with the end mark of the call. properties: their schemas, where they are known."""
+        if isinstance(properties, Properties):
+            self._resolved = properties.references.resolved
+        schemas = properties if isinstance(properties, Mapping) else {}
+        self._emit("{")
+        first = yield from self._tag()
+        # Where the answer is cut off, so are the arguments.
+        if not (yield from self._object(first, schemas, 0)) and not (self._tape.exhausted or self._tape.cut):
+            self._emit("}")
+
+    def _tag(self) -> Reading:
+        """The next tag without its brackets; empty where none comes next."""
+        if not (yield from self._tape.mark((self._mark,))):
+            return ""
+        tag, found = yield from self._tape.head((">",), _LONGEST_HEAD)
+        if not found:
+            self._refuse(self._mark + tag)
+        return tag if found else ""
+
+    def _object(self, tag: str, schemas: Mapping[str, Any], depth: int) -> Generator[None, None, bool]:
+        """Properties, the first of which `tag` opens, up to an end mark. Returns whether it was found."""
+        said = ""
+        while tag and not tag.startswith("/"):
+            self._emit(f"{said}{quoted(tag)}: ")
+            said = ", "
+            if not (yield from self._value(tag, self._resolved(schemas.get(tag, True)), depth + 1)):
+                return False
+            tag = yield from self._tag()
+        self._emit("}" if tag else "")
+        return bool(tag)
+
+    def _list(self, tag: str, items: Any, depth: int) -> Generator[None, None, bool]:
+        """The entries of a list, the first of which `tag` opens, up to an end mark. Returns whether it was found."""
+        said = ""
+        while tag and not tag.startswith("/"):
+            self._emit(said)
+            said = ", "
+            if not (yield from self._value(tag, items, depth + 1)):
+                return False
+            tag = yield from self._tag()
+        self._emit("]" if tag else "")
+        return bool(tag)
+
+    def _value(self, key: str, schema: Any, depth: int) -> Generator[None, None, bool]:
+        """The value of an element, up to and with its end mark. Returns whether that was found."""
+        tape, kinds = self._tape, kinds_of(schema)
+        close = f"{self._mark}/{key}>"
+        if depth > _DEEPEST:
+            return False
+        if kinds == {"string"}:
+            self._emit('"')
+            found = yield from tape.until((close,), lambda text: self._emit(quoted(text)[1:-1]))
+            self._emit('"' if found else "")
+            return bool(found)
+        pieces: list[str] = []
+        if not (yield from tape.until((self._mark,), pieces.append)):
+            return False
+        tag, found = yield from tape.head((">",), _LONGEST_HEAD)
+        text = "".join(pieces)
+        if found and tag == f"/{key}":
+            empty = "" if "string" in kinds or text.strip() else "[]" if "array" in kinds else "{}"
+            self._emit(empty if empty and kinds & {"array", "object"} else as_json(text, schema))
+            return True
+        if not found or tag.startswith("/") or text.strip():
+            self._emit(as_json(text, schema))
+            self._refuse(self._mark + tag + found)
+            return False
+        about = schema if isinstance(schema, Mapping) else {}
+        if tag == "item" and "array" in kinds:
+            self._emit("[")
+            return (yield from self._list(tag, self._resolved(about.get("items", True)), depth))
+        self._emit("{")
+        given = about.get("properties")
+        return (yield from self._object(tag, given if isinstance(given, Mapping) else {}, depth))

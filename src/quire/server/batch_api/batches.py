@@ -23,7 +23,14 @@ from quire.server.folder import durable_write
 from quire.server.limits import Limits, read_body
 from quire.server.schemas import parse
 
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+BATCH_ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+)
 MOST_LINES = 50_000
 
 # Batches that are not finished.
@@ -111,7 +118,7 @@ class Batches:
             raise InvalidRequest("input_file_id must be a file with the purpose batch", param="input_file_id")
         _check_metadata(fields.metadata or {})
         if len(self.unfinished()) >= MOST_WAITING:
-            raise Overloaded(f"{MOST_WAITING} batches are waiting, and no more may", retry_after=60)
+            raise Overloaded(f"{MOST_WAITING} batches are waiting, which is the limit", retry_after=60)
         now = int(time.time())
         batch = {
             "id": new_id("batch_"),
@@ -151,7 +158,7 @@ class Batches:
             if batch["status"] in ("validating", "in_progress"):
                 self.set_status(batch, "cancelling")
             elif batch["status"] != "cancelling":
-                raise InvalidRequest(f"{batch['id']} is {batch['status']} already", param="id", code="batch_over")
+                raise InvalidRequest(f"{batch['id']} is already {batch['status']}", param="id", code="batch_over")
         return json_response(batch)
 
     # ---------------------------------------------------------------- for the runner

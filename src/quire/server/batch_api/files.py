@@ -54,7 +54,7 @@ class Incoming:
     def write(self, path: Path, file: BinaryIO, data: bytes) -> None:
         """Append data to an upload. Raises TooLarge."""
         if len(data) > self.space:
-            raise TooLarge("this server has no room for the file: delete others", param="file", code="no_room")
+            raise TooLarge("there is no space for the file: delete others", param="file", code="no_room")
         self._sizes[path] = self._sizes.get(path, 0) + len(data)
         file.write(data)
 
@@ -89,7 +89,7 @@ class Files:
         refuse_cross_site(request.scope)
         if len(self._store) >= MOST_FILES:
             raise InvalidRequest(
-                f"there are {MOST_FILES} files, and no more may be: delete some", code="too_many_files"
+                f"there are {MOST_FILES} files, which is the limit: delete some", code="too_many_files"
             )
         space = min(self._max_size, self._incoming.space)
         declared = request.headers.get("content-length", "")
@@ -116,7 +116,7 @@ class Files:
                 self._store.path(id, ".data").unlink()
                 raise
         except ClientDisconnect as gone:
-            raise InvalidRequest("the client left before its upload was complete") from gone
+            raise InvalidRequest("the client disconnected before its upload was complete") from gone
         finally:
             for file in opened:
                 # Raised where buffered data cannot be written.
@@ -130,7 +130,7 @@ class Files:
         if not opened:
             raise InvalidRequest("file is required: a part with that name", param="file", code="missing_field")
         if fields.get("purpose") not in PURPOSES:
-            raise InvalidRequest("purpose must be batch: files are for nothing else here", param="purpose")
+            raise InvalidRequest("purpose must be batch: no other purpose is supported", param="purpose")
         for name in fields.keys() - {"file", "purpose"}:
             raise InvalidRequest(f"unknown field {name[:64]!r}", param=name[:64], code="unknown_field")
         opened[0].flush()
@@ -237,7 +237,7 @@ class Form:
                 while self._step():
                     pass
         if not self._over:
-            raise _broken("it ends in the middle")
+            raise _broken("it ends before the closing boundary")
 
     def _step(self) -> bool:
         """Consume the current part as far as it is certain. Returns whether another part has begun."""
@@ -253,7 +253,7 @@ class Form:
         end = self._data.find(b"\r\n\r\n", length)
         if end < 0:
             if len(self._data) > _MAX_PART_HEAD:
-                raise _broken("a part has no end of its headers")
+                raise _broken("the headers of a part do not end")
             return False
         self._begin_part(self._data[length:end].decode("utf-8", "replace"))
         del self._data[: end + 4]
@@ -287,7 +287,7 @@ class Form:
         line = next((x for x in head.split("\r\n") if x.lower().startswith("content-disposition:")), "")
         found = dict(_PART_NAME.findall(line.partition(":")[2]))
         if "name" not in found or self._num_parts > _MAX_PARTS or found["name"] in self.fields:
-            raise _broken("its parts need names of their own, and must be few")
+            raise _broken("its parts must be few and have different names")
         if found["name"] == "file":
             self.fields["file"] = found.get("filename", "")
             self._sink = self._open_file()

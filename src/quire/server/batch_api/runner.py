@@ -94,7 +94,7 @@ class BatchService:
                 # Other batches, and clients, must not be affected by this one.
                 except Exception as error:
                     if (failed := _write_failed(error)) is not None:
-                        log.error("%s waits: %s", batch["id"], failed)
+                        log.error("%s is waiting: %s", batch["id"], failed)
                         await asyncio.sleep(_DISK)
                         continue
                     log.exception("%s failed", batch["id"])

@@ -75,7 +75,7 @@ class Store:
             try:
                 known = msgspec.json.decode(path.read_bytes())
                 if msgspec.convert(known, Document).id != path.stem:
-                    raise msgspec.ValidationError("its id is not its name")
+                    raise msgspec.ValidationError("its id differs from its file name")
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 log.warning("%s is not a %s, and is ignored: %s", path, self._what, escape_control(str(error)))
             else:

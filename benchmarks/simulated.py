@@ -1,0 +1,166 @@
+"""How well `quire simulate` predicts: fit steps on one half of a trace that the engine replays, predict the other
+half.
+
+python -m benchmarks.simulated # the embedded model on one core, about four minutes python -m benchmarks.simulated
+--repeats 5 --json FILE
+
+Both halves are replayed by the real engine in this process, in turns; the second half at least twice, whose spread is
+what the machine itself is good for. A prediction is within its bounds if its error is at most the bound, or twice the
+spread of the replays where that is more. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quire.assembly.engine import build_engine
+from quire.bench.calibrate import about
+from quire.bench.simulated import build_model
+from quire.config import Settings
+from quire.config.option import amount
+from quire.engine.engine import Engine
+from quire.sim.calibration import StepSample, StepSampler, fit
+from quire.sim.fleet import FleetConfig, prepare, simulate_fleet
+from quire.sim.results import Results, summarize
+from quire.sim.trace import Trace, read_trace
+
+BOUNDS: Mapping[str, float] = {"tokens_s": 0.05, "ttft_p50": 0.10, "ttft_p99": 0.20, "itl_p50": 0.10}
+LONGEST_ANSWER = 200
+_WARM_UP = 16
+
+
+def halves(path: str, requests: int, shrink: float, speed: float, longest: int) -> tuple[Trace, Trace]:
+    """Every second request of the trace is in the second half, so that both are alike; each as fast as half of it."""
+    whole = read_trace(Path(path)).shrunk(shrink)
+    parts = (Trace("first half"), Trace("second half"))
+    for number in range(min(requests, len(whole))):
+        output = min(LONGEST_ANSWER, whole.outputs[number])
+        prompt = min(whole.prompts[number], longest - output)
+        parts[number % 2].add(whole.arrivals[number] / speed, prompt, output)
+    return parts[0].part(0, len(parts[0])), parts[1].part(0, len(parts[1]))
+
+
+def replayed(engine: Engine, trace: Trace, sampler: StepSampler) -> tuple[dict[str, float], list[StepSample]]:
+    """Replay a trace on the wall clock, as the engine's process does. Returns what came of it, and its steps."""
+    results, last = Results(len(trace)), dict[str, float]()
+    vocab = engine.description.vocab_size
+    requests = [prepare(trace, number)[1] for number in range(len(trace))]
+    prompts = [tuple((7 * i + 13 * n) % vocab for i in range(len(each.prompt))) for n, each in enumerate(requests)]
+    sampler.restart()
+    sampler.samples.clear()
+    begin, sent = time.monotonic(), 0
+    while sent < len(trace) or engine.has_pending_work:
+        now = time.monotonic() - begin
+        while sent < len(trace) and trace.arrivals[sent] <= now:
+            results.arrival[sent], results.prompt[sent] = trace.arrivals[sent], trace.prompts[sent]
+            results.output[sent] = trace.outputs[sent]
+            engine.submit(prompts[sent], trace.outputs[sent], id=str(sent))
+            sent += 1
+        if not engine.has_pending_work:
+            time.sleep(max(0.0, trace.arrivals[sent] - (time.monotonic() - begin)))
+            continue
+        for output in engine.step():
+            at = time.monotonic() - begin
+            if output.tokens:
+                if output.id in last:
+                    results.gap(at - last[output.id], 1)
+                else:
+                    results.first_token(int(output.id), at, output.num_cached)
+                last[output.id] = at
+            if output.finish is not None:
+                results.ended(int(output.id), at, 0)
+    return figures(results), sampler.samples[_WARM_UP:]
+
+
+def figures(results: Results) -> dict[str, float]:
+    """What is compared."""
+    row = summarize(results, {}, 0.0, 0.0)
+    ms = row["ms"]
+    return {
+        "tokens_s": row["tokens_s"],
+        "ttft_p50": ms["ttft"]["p50"],
+        "ttft_p99": ms["ttft"]["p99"],
+        "itl_p50": ms["itl"]["p50"],
+    }
+
+
+def predicted(
+    settings: Settings, trace: Trace, samples: Sequence[StepSample], memory: str
+) -> tuple[dict[str, float], float]:
+    """The same figures by simulation, and the error of the fit."""
+    calibration = fit(samples, about(settings))
+    size = int(memory)
+    model = build_model(settings, calibration=calibration, memory=size, prefixes=False)
+    results, _ = simulate_fleet(FleetConfig(model.engine), trace)
+    return figures(results), calibration.error
+
+
+def compare(settings: Settings, first: Trace, second: Trace, repeats: int) -> dict[str, Any]:
+    """Replay both halves in turns, and predict the second from the first each time; medians."""
+    sampler = StepSampler()
+    engine = build_engine(settings, observers=[sampler])
+    memory = str(engine.description.block_bytes * engine.description.num_blocks + (1 << 32))
+    measured, foretold, errors = [], [], []
+    try:
+        replayed(engine, first.part(0, min(20, len(first))), sampler)
+        for _ in range(repeats):
+            _, samples = replayed(engine, first, sampler)
+            one, error = predicted(settings, second, list(samples), memory)
+            foretold.append(one)
+            errors.append(error)
+            measured.append(replayed(engine, second, sampler)[0])
+    finally:
+        engine.close()
+    rows = {}
+    for name, bound in BOUNDS.items():
+        seen = [each[name] for each in measured]
+        middle, guess = statistics.median(seen), statistics.median(each[name] for each in foretold)
+        spread = (max(seen) - min(seen)) / middle
+        error = guess / middle - 1
+        rows[name] = {
+            "measured": middle,
+            "predicted": guess,
+            "error": error,
+            "spread": spread,
+            "allowed": max(bound, 2 * spread),
+            "within": abs(error) <= max(bound, 2 * spread),
+            "within_bound": abs(error) <= bound,
+        }
+    return {"rows": rows, "fit_error": statistics.median(errors), "repeats": repeats}
+
+
+@click.command()
+@click.option("--trace", default="azure-code", show_default=True, help="As of quire simulate.")
+@click.option("--requests", default=240, show_default=True, help="In both halves together.")
+@click.option("--shrink", default=8.0, show_default=True)
+@click.option("--speeds", default="2,1000", show_default=True, help="Of the trace; 1000: all at once.")
+@click.option("--repeats", type=click.IntRange(2), default=3, show_default=True)
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Save all figures there.")
+def main(trace: str, requests: int, shrink: float, speeds: str, repeats: int, path: Path | None) -> None:
+    """Compare predictions of the second half of a trace with replays of it."""
+    settings = Settings.of(enable_prefix_caching=False, threads=1, device="cpu")
+    found = {}
+    for speed in speeds.split(","):
+        first, second = halves(trace, requests, shrink, float(speed), 2040)
+        found[speed] = compare(settings, first, second, repeats)
+        click.echo(f"speed {speed}: mean error of the fit {100 * found[speed]['fit_error']:.1f} %")
+        for name, row in found[speed]["rows"].items():
+            click.echo(
+                f"  {name:9} measured {row['measured']:9.2f} predicted {row['predicted']:9.2f} "
+                f"error {100 * row['error']:+6.1f} % spread {100 * row['spread']:5.1f} % "
+                f"allowed {100 * row['allowed']:5.1f} % {'ok' if row['within'] else 'OUTSIDE'}"
+                f"{'' if row['within_bound'] else ' (only by the spread)' if row['within'] else ''}"
+            )
+    if path is not None:
+        path.write_text(json.dumps({"about": dict(about(settings)), "speeds": found, "memory": amount(0)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""`quire calibrate`: what steps of a model take on this machine, for `quire simulate --calibration`."""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+from quire import __version__
+from quire.assembly.engine import build_engine
+from quire.bench.offline import FILE, writable
+from quire.cli.base import OFFLINE, SettingsCommand
+from quire.cli.tables import print_pairs
+from quire.config import Settings
+from quire.engine.engine import Engine
+from quire.errors import InvalidConfig
+from quire.observability.recording_format import RecordingReader
+from quire.sim.calibration import Calibration, StepSampler, fit
+from quire.sim.replay import replay
+from quire.types import SamplingParams
+
+_WARM_UP = 32
+"""Steps that are not counted: the first of each shape do more."""
+
+
+@click.command(
+    "calibrate",
+    cls=SettingsCommand,
+    sections=OFFLINE,
+    positional=True,
+    params=[
+        click.Option(
+            ["--output"], type=FILE, required=True, callback=writable, metavar="FILE", help="Where the result goes."
+        ),
+        click.Option(
+            ["--seconds"],
+            type=click.FloatRange(1),
+            default=45.0,
+            show_default=True,
+            help="To measure, besides loading.",
+        ),
+        click.Option(
+            ["--recording"],
+            type=click.Path(path_type=Path),
+            help="Fit the steps of a recording (file or folder), made under your own load, in place of measuring.",
+        ),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."),
+    ],
+)
+def command(settings: Settings, output: Path, seconds: float, recording: Path | None, as_json: bool) -> None:
+    """Measure what steps of MODEL take here: by tokens fed, K/V read, rows and prompts; and write it to a file.
+
+    A recording of a server (`--recording-dir`) says more than a measurement: its steps took what they take under that
+    load, with the server's other work beside them.
+    """
+    if recording is None:
+        found = measure(settings, seconds)
+    else:
+        found = fit(recorded_steps(recording).samples, {**about(settings), "recording": recording.name})
+    found.write(output)
+    cost = found.cost
+    if as_json:
+        click.echo(
+            json.dumps({"output": str(output), **cost._asdict(), "error": found.error, "samples": found.samples})
+        )
+        return
+    print_pairs(
+        [
+            ("steps", f"{found.samples:,}"),
+            ("any step", f"{1e3 * cost.base:.3f} ms"),
+            ("a token fed", f"{1e6 * cost.per_token:.2f} us"),
+            ("1,000 positions read", f"{1e9 * cost.per_kv:.2f} us"),
+            ("a row of logits", f"{1e6 * cost.per_row:.2f} us"),
+            ("1,000 pairs of a prompt", f"{1e9 * cost.per_pair:.3f} us"),
+            ("mean error of the fit", f"{100 * found.error:.1f} %"),
+        ]
+    )
+    click.echo(f"{output}: give it to quire simulate --calibration")
+
+
+def about(settings: Settings) -> Mapping[str, Any]:
+    """What a calibration is of."""
+    return {
+        "model": settings.model.model,
+        "dtype": settings.model.dtype,
+        "quantization": settings.model.quantization,
+        "quire": __version__,
+        "machine": platform.machine(),
+        "processor": platform.processor(),
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def recorded_steps(path: Path) -> StepSampler:
+    """The steps of recordings. Raises InvalidConfig where this code decides otherwise than the recorded one."""
+    if not path.exists():
+        raise InvalidConfig(f"there is no recording {path}: `quire serve --recording-dir` makes one", param="recording")
+    reader, sampler = RecordingReader([path]), StepSampler()
+    while reader.next is not None:
+        again = replay(reader, [sampler])
+        if again.divergence is not None:
+            raise InvalidConfig(
+                f"{path}: step {again.divergence.step} is decided otherwise by this version of Quire: record again",
+                param="recording",
+            )
+        sampler.restart()
+    return sampler
+
+
+def measure(settings: Settings, seconds: float) -> Calibration:
+    """Load the model, and run prompts and answers of all lengths for so long."""
+    sampler = StepSampler()
+    engine = build_engine(settings.changed(enable_prefix_caching=False, recording_dir=None), observers=[sampler])
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as bars:
+            bar, begin = bars.add_task("measuring", total=seconds), time.monotonic()
+            for turn, (width, prompt) in enumerate(_mixes(engine)):
+                _run_mix(engine, width, prompt, turn)
+                bars.update(bar, completed=time.monotonic() - begin)
+                if time.monotonic() - begin >= seconds and len(sampler.samples) >= 3 * _WARM_UP:
+                    break
+        device = engine.description.device
+    finally:
+        engine.close()
+    return fit(sampler.samples[_WARM_UP:], {**about(settings), "device": device})
+
+
+def _mixes(engine: Engine) -> Any:
+    """(sequences, prompt tokens) without end: powers of two, in an order that varies everything early on."""
+    rng, most = random.Random(7), engine.scheduler.max_num_seqs
+    longest = min(
+        engine.description.max_model_len - 64,
+        engine.scheduler.kv.block_pool.num_blocks * engine.scheduler.kv.block_size // 2,
+    )
+    while True:
+        width = 1 << rng.randint(0, max(0, most.bit_length() - 1))
+        prompt = min(longest, 1 << rng.randint(3, max(3, longest.bit_length() - 1)))
+        room = engine.scheduler.kv.block_pool.num_blocks * engine.scheduler.kv.block_size
+        yield max(1, min(width, most, room // (prompt + 64))), max(1, prompt)
+
+
+def _run_mix(engine: Engine, width: int, prompt: int, turn: int) -> None:
+    """Requests that begin alike in length; each answer has a length of its own, so that the batch shrinks step by
+    step."""
+    rng = random.Random(turn)
+    vocab = min(1000, engine.description.vocab_size)
+    for i in range(width):
+        tokens = [rng.randrange(vocab) for _ in range(max(1, int(prompt * rng.uniform(0.5, 1.0))))]
+        engine.submit(tokens, rng.randint(2, 32), id=f"{turn}-{i}", sampling=SamplingParams(temperature=0.0))
+    while engine.has_pending_work:
+        engine.step()

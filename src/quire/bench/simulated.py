@@ -1,0 +1,143 @@
+"""A model on a card, or on a calibrated machine, as an engine that can be simulated: memory and step times from
+headers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.assembly.limits import resolve
+from quire.bench.simulated_engine import SimulatedEngine
+from quire.cli.inspect import ModelFacts, read_facts
+from quire.cli.plan import MemoryPlan, need, plan_lines, weights
+from quire.config import Settings
+from quire.config.option import amount
+from quire.config.speculative import parse
+from quire.errors import InvalidConfig
+from quire.model_runner.memory import block_bytes, layer_shapes
+from quire.models.registry import idle_parameters
+from quire.sim.calibration import Calibration
+from quire.sim.devices import Device, ModelSizes, step_cost
+from quire.types import UNLIMITED
+from quire.weights.locate import EMBEDDED
+
+
+def sizes_of(settings: Settings, facts: ModelFacts) -> ModelSizes:
+    """What a step's time depends on, from a model's headers."""
+    spec, moe, held = facts.spec, facts.spec.experts, weights(settings, facts)
+    table = spec.vocab * spec.hidden
+    each = (held - (table if spec.tie else 2 * table) * facts.dtype.itemsize) / max(
+        1, facts.parameters - (table if spec.tie else 2 * table)
+    )
+    expert = 0.0
+    if moe is not None:
+        expert = 3.0 * spec.hidden * moe.width * (spec.layers - len(moe.dense_layers)) * each
+    quantized = settings.model.quantization if settings.model.quantization != "auto" else ""
+    stored = quantized or str((facts.config.get("quantization_config") or {}).get("quant_method", ""))
+    kept = torch.float8_e4m3fn if settings.cache.kv_cache_dtype == "fp8" else facts.dtype
+    whole, windowed = 0, 0.0
+    for layer, shape in enumerate(layer_shapes(spec.kv_shapes, kept, spec.state_shapes)):
+        size = block_bytes((shape,), 1)
+        window = spec.windows[layer] if layer < len(spec.windows) else UNLIMITED
+        if window < UNLIMITED:
+            windowed += size * window
+        else:
+            whole += size
+    return ModelSizes(
+        weights=held - (0 if spec.tie else table * facts.dtype.itemsize) - expert * (moe.num_experts if moe else 0),
+        expert=expert,
+        experts=moe.num_experts if moe else 0,
+        used_experts=moe.num_experts_per_token if moe else 0,
+        parameters=max(0, facts.parameters - idle_parameters(spec) - (table if spec.tie else 2 * table)),
+        head=table,
+        width=1 if "fp8" in stored else 2,
+        kv=whole,
+        windowed=windowed,
+        pair=4.0 * spec.heads * max(dim for _, dim in spec.each_heads) * spec.layers,
+        layers=spec.layers,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """One replica. memory: of its card, in bytes. first_token: see `Calibration`."""
+
+    engine: SimulatedEngine
+    plan: MemoryPlan
+    memory: int
+    first_token: float = 0.0
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Lines for people."""
+        limits, asked = self.engine.limits, self.plan
+        tokens = self.engine.num_blocks * limits.block_size
+        return [
+            ("weights", amount(asked.weights)),
+            ("KV pool", f"{amount(self.engine.num_blocks * asked.page)}: {tokens:,} tokens"),
+            ("limits", f"{limits.max_num_seqs} sequences, {limits.max_num_batched_tokens:,} tokens a step"),
+        ]
+
+
+def build_model(
+    settings: Settings,
+    *,
+    device: Device | None = None,
+    calibration: Calibration | None = None,
+    memory: int | None = None,
+    prefixes: bool = True,
+) -> SimulatedModel:
+    """A replica of the settings' model on a card. calibration: its step times, in place of those that follow from the
+    card's rates. memory: bytes, in place of the card's.
+
+    Raises InvalidConfig where it does not fit, naming the smallest change that does.
+    """
+    on_card = device is not None and device.name != "cpu"
+    where = torch.device("cuda" if on_card else "cpu")
+    settings = settings.changed(device=where.type)
+    room = memory if memory is not None else device.memory if device is not None else 0
+    facts = read_facts(settings)
+    if facts.foreign:
+        raise InvalidConfig("only models of Quire's own layers can be simulated", param="model")
+    asked = need(settings, facts, room, where)
+    if not asked.fits:
+        said = dict(plan_lines(settings, facts, room, where))
+        raise InvalidConfig(
+            f"the model does not fit {amount(room)}: {said['fits'].removeprefix('no: ')}. "
+            f"Smallest change: {said['smallest change']}",
+            param="model",
+        )
+    if calibration is not None:
+        cost, noise, first_token = calibration.cost, calibration.noise, calibration.first_token
+    elif device is not None:
+        cost, noise, first_token = step_cost(device, sizes_of(settings, facts), draft=_draft(settings)), (), 0.0
+    else:
+        raise InvalidConfig("say where steps run: --gpu, or --calibration FILE", param="gpu")
+    engine = SimulatedEngine(
+        settings,
+        resolve(settings, facts.spec, where),
+        asked.blocks,
+        cost,
+        noise,
+        prefixes=prefixes,
+        recurrent=bool(facts.spec.recurrent),
+    )
+    return SimulatedModel(engine, asked, room, first_token)
+
+
+def _draft(settings: Settings) -> ModelSizes | None:
+    """Sizes of the draft model, None where none runs."""
+    config = parse(settings.scheduler.speculative_config)
+    if config is None or config.method != "draft_model" or (config.model is None and settings.model.model == EMBEDDED):
+        return None
+    if config.model is None:
+        raise InvalidConfig(
+            "speculative_config needs a model: the folder or hub id of a draft", param="speculative_config"
+        )
+    drafting = settings.changed(model=config.model, quantization=config.quantization, speculative_config=None)
+    return sizes_of(drafting, read_facts(drafting))
+
+
+def changed(model: SimulatedModel, *, prefixes: bool) -> SimulatedModel:
+    """The same replica for a load that says, or does not say, which prompts begin alike."""
+    return replace(model, engine=replace(model.engine, prefixes=prefixes))

@@ -1,0 +1,154 @@
+"""The encoder's part of a step: images are encoded as plans say, and their embeddings put where their tokens are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.errors import StepFailed
+from quire.layers.vision import ImageState, VisionConfig, VisionTower
+from quire.model_runner.row_state import Ints, RowState, StepShape
+from quire.ops.ragged import ImageTokens, RaggedBatch
+from quire.scheduler.plan import EncodeSpan, ImageSpan, Plan
+from quire.types import PromptImage
+
+
+class Normalization(NamedTuple):
+    """What encoders read of a pixel x, from 0 to 255: (x * scale - mean) / std, of each channel."""
+
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    scale: float = 1 / 255
+
+    def __call__(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        """pixels [H, W, 3] -> [3, H, W]. Scaled in float64, as transformers does."""
+        scaled = (pixels.astype(np.float64) * self.scale).astype(np.float32)
+        mean, std = (np.array(each, dtype=np.float32) for each in (self.mean, self.std))
+        return np.ascontiguousarray(((scaled - mean) / std).transpose(2, 0, 1))
+
+
+class ImageRunner:
+    """Embeddings of images on the device, by their numbers in plans.
+
+    tower: the encoder. normalization: of pixels. Pixels are loaded before the plan that begins to encode them.
+    """
+
+    def __init__(self, tower: VisionTower, normalization: Normalization, device: torch.device) -> None:
+        self.tower, self.normalization, self.device = tower, normalization, device
+        self.loaded: dict[int, PromptImage] = {}
+        self.begun: dict[int, ImageState] = {}
+        self.encoded: dict[int, Sequence[Tensor]] = {}
+
+    @property
+    def config(self) -> VisionConfig:
+        """The encoder's shape."""
+        return self.tower.config
+
+    def load(self, number: int, image: PromptImage) -> None:
+        """The pixels of an image that the next plan begins to encode."""
+        self.loaded[number] = image
+
+    def apply_plan(self, plan: Plan) -> None:
+        """Drop and encode what a plan says."""
+        for number in plan.dropped_images:
+            self.begun.pop(number, None)
+            self.encoded.pop(number, None)
+        for span in plan.encode:
+            self._encode(span)
+
+    def _encode(self, span: EncodeSpan) -> None:
+        if not span.first_layer:
+            image = self.loaded.pop(span.number)
+            pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
+            self.begun[span.number] = self.tower.begin(torch.from_numpy(self.normalization(pixels)).to(self.device))
+        state = self.begun[span.number]
+        self.tower.run(state, span.first_layer, span.last_layer)
+        if span.last_layer == self.config.layers:
+            self.encoded[span.number] = self.tower.finish(state)
+            del self.begun[span.number]
+
+    def place(self, batch: RaggedBatch, rows: RowState, shape: StepShape) -> RaggedBatch:
+        """The batch of a step with the images of its rows: embeddings, positions, and what their tokens see.
+
+        Called before the rows move on. Raises StepFailed where an image's embeddings are missing.
+        """
+        with_images = [s for s, span in enumerate(shape.spans) if span.row in rows.images]
+        if not with_images:
+            return batch
+        tokens, parts = list[npt.NDArray[np.int64]](), list[list[Tensor]]()
+        last = batch.positions.numpy(force=True).copy() if self.config.whole_images else None
+        for s in with_images:
+            row, start = shape.spans[s].row, int(shape.query_start[s])
+            begin = int(rows.num_computed[row])
+            end = begin + shape.spans[s].num_tokens
+            for image in rows.images[row]:
+                low, high = max(begin, image.start), min(end, image.start + image.length)
+                if low >= high:
+                    continue
+                at = np.arange(start + low - begin, start + high - begin)
+                tokens.append(at)
+                parts.append(self._features(image, low - image.start, high - image.start))
+                if last is not None:
+                    last[at] = image.start + image.length - 1
+        images = None
+        if tokens:
+            whole = [torch.cat(each) for each in zip(*parts, strict=True)]
+            images = ImageTokens(torch.from_numpy(np.concatenate(tokens)).to(self.device), whole[0], whole[1:])
+        return replace(
+            batch,
+            images=images,
+            rope_positions=self._positions(batch, rows, shape, with_images),
+            last_visible=None if last is None or not tokens else torch.from_numpy(last).to(self.device),
+        )
+
+    def _features(self, image: ImageSpan, low: int, high: int) -> list[Tensor]:
+        found = self.encoded.get(image.number)
+        if found is None:
+            raise StepFailed(f"the embeddings of image {image.number} are not there")
+        return [each[low:high] for each in found]
+
+    def _positions(
+        self, batch: RaggedBatch, rows: RowState, shape: StepShape, with_images: Sequence[int]
+    ) -> Tensor | None:
+        """[3, T] positions of a step, for text models that have several."""
+        if not self.config.multi_axis:
+            return None
+        positions = np.repeat(batch.positions.numpy(force=True)[None], 3, 0)
+        for s in with_images:
+            row, start = shape.spans[s].row, int(shape.query_start[s])
+            stop = start + shape.spans[s].num_tokens
+            positions[:, start:stop] = axis_positions(rows.images[row], positions[0, start:stop], self.config)
+        return torch.from_numpy(positions).to(self.device)
+
+    def reset(self) -> None:
+        """Forget every image."""
+        self.loaded.clear()
+        self.begun.clear()
+        self.encoded.clear()
+
+
+def axis_positions(images: Sequence[ImageSpan], at: Ints, config: VisionConfig) -> npt.NDArray[np.int64]:
+    """Positions [3, n], in time, height and width, of the tokens at positions `at` [n] of a prompt with images.
+
+    An image takes as many positions as its longer side has tokens (Wang et al. 2024, Qwen2-VL): its tokens have its
+    first one in time, and their row and column on from there. What follows goes on behind it, so that after the prompt
+    a row's positions differ from its tokens' by one number.
+    """
+    positions = np.repeat(at.astype(np.int64)[None], 3, 0)
+    shift = 0
+    for image in images:
+        rows, columns = config.grid(image.height, image.width)
+        inside = (at >= image.start) & (at < image.start + image.length)
+        offset = at[inside] - image.start
+        first = image.start + shift
+        positions[:, inside] = first + np.stack((np.zeros_like(offset), offset // columns, offset % columns))
+        shift += max(rows, columns) - image.length
+        after = at >= image.start + image.length
+        positions[:, after] = at[after] + shift
+    return positions

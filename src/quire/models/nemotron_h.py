@@ -1,0 +1,130 @@
+"""Nemotron-H and Nemotron Nano 2 (NVIDIA 2025): layers of Mamba 2, attention or an MLP alone, each after a norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from torch import Tensor
+
+from quire.errors import InvalidModel
+from quire.layers.basic import NO_ROPE, NormLayer
+from quire.layers.builder import ModelBuilder
+from quire.layers.mamba import MambaConfig
+from quire.models.bamba import KINDS, LINEAR, read_step_limit
+from quire.models.llama import BlockNorms, Llama, Mixer, MLPFunction
+from quire.models.spec import FULL, Config, ModelSpec, read_decoder
+from quire.ops.base import Angles
+from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
+
+LETTERS: Mapping[str, str] = MappingProxyType({"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"})
+"""Kinds of layers in `hybrid_override_pattern`."""
+
+HF = "transformers runs others, slowly: --executor hf"
+
+
+class SingleBlock:
+    """One layer: a norm, then attention, Mamba 2 or an MLP."""
+
+    def __init__(self, norm: NormLayer, after: NormLayer, mixer: Mixer | None, mlp: MLPFunction | None) -> None:
+        self.norm, self.after_mlp, self.mixer, self.mlp = norm, after, mixer, mlp
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        after: NormLayer,
+        angles: Angles,
+        batch: RaggedBatch,
+        kv: LayerKV,
+        output: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `llama.Block`."""
+        x, residual = self.norm.add(x, residual, after)
+        if self.mixer is not None:
+            return self.mixer(x, angles, batch, kv, output), select_rows(residual, output)
+        assert self.mlp is not None
+        return self.mlp(select_rows(x, output), batch if output is None else None), select_rows(residual, output)
+
+
+class NemotronH(Llama):
+    """Nemotron-H without experts."""
+
+    architectures = MappingProxyType({"NemotronHForCausalLM": "nemotron_h"})
+    norms = BlockNorms("norm")
+    attention_name = "mixer"
+
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
+        body = {"embeddings.": "embed_tokens.", "norm_f.": "norm.", "": ""}
+        build.rename(
+            {f"{top}.{theirs}": f"model.{ours}" for top in ("backbone", "model") for theirs, ours in body.items()}
+        )
+        super().__init__(spec, build)
+
+    def make_block(self, build: ModelBuilder, index: int) -> SingleBlock:
+        """Layer `index`."""
+        spec = self.spec
+        norm, nothing = build.norm_layer(self.make_norm(build, self.norms.before_attention)), build.norm_layer(None)
+        if index in spec.recurrent:
+            assert spec.mamba is not None
+            return SingleBlock(norm, nothing, build.scope("mixer").mamba(spec.hidden, spec.mamba, spec.norm_eps), None)
+        if spec.each_heads[index][0]:
+            return SingleBlock(norm, nothing, self.make_attention(build, index), None)
+        return SingleBlock(norm, nothing, None, self.make_mlp(build, index))
+
+    def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
+        """The MLP that is layer `index`."""
+        spec, names = self.spec, ("up_proj", "down_proj")
+        return build.scope("mixer").mlp(*names, spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias)
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        kinds = read_pattern(config)
+        fields = {
+            "num_hidden_layers": len(kinds),
+            "rms_norm_eps": config.get(float, "layer_norm_epsilon", default=1e-5),
+            "head_dim": config.get(int, "head_dim", "attention_head_dim", default=128),
+            "hidden_act": config.get(str, "mlp_hidden_act", default="relu2"),
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+        }
+        spec = read_decoder(Config({**config.fields, **fields}, config.where), architecture)
+        bias = config.get(bool, "use_bias", default=False)
+        mamba = MambaConfig(
+            heads=config.get(int, "mamba_num_heads", default=128),
+            value=config.get(int, "mamba_head_dim", default=64),
+            groups=config.get(int, "n_groups", "mamba_n_groups", default=8),
+            key=config.get(int, "ssm_state_size", default=128),
+            width=config.get(int, "conv_kernel", "mamba_d_conv", default=4),
+            conv_bias=config.get(bool, "use_conv_bias", default=True),
+            bias=bias,
+            step_limit=read_step_limit(config),
+        )
+        return replace(
+            spec,
+            rope=NO_ROPE,
+            layer_heads=tuple((spec.kv_heads if kind == FULL else 0, spec.head_dim) for kind in kinds),
+            mamba=mamba.checked(),
+            recurrent=frozenset(i for i, kind in enumerate(kinds) if kind == LINEAR),
+        )
+
+
+def read_pattern(config: Config) -> list[str]:
+    """The kind of each layer. Raises InvalidModel for those that are not supported."""
+    given = config.fields.get("layers_block_type") or config.fields.get("layer_types")
+    letters = config.fields.get("hybrid_override_pattern")
+    if isinstance(letters, str) and not given:
+        given = [LETTERS.get(letter, letter) for letter in letters]
+    if not isinstance(given, list):
+        raise InvalidModel("config.json: layers_block_type or hybrid_override_pattern must say what each layer is")
+    kinds = [KINDS.get(kind, kind) if isinstance(kind, str) else str(kind) for kind in given]
+    for kind in kinds:
+        if kind not in (LINEAR, FULL, "mlp"):
+            raise InvalidModel(
+                f"config.json: of Nemotron-H, layers of Mamba, attention and MLPs are supported, not {kind!r}; {HF}"
+            )
+    if FULL not in kinds or LINEAR not in kinds:
+        raise InvalidModel(f"config.json: of Nemotron-H, models with Mamba and attention are supported; {HF}")
+    return kinds

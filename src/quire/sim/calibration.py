@@ -1,0 +1,194 @@
+"""What steps of a model take on a machine: measured, fitted, kept in a file, read by `quire simulate`.
+
+A sample is one step: what it fed and read, and how long it was until the next one could begin. A line is fitted through
+samples by least squares of relative errors, with no negative coefficient, and what it leaves unexplained is kept as
+noise: factors that steps of a simulation are drawn from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.engine.events import Observer, StepRecord
+from quire.errors import InvalidConfig
+from quire.scheduler.step_time import StepCost
+
+FORMAT = "quire calibration"
+VERSION = 1
+MIN_SAMPLES = 8
+_NUM_NOISE = 41
+"""Factors that noise is kept as: quantiles, evenly spaced."""
+
+
+class StepSample(NamedTuple):
+    """One step: tokens fed, positions read, rows of logits, pairs of prompts' tokens and earlier positions, seconds."""
+
+    tokens: int
+    kv: int
+    rows: int
+    pairs: float
+    seconds: float
+
+
+class StepSampler(Observer):
+    """Takes a sample of each step of an engine that runs or is replayed.
+
+    A step's seconds are from the last commit, or from its plan where the engine was idle, to its own commit: all that
+    keeps the next one from beginning, the host's work included.
+    """
+
+    def __init__(self) -> None:
+        self.samples: list[StepSample] = []
+        self.times: list[float] = []
+        """When each step was committed."""
+        self._lengths: dict[int, int] = {}
+        self._last_commit = -math.inf
+
+    def restart(self) -> None:
+        """What comes next is another engine's."""
+        self._lengths, self._last_commit = {}, -math.inf
+
+    def on_step(self, record: StepRecord) -> None:
+        """See Observer."""
+        lengths = self._lengths
+        for opened in record.plan.new_sequences:
+            lengths[opened.row] = opened.num_computed
+        tokens = kv = rows = 0
+        pairs = 0.0
+        for span in record.plan.spans:
+            length = lengths.get(span.row, 0) + span.num_tokens
+            lengths[span.row] = length
+            tokens, kv, rows = tokens + span.num_tokens, kv + length, rows + span.num_samples
+            if span.num_tokens > 1:
+                pairs += span.num_tokens * (length - (span.num_tokens - 1) / 2)
+        # where rows verify drafts their lengths depend on how many were right
+        for seq, span in zip(record.seqs, record.plan.spans, strict=True):
+            if span.num_samples > 1:
+                lengths[span.row] = seq.num_computed
+        seconds = record.committed - max(record.planned, self._last_commit)
+        self._last_commit = record.committed
+        if seconds > 0:
+            self.samples.append(StepSample(tokens, kv, rows, pairs, seconds))
+            self.times.append(record.committed)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Step times of a model on a device. about: model, device, versions, when. error: mean relative error of the fit.
+
+    first_token: seconds that a client waits beyond the engine, for each request. noise: factors of a step's time.
+    """
+
+    cost: StepCost
+    noise: tuple[float, ...] = ()
+    first_token: float = 0.0
+    error: float = 0.0
+    samples: int = 0
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write the file, readable by its owner alone: it names hardware. Raises OSError."""
+        said = {"format": FORMAT, "version": VERSION, **asdict(self), "cost": self.cost._asdict()}
+        descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            os.fchmod(descriptor, 0o600)
+            out.write(json.dumps(said, indent=1) + "\n")
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Raises InvalidConfig for a file that is none, or of another version."""
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidConfig(f"{path} cannot be read: {str(error.strerror).lower()}", param="calibration") from error
+    except ValueError as error:
+        raise InvalidConfig(f"{path} is no calibration: it is not JSON ({error})", param="calibration") from error
+    if not isinstance(said, dict) or said.get("format") != FORMAT:
+        raise InvalidConfig(
+            f"{path} is no calibration: `quire calibrate --output FILE` writes one", param="calibration"
+        )
+    if said.get("version") != VERSION:
+        raise InvalidConfig(
+            f"{path}: its format is {said.get('version')}, and this quire reads {VERSION}: calibrate again",
+            param="calibration",
+        )
+    try:
+        known: dict[str, Any] = {name: _number(said["cost"][name], name) for name in StepCost._fields}
+        known |= {name: int(known[name]) for name in ("experts", "used_experts")}
+        cost = StepCost(**known)
+        noise = tuple(_number(each, "noise") for each in said["noise"])
+        numbers = (_number(said["first_token"], "first_token"), _number(said["error"], "error"))
+        return Calibration(cost, noise, *numbers, int(said["samples"]), dict(said["about"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidConfig(f"{path} is damaged: {type(error).__name__}: {error}", param="calibration") from error
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
+    return float(value)
+
+
+# ---------------------------------------------------------------- fitting
+
+
+def fit(samples: Sequence[StepSample], about: Mapping[str, Any] = {}, *, noise: bool = True) -> Calibration:
+    """The line through samples. Raises InvalidConfig for fewer than `MIN_SAMPLES`.
+
+    Their mean is met exactly, so that a simulation of the same steps takes as long as they did.
+    """
+    if len(samples) < MIN_SAMPLES:
+        raise InvalidConfig(f"{len(samples)} steps are too few for a calibration: {MIN_SAMPLES} are needed")
+    table = np.asarray(samples, dtype=np.float64)
+    columns = np.column_stack([np.ones(len(table)), table[:, 0], table[:, 1], table[:, 2], table[:, 3]])
+    seconds = table[:, 4]
+    weights = 1.0 / seconds
+    found = non_negative(columns * weights[:, None], np.ones(len(table)))
+    predicted = np.maximum(columns @ found, 1e-9)
+    scale = seconds.sum() / predicted.sum()
+    fitted = dict(zip(StepCost._fields, (float(each * scale) for each in found), strict=False))
+    cost = StepCost(
+        base=fitted["base"],
+        per_token=fitted["per_token"],
+        per_kv=fitted["per_kv"],
+        per_row=fitted["per_row"],
+        per_pair=fitted["per_pair"],
+    )
+    ratios = seconds / (predicted * scale)
+    error = float(np.mean(np.abs(ratios - 1.0)))
+    kept: tuple[float, ...] = ()
+    if noise:
+        middle = (np.arange(_NUM_NOISE) + 0.5) / _NUM_NOISE
+        drawn = np.quantile(ratios, middle)
+        kept = tuple(float(each) for each in drawn / drawn.mean())
+    return Calibration(cost, kept, 0.0, error, len(samples), dict(about))
+
+
+def non_negative(columns: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Least squares without negative coefficients, by coordinate descent on the normal equations.
+
+    columns [N, K], wanted [N]. Returns [K]. Columns are scaled first: they differ by orders of magnitude.
+    """
+    norms = np.linalg.norm(columns, axis=0)
+    norms[norms == 0] = 1.0
+    scaled = columns / norms
+    gram, target = scaled.T @ scaled, scaled.T @ wanted
+    found = np.zeros(columns.shape[1])
+    for _ in range(20_000):
+        before = found.copy()
+        for k in range(len(found)):
+            if gram[k, k] > 0:
+                found[k] = max(0.0, found[k] + (target[k] - gram[k] @ found) / gram[k, k])
+        if np.abs(found - before).max() <= 1e-10 * max(1.0, float(np.abs(found).max())):
+            break
+    out: npt.NDArray[np.float64] = found / norms
+    return out

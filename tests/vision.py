@@ -1,0 +1,196 @@
+"""Tiny checkpoints that read images, written by transformers with random parameters, a tokenizer and a processor."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+SPECIAL = (
+    *("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>", "<start_of_turn>", "<end_of_turn>"),
+)
+IDS = {token: 256 + i for i, token in enumerate(SPECIAL)}
+VOCAB = 256 + len(SPECIAL)
+
+QWEN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GEMMA_TEMPLATE = (
+    "<bos>{% for message in messages %}<start_of_turn>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+TEXT = MappingProxyType(
+    {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "pad_token_id": IDS["<pad>"],
+        "bos_token_id": IDS["<bos>"],
+        "eos_token_id": IDS["<eos>"],
+    }
+)
+
+QWEN_IDS = MappingProxyType(
+    {
+        "image_token_id": IDS["<|image_pad|>"],
+        "video_token_id": IDS["<|video_pad|>"],
+        "vision_start_token_id": IDS["<|vision_start|>"],
+        "vision_end_token_id": IDS["<|vision_end|>"],
+    }
+)
+
+QWEN_VISION = MappingProxyType(
+    {
+        "depth": 4,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 48,
+    }
+)
+
+
+def qwen25() -> PreTrainedModel:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 2, 2]}
+    text = {**TEXT, "rope_parameters": rope}
+    vision = {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1, 3]}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **QWEN_IDS))
+
+
+QWEN3_ROPE = MappingProxyType(
+    {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+)
+
+QWEN3_VISION = MappingProxyType({**QWEN_VISION, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]})
+
+
+def qwen3() -> PreTrainedModel:
+    text = {**TEXT, "rope_parameters": dict(QWEN3_ROPE), "head_dim": 16}
+    return Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(text_config=text, vision_config=dict(QWEN3_VISION), **QWEN_IDS)
+    )
+
+
+def gemma3() -> PreTrainedModel:
+    text = {**TEXT, "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 20, "num_hidden_layers": 4}
+    text |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
+    vision |= {"image_size": 24, "patch_size": 4, "vision_use_head": False}
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config=text,
+            vision_config=vision,
+            mm_tokens_per_image=9,
+            boi_token_index=IDS["<start_of_image>"],
+            eoi_token_index=IDS["<end_of_image>"],
+            image_token_index=IDS["<image_soft_token>"],
+        )
+    )
+
+
+FAMILIES: Mapping[str, Any] = MappingProxyType({"qwen2.5-vl": qwen25, "qwen3-vl": qwen3, "gemma3": gemma3})
+
+
+def processor_of(family: str) -> Any:
+    """transformers' processor of images, without torchvision."""
+    if family == "gemma3":
+        return Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
+    return Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 8 * 8 * 2, "longest_edge": 8 * 8 * 40}, patch_size=4, merge_size=2
+    )
+
+
+def make(folder: Path, family: str, seed: int = 0) -> PreTrainedModel:
+    """Write a checkpoint and return transformers' model of it, float32."""
+    model = FAMILIES[family]().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                shifted = family == "gemma3" and "vision" not in name
+                parameter.copy_(0.2 * noise + (0.0 if name.endswith("bias") or shifted else 1.0))
+            else:
+                size = parameter[0].numel() if "position" not in name and "pos_embed" not in name else 1
+                parameter.copy_(noise * 1.5 * size**-0.5)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, QWEN_TEMPLATE if "qwen" in family else GEMMA_TEMPLATE)
+    processor_of(family).save_pretrained(folder)
+    return model
+
+
+def write_tokenizer(folder: Path, template: str) -> None:
+    """A token for each byte, and special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(SPECIAL))
+    core.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<eos>", "bos_token": "<bos>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """An image of smooth random colours."""
+    generator = np.random.default_rng(seed)
+    small = generator.integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def png(image: Image.Image, format: str = "PNG") -> bytes:
+    """The image as a file."""
+    buffer = io.BytesIO()
+    image.save(buffer, format)
+    return buffer.getvalue()
+
+
+def theirs(model: PreTrainedModel, family: str, ids: Sequence[int], images: Sequence[Image.Image]) -> torch.Tensor:
+    """transformers' logits [T, V] of a prompt with images whose placeholders are expanded."""
+    tokens = torch.tensor([list(ids)])
+    fields: dict[str, Any] = {}
+    if images:
+        read = processor_of(family)(list(images), return_tensors="pt")
+        own = IDS["<image_soft_token>" if family == "gemma3" else "<|image_pad|>"]
+        types = (tokens == own).int()
+        fields["pixel_values"] = read["pixel_values"]
+        if family == "gemma3":
+            fields["token_type_ids"] = types
+        else:
+            fields |= {"image_grid_thw": read["image_grid_thw"], "mm_token_type_ids": types}
+    with torch.no_grad():
+        return model(tokens, **fields).logits[0]

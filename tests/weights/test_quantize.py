@@ -1,0 +1,193 @@
+"""`quire quantize`: the file is read as the model it was made of, by Quire, by the gguf package, and by llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from quire.assembly.text import build_text
+from quire.cli import main
+from quire.config import Settings
+from quire.errors import InvalidModel
+from quire.ops.gguf_blocks import BLOCKS
+from quire.ops.gguf_encode import ENCODERS, encode
+from quire.weights.canary import answers
+from quire.weights.gguf import KINDS, read_gguf
+from quire.weights.load import load_model
+from quire.weights.locate import embedded
+from quire.weights.quantize import FILE_TYPES, Written, quantize
+from tests.checkpoints import make
+from tests.weights.test_gguf import SHAPES
+
+CPU = torch.device("cpu")
+TEXT = "Once upon a time there was a little dog who lived in a big house. It's 2024!"
+ERRORS = {
+    "Q8_0": 0.006,
+    "Q6_K": 0.02,
+    "Q5_K": 0.04,
+    "Q5_0": 0.05,
+    "Q5_1": 0.04,
+    "Q4_K": 0.075,
+    "Q4_1": 0.08,
+    "Q4_0": 0.09,
+}
+"""Root mean square errors of normal numbers, relative to them."""
+
+REFUSED = ("granitemoe-gqa", "granitemoeshared-gqa", "llama4_text-gqa", "gpt_oss-gqa", "gemma4_text-mixture")
+REFUSED += ("gemma4_text-inputs-of-layers",)
+"""Shapes that are read from GGUF files and not written."""
+
+
+def written(source: Path, path: Path, kind: str, *, vocabulary: bool = True, check: bool = True) -> Written:
+    return quantize(source, path, kind, vocabulary=vocabulary, check=check, progress=lambda done, total: None)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_blocks_have_the_error_of_their_type(kind: str) -> None:
+    block = next(each.block for each in KINDS.values() if each.name == kind)
+    values = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)) * 0.02
+    values[0], values[1], values[2] = 0.0, 3.0, 1e-9
+    raw = encode(kind, values.view(-1, block))
+    ours = BLOCKS[kind](raw).values().view(256, 256)
+    theirs = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind]).reshape(256, 256)
+    assert np.array_equal(ours.numpy(), theirs)
+    assert not ours[0].any() and (ours[1] - 3.0).abs().max() < 0.01
+    assert ERRORS[kind] / 2 < float((ours - values)[3:].norm() / values[3:].norm()) < ERRORS[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "near"), [("f16", 1e-9), ("bf16", 1e-9), ("q8_0", 3e-4), ("q6_k", 2e-3), ("q4_k", 0.01), ("q4_0", 0.03)]
+)
+def test_the_embedded_model_is_written_and_answers_alike(tmp_path: Path, kind: str, near: float) -> None:
+    made = written(embedded(), tmp_path / "m.gguf", kind)
+    assert made.quality is not None and made.quality.kl < near
+    file = read_gguf(made.path)
+    assert file.facts["general.file_type"] == FILE_TYPES[{"q4_k": "q4_k_m"}.get(kind, kind)]
+    ours, theirs = (build_text(Settings.of(model=str(place))) for place in (made.path, embedded()))
+    assert ours.tokenizer.encode(TEXT) == theirs.tokenizer.encode(TEXT)
+    assert ours.template is not None and theirs.template is not None and ours.template.source == theirs.template.source
+    assert ours.tokenizer.eos == theirs.tokenizer.eos
+    read = gguf.GGUFReader(made.path)
+    assert {each.name for each in read.tensors} == set(file.tensors)
+
+
+def test_a_mixture_gives_llama_cpps_types(tmp_path: Path) -> None:
+    written(embedded(), tmp_path / "m.gguf", "q4_k_m", check=False)
+    kinds = {name: each.kind.name for name, each in read_gguf(tmp_path / "m.gguf").tensors.items()}
+    assert kinds["token_embd.weight"] == "Q6_K", "the tied head"
+    downs = [kinds[f"blk.{i}.ffn_down.weight"] for i in range(8)]
+    assert downs == ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]
+    assert [kinds[f"blk.{i}.attn_v.weight"] for i in range(8)] == downs
+    assert kinds["blk.0.attn_q.weight"] == "Q4_K" and kinds["blk.0.attn_norm.weight"] == "F32"
+
+
+def test_a_gguf_file_is_written_in_another_type_with_its_metadata(tmp_path: Path) -> None:
+    written(embedded(), tmp_path / "a.gguf", "bf16", check=False)
+    made = written(tmp_path / "a.gguf", tmp_path / "b.gguf", "q8_0")
+    assert made.quality is not None and made.quality.kl < 3e-4
+    first, second = (read_gguf(tmp_path / name).facts for name in ("a.gguf", "b.gguf"))
+    changed = {key for key in first if first[key] != second.get(key)}
+    assert changed == {"general.file_type"} and set(first) == set(second)
+
+
+def test_rows_that_are_no_multiple_of_256_get_smaller_blocks(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32}
+    make(tmp_path / "s", "llama-gqa-tied", **sizes, intermediate_size=160)
+    written(tmp_path / "s", tmp_path / "m.gguf", "q4_k", vocabulary=False, check=False)
+    kinds = {name: each.kind.name for name, each in read_gguf(tmp_path / "m.gguf").tensors.items()}
+    assert kinds["blk.0.attn_q.weight"] == "Q5_0" and kinds["token_embd.weight"] == "Q8_0"
+
+
+FEW = ("llama-mha-llama3-rope", "qwen3-gqa", "gemma2-gqa", "phi3-mqa-tied-long-factors", "qwen2_moe-gqa")
+
+
+@pytest.mark.parametrize(
+    "shape", [shape if shape in FEW else pytest.param(shape, marks=pytest.mark.nightly) for shape in SHAPES]
+)
+def test_every_family_is_written_exactly_or_refused_by_name(tmp_path: Path, shape: str) -> None:
+    make(tmp_path / "s", shape, **SHAPES[shape])
+    if shape in REFUSED:
+        with pytest.raises(InvalidModel, match=r"ForCausalLM: .*(no name in GGUF that is known|not written)"):
+            written(tmp_path / "s", tmp_path / "m.gguf", "f32", vocabulary=False)
+        assert not (tmp_path / "m.gguf").exists()
+        return
+    made = written(tmp_path / "s", tmp_path / "m.gguf", "f32", vocabulary=False)
+    assert made.quality is not None and made.quality.kl < 1e-9 and made.quality.agreement == 1.0
+
+
+def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"mine")
+    for name, said in (("m.gguf", "exists: remove it"), ("m.bin", r"must end with \.gguf")):
+        with pytest.raises(InvalidModel, match=said):
+            written(embedded(), tmp_path / name, "q8_0")
+    assert path.read_bytes() == b"mine"
+    with pytest.raises(InvalidModel, match=r"type 'q4_x' is not written \(known: .*Did you mean 'q4_0'"):
+        written(embedded(), tmp_path / "n.gguf", "q4_x")
+
+    def full(file: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        written(embedded(), tmp_path / "n.gguf", "q8_0")
+    assert {each.name for each in tmp_path.iterdir()} == {"m.gguf"}
+
+
+def test_the_command_says_what_was_written(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["quantize", "embedded", str(tmp_path / "m.gguf"), "--type", "Q8_0"])
+    assert done.exit_code == 0, done.output
+    first, second, third = done.stdout.splitlines()
+    assert "7.58 MiB, from 14.01 MiB; tensors: 17 of F32, 57 of Q8_0" in first
+    assert second.startswith("against the source: 9") and "next tokens stay the same, KL " in second
+    assert third == f"serve it with: quire serve {tmp_path / 'm.gguf'}"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "most"), [("q8_0", 0.005), ("q4_k", 0.03)])
+def test_perplexity_of_the_embedded_model_stays(tmp_path: Path, kind: str, most: float) -> None:
+    """Of texts that the model itself wrote, sampled at temperature 1: what it finds likely."""
+    model = load_model(embedded(), dtype="float32")
+    texts, generator = [], torch.Generator().manual_seed(7)
+    for _ in range(12):
+        tokens = [0]
+        while len(tokens) < 96:
+            likely = answers(model, tokens, CPU)[-1].softmax(-1)
+            tokens.append(int(torch.multinomial(likely, 1, generator=generator)))
+        texts.append(tokens)
+    written(embedded(), tmp_path / "m.gguf", kind, check=False)
+    losses = []
+    for each in (model, load_model(tmp_path / "m.gguf", dtype="float32")):
+        found = [
+            torch.nn.functional.cross_entropy(answers(each, text, CPU)[:-1], torch.tensor(text[1:])) for text in texts
+        ]
+        losses.append(float(torch.stack(found).mean()))
+    assert abs(np.exp(losses[1] - losses[0]) - 1) < most
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("kind", "near"), [("f16", 1e-6), ("q8_0", 1e-3), ("q6_k", 1e-3), ("q4_k", 2e-2), ("q4_0", 4e-2)]
+)
+def test_llama_cpp_answers_alike_on_the_same_file(tmp_path: Path, kind: str, near: float) -> None:
+    """LLAMA_CPP_PYTHON names an interpreter that has llama-cpp-python. It rounds activations to 8 bits."""
+    other = os.environ.get("LLAMA_CPP_PYTHON")
+    if other is None:
+        pytest.skip("LLAMA_CPP_PYTHON names no interpreter with llama-cpp-python")
+    path = written(embedded(), tmp_path / "m.gguf", kind, check=False).path
+    script = str(Path(__file__).parents[1] / "llama_cpp_logits.py")
+    out = str(tmp_path / "logits.npy")
+    said = subprocess.run([other, script, str(path), TEXT, out], capture_output=True, text=True, check=True).stdout
+    tokens = list(build_text(Settings.of(model=str(path))).tokenizer.encode(TEXT))
+    assert json.loads(said.splitlines()[-1]) == tokens
+    ours = answers(load_model(path, dtype="float32"), tokens, CPU).double().log_softmax(-1)
+    theirs = torch.from_numpy(np.load(out)).double().log_softmax(-1)
+    assert float((ours.exp() * (ours - theirs)).sum(-1).mean()) < near
