@@ -146,7 +146,7 @@ def test_speeds_are_medians_over_interleaved_rounds(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(cpu, "SHAPES", {"smollm2-135m": {**cpu.SHAPES["smollm2-135m"], "num_hidden_layers": 1}})
     monkeypatch.setattr(cpu.checkpoints, "write_folder", lambda folder, shape, dtype: folder.mkdir() or folder)
-    monkeypatch.setattr(cpu, "bandwidth", lambda: 1e9)
+    monkeypatch.setattr(cpu, "bandwidth", lambda now: 1e9)
     monkeypatch.setattr(cpu, "_quire", double("quire", 0.25))
     monkeypatch.setattr(cpu, "Peer", double("transformers", 0.5))
     try:

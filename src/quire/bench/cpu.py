@@ -11,6 +11,7 @@ import json
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,39 +134,44 @@ def command(
     check(peers, kind)
     cases = [Case(batch, prompt, new) for batch in batches]
     cases += [Case(1, long_prompt, 1)] if long_prompt else []
-    context = max(case.prompt + case.new for case in cases) + 1
     # A GGUF file would be computed in float32, as it says nothing else; its peers round activations to 8 bits.
-    how = {
-        "dtype": DTYPES.get(kind, "bfloat16"),
-        "canary": "off",
-        "threads": threads,
-        "cpu_kernels": cpu_kernels,
-        "quantization": quantization,
-    }
+    how = {"dtype": DTYPES.get(kind, "bfloat16"), "threads": threads}
+    how |= {"cpu_kernels": cpu_kernels, "quantization": quantization}
+    found = _measure(shape, kind, {name: pythons(named)[name] for name in peers}, cases, how, clock, repeat, as_json)
+    click.echo(json.dumps(found)) if as_json else _show(found)
+
+
+def _measure(
+    shape: str,
+    kind: str,
+    peers: Mapping[str, str],
+    cases: Sequence[Case],
+    how: Mapping[str, Any],
+    clock: str,
+    repeat: int,
+    quiet: bool,
+) -> dict[str, Any]:
+    """All rounds of all cases, and what is printed of them. peers: the Python of each."""
+    sequences, context = max(case.batch for case in cases), max(case.prompt + case.new for case in cases) + 1
     bandwidths = list[float]()
     with ExitStack() as stack:
-        files = stack.enter_context(_written(SHAPES[shape], kind, peers, pythons(named)["llama-cpp"]))
-        model = files["quire"]
-        size = _size(model)
-        engines: dict[str, Decode] = {"quire": _quire(model, how, max(batches), context, clock)}
+        files = stack.enter_context(_written(SHAPES[shape], kind, peers))
+        size = _size(files["quire"])
+        engines: dict[str, Decode] = {"quire": _quire(files["quire"], how, sequences, context, clock)}
         versions = {"torch": str(torch.__version__)}
-        for name in peers:
-            peer = stack.enter_context(
-                Peer(name, pythons(named)[name], files[name], threads, max(batches), context, clock)
-            )
-            engines[name], versions[name] = peer, peer.version
+        for name, python in peers.items():
+            started = Peer(name, python, files[name], how["threads"], sequences, context, clock)
+            engines[name] = peer = stack.enter_context(started)
+            versions[name] = peer.version
         for case in cases:
             label = f"{case.batch} x {case.prompt} + {case.new}"
-            turns = track(range(repeat), label, console=Console(stderr=True), transient=True, disable=as_json)
-            for turn in turns:
+            for turn in track(range(repeat), label, console=Console(stderr=True), transient=True, disable=quiet):
                 _round(case, turn, engines)
-                bandwidths.append(bandwidth())
+                bandwidths.append(bandwidth(CLOCKS[clock]))
     floor = statistics.median(bandwidths) / size
-    found = {
+    return {
         "shape": shape,
         "format": kind,
-        "prompt": prompt,
-        "new": new,
         "repeat": repeat,
         **how,
         "clock": clock,
@@ -175,7 +181,6 @@ def command(
         "floor": floor,
         "rows": [row for case in cases for row in _rows(case, floor)],
     }
-    click.echo(json.dumps(found)) if as_json else _show(found)
 
 
 def _size(model: Path) -> int:
@@ -209,15 +214,19 @@ def _rows(case: Case, floor: float) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _written(shape: Mapping[str, Any], kind: str, peers: Sequence[str], python: str) -> Iterator[Mapping[str, Path]]:
-    """The random weights, as each engine reads them."""
+def _written(shape: Mapping[str, Any], kind: str, peers: Mapping[str, str]) -> Iterator[Mapping[str, Path]]:
+    """The random weights, as each engine reads them. Q4_K_M is written by the llama.cpp among the peers."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         engines = ("quire", *peers)
         if kind not in DTYPES:
             file = folder / f"{kind}.gguf"
             if kind == "q4_k_m":
-                checkpoints.quantize(python, checkpoints.write_gguf(folder / "bf16.gguf", shape, "bf16"), file)
+                checkpoints.quantize(
+                    peers.get("llama-cpp", sys.executable),
+                    checkpoints.write_gguf(folder / "bf16.gguf", shape, "bf16"),
+                    file,
+                )
             else:
                 checkpoints.write_gguf(file, shape, kind)
             yield dict.fromkeys(engines, file)
@@ -236,6 +245,7 @@ def _quire(model: Path, how: Mapping[str, Any], batch: int, context: int, clock:
             device="cpu",  # where there is a GPU, too
             max_num_seqs=batch,
             max_model_len=context,
+            canary="off",  # random weights say nothing about quality
             **how,
         )
     )
@@ -251,13 +261,13 @@ def _quire(model: Path, how: Mapping[str, Any], batch: int, context: int, clock:
     return decode
 
 
-def bandwidth() -> float:
-    """Bytes a second that torch's threads read of memory: the best of a few reads."""
+def bandwidth(now: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes a second that torch's threads read of memory, by a clock: the best of a few reads."""
     held, best = torch.ones(1 << 25), 0.0
     for _ in range(3):
-        began = time.perf_counter()
+        began = now()
         held.sum()
-        best = max(best, held.nbytes / (time.perf_counter() - began))
+        best = max(best, held.nbytes / (now() - began))
     return best
 
 
