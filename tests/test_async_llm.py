@@ -342,7 +342,7 @@ def test_closing_interrupts_those_that_run_and_refuses_those_that_come(runner: a
                 pass
         await llm.close()
         for again in (last(llm, "Lily", GREEDY), llm.start(), llm.abort("a"), llm.reset_prefix_cache()):
-            with pytest.raises(Closed, match="make another"):
+            with pytest.raises(Closed, match="create another"):
                 await again
 
     run(runner, close())

@@ -239,13 +239,13 @@ def _stop_reason(finish: str | None, stop: int | str | None, called: bool) -> tu
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Anthropic's usage object: input_tokens are those that were computed and not pinned."""
+    """Anthropic's usage object: input_tokens are those that were neither found in the cache nor put into it."""
     details, created = usage.prompt_details(1), usage.created()
-    cached, pinned = details.pop("cached_tokens"), sum(created.values())
+    cached, written, _ = (details.pop(f"{name}_tokens") for name in ("cached", "cache_write", "created_cache"))
     by_time = {f"ephemeral_{ttl}_input_tokens": created.get(seconds, 0) for ttl, seconds in LIFETIMES.items()}
     return {
-        "input_tokens": usage.prompt - cached - pinned,
-        "cache_creation_input_tokens": pinned,
+        "input_tokens": usage.prompt - cached - written,
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion,
         **({"cache_creation": by_time} if "pinned_tokens" in details else {}),

@@ -51,6 +51,8 @@ class NativeOps(ReferenceOps):
     """`Ops` as `ReferenceOps`, up to rounding. level: of `LEVELS`. Raises RuntimeError where the library is missing."""
 
     multiplies_integers = True
+    invariant = False
+    """Whether a row's bits must not depend on how many rows there are, see `native/kernels.h`."""
 
     def __init__(self, level: str) -> None:
         library = load()
@@ -82,6 +84,7 @@ class NativeOps(ReferenceOps):
             x.dtype is torch.bfloat16,
             bias is not None and bias.dtype is torch.bfloat16,
             GATES[gate] if fused else 0,
+            self.invariant,
             torch.get_num_threads(),
         )
         return y if fused else self.apply_gate(y, gate)
