@@ -18,6 +18,7 @@ from quire import __version__
 from quire.assembly.engine import build_engine
 from quire.bench.offline import FILE, writable
 from quire.cli.base import OFFLINE, SettingsCommand
+from quire.cli.ranges import FiniteRange
 from quire.cli.tables import print_pairs
 from quire.config import Settings
 from quire.engine.engine import Engine
@@ -42,7 +43,7 @@ _WARM_UP = 32
         ),
         click.Option(
             ["--seconds"],
-            type=click.FloatRange(1),
+            type=FiniteRange(1),
             default=45.0,
             show_default=True,
             help="To measure, besides loading.",

@@ -39,7 +39,7 @@ _FIRST_NAME = 1000
 _MOONCAKE_BLOCK = 512
 """Tokens that one of Mooncake's hash_ids names."""
 _MOST_TOKENS, _MOST_SECONDS = 10**8, 10**12
-"""Bounds of what a trace may say of a request: sums of numbers in them are exact enough, and what is beyond is damage."""
+"""Bounds of what a trace may say of a request. What is beyond is damage."""
 
 _DAMAGED = (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
 """What lines raise that are not what they should be."""
