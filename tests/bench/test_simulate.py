@@ -145,6 +145,11 @@ def test_the_table_says_what_was_refused_and_what_is_not_known(calibration: Path
         (("--gpu", "h200", "--memory", "1MiB"), "the model does not fit"),
         (("--gpu", "h200", "--trace", "chats", "--shrink", "2"), "--shrink does not go with a trace that names blocks"),
         (("--calibration", "none.json"), "none.json cannot be read"),
+        (("--gpu", "h200", "--speed", "nan"), "nan is not a finite number"),
+        (("--gpu", "h200", "--sessions", "2", "--think", "nan"), "nan is not a finite number"),
+        (("--gpu", "h200", "--startup-time", "inf"), "inf is not a finite number"),
+        (("--gpu", "h200", "--price-per-hour", "nan"), "nan is not a finite number"),
+        (("--gpu", "h200", "--replicas", "1000000000"), "1000000000 is not in the range"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_by_name(words: tuple[str, ...], said: str) -> None:

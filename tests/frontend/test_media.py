@@ -194,6 +194,16 @@ def test_a_name_of_which_one_address_is_private_is_refused() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("where", ["http://[", "//[::1", "http://a]b/"])
+def test_redirects_to_damaged_addresses_are_refused(where: str) -> None:
+    async def test() -> None:
+        async with site({"/": to(where)}) as web:
+            with pytest.raises(InvalidRequest, match="redirected to a damaged address"):
+                await fetcher().fetch([web.url("/")])
+
+    run(test())
+
+
 def test_redirects_end() -> None:
     async def test() -> None:
         async with site({"/": to("/")}) as web:

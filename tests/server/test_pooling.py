@@ -159,3 +159,18 @@ def test_an_executor_elsewhere_runs_encoders(tmp_path: Path) -> None:
     finally:
         server.stop()
     np.testing.assert_allclose(made, torch.nn.functional.normalize(wanted, dim=1).numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "names"), [("/v1/rerank", ("query", "documents")), ("/v1/score", ("text_1", "text_2"))]
+)
+def test_pairs_that_are_too_long_or_too_many_are_refused_by_name(
+    reranker: tuple[Live, Any], path: str, names: tuple[str, str]
+) -> None:
+    first, second = names
+    live, _ = reranker
+    long = live.http.post(path, json={first: "dog " * 5000, second: ["cat", "fish"]})
+    message = check_error(long, 400, second)["message"]
+    assert f"{second}[0]" in message and "5004 tokens" in message and "truncate_prompt_tokens" in message
+    many = live.http.post(path, json={first: "dog", second: ["cat"] * 5000})
+    assert f"5000 {second}" in check_error(many, 400, second)["message"]

@@ -144,3 +144,27 @@ def test_parts_begin_at_zero_and_shrinking_needs_prompts_without_names() -> None
     assert list(trace.shrunk(4).prompts) == [2, 4, 2]
     with pytest.raises(InvalidConfig, match="--shrink"):
         trace_of([(0.0, 8, 1)], [(0,)]).shrunk(2)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"arrival": NaN, "prompt_tokens": 10, "output_tokens": 5}', "nan is no time"),
+        ('{"arrival": 1e308, "prompt_tokens": 10, "output_tokens": 5}', "1e.308 is no time"),
+        ('{"arrival": 0, "prompt_tokens": 99999999999999999999, "output_tokens": 5}', "no number of tokens"),
+        ('{"arrival": 0, "prompt_tokens": 1e999, "output_tokens": 5}', "OverflowError"),
+        ('{"arrival": 0, "prompt_tokens": 10, "output_tokens": -4}', "-4 is no number of tokens"),
+        ('{"timestamp": 1' + "0" * 400 + ', "input_length": 10, "output_length": 5}', "OverflowError"),
+        ('{"levels": []}', "IndexError"),
+        ('{"a": ' + "[" * 100_000, "RecursionError"),
+    ],
+)
+def test_a_line_that_no_request_can_be_is_refused_by_its_number(tmp_path: Path, line: str, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"line 1: .*{why}"):
+        read_trace(written(tmp_path, line))
+
+
+@pytest.mark.parametrize("row", ["2023-11-16 18:17:03,99999999999999999999,4", "2023-11-16 18:17:03,5,-4"])
+def test_an_azure_row_that_no_request_can_be_is_refused_by_its_number(tmp_path: Path, row: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"line 2: .*no number of tokens"):
+        read_trace(written(tmp_path, f"TIMESTAMP,ContextTokens,GeneratedTokens\n{row}\n", "azure.csv"))

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tokenizers.processors import TemplateProcessing
+from tokenizers.processors import BertProcessing, RobertaProcessing, TemplateProcessing
 
 from quire.errors import InvalidModel
 from quire.tokenization.tokenizer import Tokenizer, sampling_defaults
@@ -182,3 +184,53 @@ def test_encoding_a_long_text_lets_other_threads_run() -> None:
         turns += 1
     thread.join()
     assert turns > 5
+
+
+PROCESSORS = {
+    "none": None,
+    "bert": BertProcessing(("<|end|>", 1), ("<|begin|>", 0)),
+    "roberta": RobertaProcessing(("<|end|>", 1), ("<|begin|>", 0)),
+    "turned": TemplateProcessing(
+        single="$A", pair="<|begin|>:3 $B:2 <|end|>:4 $A:1", special_tokens=[("<|begin|>", 0), ("<|end|>", 1)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("most", [None, 7])
+def test_pairs_are_framed_as_the_post_processor_says(name: str, special: bool, most: int | None) -> None:
+    core = byte_level()
+    if PROCESSORS[name] is not None:
+        core.post_processor = PROCESSORS[name]
+    pairs = [("the dog", "a lazy dog"), ("the dog", ""), ("", "the")]
+    made = Tokenizer(core).encode_inputs(pairs, add_special_tokens=special, most=most)
+    for pair, one in zip(pairs, made, strict=True):
+        if most is not None:
+            core.enable_truncation(most, strategy="longest_first")
+        wanted = core.encode(*pair, add_special_tokens=special)
+        core.no_truncation()
+        assert (list(one.ids), list(one.types)) == (wanted.ids, wanted.type_ids)
+
+
+class Counted:
+    """A tokenizer's core that counts the characters it encodes."""
+
+    def __init__(self, core: Any) -> None:
+        self.core, self.characters = core, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.core, name)
+
+    def encode_batch_fast(self, texts: Sequence[str], **options: Any) -> Any:
+        self.characters += sum(map(len, texts))
+        return self.core.encode_batch_fast(texts, **options)
+
+
+def test_a_query_is_encoded_once_for_all_its_documents() -> None:
+    counted = Counted(byte_level())
+    query = "the dog " * 5000
+    made = Tokenizer(counted).encode_inputs([(query, "a dog")] * 1000, most=16)  # type: ignore[arg-type]
+    assert counted.characters == len(query) + len("a dog")
+    assert {len(one.ids) for one in made} == {16}
+    assert len({one.truncated for one in made}) == 1 and made[0].truncated > 9000

@@ -19,6 +19,7 @@ from quire.assembly.engine import build_engine
 from quire.assembly.text import require_text
 from quire.bench.offline import FILE, writable
 from quire.cli.base import OFFLINE, SettingsCommand
+from quire.cli.ranges import FiniteRange
 from quire.cli.tables import print_pairs
 from quire.config import Settings
 from quire.engine.engine import Engine
@@ -43,7 +44,7 @@ _WARM_UP = 32
         ),
         click.Option(
             ["--seconds"],
-            type=click.FloatRange(1),
+            type=FiniteRange(1),
             default=45.0,
             show_default=True,
             help="To measure, besides loading.",

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from quire.cli.ranges import FiniteRange
 from quire.cli.tables import numbers
 from quire.engine.engine import Engine
 from quire.engine.timing import VirtualClock, WallClock
@@ -31,7 +32,7 @@ _POINTS = (50, 95, 99)
 @click.option("--requests", type=click.IntRange(1), default=1000, show_default=True, help="How many.")
 @click.option("--prompt", "prompt", type=(int, int), default=(4, 96), show_default=True, help="Prompt tokens, from to.")
 @click.option("--new", "new", type=(int, int), default=(4, 24), show_default=True, help="New tokens, from to.")
-@click.option("--rate", type=click.FloatRange(0), default=0.0, help="Arrivals a second; 0: all at once.")
+@click.option("--rate", type=FiniteRange(0), default=0.0, help="Arrivals a second; 0: all at once.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=32, show_default=True, help="Sequences at once.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens a step.")
 @click.option("--blocks", type=click.IntRange(1), default=4096, show_default=True, help="KV blocks.")
@@ -44,11 +45,11 @@ _POINTS = (50, 95, 99)
 @click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
 @click.option(
     "--step-ms",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=0.0,
     help="Simulated milliseconds a step takes; 0: only the engine's own time.",
 )
-@click.option("--token-us", type=click.FloatRange(0), default=0.0, help="Simulated microseconds a token fed adds.")
+@click.option("--token-us", type=FiniteRange(0), default=0.0, help="Simulated microseconds a token fed adds.")
 @click.option("--virtual", is_flag=True, help="Simulated time passes at once (needs --step-ms or --token-us).")
 @click.option("--recording-dir", type=click.Path(path_type=Path), help="Record the run there, for `quire replay`.")
 @click.option("--seed", default=7, show_default=True)

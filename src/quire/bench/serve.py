@@ -28,6 +28,7 @@ from quire.bench.load_client import ClientResult, LoadJob, RequestTiming, encode
 from quire.bench.load_levels import load_levels, parse_counts, parse_goodput, parse_range, parse_rates
 from quire.bench.monitor import GPUMonitor, MetricsMonitor, environment, fetch, served_model
 from quire.bench.offline import FILE, writable
+from quire.cli.ranges import FiniteRange
 from quire.cli.tables import numbers
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
@@ -55,10 +56,10 @@ HELP: Mapping[str, str] = MappingProxyType(
 @click.option("--api-key", envvar="OPENAI_API_KEY", default="", help="Of the server, if it wants one.")
 @click.option("--max-concurrency", "users", type=parse_counts, default=USERS, **SHOWN, help=HELP["users"])
 @click.option("--request-rate", "rates", type=parse_rates, metavar="R[,R...]", help=HELP["rates"])
-@click.option("--burstiness", type=click.FloatRange(0.01), default=1.0, show_default=True, help=HELP["burstiness"])
+@click.option("--burstiness", type=FiniteRange(0.01), default=1.0, show_default=True, help=HELP["burstiness"])
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help=HELP["trace"])
-@click.option("--speed", type=click.FloatRange(1e-3), default=1.0, show_default=True, help="Of the trace.")
-@click.option("--shrink", type=click.FloatRange(1), default=1.0, show_default=True, help="Divides the trace's prompts.")
+@click.option("--speed", type=FiniteRange(1e-3), default=1.0, show_default=True, help="Of the trace.")
+@click.option("--shrink", type=FiniteRange(1), default=1.0, show_default=True, help="Divides the trace's prompts.")
 @click.option("--num-prompts", type=click.IntRange(1), help=HELP["count"])
 @click.option("--random-input-len", "length", type=parse_range, default="128:256", **SHOWN, help="Tokens a prompt has.")
 @click.option("--random-output-len", "new", type=parse_range, default="32:64", **SHOWN, help="Tokens an answer has.")

@@ -23,6 +23,7 @@ from quire.bench.simulate_page import page
 from quire.bench.simulated import build_model
 from quire.cli.base import SettingsCommand
 from quire.cli.plan import size_of
+from quire.cli.ranges import FiniteRange
 from quire.cli.tables import numbers, print_pairs
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig, InvalidRequest, nearest
@@ -112,6 +113,7 @@ def _parse_targets(texts: Sequence[str]) -> dict[tuple[str, str], float]:
 
 _SHOWN: Any = MappingProxyType({"show_default": True})
 _COUNT = click.IntRange(1)
+_REPLICAS = click.IntRange(1, 100_000)
 _TEXTS: Mapping[str, str] = MappingProxyType(
     {
         "trace": "Azure's CSV, Mooncake's JSON lines, what `quire bench serve` saved, a recording (file or folder); or "
@@ -134,12 +136,12 @@ def _load_options() -> list[click.Parameter]:
         click.Option(["--trace"], metavar="FILE", help=_TEXTS["trace"]),
         click.Option(["--sessions", "users"], type=_COUNT, help="Instead of a trace: users who think between turns."),
         click.Option(["--turns"], type=_COUNT, default=6, help="Of a session.", **_SHOWN),
-        click.Option(["--think"], type=click.FloatRange(0), default=10.0, help="Seconds a user thinks.", **_SHOWN),
+        click.Option(["--think"], type=FiniteRange(0), default=10.0, help="Seconds a user thinks.", **_SHOWN),
         click.Option(["--input-len"], type=parse_range, default="50:400", help="Tokens of a question.", **_SHOWN),
         click.Option(["--output-len"], type=parse_range, default="50:400", help="Tokens of an answer.", **_SHOWN),
         click.Option(["--num-prompts"], type=_COUNT, help="Requests. Unset: the whole trace; 1,000 of sessions."),
-        click.Option(["--speed"], type=click.FloatRange(1e-6), default=1.0, help="Of the trace.", **_SHOWN),
-        click.Option(["--shrink"], type=click.FloatRange(1), default=1.0, help="Divides its prompts.", **_SHOWN),
+        click.Option(["--speed"], type=FiniteRange(1e-6), default=1.0, help="Of the trace.", **_SHOWN),
+        click.Option(["--shrink"], type=FiniteRange(1), default=1.0, help="Divides its prompts.", **_SHOWN),
         click.Option(["--repeat"], type=_COUNT, default=1, help="The trace so many times, in turn.", **_SHOWN),
         click.Option(["--overlap"], is_flag=True, help=_TEXTS["overlap"]),
     ]
@@ -151,16 +153,16 @@ def _deployment_options() -> list[click.Parameter]:
         click.Option(["--gpu"], metavar="NAME", help=f"The card of each replica: {', '.join(DEVICES)}."),
         click.Option(["--calibration"], type=FILE, help="Step times that `quire calibrate` measured, instead."),
         click.Option(["--memory"], metavar="SIZE", help="Of each replica; unset: the card's, or 16GiB."),
-        click.Option(["--replicas"], type=_COUNT, default=1, **_SHOWN),
+        click.Option(["--replicas"], type=_REPLICAS, default=1, **_SHOWN),
         click.Option(["--policy"], type=policies, default="least_loaded", help="Of routing.", **_SHOWN),
         click.Option(["--max-imbalance"], type=nonnegative, default=MAX_IMBALANCE, help=_TEXTS["imbalance"], **_SHOWN),
         click.Option(["--routers"], type=_COUNT, default=1, help="Each with its share of the replicas.", **_SHOWN),
         click.Option(["--autoscale"], metavar="MIN:MAX", type=parse_range, help=_TEXTS["autoscale"]),
         click.Option(["--autoscale-tokens"], type=_COUNT, default=8192, help=_TEXTS["tokens"], **_SHOWN),
         click.Option(
-            ["--startup-time"], type=click.FloatRange(0), default=30.0, help="Seconds a new replica takes.", **_SHOWN
+            ["--startup-time"], type=FiniteRange(0), default=30.0, help="Seconds a new replica takes.", **_SHOWN
         ),
-        click.Option(["--price-per-hour", "price"], type=click.FloatRange(0), help="Of a replica."),
+        click.Option(["--price-per-hour", "price"], type=FiniteRange(0), help="Of a replica."),
     ]
 
 
@@ -170,7 +172,7 @@ def _answer_options() -> list[click.Parameter]:
             ["--goodput", "goals"], type=parse_goodput, default="", metavar="WHAT:MS[,...]", help=_TEXTS["goals"]
         ),
         click.Option(["--target", "targets"], multiple=True, metavar="WHAT=TIME", help=_TEXTS["targets"]),
-        click.Option(["--max-replicas"], type=_COUNT, default=4096, help="Where the search ends.", **_SHOWN),
+        click.Option(["--max-replicas"], type=_REPLICAS, default=4096, help="Where the search ends.", **_SHOWN),
         click.Option(["--set", "sets"], multiple=True, metavar="NAME=A,B", help=_TEXTS["sets"]),
         click.Option(["--jobs"], type=_COUNT, default=os.cpu_count() or 1, help="Processes.", **_SHOWN),
         click.Option(["--step-by-step"], is_flag=True, help=_TEXTS["steps"]),

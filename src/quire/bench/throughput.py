@@ -13,6 +13,7 @@ import click
 from quire.assembly.text import require_text
 from quire.bench.offline import FILE, check_lengths, offline_command, report, time_generate
 from quire.cli.base import integer
+from quire.cli.ranges import FiniteRange
 from quire.config import Settings
 from quire.errors import InvalidRequest
 from quire.llm import LLM
@@ -49,7 +50,7 @@ class SampleRequest(NamedTuple):
         integer("--output-len", None, "New tokens. [the dataset's, or 128]"),
         click.Option(
             ["--random-range-ratio"],
-            type=click.FloatRange(0, 1, max_open=True),
+            type=FiniteRange(0, 1, max_open=True),
             default=0.0,
             show_default=True,
             help="Random lengths are uniform from LEN * (1 - RATIO) to LEN * (1 + RATIO).",

@@ -105,7 +105,7 @@ class MediaFetcher:
                 await connection.headed()
                 fields = dict(connection.headers)
                 if connection.status in _REDIRECTS:
-                    url = urljoin(url, fields.get(b"location", b"").decode("latin-1"))
+                    url = _redirected(url, fields.get(b"location", b"").decode("latin-1"))
                     continue
                 return await _body(connection, fields, left)
             except ConnectionLost as error:
@@ -156,6 +156,16 @@ class Allowance:
         self.used += count
         if self.used > self.whole:
             raise too_many_bytes(WHERE, self.whole)
+
+
+def _redirected(url: str, location: str) -> str:
+    """Where a redirect leads. Raises InvalidRequest for what is no address."""
+    try:
+        there = urljoin(url, location)
+        urlsplit(there)
+    except ValueError as error:
+        raise _failed(f"it was redirected to a damaged address: {error}") from error
+    return there
 
 
 def _request(target: Target) -> bytes:

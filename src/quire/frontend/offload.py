@@ -29,7 +29,18 @@ async def offload(size: int, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(_threads(), work)
 
 
+async def offload_slow(work: Callable[[], T]) -> T:
+    """The result of `work` that may take seconds, in threads that no other work waits for. Raises what it raises."""
+    return await asyncio.get_running_loop().run_in_executor(_slow_threads(), work)
+
+
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     """A few threads: the event loop's thread competes with all of them for the GIL."""
     return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="offload")
+
+
+@functools.cache
+def _slow_threads() -> ThreadPoolExecutor:
+    """Fewer than there are processors, of which decoding needs some: a request cannot take them all."""
+    return ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1) // 2), thread_name_prefix="offload-slow")

@@ -32,7 +32,10 @@ _DETAILS = ("auto", "high", "original")
 
 
 class MediaNeeded(Exception):
-    """These addresses must be fetched before the request can go on. Nothing has been changed."""
+    """These addresses must be fetched before the request can go on, none where its images have only to be decoded.
+
+    Nothing has been changed.
+    """
 
     def __init__(self, urls: Sequence[str]) -> None:
         super().__init__(", ".join(urls))
@@ -60,8 +63,8 @@ class ImageInputs(Protocol):
     def reads(self) -> bool:
         """Whether there can be any."""
 
-    def begin(self, fetched: Mapping[str, bytes] = MappingProxyType({})) -> ImageInputs:
-        """For one request. fetched: files by their addresses."""
+    def begin(self, fetched: Mapping[str, bytes] | None = MappingProxyType({})) -> ImageInputs:
+        """For one request. fetched: files by their addresses; None where images are not to be decoded yet."""
 
     def read(self, messages: Messages) -> tuple[Messages, tuple[PromptImage, ...]]:
         """The messages with parts of type "image" alone in place of images, and the images, in order.
@@ -93,7 +96,7 @@ class NoImages:
     def __init__(self, why: str = "this server reads text only") -> None:
         self.why = why
 
-    def begin(self, fetched: Mapping[str, bytes] = MappingProxyType({})) -> ImageInputs:
+    def begin(self, fetched: Mapping[str, bytes] | None = MappingProxyType({})) -> ImageInputs:
         """See `ImageInputs`."""
         return self
 
@@ -148,15 +151,16 @@ class ImageReader:
     model: str = "this model"
     fetched: Mapping[str, bytes] = field(default_factory=dict)
     decoded: dict[str, PromptImage] = field(default_factory=dict)
+    decodes: bool = True
 
     @property
     def reads(self) -> bool:
         """See `ImageInputs`."""
         return self.policy.max_images > 0
 
-    def begin(self, fetched: Mapping[str, bytes] = MappingProxyType({})) -> ImageInputs:
+    def begin(self, fetched: Mapping[str, bytes] | None = MappingProxyType({})) -> ImageInputs:
         """See `ImageInputs`."""
-        return replace(self, fetched=fetched, decoded={})
+        return replace(self, fetched=fetched or {}, decoded={}, decodes=fetched is not None)
 
     def read(self, messages: Messages) -> tuple[Messages, tuple[PromptImage, ...]]:
         """See `ImageInputs`."""
@@ -170,7 +174,7 @@ class ImageReader:
             for where, source in sources
             if isinstance(source, str) and self._remote(source, where) and source not in self.fetched
         ]
-        if needed:
+        if needed or not self.decodes:
             raise MediaNeeded(list(dict.fromkeys(needed)))
         images = tuple(self._image(source, where) for where, source in sources)
         return [_without_sources(message) for message in messages], images

@@ -113,13 +113,13 @@ def pooled_job(
     """A job with a call for each input. prefix: of its id. param: the field that the inputs are from."""
     card = backend.model()
     check_priority_and_timeout(request.priority, request.timeout, limits)
-    _naming(param, check_answers, len(inputs), 1, limits)
+    naming(param, check_answers, len(inputs), 1, limits)
     params = pooling_params(pooling)
     for one in inputs:
         if card.pooler.generates:
-            _naming(param, max_new_tokens, len(one.ids), params, card.max_model_len)
+            naming(param, max_new_tokens, len(one.ids), params, card.max_model_len)
         else:
-            _naming(param, check_pooled, len(one.ids), pooling, input_limit(card), card.pooler)
+            naming(param, check_pooled, len(one.ids), pooling, input_limit(card), card.pooler)
     calls = [make_call(prefix, None, one.ids, request, params, limits) for one in inputs]
     truncated = None if request.truncate_prompt_tokens is None else sum(one.truncated for one in inputs)
     return Job(
@@ -132,7 +132,7 @@ def pooled_job(
     )
 
 
-def _naming(param: str, check: Any, *arguments: Any) -> None:
+def naming(param: str, check: Any, *arguments: Any) -> None:
     """Run a check whose errors name a field `param`."""
     try:
         check(*arguments)

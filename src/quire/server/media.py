@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from quire.errors import InvalidRequest
-from quire.frontend.offload import LARGE, offload
+from quire.frontend.offload import offload, offload_slow
 from quire.multimodal.inputs import MediaNeeded
 from quire.server.limits import Limits
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 async def offload_reading(size: int, limits: Limits, work: Callable[[Limits], T]) -> T:
     """The result of `work` with these limits, offloaded as work of `size` bytes.
 
-    Where it asks for files of other servers, it is run again with them. A small body may hold an image of many pixels,
-    so where images are read, all work is done in threads.
+    Where it has images, it is run again, with the files that other servers have. A small body may hold an image of many
+    pixels, which takes seconds to decode: that is done in threads that requests without images do not wait for.
     """
-    size = max(size, LARGE) if limits.images.reads else size
     try:
-        return await offload(size, partial(work, replace(limits, images=limits.images.begin())))
+        return await offload(size, partial(work, replace(limits, images=limits.images.begin(None))))
     except MediaNeeded as needed:
-        if limits.fetch_media is None:
-            raise InvalidRequest("image_url: images are not fetched here", param="messages") from needed
-        fetched = await limits.fetch_media(needed.urls)
-    return await offload(size, partial(work, replace(limits, images=limits.images.begin(fetched))))
+        urls = needed.urls
+    if urls and limits.fetch_media is None:
+        raise InvalidRequest("image_url: images are not fetched here", param="messages")
+    fetched = await limits.fetch_media(urls) if urls and limits.fetch_media is not None else {}
+    return await offload_slow(partial(work, replace(limits, images=limits.images.begin(fetched))))

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequest
-from quire.frontend.interface import Backend
+from quire.frontend.interface import Backend, ModelCard
 from quire.frontend.pooling import (
+    EncodedInput,
     check_task,
     encode_pairs,
     kept_tokens,
@@ -20,10 +21,10 @@ from quire.frontend.pooling import (
     with_prompt,
 )
 from quire.server.calls import Job
-from quire.server.embeddings import PoolingFields, answer, encode_inputs, input_limit, pooled_job, pooled_usage
+from quire.server.embeddings import PoolingFields, answer, encode_inputs, input_limit, naming, pooled_job, pooled_usage
 from quire.server.limits import Limits, check_answers
 from quire.server.outputs import ChoiceBuilder, Usage
-from quire.server.prompts import check_length, model
+from quire.server.prompts import model
 
 
 class ScoreFields(PoolingFields, kw_only=True):
@@ -114,22 +115,9 @@ def _job(
     """A call for each pair, or for each text of either side. firsts: texts of the first side."""
     card = model(request.model, backend)
     check_task(card.pooler, "score", pools=card.pools)
-    check_answers(len(pairs), 1, limits)
+    naming(names[1], check_answers, len(pairs), 1, limits)
     if card.pooler.classes:
-        limit = input_limit(card)
-        most = kept_tokens(request.truncate_prompt_tokens, limit)
-        if most is None:
-            check_length([text for pair in pairs for text in pair], backend, limit)
-        inputs = encode_pairs(
-            pairs,
-            backend.encode_inputs,
-            card.pooler,
-            card.vocab_size,
-            special=request.add_special_tokens is not False,
-            most=most,
-            instruction=request.instruction,
-            render=_render(backend) if card.pooler.by_chat else None,
-        )
+        inputs = _encoded_pairs(pairs, request, backend, card, names)
         return pooled_job(prefix, inputs, "classify", request, backend, limits, param=names[1])
     if request.instruction is not None or request.use_activation is not None:
         name = "use_activation" if request.instruction is None else "instruction"
@@ -137,6 +125,53 @@ def _job(
     texts = [pair[0] for pair in pairs[:firsts]] + [pair[1] for pair in pairs]
     inputs = encode_inputs([with_prompt(text, None, card.pooler) for text in texts], request, backend, card)
     return pooled_job(prefix, inputs, card.pooler.pooling, request, backend, limits, param=names[1])
+
+
+def _encoded_pairs(
+    pairs: Sequence[tuple[str, str]], request: ScoreFields, backend: Backend, card: ModelCard, names: tuple[str, str]
+) -> list[EncodedInput]:
+    """Token ids of what a cross-encoder reads. Raises InvalidRequest for a pair that is too long."""
+    limit = input_limit(card)
+    most = kept_tokens(request.truncate_prompt_tokens, limit)
+    render = _render(backend) if card.pooler.by_chat else None
+    if written := card.pooler.by_template or render is not None:
+        _check_written(pairs, request.instruction or "", names)
+    inputs = encode_pairs(
+        pairs,
+        backend.encode_inputs,
+        card.pooler,
+        card.vocab_size,
+        special=request.add_special_tokens is not False,
+        # Cut even where it is then refused: a long query must not be kept whole for every document.
+        most=limit if most is None and not written else most,
+        instruction=request.instruction,
+        render=render,
+    )
+    for i, one in enumerate(inputs):
+        if most is None and one.truncated:
+            raise InvalidRequest(
+                f"{names[1]}[{i}] makes a pair of {len(one.ids) + one.truncated} tokens, and this model takes "
+                f"{limit}: send shorter texts, or truncate_prompt_tokens -1, which leaves out the end of the longer",
+                param=names[1],
+                code="context_length_exceeded",
+            )
+    return inputs
+
+
+MOST_WRITTEN = 1 << 24
+"""Most characters of all pairs of a request, where both texts are written into one: tokenizing takes about a
+microsecond each."""
+
+
+def _check_written(pairs: Sequence[tuple[str, str]], instruction: str, names: tuple[str, str]) -> None:
+    """Raises InvalidRequest where what is written once for every pair makes far more text than the request has."""
+    count = sum(len(first) + len(second) + len(instruction) for first, second in pairs)
+    if count > MOST_WRITTEN:
+        raise InvalidRequest(
+            f"{names[0]} is read again with each of {len(pairs)} {names[1]}: {count:,} characters in all, and at most "
+            f"{MOST_WRITTEN:,} are read in a request: send fewer at once",
+            param=names[1],
+        )
 
 
 def _render(backend: Backend) -> Any:

@@ -38,6 +38,11 @@ _FIRST_NAME = 1000
 """Tokens from here on are names of blocks; those below are answers' and padding."""
 _MOONCAKE_BLOCK = 512
 """Tokens that one of Mooncake's hash_ids names."""
+_MOST_TOKENS, _MOST_SECONDS = 10**8, 10**12
+"""Bounds of what a trace may say of a request. What is beyond is damage."""
+
+_DAMAGED = (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What lines raise that are not what they should be."""
 
 
 @dataclass(slots=True)
@@ -69,7 +74,15 @@ class Trace:
         return self.arrivals[-1] if self.arrivals else 0.0
 
     def add(self, arrival: float, prompt: int, output: int, blocks: tuple[int, ...] | None = None) -> None:
-        """Append a request. At least one token each: a request without is counted as one of one token."""
+        """Append a request. At least one token each: a request without is counted as one of one token.
+
+        Raises ValueError for what no request can be.
+        """
+        for tokens in (prompt, output):
+            if not 0 <= tokens <= _MOST_TOKENS:
+                raise ValueError(f"{tokens} is no number of tokens: from 0 to {_MOST_TOKENS:,} are")
+        if not abs(arrival) <= _MOST_SECONDS:
+            raise ValueError(f"{arrival} is no time: seconds from -{_MOST_SECONDS:,} to {_MOST_SECONDS:,} are")
         self.arrivals.append(arrival)
         self.prompts.append(max(1, prompt))
         self.outputs.append(max(1, output))
@@ -176,7 +189,7 @@ def read_trace(path: Path) -> Trace:
             first = lines.read(1)
             lines.seek(0)
             trace = _json_lines(path, lines) if first == "{" else _azure(path, lines)
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, csv.Error) as error:
         raise InvalidRequest(f"{path} is neither CSV nor JSON lines", param="trace") from error
     if not len(trace):
         raise InvalidRequest(f"{path} has no requests", param="trace")
@@ -199,7 +212,7 @@ def _azure(path: Path, lines: Any) -> Trace:
         try:
             at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
             trace.add(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-        except (KeyError, ValueError, TypeError) as error:
+        except _DAMAGED as error:
             raise InvalidRequest(
                 f"{path}, line {number}: not TIMESTAMP,ContextTokens,GeneratedTokens ({error})", param="trace"
             ) from None
@@ -222,7 +235,7 @@ def _json_lines(path: Path, lines: Any) -> Trace:
             prompt = row.get("input_length", row.get("prompt_tokens"))
             output = row.get("output_length", row.get("output_tokens"))
             trace.add(float(at), int(prompt), int(output), None if blocks is None else tuple(map(int, blocks)))
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+        except _DAMAGED as error:
             raise InvalidRequest(
                 f"{path}, line {number}: neither timestamp (milliseconds), input_length, output_length, nor arrival "
                 f"(seconds), prompt_tokens, output_tokens ({type(error).__name__}: {error})",

@@ -164,6 +164,29 @@ def _framed(ids: list[int], begin: tuple[int, ...], end: tuple[int, ...], most: 
     return PoolingTokens((*begin, *ids[:room], *end), (), len(ids) - room)
 
 
+class PairPart(NamedTuple):
+    """A part of what a pair becomes: the text of this number, or if None the special token `id`; and its type."""
+
+    text: int | None
+    id: int
+    type: int
+
+
+def _paired(first: list[int], second: list[int], parts: Sequence[PairPart], most: int | None) -> PoolingTokens:
+    """The two texts' token ids with what stands around them, cut to `most` tokens."""
+    added = sum(part.text is None for part in parts)
+    whole = len(first) + len(second) + added
+    if most is not None and whole > most:
+        kept = pair_lengths(len(first), len(second), _room(most, added))
+        first, second = first[: kept[0]], second[: kept[1]]
+    ids, types = list[int](), list[int]()
+    for part in parts:
+        filled = [part.id] if part.text is None else (first, second)[part.text]
+        ids += filled
+        types += [part.type] * len(filled)
+    return PoolingTokens(tuple(ids), tuple(types), whole - len(ids))
+
+
 class Tokenizer:
     """A vocabulary and its special tokens. Immutable; `encode` and `decode` may be called from any thread.
 
@@ -234,26 +257,27 @@ class Tokenizer:
         most: tokens of an input, from which on its end is left out; of a pair the end of the longer text, or of both.
         Raises InvalidRequest where there is not even room for the tokens around a text.
         """
-        firsts = [one if isinstance(one, str) else one[0] for one in inputs]
-        encoded = self._core.encode_batch_fast(firsts, add_special_tokens=False)
         if not any(isinstance(one, tuple) for one in inputs):
+            texts = [one for one in inputs if isinstance(one, str)]
             frame = (self._begin, self._end) if add_special_tokens else ((), ())
-            return [_framed(one.ids, *frame, most) for one in encoded]
-        seconds = [one[1] if isinstance(one, tuple) else "" for one in inputs]
-        pairs = zip(encoded, self._core.encode_batch_fast(seconds, add_special_tokens=False), strict=True)
-        added = self._core.num_special_tokens_to_add(True) if add_special_tokens else 0
-        return [self._pair(first, second, added, most) for first, second in pairs]
+            return [_framed(ids, *frame, most) for ids in self._encode_all(texts)]
+        pairs = [one if isinstance(one, tuple) else (one, "") for one in inputs]
+        # One query is often paired with many documents: it is encoded once, or long ones would take gigabytes.
+        distinct = list(dict.fromkeys(text for pair in pairs for text in pair))
+        encoded = dict(zip(distinct, self._encode_all(distinct), strict=True))
+        parts = self._pair_parts(special=add_special_tokens)
+        return [_paired(encoded[first], encoded[second], parts, most) for first, second in pairs]
 
-    def _pair(
-        self, first: tokenizers.Encoding, second: tokenizers.Encoding, added: int, most: int | None
-    ) -> PoolingTokens:
-        whole = len(first.ids) + len(second.ids)
-        if most is not None and whole + added > most:
-            kept = pair_lengths(len(first.ids), len(second.ids), _room(most, added))
-            first.truncate(kept[0])
-            second.truncate(kept[1])
-        made = self._core.post_process(first, second, bool(added))
-        return PoolingTokens(tuple(made.ids), tuple(made.type_ids), whole + added - len(made.ids))
+    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return [one.ids for one in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _pair_parts(self, *, special: bool) -> list[PairPart]:
+        """What a pair of texts becomes, by the tokenizer's post-processor on two texts of one token."""
+        probe = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+        if self._core.post_processor is not None:
+            probe.post_processor = self._core.post_processor
+        made = probe.encode("a", "a", add_special_tokens=special)
+        return [PairPart(*part) for part in zip(made.sequence_ids, made.ids, made.type_ids, strict=True)]
 
     def _encode(self, text: str) -> tuple[int, ...]:
         if len(text) < _LONG:
