@@ -106,7 +106,11 @@ class Usage:
     def prompt_details(self, n: int) -> dict[str, Any]:
         """OpenAI's prompt_tokens_details, vLLM's name of one of them, and ours."""
         written = self.written(n)
-        details = {"cached_tokens": self.cached(n), "cache_write_tokens": written, "created_cache_tokens": written}
+        details: dict[str, Any] = {
+            "cached_tokens": self.cached(n),
+            "cache_write_tokens": written,
+            "created_cache_tokens": written,
+        }
         details |= self._details
         if self._pins:
             details["pinned_tokens"] = self.pinned(n)
