@@ -196,4 +196,4 @@ def test_the_commands_of_the_guide_answer(line: str, calibration: Path, tmp_path
     if "plan.html" in line:
         pytest.importorskip("matplotlib")
     rows = json.loads(quire(*words, "--json"))["runs"]
-    assert all(row["answered"] + row["too_long"] == row["requests"] < 2 * row["answered"] for row in rows)
+    assert all(row["answered"] + row["too_long"] == row["requests"] < 3 * row["answered"] for row in rows)

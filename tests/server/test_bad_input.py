@@ -62,7 +62,6 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"x" * 500: 1}, "x" * 64, "unknown field"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "cannot be used together"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
-    ({"use_beam_search": True}, "use_beam_search", "beam search"),
     ({"logits_processors": ["os.system"]}, "logits_processors", "not taken"),
 ]
 
@@ -127,7 +126,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "hi"}, "messages", "expected array"),
     ({"messages": [5]}, "messages[0]", "expected object"),
     ({"messages": [{}]}, "messages", "messages[0].role is required"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "of type 'text' needs a text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "of type 'text' needs a field text"),
     ({"prompt": "x"}, "prompt", "unknown field 'prompt'. Did you mean 'messages'? /v1/completions has 'prompt'."),
     ({"enable_thinking": False}, "enable_thinking", "chat_template_kwargs"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "'wizard'"),
