@@ -11,7 +11,8 @@
    Scales, zero points and minima of groups of columns are [n / 16][k / group][16].
 
    Each output is summed along k in an order that depends on nothing but the matrix's kind and the way: so a row has the
-   same bits in any batch that takes the same way.
+   same bits in any batch that takes the same way. Rows in bfloat16 have one way by matrices of bfloat16, and one by
+   those of integers but for many rows on a processor with AMX, see `invariant`.
 */
 
 #ifndef QUIRE_KERNELS_H
@@ -41,7 +42,7 @@ struct linear {
     const void *bias;
     int64_t rows, x_stride, y_stride;
     int32_t x_bf16, y_bf16, bias_bf16, gate;
-    int32_t inputs;
+    int32_t inputs, invariant; /* invariant: a row's bits must not depend on how many rows there are */
 };
 
 struct attention {

@@ -8,7 +8,7 @@
 
 extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx;
 
-#define VERSION 1
+#define VERSION 2
 
 static const struct kernels *chosen;
 static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
@@ -26,13 +26,14 @@ int quire_best(void) {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
         return -1;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq") ||
+        !__builtin_cpu_supports("avx512vnni"))
         return AVX2;
     if (!__builtin_cpu_supports("avx512bf16"))
         return AVX512;
     unsigned eax = 7, ebx, ecx = 0, edx;
     __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
-    const int has_amx = (edx >> 24 & 1) && (edx >> 22 & 1);
+    const int has_amx = (edx >> 25 & 1) && (edx >> 24 & 1) && (edx >> 22 & 1);
     /* ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA: asks the kernel for the tiles' registers. */
     return has_amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? AMX : AVX512_BF16;
 }
@@ -66,9 +67,10 @@ static void run(void (*kernel)(const void *, int64_t *), const void *arguments, 
 typedef void (*kernel)(const void *, int64_t *);
 
 void quire_linear(const struct matrix *matrix, const void *x, void *y, const void *bias, int64_t rows,
-                  int64_t x_stride, int32_t inputs, int32_t x_bf16, int32_t bias_bf16, int32_t gate, int32_t threads) {
+                  int64_t x_stride, int32_t inputs, int32_t x_bf16, int32_t bias_bf16, int32_t gate, int32_t invariant,
+                  int32_t threads) {
     struct linear a = {matrix, x,          y,    bias,   rows,      x_stride, gate ? matrix->n / 2 : matrix->n,
-                       x_bf16, x_bf16, bias_bf16, gate, inputs};
+                       x_bf16, x_bf16, bias_bf16, gate, inputs, invariant};
     run((kernel)chosen->linear, &a, threads);
 }
 

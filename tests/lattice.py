@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from quire.engine import engine
+from quire.engine.timing import VirtualClock
 from quire.scheduler import block_pool, scheduler, snapshots
 from quire.scheduler import kv_cache as kv_room
 from quire.scheduler.block_pool import EVICTION_POLICIES
@@ -75,7 +76,7 @@ class Drawn:
 
 
 FOREVER = 1e9
-"""Seconds of a pin, longer than any run."""
+"""Seconds of a pin: the unit in which the time of a run passes."""
 
 GAPS = (2, 7, 8, 13)
 """These run only while no other request could."""
@@ -97,7 +98,7 @@ def _workload() -> list[Request]:
             stop=STOP if i % 3 else frozenset(),
             sampling=logprobs.get(i, SamplingParams()),
             priority=BACKGROUND if i in GAPS else i % 3,
-            pins=(Pin(len(prompt) - i % 5, FOREVER * (1 + i % 2)), Pin(20, 3 * FOREVER)) if i % 2 else (),
+            pins=(Pin(len(prompt) - i % 5, FOREVER * (1 + i % 3)), Pin(20, 3 * FOREVER)) if i % 2 else (),
             owner=str(i % 4),
         )
         for i, (prompt, new) in enumerate(shapes)
@@ -169,6 +170,7 @@ def check(sch: scheduler.Scheduler, dev: HashDevice) -> None:
     pins = sch.kv.pins
     rest = [*pool.free_list, *getattr(pins.others, "_blocks", getattr(pins.others, "_allocated_at", ())), *pins._free]
     assert len(rest) == len(set(rest)) and set(rest) == {b for b, n in enumerate(want) if n == 0} - {0}, "free pages"
+    assert all(end > pins.now for end, _, _ in pins.pinned.values()), "a pin outlives its time"
     assert len(pins.pinned) <= pins.max_blocks and pins._free.keys() <= pins.pinned.keys(), "pins"
     assert Counter(owner for _, _, owner in pins.pinned.values()) == pins.counts, "pins by owner"
     assert pins.pinned.keys() <= getattr(sch.kv.prefix_cache, "edges", {}).keys(), "a pinned page is not published"
@@ -237,7 +239,8 @@ class Run:
             self.dev.hiccup = self._hiccup
         wired = random.Random(f"wired {work}").random() < 0.25  # by messages of the gRPC contract
         executor = Wired(self.dev) if wired else self.dev
-        self.eng: engine.Engine = classes.Engine(self.sch, executor, lookahead=max(c["depth"], 0))
+        self.clock = VirtualClock()  # time passes only in `_pass_time`
+        self.eng: engine.Engine = classes.Engine(self.sch, executor, lookahead=max(c["depth"], 0), clock=self.clock)
         self.said: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[Any]] = {}
         self.prompt_logprobs: dict[str, list[Any]] = {}
@@ -245,7 +248,7 @@ class Run:
         self.last_hiccup = -40
         self.emptied = random.Random(f"resets {work}")  # in some, the prefix cache is emptied now and then
         self.empties = c["reuse"] and self.emptied.random() < 0.25
-        self.followed = 0
+        self.followed = self.expired = 0
         self._stamp()
 
     def _hiccup(self) -> bool:
@@ -293,8 +296,8 @@ class Run:
             if self.empties and self.emptied.random() < 0.1:
                 self.eng.reset_prefix_cache()
                 assert not self.sch.kv.prefix_cache.match(REQUESTS[0].prompt, "")[0], "something is found after a reset"
-            if n % 23 == 22:
-                self.sch.kv.pins.advance(self.sch.kv.pins.now + 1.5 * FOREVER)  # the shorter pins end
+            if n % 7 == 6:
+                self._pass_time()
             for event in self.eng.step():
                 self._hear(event)
             check(self.sch, self.dev)
@@ -304,6 +307,18 @@ class Run:
             assert n < 6000, "stuck"
         keys_hold(self.sch, self.dev)
         self._settle(doomed)
+
+    def _pass_time(self) -> None:
+        """Some pins end: exactly those whose time is over, and nothing else counts as expired."""
+        pins = self.sch.kv.pins
+        self.clock.time += FOREVER / 2
+        now = self.clock.now()
+        over = {block for block, (end, _, _) in pins.pinned.items() if end <= now}
+        left, expired = pins.pinned.keys() - over, pins.ended["expired"]
+        pins.advance(now)
+        assert pins.pinned.keys() == left, "pins that ended are not those whose time was over"
+        assert pins.ended["expired"] == expired + len(over), "pins that expired are counted"
+        self.expired += len(over)
 
     def _hear(self, event: Any) -> None:
         assert event.id not in self.finish, "an event after the end"

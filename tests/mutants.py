@@ -162,8 +162,8 @@ BUGS = [
     Bug(
         "prefix hits taken although prompt logits are wanted",
         K,
-        "[] if seq.needs_prompt_logits or ",
-        "[] if ",
+        "whole = seq.needs_prompt_logits or ",
+        "whole = ",
     ),
     Bug(
         "prompt log-probabilities reported twice after a preemption",
@@ -194,6 +194,15 @@ BUGS = [
     Bug("a dropped cached page counts as blank", B, "if self.prefix_cache.contains(block):", "if False:"),
     Bug("the bound of pins is not kept", P, "if len(self.pinned) >= self.max_blocks and", "if False and"),
     Bug("an evicted block stays pinned", P, '        self._unpin(block, "evicted")\n', ""),
+    Bug(
+        "a pin that is extended keeps its first end on the heap of ends",
+        P,
+        "        heapq.heappush(ends, (end, -place, block))\n",
+        "        if known is None:\n            heapq.heappush(ends, (end, -place, block))\n",
+    ),
+    Bug(
+        "only the first owner's pins expire", P, "for owner in list(self._ends):", "for owner in list(self._ends)[:1]:"
+    ),
     Bug("an emptied prefix cache keeps its pins", K, "UNLIMITED\n        self.pins.clear()\n", "UNLIMITED\n"),
     Bug("recovery keeps the prefix index", S, "        self.kv.reset()\n", ""),
     Bug("recovery keeps pending spans", S, "            seq.num_inflight = seq.max_inflight = 0\n", ""),

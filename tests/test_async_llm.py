@@ -9,6 +9,7 @@ import signal
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -25,6 +26,7 @@ from quire import (
 from quire.assembly import backend
 from quire.errors import Closed, Interrupted, InvalidRequest, QuireError, StepFailed, Unavailable
 from quire.types import EmbeddingRequestOutput, RequestOutput, StructuredOutputsParams
+from tests import encoders
 from tests.contract.unreliable import Fate
 
 T = TypeVar("T")
@@ -342,7 +344,7 @@ def test_closing_interrupts_those_that_run_and_refuses_those_that_come(runner: a
                 pass
         await llm.close()
         for again in (last(llm, "Lily", GREEDY), llm.start(), llm.abort("a"), llm.reset_prefix_cache()):
-            with pytest.raises(Closed, match="make another"):
+            with pytest.raises(Closed, match="create another"):
                 await again
 
     run(runner, close())
@@ -499,3 +501,24 @@ def test_scripts_for_vllm_make_it_of_engine_args_and_shut_it_down(runner: asynci
     with LLM.from_engine_args(EngineArgs(**OPTIONS)) as other:
         assert text == other.generate("Once upon", GREEDY)[0].outputs[0].text and pieces > 1
         assert other.get_default_sampling_params() == other.default_sampling_params()
+
+
+@pytest.mark.parametrize("labels", [0, 1, 3])
+def test_poolings_are_those_of_llm(runner: asyncio.Runner, labels: int, tmp_path: Path) -> None:
+    encoders.write(tmp_path, "bert", labels=labels)
+    texts = ["a red dog", "the old house is near the river", "fish"]
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        wanted = [llm.encode(texts), llm.classify(texts) if labels else llm.embed(texts)]
+        scores = llm.score("what dog", texts) if labels < 2 else []
+
+    async def found() -> tuple[list[list[Any]], list[Any]]:
+        async with AsyncLLM(str(tmp_path), dtype="float32") as other:
+            method = other.classify if labels else other.embed
+            made = [await asyncio.gather(*map(each, texts)) for each in (other.encode, method)]
+            with pytest.raises(InvalidRequest):
+                await (other.embed("a") if labels else other.classify("a"))
+            return made, await other.score("what dog", texts) if labels < 2 else []
+
+    made, scored = run(runner, found())
+    assert [[one.outputs for one in each] for each in made] == [[one.outputs for one in each] for each in wanted]
+    assert [one.outputs for one in scored] == [one.outputs for one in scores]

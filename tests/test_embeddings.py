@@ -175,7 +175,7 @@ def test_what_cannot_be_embedded_is_refused_by_name(live: Live, body: dict[str, 
 @pytest.mark.anyio
 async def test_an_engine_that_cannot_says_so() -> None:
     async with served() as server:
-        check_error(await server.post("/v1/embeddings", input="x"), 400, words="gives no embeddings")
+        check_error(await server.post("/v1/embeddings", input="x"), 400, words="does not support embeddings")
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import Plan
 from quire.scheduler.scheduler import Scheduler
 from quire.tokenization.chat_template import ChatTemplate
+from quire.weights.pooling import GENERATES
 from tests.test_llm import Alphabet, Spelled, tokenizer
 
 SHORT = SamplingParams(max_tokens=5)
@@ -75,7 +76,9 @@ def llm(request: pytest.FixtureRequest, executor: Gated, monkeypatch: pytest.Mon
     kv = KVCacheManager(about.num_blocks, about.block_size, make_prefix_cache(about.block_size, True))
     engine = Engine(Scheduler(kv, rows=about.num_rows), executor, lookahead=request.param)
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
-    text = SimpleNamespace(tokenizer=tokenizer(), template=template, defaults={}, reasoning_parser="none")
+    text = SimpleNamespace(
+        tokenizer=tokenizer(), template=template, defaults={}, reasoning_parser="none", pooler=GENERATES
+    )
     monkeypatch.setattr("quire.llm.build_engine", lambda settings: engine)
     monkeypatch.setattr("quire.llm.build_text", lambda settings: text)
     with LLM() as opened:

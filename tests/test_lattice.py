@@ -36,6 +36,11 @@ def test_pressure_preempts_and_reuse_hits_somewhere_in_the_sample() -> None:
     assert sum(sum(r.sch.discarded_spans.values()) for r in runs) > 50
 
 
+def test_pins_expire_somewhere_in_the_sample() -> None:
+    runs = [lattice.run(c) for c in _sample("pins", 30, pins=UNLIMITED, reuse=True, size=4)]
+    assert sum(r.expired for r in runs) > 20
+
+
 RARE = {
     "a background request is not preempted": 100,
     "followers forgotten when their leader is preempted": 3,

@@ -69,7 +69,7 @@ LOADERS = {
     "quire.scheduler.policy",
     "quire.models.registry",
     "quire.weights.hub",
-    "quire.bench.cpu",
+    *(f"quire.bench.peers.{name}" for name in ("checkpoints", "llama_cpp", "openvino", "transformers")),
     "quire.assembly.engine",
     "quire.assembly.images",
     "quire.assembly.hf",

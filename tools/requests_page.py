@@ -12,6 +12,7 @@ from quire.server import schemas
 from quire.server.embeddings import EmbeddingsRequest
 from quire.server.fields import NO_OPS, REFUSED_FIELDS, Refusal
 from quire.server.messages import MessagesRequest
+from quire.server.nested import HINTS
 from quire.server.ollama import (
     OPTION_HINTS,
     REFUSED_OPTIONS,
@@ -60,6 +61,15 @@ Taken, and without effect, because there is nothing to do.
 | field | why |
 |---|---|
 {no_ops}
+## Within objects
+
+Of parts of messages, items of Responses, tool calls, choices and formats. They have no effect:
+
+| field | why |
+|---|---|
+{nested}
+Other fields of these objects that have no effect are refused by name.
+
 ## Refused
 
 Unless the value asks for nothing.
@@ -102,6 +112,7 @@ def markdown() -> str:
     refused = {name: refusal for name, refusal in REFUSED_FIELDS.items() if name not in names}
     return _PAGE.format(
         honoured=honoured,
+        nested=_rows(*((f"`{name}`", why) for name, why in HINTS.items())),
         no_ops=no_ops,
         refused=_refused(refused),
         options=_rows(*((f"`{name}`", value) for name, value in _types(Options).items())),

@@ -117,41 +117,50 @@ def test_charts_beside_a_peer_show_what_is_written_down(drawn: list[str]) -> Non
     check(EXPECTED / "bars.txt", "\n".join(drawn))
 
 
-def test_speeds_of_decode_are_medians_of_tokens_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speeds_are_medians_over_interleaved_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Doubles answer as if a prompt took a second and a token 1/4 or 1/2 s, the middle round twice as long."""
     asked: list[str] = []
     before = torch.get_num_threads()
 
-    def maker(name: str, each: float) -> Any:
-        rounds = iter(range(100))
+    def double(name: str, each: float) -> Any:
+        class Engine:
+            version = "1"
+            calls = 0
 
-        def decode(prompts: list[list[int]], new: int) -> float:
-            turn = next(rounds) // 3 % 3
-            asked.append(f"{name} {len(prompts)} x {len(prompts[0])} tokens, {new} new: {prompts[0][:2]}")
-            return 1.0 + (new - 1) * each * (2.0 if turn == 1 else 1.0)
+            def __init__(self, *given: object) -> None:
+                asked.append(f"{name} of {[str(word) for word in given if not isinstance(word, Path)]}")
 
-        return lambda *config: asked.append(f"{name} of {config}") or decode
+            def __call__(self, prompts: list[list[int]], new: int) -> float:
+                slow = 2.0 if (self.calls - 1) // 2 % 3 == 1 else 1.0
+                self.calls += 1
+                asked.append(f"{name} {len(prompts)} x {len(prompts[0])} tokens, {new} new: {prompts[0][:2]}")
+                return 1.0 + (new - 1) * each * slow
 
-    monkeypatch.setattr(cpu, "_quire", maker("quire", 0.25))
-    monkeypatch.setattr(cpu, "_transformers", maker("transformers", 0.5))
+            def __enter__(self) -> Any:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                """Nothing to end."""
+
+        return Engine
+
+    monkeypatch.setattr(cpu, "SHAPES", {"smollm2-135m": {**cpu.SHAPES["smollm2-135m"], "num_hidden_layers": 1}})
+    monkeypatch.setattr(cpu.checkpoints, "write_folder", lambda folder, shape, dtype: folder.mkdir() or folder)
+    monkeypatch.setattr(cpu, "bandwidth", lambda now: 1e9)
+    monkeypatch.setattr(cpu, "_quire", double("quire", 0.25))
+    monkeypatch.setattr(cpu, "Peer", double("transformers", 0.5))
     try:
-        words = ("--batch", "1", "--batch", "4", "--prompt", "3", "--new", "9", "--repeat", "3", "--threads", "1")
+        words = ("--batch", "4", "--prompt", "3", "--new", "9", "--repeat", "3", "--threads", "1", "--long-prompt", "0")
+        monkeypatch.setattr(cpu, "_size", lambda model: 10**9)
         found = CliRunner().invoke(cpu.command, [*words, "--json"])
     finally:
         torch.set_num_threads(before)
     assert found.exit_code == 0, found.output
-    made = json.loads(found.output)
-    assert made["rows"] == [
-        {"batch": 1, "quire": 4.0, "transformers": 2.0, "ratio": 2.0},
-        {"batch": 4, "quire": 16.0, "transformers": 8.0, "ratio": 2.0},
-    ]
-    assert [made[name] for name in ("shape", "dtype", "prompt", "new", "threads")] == [
-        "smollm2-135m",
-        "bfloat16",
-        3,
-        9,
-        1,
-    ]
+    made = {row["what"]: row for row in json.loads(found.output)["rows"]}
+    assert made["prompt"]["speed"] == {"quire": 12.0, "transformers": 12.0}
+    assert made["decode"]["speed"] == {"quire": 16.0, "transformers": 8.0}
+    assert made["all"]["speed"] == {"quire": 12.0, "transformers": 7.2}
+    assert made["decode"]["ratio"] == {"transformers": 2.0}
     check(EXPECTED / "cpu.txt", "\n".join(asked))
 
 

@@ -50,11 +50,14 @@ def test_figures_of_the_engine_and_of_decoding_are_printed_as_written_down(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     engine._show({"requests": 1234567, "latency_ms": {"p50": 1.25, "p99": 20.0}, "python": "3.x", "steps": 0.5})
+    sizes = {"batch": 1, "prompt": 128, "new": 64}
+    speed = {"quire": 12.345, "llama-cpp": 6.0}
     rows = [
-        {"batch": 1, "quire": 12.345, "transformers": 6.0, "ratio": 2.0575},
-        {"batch": 64, "quire": 1e3, "transformers": 2e3, "ratio": 0.5},
+        {**sizes, "what": "decode", "speed": speed, "ratio": {"llama-cpp": 2.0575}, "share": 0.5},
+        {**sizes, "what": "all", "speed": {"quire": 1e3, "llama-cpp": 2e3}, "ratio": {"llama-cpp": 0.5}},
     ]
-    about = {"shape": "s", "dtype": "float32", "threads": 2, "cpu": "c", "torch": "t", "transformers": "4"}
+    about = {"shape": "s", "format": "bf16", "threads": 2, "clock": "wall", "cpu": "c", "versions": {"torch": "t"}}
+    about |= {"bandwidth": 2e10, "floor": 75.0}
     cpu._show({**about, "rows": rows})
     check(EXPECTED / "tables.txt", capsys.readouterr().out)
 

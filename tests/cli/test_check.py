@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quire.cli import main
-from quire.cli.check import checked, families, family
+from quire.cli.check import Answer, checked, families, family
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidModel
 from quire.models.registry import ARCHITECTURES
@@ -39,14 +39,16 @@ def test_what_fails_is_named_and_the_exit_code_says_so(tmp_path: Path, monkeypat
     assert "FAILED: " in result.stdout and "0 of 1 answered" in result.stdout
     with pytest.raises(InvalidConfig, match="--all creates its own models: leave out the model"):
         family(Settings.of(model="embedded"), "LlamaForCausalLM")
-    answered: list[Any] = [[(1,) * 8], [(1,) * 8], [(2,) * 8], [(1,) * 8] * 3]
-    monkeypatch.setattr("quire.cli.check.answers", lambda engine, prompts: answered.pop(0))
+    ones, twos = Answer((1,) * 8), Answer((2,) * 8)
+    answered: list[Any] = [[ones], [ones], [twos], [ones] * 3]
+    monkeypatch.setattr("quire.cli.check.answers", lambda engine, prompts, sampling: answered.pop(0))
     settings = family(Settings.of(deterministic=True), "LlamaForCausalLM")
     assert checked("LlamaForCausalLM", settings).error == "answers differ alone and in a batch"
-    answered = [[(1,)], [(1,)], [(1,)], [(1,)] * 3]
+    short = Answer((1,))
+    answered = [[short], [short], [short], [short] * 3]
     assert checked("LlamaForCausalLM", settings).error == "an answer is not 8 tokens of the vocabulary"
 
-    def failing(engine: Any, prompts: Any) -> Any:
+    def failing(engine: Any, prompts: Any, sampling: Any) -> Any:
         raise InvalidModel("no")
 
     monkeypatch.setattr("quire.cli.check.answers", failing)

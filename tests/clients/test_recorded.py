@@ -59,11 +59,7 @@ def test_what_a_client_sends_is_answered_in_its_shape(name: str, cell: str, serv
         else:
             answer = servers[cell].http.post(path, json=short(path, body))
             assert answer.status_code == 200, answer.text
-            made = answer.json()
-            if path == "/v1/responses":
-                # Newer versions of the client count what was written to a cache, too.
-                made["usage"]["input_tokens_details"].setdefault("cache_write_tokens", 0)
-            WHOLE[path].model_validate(made)
+            WHOLE[path].model_validate(answer.json())
 
 
 def check_stream(live: Live, path: str, body: Any, *, whole: bool) -> None:

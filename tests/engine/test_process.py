@@ -364,7 +364,7 @@ def test_a_pending_explanation_fails_when_the_engine_ends() -> None:
         await asyncio.sleep(0)
         link.was_ready = False  # none is started again
         port.on_connection_lost(link)  # type: ignore[arg-type]
-        with pytest.raises(Unavailable, match="what it knew of requests is lost"):
+        with pytest.raises(Unavailable, match="its record of requests is lost"):
             await asyncio.wait_for(waiting, 60)
 
     asyncio.run(story())

@@ -82,7 +82,7 @@ def test_every_foreign_executor_gives_the_local_tokens(
         ({"executor": "onnx", "quantization": "int8"}, "--quantization does not go with --executor onnx"),
         ({"executor": "onnx", "deterministic": True}, "--deterministic does not go with --executor onnx: how ONNX"),
         ({"executor": "onnx", "kv_cache_dtype": "fp8"}, "K/V is float32"),
-        ({"executor": "grpc"}, "say where, with executor_address"),
+        ({"executor": "grpc"}, "set executor_address to its HOST:PORT"),
         ({"executor_address": "127.0.0.1:1"}, "executor_address is for executor grpc"),
         ({"executor": "grpc", "executor_address": "127.0.0.1:1", "dtype": "float32"}, "give it to `quire executor`"),
     ],

@@ -201,7 +201,7 @@ def test_another_version_is_refused_by_both_sides(monkeypatch: pytest.MonkeyPatc
             [pb.Command(epoch=1, begin=pb.Begin(version=1)), pb.Command(epoch=1, plan=pb.Plan(spans=[1, 2, 3]))],
             "cannot be read",
         ),
-        ([pb.Command(epoch=1, begin=pb.Begin(version=1)), pb.Command(epoch=1)], "no kind that is known"),
+        ([pb.Command(epoch=1, begin=pb.Begin(version=1)), pb.Command(epoch=1)], "of an unknown kind"),
     ],
 )
 def test_an_invalid_message_ends_the_stream_with_a_reason(commands: list[pb.Command], complaint: str) -> None:
@@ -397,7 +397,7 @@ def test_an_executor_that_comes_back_with_other_sizes_is_not_used() -> None:
     for _ in range(2):
         it.submit((1, 2), 4, id="a")
         assert finish(it)["a"][1] == "error"
-    with pytest.raises(ExecutorLost, match="another model or other sizes: start this server again"):
+    with pytest.raises(ExecutorLost, match="another model or other sizes: restart this server"):
         remote.launch(Plan((), (), ()))
     other.stop()
 

@@ -26,8 +26,9 @@ from quire.engine.engine import Engine
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, StepFailed
 from quire.executors.hf import HfModel
 from quire.executors.hf_cache import OneByOne, PagedCache, Places
-from quire.frontend.processor import check_embedding
+from quire.frontend.pooling import check_task
 from quire.types import Request, SamplingParams
+from quire.weights.pooling import GENERATES
 from tests import checkpoints
 from tests.answers import reference
 from tests.executors.asked import ask
@@ -329,8 +330,8 @@ def test_behind_grpc_it_answers_alike(checkpoint: Any) -> None:
 
 
 def test_vectors_are_refused_by_name(checkpoint: Any) -> None:
-    with pytest.raises(InvalidRequest, match="this engine gives no embeddings: its executor has no hidden states"):
-        check_embedding(None, pools=built(checkpoint("gpt_neox")[0]).description.supports_pooling)
+    with pytest.raises(InvalidRequest, match="this engine does not support embeddings"):
+        check_task(GENERATES, "embed", pools=built(checkpoint("gpt_neox")[0]).description.supports_pooling)
 
 
 class Forgetful(PagedCache):

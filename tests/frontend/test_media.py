@@ -90,7 +90,7 @@ def fetcher(**changes: Any) -> MediaFetcher:
 
 
 def run(test: Any) -> None:
-    asyncio.run(asyncio.wait_for(test, 30))
+    asyncio.run(asyncio.wait_for(test, 300))
 
 
 def test_files_are_fetched_in_one_go_and_redirects_followed() -> None:

@@ -21,13 +21,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from quire.assembly.engine import build_canary
 from quire.assembly.text import build_tokenizer
 from quire.config import Settings
-from quire.models.registry import ARCHITECTURES
+from quire.llm import LLM
+from quire.models.registry import ARCHITECTURES, CLASSIFIER, DERIVED
 from quire.weights.canary import PROBE, answers, compare, float8_layers, probe
 from quire.weights.gguf_model import FAMILIES, VARIANTS
 from quire.weights.load import DType, load_model, quiet
 from quire.weights.locate import embedded
+from quire.weights.pooling import pools_alone
 from quire.weights.quantize import FILE_TYPES, quantize
 from quire.weights.schemes import ONLINE
+from tests import encoders
 from tests.checkpoints import SHAPES, make
 from tests.gguf_files import write
 from tests.models.feeding import Feeder, prompts
@@ -37,7 +40,11 @@ from tests.quantised import FORMATS
 from tests.weights.test_quantised_families import FAMILIES as QUANTISED
 
 GUIDES = Path(__file__).parents[2] / "docs/guides"
-PAGES = {"errors": GUIDES / "models.md", "canaries": GUIDES / "quantization.md"}
+PAGES = {
+    "errors": GUIDES / "models.md",
+    "canaries": GUIDES / "quantization.md",
+    "pooling": GUIDES / "models.md",
+}
 """The page of each table."""
 CPU = torch.device("cpu")
 DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
@@ -126,10 +133,7 @@ def families(page: str) -> str:
     table of errors of `page`, its name in GGUF files, if they are read, and what is not supported."""
     rows = [[cell.strip() for cell in line.split("|")] for line in part(page, "errors").splitlines()]
     errors = {row[1]: row[4] for row in rows if len(row) > 4}
-    own: dict[str, list[str]] = {}
-    for name, model_type in ((n, t) for each in ARCHITECTURES.values() for n, t in each.architectures.items()):
-        if name not in own.setdefault(model_type, []):
-            own[model_type].append(name)
+    own = {model_type: names for model_type, names in names_by_type().items() if not pools(names)}
     compared = [shape.split("-")[0] for shape in SHAPES]
     quantised = {shape.split("-")[0] for shape in QUANTISED}
     longest: dict[str, int] = {}
@@ -161,6 +165,75 @@ def families(page: str) -> str:
         )
         lines.append(f"| {model_type} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def names_by_type() -> dict[str, list[str]]:
+    """Architectures of the registry by `model_type`. One that none stands for belongs to the one of its class whose
+    name it shares."""
+    found: dict[str, list[str]] = {}
+    for kind in {id(each): each for each in ARCHITECTURES.values()}.values():
+        known = {name: model_type for name, model_type in kind.architectures.items() if model_type}
+        for name, model_type in kind.architectures.items():
+            stem = name.removesuffix("ForMaskedLM").removesuffix(CLASSIFIER)
+            names = found.setdefault(model_type or known[f"{stem}Model"], [])
+            if name not in names:
+                names.append(name)
+    return found
+
+
+def pools(names: Iterable[str]) -> bool:
+    """Whether models of these architectures give vectors and classes alone."""
+    return all(map(pools_alone, names))
+
+
+def pooled_errors(folder: Path, family: str, labels: int) -> list[float]:
+    """Our largest error a dtype: of vectors before they are scaled, or of the numbers of classes."""
+    model = encoders.write(folder, family, labels=labels)
+    texts, core = encoders.texts(), encoders.tokenizer()
+    given, how = [core.encode(text).ids for text in texts], encoders.FAMILIES[family].pooling
+    if labels:
+        wanted = [encoders.logits(model, ids) for ids in given]
+    else:
+        wanted = [encoders.pooled(encoders.states(model, ids), how) for ids in given]
+    found = []
+    for dtype in DTYPES:
+        with LLM(str(folder), dtype=dtype) as llm:
+            if labels:
+                ours = [each.outputs.probs for each in llm.classify(texts, use_activation=False)]
+            else:
+                ours = [each.outputs.embedding for each in llm.embed(texts, normalize=False)]
+        pairs = zip(ours, wanted, strict=True)
+        found.append(max(float((torch.tensor(mine) - their).abs().max()) for mine, their in pairs))
+    return found
+
+
+def pooling() -> str:
+    """A line for each family of models that pool: what is compared, and the largest errors in each dtype."""
+    own = names_by_type()
+    lines = [
+        "| `model_type` | `architectures` | compared | " + " | ".join(DTYPES) + " | not supported |",
+        "|---" * (4 + len(DTYPES)) + "|",
+    ]
+    with tempfile.TemporaryDirectory() as place:
+        for name, family in encoders.FAMILIES.items():
+            labels = (0, 3) if family.classifier else (0,)
+            worst = [pooled_errors(Path(place) / f"{name}-{count}", name, count) for count in labels]
+            columns = [max(column) for column in zip(*worst, strict=True)]
+            cells = (
+                name if name == family.model_type else f"{family.model_type} ({name})",
+                ", ".join(f"`{each}`" for each in pooling_names(family.model_type, own)),
+                "vectors, classes" if family.classifier else "vectors",
+                *(f"{error:.1e}" if i == 0 else f"{error:.2g}" for i, error in enumerate(columns)),
+                "GPUs" if pools(own[family.model_type]) or "use_bidirectional_attention" in family.fields else "",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def pooling_names(model_type: str, own: Mapping[str, list[str]]) -> list[str]:
+    """Architectures of a `model_type` that pool."""
+    names = own[model_type]
+    return names if pools(names) else [name for name, decoder in DERIVED.items() if decoder in names]
 
 
 def part(page: str, name: str) -> str:
@@ -205,7 +278,7 @@ def written(text: str, name: str, made: str) -> str:
 
 
 def main() -> None:
-    for name, made in (("errors", table(SHAPES)), ("canaries", canaries())):
+    for name, made in (("errors", table(SHAPES)), ("canaries", canaries()), ("pooling", pooling())):
         PAGES[name].write_text(written(PAGES[name].read_text("utf-8"), name, made), "utf-8")
     models = PAGES["errors"]
     models.write_text(written(models.read_text("utf-8"), "families", families(models.read_text("utf-8"))), "utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,18 @@ from quire.weights.gguf import KINDS
 from quire.weights.gguf_model import FAMILIES
 from quire.weights.schemes import ONLINE, READERS
 from tests.checkpoints import SHAPES
-from tests.models.errors import DTYPES, PAGES, canaries, families, part, table
+from tests.encoders import FAMILIES as POOLING
+from tests.models.errors import (
+    DTYPES,
+    PAGES,
+    canaries,
+    families,
+    names_by_type,
+    part,
+    pooled_errors,
+    pooling_names,
+    table,
+)
 
 TEXT = "\n".join(page.read_text("utf-8") for page in PAGES.values())
 
@@ -23,12 +35,27 @@ def test_everything_that_can_be_loaded_is_documented(name: str) -> None:
 
 def test_the_table_of_families_is_what_the_registry_and_the_checkpoints_say() -> None:
     page = PAGES["errors"].read_text("utf-8")
-    table = part(page, "families")
+    table, pooling = part(page, "families"), part(page, "pooling")
     assert table == families(page)
-    assert all(f"`{name}`" in table for name in (*ARCHITECTURES, *FAMILIES))
+    assert all(f"`{name}`" in table + pooling for name in (*ARCHITECTURES, *FAMILIES))
     for line in table.splitlines()[2:]:
         _, _, _, count, error, *_ = (cell.strip() for cell in line.split("|"))
         assert (int(count) >= 3 and float(error) < 1e-4) if count.isdecimal() else not error
+
+
+def test_the_table_of_pooling_families_has_every_checkpoint_with_errors_that_are_small() -> None:
+    rows = cells(part(PAGES["pooling"].read_text("utf-8"), "pooling"))
+    named = [name if name == each.model_type else f"{each.model_type} ({name})" for name, each in POOLING.items()]
+    assert [row[0] for row in rows[2:]] == named
+    own = names_by_type()
+    for row, family in zip(rows[2:], POOLING.values(), strict=True):
+        assert row[1] == ", ".join(f"`{name}`" for name in pooling_names(family.model_type, own))
+        assert float(row[3]) < 1e-4 < float(row[5]) < float(row[4]) < 0.3
+
+
+def test_a_line_of_pooling_families_is_made_anew(tmp_path: Path) -> None:
+    exact, half, narrow = pooled_errors(tmp_path, "bert", 3)
+    assert exact < 1e-5 < narrow < half < 0.3
 
 
 def cells(table: str) -> list[list[str]]:

@@ -94,7 +94,7 @@ def test_gpt2_has_its_own_spelling() -> None:
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "impossible numbers"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "invalid numbers"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "llama3 scaling needs original_max_position_embeddings"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be an integer"),
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),

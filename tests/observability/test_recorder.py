@@ -156,7 +156,7 @@ def test_a_frame_cut_short_ends_the_recording_there(tmp_path: Path, cut: int) ->
     done = read(path)
     assert (
         done.exit_code == 0
-        and "ends before the closing boundary of a frame" in done.output
+        and "ends in the middle of a frame" in done.output
         and "every decision is the same" in done.output
     )
 

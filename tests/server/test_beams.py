@@ -56,6 +56,15 @@ def test_answers_are_those_of_the_library(live: Live, llm: LLM, fields: Any, par
     assert made["usage"]["prompt_tokens"] + made["usage"]["completion_tokens"] == made["usage"]["total_tokens"]
 
 
+def test_the_usage_counts_what_the_prompt_put_into_the_cache_not_what_beams_found_there(live: Live) -> None:
+    text = "A dog and a cat went to the river and played there. " * 3
+    first, again = (completed(live, prompt=text, n=3)["usage"] for _ in range(2))
+    details, found = first["prompt_tokens_details"], again["prompt_tokens_details"]
+    whole = first["prompt_tokens"] // 16 * 16
+    assert (details["cached_tokens"], details["cache_write_tokens"]) == (0, whole)
+    assert (found["cached_tokens"], found["cache_write_tokens"]) == ((first["prompt_tokens"] - 1) // 16 * 16, 0)
+
+
 def test_a_stream_has_each_answer_when_the_search_is_over(live: Live) -> None:
     whole = [choice["text"] for choice in completed(live, n=3)["choices"]]
     stream = live.openai.completions.create(

@@ -186,7 +186,9 @@ async def test_a_bound_that_is_reached_shows_in_the_usage_of_every_api() -> None
     port = EnginePort(pins=2)
     async with served(port=port, room=2000) as server:
         chat = await server.chat(messages=talk(SYSTEM), cache_control=SHORT, max_tokens=4, n=2)
-        assert chat["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "pinned_tokens": 32}
+        written = WHOLE // 16 * 16
+        details = {"cached_tokens": 0, "cache_write_tokens": written, "created_cache_tokens": written}
+        assert chat["usage"]["prompt_tokens_details"] == {**details, "pinned_tokens": 32}
         made = await server.post("/v1/responses", input=SYSTEM * 2, cache_control=SHORT, max_output_tokens=4)
         assert made.json()["usage"]["input_tokens_details"]["pinned_tokens"] == 32
         done = await server.complete(prompt=[SYSTEM, SYSTEM * 2], cache_control=SHORT, max_tokens=4)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -221,7 +222,7 @@ def test_what_is_ready_of_one_prompt_is_sent_before_another_fails(order: tuple[i
     parts = [Part([Delta(0, "a")], [Delta(0, "b")], None), fails, Part([Delta(0, "c")], None)]
     placed = [parts[i] for i in order]
     before = order[: order.index(1)]
-    both = answer_all(Answering(placed), [cast(Any, None)] * 3, 1)  # type: ignore[arg-type]
+    both = answer_all(Answering(placed), [cast(Any, SimpleNamespace(beams=None, sampling=SimpleNamespace(n=1)))] * 3, 1)  # type: ignore[arg-type]
     if before:
         taken = both.take()
         want = [("a" if i == 0 else "c", order.index(i)) for i in before]
@@ -238,7 +239,9 @@ def test_what_is_ready_of_one_prompt_is_sent_before_another_fails(order: tuple[i
 def test_answers_to_several_prompts_end_with_the_last_of_them_whichever_it_is(late: int) -> None:
     parts = [Part([Delta(0, "a")], None) for _ in range(3)]
     parts[late] = Part([Delta(0, "b")], [], [Delta(0, "c")], None)
-    merged = answer_all(Answering(parts), [cast(Any, None)] * 3, 1)  # type: ignore[arg-type]
+    merged = answer_all(
+        Answering(parts), [cast(Any, SimpleNamespace(beams=None, sampling=SimpleNamespace(n=1)))] * 3, 1
+    )  # type: ignore[arg-type]
     assert len(merged.take() or ()) == 3
     assert merged.take() == []
     assert [(delta.index, delta.text) for delta in merged.take() or ()] == [(late, "c")]

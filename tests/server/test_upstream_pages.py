@@ -78,4 +78,4 @@ async def test_there_are_only_so_many_viewers(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(upstream_pages, "MAX_VIEWERS", 1)
     async with stub() as server, relaying(server) as relay, relay.client.stream("GET", "/ui/servers") as seen:
         await anext(lines_of(seen))
-        check_error(await relay.client.get("/ui/servers"), 429, words="watch the upstreams already")
+        check_error(await relay.client.get("/ui/servers"), 429, words="viewers of the upstreams are connected")

@@ -25,6 +25,7 @@ from quire.config import Settings
 from quire.engine.executor import Executor
 from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.memory import GIB, LayerShape
+from quire.model_runner.pooling import PoolingHeads
 from quire.models.registry import Model
 
 
@@ -39,12 +40,18 @@ class Plain(WorkQueue):
 
 
 def make(
-    settings: Settings, model: Model, limits: Limits, layers: Sequence[LayerShape], images: None = None
+    settings: Settings,
+    model: Model,
+    limits: Limits,
+    layers: Sequence[LayerShape],
+    *,
+    heads: PoolingHeads | None = None,
+    images: None = None,
 ) -> Executor:
     """As `quire.assembly.engine.on_host`, which this stands in for."""
     from quire.assembly import cuda
 
-    return cuda.make_executor(settings, model, torch.device("cpu"), limits)
+    return cuda.make_executor(settings, model, torch.device("cpu"), limits, heads)
 
 
 @contextmanager

@@ -225,7 +225,22 @@ def cpu(deployment: Deployment) -> None:
     few = {"hidden_size": 144, "num_hidden_layers": 2, "intermediate_size": 128}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "SHAPES", {"smollm2-135m": {**cpu.SHAPES["smollm2-135m"], **few}})
-        alone("bench", "cpu", "--dtype", "float32", "--batch", 1, "--prompt", 4, "--new", 2, "--repeat", 1)
+        alone(
+            "bench",
+            "cpu",
+            "--format",
+            "f32",
+            "--long-prompt",
+            0,
+            "--batch",
+            1,
+            "--prompt",
+            4,
+            "--new",
+            2,
+            "--repeat",
+            1,
+        )
 
 
 LADDER = "tests/benchmarks/test_ladder.py"

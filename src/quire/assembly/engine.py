@@ -23,6 +23,7 @@ from quire.assembly.limits import (
     host_bytes,
     reject_options,
     resolve,
+    rows_with_kv,
 )
 from quire.assembly.progress import loading
 from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft
@@ -202,14 +203,10 @@ def paged(
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
     states = limits.num_rows * (1 + drafts)
     snapshots = snapshot_slots(settings, limits, layers, states, budget)
-    rows = limits.max_num_seqs
-    if model.spec.bidirectional:
-        # Nothing is kept after a step, which has so many whole prompts at most.
-        rows = min(rows, -(-limits.max_num_batched_tokens // limits.max_model_len) + rows_of_blocks(limits))
     blocks = cache.num_gpu_blocks_override or plan_blocks(
         (*layers, *draft_layers(draft)),
         page_size=limits.block_size,
-        rows=rows,
+        rows=rows_with_kv(model.spec, limits),
         max_model_len=limits.max_model_len,
         budget=budget,
         states=states + snapshots,
@@ -242,11 +239,6 @@ def snapshot_slots(settings: Settings, limits: Limits, layers: Sequence[LayerSha
             "more with --kv-cache-memory-bytes, or lower --max-num-seqs"
         )
     return slots
-
-
-def rows_of_blocks(limits: Limits) -> int:
-    """Sequences of the full length that have as many blocks as there are sequences: each may begin one in vain."""
-    return -(-limits.max_num_seqs * limits.block_size // limits.max_model_len)
 
 
 def choose_executor(settings: Settings) -> str:

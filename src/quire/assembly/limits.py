@@ -110,6 +110,15 @@ def resolve(settings: Settings, spec: ModelSpec, device: torch.device, longest: 
     )
 
 
+def rows_with_kv(spec: ModelSpec, limits: Limits) -> int:
+    """Sequences of the full length that may have K/V at once."""
+    if not spec.bidirectional:
+        return limits.max_num_seqs
+    # Nothing is kept after a step, which has so many whole prompts at most; each sequence may begin a block in vain.
+    begun = -(-limits.max_num_seqs * limits.block_size // limits.max_model_len)
+    return min(limits.max_num_seqs, -(-limits.max_num_batched_tokens // limits.max_model_len) + begun)
+
+
 def check_recurrent(settings: Settings, spec: ModelSpec, device: torch.device) -> None:
     """Raise InvalidConfig for a device or K/V that models with recurrent layers are not served with."""
     if spec.recurrent and device.type != "cpu":

@@ -98,6 +98,15 @@ def pooler_of(settings: Settings) -> PoolerConfig:
     return replace(found, by_chat=bool(found.classes) and model.chat_template is not None)
 
 
+def require_text(settings: Settings, command: str) -> None:
+    """Raise InvalidModel where `command` is for models for text and this one only pools."""
+    if not pooler_of(settings).generates:
+        raise InvalidModel(
+            f"`{command}` is for models that generate text, and {settings.model.model} is a pooling model: "
+            "`quire check` compares what it gives alone and in a batch"
+        )
+
+
 def word_ids(words: tuple[str, str], tokenizer: Tokenizer) -> tuple[int, int]:
     """The token ids of two words. Raises InvalidConfig for one that is no token."""
     ids = [tokenizer.id_of(word) for word in words]

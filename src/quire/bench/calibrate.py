@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from quire import __version__
 from quire.assembly.engine import build_engine
+from quire.assembly.text import require_text
 from quire.bench.offline import FILE, writable
 from quire.cli.base import OFFLINE, SettingsCommand
 from quire.cli.ranges import FiniteRange
@@ -118,6 +119,7 @@ def recorded_steps(path: Path) -> StepSampler:
 
 def measure(settings: Settings, seconds: float) -> Calibration:
     """Load the model, and run prompts and answers of all lengths for so long."""
+    require_text(settings, "quire calibrate")
     sampler = StepSampler()
     engine = build_engine(settings.changed(enable_prefix_caching=False, recording_dir=None), observers=[sampler])
     try:

@@ -1,19 +1,22 @@
-"""`quire bench cpu`: decode on this CPU beside transformers' generate, in one run, interleaved, random weights.
+"""`quire bench cpu`: Quire on this CPU beside other engines, in one run, interleaved, on the same random weights.
 
-Both get the same shape, dtype, threads, prompts and lengths; the order alternates. Ratios and
-medians are what to read: the speed of a shared CPU drifts.
+All get the same shape, weights, threads, prompts and lengths; the order changes from round to round, and a peer's
+process stands still while another engine has its turn. Ratios and medians are what to read: the speed of a shared CPU
+drifts.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,9 +27,12 @@ from rich.console import Console
 from rich.progress import track
 
 from quire.assembly.engine import build_engine
+from quire.bench.peers import checkpoints
+from quire.bench.peers.process import Peer, check, pythons
 from quire.cli.tables import numbers
 from quire.config import Settings
 from quire.engine.engine import Engine
+from quire.errors import InvalidConfig
 
 _FIELDS = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -40,115 +46,229 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Public shapes, all Llama, tied heads."""
 
+DTYPES: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "f32": "float32"})
+"""Formats that are a folder with config.json; others are GGUF files."""
+
+CLOCKS: Mapping[str, Callable[[], float]] = MappingProxyType({"wall": time.perf_counter, "cpu": time.process_time})
+"""What seconds are."""
+
 Decode = Callable[[list[list[int]], int], float]
 """(prompts, new tokens) -> seconds for all of them."""
 
 
+@dataclass
+class Case:
+    """One row: so many sequences, tokens of a prompt and new tokens; seconds of each engine by turn, for one new token
+    and for all of them."""
+
+    batch: int
+    prompt: int
+    new: int
+    first: dict[str, list[float]] = field(default_factory=dict)
+    whole: dict[str, list[float]] = field(default_factory=dict)
+
+    def speeds(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """What is measured, and the median tokens a second of each engine."""
+        prompted, made = self.batch * self.prompt, self.batch * self.new
+        yield "prompt", {name: statistics.median(prompted / s for s in found) for name, found in self.first.items()}
+        if self.new > 1:
+            pairs = {name: zip(self.first[name], self.whole[name], strict=True) for name in self.whole}
+            decoded = made - self.batch
+            yield (
+                "decode",
+                {name: statistics.median(decoded / max(1e-9, b - a) for a, b in each) for name, each in pairs.items()},
+            )
+            yield "all", {name: statistics.median(made / s for s in found) for name, found in self.whole.items()}
+
+
 @click.command("cpu")
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="smollm2-135m", show_default=True)
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice([*DTYPES, "q8_0", "q4_k_m"]),
+    default="bf16",
+    show_default=True,
+    help="Weights: a checkpoint's, or a GGUF file's.",
+)
+@click.option("--vs", default="transformers", show_default=True, help="Peers: llama-cpp, openvino, transformers.")
+@click.option("--peer-python", "named", multiple=True, metavar="PEER=PATH", help="The Python of a peer's environment.")
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8), show_default=True)
 @click.option("--prompt", default=128, show_default=True, help="Prompt tokens a sequence.")
 @click.option("--new", default=64, show_default=True, help="New tokens a sequence.")
+@click.option("--long-prompt", default=512, show_default=True, help="Tokens of one prompt more, alone; 0: none.")
 @click.option("--repeat", default=5, show_default=True, help="Interleaved rounds; medians are shown.")
 @click.option("--threads", default=0, help="CPU threads; 0: as many as there are cores.")
+@click.option(
+    "--clock",
+    type=click.Choice(list(CLOCKS)),
+    default="wall",
+    show_default=True,
+    help="cpu: the processor's time, with --threads 1 on a machine that is busy with something else.",
+)
+@click.option("--cpu-kernels", default="auto", show_default=True, help="As of `quire serve`.")
+@click.option("--quantization", default="auto", show_default=True, help="Of Quire's weights, as of `quire serve`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     shape: str,
-    dtype: str,
+    kind: str,
+    vs: str,
+    named: tuple[str, ...],
     batches: tuple[int, ...],
     prompt: int,
     new: int,
+    long_prompt: int,
     repeat: int,
     threads: int,
+    clock: str,
+    cpu_kernels: str,
+    quantization: str,
     as_json: bool,
 ) -> None:
-    """Decode side by side with transformers (pip install 'quire-llm[dev]')."""
+    """Measure prompts and decoding side by side with other engines."""
     threads = threads or torch.get_num_threads()
+    if clock == "cpu" and threads > 1:
+        raise InvalidConfig("--clock cpu also counts what a thread spends waiting for another: use --threads 1 with it")
     torch.set_num_threads(threads)
-    config = {
-        **SHAPES[shape],
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "tie_word_embeddings": True,
-    }
-    ours, theirs = _quire(config, dtype, threads, max(batches)), _transformers(config, dtype)
-    rows = []
-    for batch in batches:
-        times: dict[str, list[float]] = {"quire": [], "transformers": []}
-        for turn in track(
-            range(repeat), f"batch {batch}", console=Console(stderr=True), transient=True, disable=as_json
-        ):
-            rng = random.Random(turn)
-            prompts = [[rng.randrange(1000, 40000) for _ in range(prompt)] for _ in range(batch)]
-            pair = [("quire", ours), ("transformers", theirs)]
-            for name, decode in pair if turn % 2 else reversed(pair):
-                decode(prompts, 2)  # warm, and the cache is as it will be
-                fresh = [[*p[1:], turn] for p in prompts]  # no prefix hits from the warm-up
-                once, all_of_it = decode(fresh, 1), decode([[*p[1:], turn] for p in fresh], new)
-                times[name].append((new - 1) * batch / (all_of_it - once))
-        speed = {name: statistics.median(found) for name, found in times.items()}
-        rows.append({"batch": batch, **speed, "ratio": speed["quire"] / speed["transformers"]})
-    found = {
-        "shape": shape,
-        "dtype": dtype,
-        "prompt": prompt,
-        "new": new,
-        "threads": threads,
-        "torch": torch.__version__,
-        "transformers": importlib.import_module("transformers").__version__,
-        "cpu": _cpu(),
-        "rows": rows,
-    }
+    peers = [name for name in vs.split(",") if name]
+    check(peers, kind)
+    cases = [Case(batch, prompt, new) for batch in batches]
+    cases += [Case(1, long_prompt, 1)] if long_prompt else []
+    # A GGUF file would be computed in float32, as it says nothing else; its peers round activations to 8 bits.
+    how = {"dtype": DTYPES.get(kind, "bfloat16"), "threads": threads}
+    how |= {"cpu_kernels": cpu_kernels, "quantization": quantization}
+    found = _measure(shape, kind, {name: pythons(named)[name] for name in peers}, cases, how, clock, repeat, as_json)
     click.echo(json.dumps(found)) if as_json else _show(found)
 
 
-def _quire(config: Mapping[str, Any], dtype: str, threads: int, batch: int) -> Decode:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}))
-        engine: Engine = build_engine(
-            Settings.of(
-                model=folder,
-                load_format="dummy",
-                dtype=dtype,
-                device="cpu",  # where there is a GPU, too
-                threads=threads,
-                max_num_seqs=batch,
-                max_model_len=2048,
-            )
+def _measure(
+    shape: str,
+    kind: str,
+    peers: Mapping[str, str],
+    cases: Sequence[Case],
+    how: Mapping[str, Any],
+    clock: str,
+    repeat: int,
+    quiet: bool,
+) -> dict[str, Any]:
+    """All rounds of all cases, and what is printed of them. peers: the Python of each."""
+    sequences, context = max(case.batch for case in cases), max(case.prompt + case.new for case in cases) + 1
+    bandwidths = list[float]()
+    with ExitStack() as stack:
+        files = stack.enter_context(_written(SHAPES[shape], kind, peers))
+        size = _size(files["quire"])
+        engines: dict[str, Decode] = {"quire": _quire(files["quire"], how, sequences, context, clock)}
+        versions = {"torch": str(torch.__version__)}
+        for name, python in peers.items():
+            started = Peer(name, python, files[name], how["threads"], sequences, context, clock)
+            engines[name] = peer = stack.enter_context(started)
+            versions[name] = peer.version
+        for case in cases:
+            label = f"{case.batch} x {case.prompt} + {case.new}"
+            for turn in track(range(repeat), label, console=Console(stderr=True), transient=True, disable=quiet):
+                _round(case, turn, engines)
+                bandwidths.append(bandwidth(CLOCKS[clock]))
+    floor = statistics.median(bandwidths) / size
+    return {
+        "shape": shape,
+        "format": kind,
+        "repeat": repeat,
+        **how,
+        "clock": clock,
+        "versions": versions,
+        "cpu": _cpu(),
+        "bandwidth": statistics.median(bandwidths),
+        "floor": floor,
+        "rows": [row for case in cases for row in _rows(case, floor)],
+    }
+
+
+def _size(model: Path) -> int:
+    """Bytes of a checkpoint, which a step of decoding reads."""
+    return sum(each.stat().st_size for each in (model.iterdir() if model.is_dir() else [model]))
+
+
+def _round(case: Case, turn: int, engines: Mapping[str, Decode]) -> None:
+    """One turn of every engine, in another order than the last."""
+    rng = random.Random(turn)
+    prompts = [[rng.randrange(1000, 40000) for _ in range(case.prompt)] for _ in range(case.batch)]
+    # Fresh ones each, so that no prefix is found again.
+    again = [[rng.randrange(1000, 40000), *each[1:]] for each in prompts]
+    names = list(engines)
+    for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        if turn == 0:
+            engines[name]([[turn + 1, *each[1:]] for each in prompts], 2)  # the first call prepares buffers
+        case.first.setdefault(name, []).append(engines[name](prompts, 1))
+        if case.new > 1:
+            case.whole.setdefault(name, []).append(engines[name](again, case.new))
+
+
+def _rows(case: Case, floor: float) -> Iterator[dict[str, Any]]:
+    """What the JSON has of a case: tokens a second, and Quire's ratio to each peer; of one sequence's decoding its
+    share of what memory allows."""
+    for what, speed in case.speeds():
+        ratios = {name: speed["quire"] / other for name, other in speed.items() if name != "quire"}
+        share = {"share": speed["quire"] / floor} if what == "decode" and case.batch == 1 else {}
+        sizes = {"batch": case.batch, "prompt": case.prompt, "new": case.new}
+        yield {**sizes, "what": what, "speed": speed, "ratio": ratios, **share}
+
+
+@contextmanager
+def _written(shape: Mapping[str, Any], kind: str, peers: Mapping[str, str]) -> Iterator[Mapping[str, Path]]:
+    """The random weights, as each engine reads them. Q4_K_M is written by the llama.cpp among the peers."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        engines = ("quire", *peers)
+        if kind not in DTYPES:
+            file = folder / f"{kind}.gguf"
+            if kind == "q4_k_m":
+                checkpoints.quantize(
+                    peers.get("llama-cpp", sys.executable),
+                    checkpoints.write_gguf(folder / "bf16.gguf", shape, "bf16"),
+                    file,
+                )
+            else:
+                checkpoints.write_gguf(file, shape, kind)
+            yield dict.fromkeys(engines, file)
+            return
+        files = dict.fromkeys(engines, checkpoints.write_folder(folder / "model", shape, DTYPES[kind]))
+        if "llama-cpp" in peers:
+            files["llama-cpp"] = checkpoints.write_gguf(folder / "bf16.gguf", shape, "bf16")
+        yield files
+
+
+def _quire(model: Path, how: Mapping[str, Any], batch: int, context: int, clock: str) -> Decode:
+    now = CLOCKS[clock]
+    engine: Engine = build_engine(
+        Settings.of(
+            model=str(model),
+            device="cpu",  # where there is a GPU, too
+            max_num_seqs=batch,
+            max_model_len=context,
+            canary="off",  # random weights say nothing about quality
+            **how,
         )
+    )
 
     def decode(prompts: list[list[int]], new: int) -> float:
-        began = time.perf_counter()
+        began = now()
         for prompt in prompts:
             engine.submit(prompt, new)
         while engine.has_pending_work:
             engine.step()
-        return time.perf_counter() - began
+        return now() - began
 
     return decode
 
 
-def _transformers(config: Mapping[str, Any], dtype: str) -> Decode:
-    library = importlib.import_module("transformers")
-    fields = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
-    made = library.LlamaForCausalLM(library.LlamaConfig(**fields)).to(getattr(torch, dtype)).eval()
-
-    def decode(prompts: list[list[int]], new: int) -> float:
-        ids = torch.tensor(prompts)
-        began = time.perf_counter()
-        with torch.inference_mode():
-            made.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                min_new_tokens=new,
-                max_new_tokens=new,
-                pad_token_id=0,
-            )
-        return time.perf_counter() - began
-
-    return decode
+def bandwidth(now: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes a second that torch's threads read of memory, by a clock: the best of a few reads."""
+    held, best = torch.ones(1 << 25), 0.0
+    for _ in range(3):
+        began = now()
+        held.sum()
+        best = max(best, held.nbytes / (now() - began))
+    return best
 
 
 def _cpu() -> str:
@@ -157,10 +277,18 @@ def _cpu() -> str:
     return names[0].split(":", 1)[1].strip() if names else platform.processor()
 
 
-def _show(found: dict[str, Any]) -> None:
-    title = f"decode, {found['shape']} {found['dtype']}, {found['threads']} threads, {found['cpu']}"
-    table = numbers(title, "batch", "quire tok/s", f"transformers {found['transformers']} tok/s", "ratio")
-    table.caption, table.caption_justify = f"torch {found['torch']}", "left"
-    for row in found["rows"]:
-        table.add_row(str(row["batch"]), f"{row['quire']:.1f}", f"{row['transformers']:.1f}", f"{row['ratio']:.2f}")
+def _show(found: Mapping[str, Any]) -> None:
+    rows: Sequence[Mapping[str, Any]] = found["rows"]
+    peers = [name for name in rows[0]["speed"] if name != "quire"]
+    title = f"{found['shape']} {found['format']}, {found['threads']} threads, {found['clock']} clock, {found['cpu']}"
+    headings = [heading for name in peers for heading in (f"{name} tok/s", "ratio")]
+    table = numbers(title, "case", "quire tok/s", *headings, "of memory's", left=("case",))
+    read = f"memory reads {found['bandwidth'] / 1e9:.1f} GB/s, the weights {found['floor']:.1f} times a second"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    table.caption, table.caption_justify = f"{read}; {versions}", "left"
+    for row in rows:
+        speeds = [text for name in peers for text in (f"{row['speed'][name]:.1f}", f"{row['ratio'][name]:.2f}")]
+        case = f"{row['what']}, {row['batch']} x {row['prompt']} + {row['new']}"
+        share = f"{row['share']:.2f}" if "share" in row else ""
+        table.add_row(case, f"{row['speed']['quire']:.1f}", *speeds, share)
     Console().print(table)

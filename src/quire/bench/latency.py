@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from quire.assembly.text import require_text
 from quire.bench.offline import check_lengths, offline_command, percentiles, report, time_generate
 from quire.cli.base import integer
 from quire.config import Settings
@@ -32,6 +33,7 @@ def command(settings: Settings, output_json: Path | None, as_json: bool, **given
 
     Prompts are random, and new in each iteration, so that none is found in the prefix cache.
     """
+    require_text(settings, "quire bench latency")
     with LLM(settings=settings) as llm:
         result = {"model": settings.model.model, **given, **measure(llm, settings.model.seed, **given)}
     lines = [f"Avg latency: {result['avg_latency']:.4f} seconds"]

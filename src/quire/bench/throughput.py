@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from quire.assembly.text import require_text
 from quire.bench.offline import FILE, check_lengths, offline_command, report, time_generate
 from quire.cli.base import integer
 from quire.cli.ranges import FiniteRange
@@ -76,6 +77,7 @@ def command(
         wrong = "takes no --dataset-path" if path is not None else "needs --dataset-path FILE"
         raise click.BadParameter(f"{name} {wrong}", param_hint="--dataset-name")
     detokenize = not disable_detokenize
+    require_text(settings, "quire bench throughput")
     with LLM(settings=settings) as llm:
         requests = sample_requests(llm, settings.model.seed, **given)
         if num_warmups:

@@ -50,7 +50,7 @@ main = Root(
                 "serve": ("quire.bench.serve", "Load-test a server that runs, by users, by rate, or along a trace."),
                 "report": ("quire.bench.report", "Draw what load tests found, several side by side."),
                 "engine": ("quire.bench.engine", "Measure the engine alone, on a synthetic executor."),
-                "cpu": ("quire.bench.cpu", "Measure decode on this CPU, beside transformers."),
+                "cpu": ("quire.bench.cpu", "Measure this CPU beside other engines."),
             },
         ),
         "export-onnx": ("quire.cli.executor:export_onnx", "Write a model as graphs for ONNX Runtime."),

@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 
 import quire
+from quire.assembly.text import pooler_of
 from quire.cli.base import INTERRUPTED, OFFLINE, SettingsCommand, given, sampling_options
 from quire.cli.conversation import (
     Answer,
@@ -31,6 +32,7 @@ from quire.cli.conversation import (
 )
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidRequest, Unauthorized, Unavailable
+from quire.frontend.processor import no_text
 from quire.parsers.parts import TextPart
 
 _NAMED = ". --url takes an address such as http://127.0.0.1:8000; for a model in this process: quire chat {}"
@@ -173,6 +175,9 @@ def command(
     shown = {"plain": plain, "verbose": verbose}
     with history(history_file):
         if url is None:
+            pooler = pooler_of(settings)
+            if not pooler.generates:
+                raise no_text(pooler)
             with quire.LLM(settings=settings) as llm:
                 talk_here(llm, settings.model.model, system, given(sampling), **shown)
             return

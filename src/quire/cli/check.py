@@ -12,14 +12,17 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import click
+import numpy as np
 
 from quire.assembly.engine import build_engine
+from quire.assembly.text import pooler_of
 from quire.cli.base import OFFLINE, SettingsCommand
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.errors import InvalidConfig, InvalidModel, QuireError
+from quire.frontend.pooling import pooling_params
 from quire.models.registry import ARCHITECTURES
-from quire.types import GREEDY
+from quire.types import GREEDY, SamplingParams
 
 TINY: Mapping[str, Any] = MappingProxyType(
     {
@@ -49,10 +52,20 @@ TINY: Mapping[str, Any] = MappingProxyType(
 )
 """Sizes of the models of `--all`, as most families name them."""
 
+AXES: Mapping[str, Any] = MappingProxyType(
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
+)
+"""Pairs of a head of 32 numbers that are rotated by time, height and width."""
+
 OWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "GPT2LMHeadModel": {"n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 256},
         "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 4},
+        "BambaForCausalLM": {"attn_layer_indices": [1]},
+        "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+        "Qwen2_5_VLForConditionalGeneration": AXES,
+        "Qwen3VLForConditionalGeneration": AXES,
+        "RobertaModel": {"max_position_embeddings": 258, "pad_token_id": 1},
         "MixtralForCausalLM": {"num_local_experts": 4},
     }
 )
@@ -129,23 +142,38 @@ def checked(name: str, settings: Settings) -> Checked:
 
 def answered(settings: Settings) -> str:
     """What is wrong with the answers, empty if nothing is. Raises InvalidModel."""
+    pooler = pooler_of(settings)
+    sampling = GREEDY if pooler.generates else pooling_params("classify" if pooler.classes else pooler.pooling)
     with closing(build_engine(settings)) as engine:
         vocab = engine.description.vocab_size
         prompts = [tuple(token % vocab for token in prompt) for prompt in PROMPTS]
-        alone = [answer for prompt in prompts for answer in answers(engine, [prompt])]
-        together = answers(engine, prompts)
-    if any(len(answer) != NEW or not all(0 <= token < vocab for token in answer) for answer in (*alone, *together)):
+        alone = [answer for prompt in prompts for answer in answers(engine, [prompt], sampling)]
+        together = answers(engine, prompts, sampling)
+    if not pooler.generates:
+        vectors = [np.frombuffer(answer.pooled, dtype="<f4") for answer in (*alone, *together)]
+        if not all(len(each) and np.isfinite(each).all() for each in vectors):
+            raise InvalidModel("a prompt gives no vector of finite numbers")
+    elif any(len(each.tokens) != NEW or not all(0 <= t < vocab for t in each.tokens) for each in (*alone, *together)):
         raise InvalidModel(f"an answer is not {NEW} tokens of the vocabulary")
     differ = settings.execution.deterministic and alone != together
     return "answers differ alone and in a batch" if differ else ""
 
 
-def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Greedy answers to prompts at once. Raises InvalidModel for one that fails."""
-    said: dict[str, tuple[int, ...]] = {engine.submit(prompt, NEW, sampling=GREEDY): () for prompt in prompts}
+class Answer(NamedTuple):
+    """Tokens, or the numbers of a pooling model as bytes."""
+
+    tokens: tuple[int, ...] = ()
+    pooled: bytes = b""
+
+
+def answers(engine: Engine, prompts: list[tuple[int, ...]], sampling: SamplingParams) -> list[Answer]:
+    """Answers to prompts at once. Raises InvalidModel for one that fails."""
+    new = NEW if sampling.pooling is None else 1
+    said = {engine.submit(prompt, new, sampling=sampling): Answer() for prompt in prompts}
     while engine.has_pending_work:
         for event in engine.step():
             if event.error is not None:
                 raise InvalidModel(str(event.error))
-            said[event.id] += event.tokens
+            before = said[event.id]
+            said[event.id] = Answer(before.tokens + tuple(event.tokens), before.pooled + event.pooled)
     return list(said.values())

@@ -11,7 +11,7 @@ import click
 import torch
 from torch import Tensor
 
-from quire.assembly.text import build_tokenizer
+from quire.assembly.text import build_tokenizer, require_text
 from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
 from quire.config import Settings
@@ -19,6 +19,7 @@ from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.models import llama
 from quire.models.registry import Model
 from quire.weights.canary import PROBE, feed, pages, probe
+from quire.weights.files import read_config
 from quire.weights.load import load_model
 from quire.weights.locate import locate
 
@@ -37,6 +38,7 @@ class Layer(NamedTuple):
 @click.command("diff", cls=SettingsCommand, sections=("model",), positional=True)
 def command(settings: Settings) -> None:
     """Compare MODEL's activations with transformers', layer by layer in float32, and name the first that departs."""
+    require_text(settings, "quire diff")
     folder = locate(settings.model.model, revision=settings.model.revision, cache=settings.model.download_dir)
     try:
         encoded = build_tokenizer(settings).encode(PROBE)
@@ -99,9 +101,11 @@ class Recorded:
 def reference(folder: Path, tokens: Sequence[int]) -> list[Tensor]:
     """The same, by transformers."""
     try:
-        auto = import_module("transformers").AutoModelForCausalLM
+        library = import_module("transformers")
     except ImportError:
         raise InvalidConfig("quire diff compares with transformers: pip install 'quire-llm[dev]'") from None
+    vision = folder.is_dir() and "vision_config" in read_config(folder)
+    auto = library.AutoModelForImageTextToText if vision else library.AutoModelForCausalLM
     where = {"gguf_file": folder.name} if folder.is_file() else {}
     try:
         theirs = auto.from_pretrained(
@@ -115,6 +119,7 @@ def reference(folder: Path, tokens: Sequence[int]) -> list[Tensor]:
         raise InvalidModel(f"transformers cannot load it, so there is nothing to compare with: {error}") from error
     kept: list[Tensor] = []
     body = theirs.model if "model" in dict(theirs.named_children()) else theirs.transformer
+    body = getattr(body, "language_model", body)
     layers = body.layers if "layers" in dict(body.named_children()) else body.h
     for layer in layers:
         layer.register_forward_hook(lambda module, args, out: kept.append(out[0] if isinstance(out, tuple) else out))

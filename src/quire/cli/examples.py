@@ -52,7 +52,12 @@ EXAMPLES: Mapping[str, Sequence[Example]] = MappingProxyType(
         ),
         "bench report": (("quire bench report before.json after.json --output page.html", "two runs in a page"),),
         "bench engine": (("quire bench engine --requests 1000", "the engine without a model"),),
-        "bench cpu": (("quire bench cpu --batch 1 --batch 8", "decoding, beside transformers"),),
+        "bench cpu": (
+            (
+                "quire bench cpu --vs llama-cpp,openvino --peer-python llama-cpp=PATH",
+                "prompts and decoding, beside other engines",
+            ),
+        ),
         "export-onnx": (("quire export-onnx FOLDER onnx-folder --int8", "graphs in int8"),),
         "executor": (
             ("quire executor FOLDER --listen 127.0.0.1:9000", "and `quire serve FOLDER --executor grpc` elsewhere"),

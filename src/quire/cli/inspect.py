@@ -12,7 +12,7 @@ import torch
 
 from quire.assembly import extra
 from quire.assembly.engine import choose_executor
-from quire.assembly.text import Text, build_text
+from quire.assembly.text import Text, build_text, build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
 from quire.config import Settings
@@ -25,9 +25,10 @@ from quire.models.spec import ModelSpec
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED
 from quire.weights.files import Checkpoint, read_config
-from quire.weights.load import build_outline, choose_dtype, match, named
+from quire.weights.load import build_outline, choose_dtype, match, named, open_checkpoint
 from quire.weights.locate import check as holds_a_model
 from quire.weights.locate import locate
+from quire.weights.pooling import GENERATES, PoolerConfig, overridden
 from quire.weights.schemes import read_scheme
 
 Fact = tuple[str, str]
@@ -37,7 +38,7 @@ class ModelFacts(NamedTuple):
     """A model's headers. trouble: why it could not be loaded, empty where it could. dtype: of activations.
 
     parameters: how many. layers: K/V by layer, None where that is known once it is loaded. foreign: transformers runs
-    it. whole: its K/V is kept by sequence, not in blocks.
+    it. whole: its K/V is kept by sequence, not in blocks. pooler: how prompts become vectors.
     """
 
     folder: Path
@@ -50,6 +51,7 @@ class ModelFacts(NamedTuple):
     layers: tuple[LayerShape, ...] | None
     foreign: bool = False
     whole: bool = False
+    pooler: PoolerConfig = GENERATES
 
 
 def read_facts(settings: Settings) -> ModelFacts:
@@ -60,16 +62,19 @@ def read_facts(settings: Settings) -> ModelFacts:
     config = read_config(folder)
     if choose_executor(settings) == "hf":
         return foreign_facts(settings, folder, config)
-    spec = read_spec(config)
+    pooler = pooler_of(settings)
+    config = overridden(config, hf_overrides(settings)) | ({"num_labels": 1, "id2label": None} if pooler.words else {})
+    spec = read_spec(config, pools=not pooler.generates)
     checkpoint, trouble = None, ""
     try:
-        checkpoint = Checkpoint(folder)
+        words = None if pooler.words is None else word_ids(pooler.words, build_tokenizer(settings))
+        checkpoint = open_checkpoint(folder, words)
         check(config, spec, checkpoint, model.quantization)
     except InvalidModel as error:
         trouble = str(error)
     dtype = choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"))
     kept = layer_shapes(spec.kv_shapes, dtype, spec.state_shapes)
-    return ModelFacts(folder, config, spec, checkpoint, trouble, dtype, parameters(spec), kept)
+    return ModelFacts(folder, config, spec, checkpoint, trouble, dtype, parameters(spec), kept, pooler=pooler)
 
 
 def foreign_facts(settings: Settings, folder: Path, config: Mapping[str, Any]) -> ModelFacts:
@@ -134,9 +139,15 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     seen = ", ".join(f"{n} of {spec.layers} layers see {what}" for what, n in local.items())
     yield "attention", seen or "every layer sees everything"
     yield "rope", describe_ropes(spec.layer_ropes)
-    yield "vocabulary", f"{spec.vocab:,}, head {'tied to the embedding' if spec.tie else 'of its own'}"
+    head = f", head {'tied to the embedding' if spec.tie else 'of its own'}" if spec.generates else ""
+    yield "vocabulary", f"{spec.vocab:,}{head}"
     yield "context", f"{spec.context:,} tokens"
-    for name, dtype in (("as activations", facts.dtype), ("fp8", torch.float8_e4m3fn)):
+    if spec.bidirectional:
+        size = block_bytes(layer_shapes(spec.kv_shapes, facts.dtype), 1)
+        yield "KV a token", f"{size:,} bytes ({short(facts.dtype)}), of one layer, while its prompt is computed"
+        return
+    dtypes = [("as activations", facts.dtype), ("fp8", torch.float8_e4m3fn)][: 1 + spec.generates]
+    for name, dtype in dtypes:
         size = block_bytes(layer_shapes(spec.kv_shapes, dtype), 1)
         yield (
             f"KV a token, {name}",
@@ -196,10 +207,29 @@ def spoken(found: Text) -> Iterator[Fact]:
     source = "" if found.template is None else found.template.source
     knows = [word for word in ("tools", "add_generation_prompt", "enable_thinking") if word in source]
     template = f"{len(source):,} characters, knows {', '.join(knows) or 'messages only'}" if source else "none"
+    if not found.pooler.generates:
+        yield from pooled(found.pooler)
+        return
     yield "chat template", template
     yield "tool calls", f"parsed as {found.tool_parser}; reasoning: {found.reasoning_parser}"
     defaults = ", ".join(f"{name} {value}" for name, value in found.defaults.items())
     yield "sampled by default", f"{defaults} (generation_config.json)" if defaults else "as OpenAI's API does"
+
+
+def pooled(pooler: PoolerConfig) -> Iterator[Fact]:
+    """What a model that gives no text is served for."""
+    if pooler.classes:
+        names = f"{', '.join(pooler.classes[:4])}{', ...' * (len(pooler.classes) > 4)}"
+        yield "gives", f"{len(pooler.classes)} classes ({names}), {pooler.activation}; no text"
+    else:
+        length = "of length 1" if pooler.normalize else "as they are"
+        yield "gives", f"vectors, by {pooler.pooling} pooling, {length}; no text"
+    if pooler.dense:
+        yield "after pooling", ", ".join(f"{each.outputs} numbers, {each.activation}" for each in pooler.dense)
+    if pooler.max_length is not None:
+        yield "longest text", f"{pooler.max_length:,} tokens"
+    if pooler.prompts:
+        yield "prompts", ", ".join(pooler.prompts)
 
 
 def show(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import torch
 
-from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, host_bytes, resolve, working_bytes
+from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, host_bytes, resolve, rows_with_kv, working_bytes
 from quire.cli.base import SettingsCommand
 from quire.cli.inspect import Fact, ModelFacts, read_facts
 from quire.cli.tables import print_pairs
@@ -106,7 +106,7 @@ def free(device: torch.device) -> int:
 def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device) -> MemoryPlan:
     """What these settings take of `room` bytes. Raises InvalidConfig for a context the model does not have."""
     spec, cache = facts.spec, settings.cache
-    limits, cpu = resolve(settings, spec, device), device.type == "cpu"
+    limits, cpu = resolve(settings, spec, device, facts.pooler.max_length), device.type == "cpu"
     captured = 0 if cpu or settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
     held = weights(settings, facts)
     work = working_bytes(
@@ -141,7 +141,7 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
         size,
         pool,
         least=usable_blocks(1, limits.max_model_len, size),
-        most=usable_blocks(limits.max_num_seqs, limits.max_model_len, size),
+        most=usable_blocks(rows_with_kv(spec, limits), limits.max_model_len, size),
         length=limits.max_model_len,
         states=states,
         snapshots=snapshots,
@@ -178,7 +178,8 @@ def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.d
         kept = f"and {asked.snapshots:,} snapshots for the prefix cache"
         yield "states", f"{amount(asked.states)} of recurrent layers, for all sequences at once {kept}"
     yield "KV a sequence", f"{amount(asked.least * asked.page)} for {asked.length:,} tokens"
-    yield "KV at most", f"{amount(asked.most * asked.page)}: the limits cannot use more"
+    kept = "; of one layer, and for the prompts of one step" if facts.spec.bidirectional else ""
+    yield "KV at most", f"{amount(asked.most * asked.page)}: the limits cannot use more{kept}"
     if asked.fits:
         taken, whole = (asked.blocks + 1) * asked.page, asked.blocks / asked.least
         yield "KV pool", f"{amount(taken)}: {asked.blocks:,} blocks, {whole:.1f} sequences of the whole length"
@@ -197,7 +198,8 @@ def smaller(settings: Settings, facts: ModelFacts, room: int, device: torch.devi
     """Changes of settings that make it fit, the least first."""
     asked = need(settings, facts, room, device)
     plain = read_scheme(facts.config) is None and settings.model.quantization == AUTO and not facts.foreign
-    small_kv: dict[str, Any] = {} if facts.foreign or facts.spec.recurrent else {"kv_cache_dtype": "fp8"}
+    narrow = not facts.foreign and not facts.spec.recurrent and facts.spec.generates
+    small_kv: dict[str, Any] = {"kv_cache_dtype": "fp8"} if narrow else {}
     both = {**small_kv, **({"quantization": "fp8"} if plain else {})}
     whole = (
         {}

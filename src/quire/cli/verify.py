@@ -22,7 +22,7 @@ from rich.console import Console
 
 from quire.assembly.engine import build_policy, build_scheduler, make_executor
 from quire.assembly.limits import BuiltExecutor
-from quire.assembly.text import build_tokenizer
+from quire.assembly.text import build_tokenizer, require_text
 from quire.cli.base import OFFLINE, SettingsCommand, integer
 from quire.cli.tables import console, numbers
 from quire.config import Settings
@@ -60,6 +60,7 @@ def command(ctx: click.Context, settings: Settings, requests: int, new: int, rep
     """Answer the same requests alone, in a batch, from a warm cache, in chunks, preempted and with drafts, and compare
     tokens and log-probabilities to the bit. With --deterministic they must be equal: the exit code is 1 where any
     differs, in either mode."""
+    require_text(settings, "quire verify")
     rows = list[Row]()
     with Console(stderr=True).status("answering") as status:
         for row in verified(settings, count=requests, new=new):

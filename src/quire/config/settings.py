@@ -597,7 +597,7 @@ class ExecutionConfig:
     threads: int | None = option(
         None, "CPU threads for the model; auto: OMP_NUM_THREADS, else the cores there are.", low=1, high=4096
     )
-    cpu_kernels: Literal["auto", "torch", "avx512", "avx512_bf16", "amx"] = option(
+    cpu_kernels: Literal["auto", "torch", "avx2", "avx512", "avx512_bf16", "amx"] = option(
         "auto",
         "What multiplies on a CPU: Quire's kernels for an instruction set of x86-64, or torch; auto: those for the "
         "best instruction set that the processor has, else torch. Deterministic answers are computed by torch.",

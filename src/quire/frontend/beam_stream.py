@@ -14,7 +14,7 @@ from quire.errors import DeadlineExceeded, Interrupted, Overloaded
 from quire.frontend.beam_search import Beam, BeamSearch, BeamSearchParams
 from quire.frontend.interface import Backend, Call, Delta, ResultStream, iterate
 from quire.frontend.offload import PER_SCORE, PER_TOKEN, offload
-from quire.types import SamplingParams
+from quire.types import PromptReport, SamplingParams
 
 _CONTEXT = 8
 """Tokens of the prompt before an answer, of which its text may depend: as white space at its beginning."""
@@ -45,6 +45,7 @@ class BeamStream:
         self._search = BeamSearch(params, card.eos)
         self._end = time.monotonic() + call.timeout
         self._cached = 0
+        self._report: PromptReport | None = None
         self._ready: list[Delta] = []
         self._error: Exception | None = None
         self._news: Callable[[], None] = lambda: None
@@ -126,7 +127,8 @@ class BeamStream:
                 last = await _last(stream)
                 if last is None or not last.logprobs:
                     return [], "timeout" if last is None else last.finish_reason or "abort"
-                self._cached = self._cached if step else last.num_cached
+                if not step:
+                    self._cached, self._report = last.num_cached, last.report
                 found.append(last.logprobs[0].top)
         return found, ""
 
@@ -147,7 +149,8 @@ class BeamStream:
             tokens = beam.tokens[:-1] if ended and not keeps else beam.tokens
             length = len(beam.tokens) == self._params.max_tokens
             why = "stop" if ended else "length" if length else reason or "length"
-            shown.append(Delta(index, self._text(tokens), tokens, finish_reason=why, num_cached=self._cached))
+            delta = Delta(index, self._text(tokens), tokens, finish_reason=why)
+            shown.append(delta._replace(num_cached=self._cached, report=self._report))
         return shown
 
     def _text(self, tokens: tuple[int, ...]) -> str:

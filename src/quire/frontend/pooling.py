@@ -44,7 +44,8 @@ def check_task(pooler: PoolerConfig, task: str, *, pools: bool) -> None:
     score."""
     if not pools:
         raise InvalidRequest(
-            "this engine gives no embeddings: its executor has no hidden states; serve with --executor local",
+            "this engine does not support embeddings: its executor returns no hidden states; "
+            "serve with --executor local",
             code="unsupported",
         )
     if task == "embed" and pooler.classes:

@@ -292,11 +292,35 @@ class SteadyOps(BatchInvariantOps):
     rotate = ReferenceOps.rotate
     silu_mul = ReferenceOps.silu_mul
 
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        window: int = UNLIMITED,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = UNLIMITED,
+        ahead: int = 0,
+    ) -> Tensor:
+        """See `Ops.attention`. Spans are cut at the ends of runs for what `attend_runs` computes alone: a piece has no
+        positions after its own, and other attention reads more at a time."""
+        if not plain(batch, Scores(scale, window, soft_cap, sinks, chunk, ahead)):
+            batch = PagedAttentionMetadata.of(batch, self.reach)
+        return super().attention(q, kv, batch, scale, window, soft_cap, sinks, chunk, ahead)
+
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """See `ReferenceOps.attend`."""
-        if how.soft_cap or how.ahead or min(how.window, how.chunk) < UNLIMITED or how.sinks is not None:
+        if not plain(paged, how):
             return super().attend(q, kv, paged, i, how)
         return attend_runs(q, kv, paged, i, how.scale)
+
+
+def plain(batch: RaggedBatch, how: Scores) -> bool:
+    """Whether every query sees all positions up to its own, and scores are what they are."""
+    causal = not how.ahead and batch.last_visible is None
+    return causal and not how.soft_cap and min(how.window, how.chunk) >= UNLIMITED and how.sinks is None
 
 
 def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float) -> Tensor:

@@ -67,6 +67,7 @@ class KVCacheManager:
         for block in seq.blocks:
             self.block_pool.incref(block)
         seq.num_computed = seq.num_cached = len(seq.blocks) * self.block_size
+        seq.num_cache_written = 0
         seq.num_unscheduled, seq.num_drafts, seq.capacity = len(seq.tokens) - seq.num_computed, 0, 0
         seq.next_cache_at = (len(seq.blocks) + 1) * self.prefix_cache.block_size
 
@@ -153,6 +154,9 @@ class KVCacheManager:
             start = seq.next_cache_at - size
             block = seq.blocks[start // size]
             seq.prefix_node = self.prefix_cache.insert(seq.prefix_node, tokens, start, seq.request.cache_salt, block)
+            # Where another sequence's block of the same tokens is there already, this one is not in the cache.
+            if seq.next_cache_at <= seq.prompt_length and self.prefix_cache.contains(block):
+                seq.num_cache_written += size
             seq.next_cache_at += size
         self.snapshots.commit(seq)
         if was_registered:

@@ -486,7 +486,7 @@ class Scheduler:
         """With a sequence's first token: what became of its prompt, whose full blocks are cached and pinned now."""
         self.kv.cache_blocks(seq)
         pinned = self.kv.pin(seq) if seq.request.choice == 0 else ()
-        return PromptReport(seq.diverged_at, pinned)
+        return PromptReport(seq.diverged_at, pinned, cache_written=seq.num_cache_written)
 
     # ---------------------------------------------------------------- after a failed step
 

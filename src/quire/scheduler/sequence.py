@@ -63,8 +63,11 @@ class Sequence:
     """The length at which that block is full."""
     num_cached: int = 0
     """Tokens found in the prefix cache when its row was last opened."""
+    num_cache_written: int = 0
+    """Tokens of its prompt that it put into the prefix cache since then."""
     diverged_at: int | None = None
-    """The first token then that differed from the nearest cached prefix; None where nothing went on otherwise."""
+    """The first token, when its row was last opened, that differed from the nearest cached prefix; None where nothing
+    went on otherwise."""
     prompt_logprobs_sent: int = 0
     """Prompt positions whose log-probabilities have been reported."""
     needs_prompt_logits: bool = False

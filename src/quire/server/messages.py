@@ -15,6 +15,7 @@ from quire.server import error_responses
 from quire.server.cache_control import LIFETIMES, longest_mark
 from quire.server.calls import Job
 from quire.server.fields import check, require_text
+from quire.server.nested import check_nested
 from quire.server.outputs import ChoiceBuilder, Usage, timings
 from quire.server.schemas import ChatRequest, Sampling, response_format, shared_fields
 from quire.server.stream import Chunks
@@ -104,19 +105,26 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     for i, block in enumerate(content):
         kind, at = block.get("type"), f"{where}.content[{i}]"
         if kind == "text":
+            check_nested(block, "text", at)
             chat["content"].append({"type": "text", "text": require_text(block, "text", at)})
         elif kind == "image" and role == "user":
             chat["content"].append({"type": "image_url", "image_url": _image_url(block, at)})
         elif kind == "tool_result" and role == "user":
-            text = _text(block.get("content") or "", f"{at}.content")
+            check_nested(block, "messages.tool_result", at)
+            inner = block.get("content") or ""
+            text = _text(inner, f"{at}.content")
             made = {"role": "tool", "tool_call_id": require_text(block, "tool_use_id", at), "content": text}
-            results.append(made | longest_mark([block]))
+            results.append(made | longest_mark([block, *(inner if isinstance(inner, list) else ())]))
         elif kind == "tool_use" and role == "assistant":
+            check_nested(block, "messages.tool_use", at)
             function = {"name": require_text(block, "name", at), "arguments": block.get("input") or {}}
             calls.append({"id": require_text(block, "id", at), "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant":
+            check_nested(block, "messages.thinking", at)
             thoughts.append(require_text(block, "thinking", at))
-        elif kind != "redacted_thinking":
+        elif kind == "redacted_thinking":
+            check_nested(block, "messages.redacted_thinking", at)
+        else:
             raise InvalidRequest(f"{at}: a block of type {str(kind)[:40]!r} is not supported here", param="messages")
     chat |= longest_mark([block for block in content if block.get("type") != "tool_result"])
     if thoughts:
@@ -149,6 +157,7 @@ def _text(blocks: Any, where: str) -> str:
     for i, block in enumerate(blocks):
         if not isinstance(block, dict) or block.get("type") != "text":
             raise InvalidRequest(f"{where}[{i}]: only text blocks are supported here", param=param)
+        check_nested(block, "text", f"{where}[{i}]")
         texts.append(require_text(block, "text", f"{where}[{i}]"))
     return "\n".join(texts)
 
@@ -170,6 +179,7 @@ def _choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | No
     """OpenAI's tool_choice and parallel_tool_calls."""
     if choice is None:
         return None, None
+    check_nested(choice, "messages.choice", "tool_choice")
     kind, parallel = choice.get("type"), False if choice.get("disable_parallel_tool_use") else None
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}, parallel
@@ -186,6 +196,7 @@ def _thinking(thinking: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any
     """
     if thinking is None:
         return None
+    check_nested(thinking, "messages.thinking_config", "thinking")
     kind = thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidRequest("thinking.type must be enabled, adaptive or disabled", param="thinking")
@@ -239,13 +250,13 @@ def _stop_reason(finish: str | None, stop: int | str | None, called: bool) -> tu
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Anthropic's usage object: input_tokens are those that were computed and not pinned."""
+    """Anthropic's usage object: input_tokens are those that were neither found in the cache nor put into it."""
     details, created = usage.prompt_details(1), usage.created()
-    cached, pinned = details.pop("cached_tokens"), sum(created.values())
+    cached, written, _ = (details.pop(f"{name}_tokens") for name in ("cached", "cache_write", "created_cache"))
     by_time = {f"ephemeral_{ttl}_input_tokens": created.get(seconds, 0) for ttl, seconds in LIFETIMES.items()}
     return {
-        "input_tokens": usage.prompt - cached - pinned,
-        "cache_creation_input_tokens": pinned,
+        "input_tokens": usage.prompt - cached - written,
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion,
         **({"cache_creation": by_time} if "pinned_tokens" in details else {}),

@@ -84,23 +84,34 @@ class Usage:
         """Prompt tokens that were not computed. Of n choices only the first counts: the others share its blocks."""
         return sum(tokens for index, tokens in self._cached.items() if index % n == 0)
 
+    def written(self, n: int) -> int:
+        """Prompt tokens that were put into the prefix cache. Of n choices only the first counts, as in `cached`."""
+        return sum(report.cache_written for index, report in self._reports.items() if index % n == 0)
+
     def pinned(self, n: int) -> int:
         """Prompt tokens that are pinned in the prefix cache now."""
         return sum(max(report.pinned, default=0) for index, report in self._reports.items() if index % n == 0)
 
     def created(self) -> dict[float, int]:
-        """Tokens of the only prompt that were computed and pinned, by the seconds for which they are."""
-        made, counted = {}, self.cached(1)
+        """Tokens of the only prompt that were put into the prefix cache and pinned, by the seconds of their pins."""
+        made, counted, left = {}, self.cached(1), self.written(1)
         report = self._reports.get(0, PromptReport())
         # Those that last longer are nearer the beginning.
         for pin, length in sorted(zip(self._pins, report.pinned, strict=False), key=lambda each: -each[0].seconds):
-            made[pin.seconds] = max(0, length - counted)
+            made[pin.seconds] = min(max(0, length - counted), left)
+            left -= made[pin.seconds]
             counted = max(counted, length)
         return made
 
     def prompt_details(self, n: int) -> dict[str, Any]:
-        """OpenAI's prompt_tokens_details, and ours."""
-        details = {"cached_tokens": self.cached(n), **self._details}
+        """OpenAI's prompt_tokens_details, vLLM's name of one of them, and ours."""
+        written = self.written(n)
+        details: dict[str, Any] = {
+            "cached_tokens": self.cached(n),
+            "cache_write_tokens": written,
+            "created_cache_tokens": written,
+        }
+        details |= self._details
         if self._pins:
             details["pinned_tokens"] = self.pinned(n)
         if self._cache_details:

@@ -13,6 +13,7 @@ from quire.frontend.interface import Backend, ModelCard
 from quire.multimodal.inputs import ImageInputs
 from quire.server.fields import check
 from quire.server.limits import Limits
+from quire.server.nested import check_nested
 from quire.server.schemas import ChatRequest, Prompt, TokenizeRequest
 from quire.types import UNLIMITED, PromptImage
 
@@ -207,6 +208,9 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
     if not (content is None or isinstance(content, str) or parts):
         raise InvalidRequest(f"{where}.content must be text or a list of parts", param="messages")
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        if part.get("type") == "text":
+            check_nested(part, "text", f"{where}.content[{i}]")
     for name in _ANSWER_ONLY & message.keys():
         if message[name]:
             raise InvalidRequest(f"{where}.{name} is not supported", param="messages", code="unsupported_field")
@@ -231,6 +235,8 @@ def _tool_calls(calls: Any, role: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{where}.tool_calls[{i}] needs a function with a name", param="messages")
+        check_nested(call, "call", f"{where}.tool_calls[{i}]")
+        check_nested(function, "call.function", f"{where}.tool_calls[{i}].function")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             # Arguments that are not JSON stay the text that the model wrote.

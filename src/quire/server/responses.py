@@ -17,6 +17,7 @@ from quire.parsers.parts import TextPart
 from quire.server import error_responses
 from quire.server.calls import Job
 from quire.server.fields import check, require_text
+from quire.server.nested import check_nested
 from quire.server.outputs import ChoiceBuilder, Usage, chat_logprobs_of, timings
 from quire.server.response_store import as_items
 from quire.server.schemas import (
@@ -144,6 +145,7 @@ def _item(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]]) -
     """Append one item of the input to `messages`. Calls and thoughts go into the assistant's message around them."""
     kind = item.get("type", "message")
     if kind == "message":
+        check_nested(item, "item.message", where)
         role = item.get("role")
         message = {"role": role, "content": _content(item.get("content"), f"{where}.content")}
         if role == "assistant" and messages and messages[-1].get("reasoning_content") and not messages[-1]["content"]:
@@ -151,6 +153,7 @@ def _item(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]]) -
         else:
             messages.append(message)
     elif kind in ("function_call", "custom_tool_call"):
+        check_nested(item, "item.call", where)
         if kind == "function_call":
             arguments = require_text(item, "arguments", where)
         else:
@@ -159,12 +162,17 @@ def _item(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]]) -
         call = {"id": require_text(item, "call_id", where), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
+        check_nested(item, "item.result", where)
         output = _content(item.get("output"), f"{where}.output")
         messages.append({"role": "tool", "tool_call_id": require_text(item, "call_id", where), "content": output})
     elif kind == "reasoning":
+        check_nested(item, "item.reasoning", where)
         thoughts = item.get("content") or []
         if not isinstance(thoughts, list):
             raise InvalidRequest(f"{where}.content must be a list of parts", param="input")
+        for i, part in enumerate(thoughts):
+            if isinstance(part, dict):
+                check_nested(part, "item.reasoning.part", f"{where}.content[{i}]")
         texts = [part.get("text") for part in thoughts if isinstance(part, dict)]
         _assistant(messages)["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))
     else:
@@ -197,7 +205,9 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
             raise InvalidRequest(
                 f"{where}[{i}]: a part of type {str(kind)[:40]!r} is not supported: text and images are", param="input"
             )
-        parts.append({"type": "text", "text": require_text(part, "text", f"{where}[{i}]")})
+        check_nested(part, "text", f"{where}[{i}]")
+        marks = {name: part[name] for name in ("cache_control",) if part.get(name) is not None}
+        parts.append({"type": "text", "text": require_text(part, "text", f"{where}[{i}]"), **marks})
     return parts
 
 
@@ -237,6 +247,7 @@ def _custom(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"{where} needs a description in text, and a format of type text or grammar", param="tools"
         )
+    check_nested(form, "grammar", f"{where}.format")
     if form["type"] == "grammar":
         definition, syntax = require_text(form, "definition", f"{where}.format"), form.get("syntax")
         about = f"{about}\n\nThe input must match this grammar ({syntax}):\n{definition}".lstrip()
@@ -256,6 +267,7 @@ def _custom_names(tools: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+        check_nested(choice, "item.choice", "tool_choice")
         name = choice.get("name")
         return {"type": "function", "function": {"name": _shown_name(choice, name) if isinstance(name, str) else name}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):

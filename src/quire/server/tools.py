@@ -16,6 +16,7 @@ from quire.parsers.tools.readers import reader_of
 from quire.parsers.tools.styles import HERMES, Style, TaggedStyle
 from quire.server.fields import check
 from quire.server.limits import Limits
+from quire.server.nested import check_nested
 from quire.structured_output.call_rules import argument_rules, literal
 from quire.structured_output.schema import check_schema, closed
 from quire.types import UNLIMITED, StructuredOutputsParams
@@ -307,8 +308,10 @@ def _named_tool(choice: str | Mapping[str, Any] | None, names: Sequence[str], om
         raise InvalidRequest(f"tool_choice: this server has no {kind}: choose a function", param="tool_choice")
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not isinstance(choice, Mapping) or not isinstance(function, dict):
         raise InvalidRequest(f"tool_choice must be {_CHOICES}", param="tool_choice")
+    check_nested(choice, "choice", "tool_choice")
+    check_nested(function, "choice.function", "tool_choice.function")
     if name not in names:
         raise InvalidRequest(f"tool_choice: there is no tool {name[:64]!r} among tools{lacks}", param="tool_choice")
     return name

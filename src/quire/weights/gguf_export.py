@@ -43,7 +43,10 @@ def family_of(architecture: str) -> tuple[str, Family]:
             if family.architecture == architecture:
                 return name, family
     known = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
-    raise InvalidModel(f"{architecture} has no name in GGUF that is known here: not written (known: {known})")
+    raise InvalidModel(
+        f"{architecture} has no name in GGUF that is known here: not written (known: {known}); "
+        "`quire serve --quantization` quantizes a model while it is loaded"
+    )
 
 
 def export(spec: ModelSpec, config: Config, entries: Mapping[str, TensorEntry]) -> Export:

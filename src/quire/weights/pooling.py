@@ -27,6 +27,11 @@ BODIES = ("Model", "ForMaskedLM", CLASSIFIER)
 """How names of architectures end that pool."""
 
 
+def pools_alone(architecture: str) -> bool:
+    """Whether an architecture of this name has no language model's head; GPT2LMHeadModel has one."""
+    return architecture.endswith(BODIES) and not architecture.endswith("LMHeadModel")
+
+
 class DenseLayer(NamedTuple):
     """A layer after pooling: its folder, and what follows the product: tanh, identity and so on."""
 
@@ -117,9 +122,9 @@ def read_pooler(
     modules = read_modules(folder)
     names = fields.get("architectures") or [""]
     architecture = str(names[0]) if isinstance(names, list) and names else ""
-    pools = architecture.endswith(BODIES) or bool(modules) or fields.get("use_bidirectional_attention") is True
+    pools = pools_alone(architecture) or bool(modules) or fields.get("use_bidirectional_attention") is True
     pools |= fields.get("model_type") in ENCODERS and not architecture
-    if runner == "generate" and architecture.endswith(BODIES):
+    if runner == "generate" and pools_alone(architecture):
         raise InvalidConfig(f"--runner generate: {architecture} has no language model's head", param="runner")
     if runner == "generate" or (runner == "auto" and convert in ("auto", "none") and not pools):
         if options:

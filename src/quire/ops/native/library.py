@@ -14,10 +14,10 @@ from typing import ClassVar
 
 FILE = Path(__file__).with_name("libquire_cpu.so")
 
-VERSION = 1
+VERSION = 2
 """Of the functions and structures."""
 
-LEVELS: Mapping[str, int] = MappingProxyType({"avx512": 1, "avx512_bf16": 2, "amx": 3})
+LEVELS: Mapping[str, int] = MappingProxyType({"avx2": 0, "avx512": 1, "avx512_bf16": 2, "amx": 3})
 """Instruction sets that there are kernels for, the best last."""
 
 
@@ -76,7 +76,7 @@ def load() -> ctypes.CDLL | None:
         return None
     if library.quire_version() != VERSION:
         return None
-    library.quire_linear.argtypes = [POINTER(CMatrix), *[c_void_p] * 3, *[c_int64] * 2, *[c_int32] * 5]
+    library.quire_linear.argtypes = [POINTER(CMatrix), *[c_void_p] * 3, *[c_int64] * 2, *[c_int32] * 6]
     library.quire_linear.restype = None
     for name, kind in (("attention", CAttention), ("norm", CNorm), ("rope", CRope)):
         function = getattr(library, f"quire_{name}")

@@ -51,6 +51,8 @@ class NativeOps(ReferenceOps):
     """`Ops` as `ReferenceOps`, up to rounding. level: of `LEVELS`. Raises RuntimeError where the library is missing."""
 
     multiplies_integers = True
+    invariant = False
+    """Whether a row's bits must not depend on how many rows there are, see `native/kernels.h`."""
 
     def __init__(self, level: str) -> None:
         library = load()
@@ -82,6 +84,7 @@ class NativeOps(ReferenceOps):
             x.dtype is torch.bfloat16,
             bias is not None and bias.dtype is torch.bfloat16,
             GATES[gate] if fused else 0,
+            self.invariant,
             torch.get_num_threads(),
         )
         return y if fused else self.apply_gate(y, gate)
@@ -204,7 +207,7 @@ class NativeOps(ReferenceOps):
     ) -> Tensor:
         """See `Ops.self_attention`. Prompts of one length are attended in one call, without K/V of their own."""
         paged = self.prepare(batch)
-        if not how.ahead or how.chunk < UNLIMITED or not paged.is_whole:
+        if not how.ahead or how.chunk < UNLIMITED or not paged.is_whole or paged.last_visible is not None:
             return super().self_attention(qkv, heads, kv, batch, angles, how, norms)
         order = paged.order
         q, k, v = self.heads_of(qkv, heads, kv.k.shape[3], angles, norms)

@@ -316,7 +316,7 @@ class TritonOps(BaseOps):
         ahead: int = 0,
     ) -> Tensor:
         """See `Ops.attention`. Raises ValueError for attention that is not causal."""
-        if ahead:
+        if ahead or batch.last_visible is not None:
             raise ValueError("these kernels compute causal attention only")
         planned = self.prepare(batch)
         begun = cascade_attention(q, kv, planned, scale, min(window, chunk), soft_cap, self.card)
