@@ -62,7 +62,6 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"x" * 500: 1}, "x" * 64, "unknown field"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "cannot be used together"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
-    ({"use_beam_search": True}, "use_beam_search", "beam search"),
     ({"logits_processors": ["os.system"]}, "logits_processors", "not taken"),
 ]
 
