@@ -126,7 +126,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "hi"}, "messages", "expected array"),
     ({"messages": [5]}, "messages[0]", "expected object"),
     ({"messages": [{}]}, "messages", "messages[0].role is required"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "of type 'text' needs a text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "of type 'text' needs a field text"),
     ({"prompt": "x"}, "prompt", "unknown field 'prompt'. Did you mean 'messages'? /v1/completions has 'prompt'."),
     ({"enable_thinking": False}, "enable_thinking", "chat_template_kwargs"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "'wizard'"),
