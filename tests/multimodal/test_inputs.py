@@ -141,3 +141,9 @@ def test_without_an_encoder_the_first_image_is_refused_with_the_reason() -> None
     ) as caught:
         own.read(message({"type": "text", "text": "a"}, url(URL)))
     assert caught.value.code == "no_images" and not own.reads
+
+
+def test_an_image_that_is_too_narrow_is_named() -> None:
+    narrow = "data:," + "".join(f"%{byte:02x}" for byte in png(picture(1, 400)))
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content\[1\]: 1 x 400 pixels are too narrow"):
+        reader().begin().read(message(url(URL), url(narrow)))

@@ -156,6 +156,7 @@ REFUSALS: list[tuple[str, Any]] = [
             {"tool": []},
             {"top_logprobs": 2},
             {"messages": [{"role": "user", "content": "what?", "images": ["aGk="]}]},
+            {"messages": [{"role": "user", "content": "what?", "images": {}}]},
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
             {"messages": [{"role": "user", "text": "a"}]},
             {"messages": [{"content": "a"}]},

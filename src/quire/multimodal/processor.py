@@ -47,15 +47,19 @@ class ImageProcessor:
     marker: str = ""
     expansion: str = ""
 
-    def size(self, height: int, width: int) -> tuple[int, int]:
-        """The height and width that an image is resized to. Raises InvalidRequest for one that is far too narrow."""
+    def size(self, height: int, width: int, where: str = "an image") -> tuple[int, int]:
+        """The height and width that an image is resized to. Raises InvalidRequest for one that is far too narrow.
+
+        where: it stands in the request.
+        """
         if self.side:
             return self.side, self.side
         if max(height, width) > MOST_NARROW * min(height, width):
             raise InvalidRequest(
-                f"an image of {width} x {height} pixels is too narrow: its sides may differ by a factor of "
+                f"{where}: {width} x {height} pixels are too narrow: an image's sides may differ by a factor of "
                 f"{MOST_NARROW}",
                 param="messages",
+                code="invalid_image",
             )
         return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
 

@@ -284,7 +284,7 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             raise InvalidRequest(f"{where}.content must be text", param="messages")
         if (thoughts := made.pop("thinking", None)) is not None:
             made["reasoning_content"] = thoughts
-        if images := made.pop("images", None):
+        if (images := made.pop("images", None)) is not None:
             made["content"] = _with_images(made["content"], images, f"{where}.images")
         named = made.pop("tool_name", None)
         if made.get("tool_calls"):
@@ -300,7 +300,7 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _with_images(text: str, images: Any, where: str) -> str | list[dict[str, Any]]:
     """Content of a message with images before its text, as Ollama shows them: base64 without a type."""
-    if not images:
+    if images is None or images == []:
         return text
     if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
         raise InvalidRequest(f"{where} must be a list of images in base64", param=where.partition("[")[0])

@@ -192,7 +192,8 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     for part in content:
         if part.get("type") != "text":
             raise InvalidRequest(
-                f"message content of type {str(part.get('type'))[:40]!r} is not supported: this server reads text only",
+                f"message content of type {str(part.get('type'))[:40]!r} is not supported: text is, and images "
+                "where the model reads them",
                 param="messages",
             )
         if not isinstance(part.get("text"), str):
