@@ -149,7 +149,11 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be between 1"),
     ({"max_completion_tokens": 999}, "max_completion_tokens", "max_completion_tokens is 999"),
-    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "cannot be used together",
+    ),
     ({"tools": [{"type": "function"}]}, "tools", "function is required"),
     ({"tools": [{"type": "custom"}]}, "tools", "use function"),
     ({"tools": [NOW, NOW]}, "tools", "two have the name 'now'"),
@@ -196,7 +200,7 @@ CASES += [
     (GENERATE, {"max_new_tokens": 0}, "max_new_tokens", "max_new_tokens must be between 1"),
     (GENERATE, {"max_new_tokens": 500}, "max_new_tokens", "max_new_tokens is 500"),
     (GENERATE, {"max_tokens": 0}, "max_tokens", "max_tokens must be between 1"),
-    (GENERATE, {"prompt": ["a", "b"]}, "prompt", "one prompt at a time"),
+    (GENERATE, {"prompt": ["a", "b"]}, "prompt", "this endpoint takes one prompt"),
     (GENERATE, {"n": 2}, "n", "unknown field"),
 ]
 

@@ -342,6 +342,34 @@ NAMED = (
             ),
         )
     ),
+    *(
+        Named(name, "needs a model that pools", f"tests/test_encoders.py::{place}")
+        for name, place in (
+            ("LLM.classify", "test_classes_are_those_of_transformers"),
+            ("LLM.score", "test_scores_are_those_of_transformers"),
+            ("LLM.encode", "test_embedders_score_by_the_cosine_and_give_vectors_of_tokens"),
+        )
+    ),
+    *(
+        Named(f"AsyncLLM.{name}", "needs a model that pools", "tests/test_async_llm.py::test_poolings_are_those_of_llm")
+        for name in ("classify", "encode", "score")
+    ),
+    *(
+        Named(f"docs/guides/{block}", "needs a model that pools", f"tests/server/test_pooling.py::{place}")
+        for block, place in (
+            (
+                "embeddings.md: quire serve sentence-transformers/all-MiniLM-L6-v2",
+                "test_embeddings_are_cut_only_where_that_is_asked_for_and_counted",
+            ),
+            ("scores.md: quire serve cross-encoder/ms-marco-MiniLM-L6-v2", "test_scores_have_vllms_shape"),
+            ('scores.md: {"text_1": "What is a panda?", "text_2": ["hi", "The giant p', "test_scores_have_vllms_shape"),
+        )
+    ),
+    Named(
+        "docs/guides/scores.md: quire serve Qwen/Qwen3-Reranker-0.6B --hf-overrides '{\"archi",
+        "needs a hub",
+        "tests/test_encoders.py::test_a_reranker_that_answers_in_words_scores_as_its_logits_say",
+    ),
     Named(
         "quire pull",
         "needs a hub",
