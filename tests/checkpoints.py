@@ -833,8 +833,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "nemotron_h-attention-last": {
             "hidden_size": 40,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
             "head_dim": 12,
             **MAMBA_H,
             "n_groups": 1,

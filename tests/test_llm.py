@@ -24,6 +24,7 @@ from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.infill import Infill
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED, CompletionOutput, StructuredOutputsParams, TokenLogprobs
+from quire.weights.pooling import GENERATES
 
 CONTEXT = 40
 LETTERS = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -118,7 +119,11 @@ def engine(alphabet: Alphabet, lookahead: int, chunk: int) -> Engine:
 def llm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     text = SimpleNamespace(
-        tokenizer=tokenizer(), template=template, defaults={"temperature": 0.5}, reasoning_parser="none"
+        pooler=GENERATES,
+        tokenizer=tokenizer(),
+        template=template,
+        defaults={"temperature": 0.5},
+        reasoning_parser="none",
     )
     monkeypatch.setattr("quire.llm.build_engine", lambda settings: engine)
     monkeypatch.setattr("quire.llm.build_text", lambda settings: text)

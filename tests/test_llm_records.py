@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams, llm
+from quire.assembly.prompts import ReadPrompt
 from quire.config import Settings
 from quire.engine.executor import Description
 from quire.engine.thread import Listener
@@ -18,6 +19,7 @@ from quire.errors import QuireError
 from quire.scheduler.constraint import Constraint
 from quire.tokenization.chat_template import ChatTemplate
 from quire.types import Request, RequestStepOutput, StructuredOutputsParams, TokenLogprobs
+from quire.weights.pooling import GENERATES
 from tests.calls import Calls, shown
 from tests.expected import check
 from tests.test_llm import CONTEXT, tokenizer
@@ -110,6 +112,7 @@ class Made:
         about = Description(9, 4, 8, CONTEXT, 300, supports_pooling=options.pop("pools", True))
         defaults = {"temperature": 0.5, "max_tokens": 7}
         text = SimpleNamespace(
+            pooler=GENERATES,
             tokenizer=tokenizer(),
             template=None if template is None else ChatTemplate(template),
             defaults=defaults,
@@ -256,7 +259,7 @@ def test_calls_are_asked_and_answered_as_written_down(monkeypatch: pytest.Monkey
 
 def test_a_caller_that_is_gone_has_its_request_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Made(monkeypatch)
-    job = made.llm._job("a", (5,), SamplingParams(max_tokens=3))
+    job = made.llm._job(ReadPrompt("a", (5,)), SamplingParams(max_tokens=3))
     (reader,) = made.llm._readers(job, lambda error: None)
     event = RequestStepOutput(reader.request.id, (5,))
     assert reader.take(event) is None

@@ -135,7 +135,7 @@ def test_the_nearest_tests_of_a_module_are_its_own() -> None:
         ("server/stream", "server/test_streams"),
     ):
         assert tests.nearest(f"src/quire/{module}.py")[0] == f"tests/{test}.py"
-    assert "tests/test_lattice.py" in tests.nearest("src/quire/scheduler/scheduler.py")[:8]
+    assert "tests/test_lattice.py" in tests.nearest("src/quire/scheduler/scheduler.py")[:12]
     assert "tests/config/test_options.py" in tests.nearest("src/quire/config/sources.py")[:2]
     assert tests.nearest("src/quire/executors/onnx.py")[0] == "tests/executors/test_onnx.py", "imported by name"
 

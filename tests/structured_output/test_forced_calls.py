@@ -58,6 +58,9 @@ def written(name: ToolParser, *calls: tuple[str, dict[str, Any]]) -> str:
     return calls_text([{"function": {"name": n, "arguments": a}} for n, a in calls], STYLES[name])
 
 
+WITHOUT_NULL = ("minimax_m3",)
+"""Their templates leave out arguments that are null."""
+
 WEATHER = ("weather", {"city": "Ulm, <b>", "days": 3, "hot": None, "places": [{"name": "a", "at": 1.5}, {"name": ""}]})
 
 
@@ -69,7 +72,8 @@ def test_a_forced_call_has_the_name_and_the_arguments_of_a_tool(name: ToolParser
         assert allows(form, text), text
         parts = reader_of(STYLES[name], {n: s["properties"] for n, s in SCHEMAS.items()})
         read = [*parts.feed(text), *parts.flush()]
-        assert read[0] == TextPart("call", call[0]) and json.loads("".join(p.text for p in read[1:])) == call[1]
+        wanted = {key: value for key, value in call[1].items() if value is not None or name not in WITHOUT_NULL}
+        assert read[0] == TextPart("call", call[0]) and json.loads("".join(p.text for p in read[1:])) == wanted
     assert not allows(form, "No.")
     assert not allows(form, written(name, ("whether", {"city": "x"})))
     assert not allows(form, written(name, ("weather", {"days": 3}))), "city is required"
