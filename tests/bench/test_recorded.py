@@ -128,7 +128,8 @@ def test_speeds_are_medians_over_interleaved_rounds(monkeypatch: pytest.MonkeyPa
             calls = 0
 
             def __init__(self, *given: object) -> None:
-                asked.append(f"{name} of {[str(word) for word in given if not isinstance(word, Path)]}")
+                words = [str(word) for word in given if not isinstance(word, Path)]
+                asked.append(f"{name} of {['PYTHON' if word == sys.executable else word for word in words]}")
 
             def __call__(self, prompts: list[list[int]], new: int) -> float:
                 slow = 2.0 if (self.calls - 1) // 2 % 3 == 1 else 1.0
