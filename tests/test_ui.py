@@ -254,7 +254,7 @@ def test_with_keys_a_browser_signs_in_once(front: Live, browser: Browser) -> Non
     page = opened.page
     page.get_by_label("API key").fill("guess")
     page.get_by_role("button", name="Sign in").click()
-    page.get_by_text("not a key of this server").wait_for()
+    page.get_by_text("not one of this server's keys").wait_for()
     assert opened.violations() == []
     sign_in(page)
     opened.wait("document.querySelector('#state').dataset.is === 'live'")

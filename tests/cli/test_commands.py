@@ -298,6 +298,7 @@ def test_verifications_are_reported_as_written_down(calls: Calls, monkeypatch: p
     monkeypatch.setattr(verify.platform, "machine", lambda: "machine")
     monkeypatch.setattr(verify.torch, "__version__", "9")
     monkeypatch.setattr(verify.torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(verify, "require_text", lambda settings, command: None)
     monkeypatch.setattr(verify, "locate", lambda name, **rest: calls.say("located", rest))
     monkeypatch.setattr(verify, "read_config", lambda folder: {})
     monkeypatch.setattr(verify, "read_spec", lambda config: SimpleNamespace(vocab=90, context=700))
@@ -333,6 +334,7 @@ def test_a_comparison_needs_a_package_that_is_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_comparisons_are_reported_as_written_down(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diff, "require_text", lambda settings, command: None)
     monkeypatch.setattr(diff, "locate", lambda name, **rest: calls.say("located", [name, rest]) or Path("folder"))
     tokens = iter([(5, 6, 7), InvalidModel("no tokenizer"), (5,), (5,)])
 
