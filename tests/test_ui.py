@@ -131,7 +131,8 @@ def test_what_is_shown_can_be_held_saved_and_opened_again(live: Live, browser: B
     [first, second, difference] = made.all_inner_texts()
     counts = [frame["now"]["generated"] - saved["frames"][0]["now"]["generated"] for frame in saved["frames"]]
     assert [first, second] == [str(counts[len(counts) // 2]), str(counts[-1])]
-    assert difference.startswith("+") if first != "0" else difference == "–"
+    # The last frames may have brought no token more.
+    assert difference.startswith("+") or first == second if first != "0" else difference == "–"
     assert alone.page.locator("#compare tr", has_text="Preemptions").locator("td").last.inner_text() == "equal"
     assert alone.violations() == []
     alone.page.get_by_role("button", name="saved.json").click()
