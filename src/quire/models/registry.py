@@ -18,7 +18,8 @@ from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup
 from quire.layers.vision import VisionTower
 from quire.models.heads import Classify
-from quire.models.spec import Config, ModelSpec, check_sizes, labels_of
+from quire.models.labels import class_count
+from quire.models.spec import Config, ModelSpec, check_sizes
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 
@@ -105,7 +106,7 @@ def read_spec(fields: Mapping[str, Any], *, pools: bool = False) -> ModelSpec:
     name = architecture_name(fields)
     spec = find_architecture(name).read(Config(fields), name)
     if name.endswith(CLASSIFIER):
-        spec = replace(spec, generates=False, classes=labels_of(fields))
+        spec = replace(spec, generates=False, classes=class_count(fields))
     elif pools or name in DERIVED:
         spec = replace(spec, generates=False)
     return check_sizes(spec)

@@ -232,15 +232,6 @@ def check_sizes(spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-def labels_of(fields: Mapping[str, Any]) -> int:
-    """Number of a classifier's classes: `num_labels`, or entries of `id2label`, or two. Raises InvalidModel."""
-    labels = fields.get("id2label")
-    given = fields.get("num_labels") or (len(labels) if isinstance(labels, Mapping) else 2)
-    if type(given) is not int or not 1 <= given <= 1 << 20:
-        raise InvalidModel(f"config.json: num_labels must be a number of classes, not {given!r}")
-    return given
-
-
 def check_layers(count: int, name: str) -> None:
     """Raise InvalidModel where the field `name` has a number of layers that is implausibly large, or none."""
     if not 1 <= count <= MOST_LAYERS:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
 from quire.errors import InvalidConfig, InvalidModel, nearest
+from quire.models.labels import class_count
 from quire.tokenization.tokenizer import read_json, read_json_list
 from quire.types import Pooling
 
@@ -155,7 +156,7 @@ def classifier(fields: Mapping[str, Any], architecture: str, convert: Convert) -
             )
         return None
     labels = fields.get("id2label")
-    count = labels_of(fields)
+    count = class_count(fields)
     names = tuple(
         str(labels.get(str(i), f"LABEL_{i}")) if isinstance(labels, dict) else f"LABEL_{i}" for i in range(count)
     )
@@ -177,15 +178,6 @@ def classifier(fields: Mapping[str, Any], architecture: str, convert: Convert) -
         words=None if words is None else (words[0], words[1]),
         by_template=bool(fields.get("is_original_qwen3_reranker")),
     )
-
-
-def labels_of(fields: Mapping[str, Any]) -> int:
-    """Number of classes, as `models.spec.labels_of`, which needs torch, reads it. Raises InvalidModel."""
-    labels = fields.get("id2label")
-    given = fields.get("num_labels") or (len(labels) if isinstance(labels, Mapping) else 2)
-    if type(given) is not int or not 1 <= given <= 1 << 20:
-        raise InvalidModel(f"config.json: num_labels must be a number of classes, not {given!r}")
-    return given
 
 
 FUNCTIONS: Mapping[str, Activation] = MappingProxyType(
