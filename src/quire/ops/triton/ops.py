@@ -36,13 +36,14 @@ from quire.ops.integer import integers_of
 from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import E4M3, BaseOps
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LONG, LayerKV, RaggedBatch
 from quire.ops.triton import experts as mixture
 from quire.ops.triton import gemv, int8_gemm, integer_experts, integer_gemm, integer_gemv, latent, quantized_gemm, rows
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.long_spans import MOST_DIM, DenseAttention, attend_long, dense_attention
 from quire.types import UNLIMITED
 
 MOST_OUTPUTS = 1 << 15
@@ -67,6 +68,7 @@ class TritonOps(BaseOps):
     and slots are read on the device, so a captured step serves any batch within them."""
 
     multiplies_integers = True
+    dense: DenseAttention | None
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         """dependent: use programmatic dependent launch where the GPU has it."""
@@ -74,6 +76,7 @@ class TritonOps(BaseOps):
         self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self.one = torch.ones((), device=device)
         self.gemm = gemm_library(self.arrived.device)
+        self.dense = dense_attention(self.card)
 
     def prepare(self, batch: RaggedBatch) -> AttentionPlan:
         """See `Ops.prepare`."""
@@ -320,7 +323,19 @@ class TritonOps(BaseOps):
             raise ValueError("these kernels compute causal attention only")
         planned = self.prepare(batch)
         begun = cascade_attention(q, kv, planned, scale, min(window, chunk), soft_cap, self.card)
-        return attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks, chunk)
+        plain = min(window, chunk) >= batch.max_kv and not soft_cap and sinks is None
+        long = batch.long_spans if plain and self.attends_long(q) else ()
+        out = attention(
+            q, kv, planned, scale, window, soft_cap, self.card, begun, sinks, chunk, LONG if long else UNLIMITED
+        )
+        for span in long:
+            assert self.dense is not None
+            attend_long(out, q, kv, batch, span, scale, self.dense, self.card)
+        return out
+
+    def attends_long(self, q: Tensor) -> bool:
+        """Whether `dense` serves such queries [T, H, D]."""
+        return self.dense is not None and q.dtype.itemsize == 2 and q.shape[2] <= MOST_DIM
 
 
 PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
@@ -333,6 +348,7 @@ class BatchInvariantTritonOps(TritonOps):
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         super().__init__(device, dependent=dependent)
         self.card = replace(self.card, sms=0)
+        self.dense = None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.linear`."""
