@@ -50,9 +50,6 @@ PIECES = (16, 64, 256)
 """Positions whose logits are computed at once for prompt log-probabilities: the last ones are padded to one of these,
 so that kernels exist."""
 
-PADDING = LongSpan(0, 0, LONG + 1, 64)
-"""A long span of padding, for which kernels are made ready."""
-
 
 class LookaheadRunner(BaseRunner):
     """Launches steps on `device` ahead of their results.
@@ -290,6 +287,12 @@ class LookaheadRunner(BaseRunner):
             if span.num_tokens > LONG
         ]
 
+    def _long_padding(self, key: GraphKey) -> list[LongSpan]:
+        """A long span of padding, for which kernels are made ready: the most of one step after as many tokens."""
+        longest = self.rows.max_model_len
+        count = min(key.tokens, longest)
+        return [LongSpan(0, 0, count, min(count, longest - count))] if count > LONG else []
+
     def _scores(self, hidden: Tensor, given: Tensor) -> Tensor:
         """Scores [N, SCORE_WIDTH] of N positions. given int32 [3, N]: the index in hidden [T, H] of each, its next
         token, and how many of the likeliest are wanted; -1: padding."""
@@ -343,9 +346,7 @@ class LookaheadRunner(BaseRunner):
 
     def _work(self, key: GraphKey) -> None:
         if key.kind == "feed":
-            room = min(key.tokens, self.rows.max_model_len - PADDING.past)
-            long = room >= PADDING.count and not self.queue.captures(key)
-            self._body(key, long_spans=[PADDING] if long else ())
+            self._body(key, long_spans=() if self.queue.captures(key) else self._long_padding(key))
         elif key.kind == "sample":
             self._head(key)
         else:

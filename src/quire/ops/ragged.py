@@ -42,8 +42,8 @@ class StateSlots(NamedTuple):
         return torch.cat((wanted, tokens)), torch.cat((self.target[wanted], slots))
 
 
-LONG = 1024
-"""Queries above which a span is worth kernels of its own."""
+LONG = 3584
+"""Queries above which a span is worth kernels of its own (`ops/triton/long_spans.py`; measured, H200)."""
 
 
 class LongSpan(NamedTuple):

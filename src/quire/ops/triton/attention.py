@@ -387,10 +387,10 @@ def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
 def attention(
     q: Tensor, kv: LayerKV, batch: AttentionPlan, scale: float, window: int, soft_cap: float, card: DeviceInfo,
     begun: PrefixPartials | None = None, sinks: Tensor | None = None, chunk: int = UNLIMITED,
-    most: int = UNLIMITED, rotated: Tensor | None = None,
+    longest: int = UNLIMITED, rotated: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `Ops.attention`, and with `rotated` `Ops.latent_attention`. Rows that belong to no span are not written.
-    begun: partial results over shared prefixes. most: spans of more queries are left out.
+    begun: partial results over shared prefixes. longest: spans of more queries are left out.
 
     The list of pieces is read before the wait, so the kernel right after the one that makes it is launched without
     overlap.
@@ -403,9 +403,9 @@ def attention(
     out = torch.empty_like(q)
     bend, slope = slopes(scale * kv.k_scale, soft_cap)
     sharing = begun.sharing if begun else None
-    turns, most = 0 if rotated is None else rotated.shape[-1], min(most, batch.max_query)
+    turns, longest = 0 if rotated is None else rotated.shape[-1], min(longest, batch.max_query)
     choose = latent_tiles if turns else tiles
-    for tile, least, most in choose(card, share, dim, kv.k.element_size(), most, len(batch.kv_len)):
+    for tile, least, most in choose(card, share, dim, kv.k.element_size(), longest, len(batch.kv_len)):
         room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0
         tiling = Tiling(share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing, chunk)
         work, fresh = batch.work(tiling, groups)
