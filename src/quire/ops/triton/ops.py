@@ -1,9 +1,9 @@
 """`Ops` by Triton kernels: one path for prefill, decode and verification, which can be captured in a CUDA graph as a
 whole.
 
-`BatchInvariantTritonOps` computes each row with the same bits in any batch: one tile shape for every product and one
-for all of attention, no sums split among programs, no library that chooses by shape. Its price: few rows are multiplied
-in tiles of 64, and a long context is read by one program per K/V head.
+`BatchInvariantTritonOps` computes each row with the same bits in any batch: sums of plain products are cut by the
+matrix alone (see `invariant_gemm`), other products and all of attention have one tile shape and no sums split among
+programs, and no library chooses by shape. Its price: a long context is read by one program per K/V head.
 """
 
 from __future__ import annotations
@@ -38,7 +38,17 @@ from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import E4M3, BaseOps
 from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, RaggedBatch
 from quire.ops.triton import experts as mixture
-from quire.ops.triton import gemv, int8_gemm, integer_experts, integer_gemm, integer_gemv, latent, quantized_gemm, rows
+from quire.ops.triton import (
+    gemv,
+    int8_gemm,
+    integer_experts,
+    integer_gemm,
+    integer_gemv,
+    invariant_gemm,
+    latent,
+    quantized_gemm,
+    rows,
+)
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
@@ -337,8 +347,8 @@ class TritonOps(BaseOps):
         return out
 
 
-PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
-"""Of plain matrices, of those restored on the way, and of either in float32, which takes more registers."""
+RESTORED, EXACT = GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
+"""Of matrices restored on the way, and of any in float32, which takes more registers."""
 
 
 class BatchInvariantTritonOps(TritonOps):
@@ -351,7 +361,9 @@ class BatchInvariantTritonOps(TritonOps):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.linear`."""
-        return gemv.gemv_linear(x, weight, bias, config_for(x, PRODUCT), self.card, gate)
+        if x.dtype is torch.float32:
+            return gemv.gemv_linear(x, weight, bias, EXACT, self.card, gate)
+        return invariant_gemm.invariant_linear(x, weight, bias, self.card, self.arrived, gate)
 
     def fused_linear(self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`, dequantized on the way."""
