@@ -252,15 +252,15 @@ class Attention:
         norms: Norms | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        self.qkv, self.out, self.heads, self.ops, self.norms, self.sinks = qkv, out, heads, ops, norms, sinks
+        self.qkv, self.out, self.heads, self.ops, self.norms = qkv, out, heads, ops, norms
+        self.scores = Scores(heads.scale, heads.window, heads.soft_cap, sinks, heads.chunk, heads.ahead)
 
     def __call__(
         self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
     ) -> Tensor:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
-        how = Scores(h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
-        mixed = self.ops.self_attention(self.qkv(x), h.count, kv, batch, angles, how, self.norms)
+        mixed = self.ops.self_attention(self.qkv(x), h.count, kv, batch, angles, self.scores, self.norms)
         return self.out(select_rows(mixed.flatten(1), outputs))
 
 
@@ -278,7 +278,7 @@ class GatedAttention(Attention):
         q, gate = made[:, :width].view(len(made), h.count, 2, h.dim).unbind(2)
         qkv = torch.cat((q.flatten(1), made[:, width:]), 1)
         q = self.ops.qk_norm_rope_store_kv(qkv, h.count, kv, batch, angles, self.norms)
-        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
+        mixed = self.ops.attention(q, kv, batch, self.scores)
         mixed = mixed.flatten(1)
         gated = self.ops.sigmoid_mul(select_rows(mixed, outputs), select_rows(gate.flatten(1), outputs))
         return self.out(gated)

@@ -28,6 +28,7 @@ from quire.ops.base import (
     Norms,
     QuantizedMatrix,
     Routing,
+    Scores,
     TopK,
 )
 from quire.ops.cublaslt import CublasLt
@@ -43,7 +44,6 @@ from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
-from quire.types import UNLIMITED
 
 MOST_OUTPUTS = 1 << 15
 """Outputs of a matrix that are dequantized at a time."""
@@ -301,26 +301,12 @@ class TritonOps(BaseOps):
 
     def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
         """See `Ops.latent_attention`."""
-        return attention(q, kv, self.prepare(batch), scale, UNLIMITED, 0.0, self.card, rotated=rotated)
+        return attention(q, kv, self.prepare(batch), Scores(scale), self.card, rotated=rotated)
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = UNLIMITED,
-        ahead: int = 0,
-    ) -> Tensor:
-        """See `Ops.attention`. Raises ValueError for attention that is not causal."""
-        if ahead or batch.last_visible is not None:
-            raise ValueError("these kernels compute causal attention only")
+    def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
+        """See `Ops.attention`."""
         planned = self.prepare(batch)
-        begun = cascade_attention(q, kv, planned, scale, min(window, chunk), soft_cap, self.card)
-        return attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks, chunk)
+        return attention(q, kv, planned, how, self.card, cascade_attention(q, kv, planned, how, self.card))
 
 
 PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
