@@ -86,7 +86,7 @@ def resolve(settings: Settings, spec: ModelSpec, device: torch.device, longest: 
     """
     cpu = device.type == "cpu"
     check_recurrent(settings, spec, device)
-    check_pooling(settings, spec, device)
+    check_pooling(settings, spec)
     scheduler, max_model_len = settings.scheduler, settings.model.max_model_len
     if max_model_len is not None and max_model_len > spec.context:
         raise InvalidConfig(
@@ -136,7 +136,7 @@ POOLED_TOKENS = 2048
 """Tokens of a step on a CPU of models that do not generate, whose steps delay no next token."""
 
 
-def check_pooling(settings: Settings, spec: ModelSpec, device: torch.device) -> None:
+def check_pooling(settings: Settings, spec: ModelSpec) -> None:
     """Raise InvalidConfig for what models that do not generate are not served with."""
     if spec.generates:
         return
@@ -148,11 +148,6 @@ def check_pooling(settings: Settings, spec: ModelSpec, device: torch.device) -> 
     if settings.cache.kv_cache_dtype != "auto":
         raise InvalidConfig(
             "--kv-cache-dtype fp8 does not go with pooling models: leave it at auto", param="kv_cache_dtype"
-        )
-    if spec.bidirectional and device.type != "cpu":
-        raise InvalidConfig(
-            f"{spec.architecture} has bidirectional attention, which runs on a CPU only for now: --device cpu",
-            param="device",
         )
 
 
@@ -189,10 +184,19 @@ def sized(
     return Limits(max_num_seqs=max_num_seqs, max_model_len=max_model_len, **limits, **sizes)
 
 
-def working_bytes(spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured: int, rows: int) -> int:
+def working_bytes(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    captured: int,
+    rows: int,
+    image_tokens: tuple[int, int] = (0, 0),
+) -> int:
     """Bytes for activations of the largest step, for those of the largest captured step, and for graphs.
 
     captured: most tokens of a captured step, 0 without graphs; graphs keep memory of their own. rows: rows of logits.
+    image_tokens: of the largest image, and of all whose embeddings are kept.
     """
     projections = [2 * max(spec.layer_mlp, default=spec.mlp)]
     projections += [spec.heads * max(key, value) + heads * (key + value) for heads, key, value in set(spec.kv_shapes)]
@@ -210,7 +214,14 @@ def working_bytes(spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured:
             dtype=dtype,
         )
 
-    return step_bytes(tokens) + (step_bytes(min(tokens, captured)) + GRAPH_BYTES if captured else 0)
+    images = 0
+    if spec.vision is not None and any(image_tokens):
+        own, (largest, kept) = spec.vision, image_tokens
+        # A layer has the residual stream, its norm, queries, keys, values and what the MLP makes, of every patch.
+        patches = max(largest * own.merge**2, own.positions if own.pooled else 0)
+        made = kept * own.out * (1 + len(own.feature_layers))
+        images = (patches * (6 * own.hidden + 2 * own.mlp) + made) * dtype.itemsize
+    return images + step_bytes(tokens) + (step_bytes(min(tokens, captured)) + GRAPH_BYTES if captured else 0)
 
 
 def host_bytes(root: Path = Path("/")) -> int:

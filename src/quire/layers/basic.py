@@ -138,13 +138,16 @@ class Rotary:
 
     def __init__(self, rope: RopeConfig, device: torch.device, ops: Ops) -> None:
         self.rope, self.frequencies, self.ops = rope, frequencies(rope).to(device), ops
+        self.axes = torch.tensor(rope.axes, dtype=torch.int64, device=device)
 
     def __call__(self, positions: Tensor, by_axis: Tensor | None = None) -> Angles:
-        """The angles of `positions`, for `Ops` that rotate. by_axis [3, T]: positions in time, height and width, for a
-        rotary embedding that has `axes`."""
+        """The angles of `positions`, for `Ops` that rotate. by_axis: as `RaggedBatch.rope_positions`, for a rotary
+        embedding that has `axes`."""
         if by_axis is not None and self.rope.axes:
             whole = [self.ops.angles(each, self.frequencies, self.rope.gain) for each in by_axis]
-            pick = torch.tensor(self.rope.axes, device=by_axis.device).expand(1, by_axis.shape[1], -1)
+            if len(whole) == 1:
+                return Angles(*whole[0], self.rope.interleaved)
+            pick = self.axes.expand(1, by_axis.shape[1], -1)
             cos, sin = (torch.stack(parts).gather(0, pick)[0] for parts in zip(*whole, strict=True))
             return Angles(cos, sin, self.rope.interleaved)
         rope, gain = self.rope, None
