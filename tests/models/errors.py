@@ -57,14 +57,13 @@ TEXTS = MappingProxyType({"mistral3": "ministral3", "qwen2_5_vl": "qwen2", "qwen
 
 IMAGES, RANKS, MTP = "images", "several ranks", "layers for drafts"
 RECURRENT = f"GPUs; {RANKS}; float8 K/V"
-ON_GPUS = "images on GPUs"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
         "cohere": "query and key norms (Command R+)",
         "deepseek_v2": f"`attention_bias` without `q_lora_rank`; {MTP}",
         "deepseek_v3": f"`attention_bias` without `q_lora_rank`; sparse attention (V3.2); {MTP}",
         "ernie4_5_moe": f"`use_bias`; {MTP}",
-        "gemma3": f"{ON_GPUS}; crops of images",
+        "gemma3": "crops of images",
         "gemma4": f"{IMAGES}, audio",
         "gemma4_text": "several ranks of models with inputs for each layer",
         "glm4_moe": MTP,
@@ -82,8 +81,8 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "llama4": IMAGES,
         "minimax_m2": RANKS,
         "mistral3": IMAGES,
-        "qwen2_5_vl": f"{ON_GPUS}; video",
-        "qwen3_vl": f"{ON_GPUS}; video",
+        "qwen2_5_vl": "video",
+        "qwen3_vl": "video",
         "qwen3_next": f"{RECURRENT}; {MTP}",
         "olmo2": RANKS,
         "olmo3": RANKS,
@@ -211,8 +210,8 @@ def pooling() -> str:
     """A line for each family of models that pool: what is compared, and the largest errors in each dtype."""
     own = names_by_type()
     lines = [
-        "| `model_type` | `architectures` | compared | " + " | ".join(DTYPES) + " | not supported |",
-        "|---" * (4 + len(DTYPES)) + "|",
+        "| `model_type` | `architectures` | compared | " + " | ".join(DTYPES) + " |",
+        "|---" * (3 + len(DTYPES)) + "|",
     ]
     with tempfile.TemporaryDirectory() as place:
         for name, family in encoders.FAMILIES.items():
@@ -224,7 +223,6 @@ def pooling() -> str:
                 ", ".join(f"`{each}`" for each in pooling_names(family.model_type, own)),
                 "vectors, classes" if family.classifier else "vectors",
                 *(f"{error:.1e}" if i == 0 else f"{error:.2g}" for i, error in enumerate(columns)),
-                "GPUs" if pools(own[family.model_type]) or "use_bidirectional_attention" in family.fields else "",
             )
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -305,6 +305,21 @@ def alike(ops: BatchInvariantTritonOps) -> None:
     ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, Norms(norm, norm))
 
 
+def encoders(ops: TritonOps) -> None:
+    """Attention with later tokens: of BERT's shape, EmbeddingGemma's, with windows too, and Gemma 3's with images."""
+    for heads, groups, dim, dtype in ((12, 12, 64, BF16), (12, 12, 32, torch.float32), (3, 1, 256, BF16)):
+        pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
+        for spans, n in ((4, 1), (4, 8), (2, 512), (64, 64)):
+            for window, ahead in ((UNLIMITED, UNLIMITED), (129, 128)):
+                q = halves(spans * n, heads, dim, dtype=dtype)
+                ops.attention(q, pool, batch(spans, n), Scores(dim**-0.5, window, ahead=ahead))
+    pool = LayerKV(*(halves(4, 4, 64, 256) for _ in "kv"))
+    for window in (512, UNLIMITED):
+        placed = batch(2, 512)
+        placed = replace(placed, last_visible=placed.positions)
+        ops.attention(halves(1024, 8, 256), pool, placed, Scores(0.1, window))
+
+
 def single(ops: TritonOps) -> None:
     """Products with one output, which Triton takes for a constant, as the gate of a shared expert has it."""
     for rows in (1, 4, 16):
@@ -362,6 +377,11 @@ def main() -> None:
         return
     fixed = BatchInvariantTritonOps("cpu")
     fixed.card = replace(ops.card, sms=0)
+    if "encoders" in sys.argv:
+        for each in (ops, fixed):
+            encoders(each)
+        print(json.dumps(found))
+        return
     if "latents" in sys.argv:
         for each in (ops, fixed):
             latents(each)
