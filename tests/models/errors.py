@@ -52,7 +52,7 @@ DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
 )
 
 
-TEXTS = MappingProxyType({"mistral3": "ministral3", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"})
+TEXTS = MappingProxyType({"mistral3": "ministral3", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"})
 """Text models that are not named after the multimodal one."""
 
 IMAGES, RANKS, MTP = "images", "several ranks", "layers for drafts"
@@ -73,8 +73,8 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "bamba": RECURRENT,
         "granitemoehybrid": f"with Mamba layers: {RECURRENT}",
         "nemotron_h": f"experts; {RECURRENT}",
-        "qwen3_5": f"{IMAGES}; {RECURRENT}; {MTP}",
-        "qwen3_5_moe": f"{IMAGES}; {RECURRENT}; {MTP}",
+        "qwen3_5": f"video; {RECURRENT}; {MTP}",
+        "qwen3_5_moe": f"video; {RECURRENT}; {MTP}",
         "qwen3_5_moe_text": f"{RECURRENT}; {MTP}",
         "qwen3_5_text": f"{RECURRENT}; {MTP}",
         "internlm3": "sequences longer than its context",
@@ -83,6 +83,7 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "mistral3": IMAGES,
         "qwen2_5_vl": "video",
         "qwen3_vl": "video",
+        "qwen3_vl_moe": "video",
         "qwen3_next": f"{RECURRENT}; {MTP}",
         "olmo2": RANKS,
         "olmo3": RANKS,

@@ -120,17 +120,21 @@ def make_executor(
             catch_up=None if draft is None else GraphKey(follow, bucket_seqs(1), follow, 0, "follow"),
         )
     kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size)
+    beside = free - torch.cuda.mem_get_info(device)[0] - kv_bytes
+    _log_memory(blocks, limits.block_size, [kv_bytes, work, beside], time.monotonic() - started)
+    return executor
+
+
+def _log_memory(blocks: int, block_size: int, sizes: Sequence[int], seconds: float) -> None:
+    """Say what memory is for. sizes: bytes of K/V, reserved beside it, and allocated beside it so far."""
     log.info(
         "K/V cache: %d blocks of %d tokens, %.2f GiB; reserved beside it %.2f GiB, allocated so far "
         "%.2f GiB; warmed up in %.1f s",
         blocks,
-        limits.block_size,
-        kv_bytes / GIB,
-        work / GIB,
-        (free - torch.cuda.mem_get_info(device)[0] - kv_bytes) / GIB,
-        time.monotonic() - started,
+        block_size,
+        *(size / GIB for size in sizes),
+        seconds,
     )
-    return executor
 
 
 def _timed_steps(max_num_seqs: int, drafts: int) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -138,7 +139,11 @@ class Rotary:
 
     def __init__(self, rope: RopeConfig, device: torch.device, ops: Ops) -> None:
         self.rope, self.frequencies, self.ops = rope, frequencies(rope).to(device), ops
-        self.axes = torch.tensor(rope.axes, dtype=torch.int64, device=device)
+
+    @cached_property
+    def axes(self) -> Tensor:
+        """[dim / 2] which position turns each pair of dimensions."""
+        return torch.tensor(self.rope.axes, device=self.frequencies.device)
 
     def __call__(self, positions: Tensor, by_axis: Tensor | None = None) -> Angles:
         """The angles of `positions`, for `Ops` that rotate. by_axis: as `RaggedBatch.rope_positions`, for a rotary
@@ -255,8 +260,13 @@ class Attention:
         norms: Norms | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        self.qkv, self.out, self.heads, self.ops, self.norms = qkv, out, heads, ops, norms
-        self.scores = Scores(heads.scale, heads.window, heads.soft_cap, sinks, heads.chunk, heads.ahead)
+        self.qkv, self.out, self.heads, self.ops, self.norms, self.sinks = qkv, out, heads, ops, norms, sinks
+
+    @property
+    def scores(self) -> Scores:
+        """What is done with scores."""
+        h = self.heads
+        return Scores(h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
 
     def __call__(
         self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
