@@ -52,7 +52,9 @@ DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
 )
 
 
-TEXTS = MappingProxyType({"mistral3": "ministral3", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"})
+TEXTS = MappingProxyType(
+    {"mistral3": "ministral3", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+)
 """Text models that are not named after the multimodal one."""
 
 IMAGES, RANKS, MTP = "images", "several ranks", "layers for drafts"
