@@ -56,6 +56,7 @@ class Bert:
         {"BertModel": "bert", "BertForMaskedLM": "", "BertForSequenceClassification": ""}
     )
     names: ClassVar[Names] = Names()
+    block: ClassVar[type[EncoderBlock]] = EncoderBlock
     ignored: ClassVar[Sequence[str]] = ("cls.*", "lm_head.*", "vocab_*", "dropout.*")
     """Of heads for pre-training."""
 
@@ -68,17 +69,21 @@ class Bert:
         body.ignore("embeddings.position_ids", "embeddings.token_type_ids")
         self.embedding = body.embedding("embeddings.word_embeddings", spec.vocab, spec.hidden)
         self.first_position = spec.first_position
-        count = spec.context + self.first_position
-        self.positions = body.embedding("embeddings.position_embeddings", count, spec.hidden)
+        self.positions = self.make_positions(body)
         self.segments = self.make_segments(body)
         self.norm = body.norm_layer(body.layer_norm("embeddings.LayerNorm", spec.hidden, spec.norm_eps))
-        self.no_rope = body.rotary(NO_ROPE)
+        self.rotary = body.rotary(spec.rope)
         layers = body.scope(self.names.layers)
-        self.blocks = [EncoderBlock(spec, layers.scope(str(i)), self.names) for i in range(spec.layers)]
+        self.blocks = [self.block(spec, layers.scope(str(i)), self.names) for i in range(spec.layers)]
         self.classify: Classify | None = self.make_classifier(build, body) if spec.classes else None
         if not spec.classes:
             body.ignore("pooler.*")
             build.ignore("classifier.*", "pre_classifier.*")
+
+    def make_positions(self, body: ModelBuilder) -> AnyEmbedding | None:
+        """Embeddings of positions; None without any."""
+        count = self.spec.context + self.spec.first_position
+        return body.embedding("embeddings.position_embeddings", count, self.spec.hidden)
 
     def make_segments(self, body: ModelBuilder) -> AnyEmbedding | None:
         """Embeddings of token types; None without any."""
@@ -99,9 +104,10 @@ class Bert:
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         """See `registry.Model`."""
         batch = self.ops.prepare(batch)
-        angles = self.no_rope(batch.positions)
+        angles = self.rotary(batch.positions)
         vocab = self.spec.vocab
-        x = self.embedding(batch.tokens % vocab) + self.positions(batch.positions + self.first_position)
+        x = self.embedding(batch.tokens % vocab)
+        x = x if self.positions is None else x + self.positions(batch.positions + self.first_position)
         x = self.norm(x if self.segments is None else x + self.segments(batch.tokens // vocab))
         for block in self.blocks:
             x = block(x, angles, batch, kv[0])
