@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,9 +147,9 @@ def test_steps_without_pooling_give_no_hidden_states(monkeypatch: pytest.MonkeyP
     whole: list[bool] = []
     body = it.runner._body
 
-    def seen(key: GraphKey) -> None:
+    def seen(key: GraphKey, *more: Any) -> None:
         whole.append(key.kind == "hidden")
-        body(key)
+        body(key, *more)
 
     monkeypatch.setattr(it.runner, "_body", seen)
     for sampling in (POOLED["mean"], POOLED["last"], SamplingParams(temperature=0.0)):

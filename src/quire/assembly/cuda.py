@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, Limits, rows_with_kv, working_bytes
+from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, Limits, gathered_tokens, rows_with_kv, working_bytes
 from quire.assembly.progress import compiling, preparing
 from quire.assembly.speculate import (
     MAX_VERIFIED_TOKENS,
@@ -86,7 +86,8 @@ def make_executor(
     free, total = torch.cuda.mem_get_info(device)
     rows = max_num_seqs * (1 + drafts) if spec.generates else 0
     sizes: dict[str, Any] = {"tokens": tokens, "captured": captured, "rows": rows}
-    work = working_bytes(spec, model.dtype, **sizes, image_tokens=image_tokens if images else (0, 0))
+    sizes |= {"gathered": gathered_tokens(limits, device), "image_tokens": image_tokens if images else (0, 0)}
+    work = working_bytes(spec, model.dtype, **sizes)
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
     sizes = {"page_size": limits.block_size, "rows": limits.num_rows}
     sizes["pages"] = blocks = cache.num_gpu_blocks_override or plan_blocks(

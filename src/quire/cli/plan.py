@@ -10,7 +10,14 @@ import click
 import torch
 
 from quire.assembly.images import find_processor, image_tokens
-from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, host_bytes, resolve, rows_with_kv, working_bytes
+from quire.assembly.limits import (
+    LARGEST_GEMM_WORKSPACE,
+    gathered_tokens,
+    host_bytes,
+    resolve,
+    rows_with_kv,
+    working_bytes,
+)
 from quire.cli.base import SettingsCommand
 from quire.cli.inspect import Fact, ModelFacts, read_facts
 from quire.cli.tables import print_pairs
@@ -116,6 +123,7 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
         tokens=limits.max_num_batched_tokens,
         captured=captured,
         rows=limits.max_num_seqs if spec.generates else 0,
+        gathered=gathered_tokens(limits, device),
         image_tokens=image_tokens(settings, find_processor(settings)) if spec.vision is not None else (0, 0),
     )
     kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else facts.dtype

@@ -44,7 +44,7 @@ from quire.model_runner.step_io import (
     slice_batch,
     step_result,
 )
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LongSpan, LongSpans, RaggedBatch
 from quire.scheduler.plan import Plan, Span
 from quire.types import TokenLogprobs
 
@@ -252,19 +252,12 @@ class LookaheadRunner(BaseRunner):
         at = state.columns["known"][row][:, None] + torch.arange(max(step.plan.num_drafts), device=state.device)
         return state.history[row[:, None], at.long()].to("cpu", non_blocking=True)
 
-    def _tokens_in_flight(self) -> Counter[int]:
-        """By row, tokens that steps before this one feed: of one prompt several may."""
-        ahead = Counter[int]()
-        for span in (span for each in self.inflight for span in each.shape.spans):
-            ahead[span.row] += span.num_tokens
-        return ahead
-
     def _score_on_device(self, step: LaunchedStep, hidden: Tensor) -> PromptScores | None:
         """Log-probabilities of the prompt tokens that follow those the step feeds, in pieces."""
         rows, shape = self.rows, step.shape
         spans: list[tuple[int, list[int], int]] = []
         sources: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-        ahead = self._tokens_in_flight()
+        ahead = self._fed_ahead()
         for s in shape.scored_spans:
             row = shape.spans[s].row
             wanted = rows.features.prompt_logprobs[row]
@@ -287,6 +280,31 @@ class LookaheadRunner(BaseRunner):
         scores = self._scores(hidden, torch.from_numpy(given))
         return PromptScores(scores[:total].to("cpu", non_blocking=True), spans)
 
+    def _fed_ahead(self) -> Counter[int]:
+        """Tokens of each row that steps in flight feed: the same prompt's, where the next step feeds a prompt."""
+        ahead = Counter[int]()
+        for span in (span for each in self.inflight for span in each.shape.spans):
+            ahead[span.row] += span.num_tokens
+        return ahead
+
+    def _long_spans(self, shape: StepShape, key: GraphKey) -> LongSpans:
+        """Prompts' long chunks, whose lengths the host knows; none in a step that is captured."""
+        if self.queue.captures(key) or shape.max_query <= LONG:
+            return NO_LONG_SPANS
+        ahead, computed, start = self._fed_ahead(), self.rows.num_computed, shape.query_start
+        spans = [
+            LongSpan(s, int(start[s]), span.num_tokens, int(computed[span.row]) + ahead[span.row])
+            for s, span in enumerate(shape.spans)
+            if span.num_tokens > LONG
+        ]
+        return LongSpans(spans, len(spans) == len(shape.spans))
+
+    def _long_padding(self, key: GraphKey) -> LongSpans:
+        """A long span of padding, for which kernels are made ready: the most of one step after as many tokens."""
+        longest = self.rows.max_model_len
+        count = min(key.tokens, longest)
+        return LongSpans([LongSpan(0, 0, count, min(count, longest - count))] if count > LONG else ())
+
     def _scores(self, hidden: Tensor, given: Tensor) -> Tensor:
         """Scores [N, SCORE_WIDTH] of N positions. given int32 [3, N]: the index in hidden [T, H] of each, its next
         token, and how many of the likeliest are wanted; -1: padding."""
@@ -308,13 +326,14 @@ class LookaheadRunner(BaseRunner):
         """The forward. One that feeds tokens of images is not captured."""
         pool, hidden = self.pool, None
         pool.apply_plan(step.plan)
+        long = self._long_spans(shape, key)
         if shape.scored_spans or pool.wants_all(shape):
             key = key._replace(kind="hidden")
         begins = self._image_begins(shape)
         if begins:
-            self._body(key, lambda batch: self._place(batch, shape, begins))
+            self._body(key, long, lambda batch: self._place(batch, shape, begins))
         else:
-            self._run(key)
+            self.queue.run(key, partial(self._body, key, long))
         if key.kind == "hidden":
             assert self.every is not None
             hidden = self.every[: key.tokens]
@@ -333,7 +352,7 @@ class LookaheadRunner(BaseRunner):
         rows = self.rows
         if not rows.images:
             return {}
-        ahead = self._tokens_in_flight()
+        ahead = self._fed_ahead()
         begins = {
             s: int(rows.num_computed[span.row]) + ahead[span.row]
             for s, span in enumerate(shape.spans)
@@ -365,14 +384,19 @@ class LookaheadRunner(BaseRunner):
 
     def _work(self, key: GraphKey) -> None:
         if key.kind in ("feed", "hidden"):
-            self._body(key)
+            self._body(key, NO_LONG_SPANS if self.queue.captures(key) else self._long_padding(key))
         elif key.kind == "sample":
             self._head(key)
         else:
             assert self.proposer is not None
             self.proposer.run(key, self.draft_context)
 
-    def _body(self, key: GraphKey, place: Callable[[RaggedBatch], RaggedBatch] | None = None) -> None:
+    def _body(
+        self,
+        key: GraphKey,
+        long_spans: LongSpans = NO_LONG_SPANS,
+        place: Callable[[RaggedBatch], RaggedBatch] | None = None,
+    ) -> None:
         """The forward of the key's step. place: adds images to its batch."""
         tokens, spans, max_query = key[:3]
         state = self.state
@@ -380,7 +404,7 @@ class LookaheadRunner(BaseRunner):
         outputs, every = None, key.kind == "hidden"
         if samples < tokens and not every:
             outputs = state.step.sample_indices[:samples].clamp(max=tokens - 1)
-        batch = slice_batch(self.batch, tokens, spans, max_query, outputs)
+        batch = slice_batch(self.batch, tokens, spans, max_query, outputs, long_spans=long_spans)
         self.steps.prepare_inputs(state, state.step, batch, self.rows.max_model_len)
         shift_positions(state, batch)
         hidden = self.model.forward(batch if place is None else place(batch), self.kv)
@@ -395,7 +419,7 @@ class LookaheadRunner(BaseRunner):
     def _image_padding(self, key: GraphKey) -> None:
         """Launch the forward of a step that feeds tokens of images, if there are any whose kernels are their own."""
         if self.images is not None:
-            self._body(key, self.images.place_padding)
+            self._body(key, place=self.images.place_padding)
 
     def _head(self, key: GraphKey) -> None:
         tokens = self.tokens[: key.tokens]

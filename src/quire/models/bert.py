@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.basic import NO_ROPE, AnyEmbedding, Heads
+from quire.layers.basic import MLP, NO_ROPE, AnyEmbedding, GatedMLP, Heads
 from quire.layers.builder import ModelBuilder
 from quire.models.heads import Classify, next_token_logits
 from quire.models.spec import Config, ModelSpec, check_layers
@@ -37,11 +37,16 @@ class EncoderBlock:
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder, names: Names) -> None:
         heads = Heads(count=spec.heads, kv=spec.kv_heads, dim=spec.head_dim, scale=spec.head_dim**-0.5, ahead=UNLIMITED)
-        self.attention = build.attention(spec.hidden, heads, names=names.qkv, out=names.out, bias=True, out_bias=True)
+        biases = {"bias": spec.qkv_bias, "out_bias": spec.out_bias}
+        self.attention = build.attention(spec.hidden, heads, names=names.qkv, out=names.out, **biases)
         self.nothing = build.norm_layer(None)
         self.attention_norm = build.norm_layer(build.layer_norm(names.attention_norm, spec.hidden, spec.norm_eps))
-        self.mlp = build.mlp(names.up, names.down, spec.hidden, spec.mlp, spec.activation)
+        self.mlp = self.make_mlp(spec, build, names)
         self.mlp_norm = build.norm_layer(build.layer_norm(names.mlp_norm, spec.hidden, spec.norm_eps))
+
+    def make_mlp(self, spec: ModelSpec, build: ModelBuilder, names: Names) -> MLP | GatedMLP:
+        """The MLP."""
+        return build.mlp(names.up, names.down, spec.hidden, spec.mlp, spec.activation)
 
     def __call__(self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV) -> Tensor:
         """x [T, hidden] -> the same after this layer; x is overwritten."""

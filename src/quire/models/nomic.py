@@ -8,11 +8,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from quire.errors import InvalidModel
-from quire.layers.basic import AnyEmbedding, Heads
+from quire.layers.basic import MLP, AnyEmbedding, GatedMLP
 from quire.layers.builder import ModelBuilder
 from quire.models.bert import Bert, EncoderBlock, Names, read_encoder
 from quire.models.spec import Config, ModelSpec, read_rope
-from quire.types import UNLIMITED
 
 FIELDS: Mapping[str, str] = MappingProxyType(
     {
@@ -43,14 +42,10 @@ FIXED: Mapping[str, object] = MappingProxyType(
 class NomicBlock(EncoderBlock):
     """One layer: attention and a gated MLP, each followed by a norm of the sum."""
 
-    def __init__(self, spec: ModelSpec, build: ModelBuilder, names: Names) -> None:
-        heads = Heads(count=spec.heads, kv=spec.kv_heads, dim=spec.head_dim, scale=spec.head_dim**-0.5, ahead=UNLIMITED)
-        self.attention = build.attention(spec.hidden, heads, names=names.qkv, out=names.out)
-        self.nothing = build.norm_layer(None)
-        self.attention_norm = build.norm_layer(build.layer_norm(names.attention_norm, spec.hidden, spec.norm_eps))
+    def make_mlp(self, spec: ModelSpec, build: ModelBuilder, names: Names) -> MLP | GatedMLP:
+        """The MLP."""
         gated = ("fc12", names.up, names.down)
-        self.mlp = build.scope("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation, names=gated)
-        self.mlp_norm = build.norm_layer(build.layer_norm(names.mlp_norm, spec.hidden, spec.norm_eps))
+        return build.scope("mlp").gated_mlp(spec.hidden, spec.mlp, spec.activation, names=gated)
 
 
 class NomicBert(Bert):

@@ -320,6 +320,14 @@ def encoders(ops: TritonOps) -> None:
         ops.attention(halves(1024, 8, 256), pool, placed, Scores(0.1, window))
 
 
+def invariant(ops: BatchInvariantTritonOps) -> None:
+    """Products of any number of rows, cut into runs or not."""
+    for rows in (1, 32, 64, 200, 1000):
+        ops.linear(halves(rows, 4096), halves(128, 4096))
+        ops.linear(halves(rows, 4096), halves(28672, 4096), None, "silu")
+        ops.linear(halves(rows, 4096), halves(28672, 4096))
+
+
 def single(ops: TritonOps) -> None:
     """Products with one output, which Triton takes for a constant, as the gate of a shared expert has it."""
     for rows in (1, 4, 16):
@@ -369,6 +377,12 @@ def main() -> None:
         by_row(ops)
         single(ops)
         around()
+        print(json.dumps(found))
+        return
+    if "invariant" in sys.argv:
+        fixed = BatchInvariantTritonOps("cpu")
+        fixed.card = replace(ops.card, sms=0)
+        invariant(fixed)
         print(json.dumps(found))
         return
     if "gpt_oss" in sys.argv:

@@ -37,6 +37,7 @@ from quire.ops.triton.attention_schedule import (
 )
 from quire.ops.triton.launch import DeviceInfo, block, fetch, kernel, release, wait
 from quire.ops.triton.rows import tanh
+from quire.types import UNLIMITED
 
 
 @triton.jit
@@ -392,10 +393,10 @@ def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
 
 def attention(
     q: Tensor, kv: LayerKV, batch: AttentionPlan, how: Scores, card: DeviceInfo, begun: PrefixPartials | None = None,
-    rotated: Tensor | None = None,
+    longest: int = UNLIMITED, rotated: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `Ops.attention`, and with `rotated` `Ops.latent_attention`. Rows that belong to no span are not written.
-    begun: partial results over shared prefixes.
+    begun: partial results over shared prefixes. longest: spans of more queries are left out.
 
     The list of pieces is read before the wait, so the kernel right after the one that makes it is launched without
     overlap.
@@ -410,9 +411,9 @@ def attention(
     bend, slope = slopes(how.scale * kv.k_scale, soft_cap)
     last = batch.last(how.ahead)
     sharing = begun.sharing if begun else None
-    turns = 0 if rotated is None else rotated.shape[-1]
+    turns, longest = 0 if rotated is None else rotated.shape[-1], min(longest, batch.max_query)
     choose = latent_tiles if turns else tiles
-    for tile, least, most in choose(card, share, dim, kv.k.element_size(), batch.max_query, len(batch.kv_len)):
+    for tile, least, most in choose(card, share, dim, kv.k.element_size(), longest, len(batch.kv_len)):
         room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0
         tiling = Tiling(
             share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing, chunk, last is None
