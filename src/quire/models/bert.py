@@ -37,8 +37,9 @@ class EncoderBlock:
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder, names: Names) -> None:
         heads = Heads(count=spec.heads, kv=spec.kv_heads, dim=spec.head_dim, scale=spec.head_dim**-0.5, ahead=UNLIMITED)
-        biases = {"bias": spec.qkv_bias, "out_bias": spec.out_bias}
-        self.attention = build.attention(spec.hidden, heads, names=names.qkv, out=names.out, **biases)
+        self.attention = build.attention(
+            spec.hidden, heads, names=names.qkv, out=names.out, bias=spec.qkv_bias, out_bias=spec.out_bias
+        )
         self.nothing = build.norm_layer(None)
         self.attention_norm = build.norm_layer(build.layer_norm(names.attention_norm, spec.hidden, spec.norm_eps))
         self.mlp = self.make_mlp(spec, build, names)
