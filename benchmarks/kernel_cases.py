@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.model_runner.device_state import COUNTERS
 from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.sampling.features import COLUMNS
-from quire.ops.base import Angles, Gate, Norm, Norms
+from quire.ops.base import Angles, Gate, Norm, Norms, Scores
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
@@ -104,7 +104,7 @@ def attention(ops: TritonOps, name: str, heads: Heads, spans: Sequence[tuple[int
     tokens = sum(n for _, n in spans)
     q = noise(tokens, heads.count, heads.dim, dtype=heads.dtype)
     batches = [ops.prepare(batch_of(spans, pages, shared // PAGE)) for _ in range(min(8, max(1, pages // needed)))]
-    attend = partial(ops.attention, scale=heads.dim**-0.5, window=heads.window)
+    attend = partial(ops.attention, how=Scores(heads.dim**-0.5, heads.window))
 
     def check() -> float:
         exact = ReferenceOps()
@@ -112,7 +112,7 @@ def attention(ops: TritonOps, name: str, heads: Heads, spans: Sequence[tuple[int
         part = batch_of(few, pages, shared // PAGE)
         rows = sum(n for _, n in few)
         whole = LayerKV(kv.k.float(), kv.v.float()) if pages * width < 1 << 30 else kv
-        want = exact.attention(q[:rows].to(whole.k.dtype), whole, part, heads.dim**-0.5, heads.window)
+        want = exact.attention(q[:rows].to(whole.k.dtype), whole, part, Scores(heads.dim**-0.5, heads.window))
         return relative(attend(q[:rows], kv, part), want)
 
     flops = 4 * heads.count * heads.dim * sum(n * (past + (n + 1) / 2) for past, n in spans)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from triton import knobs
 
-from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, Limits, gathered_tokens, working_bytes
+from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, Limits, gathered_tokens, rows_with_kv, working_bytes
 from quire.assembly.progress import compiling, preparing
 from quire.assembly.speculate import (
     MAX_VERIFIED_TOKENS,
@@ -27,6 +27,7 @@ from quire.config.speculative import parse
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
+from quire.model_runner.images import ImageRunner
 from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
 from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.sampling.features import EDITED, RANDOM, SCORED, TRUNCATED
@@ -59,9 +60,19 @@ def make_steps(settings: Settings, device: torch.device) -> TritonSteps:
 
 
 def make_executor(
-    settings: Settings, model: Model, device: torch.device, limits: Limits, heads: PoolingHeads | None = None
+    settings: Settings,
+    model: Model,
+    device: torch.device,
+    limits: Limits,
+    heads: PoolingHeads | None = None,
+    images: ImageRunner | None = None,
+    image_tokens: tuple[int, int] = (0, 0),
 ) -> Executor:
-    """The executor on `device`, its graphs captured. Raises InvalidConfig when K/V does not fit."""
+    """The executor on `device`, its graphs captured. heads, images: as in `CudaExecutor`. image_tokens: as in
+    `working_bytes`.
+
+    Raises InvalidConfig when K/V does not fit.
+    """
     cache, spec = settings.cache, model.spec
     max_num_seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     draft = load_draft(settings, model, device, make_ops(device))
@@ -73,19 +84,22 @@ def make_executor(
     # Loading leaves the memory of repacked matrices in the caching allocator, where it counts as taken.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    sampled = max_num_seqs * (1 + drafts)
-    gathered = gathered_tokens(limits, device)
-    work = working_bytes(spec, model.dtype, tokens=tokens, captured=captured, rows=sampled, gathered=gathered)
+    rows = max_num_seqs * (1 + drafts) if spec.generates else 0
+    sizes: dict[str, Any] = {"tokens": tokens, "captured": captured, "rows": rows}
+    sizes |= {"gathered": gathered_tokens(limits, device), "image_tokens": image_tokens if images else (0, 0)}
+    work = working_bytes(spec, model.dtype, **sizes)
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
-    sizes: dict[str, Any] = {"page_size": limits.block_size, "rows": limits.num_rows}
+    sizes = {"page_size": limits.block_size, "rows": limits.num_rows}
     sizes["pages"] = blocks = cache.num_gpu_blocks_override or plan_blocks(
         layers,
         page_size=limits.block_size,
-        rows=max_num_seqs,
+        rows=rows_with_kv(spec, limits),
         max_model_len=limits.max_model_len,
         budget=cache.kv_cache_memory_bytes or left,
     )
     keys = graph_keys(max_num_seqs, tokens, captured)
+    if not spec.generates:
+        keys = pooling_keys(keys, "hidden" if spec.bidirectional else "feed")
     keys += speculative_graph_keys(max_num_seqs, min(tokens, LARGEST_GEMM_WORKSPACE), drafts, draft is not None)
     started = time.monotonic()
     with autotuning(Path(knobs.cache.dir) / AUTOTUNE_CACHE):
@@ -103,20 +117,25 @@ def make_executor(
             warm=keys,
             paces=_timed_steps(max_num_seqs, drafts),
             heads=heads,
+            images=images,
             catch_up=None if draft is None else GraphKey(follow, bucket_seqs(1), follow, 0, "follow"),
         )
     kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size)
+    beside = free - torch.cuda.mem_get_info(device)[0] - kv_bytes
+    _log_memory(blocks, limits.block_size, [kv_bytes, work, beside], time.monotonic() - started)
+    return executor
+
+
+def _log_memory(blocks: int, block_size: int, sizes: Sequence[int], seconds: float) -> None:
+    """Say what memory is for. sizes: bytes of K/V, reserved beside it, and allocated beside it so far."""
     log.info(
         "K/V cache: %d blocks of %d tokens, %.2f GiB; reserved beside it %.2f GiB, allocated so far "
         "%.2f GiB; warmed up in %.1f s",
         blocks,
-        limits.block_size,
-        kv_bytes / GIB,
-        work / GIB,
-        (free - torch.cuda.mem_get_info(device)[0] - kv_bytes) / GIB,
-        time.monotonic() - started,
+        block_size,
+        *(size / GIB for size in sizes),
+        seconds,
     )
-    return executor
 
 
 def _timed_steps(max_num_seqs: int, drafts: int) -> list[tuple[int, int]]:
@@ -149,6 +168,11 @@ def graph_keys(max_num_seqs: int, tokens: int, captured: int) -> list[GraphKey]:
     # Edited logits are float32, for which the kernels are compiled again.
     edited = [GraphKey.head(decode[0], features | EDITED | SCORED) for features in draws]
     return [*dict.fromkeys(forwards), *(GraphKey(n, n, 1) for n in decode), *edited, *heads]
+
+
+def pooling_keys(keys: Sequence[GraphKey], kind: str) -> list[GraphKey]:
+    """Those of `keys` that a model which does not generate runs: forwards of prompts, of this kind."""
+    return [key._replace(kind=kind) for key in keys if key.kind == "feed" and key.max_query > 1]
 
 
 def count_compiles() -> Callable[[], int]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from quire.assembly import extra
-from quire.assembly.images import find_processor
+from quire.assembly.images import find_processor, image_tokens
 from quire.assembly.limits import (
     BuiltExecutor,
     Limits,
@@ -142,17 +142,19 @@ def _local(settings: Settings) -> BuiltExecutor:
     device = choose_device(settings.execution.device)
     canary = build_canary(settings)
     pooler = pooler_of(settings)
-    processor = find_processor(settings) if device.type == "cpu" else "they are read on a CPU only for now"
+    processor = find_processor(settings)
     model = _load(settings, device, canary, pooler, vision=isinstance(processor, ImageProcessor))
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
     limits = resolve(settings, model.spec, device, pooler.max_length)
     heads = pooling_heads(model, pooler, device)
     layers, kv_gauges = _kv_layers(settings, model, device)
+    images = _image_runner(model, processor, device)
     if device.type == "cpu":
-        images = _image_runner(model, processor)
         executor: Executor = on_host(settings, model, limits, layers, heads=heads, images=images)
     else:
-        executor = _cuda().make_executor(settings, model, device, limits, heads)
+        executor = _cuda().make_executor(
+            *(settings, model, device, limits), heads, images, image_tokens(settings, processor)
+        )
     return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
 
 
@@ -173,12 +175,12 @@ def on_host(
     return paged(settings, model, limits, layers, cpu, budget, heads=heads, images=images)
 
 
-def _image_runner(model: Model, processor: ImageProcessor | str) -> ImageRunner | None:
+def _image_runner(model: Model, processor: ImageProcessor | str, device: torch.device) -> ImageRunner | None:
     """What encodes a model's images; None where it has no encoder, or is used without."""
     tower = vision_of(model)
     if tower is None or isinstance(processor, str):
         return None
-    return ImageRunner(tower, Normalization(processor.mean, processor.std, processor.scale), torch.device("cpu"))
+    return ImageRunner(tower, Normalization(processor.mean, processor.std, processor.scale), device)
 
 
 def paged(
@@ -314,7 +316,7 @@ def build_encoder_cache(settings: Settings, description: Description, limits: Li
     if isinstance(processor, str) or not description.encoder_layers:
         return None
     return EncoderCache(
-        media.encoder_cache_size or max(8192, processor.most_tokens),
+        image_tokens(settings, processor)[1],
         media.max_num_encoder_input_tokens or limits.max_num_batched_tokens,
         description.encoder_layers,
         whole_images=description.whole_images,

@@ -87,7 +87,7 @@ def resolve(settings: Settings, spec: ModelSpec, device: torch.device, longest: 
     """
     cpu = device.type == "cpu"
     check_recurrent(settings, spec, device)
-    check_pooling(settings, spec, device)
+    check_pooling(settings, spec)
     scheduler, max_model_len = settings.scheduler, settings.model.max_model_len
     if max_model_len is not None and max_model_len > spec.context:
         raise InvalidConfig(
@@ -137,7 +137,7 @@ POOLED_TOKENS = 2048
 """Tokens of a step on a CPU of models that do not generate, whose steps delay no next token."""
 
 
-def check_pooling(settings: Settings, spec: ModelSpec, device: torch.device) -> None:
+def check_pooling(settings: Settings, spec: ModelSpec) -> None:
     """Raise InvalidConfig for what models that do not generate are not served with."""
     if spec.generates:
         return
@@ -149,11 +149,6 @@ def check_pooling(settings: Settings, spec: ModelSpec, device: torch.device) -> 
     if settings.cache.kv_cache_dtype != "auto":
         raise InvalidConfig(
             "--kv-cache-dtype fp8 does not go with pooling models: leave it at auto", param="kv_cache_dtype"
-        )
-    if spec.bidirectional and device.type != "cpu":
-        raise InvalidConfig(
-            f"{spec.architecture} has bidirectional attention, which runs on a CPU only for now: --device cpu",
-            param="device",
         )
 
 
@@ -196,12 +191,19 @@ def gathered_tokens(limits: Limits, device: torch.device) -> int:
 
 
 def working_bytes(
-    spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured: int, rows: int, gathered: int = 0
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    captured: int,
+    rows: int,
+    gathered: int = 0,
+    image_tokens: tuple[int, int] = (0, 0),
 ) -> int:
     """Bytes for activations of the largest step, for those of the largest captured step, and for graphs.
 
     captured: most tokens of a captured step, 0 without graphs; graphs keep memory of their own. rows: rows of logits.
-    gathered: see `gathered_tokens`.
+    gathered: see `gathered_tokens`. image_tokens: of the largest image, and of all whose embeddings are kept.
     """
     a_token = max((heads * (key + value) for heads, key, value in spec.kv_shapes), default=0) * dtype.itemsize
     projections = [2 * max(spec.layer_mlp, default=spec.mlp)]
@@ -220,8 +222,15 @@ def working_bytes(
             dtype=dtype,
         )
 
+    images = 0
+    if spec.vision is not None and any(image_tokens):
+        own, (largest, kept) = spec.vision, image_tokens
+        # A layer has the residual stream, its norm, queries, keys, values and what the MLP makes, of every patch.
+        patches = max(largest * own.merge**2, own.positions if own.pooled else 0)
+        made = kept * own.out * (1 + len(own.feature_layers))
+        images = (patches * (6 * own.hidden + 2 * own.mlp) + made) * dtype.itemsize
     graphs = step_bytes(min(tokens, captured)) + GRAPH_BYTES if captured else 0
-    return step_bytes(tokens) + graphs + gathered * a_token
+    return images + step_bytes(tokens) + graphs + gathered * a_token
 
 
 def host_bytes(root: Path = Path("/")) -> int:

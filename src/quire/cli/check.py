@@ -65,6 +65,7 @@ OWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
         "Qwen2_5_VLForConditionalGeneration": AXES,
         "Qwen3VLForConditionalGeneration": AXES,
+        "Qwen3VLMoeForConditionalGeneration": AXES,
         "RobertaModel": {"max_position_embeddings": 258, "pad_token_id": 1},
         "MixtralForCausalLM": {"num_local_experts": 4},
     }

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import torch
 
+from quire.assembly.images import find_processor, image_tokens
 from quire.assembly.limits import (
     LARGEST_GEMM_WORKSPACE,
     gathered_tokens,
@@ -121,8 +122,9 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
         facts.dtype,
         tokens=limits.max_num_batched_tokens,
         captured=captured,
-        rows=limits.max_num_seqs,
+        rows=limits.max_num_seqs if spec.generates else 0,
         gathered=gathered_tokens(limits, device),
+        image_tokens=image_tokens(settings, find_processor(settings)) if spec.vision is not None else (0, 0),
     )
     kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else facts.dtype
     size = limits.max_model_len if facts.whole else limits.block_size

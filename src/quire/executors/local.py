@@ -141,6 +141,7 @@ class CudaExecutor(LocalExecutor):
         paces: Iterable[tuple[int, int]] = (),
         catch_up: GraphKey | None = None,
         heads: PoolingHeads | None = None,
+        images: ImageRunner | None = None,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype)
         num_drafts = 0 if proposer is None else proposer.num_drafts
@@ -157,18 +158,24 @@ class CudaExecutor(LocalExecutor):
             num_slots=depth + 2,
             device=device,
             heads=heads,
+            images=images,
+            generates=model.spec.generates,
         )
+        self.images = images
         self.runner.precompile(list(warm))
         self._description = Description(
             num_blocks=pages,
             block_size=page_size,
             num_rows=rows,
             max_model_len=max_model_len,
-            vocab_size=model.spec.vocab,
+            vocab_size=model.spec.vocab * model.spec.token_types,
             lookahead=depth,
             max_step_tokens=tokens,
             num_drafts=num_drafts,
             supports_pooling=True,
+            encoder_layers=0 if images is None else images.config.layers,
+            whole_images=images is not None and images.config.whole_images,
+            bidirectional=model.spec.bidirectional,
             block_bytes=bytes_per_block,
             step_times={(rows, drafts): self.runner.step_seconds(rows, drafts) for rows, drafts in paces},
             draft_kv_share=0.0 if proposer is None else proposer.block_bytes() / max(1, bytes_per_block),

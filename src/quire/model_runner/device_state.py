@@ -20,10 +20,22 @@ from quire.scheduler.plan import Mask, Plan
 from quire.token_masks import MaskTable, mask_table
 from quire.types import UNLIMITED
 
-COUNTERS = ("known", "length", "done", "prompt", "stream", "min_tokens", "lists_low", "lists_high", *LISTS)
+COUNTERS = (
+    "known",
+    "length",
+    "done",
+    "prompt",
+    "stream",
+    "rope_shift",
+    "min_tokens",
+    "lists_low",
+    "lists_high",
+    *LISTS,
+)
 """Columns of one int32 per row: tokens of its history; those whose K/V is computed, by the model and by a draft model;
-those of its prompt; the key of its noise; min_tokens; and of the row's lists (see `pack_lists`) the address on the
-device, in two halves, and the sizes of their sections. Those of `sampling.features.COLUMNS` follow."""
+those of its prompt; the key of its noise; what is added to positions before tokens are rotated by them; min_tokens; and
+of the row's lists (see `pack_lists`) the address on the device, in two halves, and the sizes of their sections. Those
+of `sampling.features.COLUMNS` follow."""
 
 Ints32 = npt.NDArray[np.int32]
 Update = tuple["int | Ints32", Ints32]
@@ -260,7 +272,7 @@ def columns(rows: RowState, row: int, lists: int, sizes: Sequence[int]) -> Ints3
     features = rows.features
     out = np.empty(len(COUNTERS) + len(COLUMNS), dtype=np.int32)
     stream = features.stream[row : row + 1].view(np.int32)[0]
-    known = (rows.num_known[row], rows.num_computed[row], 0, rows.prompt_length[row], stream)
+    known = (rows.num_known[row], rows.num_computed[row], 0, rows.prompt_length[row], stream, rows.rope_shift[row])
     halves = np.array([lists], dtype=np.int64).view(np.int32)
     out[: len(COUNTERS)] = (*known, min(int(features.min_tokens[row]), UNLIMITED), *halves, *sizes)
     floats = out.view(np.float32)

@@ -133,6 +133,8 @@ class RowState:
         """[rows] whether the row was opened after a drafter last fed it."""
         self.images: dict[int, tuple[ImageSpan, ...]] = {}
         """Those of rows that have any."""
+        self.rope_shift = np.zeros(num_rows, dtype=np.int32)
+        """[rows] what is added to positions behind a prompt's images before tokens are rotated by them."""
         self.features = SamplingFeatures(num_rows)
         self.shape = StepShape.of(())
         self.snapshots: Sequence[tuple[int, int, int]] = ()
@@ -180,6 +182,7 @@ class RowState:
         self.is_new[row] = True
         self.state[row] = self.num_states + one.snapshot if one.snapshot else 0
         self.images.pop(row, None)
+        self.rope_shift[row] = 0
         if one.images:
             self.images[row] = one.images
         self.features.open(one)

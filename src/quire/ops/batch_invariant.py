@@ -169,7 +169,7 @@ class BatchInvariantOps(ReferenceOps):
 
 class Queries(NamedTuple):
     """Some of a group's queries and their tiles: `n` from number `start` on, `each` a tile for the `share` heads of a
-    K/V head. window, chunk, ahead: as in `Ops.attention`."""
+    K/V head. window, chunk, ahead: as in `Scores`."""
 
     start: int
     n: int
@@ -202,22 +202,22 @@ def visible_runs(paged: PagedAttentionMetadata, index: int, part: Queries) -> tu
     first = first_visible(int(past.min()), part.window, part.chunk) // KEYS
     seen = paged.masks.get(key)
     if seen is None:
-        seen = paged.masks[key] = mask(group, past, first, part, paged.last_of(index))
+        seen = paged.masks[key] = mask(group, past, first, part, paged.last_of(index, part.ahead))
     return first, seen
 
 
 def mask(group: SpanGroup, past: Tensor, first: int, part: Queries, last: Tensor | None) -> Tensor:
     """Which positions of runs from `first` on each row of the tiles sees. last: as `PagedAttentionMetadata.last_of`."""
-    end = min(group.longest - group.n + part.start + part.n + part.ahead, group.longest)
-    until = -(-(end if last is None else group.longest) // KEYS)
+    end = group.longest - group.n + part.start + part.n if last is None else group.longest
+    until = -(-end // KEYS)
     row = torch.arange(-(-(part.each * part.share) // TILE_ROWS) * TILE_ROWS, device=past.device)
     at = torch.arange(0, part.n, part.each, device=past.device)[:, None] + (row // part.share).clamp(max=part.each - 1)
     at = at.clamp(max=part.n - 1)
     place = (past[:, None, None] + at)[:, None, :, :, None]
     seen_until = None if last is None else last[:, part.start + at][:, None, :, :, None]
     key = torch.arange(first * KEYS, until * KEYS, device=past.device).view(-1, 1, 1, KEYS)
-    seen = visible(key, place, part.window, part.chunk, part.ahead, seen_until)
-    return seen & (key < group.kv_len.view(-1, 1, 1, 1, 1)) if part.ahead else seen
+    seen = visible(key, place, part.window, part.chunk, seen_until)
+    return seen if last is None else seen & (key < group.kv_len.view(-1, 1, 1, 1, 1))
 
 
 def of_tile(sinks: Tensor, each: int) -> Tensor:
@@ -292,38 +292,26 @@ class SteadyOps(BatchInvariantOps):
     rotate = ReferenceOps.rotate
     silu_mul = ReferenceOps.silu_mul
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = UNLIMITED,
-        ahead: int = 0,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """See `Ops.attention`. Spans are cut at the ends of runs for what `attend_runs` computes alone: a piece has no
         positions after its own, and other attention reads more at a time."""
-        if not plain(batch, Scores(scale, window, soft_cap, sinks, chunk, ahead)):
+        if not plain(batch, how):
             batch = PagedAttentionMetadata.of(batch, self.reach)
-        return super().attention(q, kv, batch, scale, window, soft_cap, sinks, chunk, ahead)
+        return super().attention(q, kv, batch, how)
 
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """See `ReferenceOps.attend`."""
         if not plain(paged, how):
             return super().attend(q, kv, paged, i, how)
-        return attend_runs(q, kv, paged, i, how.scale)
+        return attend_runs(q, kv, paged, i, how)
 
 
 def plain(batch: RaggedBatch, how: Scores) -> bool:
     """Whether every query sees all positions up to its own, and scores are what they are."""
-    causal = not how.ahead and batch.last_visible is None
-    return causal and not how.soft_cap and min(how.window, how.chunk) >= UNLIMITED and how.sinks is None
+    return how.is_causal(batch) and not how.soft_cap and min(how.window, how.chunk) >= UNLIMITED and how.sinks is None
 
 
-def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float) -> Tensor:
+def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, how: Scores) -> Tensor:
     """Attention of one group's queries over its blocks -> [S * n, H, E]."""
     group, (_, heads, dim), groups = paged.groups[index], q.shape, kv.k.shape[1]
     spans, n, share = len(group.kv_len), group.n, heads // groups
@@ -331,8 +319,8 @@ def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: in
     rows = n * share
     some = q.view(spans, n, groups, share, dim).permute(0, 2, 3, 1, 4).reshape(spans, groups, rows, dim)
     some = pad_rows(some)
-    seen = additive_mask(paged, index, share, q.dtype)
-    out = F.scaled_dot_product_attention(some, k, v, seen, scale=scale)[:, :, :rows]
+    seen = additive_mask(paged, index, share, how, q.dtype)
+    out = F.scaled_dot_product_attention(some, k, v, seen, scale=how.scale)[:, :, :rows]
     return out.reshape(spans, groups, share, n, -1).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, -1)
 
 
@@ -344,12 +332,12 @@ def pad_rows(x: Tensor) -> Tensor:
     )
 
 
-def additive_mask(paged: PagedAttentionMetadata, index: int, share: int, dtype: torch.dtype) -> Tensor:
+def additive_mask(paged: PagedAttentionMetadata, index: int, share: int, how: Scores, dtype: torch.dtype) -> Tensor:
     """[S, 1, rows or 1, L]: what is added to scores, for rows padded by `pad_rows`."""
     key = (index, share)
     made = paged.masks.get(key)
     if made is None:
-        seen = attention_mask(paged.groups[index], UNLIMITED, share)
+        seen = attention_mask(paged.groups[index], how, share)
         assert seen is not None
         made = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
         made = made if made.shape[2] == 1 else pad_rows(made)

@@ -40,7 +40,6 @@ from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.panels import PanelMatrix
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch
 from quire.ops.recurrent import gated_delta, selective_scan, slots_of
-from quire.types import UNLIMITED
 
 Each = TypeVar("Each")
 
@@ -179,18 +178,7 @@ class BaseOps(ABC):
         """See `Ops.qk_norm_rope_store_kv`."""
 
     @abstractmethod
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = UNLIMITED,
-        ahead: int = 0,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """See `Ops.attention`."""
 
     def self_attention(
@@ -205,7 +193,7 @@ class BaseOps(ABC):
     ) -> Tensor:
         """See `Ops.self_attention`."""
         q = self.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms)
-        return self.attention(q, kv, batch, *how)
+        return self.attention(q, kv, batch, how)
 
     def gelu_erf(self, x: Tensor) -> Tensor:
         """See `Ops.gelu_erf`."""

@@ -52,6 +52,8 @@ class Usage:
         self._details: dict[str, Any] = {} if job.truncated is None else {"truncated_tokens": job.truncated}
         if job.removal.text:
             self._details["removed_characters"] = len(job.removal.text)
+        if shown := sum(image.length for call in job.calls for image in call.images):
+            self._details["multimodal_tokens"] = {"image": shown}
         self._pins = job.calls[0].pins if job.calls else ()
         self._cache_details = job.cache_details
         self._reports: dict[int, PromptReport] = {}

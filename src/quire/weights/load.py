@@ -269,7 +269,8 @@ def named(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEnt
     """
     entries = {renamed(name, build.renames): entry for name, entry in checkpoint.entries.items()}
     for stack in build.stacks:
-        entries = unstacked(entries, stack)
+        places = build.slots.get(f"{stack.name}.0.weight")
+        entries = unstacked(entries, stack, places[0].shape if places else ())
     bytewise = (name for name, places in build.slots.items() if places[0].stored_dtype is torch.uint8)
     entries |= {name: entry.stored for name in bytewise if (entry := entries.get(name)) and entry.stored}
     longer = {name.partition(".")[2]: name for name in build.slots if name not in entries}

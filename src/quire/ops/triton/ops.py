@@ -28,6 +28,7 @@ from quire.ops.base import (
     Norms,
     QuantizedMatrix,
     Routing,
+    Scores,
     TopK,
 )
 from quire.ops.cublaslt import CublasLt
@@ -314,36 +315,24 @@ class TritonOps(BaseOps):
 
     def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
         """See `Ops.latent_attention`."""
-        return attention(q, kv, self.prepare(batch), scale, UNLIMITED, 0.0, self.card, rotated=rotated)
+        return attention(q, kv, self.prepare(batch), Scores(scale), self.card, rotated=rotated)
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = UNLIMITED,
-        ahead: int = 0,
-    ) -> Tensor:
-        """See `Ops.attention`. Raises ValueError for attention that is not causal."""
-        if ahead or batch.last_visible is not None:
-            raise ValueError("these kernels compute causal attention only")
+    def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
+        """See `Ops.attention`."""
         planned = self.prepare(batch)
-        plain = min(window, chunk) >= batch.max_kv and not soft_cap and sinks is None
+        plain = how.is_causal(batch) and min(how.window, how.chunk) >= batch.max_kv
+        plain = plain and not how.soft_cap and how.sinks is None
         long, longest = NO_LONG_SPANS, UNLIMITED
         if batch.long_spans.spans and plain and self.dense is not None and serves(q):
             long, longest = batch.long_spans, LONG
         if long.alone:
             out = torch.empty_like(q)
         else:
-            begun = cascade_attention(q, kv, planned, scale, min(window, chunk), soft_cap, self.card)
-            out = attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks, chunk, longest)
+            begun = cascade_attention(q, kv, planned, how, self.card)
+            out = attention(q, kv, planned, how, self.card, begun, longest)
         for span in long.spans:
             assert self.dense is not None
-            attend_long(out, q, kv, batch, span, scale, self.dense, self.card)
+            attend_long(out, q, kv, batch, span, how.scale, self.dense, self.card)
         return out
 
 
