@@ -250,8 +250,9 @@ class RowState:
         kept = np.maximum(shape.num_samples, 1)
         which = shape.token_offset - (shape.num_tokens - kept)[shape.token_span]
         span, length, snapshot = np.array(self.snapshots, dtype=np.int64).reshape(-1, 3).T
-        pairs = np.stack((shape.query_start[span] + length - 1, self.num_states + snapshot), 1)
-        return self.state[shape.row], np.where(which < 0, 0, self.first_state(shape.token_row) + which), pairs
+        besides = np.zeros(len(which), dtype=np.int64)
+        besides[shape.query_start[span] + length - 1] = self.num_states + snapshot
+        return self.state[shape.row], np.where(which < 0, 0, self.first_state(shape.token_row) + which), besides
 
     def set_drafts(self, row: Ints, drafts: npt.NDArray[np.int32], depth: Ints) -> None:
         """Write drafts [Q, k] after the history of rows [Q], of which the first `depth` [Q] count."""

@@ -19,6 +19,8 @@ from quire.ops.base import (
     XIELU,
     Angles,
     AnyMatrix,
+    DeltaInputs,
+    DeltaWeights,
     ExpertBiases,
     ExpertMatrices,
     Gate,
@@ -28,6 +30,8 @@ from quire.ops.base import (
     Norms,
     QuantizedMatrix,
     Routing,
+    ScanInputs,
+    ScanWeights,
     TopK,
 )
 from quire.ops.cublaslt import CublasLt
@@ -36,14 +40,25 @@ from quire.ops.integer import integers_of
 from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import E4M3, BaseOps
-from quire.ops.ragged import LONG, LayerKV, RaggedBatch
+from quire.ops.ragged import LONG, LayerKV, LayerState, RaggedBatch
 from quire.ops.triton import experts as mixture
-from quire.ops.triton import gemv, int8_gemm, integer_experts, integer_gemm, integer_gemv, latent, quantized_gemm, rows
+from quire.ops.triton import (
+    gemv,
+    int8_gemm,
+    integer_experts,
+    integer_gemm,
+    integer_gemv,
+    latent,
+    quantized_gemm,
+    recurrent,
+    rows,
+)
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.long_spans import MOST_DIM, DenseAttention, attend_long, dense_attention
+from quire.ops.triton.recurrence import FEW
 from quire.types import UNLIMITED
 
 MOST_OUTPUTS = 1 << 15
@@ -69,6 +84,8 @@ class TritonOps(BaseOps):
 
     multiplies_integers = True
     dense: DenseAttention | None
+    few = FEW
+    """Tokens of a span up to which recurrent layers compute it token by token."""
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         """dependent: use programmatic dependent launch where the GPU has it."""
@@ -302,6 +319,14 @@ class TritonOps(BaseOps):
             return latent.EXACT_HEAD_TILE
         return latent.heads_config(len(x), weight.shape[2])
 
+    def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """See `Ops.gated_delta`. No span may read a slot that another writes."""
+        return recurrent.gated_delta(x, weights, state, self.prepare(batch), self.few, self.card)
+
+    def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """See `Ops.selective_scan`. No span may read a slot that another writes."""
+        return recurrent.selective_scan(x, weights, state, self.prepare(batch), self.few, self.card)
+
     def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
         """See `Ops.latent_attention`."""
         return attention(q, kv, self.prepare(batch), scale, UNLIMITED, 0.0, self.card, rotated=rotated)
@@ -344,6 +369,8 @@ PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64,
 
 class BatchInvariantTritonOps(TritonOps):
     """`Ops` whose launches do not depend on the batch."""
+
+    few = UNLIMITED
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         super().__init__(device, dependent=dependent)
