@@ -116,11 +116,11 @@ def solve_kernel(
     tl.store(w + (t * HEADS + head)[:, None] * KEYS + k[None, :], made.to(w.dtype.element_ty), mask=part)
     for first in range(0, VALUES, BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
-        part = inside[:, None] & (v < VALUES)[None, :]
-        value = tl.load(line + v_at + head * VALUES + v[None, :], mask=part, other=0.0)
+        shape = inside[:, None] & (v < VALUES)[None, :]
+        value = tl.load(line + v_at + head * VALUES + v[None, :], mask=shape, other=0.0)
         wanted = (value.to(tl.float32) * beta[:, None]).to(value.dtype)
-        made = tl.dot(solved, wanted, input_precision=PRECISION)
-        tl.store(u + (t * HEADS + head)[:, None] * VALUES + v[None, :], made.to(u.dtype.element_ty), mask=part)
+        change = tl.dot(solved, wanted, input_precision=PRECISION)
+        tl.store(u + (t * HEADS + head)[:, None] * VALUES + v[None, :], change.to(u.dtype.element_ty), mask=shape)
 
 
 @kernel(do_not_specialize=["few"])
@@ -150,8 +150,8 @@ def scan_kernel(
         query = tl.load(line + q_at + group * KEYS + k[None, :], mask=part, other=0.0)
         decay, amount = gates_of(a, b, fading, rise, least, most, a_stride, b_stride, t, head, inside, DELTA)
         total = tl.cumsum(decay, 0)
-        shape, dtype = inside[:, None] & values[None, :], key.dtype
-        old = state.to(dtype)
+        shape = inside[:, None] & values[None, :]
+        old = state.to(mixed.dtype.element_ty)
         gain = 1.0
         if DELTA:
             key, query, gain = unit(key), unit(query), tl.rsqrt(KEYS * 1.0)
@@ -162,25 +162,25 @@ def scan_kernel(
         else:
             value = tl.load(line + v_at + head * VALUES + v[None, :], mask=shape, other=0.0)
             change = value.to(tl.float32) * amount[:, None]
-        changes = change.to(dtype)
+        changes = change.to(mixed.dtype.element_ty)
         between = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * between
         made = tl.dot(query, old, input_precision=PRECISION) * tl.exp(total)[:, None]
-        made = tl.dot(scores.to(dtype), changes, made, input_precision=PRECISION) * gain
+        made = tl.dot(scores.to(mixed.dtype.element_ty), changes, made, input_precision=PRECISION) * gain
         tl.store(out + (t * HEADS + head)[:, None] * VALUES + v[None, :], made, mask=shape)
         wanted = tl.load(target + t, mask=inside, other=0) + tl.load(snapshot + t, mask=inside, other=0) > 0
         here = tl.min(tl.where(wanted, i, SIZE), 0)
         while here < SIZE:
             upto = tl.sum(tl.where(i == here, total, 0.0), 0)
             left = tl.exp(tl.where(i <= here, upto - total, float("-inf")))
-            kept = tl.trans((key.to(tl.float32) * left[:, None]).to(dtype))
+            kept = tl.trans((key.to(tl.float32) * left[:, None]).to(mixed.dtype.element_ty))
             after = tl.dot(kept, changes, state * tl.exp(upto), input_precision=PRECISION)
             to, copy = tl.load(target + first + here).to(tl.int64), tl.load(snapshot + first + here).to(tl.int64)
             put_state(memory, to, head, after, k, v, HEADS, KEYS, VALUES)
             put_state(memory, copy, head, after, k, v, HEADS, KEYS, VALUES)
             here = tl.min(tl.where(wanted & (i > here), i, SIZE), 0)
         upto = tl.sum(decay, 0)
-        kept = tl.trans((key.to(tl.float32) * tl.exp(upto - total)[:, None]).to(dtype))
+        kept = tl.trans((key.to(tl.float32) * tl.exp(upto - total)[:, None]).to(mixed.dtype.element_ty))
         state = tl.dot(kept, changes, state * tl.exp(upto), input_precision=PRECISION)
 
 

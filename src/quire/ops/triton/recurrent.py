@@ -81,6 +81,28 @@ def put_window(window, slot, values, j, c, there, channels, KEPT: tl.constexpr):
     tl.store(place, values, mask=(j < tl.where(slot > 0, KEPT, 0))[:, None] & there[None, :])
 
 
+@triton.jit
+def keep_later(
+    x, window, target, snapshot, stride, channels, begin, end, c, KEPT: tl.constexpr, ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Windows after those of tokens begin to end that are kept, of inputs of this step alone."""
+    there = c < channels
+    i, j = tl.arange(0, AT_ONCE), tl.arange(0, ROWS)
+    for first in range(begin, end, AT_ONCE):
+        t = first + i
+        wanted = tl.load(target + t, mask=t < end, other=0) + tl.load(snapshot + t, mask=t < end, other=0) > 0
+        here = tl.min(tl.where(wanted, t, end), 0)
+        while here < end:
+            at = here - (KEPT - 1) + j
+            line = x + at.to(tl.int64)[:, None] * stride + c[None, :]
+            value = tl.load(line, mask=(j < KEPT)[:, None] & there[None, :], other=0.0)
+            to, copy = tl.load(target + here).to(tl.int64), tl.load(snapshot + here).to(tl.int64)
+            put_window(window, to, value, j, c, there, channels, KEPT)
+            put_window(window, copy, value, j, c, there, channels, KEPT)
+            here = tl.min(tl.where(wanted & (t > here), t, end), 0)
+
+
 @kernel
 def window_kernel(
     x, window, query_start, source, target, snapshot, stride, channels,
@@ -114,19 +136,7 @@ def window_kernel(
     tl.store(lines, value, mask=(inside & (to > 0))[:, None] & there[None, :])
     lines = window + (copy * KEPT + j)[:, None] * channels + c[None, :]
     tl.store(lines, value, mask=(inside & (copy > 0))[:, None] & there[None, :])
-    i, j = tl.arange(0, AT_ONCE), tl.arange(0, ROWS)
-    for first in range(begin + FIRST, end, AT_ONCE):
-        t = first + i
-        wanted = tl.load(target + t, mask=t < end, other=0) + tl.load(snapshot + t, mask=t < end, other=0) > 0
-        here = tl.min(tl.where(wanted, t, end), 0)
-        while here < end:
-            at = here - (KEPT - 1) + j
-            line = x + at.to(tl.int64)[:, None] * stride + c[None, :]
-            value = tl.load(line, mask=(j < KEPT)[:, None] & there[None, :], other=0.0)
-            to, copy = tl.load(target + here).to(tl.int64), tl.load(snapshot + here).to(tl.int64)
-            put_window(window, to, value, j, c, there, channels, KEPT)
-            put_window(window, copy, value, j, c, there, channels, KEPT)
-            here = tl.min(tl.where(wanted & (t > here), t, end), 0)
+    keep_later(x, window, target, snapshot, stride, channels, begin + FIRST, end, c, KEPT, ROWS, AT_ONCE)
 
 
 def convolve(
