@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, Limits, working_bytes
+from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, Limits, snapshot_slots, working_bytes
 from quire.assembly.progress import compiling, preparing
 from quire.assembly.speculate import (
     MAX_VERIFIED_TOKENS,
@@ -27,7 +27,7 @@ from quire.config.speculative import parse
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
-from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
+from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.sampling.features import EDITED, RANDOM, SCORED, TRUNCATED
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
@@ -67,7 +67,7 @@ def make_executor(
     draft = load_draft(settings, model, device, make_ops(device))
     speculative = parse(settings.scheduler.speculative_config)
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
-    layers = layer_shapes(spec.kv_shapes, model.dtype) + draft_layers(draft)
+    layers = layer_shapes(spec.kv_shapes, model.dtype, spec.state_shapes) + draft_layers(draft)
     captured = 0 if settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
     follow = bucket_tokens(min(tokens, LARGEST_GEMM_WORKSPACE))
     # Loading leaves the memory of repacked matrices in the caching allocator, where it counts as taken.
@@ -75,13 +75,16 @@ def make_executor(
     free, total = torch.cuda.mem_get_info(device)
     work = working_bytes(spec, model.dtype, tokens=tokens, captured=captured, rows=max_num_seqs * (1 + drafts))
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
+    budget, states = cache.kv_cache_memory_bytes or left, limits.num_rows * (1 + drafts)
+    snapshots = snapshot_slots(settings, limits, layers, states, budget)
     sizes: dict[str, Any] = {"page_size": limits.block_size, "rows": limits.num_rows}
     sizes["pages"] = blocks = cache.num_gpu_blocks_override or plan_blocks(
         layers,
         page_size=limits.block_size,
         rows=max_num_seqs,
         max_model_len=limits.max_model_len,
-        budget=cache.kv_cache_memory_bytes or left,
+        budget=budget,
+        states=states + snapshots,
     )
     keys = graph_keys(max_num_seqs, tokens, captured)
     keys += speculative_graph_keys(max_num_seqs, min(tokens, LARGEST_GEMM_WORKSPACE), drafts, draft is not None)
@@ -101,9 +104,11 @@ def make_executor(
             warm=keys,
             paces=_timed_steps(max_num_seqs, drafts),
             heads=heads,
+            snapshots=snapshots,
             catch_up=None if draft is None else GraphKey(follow, bucket_seqs(1), follow, 0, "follow"),
         )
-    kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size)
+    state_slots = states + snapshots + 1
+    kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size) + state_slots * state_bytes(layers)
     log.info(
         "K/V cache: %d blocks of %d tokens, %.2f GiB; reserved beside it %.2f GiB, allocated so far "
         "%.2f GiB; warmed up in %.1f s",

@@ -70,6 +70,7 @@ def empty_batch(state: DeviceState, rows: RowState, tokens: int) -> RaggedBatch:
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=state.device)
 
+    slots = StateSlots(zeros(state.spans), state.state_target, state.state_snapshot) if rows.recurrent else None
     return RaggedBatch(
         tokens=zeros(tokens),
         positions=zeros(tokens),
@@ -80,6 +81,7 @@ def empty_batch(state: DeviceState, rows: RowState, tokens: int) -> RaggedBatch:
         page_size=rows.block_size,
         max_query=tokens,
         max_kv=rows.max_model_len,
+        states=slots,
     )
 
 
@@ -92,8 +94,12 @@ def slice_batch(
     query_start: Tensor | None = None,
     long_spans: Sequence[LongSpan] = (),
 ) -> RaggedBatch:
-    """The first `tokens` and `spans` of a batch. outputs: as `output_indices`. query_start: in place of the batch's."""
+    """The first `tokens` and `spans` of a batch. outputs: as `output_indices`. query_start: in place of the batch's,
+    for a draft model, which has no states."""
     start = whole.query_start if query_start is None else query_start
+    states = None if query_start is not None else whole.states
+    if states is not None:
+        states = StateSlots(states.source[:spans], states.target[:tokens], states.snapshot[:tokens])
     return RaggedBatch(
         tokens=whole.tokens[:tokens],
         positions=whole.positions[:tokens],
@@ -106,6 +112,7 @@ def slice_batch(
         max_kv=whole.max_kv,
         output_indices=outputs,
         long_spans=long_spans,
+        states=states,
     )
 
 
