@@ -262,6 +262,8 @@ def recurrent(ops: TritonOps, name: str, model: str, spans: Sequence[tuple[int, 
     sets = copies(count * layer.state_bytes, 16)
     memory = noise(1 + sets * count, layer.heads, layer.keys, layer.values, dtype=torch.float32)
     state = LayerState(noise(len(memory), 3, layer.channels), memory)
+    for each in state:
+        each[0] = 0
     batch = batch_of(spans, sum(-(-(past + n) // PAGE) for past, n in spans) + 1)
     last = batch.query_start[1:].long() - 1
     small = [noise(layer.heads, dtype=torch.float32) for _ in range(3)]
@@ -272,7 +274,7 @@ def recurrent(ops: TritonOps, name: str, model: str, spans: Sequence[tuple[int, 
         inputs = DeltaInputs(mixed, gate, beta, step)
         plain, call = (partial(each.gated_delta, inputs, delta) for each in (ReferenceOps(), ops))
     else:
-        scan = ScanWeights(weight, weight[:, 0], *small, Norm(noise(inner), 1e-5), (0.0, float("inf")))
+        scan = ScanWeights(weight, weight[:, 0].contiguous(), *small, Norm(noise(inner), 1e-5), (0.0, float("inf")))
         asked = ScanInputs(gate, mixed, step)
         plain, call = (partial(each.selective_scan, asked, scan) for each in (ReferenceOps(), ops))
 

@@ -254,7 +254,7 @@ def recurrent(ops: TritonOps, dtype: torch.dtype = BF16) -> None:
             state = LayerState(halves(1, 3, wide, dtype=dtype), torch.empty(1, 128, 128, 64))
             weights, norm = halves(wide, 5, dtype=dtype), Norm(halves(8192, dtype=dtype), 1e-5)
             small = (torch.empty(128), torch.empty(128), torch.empty(128))
-            scan = ScanWeights(weights[:, :4].contiguous(), weights[:, 4], *small, norm, (0.0, 1.0))
+            scan = ScanWeights(weights[:, :4].contiguous(), weights[:, 4].contiguous(), *small, norm, (0.0, 1.0))
             sizes = (8192, wide, 128)
             ops.selective_scan(ScanInputs(*(halves(tokens, size, dtype=dtype) for size in sizes)), scan, state, fed)
 
