@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,8 +26,8 @@ from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.recurrence import COLUMNS, UNIT_EPS, Rule, gates_of, load_state, put_state
 
-CHUNK = 64
-"""Tokens of a chunk."""
+CHUNK, EXACT_CHUNK = 64, 16
+"""Tokens of a chunk, and in float32, which takes more registers and shared memory."""
 
 
 class Chunks(NamedTuple):
@@ -51,16 +52,16 @@ def chunks_kernel(query_start, tokens, count, spans, few, SIZE: tl.constexpr, BL
         tl.store(to + 1, tl.minimum(at + SIZE, end), mask=j < own)
 
 
-def chunks_of(batch: AttentionPlan, few: int) -> Chunks:
-    """The chunks of a batch: found once a forward."""
+def chunks_of(batch: AttentionPlan, size: int, few: int) -> Chunks:
+    """The chunks of `size` tokens of a batch: found once a forward."""
     if "chunks" not in batch.spans:
         tokens, spans = len(batch.positions), len(batch.kv_len)
-        bound = tokens // CHUNK + min(spans, tokens // (few + 1))
+        bound = tokens // size + min(spans, tokens // (few + 1))
         batch.spans["chunks"] = batch.query_start.new_empty(max(1, bound), 2)
         batch.spans["chunk_count"] = batch.query_start.new_empty(1)
         chunks_kernel[(1,)](
             *(batch.query_start, batch.spans["chunks"], batch.spans["chunk_count"], spans, few),
-            SIZE=CHUNK, BLOCK_S=block(spans, 16), num_warps=4,
+            SIZE=size, BLOCK_S=block(spans, 16), num_warps=4,
         )  # fmt: skip
     return Chunks(batch.spans["chunks"], batch.spans["chunk_count"])
 
@@ -73,18 +74,15 @@ def unit(x):
 
 
 @triton.jit
-def inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + lower)^-1 of a strictly lower triangle [SIZE, SIZE], float32."""
+def inverse(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + lower)^-1 of a strictly lower triangle [SIZE, SIZE], float32; SIZE is 2^LEVELS."""
     i = tl.arange(0, SIZE)
     row, column = i[:, None], i[None, :]
-    made = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -lower, 0.0))
-    width = 2
-    for _ in tl.static_range(1, 10):
-        if width < SIZE:
-            pair = (row // (2 * width) == column // (2 * width)) & (row // width != column // width)
-            below = tl.dot(made, tl.where(pair, lower, 0.0), input_precision=PRECISION)
-            made -= tl.dot(below, made, input_precision=PRECISION)
-        width *= 2
+    made = tl.where(row == column, 1.0, tl.where((row >> 1) == (column >> 1), -lower, 0.0))
+    for level in range(1, LEVELS):
+        pair = ((row >> level) != (column >> level)) & ((row >> (level + 1)) == (column >> (level + 1)))
+        below = tl.dot(made, tl.where(pair, lower, 0.0), input_precision=PRECISION)
+        made -= tl.dot(below, made, input_precision=PRECISION)
     return made
 
 
@@ -92,7 +90,8 @@ def inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 def solve_kernel(
     mixed, a, b, fading, rise, least, most, stride, a_stride, b_stride, q_at, k_at, v_at, chunks, count, u, w,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    LEVELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: u [T, H, V] and w [T, H, K]."""
     mine, head = tl.program_id(0), tl.program_id(1)
@@ -110,7 +109,7 @@ def solve_kernel(
     key = unit(tl.load(line + k_at + head // (HEADS // GROUPS) * KEYS + k[None, :], mask=part, other=0.0))
     between = tl.exp(tl.where(i[:, None] > i[None, :], total[:, None] - total[None, :], float("-inf")))
     system = tl.dot(key, tl.trans(key), input_precision=PRECISION) * between * beta[:, None]
-    solved = inverse(system, SIZE, PRECISION).to(key.dtype)
+    solved = inverse(system, SIZE, LEVELS, PRECISION).to(key.dtype)
     scaled = (key.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(key.dtype)
     made = tl.dot(solved, scaled, input_precision=PRECISION)
     tl.store(w + (t * HEADS + head)[:, None] * KEYS + k[None, :], made.to(w.dtype.element_ty), mask=part)
@@ -189,19 +188,22 @@ def scan(
 ) -> None:
     """Spans of more than `few` tokens: out [T, H, V] float32; writes memories [M, H, K, V]."""
     (_, heads, keys, values), tokens = memory.shape, len(out)
+    exact = rule.mixed.dtype is torch.float32
+    size = EXACT_CHUNK if exact else CHUNK
     columns = min(COLUMNS, block(values, 16))
     same = {
-        "HEADS": heads, "GROUPS": rule.groups, "KEYS": keys, "VALUES": values, "SIZE": CHUNK,
+        "HEADS": heads, "GROUPS": rule.groups, "KEYS": keys, "VALUES": values, "SIZE": size,
         "BLOCK_K": block(keys, 16), "PRECISION": card.precision, "DEPENDENT": card.dependent, **card.options,
     }  # fmt: skip
     u = w = out
     if rule.delta:
         u, w = (rule.mixed.new_empty(tokens, heads, each) for each in (values, keys))
-        chunks = chunks_of(batch, few)
+        chunks = chunks_of(batch, size, few)
         solve_kernel[(len(chunks.tokens), heads)](
-            *rule.arguments, *chunks, u, w, BLOCK_V=min(64, block(values, 16)), num_warps=4, **same
-        )
+            *(*rule.arguments, *chunks, u, w),
+            LEVELS=size.bit_length() - 1, BLOCK_V=min(64, block(values, 16)), num_warps=8, **same,
+        )  # fmt: skip
     scan_kernel[(triton.cdiv(values, columns), heads, len(batch.kv_len))](
         *(*rule.arguments, u, w, memory, out, batch.query_start, *states, few),
-        BLOCK_V=columns, DELTA=rule.delta, num_warps=4, **same,
+        BLOCK_V=columns, DELTA=rule.delta, num_warps=8 if exact else 4, **same,
     )  # fmt: skip
