@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from triton import knobs
 
-from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, Limits, gathered_tokens, rows_with_kv, working_bytes
+from quire.assembly.limits import (
+    LARGEST_GEMM_WORKSPACE,
+    Limits,
+    gathered_tokens,
+    rows_with_kv,
+    snapshot_slots,
+    working_bytes,
+)
 from quire.assembly.progress import compiling, preparing
 from quire.assembly.speculate import (
     MAX_VERIFIED_TOKENS,
@@ -28,7 +35,7 @@ from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
 from quire.model_runner.images import ImageRunner
-from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
+from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.sampling.features import EDITED, RANDOM, SCORED, TRUNCATED
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
@@ -78,7 +85,7 @@ def make_executor(
     draft = load_draft(settings, model, device, make_ops(device))
     speculative = parse(settings.scheduler.speculative_config)
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
-    layers = layer_shapes(spec.kv_shapes, model.dtype) + draft_layers(draft)
+    layers = layer_shapes(spec.kv_shapes, model.dtype, spec.state_shapes) + draft_layers(draft)
     captured = 0 if settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
     follow = bucket_tokens(min(tokens, LARGEST_GEMM_WORKSPACE))
     # Loading leaves the memory of repacked matrices in the caching allocator, where it counts as taken.
@@ -89,13 +96,16 @@ def make_executor(
     sizes |= {"gathered": gathered_tokens(limits, device), "image_tokens": image_tokens if images else (0, 0)}
     work = working_bytes(spec, model.dtype, **sizes)
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
+    budget, states = cache.kv_cache_memory_bytes or left, limits.num_rows * (1 + drafts)
+    snapshots = snapshot_slots(settings, limits, layers, states, budget)
     sizes = {"page_size": limits.block_size, "rows": limits.num_rows}
     sizes["pages"] = blocks = cache.num_gpu_blocks_override or plan_blocks(
         layers,
         page_size=limits.block_size,
         rows=rows_with_kv(spec, limits),
         max_model_len=limits.max_model_len,
-        budget=cache.kv_cache_memory_bytes or left,
+        budget=budget,
+        states=states + snapshots,
     )
     keys = graph_keys(max_num_seqs, tokens, captured)
     if not spec.generates:
@@ -118,9 +128,11 @@ def make_executor(
             paces=_timed_steps(max_num_seqs, drafts),
             heads=heads,
             images=images,
+            snapshots=snapshots,
             catch_up=None if draft is None else GraphKey(follow, bucket_seqs(1), follow, 0, "follow"),
         )
-    kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size)
+    state_slots = states + snapshots + 1
+    kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size) + state_slots * state_bytes(layers)
     beside = free - torch.cuda.mem_get_info(device)[0] - kv_bytes
     _log_memory(blocks, limits.block_size, [kv_bytes, work, beside], time.monotonic() - started)
     return executor

@@ -24,6 +24,7 @@ from quire.assembly.limits import (
     reject_options,
     resolve,
     rows_with_kv,
+    snapshot_slots,
 )
 from quire.assembly.progress import loading
 from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft
@@ -37,7 +38,7 @@ from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
 from quire.model_runner.images import ImageRunner, Normalization
-from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks, plan_snapshots, state_bytes
+from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
 from quire.model_runner.pooling import PoolingHeads, unchanged
 from quire.models.registry import (
     ARCHITECTURES,
@@ -228,19 +229,6 @@ def paged(
         heads=heads,
         images=images,
     )
-
-
-def snapshot_slots(settings: Settings, limits: Limits, layers: Sequence[LayerShape], states: int, budget: int) -> int:
-    """Slots for snapshots of recurrent layers' states, see `plan_snapshots`; says so where none fits."""
-    cache = settings.cache
-    wanted = cache.state_snapshots if cache.enable_prefix_caching else 0
-    slots = plan_snapshots(layers, wanted, sequences=limits.max_num_seqs, states=states, budget=budget)
-    if state_bytes(layers) and not slots and wanted is None:
-        log.warning(
-            "the memory for K/V has no room for snapshots of recurrent layers' states, so no prefix is reused: give it "
-            "more with --kv-cache-memory-bytes, or lower --max-num-seqs"
-        )
-    return slots
 
 
 def choose_executor(settings: Settings) -> str:

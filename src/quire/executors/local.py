@@ -114,10 +114,10 @@ class LocalExecutor:
 class CudaExecutor(LocalExecutor):
     """A model on a GPU, whose steps are launched ahead of results; tokens stay there until they are read.
 
-    pages to dtype: as `LocalExecutor`. tokens: the most that a step feeds. depth: steps launched ahead of results at
-    most. steps: the kernels around the forward. queue: the order of device work, and whether it is captured. proposer:
-    where drafts come from. warm: the kinds of step that are captured at the start. paces: (rows, drafts) of the decode
-    steps that are timed at the start; catch_up: a draft model's forward that is timed too.
+    pages to dtype, heads, snapshots: as `LocalExecutor`. tokens: the most that a step feeds. depth: steps launched
+    ahead of results at most. steps: the kernels around the forward. queue: the order of device work, and whether it is
+    captured. proposer: where drafts come from. warm: the kinds of step that are captured at the start. paces: (rows,
+    drafts) of the decode steps that are timed at the start; catch_up: a draft model's forward that is timed too.
     """
 
     runner: LookaheadRunner
@@ -142,14 +142,18 @@ class CudaExecutor(LocalExecutor):
         catch_up: GraphKey | None = None,
         heads: PoolingHeads | None = None,
         images: ImageRunner | None = None,
+        snapshots: int = 0,
     ) -> None:
-        layers = layer_shapes(model.spec.kv_shapes, dtype)
+        layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes)
         num_drafts = 0 if proposer is None else proposer.num_drafts
+        recurrent = any(each.state for each in layers)
+        held = RowState(rows, max_model_len, page_size, num_drafts, recurrent=recurrent)
+        states = held.num_states + snapshots * recurrent
         bytes_per_block = block_bytes(layers, page_size)
         self.runner = LookaheadRunner(
             model,
-            allocate(layers, pages=pages, page_size=page_size, device=device),
-            RowState(rows, max_model_len, page_size, num_drafts),
+            allocate(layers, pages=pages, page_size=page_size, device=device, states=states),
+            held,
             Sampler(model.spec.vocab),
             steps,
             queue,
@@ -180,6 +184,8 @@ class CudaExecutor(LocalExecutor):
             step_times={(rows, drafts): self.runner.step_seconds(rows, drafts) for rows, drafts in paces},
             draft_kv_share=0.0 if proposer is None else proposer.block_bytes() / max(1, bytes_per_block),
             draft_catch_up_seconds=self.runner.time_keys([catch_up]) / catch_up.tokens if catch_up else 0.0,
+            recurrent=recurrent,
+            num_snapshots=snapshots * recurrent,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
         )

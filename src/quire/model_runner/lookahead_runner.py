@@ -205,7 +205,9 @@ class LookaheadRunner(BaseRunner):
         step.is_new_shape = rows.epoch != epoch
         key = GraphKey.of(shape)
         inputs = (shape, key.spans)
-        updates = step_updates(self.state, rows, plan, None if inputs == self.last_inputs else shape, key.spans)
+        updates = step_updates(
+            self.state, rows, plan, None if inputs == self.last_inputs else shape, key.spans, key.tokens
+        )
         self.last_inputs = inputs
         if step.is_new_shape:
             self.features = int(np.bitwise_or.reduce(rows.features.bits[shape.row]))
@@ -213,9 +215,20 @@ class LookaheadRunner(BaseRunner):
         step.drafting = self._draft_keys(plan, shape, updates)
         if (upload := self.uploads.pack(updates)) is not None:
             self.steps.scatter(self.state.data, *upload)
+        self._restore_states(plan)
         self._feed(step, shape, key)
         if not plan.masked_spans:
             self._sample(step, step.features)
+
+    def _restore_states(self, plan: Plan) -> None:
+        """Copy the snapshots that rows open with to the rows' own slots, so that no step writes what another row's span
+        still reads."""
+        rows = self.rows
+        for one in plan.new_sequences:
+            if one.snapshot:
+                source, target = rows.num_states + one.snapshot, int(rows.first_state(np.array(one.row)))
+                for pool in zip(*(each.state for each in self.kv if each.state is not None), strict=True):
+                    torch._foreach_copy_([each[target] for each in pool], [each[source] for each in pool])
 
     def _sample(self, step: LaunchedStep, features: int) -> None:
         """Sample what the forward made, start the copies of what returns, then draft."""

@@ -65,7 +65,7 @@ def one_by_one(
     states = slots_of(batch)
     scratch = LayerState(*(each.new_zeros(2, *each.shape[1:]) for each in state))
     one = torch.tensor([1], device=x[0].device)
-    starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one, one.new_zeros(0, 2))
+    starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one, one.new_zeros(1))
     begun = [[each[slot].clone() for each in state] for slot in states.source.tolist()]
     kept, parts = dict[int, list[int]](), []
     for token, slot in zip(*(each.tolist() for each in states.kept()), strict=True):

@@ -25,6 +25,7 @@ from quire.weights.load import load_model
 from tests import checkpoints
 
 SIZES: dict[str, Any] = {"pages": 40, "page_size": 16, "rows": 4, "max_model_len": 64, "dtype": torch.float32}
+SIZES["snapshots"] = 6
 SAMPLING = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.9, top_p=0.8),
@@ -34,9 +35,10 @@ SAMPLING = (
 
 def answers(executor: Executor, depth: int, shared: int = 18, new: int = 5) -> list[tuple[int, ...]]:
     """shared: tokens that all prompts begin with."""
-    speculation = FixedDrafts(executor.describe().num_drafts)
+    about = executor.describe()
+    cache = make_prefix_cache(16, True, about.num_snapshots if about.recurrent else None)
     scheduler = Scheduler(
-        KVCacheManager(40, 16, make_prefix_cache(16, True)), rows=4, max_num_batched_tokens=24, speculation=speculation
+        KVCacheManager(40, 16, cache), rows=4, max_num_batched_tokens=24, speculation=FixedDrafts(about.num_drafts)
     )
     engine = Engine(scheduler, executor, lookahead=depth)
     for i, sampling in enumerate(SAMPLING):
