@@ -21,6 +21,7 @@ from quire.assembly.speculate import (
     draft_layers,
     load_draft,
     speculative_graph_keys,
+    wants_mtp,
 )
 from quire.config import Settings
 from quire.config.speculative import parse
@@ -74,6 +75,8 @@ def make_executor(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     work = working_bytes(spec, model.dtype, tokens=tokens, captured=captured, rows=max_num_seqs * (1 + drafts))
+    # The layer for multi-token prediction reads hidden states of every token once the step has sampled.
+    work += tokens * spec.hidden * model.dtype.itemsize * wants_mtp(settings)
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
     sizes: dict[str, Any] = {"page_size": limits.block_size, "rows": limits.num_rows}
     sizes["pages"] = blocks = cache.num_gpu_blocks_override or plan_blocks(
@@ -84,7 +87,8 @@ def make_executor(
         budget=cache.kv_cache_memory_bytes or left,
     )
     keys = graph_keys(max_num_seqs, tokens, captured)
-    keys += speculative_graph_keys(max_num_seqs, min(tokens, LARGEST_GEMM_WORKSPACE), drafts, draft is not None)
+    fed = keys if wants_mtp(settings) else ()
+    keys += speculative_graph_keys(max_num_seqs, min(tokens, LARGEST_GEMM_WORKSPACE), drafts, draft is not None, fed)
     started = time.monotonic()
     with autotuning(Path(knobs.cache.dir) / AUTOTUNE_CACHE):
         executor = CudaExecutor(
@@ -101,7 +105,9 @@ def make_executor(
             warm=keys,
             paces=_timed_steps(max_num_seqs, drafts),
             heads=heads,
-            catch_up=None if draft is None else GraphKey(follow, bucket_seqs(1), follow, 0, "follow"),
+            catch_up=None
+            if draft is None or wants_mtp(settings)
+            else GraphKey(follow, bucket_seqs(1), follow, 0, "follow"),
         )
     kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size)
     log.info(

@@ -102,8 +102,9 @@ class ModelBuilder:
     """Creates layers. Names given to a method are relative to `prefix`; `scope` extends it.
 
     slots: where each checkpoint tensor goes, by name; several places where a rank keeps several parts of it. ignored:
-    patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`. stacks: see
-    `ExpertStack`. modules: those that the checkpoint has tensors of, as far as it matters under which of several names.
+    patterns (fnmatch) of checkpoint names that the model does not need. skipped: those of them that an option would
+    load; optional: those that it loads. renames: see `rename`. stacks: see `ExpertStack`. modules: those that the
+    checkpoint has tensors of, as far as it matters under which of several names.
     """
 
     def __init__(
@@ -126,6 +127,8 @@ class ModelBuilder:
         self.finalized: set[int] = set()
         self.unjoined: list[SeparateExperts | Decompression] = []
         self.ignored: list[str] = []
+        self.skipped: list[str] = []
+        self.optional: list[str] = []
         self.renames: dict[str, str] = {}
         self.stacks: list[ExpertStack] = []
 
@@ -138,6 +141,11 @@ class ModelBuilder:
     def ignore(self, *patterns: str) -> None:
         """Note patterns of checkpoint names that are not loaded."""
         self.ignored += (self.prefix + pattern for pattern in patterns)
+
+    def skip_drafts(self, pattern: str) -> None:
+        """Note a pattern of the tensors of layers that draft, which are not loaded: see `skipped`."""
+        self.ignore(pattern)
+        self.skipped.append(self.prefix + pattern)
 
     def rename(self, prefixes: Mapping[str, str]) -> None:
         """Checkpoint names that begin with a key of `prefixes` begin here with its value."""

@@ -46,6 +46,7 @@ class ModelSpec:
     logits of a next token. classes: outputs of its classifier, 0 for none. token_types: kinds of segments; a token of
     kind t is fed as its id plus t times `vocab`. first_position: the row of learned positions for the first token.
     classifier_pooling: which hidden states the classifier reads: cls, mean or last.
+    draft_layers: layers for multi-token prediction to be loaded, see `models/mtp.py`.
     dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids. vision: its encoder of
     images; None where it has none, or is to be used without.
     """
@@ -95,6 +96,7 @@ class ModelSpec:
     token_types: int = 1
     first_position: int = 0
     classifier_pooling: str = "last"
+    draft_layers: int = 0
     dtype: str = ""
     stop: tuple[int, ...] = ()
     vision: VisionConfig | None = None
