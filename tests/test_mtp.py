@@ -11,16 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from quire.assembly.speculate import own_layer, speculative_graph_keys
+from quire.cli import inspect, plan
+from quire.cli.inspect import read_facts
+from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.errors import InvalidConfig, InvalidModel
 from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.llm import LLM
 from quire.model_runner.device_steps import DeviceSteps, TorchSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
-from quire.model_runner.memory import allocate, layer_shapes
+from quire.model_runner.memory import allocate, block_bytes, layer_shapes
 from quire.model_runner.mtp import MTPDrafter, MTPProposer
 from quire.models.registry import Model, mtp_of
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
@@ -165,7 +169,14 @@ def compare(reference: Reference, it: Engine, asked: list[Request], want: Any, s
     assert answers(it, asked) == want
     stats = it.scheduler.draft_stats
     assert 5 < stats.num_accepted < stats.num_drafted - 5
-    checked = [(known, drafts) for known, drafts in said.said if drafts]
+    # A step that is launched ahead may draft past the limit of a request, for which there are no blocks.
+    ends = {tuple(each[: len(r.prompt)]): len(each) for r, each in zip(asked, said.wholes, strict=True)}
+    checked = [
+        (known, drafts)
+        for known, drafts in said.said
+        if drafts and any(tuple(known[: len(p)]) == p and len(known) + len(drafts) <= end for p, end in ends.items())
+    ]
+    assert len(checked) > 15
     for known, drafts in checked[::2]:
         assert drafts == reference.drafts(known, len(drafts))
 
@@ -189,9 +200,9 @@ def test_drafts_on_a_device_are_those_of_the_reference(made: Any, shape: str) ->
 @pytest.mark.parametrize("shape", [DENSE, RECURRENT[0]])
 def test_no_answer_depends_on_drafts(made: Any, shape: str, policy: Any) -> None:
     _, model, _ = made(shape)
-    want = answers(engine(host(model, None, PAGES)), requests(20))
+    want = answers(engine(host(model, None, PAGES)), requests(12))
     it = engine(host(model, Recorder(), PAGES), policy)
-    assert answers(it, requests(20)) == want
+    assert answers(it, requests(12)) == want
     assert it.scheduler.kv.num_hit_tokens > 0
     if policy is FixedDrafts:
         assert it.scheduler.draft_stats.num_drafted > 100
@@ -200,9 +211,9 @@ def test_no_answer_depends_on_drafts(made: Any, shape: str, policy: Any) -> None
 @pytest.mark.parametrize("shape", [DENSE, RECURRENT[0]])
 def test_no_answer_depends_on_drafts_under_memory_pressure(made: Any, shape: str) -> None:
     _, model, _ = made(shape)
-    want = answers(engine(host(model, None, PAGES)), requests(20))
-    it = engine(host(model, Recorder(), 30), Drawn)
-    assert answers(it, requests(20)) == want
+    want = answers(engine(host(model, None, PAGES)), requests(12))
+    it = engine(host(model, Recorder(), 26), Drawn)
+    assert answers(it, requests(12)) == want
     assert it.gauges().preemptions > 0
 
 
@@ -285,6 +296,27 @@ def test_a_model_without_the_layer_or_its_weights_is_refused(made: Any, tmp_path
     assert mtp_of(load_model(tmp_path)) is None
     with pytest.raises(InvalidConfig, match="own layers"):
         own_layer(load_model(embedded(), load_format="dummy"))
+
+
+def test_plan_and_inspect_count_the_layer(made: Any) -> None:
+    for shape in (DENSE, RECURRENT[0]):
+        _, model, folder = made(shape)
+        layer, runner = mtp_of(model), CliRunner()
+        assert layer is not None
+        found = {}
+        for options in ((), ("--speculative-config", '{"method": "mtp"}')):
+            facts = read_facts(Settings.of(model=str(folder), speculative_config=options[1] if options else None))
+            told = runner.invoke(plan.command, [str(folder), "--max-model-len", "96", *options])
+            assert told.exit_code == 0, told.output
+            need = plan.need(Settings.of(model=str(folder), block_size=4, max_model_len=96), facts, 1 << 30, CPU)
+            found[bool(options)] = need.weights, need.page
+        layers, repeated = ("mtp.", f"model.layers.{model.spec.layers}."), ("embed_tokens", "shared_head.head")
+        read = {n: t.numel() for n, t in load_file(folder / "model.safetensors").items() if n.startswith(layers)}
+        size = sum(count for name, count in read.items() if not any(each in name for each in repeated))
+        assert found[True][0] - found[False][0] == 4 * size
+        assert found[True][1] - found[False][1] == block_bytes(layer_shapes(layer.kv_shapes, torch.float32), 4)
+        told = runner.invoke(inspect.command, [str(folder)])
+        assert "1 layer for multi-token prediction" in told.output
 
 
 def test_graphs_are_captured_for_each_forward_and_number_of_drafts() -> None:

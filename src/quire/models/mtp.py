@@ -21,7 +21,7 @@ from quire.layers.builder import ModelBuilder
 from quire.models.heads import next_token_logits
 from quire.models.llama import Llama
 from quire.models.spec import ModelSpec
-from quire.ops.ragged import KVShape, LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, RaggedBatch
 
 
 class MTPNames(NamedTuple):
@@ -51,8 +51,7 @@ def check_draft_layers(spec: ModelSpec) -> int:
 
 def with_one_more(target: Llama) -> Llama:
     """The model as if it had a layer more, which attends as the last one that does, and has experts if others have."""
-    spec = target.spec
-    like = max(set(range(spec.layers)) - spec.recurrent)
+    spec, like = target.spec, target.spec.last_attention
     per_layer = ("windows", "chunks", "ropes", "layer_heads", "layer_mlp", "ahead")
     longer = {name: (*each, each[like]) for name in per_layer if (each := getattr(spec, name))}
     more = copy(target)
@@ -64,6 +63,7 @@ class NextTokenLayer:
     """The layer and what it shares with the model. kv_shapes: K/V that it keeps of a token."""
 
     def __init__(self, target: Llama, build: ModelBuilder, names: MTPNames) -> None:
+        self.kv_shapes = target.spec.draft_kv_shapes
         target = with_one_more(target)
         spec, index = target.spec, target.spec.layers - 1
         layer = build.scope(names.prefix)
@@ -72,7 +72,6 @@ class NextTokenLayer:
         self.dtype, self.ops, self.embedding, self.head = target.dtype, target.ops, target.embedding, target.head
         self.normed, self.vocab = names.normed, spec.vocab
         self.rotary = target.rotaries[spec.layer_ropes[index]]
-        self.kv_shapes: tuple[KVShape, ...] = (spec.kv_shapes[spec.kv_layers[index]],)
         self.embedding_norm = target.make_norm(layer, names.embedding_norm)
         self.hidden_norm = target.make_norm(layer, names.hidden_norm)
         self.project = layer.dense(names.project, 2 * spec.hidden, spec.hidden)

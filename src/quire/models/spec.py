@@ -142,6 +142,16 @@ class ModelSpec:
         return tuple(KVShape(0 if i in self.recurrent else heads, dim, dim) for i, (heads, dim) in enumerate(own))
 
     @property
+    def last_attention(self) -> int:
+        """The number of the last layer that keeps K/V."""
+        return max(set(range(self.layers)) - self.recurrent)
+
+    @property
+    def draft_kv_shapes(self) -> tuple[KVShape, ...]:
+        """K/V of the layer for multi-token prediction, which attends as the last layer that does; none without it."""
+        return (self.kv_shapes[self.kv_layers[self.last_attention]],) * self.draft_layers
+
+    @property
     def state_shapes(self) -> tuple[StateShape | None, ...]:
         """Per layer that `kv_shapes` has, what it keeps of a sequence; None where that is K/V."""
         shape = next((each.state for each in (self.delta, self.mamba) if each is not None), None)
