@@ -16,20 +16,19 @@ from transformers import PreTrainedModel
 
 from tests.checkpoints import SHIFTED, draw, make
 
+HYBRID: Mapping[str, Any] = MappingProxyType(
+    {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+)
+
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "deepseek_v3-groups-yarn": {"num_hidden_layers": 3},
         "deepseek_v3-plain-queries": {"num_hidden_layers": 3},
         "glm4_moe-groups": {"num_hidden_layers": 3},
         "glm4_moe_lite-gqa": {"num_hidden_layers": 3},
-        "qwen3_next-shared-keys": {
-            "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-        },
-        "qwen3_5_moe_text-shared-keys": {
-            "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-        },
+        "qwen3_next-shared-keys": dict(HYBRID),
+        "qwen3_5_text-shared-keys": dict(HYBRID),
+        "qwen3_5_moe_text-shared-keys": dict(HYBRID),
     }
 )
 """Shapes of `tests.checkpoints`, with the number of layers: the last one drafts."""
