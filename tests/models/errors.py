@@ -72,7 +72,7 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "gpt_oss": "other clamps of the gate",
         "bamba": RECURRENT,
         "granitemoehybrid": f"with Mamba layers: {RECURRENT}",
-        "nemotron_h": f"experts; {RECURRENT}",
+        "nemotron_h": RECURRENT,
         "qwen3_5": f"{IMAGES}; {RECURRENT}",
         "qwen3_5_moe": f"{IMAGES}; {RECURRENT}",
         "qwen3_5_moe_text": RECURRENT,

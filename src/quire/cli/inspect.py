@@ -134,6 +134,8 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     yield "layers", f"{spec.layers} of width {spec.hidden}, MLP {spec.mlp} ({spec.activation})"
     if moe := spec.experts:
         dense = f", layers {', '.join(map(str, sorted(moe.dense_layers)))} dense" if moe.dense_layers else ""
+        if spec.mamba is not None and moe.dense_layers:
+            dense = f", in {spec.layers - len(moe.dense_layers)} of {spec.layers} layers"
         shared = f", beside a shared one of width {moe.shared}" if moe.shared else ""
         yield (
             "experts",

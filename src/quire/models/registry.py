@@ -157,8 +157,10 @@ def idle_parameters(spec: ModelSpec) -> int:
     """Number of parameters of the experts that one token does not use."""
     if spec.experts is None:
         return 0
-    width, biases = spec.experts.width, spec.hidden + 2 * spec.experts.width if spec.experts.biased else 0
-    idle = (spec.experts.num_experts - spec.experts.num_experts_per_token) * (3 * spec.hidden * width + biases)
+    experts = spec.experts
+    biases = spec.hidden + 2 * experts.width if experts.biased else 0
+    each = (2 + experts.gated) * (experts.latent or spec.hidden) * experts.width + biases
+    idle = (experts.num_experts - experts.num_experts_per_token) * each
     return idle * (spec.layers - len(spec.experts.dense_layers))
 
 

@@ -169,6 +169,7 @@ class BaseOps(ABC):
             "gelu": self.gelu_mul,
             "gelu_erf": self.gelu_erf_mul,
             "clamped": self.clamped_mul,
+            "relu2": self.relu2,
         }
         return gates[gate](y) if gate else y
 
