@@ -39,6 +39,11 @@ SIZES: Mapping[str, int] = MappingProxyType(
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
         "shared_intermediate_size": 96,
+        "moe_shared_expert_intermediate_size": 96,
+        "moe_latent_size": 32,
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        **{"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_expand": 2},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16},
     }
 )
 """Of whatever a family has: every number a multiple of a group."""
@@ -55,7 +60,10 @@ LATENTS: Mapping[str, int] = MappingProxyType(
 )
 """Of families with latent attention."""
 
-FAMILIES = tuple(shape for shape in SHAPES if shape in FIRST and not shape.startswith("gpt2"))
+UNGATED = ("nemotron_h-experts", "nemotron_h-latent-experts")
+"""Experts of two matrices, beside the first of their family, which has none."""
+
+FAMILIES = tuple(shape for shape in SHAPES if shape in FIRST | {*UNGATED} and not shape.startswith("gpt2"))
 
 APART = "llama4_text-gqa apart"
 """Llama 4 as tools write it that quantise linear layers only: a matrix of each expert by itself."""
@@ -74,6 +82,7 @@ IN_CI = MappingProxyType(
         "gemma4_text-mixture": ("fbgemm-fp8",),
         "gpt_oss-gqa": ("int8-w8a16",),
         "starcoder2-gqa": ("gptq-8",),
+        "nemotron_h-experts": ("fp8-blocks",),
         "llama4_text-gqa": ("int8-packed-zeros",),
         APART: ("int8-w8a16-packed", "fp8-rows"),
     }
@@ -93,7 +102,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     own = {"model_type": shape.split("-")[0], **SHAPES[shape]}
     known = AutoConfig.for_model(own["model_type"]).to_dict()
     wanted = {**SIZES, **LATENTS} if "kv_lora_rank" in own else SIZES
-    sizes = {name: size for name, size in wanted.items() if name in known or name in own}
+    sizes = {name: size for name, size in wanted.items() if name in own or known.get(name) is not None}
     make(folder, shape, **sizes)
     if request.param == APART:
         save_file(apart(load_file(folder / SINGLE)), folder / SINGLE)
