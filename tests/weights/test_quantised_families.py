@@ -41,9 +41,15 @@ SIZES: Mapping[str, int] = MappingProxyType(
         "shared_intermediate_size": 96,
         "moe_shared_expert_intermediate_size": 96,
         "moe_latent_size": 32,
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
-        **{"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_expand": 2},
-        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16},
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
     }
 )
 """Of whatever a family has: every number a multiple of a group."""
