@@ -1294,6 +1294,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "logit_scale": 2.0,
             "attention_bias": True,
         },
+        "cohere-query-norms": {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "use_qk_norm": True,
+            "logit_scale": 1.5,
+        },
         "cohere2-gqa": {
             "hidden_size": 64,
             "num_attention_heads": 8,

@@ -61,7 +61,7 @@ RECURRENT = f"GPUs; {RANKS}; float8 K/V"
 ON_GPUS = "images on GPUs"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
-        "cohere": "query and key norms (Command R+)",
+        "cohere": "several ranks of models with query and key norms (Command R+)",
         "deepseek_v2": "`attention_bias` without `q_lora_rank`",
         "deepseek_v3": "`attention_bias` without `q_lora_rank`; sparse attention (V3.2)",
         "ernie4_5_moe": f"`use_bias`; {MTP}",

@@ -201,6 +201,9 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             rope_theta=50000, sliding_window=4096, sliding_window_pattern=4)),
         "CohereLabs/c4ai-command-r-08-2024": (32.3e9, config(
             "CohereForCausalLM", 8192, 24576, 40, (64, 8), 256000, 131072, logit_scale=0.0625, rope_theta=4e6)),
+        "CohereLabs/c4ai-command-r-plus": (103.8e9, config(
+            "CohereForCausalLM", 12288, 33792, 64, (96, 8), 256000, 131072, logit_scale=0.8333333333333334,
+            rope_theta=75000000.0, use_qk_norm=True)),
         "google/gemma-2b": (2.506e9, config(
             "GemmaForCausalLM", 2048, 16384, 18, (8, 1), 256000, 8192, head_dim=256, hidden_act="gelu")),
         "google/gemma-7b": (8.538e9, config(
