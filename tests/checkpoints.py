@@ -97,6 +97,8 @@ DEEPSEEK_ROPE = MappingProxyType(
     }
 )
 
+INDEXER = MappingProxyType({"index_topk": 256, "index_n_heads": 3, "index_head_dim": 16})
+
 LATENTS = MappingProxyType({"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "kv_lora_rank": 20, "v_head_dim": 12})
 
 DELTA = MappingProxyType(
@@ -715,6 +717,54 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "first_k_dense_replace": 2,
             "attention_bias": True,
             "rope_interleave": False,
+        },
+        "deepseek_v32-groups-yarn": {
+            "hidden_size": 40,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            **LATENTS,
+            **INDEXER,
+            "q_lora_rank": 22,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": dict(DEEPSEEK_ROPE),
+        },
+        "deepseek_v32-all-experts": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            **LATENTS,
+            **INDEXER,
+            "q_lora_rank": 30,
+            "moe_intermediate_size": 21,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "tie_word_embeddings": True,
+        },
+        "deepseek_v32-biased": {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            **LATENTS,
+            **INDEXER,
+            "kv_lora_rank": 17,
+            "q_lora_rank": 25,
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 30,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "attention_bias": True,
         },
         "qwen3_5_text-shared-keys": {
             "hidden_size": 48,

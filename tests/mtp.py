@@ -24,6 +24,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "deepseek_v3-groups-yarn": {"num_hidden_layers": 3},
         "deepseek_v3-plain-queries": {"num_hidden_layers": 3},
+        "deepseek_v32-groups-yarn": {"num_hidden_layers": 3},
         "glm4_moe-groups": {"num_hidden_layers": 3},
         "glm4_moe_lite-gqa": {"num_hidden_layers": 3},
         "qwen3_next-shared-keys": dict(HYBRID),

@@ -63,7 +63,8 @@ LACKING: Mapping[str, str] = MappingProxyType(
     {
         "cohere": "several ranks of models with query and key norms (Command R+)",
         "deepseek_v2": "`attention_bias` without `q_lora_rank`",
-        "deepseek_v3": "`attention_bias` without `q_lora_rank`; sparse attention (V3.2)",
+        "deepseek_v3": "`attention_bias` without `q_lora_rank`",
+        "deepseek_v32": "sequences longer than `index_topk` (2,048): sparse attention",
         "ernie4_5_moe": f"`use_bias`; {MTP}",
         "gemma3": f"{ON_GPUS}; crops of images",
         "gemma4": f"{IMAGES}, audio",

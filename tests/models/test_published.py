@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from quire.assembly.limits import resolve
 from quire.cli.inspect import draft_parameters, read_facts, shapes
 from quire.cli.plan import plan_lines
 from quire.config import Settings
 from quire.config.option import amount
+from quire.errors import InvalidConfig
 from quire.models.registry import ARCHITECTURES, idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import TopK
@@ -299,6 +301,11 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048,
             n_group=8, topk_group=4, routed_scaling_factor=2.5,
             **DEEPSEEK_V3, rope_scaling=DEEPSEEK_V2_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}, **UNTIED)),
+        "deepseek-ai/DeepSeek-V3.2": (671e9, config(
+            "DeepseekV32ForCausalLM", 7168, 18432, 61, (128, 128), 129280, 163840, rope_theta=10000,
+            n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, index_head_dim=128,
+            index_n_heads=64, index_topk=2048, n_group=8, topk_group=4, routed_scaling_factor=2.5,
+            **DEEPSEEK_V3, rope_scaling=DEEPSEEK_V2_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}, **UNTIED)),
         "moonshotai/Kimi-K2-Instruct": (1026e9, config(
             "DeepseekV3ForCausalLM", 7168, 18432, 61, (64, 64), 163840, 131072, rope_theta=50000.0,
             n_routed_experts=384, num_experts_per_tok=8, moe_intermediate_size=2048,
@@ -426,6 +433,7 @@ def test_the_parameters_of_a_published_model_add_up(name: str) -> None:
 MANY_TENSORS = (
     "deepseek-ai/DeepSeek-V2",
     "deepseek-ai/DeepSeek-V3",
+    "deepseek-ai/DeepSeek-V3.2",
     "moonshotai/Kimi-K2-Instruct",
     "zai-org/GLM-4.6",
     "MiniMaxAI/MiniMax-M2",
@@ -491,6 +499,14 @@ def test_layers_for_multi_token_prediction_are_counted_where_they_are_published(
     for name in ("zai-org/GLM-4.5-Air", "zai-org/GLM-4.7-Flash", "Qwen/Qwen3-Next-80B-A3B-Instruct"):
         layer, whole = draft_parameters(PUBLISHED[name][1]), parameters(spec(name))
         assert 0.5 < layer * spec(name).layers / whole < 1.5
+
+
+def test_deepseek_v32_is_served_as_far_as_its_attention_is_not_sparse(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["deepseek-ai/DeepSeek-V3.2"][1]))
+    assert spec("deepseek-ai/DeepSeek-V3.2").context == 2048
+    facts = read_facts(Settings.of(model=str(tmp_path)))
+    with pytest.raises(InvalidConfig, match=r"max_model_len 4096.*2048"):
+        resolve(Settings.of(model=str(tmp_path), max_model_len=4096), facts.spec, torch.device("cpu"))
 
 
 def test_layers_without_rotary_embedding_and_windows_are_where_they_were_published() -> None:

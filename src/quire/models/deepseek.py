@@ -68,6 +68,25 @@ class DeepseekV3(DeepseekV2):
         return replace(spec, experts=experts.checked(), draft_layers=config.get(int, NEXTN, default=0))
 
 
+class DeepseekV32(DeepseekV3):
+    """DeepSeek V3.2: attention to the `index_topk` tokens that an indexer chooses for each query.
+
+    Up to that length it chooses all, and the model is V3: so far it is served, without the indexer.
+    """
+
+    architectures = MappingProxyType({"DeepseekV32ForCausalLM": "deepseek_v32"})
+
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
+        build.ignore("model.layers.*.self_attn.indexer.*")
+        super().__init__(spec, build)
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        spec = DeepseekV3.read(config.with_defaults(first_k_dense_replace=3), architecture)
+        return replace(spec, context=min(spec.context, config.get(int, "index_topk", default=2048)))
+
+
 def read_latents(config: Config, architecture: str) -> ModelSpec:
     """What all of them share but for experts. Raises InvalidModel for biases without compressed queries."""
     latent = LatentConfig(
