@@ -6,6 +6,7 @@ biases. `make nightly` has all.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -173,6 +174,31 @@ def test_a_quantised_family_says_what_its_numbers_stand_for(source: Path, name: 
     wanted, right = said(load_model(folder, dtype="float32"))
     assert sum(not torch.equal(means[key], before[key]) for key in means) >= 8, "little was quantised"
     assert wanted.std() > 0.5
+    assert (logits - wanted).abs().max() < 1e-3
+    assert tokens == right
+
+
+def test_experts_in_one_float8_tensor_are_read_as_meta_publishes_them(tmp_path: Path) -> None:
+    """Llama 4: [E, in, out], with a scale for each expert and output; all else is left plain."""
+    folder = tmp_path / "model"
+    make(folder, "llama4_text-gqa", **{name: size for name, size in SIZES.items() if not name.startswith("moe")})
+    held, means = load_file(folder / SINGLE), {}
+    written = dict(held)
+    for key in [key for key in held if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        tensor = held[key]
+        scale = tensor.abs().amax(1, keepdim=True) / 448
+        written[key] = (tensor / scale).to(torch.float8_e4m3fn)
+        written[f"{key}_scale"] = scale
+        means[key] = written[key].float() * scale
+    save_file(written, folder / SINGLE)
+    facts = json.loads((folder / "config.json").read_text())
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    config["modules_to_not_convert"] = ["self_attn", "shared_expert", "feed_forward.router", "lm_head", "embed_tokens"]
+    (folder / "config.json").write_text(json.dumps(facts | {"quantization_config": config}))
+    assert len(means) >= 2
+    logits, tokens = said(load_model(folder, dtype="float32", canary=Exact()))
+    plain(folder, held | means)
+    wanted, right = said(load_model(folder, dtype="float32"))
     assert (logits - wanted).abs().max() < 1e-3
     assert tokens == right
 
