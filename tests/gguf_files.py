@@ -51,6 +51,9 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = MappingProxyType(
         "llama4_text": gguf.MODEL_ARCH.LLAMA4,
         "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
         "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+        "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+        "apertus": gguf.MODEL_ARCH.APERTUS,
+        "glm": gguf.MODEL_ARCH.CHATGLM,
         "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
         "bamba": gguf.MODEL_ARCH.GRANITE_HYBRID,
         "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
@@ -61,7 +64,7 @@ SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next")
 """Models whose converter adds 1 to the weights of norms."""
 INTERLEAVED = (
     *("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoeshared"),
-    *("granitemoehybrid", "bamba"),
+    *("granitemoehybrid", "bamba", "ministral3"),
 )
 """Models whose converter is Llama's, which interleaves the halves of q's and k's heads."""
 TYPES: Mapping[str, gguf.GGMLQuantizationType] = MappingProxyType(
@@ -92,6 +95,14 @@ def write(
         arch = gguf.MODEL_ARCH.NEMOTRON_H_MOE
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     describe(writer, config)
+    if config.model_type == "apertus":
+        for name, add in (
+            ("alpha_n", writer.add_xielu_alpha_n),
+            ("alpha_p", writer.add_xielu_alpha_p),
+            ("beta", writer.add_xielu_beta),
+            ("eps", writer.add_xielu_eps),
+        ):
+            add([getattr(layer.mlp.act_fn, name).float().item() for layer in model.model.layers])
     for name, value in (facts or {}).items():
         {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)](
             name, value
@@ -103,7 +114,8 @@ def write(
         if tied and key == "lm_head.weight":
             continue
         name = (
-            GEMMA4.get(key.partition("layers.")[2].partition(".")[2])
+            fused_name(key)
+            or GEMMA4.get(key.partition("layers.")[2].partition(".")[2])
             or state_name(config, key)
             or names.get_name(key, try_suffixes=(".weight", ".bias"))
             or names.get_name(key.replace("model.", "backbone."), try_suffixes=(".weight", ".bias"))
@@ -125,6 +137,12 @@ GEMMA4 = MappingProxyType(
     {"router.scale": "blk.#.ffn_gate_inp.scale", "router.per_expert_scale": "blk.#.ffn_down_exps.scale"}
 )
 """What the package's table lacks."""
+
+
+def fused_name(key: str) -> str:
+    """The name of GLM's matrix of queries, keys and values; empty for others."""
+    layer, fused, kind = key.partition(".self_attn.query_key_value.")
+    return f"blk.{layer.rpartition('.')[2]}.attn_qkv.{kind}" if fused else ""
 
 
 def describe_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -200,6 +218,11 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_rope_scaling_factor(own["factor"])
             if own.get("original_max_position_embeddings"):
                 writer.add_rope_scaling_orig_ctx_len(own["original_max_position_embeddings"])
+            if "llama_4_scaling_beta" in own:
+                writer.add_rope_scaling_yarn_beta_fast(own["beta_fast"])
+                writer.add_rope_scaling_yarn_beta_slow(own["beta_slow"])
+                writer.add_rope_scaling_yarn_log_mul(own["mscale_all_dim"])
+                writer.add_attn_temperature_scale(own["llama_4_scaling_beta"])
         if own["rope_type"] == "llama3":
             writer.add_tensor("rope_freqs.weight", llama3_factors(own, config))
         if own["rope_type"] == "longrope":
@@ -363,6 +386,13 @@ def experts_stacked(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             continue
         if family == "nemotron_h" and ".experts." in key:
             found[key.replace("mixer.experts", "mlp.experts") + ".weight"] = tensor
+            continue
+        if family == "apertus" and ".act_fn." in key:
+            continue
+        fused = re.search(r"^(.*self_attn)\.([qkv])_proj\.(weight|bias)$", key)
+        if family == "glm" and fused:
+            parts = [model.state_dict()[f"{fused[1]}.{part}_proj.{fused[3]}"] for part in "qkv"]
+            found[f"{fused[1]}.query_key_value.{fused[3]}"] = torch.cat(parts)
             continue
         if key.endswith("in_proj_qkvz.weight"):
             scope = key.removesuffix("qkvz.weight")

@@ -158,8 +158,8 @@ def weights(settings: Settings, facts: ModelFacts) -> int:
         entries = {} if checkpoint is None else checkpoint.entries
         build = build_outline(facts.config, spec, settings.model.quantization, facts.dtype, entries)
         if checkpoint is not None:
-            kept = (name for name in entries if not any(fnmatchcase(name, pattern) for pattern in build.skipped))
-            return sum(entries[name].size for name in kept)
+            loaded = (name for name in entries if not any(fnmatchcase(name, pattern) for pattern in build.skipped))
+            return sum(entries[name].size for name in loaded)
         return sum(place.target.nbytes for places in build.slots.values() for place in places)
     whole = facts.parameters * facts.dtype.itemsize
     if settings.model.quantization not in ONLINE:

@@ -276,7 +276,7 @@ class HeadNormAttention(Attention):
         if self.norms is None:
             return super().__call__(x, angles, batch, kv, outputs)
         h, made = self.heads, self.qkv(x)
-        q, k, v = made.view(len(made), -1, h.dim).split([h.count, h.kv, h.kv], 1)
+        q, k, v = torch.split(made.view(len(made), -1, h.dim), [h.count, h.kv, h.kv], 1)
         normed = [
             F.layer_norm(each.float(), (h.dim,), eps=norm.eps) * norm.weight.float()
             for each, norm in ((q, self.norms.q), (k, self.norms.k))

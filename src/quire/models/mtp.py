@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ def with_one_more(target: Llama) -> Llama:
     """The model as if it had a layer more, which attends as the last one that does, and has experts if others have."""
     spec, like = target.spec, target.spec.last_attention
     per_layer = ("windows", "chunks", "ropes", "layer_heads", "layer_mlp", "ahead")
-    longer = {name: (*each, each[like]) for name in per_layer if (each := getattr(spec, name))}
+    longer: dict[str, Any] = {name: (*each, each[like]) for name in per_layer if (each := getattr(spec, name))}
     more = copy(target)
     more.spec = replace(spec, layers=spec.layers + 1, **longer)
     return more

@@ -154,6 +154,10 @@ class BaseOps(ABC):
     def clamped_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.clamped_mul`."""
 
+    @abstractmethod
+    def relu2(self, x: Tensor) -> Tensor:
+        """See `Ops.relu2`."""
+
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.embedding`."""
         return F.embedding(tokens, weight)

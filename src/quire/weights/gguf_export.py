@@ -14,7 +14,7 @@ from quire.errors import InvalidModel
 from quire.layers.basic import RopeConfig, frequencies
 from quire.models.spec import Config, ModelSpec
 from quire.types import UNLIMITED
-from quire.weights.entries import Cut, TensorEntry
+from quire.weights.entries import Cut, TensorEntry, rows_of
 from quire.weights.files import listed
 from quire.weights.gguf_model import FAMILIES, PATTERNS, RECURRENT, VARIANTS, Family
 
@@ -116,16 +116,6 @@ def _take(left: dict[str, TensorEntry], theirs: str, part: str, suffix: str, spe
             left.pop(key)
         return rows_of(whole, 0 if first else half, half)
     return left.pop(key)
-
-
-def rows_of(entry: TensorEntry, start: int, count: int) -> TensorEntry:
-    """Some rows of a tensor."""
-
-    def read(cut: Cut) -> Tensor:
-        first, last, _ = (cut[0] if cut else slice(None)).indices(count)
-        return entry.read((slice(start + first, start + last), *cut[1:]))
-
-    return replace(entry, shape=(count, *entry.shape[1:]), read=read, copy=None, each=None, stored=None)
 
 
 def stacked(entries: Sequence[TensorEntry]) -> TensorEntry:

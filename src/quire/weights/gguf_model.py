@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.models.spec import FULL, SLIDING
 from quire.ops.gguf_blocks import BLOCKS, PACKED
-from quire.weights.entries import Cut, TensorEntry, file_entry, read_tensor
+from quire.weights.entries import Cut, TensorEntry, file_entry, read_tensor, rows_of
 from quire.weights.gguf import Gguf, GgufTensorInfo
 
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -177,6 +177,12 @@ QWEN_NEXT_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("ssm_in", "attn_qkv", "attn_gate"), "linear_attn.in_proj_qkvz"),
     "ssm_ba": "linear_attn.in_proj_ba",
 }
+APERTUS_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    "attn_norm": "attention_layernorm",
+    "ffn_norm": "feedforward_layernorm",
+}
+GLM_NAMES: Mapping[str, str] = {**FUSED_NAMES, "attn_qkv": "self_attn.qkv"}
 RECURRENT = ("granitehybrid", "nemotron_h", "nemotron_h_moe", "qwen3next")
 """Architectures with recurrent layers: files are read, and not written."""
 
@@ -230,6 +236,9 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": Family("Starcoder2ForCausalLM", STARCODER_NAMES),
     "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", HUNYUAN_NAMES),
     "ernie4_5": Family("Ernie4_5ForCausalLM"),
+    "mistral3": Family("Ministral3ForCausalLM", interleaved=True),
+    "apertus": Family("ApertusForCausalLM", APERTUS_NAMES),
+    "chatglm": Family("GlmForCausalLM", GLM_NAMES),
     "granitehybrid": Family("GraniteMoeHybridForCausalLM", GRANITE_HYBRID_NAMES, interleaved=True),
     "nemotron_h": Family("NemotronHForCausalLM", NEMOTRON_H_NAMES),
     "nemotron_h_moe": Family("NemotronHForCausalLM", NEMOTRON_H_NAMES),
@@ -303,7 +312,44 @@ def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
             found.setdefault(theirs, []).append(entry)
     whole = {name: below_each_other(parts) for name, parts in found.items()}
     split = {name for name, parts in found.items() if name.endswith("in_proj_qkvz.weight") and len(parts) > 1}
-    return {name: by_key_head(gguf, entry) if name in split else entry for name, entry in whole.items()}
+    whole = {name: by_key_head(gguf, entry) if name in split else entry for name, entry in whole.items()}
+    if gguf.architecture == "chatglm":
+        whole = apart(gguf, whole)
+    return whole | (activations(gguf) if gguf.architecture == "apertus" else {})
+
+
+def apart(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The entries with matrices of queries, keys and values divided into three."""
+    found = dict[str, TensorEntry]()
+    for name, entry in entries.items():
+        before, fused, kind = name.partition(".qkv.")
+        if not fused:
+            found[name] = entry
+            continue
+        heads, kv = gguf.get("attention.head_count"), kv_heads(gguf)
+        row, each = 0, entry.shape[0] // (heads + 2 * kv)
+        for part, count in (("q", heads), ("k", kv), ("v", kv)):
+            found[f"{before}.{part}_proj.{kind}"] = rows_of(entry, row, count * each)
+            row += count * each
+    return found
+
+
+def activations(gguf: Gguf) -> dict[str, TensorEntry]:
+    """The numbers of each layer's xIELU, which are metadata in a file. Raises InvalidModel where there are none."""
+    found = {}
+    for name in ("alpha_p", "alpha_n", "beta"):
+        values = gguf.facts.get(f"xielu.{name}")
+        if not isinstance(values, list) or len(values) < gguf.get("block_count", 0):
+            raise InvalidModel(f"{gguf.path.name} lacks xielu.{name}, a number for each layer: convert the model again")
+        for i, value in enumerate(values):
+            found[f"model.layers.{i}.mlp.act_fn.{name}"] = number_entry(gguf, float(value))
+    return found
+
+
+def number_entry(gguf: Gguf, value: float) -> TensorEntry:
+    """A tensor of one number, which is metadata."""
+    tensor = torch.tensor([value])
+    return TensorEntry(torch.float32, (1,), (gguf.path.name, 0), "F32", 4, lambda cut: tensor[cut])
 
 
 def below_each_other(parts: Sequence[TensorEntry]) -> TensorEntry:
@@ -387,7 +433,7 @@ def by_key_head(gguf: Gguf, entry: TensorEntry) -> TensorEntry:
     its key, its values and their gates."""
     keys, values = gguf.get("ssm.group_count"), gguf.get("ssm.inner_size")
     size = gguf.get("ssm.state_size") * keys
-    kinds = torch.arange(entry.shape[0]).split([values, size, size, values])
+    kinds = torch.split(torch.arange(entry.shape[0]), [values, size, size, values])
     gate, query, key, value = (kind.view(keys, -1) for kind in kinds)
     rows = torch.cat([query, key, value, gate], 1).flatten()
     return entry.transformed(entry.shape, lambda whole: whole[rows], rows_only=True)
@@ -443,7 +489,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         "layer_types": layer_types(gguf),
         "layer_norm_eps": get("attention.layer_norm_epsilon"),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "attention_bias": any(f"blk.0.{part}.bias" in gguf.tensors for part in ("attn_q", "attn_qkv")),
         "use_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "qkv_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in gguf.tensors,
@@ -639,4 +685,12 @@ def scaling(gguf: Gguf) -> dict[str, Any] | None:
     metadata: dict[str, Any] = {"rope_type": kind, "factor": gguf.get("rope.scaling.factor")}
     metadata |= {"original_max_position_embeddings": length}
     metadata |= {"truncate": False} if gguf.architecture == "gpt-oss" else {}
+    strength = gguf.get("rope.scaling.yarn_log_multiplier")
+    metadata |= {
+        "beta_fast": gguf.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": gguf.get("rope.scaling.yarn_beta_slow"),
+        # Where the two are the same they cancel each other.
+        **dict.fromkeys(("mscale", "mscale_all_dim"), strength),
+        "llama_4_scaling_beta": gguf.get("attention.temperature_scale"),
+    }
     return {name: value for name, value in metadata.items() if value is not None}
