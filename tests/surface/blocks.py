@@ -481,6 +481,11 @@ NAMED = (
         PARSED,
     ),
     Named(
+        "docs/guides/speculative-decoding.md: quire serve Qwen/Qwen3-Next-80B-A3B-Instruct --spec",
+        "needs more memory than there is",
+        PARSED,
+    ),
+    Named(
         "docs/guides/upstream.md: quire serve --backend vllm --model Qwen/Qwen2.5-7B-Instruct",
         "needs vLLM",
         "tests/frontend/test_supervisor.py",

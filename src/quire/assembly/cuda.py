@@ -28,6 +28,7 @@ from quire.assembly.speculate import (
     draft_layers,
     load_draft,
     speculative_graph_keys,
+    wants_mtp,
 )
 from quire.config import Settings
 from quire.config.speculative import parse
@@ -95,6 +96,8 @@ def make_executor(
     sizes: dict[str, Any] = {"tokens": tokens, "captured": captured, "rows": rows}
     sizes |= {"gathered": gathered_tokens(limits, device), "image_tokens": image_tokens if images else (0, 0)}
     work = working_bytes(spec, model.dtype, **sizes)
+    # The layer for multi-token prediction reads hidden states of every token once the step has sampled.
+    work += tokens * spec.hidden * model.dtype.itemsize * wants_mtp(settings)
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
     budget, states = cache.kv_cache_memory_bytes or left, limits.num_rows * (1 + drafts)
     snapshots = snapshot_slots(settings, limits, layers, states, budget)
@@ -110,7 +113,8 @@ def make_executor(
     keys = graph_keys(max_num_seqs, tokens, captured)
     if not spec.generates:
         keys = pooling_keys(keys, "hidden" if spec.bidirectional else "feed")
-    keys += speculative_graph_keys(max_num_seqs, min(tokens, LARGEST_GEMM_WORKSPACE), drafts, draft is not None)
+    fed = keys if wants_mtp(settings) else ()
+    keys += speculative_graph_keys(max_num_seqs, min(tokens, LARGEST_GEMM_WORKSPACE), drafts, draft is not None, fed)
     started = time.monotonic()
     with autotuning(Path(knobs.cache.dir) / AUTOTUNE_CACHE):
         executor = CudaExecutor(
@@ -129,7 +133,9 @@ def make_executor(
             heads=heads,
             images=images,
             snapshots=snapshots,
-            catch_up=None if draft is None else GraphKey(follow, bucket_seqs(1), follow, 0, "follow"),
+            catch_up=None
+            if draft is None or wants_mtp(settings)
+            else GraphKey(follow, bucket_seqs(1), follow, 0, "follow"),
         )
     state_slots = states + snapshots + 1
     kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size) + state_slots * state_bytes(layers)

@@ -27,7 +27,7 @@ from quire.assembly.limits import (
     snapshot_slots,
 )
 from quire.assembly.progress import loading
-from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft
+from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft, wants_mtp
 from quire.assembly.text import build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.config import Settings
 from quire.config.speculative import parse
@@ -340,6 +340,7 @@ def _load(
             overrides=hf_overrides(settings),
             words=None if pooler.words is None else word_ids(pooler.words, build_tokenizer(settings)),
             vision=vision,
+            mtp=wants_mtp(settings),
         )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from quire.assembly import extra
 from quire.assembly.engine import choose_executor
+from quire.assembly.speculate import wants_mtp
 from quire.assembly.text import Text, build_text, build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
@@ -38,7 +39,8 @@ class ModelFacts(NamedTuple):
     """A model's headers. trouble: why it could not be loaded, empty where it could. dtype: of activations.
 
     parameters: how many. layers: K/V by layer, None where that is known once it is loaded. foreign: transformers runs
-    it. whole: its K/V is kept by sequence, not in blocks. pooler: how prompts become vectors.
+    it. whole: its K/V is kept by sequence, not in blocks. pooler: how prompts become vectors. draft_parameters: of its
+    layer for multi-token prediction, which `parameters` has where it is asked for.
     """
 
     folder: Path
@@ -52,6 +54,7 @@ class ModelFacts(NamedTuple):
     foreign: bool = False
     whole: bool = False
     pooler: PoolerConfig = GENERATES
+    draft_parameters: int = 0
 
 
 def read_facts(settings: Settings) -> ModelFacts:
@@ -64,7 +67,7 @@ def read_facts(settings: Settings) -> ModelFacts:
         return foreign_facts(settings, folder, config)
     pooler = pooler_of(settings)
     config = overridden(config, hf_overrides(settings)) | ({"num_labels": 1, "id2label": None} if pooler.words else {})
-    spec = read_spec(config, pools=not pooler.generates)
+    spec = read_spec(config, pools=not pooler.generates, mtp=wants_mtp(settings))
     checkpoint, trouble = None, ""
     try:
         words = None if pooler.words is None else word_ids(pooler.words, build_tokenizer(settings))
@@ -74,7 +77,19 @@ def read_facts(settings: Settings) -> ModelFacts:
         trouble = str(error)
     dtype = choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"))
     kept = layer_shapes(spec.kv_shapes, dtype, spec.state_shapes)
-    return ModelFacts(folder, config, spec, checkpoint, trouble, dtype, parameters(spec), kept, pooler=pooler)
+    return ModelFacts(
+        *(folder, config, spec, checkpoint, trouble, dtype, parameters(spec), kept),
+        pooler=pooler,
+        draft_parameters=draft_parameters(config),
+    )
+
+
+def draft_parameters(config: Mapping[str, Any]) -> int:
+    """Parameters of the layer for multi-token prediction, 0 for a model without one."""
+    try:
+        return parameters(read_spec(config, mtp=True)) - parameters(read_spec(config))
+    except InvalidModel:
+        return 0
 
 
 def foreign_facts(settings: Settings, folder: Path, config: Mapping[str, Any]) -> ModelFacts:
@@ -119,11 +134,16 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     yield "layers", f"{spec.layers} of width {spec.hidden}, MLP {spec.mlp} ({spec.activation})"
     if moe := spec.experts:
         dense = f", layers {', '.join(map(str, sorted(moe.dense_layers)))} dense" if moe.dense_layers else ""
+        if spec.mamba is not None and moe.dense_layers:
+            dense = f", in {spec.layers - len(moe.dense_layers)} of {spec.layers} layers"
         shared = f", beside a shared one of width {moe.shared}" if moe.shared else ""
         yield (
             "experts",
             f"{moe.num_experts_per_token} of {moe.num_experts} a token, of width {moe.width}{shared}{dense}",
         )
+    if facts.draft_parameters:
+        option = "" if spec.draft_layers else ', with --speculative-config \'{"method": "mtp"}\''
+        yield "drafts", f"1 layer for multi-token prediction, {count(facts.draft_parameters)} parameters{option}"
     heads = (
         f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads) if heads
     )

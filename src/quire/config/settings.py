@@ -520,7 +520,7 @@ class SchedulerConfig:
     speculative_config: str | None = option(
         None,
         'Draft tokens ahead and verify them, answers unchanged: a JSON object, such as {"method": "ngram"} or '
-        '{"method": "draft_model", "num_speculative_tokens": 4}. Unset: no speculation.',
+        '{"method": "draft_model", "num_speculative_tokens": 4} or {"method": "mtp"}. Unset: no speculation.',
         mapping=True,
     )
     max_num_queued_reqs: int = option(

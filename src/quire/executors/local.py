@@ -11,7 +11,7 @@ from quire.model_runner.device_steps import DeviceSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.images import ImageRunner
 from quire.model_runner.lookahead_runner import LookaheadRunner
-from quire.model_runner.memory import LayerShape, allocate, block_bytes, layer_shapes
+from quire.model_runner.memory import LayerShape, allocate, block_bytes, layer_shapes, state_bytes
 from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.row_state import RowState
 from quire.model_runner.runner import LaunchedStep, Runner
@@ -86,6 +86,7 @@ class LocalExecutor:
             dtype=str(dtype).removeprefix("torch."),
             recurrent=recurrent,
             num_snapshots=snapshots * recurrent,
+            state_bytes=state_bytes(layers),
             bidirectional=model.spec.bidirectional,
         )
 

@@ -176,6 +176,8 @@ class LookaheadRunner(BaseRunner):
         """Seconds of a decode step of so many rows that verifies and makes so many drafts each, on padding."""
         shape = StepShape.of(tuple(Span(r, 1 + num_drafts, 1 + num_drafts, 1 + num_drafts) for r in range(num_rows)))
         keys = [GraphKey.of(shape), GraphKey.head(len(shape.sample_indices), 0)]
+        if self.proposer is not None:
+            keys += self.proposer.follow(shape)
         if num_drafts and self.proposer is not None:
             keys += self.proposer.keys(shape, np.full(num_rows, num_drafts, np.intp), 0, len(self.batch.tokens))
             self.proposer.reset()
@@ -383,14 +385,15 @@ class LookaheadRunner(BaseRunner):
         if self.proposer is None:
             return ()
         self.proposer.admit(plan, shape, self.rows)
+        follow = self.proposer.follow(shape)
         if not any(plan.num_drafts):
-            return ()
+            return follow
         wanted_drafts = np.array(plan.num_drafts, dtype=np.intp)[shape.sampling_spans]
         if self.last_drafts != (shape, plan.num_drafts):
             self.last_drafts = shape, plan.num_drafts
             updates.append((self.state.offsets["wanted"], wanted_drafts.astype(np.int32)))
         features = self.features & DRAFT_FEATURES
-        return self.proposer.keys(shape, wanted_drafts, features, len(self.batch.tokens))
+        return follow + self.proposer.keys(shape, wanted_drafts, features, len(self.batch.tokens))
 
     def _run(self, key: GraphKey) -> None:
         self.queue.run(key, partial(self._work, key))
@@ -414,7 +417,8 @@ class LookaheadRunner(BaseRunner):
         tokens, spans, max_query = key[:3]
         state = self.state
         samples = min(tokens, padding(spans * (1 + state.max_drafts)))
-        outputs, every = None, key.kind == "hidden"
+        reads = self.proposer is not None and self.proposer.reads_hidden
+        outputs, every = None, reads or key.kind == "hidden"
         if samples < tokens and not every:
             outputs = state.step.sample_indices[:samples].clamp(max=tokens - 1)
         batch = slice_batch(self.batch, tokens, spans, max_query, outputs, long_spans=long_spans)
@@ -424,10 +428,12 @@ class LookaheadRunner(BaseRunner):
         if self.hidden is None:
             self.hidden = hidden.new_zeros(state.max_samples, hidden.shape[1])
         self.steps.advance(state, state.step, spans, hidden, self.hidden[:samples])
-        if every:
+        if key.kind == "hidden":
             if self.every is None:
                 self.every = hidden.new_zeros(len(self.batch.tokens), hidden.shape[1])
             self.every[:tokens] = hidden
+        if self.proposer is not None and self.proposer.reads_hidden:
+            self.proposer.keep(hidden)
 
     def _image_padding(self, key: GraphKey) -> None:
         """Launch the forward of a step that feeds tokens of images, if there are any whose kernels are their own."""

@@ -52,6 +52,9 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
         "(displaced), or no other block was left for a sequence (evicted).",
     ),
     "quire:pins_refused": ("", "KV blocks that were to be pinned, and were not for the bound."),
+    "quire:state_snapshots_taken": ("", "Snapshots of recurrent layers' states taken for the prefix cache."),
+    "quire:state_snapshot_hits": ("", "Times a sequence went on from one."),
+    "quire:state_snapshot_evictions": ("", "Snapshots evicted for others, or with their block of K/V."),
     "quire:step_failures": ("", "Steps that could not be run."),
 }
 GAUGES: Mapping[str, tuple[str, str]] = {
@@ -67,6 +70,8 @@ GAUGES: Mapping[str, tuple[str, str]] = {
     "quire:pages": ("state", "KV blocks by state: held by sequences, cached for later ones, or free (blank)."),
     "quire:pinned_pages": ("", "KV blocks that are pinned: evicted after all others."),
     "quire:pages_shared": ("", "KV blocks that more than one sequence holds."),
+    "quire:state_snapshots": ("", "Snapshots of recurrent layers' states kept for the prefix cache."),
+    "quire:state_snapshot_bytes": ("", "Bytes that they take, of those reserved for --state-snapshots."),
     "quire:fragmentation_internal": ("", "Share of the positions in held KV blocks that hold no token."),
     "quire:fragmentation_external": ("", "Share of the free KV blocks outside the longest run of them."),
     "quire:queue_tokens": ("", "Tokens of waiting requests, before any hit in the prefix cache."),
@@ -203,6 +208,7 @@ class EngineMetrics(Observer):
 
     def _counters(self, engine: Engine) -> dict[str, Any]:
         stats, gauges, images = engine.stats, engine.gauges(), engine.scheduler.encoder_cache
+        snapshots = engine.scheduler.kv.snapshots.stats()
         return {
             "vllm:prompt_tokens": stats.num_prompt_tokens,
             "vllm:prompt_tokens_by_source": {
@@ -234,6 +240,9 @@ class EngineMetrics(Observer):
             "quire:page_evictions": gauges.evictions,
             "quire:pins_ended": dict(engine.scheduler.kv.pins.ended),
             "quire:pins_refused": engine.scheduler.kv.pins.num_refused,
+            "quire:state_snapshots_taken": snapshots.num_taken,
+            "quire:state_snapshot_hits": snapshots.num_hits,
+            "quire:state_snapshot_evictions": snapshots.num_evicted,
             "quire:step_failures": self.failures,
             "quire:jit_compiles_after_ready": self.compiles(),
         }
@@ -243,6 +252,7 @@ class EngineMetrics(Observer):
         pool, queued = scheduler.kv.block_pool, scheduler.waiting.num_queued
         cached = len(pool.eviction_policy)
         usage = gauges.used_blocks / pool.num_blocks if pool.num_blocks else 0.0
+        kept = scheduler.kv.snapshots.stats().num_kept
         now = engine.clock.now()
         if not scheduler.running or now - self._pool_time >= _POOL_STATE_INTERVAL:
             self._pool, self._pool_time = pool_state(scheduler), now
@@ -255,6 +265,8 @@ class EngineMetrics(Observer):
             "quire:pages": {"held": gauges.used_blocks, "cached": cached, "blank": len(pool.free_list)},
             "quire:pinned_pages": len(scheduler.kv.pins.pinned),
             "quire:pages_shared": self._pool.shared,
+            "quire:state_snapshots": kept,
+            "quire:state_snapshot_bytes": kept * engine.description.state_bytes,
             "quire:fragmentation_internal": self._pool.internal,
             "quire:fragmentation_external": self._pool.external,
             "quire:queue_tokens": sum([len(seq.tokens) for seq in scheduler.sequences.values() if seq.row is None]),

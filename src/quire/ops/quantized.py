@@ -153,6 +153,10 @@ class BaseOps(ABC):
     def clamped_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.clamped_mul`."""
 
+    @abstractmethod
+    def relu2(self, x: Tensor) -> Tensor:
+        """See `Ops.relu2`."""
+
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.embedding`."""
         return F.embedding(tokens, weight)
@@ -168,6 +172,7 @@ class BaseOps(ABC):
             "gelu": self.gelu_mul,
             "gelu_erf": self.gelu_erf_mul,
             "clamped": self.clamped_mul,
+            "relu2": self.relu2,
         }
         return gates[gate](y) if gate else y
 

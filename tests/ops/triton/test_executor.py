@@ -12,8 +12,11 @@ from quire.engine.engine import Engine
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.graphs import WorkQueue
+from quire.model_runner.memory import allocate, layer_shapes
+from quire.model_runner.mtp import MTPProposer
 from quire.model_runner.speculative import NgramProposer
 from quire.model_runner.triton_steps import TritonSteps
+from quire.models.registry import mtp_of
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import attention, attention_schedule
 from quire.ops.triton.ops import TritonOps
@@ -23,6 +26,7 @@ from quire.scheduler.speculation import FixedDrafts
 from quire.types import Request, SamplingParams
 from quire.weights.load import load_model
 from tests import checkpoints
+from tests.mtp import make_mtp
 
 SIZES: dict[str, Any] = {"pages": 40, "page_size": 16, "rows": 4, "max_model_len": 64, "dtype": torch.float32}
 SIZES["snapshots"] = 6
@@ -71,6 +75,31 @@ def test_chunks_decode_drafts_and_samples_through_interpreted_kernels(shape: str
     assert not any(
         each.k[0].any() or each.v[0].any() for each in executor.runner.kv
     )  # the null block: nothing writes there
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/executors/test_gpu.py does it on the card")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "glm4_moe-groups",
+        pytest.param("deepseek_v3-groups-yarn", marks=pytest.mark.nightly),
+        pytest.param("glm4_moe_lite-gqa", marks=pytest.mark.nightly),
+    ],
+)
+def test_drafts_by_multi_token_prediction_through_interpreted_kernels(shape: str, tmp_path: Path) -> None:
+    make_mtp(tmp_path, shape)
+    device = torch.device("cpu")
+    model = load_model(tmp_path, dtype="float32", device=device, ops=TritonOps(device), mtp=True)
+    layer = mtp_of(model)
+    assert layer is not None
+    kv = allocate(layer_shapes(layer.kv_shapes, torch.float32), pages=40, page_size=16)
+    proposer = MTPProposer(layer, kv, num_drafts=2, rows=4, device=device)
+    steps = TritonSteps(device)
+    executor = CudaExecutor(model, **SIZES, tokens=64, device=device, steps=steps, queue=WorkQueue(), proposer=proposer)
+    local = LocalExecutor(load_model(tmp_path, dtype="float32"), **SIZES)
+    assert answers(executor, 1, shared=8, new=3) == answers(local, 0, shared=8, new=3)
+    assert kv[0].k[1:].any()
 
 
 @pytest.mark.nightly

@@ -138,7 +138,9 @@ class TritonOps(BaseOps):
         gate: Gate,
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
-        """See `Ops.experts`."""
+        """See `Ops.experts`. Kernels have gates; without one, every expert computes every token."""
+        if gate == "relu2":
+            return super().experts(x, routing, gate_up, down, gate, biases)
         how = self.expert_config(routing, down)
         return mixture.experts(x, routing, gate_up, down, gate, how, self.card, biases)
 
@@ -158,6 +160,8 @@ class TritonOps(BaseOps):
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
+        if gate == "relu2":
+            return super().quantized_experts(x, routing, gate_up, down, gate, biases)
         if isinstance(gate_up, IntegerMatrix) and isinstance(down, IntegerMatrix):
             if integer_gemv.takes(x, self.card, gate_up, down):
                 inner = integer_gemv.multiply_slots(x, routing, gate_up, gate, self.card, biases.gate_up)
