@@ -11,7 +11,7 @@ import click
 import torch
 
 from quire.assembly import extra
-from quire.assembly.engine import choose_executor
+from quire.assembly.engine import choose_executor, choose_ops
 from quire.assembly.text import Text, build_text, build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
@@ -72,9 +72,17 @@ def read_facts(settings: Settings) -> ModelFacts:
         check(config, spec, checkpoint, model.quantization)
     except InvalidModel as error:
         trouble = str(error)
-    dtype = choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"))
+    dtype = choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"), packed=keeps_packed(settings))
     kept = layer_shapes(spec.kv_shapes, dtype, spec.state_shapes)
     return ModelFacts(folder, config, spec, checkpoint, trouble, dtype, parameters(spec), kept, pooler=pooler)
+
+
+def keeps_packed(settings: Settings) -> bool:
+    """Whether the device's kernels multiply quantized blocks as they are stored, see `choose_dtype`."""
+    how = settings.execution
+    if how.device == "cuda" or (how.device == "auto" and torch.cuda.is_available()):
+        return True
+    return choose_ops(torch.device("cpu"), how.deterministic, kernels=how.cpu_kernels).multiplies_integers
 
 
 def foreign_facts(settings: Settings, folder: Path, config: Mapping[str, Any]) -> ModelFacts:

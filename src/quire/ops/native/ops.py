@@ -23,7 +23,7 @@ from quire.ops.base import (
 )
 from quire.ops.integer import integers_of
 from quire.ops.native.library import LEVELS, CAttention, CMatrix, CNorm, CRope, load, parallel_function
-from quire.ops.native.pack import in_panels
+from quire.ops.native.pack import empty_blocks, in_panels, write_blocks
 from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -95,6 +95,14 @@ class NativeOps(ReferenceOps):
             return MixedMatrix(tuple(in_panels(cast(IntegerMatrix, part)) for part in matrix.parts))
         found = integers_of(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
         return in_panels(found) if isinstance(found, IntegerMatrix) else matrix
+
+    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> PanelMatrix | None:
+        """See `Ops.empty_blocks`."""
+        return empty_blocks(kind, outputs, inputs)
+
+    def write_blocks(self, matrix: PanelMatrix, kind: str, first: int, raw: Tensor) -> None:
+        """See `Ops.write_blocks`."""
+        write_blocks(self.library, matrix, kind, first, raw)
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""
