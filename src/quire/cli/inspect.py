@@ -22,6 +22,7 @@ from quire.layers.basic import RopeConfig
 from quire.model_runner.memory import LayerShape, block_bytes, layer_shapes
 from quire.models.registry import idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
+from quire.ops.base import Ops
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED
 from quire.weights.files import Checkpoint, read_config
@@ -77,12 +78,18 @@ def read_facts(settings: Settings) -> ModelFacts:
     return ModelFacts(folder, config, spec, checkpoint, trouble, dtype, parameters(spec), kept, pooler=pooler)
 
 
-def keeps_packed(settings: Settings) -> bool:
-    """Whether the device's kernels multiply quantized blocks as they are stored, see `choose_dtype`."""
+def planned_ops(settings: Settings) -> Ops | None:
+    """The operations of a model that is loaded so; None for a GPU's, which may not be here."""
     how = settings.execution
     if how.device == "cuda" or (how.device == "auto" and torch.cuda.is_available()):
-        return True
-    return choose_ops(torch.device("cpu"), how.deterministic, kernels=how.cpu_kernels).multiplies_integers
+        return None
+    return choose_ops(torch.device("cpu"), how.deterministic, kernels=how.cpu_kernels)
+
+
+def keeps_packed(settings: Settings) -> bool:
+    """Whether kernels multiply quantized blocks as they are stored, see `choose_dtype`: a GPU's do."""
+    ops = planned_ops(settings)
+    return ops is None or ops.multiplies_integers
 
 
 def foreign_facts(settings: Settings, folder: Path, config: Mapping[str, Any]) -> ModelFacts:

@@ -46,6 +46,16 @@ class StoredBlocks:
         return PACKED[self.kind](raw.view(-1, self.size)).matrix(len(raw))
 
 
+def kept_bytes(kind: StoredBlocks, ops: Ops) -> float:
+    """Bytes of a number with its share of scales, as the kernels of `ops` keep a matrix of this type."""
+    rows, columns = PANEL_ROWS, 256
+    panels = ops.empty_blocks(kind.kind, rows, columns)
+    if panels is None:
+        raw = torch.zeros(rows, kind.bytes_of(slice(0, columns)).stop, dtype=torch.uint8)
+        return kind.packed(raw).nbytes / (rows * columns)
+    return panels.nbytes / (rows * columns)
+
+
 class BlockRows:
     """Parts of one type of blocks, one below the other, whose bytes are in memory until they are repacked all at once.
 
