@@ -1093,7 +1093,7 @@ static void scores(const struct attention *a, int64_t span, int64_t group, int64
         for (int64_t j = 0; j < count; j++) {
             vf dot = zero();
             for (int64_t i = 0; i < dim; i += LANES)
-                dot += loadf(held + j * dim + i) * loadf(q + r * dim + i);
+                dot = fused(loadf(held + j * dim + i), loadf(q + r * dim + i), dot);
             part[j] = dot;
         }
         vf s = sums_of(part);
@@ -1114,7 +1114,7 @@ INLINE void weigh(const struct attention *a, const int64_t *from, int64_t count,
         for (int i = 0; i < size; i++) {
             vf v = get16(a->v, from[j] + i * LANES, a->kv_bf16);
             for (int r = 0; r < rows; r++)
-                sum[r][i] += v * score[r * KEYS + j];
+                sum[r][i] = fused(v, all(score[r * KEYS + j]), sum[r][i]);
         }
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < size; i++)
@@ -1163,12 +1163,17 @@ static void hide(const struct attention *a, int64_t past, int64_t at, int64_t co
     }
 }
 
-/* One span's queries of one K/V head: online softmax over its blocks, at positions that are multiples of KEYS. */
-static void attend(const struct attention *a, int64_t span, int64_t group) {
-    int64_t share = a->heads / a->groups, first = a->query_start[span], n = a->query_start[span + 1] - first;
-    int64_t rows = n * share, dim = a->dim, wide_dim = a->value_dim, length = a->kv_len[span], past = length - n;
-    float *q = room(0, sizeof(float) * rows * (dim + wide_dim + KEYS + 2));
-    float *total = q + rows * dim, *score = total + rows * wide_dim, *top = score + rows * KEYS, *weight = top + rows;
+#define QUERIES 32 /* of a task: what none of them sees of a prompt is not read */
+
+/* Queries `from` to `to` of one span and one K/V head: online softmax over its blocks, at positions that are multiples of
+   KEYS, so that a query has the same bits whatever is attended with it. */
+static void attend(const struct attention *a, int64_t span, int64_t group, int64_t from, int64_t to) {
+    int64_t share = a->heads / a->groups, first = a->query_start[span] + from, n = to - from;
+    int64_t whole = a->query_start[span + 1] - a->query_start[span], past = a->kv_len[span] - whole + from;
+    int64_t rows = n * share, dim = a->dim, wide_dim = a->value_dim, length = past + n;
+    float *q = room(0, sizeof(float) * (rows * (dim + wide_dim + KEYS + 2) + LANES));
+    float *total = q + rows * dim, *score = total + rows * wide_dim, *top = score + rows * KEYS + LANES, *weight = top + rows;
+    /* Scores from `lead` on may end in the next row, before its own, and after the last. */
     for (int64_t r = 0; r < rows; r++) {
         int64_t head = group * share + r % share, at = (first + r / share) * a->q_stride + head * dim;
         for (int64_t i = 0; i < dim; i += LANES)
@@ -1181,13 +1186,15 @@ static void attend(const struct attention *a, int64_t span, int64_t group) {
     int64_t lowest = past + 1 - a->window, begin = past / a->chunk * a->chunk;
     int64_t start = lowest > begin ? lowest : begin;
     for (int64_t at = start < 0 ? 0 : start; at < length;) {
-        int64_t stop = (at / KEYS + 1) * KEYS, count = (stop < length ? stop : length) - at;
+        int64_t lead = at % KEYS, stop = at - lead + KEYS, count = (stop < length ? stop : length) - at;
         for (int64_t j = 0; j < count; j += LANES)
-            scores(a, span, group, at + j, count - j < LANES ? count - j : LANES, q, rows, score + j);
-        hide(a, past, at, count, rows, score);
+            scores(a, span, group, at + j, count - j < LANES ? count - j : LANES, q, rows, score + lead + j);
+        hide(a, past, at, count, rows, score + lead);
         for (int64_t r = 0; r < rows; r++) {
             float *s = score + r * KEYS, best = top[r];
-            for (int64_t j = count; j < KEYS; j++)
+            for (int64_t j = 0; j < lead; j++)
+                s[j] = -INFINITY;
+            for (int64_t j = lead + count; j < KEYS; j++)
                 s[j] = -INFINITY;
             vf most = maximum(maximum(loadf(s), loadf(s + 16)), maximum(loadf(s + 32), loadf(s + 48)));
             for (int i = 0; i < LANES; i++)
@@ -1208,7 +1215,7 @@ static void attend(const struct attention *a, int64_t span, int64_t group) {
             for (int64_t i = 0; i < wide_dim; i += LANES)
                 storef(total + r * wide_dim + i, loadf(total + r * wide_dim + i) * shrink);
         }
-        values(a, span, group, at, count, score, rows, total);
+        values(a, span, group, at, count, score + lead, rows, total);
         at += count;
     }
     for (int64_t r = 0; r < rows; r++) {
@@ -1218,14 +1225,23 @@ static void attend(const struct attention *a, int64_t span, int64_t group) {
     }
 }
 
+/* Tasks are a span's groups times its pieces of QUERIES, in the order of spans. */
 static void attention(const struct attention *a, int64_t *next) {
+    int64_t span = 0, before = 0;
     for (;;) {
-        int64_t task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
-        if (task >= a->spans * a->groups)
+        int64_t task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED), n = 0, pieces = 0;
+        for (; span < a->spans; span++) {
+            n = a->query_start[span + 1] - a->query_start[span];
+            pieces = n > a->most ? 0 : (n + QUERIES - 1) / QUERIES;
+            if (task < before + pieces * a->groups)
+                break;
+            before += pieces * a->groups;
+        }
+        if (span >= a->spans)
             return;
-        int64_t span = task / a->groups, n = a->query_start[span + 1] - a->query_start[span];
-        if (n > 0 && n <= a->most)
-            attend(a, span, task % a->groups);
+        /* The last pieces first: they take longest. */
+        int64_t piece = pieces - 1 - (task - before) / a->groups, from = piece * QUERIES;
+        attend(a, span, (task - before) % a->groups, from, from + QUERIES < n ? from + QUERIES : n);
     }
 }
 

@@ -55,7 +55,7 @@ from quire.observability.recording_format import recording_folder
 from quire.ops.base import Ops
 from quire.ops.batch_invariant import BatchInvariantOps, SteadyOps, stable_rows
 from quire.ops.native.library import LEVELS, best_level
-from quire.ops.native.ops import NativeOps
+from quire.ops.native.ops import InvariantNativeOps, NativeOps
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.encoder_cache import EncoderCache
@@ -367,9 +367,9 @@ def choose_ops(
     if deterministic is None and embedded:
         rows = stable_rows()
         return SteadyOps(rows) if rows else BatchInvariantOps()
-    if deterministic:
-        return BatchInvariantOps()
     level = choose_level(kernels)
+    if deterministic:
+        return InvariantNativeOps(level) if level else BatchInvariantOps()
     return NativeOps(level) if level else ReferenceOps()
 
 

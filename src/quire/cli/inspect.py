@@ -11,7 +11,7 @@ import click
 import torch
 
 from quire.assembly import extra
-from quire.assembly.engine import choose_executor
+from quire.assembly.engine import choose_executor, choose_ops
 from quire.assembly.speculate import wants_mtp
 from quire.assembly.text import Text, build_text, build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.cli.base import SettingsCommand
@@ -23,6 +23,7 @@ from quire.layers.basic import RopeConfig
 from quire.model_runner.memory import LayerShape, block_bytes, layer_shapes
 from quire.models.registry import idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
+from quire.ops.base import Ops
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED
 from quire.weights.files import Checkpoint, read_config
@@ -75,7 +76,7 @@ def read_facts(settings: Settings) -> ModelFacts:
         check(config, spec, checkpoint, model.quantization)
     except InvalidModel as error:
         trouble = str(error)
-    dtype = choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"))
+    dtype = choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"), packed=keeps_packed(settings))
     kept = layer_shapes(spec.kv_shapes, dtype, spec.state_shapes)
     return ModelFacts(
         *(folder, config, spec, checkpoint, trouble, dtype, parameters(spec), kept),
@@ -90,6 +91,20 @@ def draft_parameters(config: Mapping[str, Any]) -> int:
         return parameters(read_spec(config, mtp=True)) - parameters(read_spec(config))
     except InvalidModel:
         return 0
+
+
+def planned_ops(settings: Settings) -> Ops | None:
+    """The operations of a model that is loaded so; None for a GPU's, which may not be here."""
+    how = settings.execution
+    if how.device == "cuda" or (how.device == "auto" and torch.cuda.is_available()):
+        return None
+    return choose_ops(torch.device("cpu"), how.deterministic, kernels=how.cpu_kernels)
+
+
+def keeps_packed(settings: Settings) -> bool:
+    """Whether kernels multiply quantized blocks as they are stored, see `choose_dtype`: a GPU's do."""
+    ops = planned_ops(settings)
+    return ops is None or ops.multiplies_integers
 
 
 def foreign_facts(settings: Settings, folder: Path, config: Mapping[str, Any]) -> ModelFacts:

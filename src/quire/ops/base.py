@@ -349,6 +349,14 @@ class Ops(Protocol):
     def arranged(self, matrix: AnyMatrix) -> AnyMatrix:
         """The same matrix as these products read it fastest. Called once, when it is loaded."""
 
+    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> PanelMatrix | None:
+        """A matrix of GGUF's blocks of a type, whose rows `write_blocks` fills; None where blocks are repacked all at
+        once, by `arranged`."""
+
+    def write_blocks(self, matrix: PanelMatrix, kind: str, first: int, raw: Tensor) -> None:
+        """Fill rows from number `first` on, a multiple of 16, of a matrix of `empty_blocks`. raw: uint8 [rows, bytes of
+        a row], on the CPU. Called from several threads, each for rows of its own."""
+
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a quantized matrix."""
 
