@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -144,7 +145,7 @@ class DeviceCopies:
             buffer, parts = self.outward[self.turn]
             with self.queue:
                 if (free := self.free[self.turn]) is not None:
-                    free.wait()  # type: ignore[no-untyped-call]
+                    free.wait()
                 chosen = blocks.to(self.device, non_blocking=True)
                 for part, line in parts:
                     line[: len(piece)].copy_(part.index_select(0, chosen))
@@ -158,19 +159,19 @@ class DeviceCopies:
             for i, (_, slot) in enumerate(piece):
                 self.lines[slot].copy_(buffer[i])
             return None
-        with torch.cuda.stream(self.save_stream):  # type: ignore[no-untyped-call]
-            gathered.wait()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self.save_stream):
+            gathered.wait()
             for i, (_, slot) in enumerate(piece):
                 self.lines[slot].copy_(buffer[i], non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()  # type: ignore[no-untyped-call]
+            done.record()
         return done
 
     @torch.inference_mode()
     def load(self, pairs: Pairs) -> None:
         """Over the bus and into the blocks, on a stream of its own."""
         if self.on_gpu:
-            with torch.cuda.stream(self.load_stream):  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self.load_stream):
                 self._load(pairs, self.load_stream.synchronize)
         else:
             self._load(pairs, lambda: None)
@@ -296,7 +297,7 @@ class TieredBlockStore:
                 self._report(CopyDone("read", ticket, failed, time.perf_counter() - began))
 
         for key, slot in copies:
-            self._readers.put(lambda key=key, slot=slot: work(key, slot))  # type: ignore[misc]
+            self._readers.put(partial(work, key, slot))
 
     def write(self, ticket: int, key: bytes, slot: int) -> None:
         """In a thread, in the order of calls."""
@@ -313,9 +314,9 @@ class TieredBlockStore:
 
     def remove(self, keys: Seq[bytes]) -> None:
         """In the thread that writes, after what was to be written before."""
-        files = self._files
-        if files is not None and keys:
-            self._writer.put(lambda: [files.remove(key) for key in keys] and None)
+        for key in keys:
+            assert self._files is not None
+            self._writer.put(partial(self._files.remove, key))
 
     def _report(self, done: CopyDone) -> None:
         self._done.append(done)
@@ -382,7 +383,7 @@ def digest_of(tensors: Seq[Tensor]) -> bytes:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    dense = tensor.to_dense() if tensor.is_mkldnn else tensor  # type: ignore[no-untyped-call]
+    dense = tensor.to_dense() if tensor.is_mkldnn else tensor
     flat = dense.detach().contiguous().view(-1).view(torch.uint8)
     return flat.view(torch.int32) if len(flat) % 4 == 0 else flat
 
