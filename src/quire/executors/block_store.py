@@ -33,6 +33,8 @@ NUM_READERS = 4
 """Threads that read files: a checksum takes a core for each 1 or 2 GB/s."""
 MAX_GATHERED = 64
 """Blocks that are gathered at once."""
+LAST_WRITES = 2.0
+"""Seconds for which blocks are written at the end; a server waits 5 for its engine."""
 STAGING_BYTES = 64 << 20
 """Bytes of a staging buffer on a GPU."""
 
@@ -247,7 +249,7 @@ class TieredBlockStore:
         self._copier = Workers("kv-copies", 1)
         self._writer = Workers("kv-writes", 1)
         self._readers = Workers("kv-reads", NUM_READERS if files is not None else 0)
-        self._closed = False
+        self._closed = self._stopped = False
 
     def files(self) -> Seq[bytes]:
         """Keys of the files that are there, least recently used first."""
@@ -305,6 +307,8 @@ class TieredBlockStore:
         files = self._files
 
         def work() -> None:
+            if self._stopped:
+                return
             began = time.perf_counter()
             reason = _reason(lambda: files.write(key, memoryview(self._memory[slot])))
             failed: Mapping[bytes, str] = {key: reason} if reason else NO_FAILURES
@@ -342,8 +346,10 @@ class TieredBlockStore:
         if self._closed:
             return
         self._closed = True
-        for workers in (self._copier, self._writer, self._readers):
-            workers.close(timeout=2.0)
+        self._copier.close(timeout=1.0)
+        self._writer.close(timeout=LAST_WRITES)
+        self._stopped = True
+        self._readers.close(timeout=0.1)
         self._selector.close()
         os.close(self._wake)
         os.close(self._waker)

@@ -660,5 +660,10 @@ class KVOffload:
         return [block for copy in self.pending.values() for block in (*copy.held, *copy.blocks)]
 
     def close(self) -> None:
-        """End."""
+        """End; before, blocks that are in host memory alone are written, as far as time allows, the last used first."""
+        for entry in [*reversed(self.host.values())][: self.store.max_files]:
+            if entry.ready and not entry.on_disk:
+                self._make_room_on_disk(1)
+                self.disk[entry.key] = None
+                self.store.write(self._begin(PendingCopy("write", [entry])), entry.key, entry.slot)
         self.store.close()
