@@ -271,7 +271,7 @@ class KVOffload:
     """Which block is on which tier, and what is copied when.
 
     A block that is evicted from the device is copied to host memory, unless it is there. From a full host memory the
-    least recently used one goes; an eighth of it is kept in files as well, or free, so that none is lost for want of a
+    least recently used one goes; half of it is kept in files as well, or free, so that none is lost for want of a
     file. Of files, too, the least recently used goes. A block that comes back stays on the tiers that it was on.
     """
 
@@ -364,9 +364,9 @@ class KVOffload:
             self.free_slots.append(entry.slot)
 
     def _write_ahead(self) -> None:
-        """Write the least recently used blocks to files, until an eighth of the slots can be given away."""
+        """Write the least recently used blocks to files, until half of the slots can be given away."""
         self._may_write = False
-        wanted = max(1, self.store.num_slots // 8) - len(self.free_slots)
+        wanted = max(1, self.store.num_slots // 2) - len(self.free_slots)
         for entry in self.host.values():
             if wanted <= 0 or self._num_writes >= MAX_WRITES:
                 return
