@@ -6,6 +6,7 @@ import json
 import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from quire.types import Request
 from quire.weights.load import load_model
 from quire.weights.locate import embedded
 from tests import checkpoints
+from tests.live import Live, serving
+from tests.surface.blocks import FOUND
 from tests.test_deterministic import Ahead, Situation, Subject
 
 PRESSED = Situation(pages=36, size=8)
@@ -278,3 +281,49 @@ def test_a_reset_of_the_prefix_cache_empties_all_tiers(tmp_path: Path) -> None:
             cached(llm, other)
         llm.reset_prefix_cache()
         assert cached(llm, PROMPT)[0] == 0
+
+
+def test_the_guides_conversations_come_back(capsys: pytest.CaptureFixture[str]) -> None:
+    scope: dict[str, Any] = {}
+    exec(FOUND["docs/guides/kv-tiers.md: from quire import LLM, SamplingParams"].text, scope)
+    scope["llm"].close()
+    assert capsys.readouterr().out.split() == ["0", "0", "0", "1488", "1488", "1488"]
+
+
+def test_a_server_says_where_a_prefix_came_from(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    words = FOUND["docs/guides/kv-tiers.md: quire serve --kv-offloading-size 8"].words("serve")
+    assert [set(each) >= {"--kv-offloading-size", "8"} for each in words] == [True, True]
+    options = (
+        *("--num-gpu-blocks-override", "30", "--max-model-len", "400", "--no-standby-engine"),
+        *("--kv-offloading-size", "0.02", "--kv-offloading-dir", str(folder)),
+    )
+
+    def ask(server: Live, prompt: list[int]) -> dict[str, Any]:
+        body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "model": "embedded"}
+        answer: dict[str, Any] = server.http.post("/v1/completions", json=body).raise_for_status().json()
+        return answer
+
+    with serving(tmp_path, *options) as server:
+        first = ask(server, PROMPT)
+        assert "cached_tokens_details" not in first["usage"]["prompt_tokens_details"]
+        for other in OTHERS:
+            ask(server, other)
+        again = ask(server, PROMPT)
+        details = again["usage"]["prompt_tokens_details"]
+        tiers = details["cached_tokens_details"]
+        assert again["choices"][0]["text"] == first["choices"][0]["text"]
+        assert details["cached_tokens"] == sum(tiers.values()) == 320 and tiers["host"] > 200
+        (explained,) = server.http.get(f"/v1/requests/{again['id']}/explain").json()["answers"]
+        prefix = explained["prefix"]
+        assert prefix["host_tokens"] == tiers["host"] and "from host memory" in prefix["why"]
+        assert server.metric("vllm:prompt_tokens_cached_by_source_total", source="host") == tiers["host"]
+        assert server.metric("vllm:external_prefix_cache_hits_total") == tiers["host"]
+        assert server.metric("quire:kv_offload_copied_bytes_total", copy="load") == tiers["host"] // 16 * 65536
+        assert server.metric("quire:kv_offload_bytes", tier="host") > 0
+        assert server.metric("quire:kv_offload_failures_total") == 0
+    with serving(tmp_path, *options) as server:
+        warm = ask(server, PROMPT)
+        assert warm["choices"][0]["text"] == first["choices"][0]["text"]
+        assert warm["usage"]["prompt_tokens_details"]["cached_tokens_details"]["disk"] > 0
+        assert server.metric("vllm:prompt_tokens_cached_by_source_total", source="disk") > 0

@@ -154,6 +154,7 @@ def _about(settings: Settings, model: Model, executor: LocalExecutor) -> dict[st
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "kernels": ", ".join(ops),
+        "threads": str(torch.get_num_threads()),
         "deterministic": str(settings.execution.deterministic),
         "architecture": model.spec.architecture,
         "weights": hashlib.sha256(digest_of(found)).hexdigest(),
