@@ -448,7 +448,7 @@ class KVOffload:
 
     def _copy_seconds(self, kind: Copy, count: int) -> float:
         """What a copy of so many blocks takes; 0 while none has been measured."""
-        base, per_block = self.times[kind].fit()
+        base, per_block = self.times[kind].line()
         return (base + per_block * count) * self._optimism
 
     def _declined(self, seconds: float, compute: float) -> bool:
@@ -564,7 +564,7 @@ class KVOffload:
         self.stats.copied[copy.kind] += moved
         if copy.kind in self.times and moved:
             self._optimism = 1.0
-            self.times[copy.kind].record(moved, done.seconds)
+            self.times[copy.kind].add(moved, done.seconds)
         if copy.kind in ("load", "read"):
             for entry in copy.entries:
                 self._lookup.pop(entry.key, None)
