@@ -23,6 +23,7 @@ from quire.models.registry import Model
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.kv_offload import Offload
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import FixedDrafts
 from quire.types import GREEDY, UNLIMITED, Request, SamplingParams, TokenLogprobs
@@ -98,10 +99,14 @@ class Subject:
             drafter=NgramDrafter(s.drafts, shortest=1) if s.drafts else None,
         )
 
+    def tiers(self, executor: Executor) -> Offload | None:
+        """Where evicted blocks go; None: nowhere."""
+        return None
+
     def engine(self, s: Situation) -> Engine:
         pages = min(s.pages, 12 * -(-CONTEXT // s.size))
         executor = self.executor(s, pages)
-        kv = KVCacheManager(pages, s.size, make_prefix_cache(s.size, s.reuse))
+        kv = KVCacheManager(pages, s.size, make_prefix_cache(s.size, s.reuse), offload=self.tiers(executor))
         scheduler = Scheduler(
             kv,
             rows=64,
@@ -118,6 +123,7 @@ class Subject:
             got[request.id] = [], [], []
             engine.add(request)
         while engine.has_pending_work:
+            engine.wait(0.1)
             for event in engine.step():
                 assert event.error is None
                 for told, more in zip(

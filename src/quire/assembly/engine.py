@@ -15,6 +15,7 @@ import torch
 
 from quire.assembly import extra
 from quire.assembly.images import find_processor, image_tokens
+from quire.assembly.kv_offload import build_store
 from quire.assembly.limits import (
     BuiltExecutor,
     Limits,
@@ -60,6 +61,7 @@ from quire.ops.reference import ReferenceOps
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.encoder_cache import EncoderCache
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.kv_offload import BlockStore, KVOffload
 from quire.scheduler.policy import SchedulingPolicy, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.structured_output.llguidance import ParallelMasks
@@ -78,6 +80,14 @@ PLACING: Mapping[str, str] = MappingProxyType(
 )
 """Options of one executor, and why others have no use for them."""
 
+TIERS: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(
+        ("kv_offloading_size", "kv_offloading_dir"),
+        "blocks are copied from and to Quire's own layers, --executor local",
+    )
+)
+"""Options of our own layers, and why other executors do not have them."""
+
 
 def build_engine(
     settings: Settings,
@@ -94,7 +104,7 @@ def build_engine(
     make = Engine if folder is None else recorded(folder, settings.execution.recording_max_bytes)
     policy = build_policy(settings)
     target = settings.scheduler.latency_target_ms
-    executor, limits, static_gauges, plan_delay = make_executor(settings)
+    executor, limits, static_gauges, plan_delay, store = make_executor(settings)
     executor = wrap(executor)
     if executor.describe().bidirectional:
         # It bounds what prompts cost answers, and may cut prompts for that.
@@ -106,7 +116,7 @@ def build_engine(
             param="recording_dir",
         )
     engine = make(
-        build_scheduler(settings, executor.describe(), limits, policy),
+        build_scheduler(settings, executor.describe(), limits, policy, store),
         executor,
         lookahead=limits.lookahead,
         observers=observers,
@@ -123,6 +133,8 @@ def make_executor(settings: Settings) -> BuiltExecutor:
     kind = choose_executor(settings)
     if kind != "hf":
         reject_options(settings, kind, PLACING)
+    if kind != "local":
+        reject_options(settings, kind, TIERS)
     try:
         if kind == "local":
             return _local(settings)
@@ -156,7 +168,8 @@ def _local(settings: Settings) -> BuiltExecutor:
         executor = _cuda().make_executor(
             *(settings, model, device, limits), heads, images, image_tokens(settings, processor)
         )
-    return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
+    store = build_store(settings, model, cast(LocalExecutor, executor))
+    return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay(), store)
 
 
 def on_host(
@@ -259,9 +272,13 @@ def build_policy(settings: Settings) -> SchedulingPolicy:
 
 
 def build_scheduler(
-    settings: Settings, description: Description, limits: Limits, policy: SchedulingPolicy
+    settings: Settings,
+    description: Description,
+    limits: Limits,
+    policy: SchedulingPolicy,
+    store: BlockStore | None = None,
 ) -> Scheduler:
-    """The scheduler for an executor of this description."""
+    """The scheduler for an executor of this description. store: where evicted blocks go; None: nowhere."""
     cache = settings.cache
     chunk, tokens = limits.max_chunk_tokens, limits.max_num_batched_tokens
     return Scheduler(
@@ -276,6 +293,7 @@ def build_scheduler(
             EVICTION_POLICIES[cache.eviction_policy](),
             max_pinned_blocks=int(description.num_blocks * cache.max_pinned_share),
             snapshot_interval=cache.snapshot_interval,
+            offload=None if store is None else KVOffload(store, description.block_size),
         ),
         rows=description.num_rows,
         max_num_seqs=limits.max_num_seqs,

@@ -18,6 +18,7 @@ from quire.errors import InvalidConfig
 from quire.model_runner.memory import GIB, LayerShape, activation_bytes, plan_snapshots, state_bytes
 from quire.models.spec import ModelSpec
 from quire.ops.ragged import LONG
+from quire.scheduler.kv_offload import BlockStore
 from quire.types import UNLIMITED
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Limits(NamedTuple):
 
 
 class BuiltExecutor(NamedTuple):
-    """An executor, its sizes, and gauges measured while it was built.
+    """An executor, its sizes, and gauges measured while it was built. store: its K/V tiers; None: it has none.
 
     plan_delay: None, for no delay, where the executor is elsewhere: planning then hides the way there.
     """
@@ -54,6 +55,7 @@ class BuiltExecutor(NamedTuple):
     limits: Limits
     static_gauges: dict[str, float]
     plan_delay: PlanDelay | None = None
+    store: BlockStore | None = None
 
 
 def reject_options(settings: Settings, executor: str, fixed: Mapping[str, str]) -> None:

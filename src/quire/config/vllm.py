@@ -24,7 +24,7 @@ CONSTRUCTOR = _by_name(
     (
         ((1, None), "tensor_parallel_size pipeline_parallel_size data_parallel_size num_scheduler_steps"),
         ((None, "mp", "uni", "external_launcher"), "distributed_executor_backend"),
-        ((0, None), "cpu_offload_gb kv_offloading_size num_lookahead_slots"),
+        ((0, None), "cpu_offload_gb num_lookahead_slots"),
         (
             (False, None),
             "trust_remote_code enable_expert_parallel enable_lora enable_sleep_mode "

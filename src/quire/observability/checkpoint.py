@@ -106,7 +106,8 @@ _TUPLES = MappingProxyType({kind.__name__: kind for kind in (Plan, Span, NewSequ
 _TREES = frozenset({"RadixPrefixCache", "HybridPrefixCache"})
 _PLAIN = (int, float, str, bool, type(None))
 _SPECIAL: Mapping[str, frozenset[str]] = {
-    "KVCacheManager": frozenset({"inflight_prefixes"}),
+    "KVCacheManager": frozenset({"inflight_prefixes", "offload"}),
+    "BlockPool": frozenset({"on_evict"}),
     "EngineStats": frozenset({"completed"}),
     "RadixPrefixCache": frozenset({"edges"}),
     "HybridPrefixCache": frozenset({"edges"}),

@@ -14,6 +14,7 @@ MISSING: Mapping[str, str] = {
     "pages": "free KV blocks",
     "budget": "a step with room for the whole prompt",
     "grammar": "its grammar to be compiled",
+    "tier": "its K/V to come back from host memory or disk",
     "gap": "a gap: it runs only while no other request could",
 }
 
@@ -24,7 +25,7 @@ def explain(history: History, id: str, now: float) -> dict[str, Any] | None:
     if story is None:
         return None
     until = story.ended if story.ended is not None else now
-    waits, prefix = _waits(history, story, until), _prefix(history, story)
+    waits, prefix = _waits(history, story, until), _with_tiers(story, _prefix(history, story))
     return details(
         story,
         until,
@@ -108,7 +109,7 @@ def _waits(history: History, story: RequestHistory, until: float) -> list[dict[s
     for wait in history.waits:
         overlap = min(end, wait.end) - max(begin, wait.begin)
         own = wait.id == story.request.id
-        if overlap > 0 and (own or wait.missing != "grammar"):
+        if overlap > 0 and (own or wait.missing not in ("grammar", "tier")):
             key = wait.missing, "" if own else wait.id
             behind[key] = behind.get(key, 0.0) + overlap
     found = sorted(behind.items(), key=lambda item: -item[1])
@@ -168,6 +169,16 @@ def _prefix(history: History, story: RequestHistory) -> dict[str, Any]:
             f"past the first {hits} of them",
         }
     return {**found, "why": f"{name} has the same first {shared} tokens, but they were not computed yet"}
+
+
+def _with_tiers(story: RequestHistory, found: dict[str, Any]) -> dict[str, Any]:
+    """What `_prefix` found, with where it came from, if not all of it was on the device."""
+    tiers = {"host memory": story.from_host, "disk": story.from_disk}
+    came = " and ".join(f"{count} from {tier}" for tier, count in tiers.items() if count)
+    if not came:
+        return found
+    why = f"{found['why']}; of the tokens found, K/V came back of {came}"
+    return {**found, "host_tokens": story.from_host, "disk_tokens": story.from_disk, "why": why}
 
 
 def _closest(history: History, story: RequestHistory) -> tuple[int, RequestHistory | None]:
