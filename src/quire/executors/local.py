@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -79,8 +80,7 @@ class LocalExecutor:
             lookahead=depth,
             num_drafts=num_drafts,
             supports_pooling=pools,
-            encoder_layers=0 if images is None else images.config.layers,
-            whole_images=images is not None and images.config.whole_images,
+            **facts_of(images),
             block_bytes=block_bytes(layers, page_size),
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
@@ -110,6 +110,13 @@ class LocalExecutor:
     def close(self) -> None:
         """Release the KV pool and captured graphs; the model's memory is free once nothing else refers to it."""
         self.runner.close()
+
+
+def facts_of(images: ImageRunner | None) -> dict[str, Any]:
+    """What a description says of the encoder of images."""
+    if images is None:
+        return {}
+    return {"encoder_layers": images.config.layers, "whole_images": images.config.whole_images}
 
 
 class CudaExecutor(LocalExecutor):
@@ -146,11 +153,9 @@ class CudaExecutor(LocalExecutor):
         snapshots: int = 0,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes)
-        num_drafts = 0 if proposer is None else proposer.num_drafts
-        recurrent = any(each.state for each in layers)
+        num_drafts, recurrent = proposer.num_drafts if proposer else 0, any(each.state for each in layers)
         held = RowState(rows, max_model_len, page_size, num_drafts, recurrent=recurrent)
-        states = held.num_states + snapshots * recurrent
-        bytes_per_block = block_bytes(layers, page_size)
+        states, bytes_per_block = held.num_states + snapshots * recurrent, block_bytes(layers, page_size)
         self.runner = LookaheadRunner(
             model,
             allocate(layers, pages=pages, page_size=page_size, device=device, states=states),
@@ -167,7 +172,7 @@ class CudaExecutor(LocalExecutor):
             generates=model.spec.generates,
         )
         self.images = images
-        self.runner.precompile(list(warm))
+        self.runner.precompile([*warm])
         self._description = Description(
             num_blocks=pages,
             block_size=page_size,
@@ -178,11 +183,10 @@ class CudaExecutor(LocalExecutor):
             max_step_tokens=tokens,
             num_drafts=num_drafts,
             supports_pooling=True,
-            encoder_layers=0 if images is None else images.config.layers,
-            whole_images=images is not None and images.config.whole_images,
+            **facts_of(images),
             bidirectional=model.spec.bidirectional,
             block_bytes=bytes_per_block,
-            step_times={(rows, drafts): self.runner.step_seconds(rows, drafts) for rows, drafts in paces},
+            step_times={pace: self.runner.step_seconds(*pace) for pace in paces},
             draft_kv_share=0.0 if proposer is None else proposer.block_bytes() / max(1, bytes_per_block),
             draft_catch_up_seconds=self.runner.time_keys([catch_up]) / catch_up.tokens if catch_up else 0.0,
             recurrent=recurrent,
