@@ -64,6 +64,15 @@ def test_a_hub_id_is_downloaded_once_with_its_progress_shown(repository: Path, t
     assert f"HF_HOME names another). Where there is a network, `quire pull {NAME}` fetches it" in missing.stderr
 
 
+@pytest.mark.parametrize("words", [("inspect", NAME), ("pull", NAME), ("serve", f"{NAME}:Q4_K_M")])
+def test_without_a_network_the_error_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Whichever HTTP client huggingface_hub uses: its versions below 2 have httpx, later ones httpx2."""
+    done = quire(tmp_path, *words, HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith(f"Error: {NAME} is not in the local hub cache, and the hub ")
+    assert "Traceback" not in done.stderr
+
+
 # ---------------------------------------------------------------- which of a repository's GGUF files
 
 

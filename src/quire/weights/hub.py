@@ -193,9 +193,9 @@ def list_files(name: str, revision: str | None, cache: str | None) -> Listing:
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
-    """What the hub's client lets through where there is no connection."""
-    client = sys.modules.get("httpx")
-    return (OSError,) if client is None else (OSError, client.HTTPError)
+    """What the hub's client lets through where there is no connection: it uses httpx, since its version 2 httpx2."""
+    clients = (sys.modules.get(name) for name in ("httpx", "httpx2"))
+    return (OSError, *(client.HTTPError for client in clients if client is not None))
 
 
 def files_below(folder: Path) -> list[str]:
