@@ -72,7 +72,7 @@ def test_a_chat_streams_and_its_own_request_is_marked(live: Live, browser: Brows
     page.press("#say", "Enter")
     grown = "(document.querySelector('.talk .assistant')?.textContent.length ?? 0) > "
     opened.wait(grown + "5")
-    page.get_by_role("button", name="what happened to it").click()
+    page.get_by_role("button", name="Explain").click()
     page.locator(".rows .own").wait_for()
     assert "yours" in (page.locator(".rows .own").get_attribute("aria-label") or "")
     assert len(page.locator(".talk .assistant").text_content() or "") > 40
@@ -242,7 +242,7 @@ def test_in_front_of_others_they_are_side_by_side_beside_chat(front: Live, live:
     heads.nth(2).click()
     assert page.locator(".rows button").count() == 0 or opened.violations() == []
     page.get_by_role("tab", name="Chat").click()
-    page.get_by_role("button", name="what happened to it").click()
+    page.get_by_role("button", name="Explain").click()
     page.get_by_text(f"sent to {live.url}").wait_for()
     assert heads.first.get_attribute("aria-pressed") == "true", "one's own request is this server's"
     assert opened.violations() == []

@@ -9,7 +9,7 @@ from typing import Any
 from quire.observability.history import History, Note, RequestHistory
 
 MISSING: Mapping[str, str] = {
-    "seats": "room beside the running sequences: there were max_num_seqs of them",
+    "seats": "a free row: max_num_seqs sequences were running",
     "rows": "a row on the device, which a step in flight still used",
     "pages": "free KV blocks",
     "budget": "a step with room for the whole prompt",

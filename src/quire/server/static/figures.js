@@ -7,7 +7,7 @@ const EVERY = 400;
 const POINTS = 48;
 const QUANTILES = [0.5, 0.9, 0.99];
 const MISSING = {
-  seats: "room beside the running",
+  seats: "a free row",
   rows: "a row of a step in flight",
   pages: "KV blocks",
   budget: "room in a step",
