@@ -38,6 +38,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "ls": "`quire list`",
         "remove": "`quire rm`",
         "download": "`quire pull`",
+        "start": "`quire serve`",
+        "launch": "`quire serve`",
         "stop": "Ctrl-C in the terminal of `quire serve`",
         "create": "`quire serve` with options, and `system` in requests",
         "show": "`quire inspect`",
