@@ -433,9 +433,9 @@ def _canary_gauges(canary: Canary | None) -> dict[str, float]:
     """Log what the canary found, and return it as gauges; nothing unless weights are quantised."""
     if canary is None or canary.quality is None:
         return {}
-    log.warning("quantised weights: %s", canary.quality)
+    log.warning("quantized weights: %s", canary.quality)
     for suspect in canary.suspects:
-        log.warning("quantised weights: %s", suspect)
+        log.warning("quantized weights: %s", suspect)
     return canary.quality.facts
 
 

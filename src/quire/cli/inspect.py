@@ -27,6 +27,7 @@ from quire.ops.base import Ops
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED
 from quire.weights.files import Checkpoint, read_config
+from quire.weights.gguf import KINDS
 from quire.weights.load import build_outline, choose_dtype, match, named, open_checkpoint
 from quire.weights.locate import check as holds_a_model
 from quire.weights.locate import locate
@@ -172,7 +173,7 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     local = Counter(f"{size:,} positions" for size in spec.windows if size < UNLIMITED)
     local.update(f"their own chunk of {size:,} positions" for size in spec.layer_chunks if size < UNLIMITED)
     seen = ", ".join(f"{n} of {spec.layers} layers see {what}" for what, n in local.items())
-    yield "attention", seen or "every layer sees everything"
+    yield "attention", seen or "every layer attends to all positions"
     yield "rope", describe_ropes(spec.layer_ropes)
     head = f", head {'tied to the embedding' if spec.tie else 'of its own'}" if spec.generates else ""
     yield "vocabulary", f"{spec.vocab:,}{head}"
@@ -215,10 +216,19 @@ def files(facts: ModelFacts) -> Iterator[Fact]:
         for entry in entries:
             kinds[entry.kind] += entry.size
         yield "stored as", ", ".join(f"{kind} {100 * size / total:.1f} %" for kind, size in kinds.most_common())
-    scheme = read_scheme(facts.config)
-    yield "quantised by", "nothing" if scheme is None else f"{scheme.name}: {scheme.layout}"
+    yield "quantization", quantization(facts)
     yield "computed in", short(facts.dtype)
     yield "loads", facts.trouble or ("tried by transformers" if facts.foreign else "every tensor has its place")
+
+
+def quantization(facts: ModelFacts) -> str:
+    """How matrices are quantized: by a scheme of config.json, or in types of GGUF."""
+    scheme = read_scheme(facts.config)
+    if scheme is not None:
+        return f"{scheme.name}: {scheme.layout}"
+    kinds = set() if facts.checkpoint is None else {entry.kind for entry in facts.checkpoint.entries.values()}
+    types = sorted(kinds & {kind.name for kind in KINDS.values() if kind.block > 1})
+    return f"GGUF types {', '.join(types)}" if types else "none"
 
 
 def text(settings: Settings, vocab: int) -> tuple[list[Fact], str, str]:

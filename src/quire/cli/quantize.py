@@ -47,10 +47,10 @@ def command(settings: Settings, model: str, out: Path, kind: str, threads: int, 
     place = locate(model, revision=settings.model.revision, cache=settings.model.download_dir)
     holds_a_model(place)
     with bar() as shown:
-        task = shown.add_task(out.name, total=None)
+        task = shown.add_task(out.name, total=None, visible=False)
 
         def progress(done: int, total: int) -> None:
-            shown.update(task, completed=done, total=total)
+            shown.update(task, completed=done, total=total, visible=True)
 
         written = quantize(
             place,

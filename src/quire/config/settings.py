@@ -370,7 +370,7 @@ class ModelConfig:
     )
     canary: Literal["refuse", "warn", "off"] = option(
         "refuse",
-        "What happens when quantised weights or K/V answer a probe differently from unquantised ones; off: no probe.",
+        "What happens when quantized weights or K/V answer a probe differently from unquantized ones; off: no probe.",
     )
     canary_min_agreement: float = option(
         0.6, "Least share of the probe's positions whose likeliest token must stay the same.", low=0, high=1

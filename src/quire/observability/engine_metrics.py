@@ -94,7 +94,7 @@ GAUGES: Mapping[str, tuple[str, str]] = {
         "Share of a probe's positions whose likeliest token quantising the weights kept.",
     ),
     "quire:canary_kl_nats": ("", "How far quantising the weights moved next-token distributions, mean KL divergence."),
-    "quire:canary_loss_nats": ("", "Mean negative log-likelihood of the probe with quantised weights."),
+    "quire:canary_loss_nats": ("", "Mean negative log-likelihood of the probe with quantized weights."),
     "quire:canary_reference_loss_nats": ("", "The same in higher precision."),
     "quire:canary_kv_top1_agreement": ("", "As quire:canary_top1_agreement, for K/V in float8."),
     "quire:canary_kv_kl_nats": ("", "As quire:canary_kl_nats, for K/V in float8."),
