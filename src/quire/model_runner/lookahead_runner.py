@@ -42,16 +42,13 @@ from quire.model_runner.step_io import (
     slice_batch,
     step_result,
 )
-from quire.ops.ragged import LONG, LayerKV, LongSpan
+from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LongSpan, LongSpans
 from quire.scheduler.plan import Plan, Span
 from quire.types import TokenLogprobs
 
 PIECES = (16, 64, 256)
 """Positions whose logits are computed at once for prompt log-probabilities: the last ones are padded to one of these,
 so that kernels exist."""
-
-PADDING = LongSpan(0, 0, LONG + 1, 64)
-"""A long span of padding, for which kernels are made ready."""
 
 
 class LookaheadRunner(BaseRunner):
@@ -292,16 +289,23 @@ class LookaheadRunner(BaseRunner):
             ahead[span.row] += span.num_tokens
         return ahead
 
-    def _long_spans(self, shape: StepShape, key: GraphKey) -> list[LongSpan]:
+    def _long_spans(self, shape: StepShape, key: GraphKey) -> LongSpans:
         """Prompts' long chunks, whose lengths the host knows; none in a step that is captured."""
         if self.queue.captures(key) or shape.max_query <= LONG:
-            return []
+            return NO_LONG_SPANS
         ahead, computed, start = self._fed_ahead(), self.rows.num_computed, shape.query_start
-        return [
+        spans = [
             LongSpan(s, int(start[s]), span.num_tokens, int(computed[span.row]) + ahead[span.row])
             for s, span in enumerate(shape.spans)
             if span.num_tokens > LONG
         ]
+        return LongSpans(spans, len(spans) == len(shape.spans))
+
+    def _long_padding(self, key: GraphKey) -> LongSpans:
+        """A long span of padding, for which kernels are made ready: the most of one step after as many tokens."""
+        longest = self.rows.max_model_len
+        count = min(key.tokens, longest)
+        return LongSpans([LongSpan(0, 0, count, min(count, longest - count))] if count > LONG else ())
 
     def _scores(self, hidden: Tensor, given: Tensor) -> Tensor:
         """Scores [N, SCORE_WIDTH] of N positions. given int32 [3, N]: the index in hidden [T, H] of each, its next
@@ -356,16 +360,14 @@ class LookaheadRunner(BaseRunner):
 
     def _work(self, key: GraphKey) -> None:
         if key.kind == "feed":
-            room = min(key.tokens, self.rows.max_model_len - PADDING.past)
-            long = room >= PADDING.count and not self.queue.captures(key)
-            self._body(key, long_spans=[PADDING] if long else ())
+            self._body(key, long_spans=NO_LONG_SPANS if self.queue.captures(key) else self._long_padding(key))
         elif key.kind == "sample":
             self._head(key)
         else:
             assert self.proposer is not None
             self.proposer.run(key, self.draft_context)
 
-    def _body(self, key: GraphKey, *, every: bool = False, long_spans: Sequence[LongSpan] = ()) -> Tensor:
+    def _body(self, key: GraphKey, *, every: bool = False, long_spans: LongSpans = NO_LONG_SPANS) -> Tensor:
         """Hidden states of the key's step: those that are sampled at, or every one."""
         tokens, spans, max_query = key[:3]
         state = self.state

@@ -67,10 +67,8 @@ def one_by_one(
     one = torch.tensor([1], device=x[0].device)
     starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one, one.new_zeros(1))
     begun = [[each[slot].clone() for each in state] for slot in states.source.tolist()]
-    kept, parts = (
-        dict[int, list[int]](),
-        [rule([each[:0] for each in x], scratch, starts[:1], StateSlots(one[:0], one[:0], one[:0]))],
-    )
+    nothing = StateSlots(one[:0], one[:0], one[:0])
+    kept, parts = dict[int, list[int]](), [rule([each[:0] for each in x], scratch, starts[:1], nothing)]
     for token, slot in zip(*(each.tolist() for each in states.kept()), strict=True):
         kept.setdefault(token, []).append(slot)
     for (start, stop), first in zip(pairwise(batch.query_start.tolist()), begun, strict=True):
