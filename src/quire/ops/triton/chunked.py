@@ -31,10 +31,10 @@ CHUNK, EXACT_CHUNK = 64, 16
 
 
 class Chunks(NamedTuple):
-    """tokens [bound, 2] int32: the first token of each chunk, and its end; count [1] int32: chunks."""
+    """tokens [bound, 2] int32: the first token of each chunk, and its end; total [1] int32: chunks."""
 
     tokens: Tensor
-    count: Tensor
+    total: Tensor
 
 
 @kernel(do_not_specialize=["spans", "few"])
