@@ -56,7 +56,7 @@ TEXTS = MappingProxyType({"mistral3": "ministral3", "qwen2_5_vl": "qwen2", "qwen
 """Text models that are not named after the multimodal one."""
 
 IMAGES, RANKS, MTP = "images", "several ranks", "layers for drafts"
-RECURRENT = f"GPUs; {RANKS}; float8 K/V"
+RECURRENT = f"{RANKS}; float8 K/V"
 ON_GPUS = "images on GPUs"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
