@@ -96,12 +96,15 @@ class Subject:
             max_model_len=CONTEXT,
             dtype=self.model.dtype,
             drafter=NgramDrafter(s.drafts, shortest=1) if s.drafts else None,
+            snapshots=64,
         )
 
     def engine(self, s: Situation) -> Engine:
         pages = min(s.pages, 12 * -(-CONTEXT // s.size))
         executor = self.executor(s, pages)
-        kv = KVCacheManager(pages, s.size, make_prefix_cache(s.size, s.reuse))
+        about = executor.describe()
+        cache = make_prefix_cache(s.size, s.reuse, about.num_snapshots if about.recurrent else None)
+        kv = KVCacheManager(pages, s.size, cache)
         scheduler = Scheduler(
             kv,
             rows=64,
@@ -157,6 +160,7 @@ class Ahead(Subject):
             queue=self.queue,
             proposer=NgramProposer(s.drafts, shortest=1) if s.drafts else None,
             depth=s.depth,
+            snapshots=64,
         )
 
 
@@ -188,7 +192,12 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", SOME, ids="-".join)
+RECURRENT = (Kind("qwen3_next-shared-keys", "float32"), Kind("nemotron_h-gqa", "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "kind", [*SOME, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in RECURRENT)], ids="-".join
+)
 def test_an_answer_has_the_same_bits_in_every_situation(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> None:
     seen_in_every_situation(subject(kind, tmp_path_factory.getbasetemp()))
 
