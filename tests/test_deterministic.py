@@ -192,7 +192,7 @@ SITUATIONS = {
 }
 
 
-RECURRENT = (Kind("qwen3_next-shared-keys", "float32"), Kind("nemotron_h-gqa", "bfloat16"))
+RECURRENT = (Kind("nemotron_h-gqa", "bfloat16"),)
 
 
 @pytest.mark.parametrize(
