@@ -266,15 +266,17 @@ def recurrent(ops: TritonOps, name: str, model: str, spans: Sequence[tuple[int, 
         each[0] = 0
     batch = batch_of(spans, sum(-(-(past + n) // PAGE) for past, n in spans) + 1)
     last = batch.query_start[1:].long() - 1
-    small = [noise(layer.heads, dtype=torch.float32) for _ in range(3)]
+    fading, rise, skip = (noise(layer.heads, dtype=torch.float32) for _ in range(3))
     gate, mixed, step, beta = (noise(tokens, size) for size in (inner, layer.channels, layer.heads, layer.heads))
     weight = 0.3 * noise(layer.channels, 4)
     if layer.delta:
-        delta = DeltaWeights(weight, small[0], small[1], Norm(noise(layer.values), 1e-6))
+        delta = DeltaWeights(weight, fading, rise, Norm(noise(layer.values), 1e-6))
         inputs = DeltaInputs(mixed, gate, beta, step)
         plain, call = (partial(each.gated_delta, inputs, delta) for each in (ReferenceOps(), ops))
     else:
-        scan = ScanWeights(weight, weight[:, 0].contiguous(), *small, Norm(noise(inner), 1e-5), (0.0, float("inf")))
+        scan = ScanWeights(
+            weight, weight[:, 0].contiguous(), fading, rise, skip, Norm(noise(inner), 1e-5), (0.0, float("inf"))
+        )
         asked = ScanInputs(gate, mixed, step)
         plain, call = (partial(each.selective_scan, asked, scan) for each in (ReferenceOps(), ops))
 

@@ -97,6 +97,7 @@ class Subject:
             max_model_len=CONTEXT,
             dtype=self.model.dtype,
             drafter=NgramDrafter(s.drafts, shortest=1) if s.drafts else None,
+            snapshots=64,
         )
 
     def tiers(self, executor: Executor) -> Offload | None:
@@ -106,7 +107,9 @@ class Subject:
     def engine(self, s: Situation) -> Engine:
         pages = min(s.pages, 12 * -(-CONTEXT // s.size))
         executor = self.executor(s, pages)
-        kv = KVCacheManager(pages, s.size, make_prefix_cache(s.size, s.reuse), offload=self.tiers(executor))
+        about = executor.describe()
+        cache = make_prefix_cache(s.size, s.reuse, about.num_snapshots if about.recurrent else None)
+        kv = KVCacheManager(pages, s.size, cache, offload=self.tiers(executor))
         scheduler = Scheduler(
             kv,
             rows=64,
@@ -163,6 +166,7 @@ class Ahead(Subject):
             queue=self.queue,
             proposer=NgramProposer(s.drafts, shortest=1) if s.drafts else None,
             depth=s.depth,
+            snapshots=64,
         )
 
 
@@ -194,7 +198,12 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", SOME, ids="-".join)
+RECURRENT = (Kind("nemotron_h-gqa", "bfloat16"),)
+
+
+@pytest.mark.parametrize(
+    "kind", [*SOME, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in RECURRENT)], ids="-".join
+)
 def test_an_answer_has_the_same_bits_in_every_situation(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> None:
     seen_in_every_situation(subject(kind, tmp_path_factory.getbasetemp()))
 

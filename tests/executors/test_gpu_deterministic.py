@@ -50,7 +50,18 @@ def test_answers_have_the_bits_that_they_have_without_tiers(shape: str, situatio
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", ["llama-gqa-tied", "gemma2-gqa", "qwen3-gqa", "qwen3_moe-gqa", "gpt2-odd-heads"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "llama-gqa-tied",
+        "gemma2-gqa",
+        "qwen3-gqa",
+        "qwen3_moe-gqa",
+        "gpt2-odd-heads",
+        "qwen3_next-shared-keys",
+        "nemotron_h-gqa",
+    ],
+)
 def test_an_answer_has_the_same_bits_in_every_situation(shape: str, dtype: str, tmp_path: Path) -> None:
     checkpoints.make(tmp_path, shape)
     device = OnCard.device

@@ -59,7 +59,7 @@ TEXTS = MappingProxyType(
 """Text models that are not named after the multimodal one."""
 
 IMAGES, RANKS, MTP = "images", "several ranks", "layers for drafts"
-RECURRENT = f"GPUs; {RANKS}; float8 K/V"
+RECURRENT = f"{RANKS}; float8 K/V"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
         "cohere": "several ranks of models with query and key norms (Command R+)",

@@ -86,7 +86,8 @@ class DeviceState:
             sizes |= {f"{name}.counts": 4, f"{name}.span_row": spans, f"{name}.query_start": spans + 1}
             sizes |= {f"{name}.token_span": tokens, f"{name}.sample_indices": samples, f"{name}.sample_row": samples}
             sizes |= {f"{name}.sample_position": samples, f"{name}.sample_offset": samples}
-        sizes |= dict.fromkeys(("state_target", "state_snapshot"), tokens * rows.recurrent)
+        if rows.recurrent:
+            sizes |= {"state_target": tokens, "state_snapshot": tokens}
         sizes |= dict.fromkeys((*COUNTERS, *COLUMNS), rows.num_rows + 1)
         sizes["table"] = (rows.num_rows + 1) * self.num_table_columns
         sizes["history"] = (rows.num_rows + 1) * self.history_width
@@ -104,7 +105,6 @@ class DeviceState:
         self.columns |= {name: self._column(name, column) for name, column in COLUMNS.items()}
         self.chain, self.wanted_drafts = self.part("chain"), self.part("wanted")
         self.mask_index, self.mask_words = self.part("mask_index"), self.part("mask_words")
-        self.state_target, self.state_snapshot = self.part("state_target"), self.part("state_snapshot")
         self.last_snapshots: dict[int, int] = {}
         self.line_words = -(-vocab_size // 32)
         self.masks = torch.zeros(self.max_samples * self.line_words, dtype=torch.int32, device=device)

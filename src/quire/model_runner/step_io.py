@@ -71,7 +71,9 @@ def empty_batch(state: DeviceState, rows: RowState, tokens: int, *, shifted: boo
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=state.device)
 
-    slots = StateSlots(zeros(state.spans), state.state_target, state.state_snapshot) if rows.recurrent else None
+    slots = None
+    if rows.recurrent:
+        slots = StateSlots(zeros(state.spans), state.part("state_target"), state.part("state_snapshot"))
     return RaggedBatch(
         tokens=zeros(tokens),
         positions=zeros(tokens),

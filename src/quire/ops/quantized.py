@@ -39,7 +39,7 @@ from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.panels import PanelMatrix
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch
-from quire.ops.recurrent import gated_delta, selective_scan, slots_of
+from quire.ops.recurrent import gated_delta, selective_scan, with_padding
 
 Each = TypeVar("Each")
 
@@ -330,8 +330,8 @@ class BaseOps(ABC):
 
     def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.gated_delta`."""
-        return gated_delta(x, weights, state, batch.query_start, slots_of(batch))
+        return with_padding(gated_delta, x, weights, state, batch)
 
     def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.selective_scan`."""
-        return selective_scan(x, weights, state, batch.query_start, slots_of(batch))
+        return with_padding(selective_scan, x, weights, state, batch)

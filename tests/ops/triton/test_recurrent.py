@@ -25,7 +25,7 @@ HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 """The interpreter multiplies no bfloat16."""
 
 SMALL = (4, 2, 12, 10, 4)
-SIZES = [SMALL, (3, 1, 16, 33, 3), pytest.param((2, 2, 20, 8, 2), marks=pytest.mark.nightly)]
+SIZES = [SMALL, *(pytest.param(each, marks=pytest.mark.nightly) for each in ((3, 1, 16, 33, 3), (2, 2, 20, 8, 2)))]
 """Heads, groups, keys, values, inputs of the convolution."""
 
 SPANS = {

@@ -145,8 +145,9 @@ def convolve(
     """silu of the causal convolution of x [T, C], whose rows may lie apart; writes windows [M, W - 1, C]."""
     (tokens, channels), width = x.shape, weight.shape[1]
     states, out = slots_of(batch), x.new_empty(x.shape)
-    rows = 1 if tokens <= 16 else 4 if tokens <= 256 else 16
-    columns = 256 if tokens <= 256 else 128
+    rows, columns = (1 if tokens <= 16 else 4, 256) if tokens <= 256 else (16, 128)
+    if not card.sms:
+        rows, columns = 4, 256
     convolve_kernel[(triton.cdiv(tokens, rows), triton.cdiv(channels, columns))](
         *(x, weight, weight if bias is None else bias, window, out, spans_of(batch), batch.query_start),
         *(states.source, tokens, x.stride(0), channels),
