@@ -232,8 +232,8 @@ MATRICES = re.compile(r"(_proj|_with_mqa|\.w[123]|_linear|\.c_fc)\.weight$")
 
 
 def quantise(folder: Path, name: str, matrices: re.Pattern[str] | None = None) -> dict[str, Tensor]:
-    """Rewrite the checkpoint in `folder` in the format `name`; -> what it now stands for, under its old names. matrices:
-    those that are quantised, None for MATRICES."""
+    """Rewrite the checkpoint in `folder` in the format `name`; -> what it now stands for, under its old names.
+    matrices: those that are quantised, None for MATRICES."""
     writer, config = MXFP4 if name == "mxfp4" else FORMATS[name]
     held, means = load_file(folder / SINGLE), {}
     tensors: dict[str, Tensor] = {}
