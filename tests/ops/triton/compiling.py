@@ -326,6 +326,11 @@ def invariant(ops: BatchInvariantTritonOps) -> None:
         ops.linear(halves(rows, 4096), halves(128, 4096))
         ops.linear(halves(rows, 4096), halves(28672, 4096), None, "silu")
         ops.linear(halves(rows, 4096), halves(28672, 4096))
+    shapes = [(32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32), (8, 2, 128, torch.float32)]
+    for heads, groups, dim, dtype in [*shapes, (24, 8, 80, BF16), (8, 8, 256, torch.float32)]:
+        pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
+        for spans, n in ((4, 1), (2, 512)):
+            ops.attention(halves(spans * n, heads, dim, dtype=dtype), pool, batch(spans, n), dim**-0.5)
 
 
 def single(ops: TritonOps) -> None:

@@ -8,16 +8,15 @@ runs' sums are added in order, either by one program after the other or by the o
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Gate
-from quire.ops.triton.gemv import GATES, added_up, given, handed_in, num_runs, part
+from quire.ops.triton.gemv import GemmConfig, added_up, given, handed_in, num_runs, part
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.rows import GATES
 
 RUN = 256
 """Inputs of which a run's length is a multiple; a block's inputs divide it."""
@@ -26,23 +25,13 @@ BUSY = 264
 """Tiles from which on a program takes all runs of its tile: two for each multiprocessor of an H200."""
 
 
-class Tile(NamedTuple):
-    """Rows and outputs of a program, inputs of a block, warps, and blocks that are loaded ahead."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
-
-
-def tile_of(rows: int, outputs: int, gated: bool) -> Tile:
+def tile_of(rows: int, outputs: int, gated: bool) -> GemmConfig:
     """The tile for so many rows; the matrix units take 64 outputs by any number of rows."""
     if rows <= 64:
-        return Tile(block(rows, 16), 64, 128, 4, 4)
+        return GemmConfig(block(rows, 16), 64, 128, 4, 4)
     if rows <= 256 or outputs < 2048:
-        return Tile(128, 64, 64, 4, 4)
-    return Tile(128, 64, 64, 8, 4) if gated else Tile(128, 128, 64, 8, 4)
+        return GemmConfig(128, 64, 64, 4, 4)
+    return GemmConfig(128, 64, 64, 8, 4) if gated else GemmConfig(128, 128, 64, 8, 4)
 
 
 @kernel
@@ -102,7 +91,7 @@ def invariant_linear(
     x = x.contiguous()
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]
-    how = tile_of(rows, outputs, gate != "")
+    how = tile_of(rows, outputs, gate != "").fitted(card, weight.element_size() * (2 if gate else 1), x.element_size())
     length, runs = runs_of(outputs, inputs, gate != "")
     across, columns = triton.cdiv(rows, how.rows), triton.cdiv(outputs, how.outputs)
     split = runs > 1 and across * columns < BUSY
