@@ -179,6 +179,9 @@ def throw(live: Live, count: int) -> None:
         assert answer.json()["error"]["code"] in ("invalid_image", "image_too_large", None), answer.text
 
     list(map(refused, bodies[: min(20, count)]))
+    with ThreadPoolExecutor(6) as pool:
+        # Blocks of K/V take memory when they are first used, and so do batches of several requests.
+        list(pool.map(lambda _: post(live, "/v1/chat/completions", chat(image())), range(count // 10)))
     before = live.memory()
     with ThreadPoolExecutor(6) as pool:
         good = [pool.submit(post, live, "/v1/chat/completions", chat(image())) for _ in range(count // 10)]

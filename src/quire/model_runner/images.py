@@ -109,18 +109,22 @@ class ImageRunner:
             last_visible=to_device(last, self.device) if self.config.whole_images else None,
         )
 
-    def place_padding(self, batch: RaggedBatch) -> RaggedBatch:
-        """A batch whose first token holds the place of an image, so that what its forward launches is compiled."""
+    def encode_padding(self) -> None:
+        """Encode an image of zeros, so that what that launches is compiled."""
         side = self.config.patch * (round(self.config.positions**0.5) if self.config.pooled else self.config.merge * 8)
         state = self.tower.begin(torch.zeros(3, side, side, device=self.device))
         self.tower.run(state, 0, self.config.layers)
-        first, features = torch.zeros(1, dtype=torch.int64, device=self.device), self.tower.finish(state)
-        whole, text = self.config.whole_images, batch.rope_positions
+        self.tower.finish(state)
+
+    def place_padding(self, batch: RaggedBatch) -> RaggedBatch:
+        """A batch whose first token holds the place of an image of zeros, as `encode_padding`."""
+        zeros = torch.zeros(1, self.config.out, device=self.device)
+        first, text = torch.zeros(1, dtype=torch.int64, device=self.device), batch.rope_positions
         return replace(
             batch,
-            images=ImageTokens(first, features[0][:1], [each[:1] for each in features[1:]]),
+            images=ImageTokens(first, zeros, [zeros] * len(self.config.feature_layers)),
             rope_positions=None if text is None else text.repeat(3, 1),
-            last_visible=torch.zeros_like(batch.positions) if whole else None,
+            last_visible=torch.zeros_like(batch.positions) if self.config.whole_images else None,
         )
 
     def _features(self, image: ImageSpan, low: int, high: int) -> list[Tensor]:

@@ -163,10 +163,10 @@ class LookaheadRunner(BaseRunner):
         with self.queue:
             touch = partial(self.steps.scatter, self.state.data, *self.uploads.empty())
             scoring = [partial(self._score_padding, size) for size in PIECES] if self.generates else []
-            encoding = [partial(self._image_padding, key) for key in keys if key.kind == "feed" and key.max_query > 1]
-            self.queue.precompile([touch, *(partial(self._work, key) for key in keys), *scoring, *encoding])
+            uncaptured: list[Callable[[], object]] = [*scoring, *self._image_padding(keys)]
+            self.queue.precompile([touch, *(partial(self._work, key) for key in keys), *uncaptured])
             self.queue.prepare_all([(key, partial(self._work, key)) for key in keys])
-            for work in scoring:
+            for work in uncaptured:
                 work()
             self.state.reset()
             touch()
@@ -435,10 +435,15 @@ class LookaheadRunner(BaseRunner):
         if self.proposer is not None and self.proposer.reads_hidden:
             self.proposer.keep(hidden)
 
-    def _image_padding(self, key: GraphKey) -> None:
-        """Launch the forward of a step that feeds tokens of images, if there are any whose kernels are their own."""
-        if self.images is not None:
-            self._body(key, place=self.images.place_padding)
+    def _image_padding(self, keys: Sequence[GraphKey]) -> list[Callable[[], None]]:
+        """What launches all that images need: the encoder, and forwards that feed tokens of images, of which all have
+        kernels of their own where those see each other, and one where they do not."""
+        if self.images is None:
+            return []
+        fed = [key for key in keys if key.kind == "feed" and key.max_query > 1]
+        fed = fed if self.images.config.whole_images else fed[-1:]
+        forwards = [partial(self._body, key, place=self.images.place_padding) for key in fed]
+        return [self.images.encode_padding, *forwards]
 
     def _head(self, key: GraphKey) -> None:
         tokens = self.tokens[: key.tokens]

@@ -15,7 +15,7 @@ from quire.assembly.limits import Limits, rows_with_kv
 from quire.assembly.speculate import build_proposer
 from quire.config import Settings
 from quire.executors.local import CudaExecutor
-from quire.model_runner.graphs import WorkQueue
+from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.images import ImageRunner
 from quire.model_runner.memory import LayerShape, plan_blocks
 from quire.model_runner.pooling import PoolingHeads
@@ -57,6 +57,7 @@ def interpreted(
         queue=WorkQueue(),
         proposer=build_proposer(settings, None, **sizes, device=CPU),
         depth=limits.lookahead,
+        warm=[GraphKey(16, 16, 16)] if model.spec.generates else [GraphKey(16, 16, 16, 0, "hidden")],
         heads=heads,
         images=images,
     )

@@ -28,7 +28,11 @@ AXES: dict[str, tuple[dict[str, Any], ...]] = {
 EVERY = [{name: value for part in parts for name, value in part.items()} for parts in product(*AXES.values())]
 
 
-@pytest.fixture(scope="module", params=[family for family in FAMILIES if family not in RECURRENT])
+NIGHTLY = () if ON_CARD else (pytest.mark.nightly,)
+EACH = [family for family in FAMILIES if family not in RECURRENT]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(each, marks=NIGHTLY if "moe" in each else ()) for each in EACH])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -46,7 +50,12 @@ def check(family: Family, options: dict[str, Any], which: slice, new: int) -> No
         assert not llm._engine.failures  # a step that failed and was done again would answer as well
 
 
-def test_a_prompt_with_images_beside_one_without(family: Family) -> None:
+def test_an_image_in_chunks(family: Family) -> None:
+    check(family, AXES["tokens"][1], slice(0, 1), 2)
+
+
+@pytest.mark.nightly
+def test_prompts_with_images_beside_one_without_and_drafts(family: Family) -> None:
     check(family, AXES["tokens"][1] | AXES["drafts"][1], slice(1, 4, 2), 3)
 
 
