@@ -10,7 +10,14 @@ from typing import Any
 import click
 import torch
 
-from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, host_bytes, resolve, rows_with_kv, working_bytes
+from quire.assembly.limits import (
+    LARGEST_GEMM_WORKSPACE,
+    gathered_tokens,
+    host_bytes,
+    resolve,
+    rows_with_kv,
+    working_bytes,
+)
 from quire.cli.base import SettingsCommand
 from quire.cli.inspect import Fact, ModelFacts, read_facts
 from quire.cli.tables import print_pairs
@@ -111,7 +118,12 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
     captured = 0 if cpu or settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
     held = weights(settings, facts)
     work = working_bytes(
-        spec, facts.dtype, tokens=limits.max_num_batched_tokens, captured=captured, rows=limits.max_num_seqs
+        spec,
+        facts.dtype,
+        tokens=limits.max_num_batched_tokens,
+        captured=captured,
+        rows=limits.max_num_seqs,
+        gathered=gathered_tokens(limits, device),
     )
     # On a GPU, drafting keeps the hidden states of a step.
     work += 0 if cpu else limits.max_num_batched_tokens * spec.hidden * spec.draft_layers * facts.dtype.itemsize
