@@ -33,12 +33,14 @@ class CheckingOps(ReferenceOps):
         self.seen: list[LongSpan] = []
 
     def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, *how: Any, **named: Any) -> Tensor:
-        for span in batch.long_spans:
-            start = batch.query_start[span.index : span.index + 2].tolist()
+        for span in batch.long_spans.spans:
+            start = batch.query_start[span.span : span.span + 2].tolist()
             if start[0] < start[1]:  # else padding
-                assert [span.start, span.start + span.count] == start
-                assert span.past + span.count == int(batch.kv_len[span.index])
+                assert [span.first, span.first + span.queries] == start
+                assert span.past + span.queries == int(batch.kv_len[span.span])
                 self.seen.append(span)
+        fed = batch.query_start.diff().count_nonzero()
+        assert batch.long_spans.alone == (0 < len(batch.long_spans.spans) == fed)
         return super().attention(q, kv, batch, *how, **named)
 
 

@@ -42,7 +42,7 @@ from quire.model_runner.step_io import (
     slice_batch,
     step_result,
 )
-from quire.ops.ragged import LONG, LayerKV, LongSpan
+from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LongSpan, LongSpans
 from quire.scheduler.plan import Plan, Span
 from quire.types import TokenLogprobs
 
@@ -276,22 +276,23 @@ class LookaheadRunner(BaseRunner):
             ahead[span.row] += span.num_tokens
         return ahead
 
-    def _long_spans(self, shape: StepShape, key: GraphKey) -> list[LongSpan]:
+    def _long_spans(self, shape: StepShape, key: GraphKey) -> LongSpans:
         """Prompts' long chunks, whose lengths the host knows; none in a step that is captured."""
         if self.queue.captures(key) or shape.max_query <= LONG:
-            return []
+            return NO_LONG_SPANS
         ahead, computed, start = self._fed_ahead(), self.rows.num_computed, shape.query_start
-        return [
+        spans = [
             LongSpan(s, int(start[s]), span.num_tokens, int(computed[span.row]) + ahead[span.row])
             for s, span in enumerate(shape.spans)
             if span.num_tokens > LONG
         ]
+        return LongSpans(spans, len(spans) == len(shape.spans))
 
-    def _long_padding(self, key: GraphKey) -> list[LongSpan]:
+    def _long_padding(self, key: GraphKey) -> LongSpans:
         """A long span of padding, for which kernels are made ready: the most of one step after as many tokens."""
         longest = self.rows.max_model_len
         count = min(key.tokens, longest)
-        return [LongSpan(0, 0, count, min(count, longest - count))] if count > LONG else []
+        return LongSpans([LongSpan(0, 0, count, min(count, longest - count))] if count > LONG else ())
 
     def _scores(self, hidden: Tensor, given: Tensor) -> Tensor:
         """Scores [N, SCORE_WIDTH] of N positions. given int32 [3, N]: the index in hidden [T, H] of each, its next
@@ -346,14 +347,14 @@ class LookaheadRunner(BaseRunner):
 
     def _work(self, key: GraphKey) -> None:
         if key.kind == "feed":
-            self._body(key, long_spans=() if self.queue.captures(key) else self._long_padding(key))
+            self._body(key, long_spans=NO_LONG_SPANS if self.queue.captures(key) else self._long_padding(key))
         elif key.kind == "sample":
             self._head(key)
         else:
             assert self.proposer is not None
             self.proposer.run(key, self.draft_context)
 
-    def _body(self, key: GraphKey, *, every: bool = False, long_spans: Sequence[LongSpan] = ()) -> Tensor:
+    def _body(self, key: GraphKey, *, every: bool = False, long_spans: LongSpans = NO_LONG_SPANS) -> Tensor:
         """Hidden states of the key's step: those that are sampled at, or every one."""
         tokens, spans, max_query = key[:3]
         state = self.state

@@ -47,13 +47,23 @@ LONG = 3584
 
 
 class LongSpan(NamedTuple):
-    """A span of more than LONG queries whose lengths the host knows: span `index` feeds tokens start to start + count
-    of the step, after `past` tokens that are stored."""
+    """A span of more than LONG queries whose lengths the host knows: span number `span` feeds tokens first to first +
+    queries of the step, after `past` tokens that are stored."""
 
-    index: int
-    start: int
-    count: int
+    span: int
+    first: int
+    queries: int
     past: int
+
+
+class LongSpans(NamedTuple):
+    """The long spans of a step. alone: it has no others."""
+
+    spans: Sequence[LongSpan] = ()
+    alone: bool = False
+
+
+NO_LONG_SPANS = LongSpans()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +96,7 @@ class RaggedBatch:
     images: ImageTokens | None = field(default=None, kw_only=True)
     rope_positions: torch.Tensor | None = field(default=None, kw_only=True)
     last_visible: torch.Tensor | None = field(default=None, kw_only=True)
-    long_spans: Sequence[LongSpan] = field(default=(), kw_only=True)
+    long_spans: LongSpans = field(default=NO_LONG_SPANS, kw_only=True)
 
     def with_images(self, embedded: torch.Tensor) -> torch.Tensor:
         """embedded [T, hidden] with the embeddings of images in their places."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.ragged import LayerKV, LongSpan
+from quire.ops.ragged import LayerKV, LongSpan, LongSpans
 from quire.ops.triton import long_spans
 from quire.ops.triton import ops as triton_ops
 from quire.ops.triton.launch import DeviceInfo
@@ -58,7 +58,7 @@ def test_long_spans_attend_as_the_naive_loop_beside_short_ones(
     starts = batch.query_start.tolist()
     long = [LongSpan(i, starts[i], n, past) for i, (past, n) in enumerate(SPANS) if n > 32]
     assert len(long) == 5
-    got = ops.attention(q.to(DEVICE), moved(kv), replace(moved(batch), long_spans=long), dim**-0.5).cpu()
+    got = ops.attention(q.to(DEVICE), moved(kv), replace(moved(batch), long_spans=LongSpans(long)), dim**-0.5).cpu()
     for i, (k, v) in enumerate(held):
         own = slice(starts[i], starts[i + 1])
         want = naive(q[own], k, v, dim**-0.5, UNLIMITED, 0.0)
@@ -80,7 +80,7 @@ def test_what_the_library_lacks_is_computed_by_our_kernels(what: str, monkeypatc
     sinks = torch.randn(4) if what == "sinks" else None
     window, chunk = 30 if what == "window" else UNLIMITED, 30 if what == "chunk" else UNLIMITED
     how = 0.125, window, 0.7 if what == "soft_cap" else 0.0
-    batch = replace(moved(batch), long_spans=[LongSpan(0, 0, 60, 20)])
+    batch = replace(moved(batch), long_spans=LongSpans([LongSpan(0, 0, 60, 20)]))
     got = ops.attention(q.to(DEVICE), moved(kv), batch, *how, None if sinks is None else sinks.to(DEVICE), chunk)
     want = naive(q, *held[0], *how, sinks, chunk)
     torch.testing.assert_close(got.cpu().double(), want, atol=2e-2, rtol=2e-2)
@@ -90,7 +90,7 @@ def test_what_the_library_lacks_is_computed_by_our_kernels(what: str, monkeypatc
 def test_a_window_that_hides_nothing_is_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = library(monkeypatch)
     q, kv, batch, held = situation([(0, 60)], 4, 2, 64, 16, torch.float16)
-    given = replace(moved(batch), long_spans=[LongSpan(0, 0, 60, 0)])
+    given = replace(moved(batch), long_spans=LongSpans([LongSpan(0, 0, 60, 0)], True))
     asked: list[bool] = []
     inner = ops.dense
     assert inner is not None
@@ -128,7 +128,7 @@ def test_eight_bit_kv_is_attended_to_in_its_own_unit(monkeypatch: pytest.MonkeyP
     stored_kv = LayerKV(
         (kv.k / 0.25).to(torch.float8_e4m3fn), (kv.v / 0.5).to(torch.float8_e4m3fn), k_scale=0.25, v_scale=0.5
     )
-    long = replace(moved(batch), long_spans=[LongSpan(0, 0, 60, 20)])
+    long = replace(moved(batch), long_spans=LongSpans([LongSpan(0, 0, 60, 20)]))
     got = ops.attention(q.to(DEVICE), moved(stored_kv), long, 0.125).cpu()
     torch.testing.assert_close(got.double(), naive(q, *held[0], 0.125, UNLIMITED, 0.0), atol=8e-2, rtol=8e-2)
 

@@ -58,6 +58,11 @@ def dense_attention(card: DeviceInfo) -> DenseAttention | None:
     return cudnn_attention if usable else None
 
 
+def serves(q: Tensor) -> bool:
+    """Whether cuDNN attends for such queries [T, H, D]."""
+    return q.dtype.itemsize == 2 and q.shape[2] <= MOST_DIM
+
+
 @kernel(do_not_specialize=["length"])
 def gather_kv_kernel(
     k, v, pages, keys, values, length, k_unit, v_unit,
@@ -156,13 +161,13 @@ def attend_long(
     card: DeviceInfo,
 ) -> None:  # fmt: skip
     """Write a span's rows of out [T, H, D], whose queries are those rows of q [T, H, D]."""
-    length = span.past + span.count
-    pages = batch.page_table[span.index]
+    length = span.past + span.queries
+    pages = batch.page_table[span.span]
     keys, values = gather_kv(kv, pages, length, length + STEP, q.dtype, card)
-    for first in range(0, span.count, MOST_QUERIES):
-        count = min(MOST_QUERIES, span.count - first)
-        rows = slice(span.start + first, span.start + first + count)
-        attend_piece(out[rows], q[rows], keys, values, span.past + first, scale, dense, card)
+    for begin in range(0, span.queries, MOST_QUERIES):
+        count = min(MOST_QUERIES, span.queries - begin)
+        rows = slice(span.first + begin, span.first + begin + count)
+        attend_piece(out[rows], q[rows], keys, values, span.past + begin, scale, dense, card)
 
 
 def attend_piece(

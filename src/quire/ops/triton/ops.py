@@ -1,9 +1,9 @@
 """`Ops` by Triton kernels: one path for prefill, decode and verification, which can be captured in a CUDA graph as a
 whole.
 
-`BatchInvariantTritonOps` computes each row with the same bits in any batch: one tile shape for every product and one
-for all of attention, no sums split among programs, no library that chooses by shape. Its price: few rows are multiplied
-in tiles of 64, and a long context is read by one program per K/V head.
+`BatchInvariantTritonOps` computes each row with the same bits in any batch: sums of plain products are cut by the
+matrix alone (see `invariant_gemm`), other products and all of attention have one tile shape and no sums split among
+programs, and no library chooses by shape. Its price: a long context is read by one program per K/V head.
 """
 
 from __future__ import annotations
@@ -36,14 +36,24 @@ from quire.ops.integer import integers_of
 from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import E4M3, BaseOps
-from quire.ops.ragged import LONG, LayerKV, RaggedBatch
+from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, RaggedBatch
 from quire.ops.triton import experts as mixture
-from quire.ops.triton import gemv, int8_gemm, integer_experts, integer_gemm, integer_gemv, latent, quantized_gemm, rows
+from quire.ops.triton import (
+    gemv,
+    int8_gemm,
+    integer_experts,
+    integer_gemm,
+    integer_gemv,
+    invariant_gemm,
+    latent,
+    quantized_gemm,
+    rows,
+)
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
-from quire.ops.triton.long_spans import MOST_DIM, DenseAttention, attend_long, dense_attention
+from quire.ops.triton.long_spans import DenseAttention, attend_long, dense_attention, serves
 from quire.types import UNLIMITED
 
 MOST_OUTPUTS = 1 << 15
@@ -322,24 +332,23 @@ class TritonOps(BaseOps):
         if ahead or batch.last_visible is not None:
             raise ValueError("these kernels compute causal attention only")
         planned = self.prepare(batch)
-        begun = cascade_attention(q, kv, planned, scale, min(window, chunk), soft_cap, self.card)
         plain = min(window, chunk) >= batch.max_kv and not soft_cap and sinks is None
-        long = batch.long_spans if plain and self.attends_long(q) else ()
-        out = attention(
-            q, kv, planned, scale, window, soft_cap, self.card, begun, sinks, chunk, LONG if long else UNLIMITED
-        )
-        for span in long:
+        long, longest = NO_LONG_SPANS, UNLIMITED
+        if batch.long_spans.spans and plain and self.dense is not None and serves(q):
+            long, longest = batch.long_spans, LONG
+        if long.alone:
+            out = torch.empty_like(q)
+        else:
+            begun = cascade_attention(q, kv, planned, scale, min(window, chunk), soft_cap, self.card)
+            out = attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks, chunk, longest)
+        for span in long.spans:
             assert self.dense is not None
             attend_long(out, q, kv, batch, span, scale, self.dense, self.card)
         return out
 
-    def attends_long(self, q: Tensor) -> bool:
-        """Whether `dense` serves such queries [T, H, D]."""
-        return self.dense is not None and q.dtype.itemsize == 2 and q.shape[2] <= MOST_DIM
 
-
-PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
-"""Of plain matrices, of those restored on the way, and of either in float32, which takes more registers."""
+RESTORED, EXACT = GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
+"""Of matrices restored on the way, and of any in float32, which takes more registers."""
 
 
 class BatchInvariantTritonOps(TritonOps):
@@ -352,7 +361,9 @@ class BatchInvariantTritonOps(TritonOps):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.linear`."""
-        return gemv.gemv_linear(x, weight, bias, config_for(x, PRODUCT), self.card, gate)
+        if x.dtype is torch.float32:
+            return gemv.gemv_linear(x, weight, bias, EXACT, self.card, gate)
+        return invariant_gemm.invariant_linear(x, weight, bias, self.card, self.arrived, gate)
 
     def fused_linear(self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`, dequantized on the way."""
