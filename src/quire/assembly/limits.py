@@ -17,7 +17,6 @@ from quire.errors import InvalidConfig
 from quire.model_runner.memory import GIB, activation_bytes
 from quire.models.spec import ModelSpec
 from quire.ops.ragged import LONG
-from quire.scheduler.kv_offload import BlockStore
 from quire.types import UNLIMITED
 
 _SMALL_MODEL = 20_000_000
@@ -43,7 +42,7 @@ class Limits(NamedTuple):
 
 
 class BuiltExecutor(NamedTuple):
-    """An executor, its sizes, and gauges measured while it was built. store: its K/V tiers; None: it has none.
+    """An executor, its sizes, and gauges measured while it was built.
 
     plan_delay: None, for no delay, where the executor is elsewhere: planning then hides the way there.
     """
@@ -52,7 +51,6 @@ class BuiltExecutor(NamedTuple):
     limits: Limits
     static_gauges: dict[str, float]
     plan_delay: PlanDelay | None = None
-    store: BlockStore | None = None
 
 
 def reject_options(settings: Settings, executor: str, fixed: Mapping[str, str]) -> None:
