@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from quire import LLM, SamplingParams
+from quire.assembly.grpc import host
+from quire.cli import main
+from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
 from quire.errors import InvalidConfig
@@ -32,7 +36,7 @@ from tests.surface.blocks import FOUND
 from tests.test_deterministic import Ahead, Situation, Subject
 
 PRESSED = Situation(pages=36, size=8)
-SLOTS, FILES = 50, 400
+SLOTS, FILES = 24, 400
 
 
 def tiers_of(executor: Executor, block_size: int, folder: Path) -> KVOffload:
@@ -112,7 +116,8 @@ def converse(kind: type[Tiered], shape: str, dtype: str, count: int, factory: py
     subject = kind(model(shape, dtype, factory.getbasetemp()))
     engine = subject.converse(factory.mktemp("kv"), count)
     stats = engine.scheduler.kv.offload.stats
-    assert stats.num_hit["host"] > 0 and stats.num_hit["disk"] > 0 and not stats.failures
+    assert stats.num_hit["host"] > 0 and stats.num_hit["disk"] > 0
+    assert stats.failures.keys() <= {"no_room", "timeout"}
     return engine
 
 
@@ -272,6 +277,13 @@ def test_other_executors_refuse_tiers(executor: str) -> None:
     address = {"executor_address": "127.0.0.1:1"} if executor == "grpc" else {}
     with pytest.raises(InvalidConfig, match="--kv-offloading-size does not go with --executor"):
         LLM("embedded", executor=executor, kv_offloading_size=1, **address)
+
+
+def test_commands_without_tiers_refuse_them() -> None:
+    with pytest.raises(InvalidConfig, match="`quire executor` has no K/V tiers"):
+        host(Settings.of(kv_offloading_size=1), "127.0.0.1:0")
+    refused = CliRunner().invoke(main, ["verify", "--kv-offloading-size", "1"])
+    assert refused.exit_code == 2 and "`quire verify` has no K/V tiers" in refused.output
 
 
 def test_a_reset_of_the_prefix_cache_empties_all_tiers(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_answers_have_the_bits_that_they_have_without_tiers(shape: str, situatio
     model = load_model(tmp_path, dtype="bfloat16", device=device, ops=fixed.BatchInvariantTritonOps(device))
     engine = TieredOnCard(model).converse(tmp_path / "kv", 100, situation=situation)
     stats = engine.scheduler.kv.offload.stats
-    assert stats.num_hit["host"] > 0 and not stats.failures
+    assert stats.num_hit["host"] > 0 and stats.failures.keys() <= {"no_room", "timeout"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -104,7 +104,8 @@ def build_engine(
     make = Engine if folder is None else recorded(folder, settings.execution.recording_max_bytes)
     policy = build_policy(settings)
     target = settings.scheduler.latency_target_ms
-    executor, limits, static_gauges, plan_delay, store = make_executor(settings)
+    executor, limits, static_gauges, plan_delay = make_executor(settings)
+    store = build_store(settings, executor)
     executor = wrap(executor)
     if executor.describe().bidirectional:
         # It bounds what prompts cost answers, and may cut prompts for that.
@@ -168,8 +169,7 @@ def _local(settings: Settings) -> BuiltExecutor:
         executor = _cuda().make_executor(
             *(settings, model, device, limits), heads, images, image_tokens(settings, processor)
         )
-    store = build_store(settings, model, cast(LocalExecutor, executor))
-    return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay(), store)
+    return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
 
 
 def on_host(

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from quire import __version__
 from quire.config import Settings
+from quire.engine.executor import Executor
 from quire.errors import InvalidConfig
 from quire.executors.block_files import VERSION, BlockFiles
 from quire.executors.block_store import (
@@ -40,7 +41,7 @@ OPTION = "--kv-offloading-dir"
 ABOUT = "fingerprint.json"
 
 
-def build_store(settings: Settings, model: Model, executor: LocalExecutor) -> BlockStore | None:
+def build_store(settings: Settings, executor: Executor) -> BlockStore | None:
     """The tiers that the options describe; None for none.
 
     Raises InvalidConfig for a model or options that they do not go with, for a directory of other blocks, and where
@@ -49,6 +50,7 @@ def build_store(settings: Settings, model: Model, executor: LocalExecutor) -> Bl
     cache = settings.cache
     if not cache.kv_offloading_size:
         return None
+    assert isinstance(executor, LocalExecutor), "other executors refuse these options"
     _check(settings, executor)
     runner = executor.runner
     size = block_bytes(runner.kv)
@@ -69,7 +71,7 @@ def build_store(settings: Settings, model: Model, executor: LocalExecutor) -> Bl
     if cache.kv_offloading_dir is None:
         return TieredBlockStore(copies, lines)
     folder = Path(cache.kv_offloading_dir)
-    held, files = open_folder(folder, _about(settings, model, executor), size)
+    held, files = open_folder(folder, _about(settings, executor), size)
     max_files = int(cache.kv_offloading_dir_size * GIB) // files.file_bytes
     if not max_files:
         held.close()
@@ -95,6 +97,15 @@ def _check(settings: Settings, executor: LocalExecutor) -> None:
         reason = "recordings do not say when blocks came back: leave --recording-dir out"
     if reason:
         raise InvalidConfig(f"--kv-offloading-size: {reason}", param="kv_offloading_size")
+
+
+def refuse_tiers(settings: Settings, what: str) -> None:
+    """Raise InvalidConfig where K/V tiers are set for something that has none. what: its name."""
+    if settings.cache.kv_offloading_size:
+        raise InvalidConfig(
+            f"--kv-offloading-size: {what} has no K/V tiers, `quire serve` and LLM have: leave it out",
+            param="kv_offloading_size",
+        )
 
 
 def open_folder(folder: Path, about: dict[str, str], size: int) -> tuple[FileIO, BlockFiles]:
@@ -140,9 +151,9 @@ def _check_about(folder: Path, about: dict[str, str]) -> None:
         )
 
 
-def _about(settings: Settings, model: Model, executor: LocalExecutor) -> dict[str, str]:
+def _about(settings: Settings, executor: LocalExecutor) -> dict[str, str]:
     """What the bits of K/V depend on."""
-    about = executor.describe()
+    about, model = executor.describe(), cast(Model, executor.runner.model)
     shapes = [
         f"{tuple(each.k.shape[1:])} {tuple(each.v.shape[1:])} {each.k.dtype} {each.k_scale} {each.v_scale}"
         for each in executor.runner.kv

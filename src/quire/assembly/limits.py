@@ -18,7 +18,6 @@ from quire.errors import InvalidConfig
 from quire.model_runner.memory import GIB, LayerShape, activation_bytes, plan_snapshots, state_bytes
 from quire.models.spec import ModelSpec
 from quire.ops.ragged import LONG
-from quire.scheduler.kv_offload import BlockStore
 from quire.types import UNLIMITED
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class Limits(NamedTuple):
 
 
 class BuiltExecutor(NamedTuple):
-    """An executor, its sizes, and gauges measured while it was built. store: its K/V tiers; None: it has none.
+    """An executor, its sizes, and gauges measured while it was built.
 
     plan_delay: None, for no delay, where the executor is elsewhere: planning then hides the way there.
     """
@@ -55,7 +54,6 @@ class BuiltExecutor(NamedTuple):
     limits: Limits
     static_gauges: dict[str, float]
     plan_delay: PlanDelay | None = None
-    store: BlockStore | None = None
 
 
 def reject_options(settings: Settings, executor: str, fixed: Mapping[str, str]) -> None:
