@@ -223,7 +223,8 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if calls:
         checked["tool_calls"] = _tool_calls(calls, role, where)
     thoughts = checked.pop("reasoning", None) or checked.get("reasoning_content")
-    return checked if thoughts is None else {**checked, "reasoning_content": thoughts}
+    # Templates read one name or the other.
+    return checked if thoughts is None else {**checked, "reasoning": thoughts, "reasoning_content": thoughts}
 
 
 def _tool_calls(calls: Any, role: Any, where: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from quire.parsers.tools.styles import HERMES, Style, TaggedStyle
 from quire.server.fields import check
 from quire.server.limits import Limits
 from quire.server.nested import check_nested
-from quire.structured_output.call_rules import argument_rules, literal
+from quire.structured_output.call_rules import argument_rules, escaped, literal
 from quire.structured_output.schema import check_schema, closed
 from quire.types import UNLIMITED, StructuredOutputsParams
 
@@ -123,7 +123,7 @@ class ToolSet:
         rest, more = literal(style.before.removeprefix(mark)), min(self.most, _MAX_FORCED)
         one = f"call ({literal(style.between)} call)*" if style.after not in style.between else "call"
         start = f"start: (text {rest} {one} {literal(style.after)}){{0,{more}}} TEXT"
-        last = f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(mark)}(?s:.*)/"
+        last = f"TEXT: /(?s:.*)/ & ~/(?s:.*){escaped(mark)}(?s:.*)/"
         text = f"text[suffix={literal(mark)}]: /(?s:.*)/"
         return "\n".join([start, text, last, *self._calls()])
 
