@@ -182,7 +182,7 @@ def make_tool_set(
     left_out = tuple(dict.fromkeys(omitted))
     if not names or choice == "none":
         return ToolSet(style=style, omitted=left_out)
-    callable_ = {f["name"]: f.get("parameters") or {"type": "object", "properties": {}} for f in functions}
+    callable_ = {f["name"]: _object(f.get("parameters")) for f in functions}
     if named is not None:
         callable_ = {named: callable_[named]}
     if allowed is not None:
@@ -261,9 +261,21 @@ def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise InvalidRequest(f"{where}.function.{name} must be {what}", param="tools")
     if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
         raise InvalidRequest(f"{where}.function.name must be {_NAME_FORM}", param="tools")
-    if not isinstance((function.get("parameters") or {}).get("properties", {}), dict):
+    parameters = function.get("parameters") or {}
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidRequest(
+            f"{where}.function.parameters.type must be object, as arguments are named, not {str(kind)[:40]!r}",
+            param="tools",
+        )
+    if not isinstance(parameters.get("properties", {}), dict):
         raise InvalidRequest(f"{where}.function.parameters.properties must be an object", param="tools")
     return {name: value for name, value in function.items() if value is not None}
+
+
+def _object(schema: dict[str, Any] | None) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object whatever it says besides."""
+    return {**schema, "type": "object"} if schema else {"type": "object", "properties": {}}
 
 
 class _Allowed(NamedTuple):
