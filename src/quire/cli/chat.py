@@ -18,7 +18,7 @@ import click
 from rich.console import Console
 
 import quire
-from quire.assembly.text import pooler_of
+from quire.assembly.text import pooler_of, require_tokenizer
 from quire.cli.base import INTERRUPTED, OFFLINE, SettingsCommand, given, sampling_options
 from quire.cli.conversation import (
     Answer,
@@ -178,6 +178,7 @@ def command(
     shown = {"plain": plain, "verbose": verbose}
     with history(history_file):
         if url is None:
+            require_tokenizer(settings, "quire chat")
             pooler = pooler_of(settings)
             if not pooler.generates:
                 raise no_text(pooler)
@@ -256,6 +257,7 @@ def run(
     A PROMPT of - is what standard input has, which is also the prompt where there is none and it is no terminal. A
     model without a chat template completes the prompt.
     """
+    require_tokenizer(settings, "quire run")
     text = question(prompt, settings.model.model)
     with quire.LLM(settings=settings) as llm:
         if text is None:
@@ -318,6 +320,7 @@ def generate(settings: Settings, prompt: str | None, **sampling: Any) -> None:
     """Print one completion of PROMPT. Without one, or with '-', it is what is piped in; and where nothing is, an
     opening of ours.
     """
+    require_tokenizer(settings, "quire generate")
     piped = prompt == "-" or (prompt is None and not sys.stdin.isatty())
     text = piped_text() if piped else as_text(prompt or "")
     with quire.LLM(settings=settings) as llm:
