@@ -68,6 +68,7 @@ OWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "Qwen2_5_VLForConditionalGeneration": AXES,
         "Qwen3VLForConditionalGeneration": AXES,
+        "Qwen3VLMoeForConditionalGeneration": AXES,
         "RobertaModel": {"max_position_embeddings": 258, "pad_token_id": 1},
         "MixtralForCausalLM": {"num_local_experts": 4},
     }

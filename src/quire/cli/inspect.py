@@ -11,7 +11,7 @@ import click
 import torch
 
 from quire.assembly import extra
-from quire.assembly.engine import choose_executor
+from quire.assembly.engine import choose_executor, choose_ops
 from quire.assembly.speculate import wants_mtp
 from quire.assembly.text import Text, build_text, build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.cli.base import SettingsCommand
@@ -23,9 +23,11 @@ from quire.layers.basic import RopeConfig
 from quire.model_runner.memory import LayerShape, block_bytes, layer_shapes
 from quire.models.registry import idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
+from quire.ops.base import Ops
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED
 from quire.weights.files import Checkpoint, read_config
+from quire.weights.gguf import KINDS
 from quire.weights.load import build_outline, choose_dtype, match, named, open_checkpoint
 from quire.weights.locate import check as holds_a_model
 from quire.weights.locate import locate
@@ -75,7 +77,7 @@ def read_facts(settings: Settings) -> ModelFacts:
         check(config, spec, checkpoint, model.quantization)
     except InvalidModel as error:
         trouble = str(error)
-    dtype = choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"))
+    dtype = choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"), packed=keeps_packed(settings))
     kept = layer_shapes(spec.kv_shapes, dtype, spec.state_shapes)
     return ModelFacts(
         *(folder, config, spec, checkpoint, trouble, dtype, parameters(spec), kept),
@@ -90,6 +92,20 @@ def draft_parameters(config: Mapping[str, Any]) -> int:
         return parameters(read_spec(config, mtp=True)) - parameters(read_spec(config))
     except InvalidModel:
         return 0
+
+
+def planned_ops(settings: Settings) -> Ops | None:
+    """The operations of a model that is loaded so; None for a GPU's, which may not be here."""
+    how = settings.execution
+    if how.device == "cuda" or (how.device == "auto" and torch.cuda.is_available()):
+        return None
+    return choose_ops(torch.device("cpu"), how.deterministic, kernels=how.cpu_kernels)
+
+
+def keeps_packed(settings: Settings) -> bool:
+    """Whether kernels multiply quantized blocks as they are stored, see `choose_dtype`: a GPU's do."""
+    ops = planned_ops(settings)
+    return ops is None or ops.multiplies_integers
 
 
 def foreign_facts(settings: Settings, folder: Path, config: Mapping[str, Any]) -> ModelFacts:
@@ -157,7 +173,7 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     local = Counter(f"{size:,} positions" for size in spec.windows if size < UNLIMITED)
     local.update(f"their own chunk of {size:,} positions" for size in spec.layer_chunks if size < UNLIMITED)
     seen = ", ".join(f"{n} of {spec.layers} layers see {what}" for what, n in local.items())
-    yield "attention", seen or "every layer sees everything"
+    yield "attention", seen or "every layer attends to all positions"
     yield "rope", describe_ropes(spec.layer_ropes)
     head = f", head {'tied to the embedding' if spec.tie else 'of its own'}" if spec.generates else ""
     yield "vocabulary", f"{spec.vocab:,}{head}"
@@ -200,10 +216,19 @@ def files(facts: ModelFacts) -> Iterator[Fact]:
         for entry in entries:
             kinds[entry.kind] += entry.size
         yield "stored as", ", ".join(f"{kind} {100 * size / total:.1f} %" for kind, size in kinds.most_common())
-    scheme = read_scheme(facts.config)
-    yield "quantised by", "nothing" if scheme is None else f"{scheme.name}: {scheme.layout}"
+    yield "quantization", quantization(facts)
     yield "computed in", short(facts.dtype)
     yield "loads", facts.trouble or ("tried by transformers" if facts.foreign else "every tensor has its place")
+
+
+def quantization(facts: ModelFacts) -> str:
+    """How matrices are quantized: by a scheme of config.json, or in types of GGUF."""
+    scheme = read_scheme(facts.config)
+    if scheme is not None:
+        return f"{scheme.name}: {scheme.layout}"
+    kinds = set() if facts.checkpoint is None else {entry.kind for entry in facts.checkpoint.entries.values()}
+    types = sorted(kinds & {kind.name for kind in KINDS.values() if kind.block > 1})
+    return f"GGUF types {', '.join(types)}" if types else "none"
 
 
 def text(settings: Settings, vocab: int) -> tuple[list[Fact], str, str]:

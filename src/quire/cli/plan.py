@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,6 +11,7 @@ from typing import Any
 import click
 import torch
 
+from quire.assembly.images import find_processor, image_tokens
 from quire.assembly.limits import (
     LARGEST_GEMM_WORKSPACE,
     gathered_tokens,
@@ -19,14 +21,16 @@ from quire.assembly.limits import (
     working_bytes,
 )
 from quire.cli.base import SettingsCommand
-from quire.cli.inspect import Fact, ModelFacts, read_facts
+from quire.cli.inspect import Fact, ModelFacts, keeps_packed, planned_ops, read_facts
 from quire.cli.tables import print_pairs
 from quire.config import OPTIONS, Settings
 from quire.config.option import amount
 from quire.config.speculative import parse
 from quire.errors import InvalidConfig
+from quire.layers.quantization.gguf import StoredBlocks, kept_bytes
 from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, plan_snapshots, state_bytes, usable_blocks
-from quire.weights.load import build_outline
+from quire.ops.reference import ReferenceOps
+from quire.weights.load import build_outline, stored_blocks
 from quire.weights.schemes import AUTO, ONLINE, read_scheme
 
 SHORTEST = 256
@@ -122,8 +126,9 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
         facts.dtype,
         tokens=limits.max_num_batched_tokens,
         captured=captured,
-        rows=limits.max_num_seqs,
+        rows=limits.max_num_seqs if spec.generates else 0,
         gathered=gathered_tokens(limits, device),
+        image_tokens=image_tokens(settings, find_processor(settings)) if spec.vision is not None else (0, 0),
     )
     # On a GPU, drafting keeps the hidden states of a step.
     work += 0 if cpu else limits.max_num_batched_tokens * spec.hidden * spec.draft_layers * facts.dtype.itemsize
@@ -173,11 +178,18 @@ def weights(settings: Settings, facts: ModelFacts) -> int:
             loaded = (name for name in entries if not any(fnmatchcase(name, pattern) for pattern in build.skipped))
             return sum(entries[name].size for name in loaded)
         return sum(place.target.nbytes for places in build.slots.values() for place in places)
-    whole = facts.parameters * facts.dtype.itemsize
-    if settings.model.quantization not in ONLINE:
-        return whole
-    kept = spec.vocab * spec.hidden * (1 if spec.tie else 2)
-    return whole - (facts.parameters - kept) * (facts.dtype.itemsize - 1)
+    ops, chosen = planned_ops(settings) or ReferenceOps(), ONLINE.get(settings.model.quantization)
+    if chosen is None:
+        blocks = stored_blocks(checkpoint.entries) if checkpoint and keeps_packed(settings) else {}
+        if not blocks or checkpoint is None:
+            return facts.parameters * facts.dtype.itemsize
+        each = {kind: kept_bytes(kind, ops) for kind in set(blocks.values())}
+        sizes = {name: each[kind] for name, kind in blocks.items()}
+        stored = checkpoint.entries.items()
+        return int(sum(math.prod(e.shape) * sizes.get(name, facts.dtype.itemsize) for name, e in stored))
+    heads = spec.vocab * spec.hidden * (1 if spec.tie else 2)
+    size = kept_bytes(chosen, ops) if isinstance(chosen, StoredBlocks) else 1
+    return int(heads * facts.dtype.itemsize + (facts.parameters - heads) * size)
 
 
 def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.device) -> Iterator[Fact]:

@@ -39,8 +39,7 @@ from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.panels import PanelMatrix
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch
-from quire.ops.recurrent import gated_delta, selective_scan, slots_of
-from quire.types import UNLIMITED
+from quire.ops.recurrent import gated_delta, selective_scan, with_padding
 
 Each = TypeVar("Each")
 
@@ -184,18 +183,7 @@ class BaseOps(ABC):
         """See `Ops.qk_norm_rope_store_kv`."""
 
     @abstractmethod
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = UNLIMITED,
-        ahead: int = 0,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """See `Ops.attention`."""
 
     def self_attention(
@@ -210,7 +198,7 @@ class BaseOps(ABC):
     ) -> Tensor:
         """See `Ops.self_attention`."""
         q = self.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms)
-        return self.attention(q, kv, batch, *how)
+        return self.attention(q, kv, batch, how)
 
     def gelu_erf(self, x: Tensor) -> Tensor:
         """See `Ops.gelu_erf`."""
@@ -299,6 +287,14 @@ class BaseOps(ABC):
         """See `Ops.arranged`."""
         return matrix
 
+    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> PanelMatrix | None:
+        """See `Ops.empty_blocks`."""
+        return None
+
+    def write_blocks(self, matrix: PanelMatrix, kind: str, first: int, raw: Tensor) -> None:
+        """See `Ops.write_blocks`."""
+        raise NotImplementedError
+
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""
         return self.linear(x, dequantize(matrix).to(x.dtype), bias, gate)
@@ -334,8 +330,8 @@ class BaseOps(ABC):
 
     def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.gated_delta`."""
-        return gated_delta(x, weights, state, batch.query_start, slots_of(batch))
+        return with_padding(gated_delta, x, weights, state, batch)
 
     def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.selective_scan`."""
-        return selective_scan(x, weights, state, batch.query_start, slots_of(batch))
+        return with_padding(selective_scan, x, weights, state, batch)

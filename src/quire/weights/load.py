@@ -94,8 +94,8 @@ def load_model(
     spec = read_spec(config, pools=pools, mtp=mtp).for_length(max_model_len)
     spec = spec if vision else replace(spec, vision=None)
     checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
-    number = choose_dtype(dtype, spec, checkpoint, device)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
+    number = choose_dtype(dtype, spec, checkpoint, device, packed=ops.multiplies_integers)
     plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
     format = choose_format(config, quantization, plain, entries)
     build = ModelBuilder(
@@ -189,18 +189,33 @@ def check_room(build: ModelBuilder, name: str, room: float) -> None:
         raise InvalidModel(f"there is no memory for {name}: {sizes}; `quire plan` says what fits")
 
 
-def choose_dtype(asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, device: torch.device) -> torch.dtype:
-    """dtype of activations and of plain weights."""
+def choose_dtype(
+    asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, device: torch.device, *, packed: bool = False
+) -> torch.dtype:
+    """dtype of activations and of plain weights.
+
+    packed: kernels multiply quantized blocks as they are stored, and rows in bfloat16 the fastest.
+    """
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if asked != "auto":
         return known[asked]
     found = known.get(spec.dtype.removeprefix("torch."))
     if found is None and checkpoint is not None:
-        floating = (e.dtype for e in checkpoint.entries.values() if e.dtype in known.values())
-        found = next(floating, None)
+        found = dtype_of_most(checkpoint.entries, packed)
     if found is torch.float16 and device.type == "cpu":
         return torch.float32
     return found or torch.float32
+
+
+def dtype_of_most(entries: Mapping[str, TensorEntry], packed: bool) -> torch.dtype | None:
+    """The dtype of most numbers of a checkpoint, None where none is floating-point. A GGUF file's norms are float32
+    whatever its matrices are: blocks count as bfloat16 where they are kept `packed`, else as what they are read as."""
+    counts = dict[torch.dtype, int]()
+    for entry in entries.values():
+        own = torch.bfloat16 if packed and entry.stored is not None else entry.dtype
+        if own in (torch.float32, torch.bfloat16, torch.float16):
+            counts[own] = counts.get(own, 0) + math.prod(entry.shape)
+    return max(counts, key=lambda each: counts[each], default=None)
 
 
 def choose_plain_format(dtype: torch.dtype, device: torch.device, draft: bool, ops: Ops) -> Format:
@@ -281,7 +296,8 @@ def named(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEnt
     """
     entries = {renamed(name, build.renames): entry for name, entry in checkpoint.entries.items()}
     for stack in build.stacks:
-        entries = unstacked(entries, stack)
+        places = build.slots.get(f"{stack.name}.0.weight")
+        entries = unstacked(entries, stack, places[0].shape if places else ())
     bytewise = (name for name, places in build.slots.items() if places[0].stored_dtype is torch.uint8)
     entries |= {name: entry.stored for name in bytewise if (entry := entries.get(name)) and entry.stored}
     longer = {name.partition(".")[2]: name for name in build.slots if name not in entries}

@@ -29,6 +29,7 @@ from tests import checkpoints
 from tests.mtp import make_mtp
 
 SIZES: dict[str, Any] = {"pages": 40, "page_size": 16, "rows": 4, "max_model_len": 64, "dtype": torch.float32}
+SIZES["snapshots"] = 6
 SAMPLING = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.9, top_p=0.8),
@@ -38,9 +39,10 @@ SAMPLING = (
 
 def answers(executor: Executor, depth: int, shared: int = 18, new: int = 5) -> list[tuple[int, ...]]:
     """shared: tokens that all prompts begin with."""
-    speculation = FixedDrafts(executor.describe().num_drafts)
+    about = executor.describe()
+    cache = make_prefix_cache(16, True, about.num_snapshots if about.recurrent else None)
     scheduler = Scheduler(
-        KVCacheManager(40, 16, make_prefix_cache(16, True)), rows=4, max_num_batched_tokens=24, speculation=speculation
+        KVCacheManager(40, 16, cache), rows=4, max_num_batched_tokens=24, speculation=FixedDrafts(about.num_drafts)
     )
     engine = Engine(scheduler, executor, lookahead=depth)
     for i, sampling in enumerate(SAMPLING):
@@ -52,8 +54,10 @@ def answers(executor: Executor, depth: int, shared: int = 18, new: int = 5) -> l
     return [done[str(i)] for i in range(len(SAMPLING))]
 
 
-ALL_AT_ONCE = ("qwen3-gqa", "glm4-gqa", "nemotron-gqa", "gpt_oss-gqa-mxfp4")
-"""In CI: shapes that have between them every kind of norm, of rotation, of attention and of MLP. What else
+ALL_AT_ONCE = (
+    "qwen3-gqa", "glm4-gqa", "nemotron-gqa", "gpt_oss-gqa-mxfp4", "qwen3_next-shared-keys", "nemotron_h-gqa"
+)  # fmt: skip
+"""In CI: shapes that have between them every kind of norm, of rotation, of mixer and of MLP. What else
 kernels can do is compared with the reference one by one."""
 
 

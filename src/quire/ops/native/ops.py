@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import cast
 
@@ -21,9 +22,11 @@ from quire.ops.base import (
     QuantizedMatrix,
     Scores,
 )
+from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.integer import integers_of
+from quire.ops.matmul import TILE_ROWS, in_tiles
 from quire.ops.native.library import LEVELS, CAttention, CMatrix, CNorm, CRope, load, parallel_function
-from quire.ops.native.pack import in_panels
+from quire.ops.native.pack import empty_blocks, in_panels, write_blocks
 from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -34,9 +37,6 @@ GATES: Mapping[str, int] = MappingProxyType({"": 0, "silu": 1, "gelu": 2})
 """Those that products have, by what the library calls them."""
 
 FLOATS = (torch.float32, torch.bfloat16)
-
-MANY_QUERIES = 8
-"""Queries of a span above which torch attends: its products of many rows are faster than ours of few."""
 
 WORTH_THREADS = 1 << 14
 """Numbers below which a second thread costs more than it computes."""
@@ -53,13 +53,15 @@ class NativeOps(ReferenceOps):
     multiplies_integers = True
     invariant = False
     """Whether a row's bits must not depend on how many rows there are, see `native/kernels.h`."""
+    many_queries = 8
+    """Queries of a span above which torch attends: its products of many rows are faster than ours of few."""
 
     def __init__(self, level: str) -> None:
         library = load()
         if library is None:
             raise RuntimeError("the CPU kernels do not run on this machine")
         library.quire_start(LEVELS[level], parallel_function())
-        self.library = library
+        self.library, self.level = library, level
 
     def panel_linear(self, x: Tensor, matrix: PanelMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a matrix in panels."""
@@ -95,6 +97,14 @@ class NativeOps(ReferenceOps):
             return MixedMatrix(tuple(in_panels(cast(IntegerMatrix, part)) for part in matrix.parts))
         found = integers_of(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
         return in_panels(found) if isinstance(found, IntegerMatrix) else matrix
+
+    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> PanelMatrix | None:
+        """See `Ops.empty_blocks`."""
+        return empty_blocks(kind, outputs, inputs)
+
+    def write_blocks(self, matrix: PanelMatrix, kind: str, first: int, raw: Tensor) -> None:
+        """See `Ops.write_blocks`."""
+        write_blocks(self.library, matrix, kind, first, raw)
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""
@@ -227,28 +237,16 @@ class NativeOps(ReferenceOps):
             start = rows.stop
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = UNLIMITED,
-        ahead: int = 0,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
         # The kernel is causal.
-        causal = not ahead and paged.last_visible is None
-        if not causal or not self._attends(q, kv) or all(group.n > MANY_QUERIES for group in paged.groups):
-            return super().attention(q, kv, paged, scale, window, soft_cap, sinks, chunk, ahead)
+        attends = how.is_causal(paged) and self._attends(q, kv)
+        if not attends or all(group.n > self.many_queries for group in paged.groups):
+            return super().attention(q, kv, paged, how)
         out = q.new_empty(*q.shape[:2], kv.v.shape[-1])
-        how = Scores(scale, window, soft_cap, sinks, chunk)
         for i, group in enumerate(paged.groups):
-            if group.n > MANY_QUERIES:
+            if group.n > self.many_queries:
                 out[group.rows] = self.attend(q[group.rows], kv, paged, i, how)
         arguments = CAttention(
             q.data_ptr(),
@@ -258,7 +256,7 @@ class NativeOps(ReferenceOps):
             paged.query_start.data_ptr(),
             paged.kv_len.data_ptr(),
             paged.page_table.data_ptr(),
-            address(sinks),
+            address(how.sinks),
             len(paged.kv_len),
             q.shape[1],
             kv.k.shape[1],
@@ -267,11 +265,11 @@ class NativeOps(ReferenceOps):
             kv.k.shape[2],
             paged.page_table.stride(0),
             q.stride(0),
-            window,
-            chunk,
-            MANY_QUERIES,
-            scale,
-            soft_cap,
+            how.window,
+            how.chunk,
+            self.many_queries,
+            how.scale,
+            how.soft_cap,
             q.dtype is torch.bfloat16,
             kv.k.dtype is torch.bfloat16,
         )
@@ -284,14 +282,45 @@ class NativeOps(ReferenceOps):
         return dims and dtypes and q.shape[-1] <= MOST_KEY_DIM and q.stride(-1) == 1 and q.stride(1) == q.shape[-1]
 
 
+class InvariantNativeOps(NativeOps, BatchInvariantOps):
+    """`NativeOps`, batch-invariant: every way that does not depend on the batch is a kernel's, every other one that of
+    `BatchInvariantOps`."""
+
+    invariant = True
+    many_queries = UNLIMITED
+
+    def panel_linear(self, x: Tensor, matrix: PanelMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """See `NativeOps.panel_linear`. Rows in float32 are multiplied TILE_ROWS at a time: only those in bfloat16 have
+        one way whatever their number is."""
+        product = partial(super().panel_linear, matrix=matrix, bias=bias, gate=gate)
+        return product(x) if x.dtype is torch.bfloat16 else in_tiles(product, x, TILE_ROWS)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See `Ops.norm`. A single row of a wider tensor counts as contiguous where several do not."""
+        return super().norm(x.contiguous(), norm)
+
+    def self_attention(
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        angles: Angles,
+        how: Scores,
+        norms: Norms | None = None,
+    ) -> Tensor:
+        """See `Ops.self_attention`."""
+        return BatchInvariantOps.self_attention(self, qkv, heads, kv, batch, angles, how, norms)
+
+
 def whole_mask(paged: PagedAttentionMetadata, n: int, how: Scores) -> Tensor | None:
     """[n, n] bool: which positions of a prompt of `n` tokens each sees; None where each sees all."""
-    if how.sees_all(n):
+    if how.sees_all(n, n):
         return None
     key = (n, how.window, how.ahead)
     if key not in paged.masks:
         at = torch.arange(n)
-        paged.masks[key] = visible(at, at[:, None], how.window, how.chunk, how.ahead)
+        paged.masks[key] = visible(at, at[:, None], how.window, how.chunk, at[:, None] + how.ahead)
     return paged.masks[key]
 
 
