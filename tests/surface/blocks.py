@@ -488,7 +488,7 @@ NAMED = (
         PARSED,
     ),
     Named(
-        "docs/guides/speculative-decoding.md: quire serve Qwen/Qwen3-Next-80B-A3B-Instruct --spec",
+        "docs/guides/speculative-decoding.md: quire serve Qwen/Qwen3-Next-80B-A3B-Instruct --speculative-c",
         "needs more memory than there is",
         PARSED,
     ),

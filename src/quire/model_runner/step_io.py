@@ -58,7 +58,8 @@ def build_batch(rows: RowState, shape: StepShape, device: torch.device, length: 
     )
     tokens, positions, slots, query_start, lengths, table = (torch.from_numpy(a).to(device) for a in host)
     states = None
-    if rows.recurrent:
+    # What drafts keeps K/V alone, and the states and snapshots of rows are those of the step.
+    if rows.recurrent and length is None:
         states = StateSlots(*(torch.from_numpy(each).to(device) for each in rows.state_slots(shape)))
     sizes = size, shape.max_query, longest
     return RaggedBatch(tokens, positions, slots, query_start, lengths, table, *sizes, states=states)
