@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,11 +21,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from quire.bench.cpu import SHAPES
+from quire.bench.cpu import CLOCKS, SHAPES
 from quire.bench.monitor import environment
 from quire.models.registry import Model, parameters
+from quire.ops.base import Ops
 from quire.ops.native.library import best_level
-from quire.ops.native.ops import NativeOps
+from quire.ops.native.ops import InvariantNativeOps, NativeOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.weights.load import load_model
@@ -35,6 +36,7 @@ FORMATS: Mapping[str, tuple[float, str, Mapping[str, Any]]] = MappingProxyType(
     {
         "bf16": (2.0, "auto", {}),
         "int8": (1.0, "int8", {}),
+        "q8_0": (1.0625, "q8_0", {}),
         "awq": (0.5 + 4 / 64, "auto", {"quantization_config": AWQ}),
     }
 )
@@ -51,24 +53,31 @@ PAGE = 16
 @click.option("--formats", default=",".join(FORMATS), show_default=True)
 @click.option("--threads", default=torch.get_num_threads(), show_default=True)
 @click.option("--repeat", default=9, show_default=True, help="Turns, of which medians count.")
+@click.option("--ways", default="torch,kernels", show_default=True, help="Two of torch, kernels, deterministic.")
+@click.option("--clock", type=click.Choice(list(CLOCKS)), default="wall", show_default=True, help="What is timed.")
 @click.option("--level", default=best_level(), show_default=True, help="Instruction set.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Also store rows there.")
-def command(shape: str, formats: str, threads: int, repeat: int, level: str, path: Path | None) -> None:
-    """Time steps of a model by torch's operations and by Quire's kernels."""
+def command(
+    shape: str, formats: str, threads: int, repeat: int, ways: str, clock: str, level: str, path: Path | None
+) -> None:
+    """Time steps of a model in two ways: by torch's operations, by Quire's kernels, by those in deterministic mode."""
     torch.set_num_threads(threads)
-    rows = [row for name in formats.split(",") for row in measured(shape, name, level, repeat)]
+    first, second = ways.split(",")
+    made = {"torch": lambda _: ReferenceOps(), "kernels": NativeOps, "deterministic": InvariantNativeOps}
+    chosen = {way: made[way](level) for way in (first, second)}
+    rows = [row for name in formats.split(",") for row in measured(shape, name, chosen, repeat, CLOCKS[clock])]
     console, table = Console(width=120), Table(title=f"{shape}, {threads} threads, {level}")
-    for heading in ("format", "step", "torch, ms", "kernels, ms", "ratio", "floor, ms", "share"):
+    for heading in ("format", "step", f"{first}, ms", f"{second}, ms", "ratio", "floor, ms", "share"):
         table.add_column(heading, justify="left" if heading in ("format", "step") else "right")
     for row in rows:
         floor = f"{row['floor_ms']:.2f}" if row["floor_ms"] else ""
-        share = f"{row['floor_ms'] / row['kernels_ms']:.2f}" if row["floor_ms"] else ""
-        ratio = row["torch_ms"] / row["kernels_ms"]
+        share = f"{row['floor_ms'] / row[f'{second}_ms']:.2f}" if row["floor_ms"] else ""
+        ratio = row[f"{first}_ms"] / row[f"{second}_ms"]
         table.add_row(
             row["format"],
             row["step"],
-            f"{row['torch_ms']:.2f}",
-            f"{row['kernels_ms']:.2f}",
+            f"{row[f'{first}_ms']:.2f}",
+            f"{row[f'{second}_ms']:.2f}",
             f"{ratio:.2f}",
             floor,
             share,
@@ -79,13 +88,14 @@ def command(shape: str, formats: str, threads: int, repeat: int, level: str, pat
 
 
 @torch.inference_mode()
-def measured(shape: str, name: str, level: str, repeat: int) -> list[dict[str, Any]]:
+def measured(
+    shape: str, name: str, ways: Mapping[str, Ops], repeat: int, now: Callable[[], float]
+) -> list[dict[str, Any]]:
     """Rows of one format."""
     each, quantization, more = FORMATS[name]
     config = {**SHAPES[shape], "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, **more}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}), "utf-8")
-        ways = {"torch": ReferenceOps(), "kernels": NativeOps(level)}
         models = {
             way: load_model(folder, dtype="bfloat16", ops=ops, load_format="dummy", quantization=quantization)
             for way, ops in ways.items()
@@ -97,12 +107,16 @@ def measured(shape: str, name: str, level: str, repeat: int) -> list[dict[str, A
         caches = {way: pools(model, pages) for way, model in models.items()}
         for turn in range(repeat + 1):
             for way in models if turn % 2 else reversed(models):
-                began = time.perf_counter()
+                began = now()
                 hidden = models[way].forward(batch, caches[way])
                 models[way].logits(hidden[-count:])
-                times[way].append(time.perf_counter() - began)
+                times[way].append(now() - began)
         medians = {f"{way}_ms": 1e3 * statistics.median(taken[1:]) for way, taken in times.items()}
-        floor = 0.0 if step == "prompt" else 1e3 * read_bytes(models["torch"], each, count * length) / bandwidth()
+        floor = (
+            0.0
+            if step == "prompt"
+            else 1e3 * read_bytes(next(iter(models.values())), each, count * length) / bandwidth()
+        )
         rows.append({"format": name, "step": step, **medians, "floor_ms": floor})
     return rows
 

@@ -1076,10 +1076,90 @@ INLINE int64_t place(const struct attention *a, int64_t span, int64_t group, int
     return ((page * a->groups + group) * a->page_size + position % a->page_size) * dim;
 }
 
+INLINE vf capped(const struct attention *a, vf s) {
+    return a->soft_cap > 0 ? (1.0f - 2.0f / (exponential(2.0f * s / a->soft_cap) + 1.0f)) * a->soft_cap : s;
+}
+
+/* Whether q and K are multiplied in pairs of bfloat16. */
+INLINE int in_pairs(const struct attention *a) {
+#ifdef __AVX512BF16__
+    return a->q_bf16 && a->kv_bf16 && a->dim % 32 == 0;
+#else
+    return 0;
+#endif
+}
+
+#ifdef __AVX512BF16__
+/* Swap the pieces of `d` of a square of 16 by 16 that lie off the diagonal. */
+INLINE void swap(vu *x, int d) {
+    const vu lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vu odd = (vu)((lane & d) != 0);
+    const vu upper = lane + (odd & (vu)((vu){0} + 16 - d)), lower = lane + d + (odd & (vu)((vu){0} + 16 - d));
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & d)) {
+            vu first = __builtin_shuffle(x[i], x[i + d], upper);
+            x[i + d] = __builtin_shuffle(x[i], x[i + d], lower);
+            x[i] = first;
+        }
+}
+
+/* Products of `rows` rows of q with 16 keys, pairs [dim / 2][16]. */
+INLINE void pair_scores(const struct attention *a, const vu *pairs, const uint16_t *q, int rows, float *score) {
+    __m512 sum[8];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        sum[r] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < a->dim / 2; i++)
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            int32_t both;
+            memcpy(&both, q + r * a->dim + 2 * i, 4);
+            sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)pairs[i], (__m512bh)_mm512_set1_epi32(both));
+        }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        storef(score + r * KEYS, capped(a, (vf)sum[r] * a->scale));
+}
+
+/* As `scores`, of rows in bfloat16 that are not scaled yet. */
+static void scores_in_pairs(const struct attention *a, int64_t span, int64_t group, int64_t at, int64_t count,
+                            const uint16_t *q, int64_t rows, float *score) {
+    vu pairs[256];
+    const uint16_t *key[LANES];
+    for (int64_t j = 0; j < count; j++)
+        key[j] = (const uint16_t *)a->k + place(a, span, group, at + j, a->dim);
+    for (int64_t i = 0; i < a->dim / 32; i++) {
+        vu *x = pairs + i * LANES;
+        for (int64_t j = 0; j < LANES; j++)
+            x[j] = j < count ? *(const vuu *)(key[j] + 32 * i) : (vu){0};
+        swap(x, 8);
+        swap(x, 4);
+        swap(x, 2);
+        swap(x, 1);
+    }
+    int64_t r = 0;
+    for (; r + 8 <= rows; r += 8)
+        pair_scores(a, pairs, q + r * a->dim, 8, score + r * KEYS);
+    for (; r + 4 <= rows; r += 4)
+        pair_scores(a, pairs, q + r * a->dim, 4, score + r * KEYS);
+    for (; r + 2 <= rows; r += 2)
+        pair_scores(a, pairs, q + r * a->dim, 2, score + r * KEYS);
+    for (; r < rows; r++)
+        pair_scores(a, pairs, q + r * a->dim, 1, score + r * KEYS);
+}
+#endif
+
 /* Products of q [rows, dim] with up to 16 keys -> score [rows, KEYS]. */
 static void scores(const struct attention *a, int64_t span, int64_t group, int64_t at, int64_t count, const float *q,
                    int64_t rows, float *score) {
     int64_t dim = a->dim;
+#ifdef __AVX512BF16__
+    if (in_pairs(a)) {
+        scores_in_pairs(a, span, group, at, count, (const uint16_t *)q, rows, score);
+        return;
+    }
+#endif
     float held[LANES * 512] __attribute__((aligned(64)));
     for (int64_t j = 0; j < count; j++) {
         int64_t from = place(a, span, group, at + j, dim);
@@ -1093,13 +1173,10 @@ static void scores(const struct attention *a, int64_t span, int64_t group, int64
         for (int64_t j = 0; j < count; j++) {
             vf dot = zero();
             for (int64_t i = 0; i < dim; i += LANES)
-                dot += loadf(held + j * dim + i) * loadf(q + r * dim + i);
+                dot = fused(loadf(held + j * dim + i), loadf(q + r * dim + i), dot);
             part[j] = dot;
         }
-        vf s = sums_of(part);
-        if (a->soft_cap > 0)
-            s = (1.0f - 2.0f / (exponential(2.0f * s / a->soft_cap) + 1.0f)) * a->soft_cap;
-        storef(score + r * KEYS, s);
+        storef(score + r * KEYS, capped(a, sums_of(part)));
     }
 }
 
@@ -1114,7 +1191,7 @@ INLINE void weigh(const struct attention *a, const int64_t *from, int64_t count,
         for (int i = 0; i < size; i++) {
             vf v = get16(a->v, from[j] + i * LANES, a->kv_bf16);
             for (int r = 0; r < rows; r++)
-                sum[r][i] += v * score[r * KEYS + j];
+                sum[r][i] = fused(v, all(score[r * KEYS + j]), sum[r][i]);
         }
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < size; i++)
@@ -1163,15 +1240,22 @@ static void hide(const struct attention *a, int64_t past, int64_t at, int64_t co
     }
 }
 
-/* One span's queries of one K/V head: online softmax over its blocks, at positions that are multiples of KEYS. */
-static void attend(const struct attention *a, int64_t span, int64_t group) {
-    int64_t share = a->heads / a->groups, first = a->query_start[span], n = a->query_start[span + 1] - first;
-    int64_t rows = n * share, dim = a->dim, wide_dim = a->value_dim, length = a->kv_len[span], past = length - n;
-    float *q = room(0, sizeof(float) * rows * (dim + wide_dim + KEYS + 2));
-    float *total = q + rows * dim, *score = total + rows * wide_dim, *top = score + rows * KEYS, *weight = top + rows;
+#define QUERIES 32 /* of a task: what none of them sees of a prompt is not read */
+
+/* Queries `from` to `to` of one span and one K/V head: online softmax over its blocks, at positions that are multiples of
+   KEYS, so that a query has the same bits whatever is attended with it. */
+static void attend(const struct attention *a, int64_t span, int64_t group, int64_t from, int64_t to) {
+    int64_t share = a->heads / a->groups, first = a->query_start[span] + from, n = to - from;
+    int64_t whole = a->query_start[span + 1] - a->query_start[span], past = a->kv_len[span] - whole + from;
+    int64_t rows = n * share, dim = a->dim, wide_dim = a->value_dim, length = past + n;
+    float *q = room(0, sizeof(float) * (rows * (dim + wide_dim + KEYS + 2) + LANES));
+    float *total = q + rows * dim, *score = total + rows * wide_dim, *top = score + rows * KEYS + LANES, *weight = top + rows;
+    /* Scores from `lead` on may end in the next row, before its own, and after the last. */
     for (int64_t r = 0; r < rows; r++) {
         int64_t head = group * share + r % share, at = (first + r / share) * a->q_stride + head * dim;
-        for (int64_t i = 0; i < dim; i += LANES)
+        if (in_pairs(a))
+            memcpy((uint16_t *)q + r * dim, (const uint16_t *)a->q + at, 2 * dim);
+        for (int64_t i = 0; i < dim && !in_pairs(a); i += LANES)
             storef(q + r * dim + i, get16(a->q, at + i, a->q_bf16) * a->scale);
         for (int64_t i = 0; i < wide_dim; i += LANES)
             storef(total + r * wide_dim + i, zero());
@@ -1181,13 +1265,15 @@ static void attend(const struct attention *a, int64_t span, int64_t group) {
     int64_t lowest = past + 1 - a->window, begin = past / a->chunk * a->chunk;
     int64_t start = lowest > begin ? lowest : begin;
     for (int64_t at = start < 0 ? 0 : start; at < length;) {
-        int64_t stop = (at / KEYS + 1) * KEYS, count = (stop < length ? stop : length) - at;
+        int64_t lead = at % KEYS, stop = at - lead + KEYS, count = (stop < length ? stop : length) - at;
         for (int64_t j = 0; j < count; j += LANES)
-            scores(a, span, group, at + j, count - j < LANES ? count - j : LANES, q, rows, score + j);
-        hide(a, past, at, count, rows, score);
+            scores(a, span, group, at + j, count - j < LANES ? count - j : LANES, q, rows, score + lead + j);
+        hide(a, past, at, count, rows, score + lead);
         for (int64_t r = 0; r < rows; r++) {
             float *s = score + r * KEYS, best = top[r];
-            for (int64_t j = count; j < KEYS; j++)
+            for (int64_t j = 0; j < lead; j++)
+                s[j] = -INFINITY;
+            for (int64_t j = lead + count; j < KEYS; j++)
                 s[j] = -INFINITY;
             vf most = maximum(maximum(loadf(s), loadf(s + 16)), maximum(loadf(s + 32), loadf(s + 48)));
             for (int i = 0; i < LANES; i++)
@@ -1208,7 +1294,7 @@ static void attend(const struct attention *a, int64_t span, int64_t group) {
             for (int64_t i = 0; i < wide_dim; i += LANES)
                 storef(total + r * wide_dim + i, loadf(total + r * wide_dim + i) * shrink);
         }
-        values(a, span, group, at, count, score, rows, total);
+        values(a, span, group, at, count, score + lead, rows, total);
         at += count;
     }
     for (int64_t r = 0; r < rows; r++) {
@@ -1218,14 +1304,23 @@ static void attend(const struct attention *a, int64_t span, int64_t group) {
     }
 }
 
+/* Tasks are a span's groups times its pieces of QUERIES, in the order of spans. */
 static void attention(const struct attention *a, int64_t *next) {
+    int64_t span = 0, before = 0;
     for (;;) {
-        int64_t task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
-        if (task >= a->spans * a->groups)
+        int64_t task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED), n = 0, pieces = 0;
+        for (; span < a->spans; span++) {
+            n = a->query_start[span + 1] - a->query_start[span];
+            pieces = n > a->most ? 0 : (n + QUERIES - 1) / QUERIES;
+            if (task < before + pieces * a->groups)
+                break;
+            before += pieces * a->groups;
+        }
+        if (span >= a->spans)
             return;
-        int64_t span = task / a->groups, n = a->query_start[span + 1] - a->query_start[span];
-        if (n > 0 && n <= a->most)
-            attend(a, span, task % a->groups);
+        /* The last pieces first: they take longest. */
+        int64_t piece = pieces - 1 - (task - before) / a->groups, from = piece * QUERIES;
+        attend(a, span, (task - before) % a->groups, from, from + QUERIES < n ? from + QUERIES : n);
     }
 }
 

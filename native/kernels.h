@@ -77,6 +77,13 @@ struct rope {
     int32_t bf16, weight_bf16, interleaved;
 };
 
+/* Where `quire_pack_blocks` puts rows of GGUF's blocks: a matrix in panels of k columns, of which the file has `inputs`. */
+struct blocks {
+    int64_t inputs, k;
+    int32_t type;
+    void *weight, *scale, *zero, *super;
+};
+
 struct kernels {
     void (*linear)(const struct linear *, int64_t *next);
     void (*attention)(const struct attention *, int64_t *next);

@@ -8,7 +8,7 @@
 
 extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx;
 
-#define VERSION 2
+#define VERSION 3
 
 static const struct kernels *chosen;
 static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);

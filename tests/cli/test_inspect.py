@@ -14,11 +14,11 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from quire.assembly.engine import build_engine
+from quire.assembly.engine import build_engine, choose_ops
 from quire.cli import main
 from quire.cli.diff import FAR, Layer, compare, departs
 from quire.cli.inspect import count, read_facts
-from quire.cli.plan import need, plan_lines
+from quire.cli.plan import need, plan_lines, weights
 from quire.config import Settings
 from quire.weights.files import SINGLE
 from quire.weights.load import load_model
@@ -108,7 +108,7 @@ def test_quantised_checkpoints_and_gguf_files_are_described_by_how_they_are_stor
     make(tmp_path / "awq", SHAPE, **SIZES)
     quantise(tmp_path / "awq", "awq")
     found = rows(run("inspect", tmp_path / "awq"), 2)
-    assert found["quantised by"].startswith("awq: IntegerScheme(layout='awq', group=16")
+    assert found["quantization"].startswith("awq: IntegerScheme(layout='awq', group=16")
     assert "I32" in found["stored as"]
     assert found["loads"] == "every tensor has its place"
     write(tmp_path / "model.gguf", make(tmp_path / "plain", "llama-gqa-tied", hidden_size=288), "Q8_0")
@@ -173,6 +173,34 @@ def test_a_plan_adds_up_and_its_smallest_change_fits(tmp_path: Path) -> None:
     tiny = dict(plan_lines(settings, looked, 1 << 16, CPU))
     assert tiny["smallest change"].startswith("none is enough")
     assert tiny["fits"].startswith("no: weights and activations take")
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K", "IQ4_NL", "F32"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_weights_of_a_gguf_file_are_planned_as_they_are_kept(tmp_path: Path, kind: str, kernels: str) -> None:
+    write(tmp_path / "m.gguf", make(tmp_path / "source", "llama-gqa-tied", **WIDE), kind)
+    settings = Settings.of(model=str(tmp_path / "m.gguf"), cpu_kernels=kernels)
+    facts = read_facts(settings)
+    ops = choose_ops(CPU, kernels=kernels)
+    packed = ops.multiplies_integers and kind != "F32"
+    assert facts.dtype is (torch.bfloat16 if packed else torch.float32)
+    model = load_model(tmp_path / "m.gguf", ops=ops)
+    assert model.dtype is facts.dtype, "what is planned is what is loaded"
+    bits = {"Q8_0": 8.5, "Q4_K": 4.625, "Q6_K": 8.625, "IQ4_NL": 4.5}.get(kind, 32) if packed else 32
+    assert weights(settings, facts) == pytest.approx(facts.parameters * bits / 8, rel=0.02)
+
+
+@pytest.mark.parametrize("method", ["q8_0", "q4_k", "int8"])
+def test_weights_that_are_quantized_while_they_are_loaded_are_planned(tmp_path: Path, method: str) -> None:
+    make(tmp_path, "llama-gqa-tied", **WIDE)
+    settings = Settings.of(model=str(tmp_path), quantization=method, dtype="bfloat16")
+    facts = read_facts(settings)
+    heads = facts.spec.vocab * facts.spec.hidden
+    size = {"q8_0": 8.5 / 8, "q4_k": 4.625 / 8, "int8": 1}[method]
+    assert weights(settings, facts) == pytest.approx(2 * heads + (facts.parameters - heads) * size, rel=0.02)
 
 
 def test_the_plan_is_what_the_engine_takes(tmp_path: Path) -> None:

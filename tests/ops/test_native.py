@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,14 +15,17 @@ from torch import Tensor
 from quire.assembly import engine
 from quire.errors import InvalidConfig
 from quire.ops.base import Angles, Gate, IntegerMatrix, MixedMatrix, Norm, Norms, QuantizedMatrix, Scores
+from quire.ops.batch_invariant import BatchInvariantOps
+from quire.ops.gguf_blocks import BLOCKS, PACKED
 from quire.ops.integer import dequantize_integers, pack_floats, pack_integers, pack_rows, pack_superblocks
 from quire.ops.native import library
 from quire.ops.native.library import LEVELS, best_level
-from quire.ops.native.ops import NativeOps
+from quire.ops.native.ops import InvariantNativeOps, NativeOps
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import dequantize
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
+from quire.weights.gguf import KINDS
 from tests.ops.batches import Pages, poisoned
 
 REFERENCE = ReferenceOps()
@@ -190,6 +194,33 @@ def test_rows_may_lie_apart_and_columns_be_reordered(ops: NativeOps) -> None:
     agree(ops.quantized_linear(x[:, :256], ops.arranged(moved)), x[:, :256].float() @ dequantize(moved).t(), 0.02)
 
 
+def raw_blocks(kind: str, rows: int, columns: int) -> Tensor:
+    """Random bytes of a type, with finite factors."""
+    stored = next(each for each in KINDS.values() if each.name == kind)
+    raw = torch.randint(0, 256, (rows, columns // stored.block, stored.size), dtype=torch.uint8)
+    for at in {"Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}.get(kind, (0,)):
+        raw[..., at + 1] = 0x2C  # float16 of about 0.06
+    if kind == "MXFP4":
+        raw[..., 0] = torch.randint(118, 130, raw.shape[:2], dtype=torch.uint8)
+    return raw.flatten(1)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_blocks_of_a_gguf_file_become_panels_of_the_same_numbers(ops: NativeOps, kind: str) -> None:
+    stored, rows, columns = next(each for each in KINDS.values() if each.name == kind), 40, 512
+    for narrow in (columns, columns - 32) if stored.block == 32 else (columns,):
+        raw = raw_blocks(kind, rows, narrow)
+        matrix = ops.empty_blocks(kind, rows, narrow)
+        assert matrix is not None
+        for first in (32, 0):  # tiles may arrive in any order
+            ops.write_blocks(matrix, kind, first, raw[first : first + 32])
+        wanted = BLOCKS[kind](raw.view(-1, stored.size)).values().view(rows, narrow)
+        assert torch.equal(matrix.values_of(), wanted)
+        for dtype in DTYPES:
+            products(ops, matrix, dtype, 3)
+            products(ops, matrix, dtype, 21)
+
+
 def test_rows_of_a_matrix_are_its_values(ops: NativeOps) -> None:
     for name, stored in integers(40, 256).items():
         matrix, which = ops.arranged(stored), torch.tensor([3, 39, 3, 16])
@@ -285,10 +316,42 @@ def test_spans_of_any_length_attend(ops: NativeOps, how: str, dtype: torch.dtype
         agree(got, wanted, DTYPES[dtype])
 
 
+@pytest.mark.parametrize("how", SCORES)
+def test_a_query_attends_to_the_same_bits_whatever_is_attended_with_it(ops: NativeOps, how: str) -> None:
+    """In deterministic mode: of a prompt in one piece, in chunks and token by token."""
+    steady, more, length = InvariantNativeOps(ops.level), SCORES[how](6), 150
+    kv = poisoned(80, 2, 4, 32, torch.bfloat16)
+    pages = Pages(80, 4)
+    whole = pages.batch([(0, 0, [1] * length)])
+    k, v = (torch.randn(length, 2, 32).bfloat16() for _ in range(2))
+    REFERENCE.write_kv(kv, k, v, whole)
+    q = torch.randn(length, 6, 32).bfloat16()
+    wanted = steady.attention(q, kv, steady.prepare(whole), 0.25, **more)  # type: ignore[arg-type]
+    for cuts in ((0, 1, 2, 9, 47, 111, 150), (0, 70, 149, 150)):
+        for first, last in pairwise(cuts):
+            batch = pages.batch([(0, first, [1] * (last - first))])
+            got = steady.attention(q[first:last], kv, steady.prepare(batch), 0.25, **more)  # type: ignore[arg-type]
+            assert torch.equal(got, wanted[first:last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_have_the_same_bits_in_deterministic_mode(ops: NativeOps, dtype: torch.dtype) -> None:
+    steady, x = InvariantNativeOps(ops.level), torch.randn(70, 512).to(dtype)
+    matrices = [ops.arranged(stored) for stored in integers(96, 512).values()]
+    for matrix in (*matrices, *([plain(96, 512, dtype)] if dtype is torch.bfloat16 else [])):
+        whole = steady.quantized_linear(x, matrix, None, "silu")
+        for first, count in ((0, 1), (3, 2), (5, 4), (1, 8), (9, 17), (20, 33)):
+            some = slice(first, first + count)
+            assert torch.equal(steady.quantized_linear(x[some], matrix, None, "silu"), whole[some])
+    norm = Norm(torch.rand(256).to(dtype), 1e-6)
+    assert torch.equal(steady.norm(x[:1, :256], norm), steady.norm(x[:, :256], norm)[:1])
+
+
 def test_the_best_level_runs_unless_answers_must_not_depend_on_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert isinstance(engine.choose_ops(cpu), NativeOps) is (BEST is not None)
-    assert not isinstance(engine.choose_ops(cpu, True), NativeOps)
+    assert isinstance(engine.choose_ops(cpu, True), InvariantNativeOps) is (BEST is not None)
+    assert type(engine.choose_ops(cpu, True, kernels="torch")) is BatchInvariantOps
     monkeypatch.setattr(engine, "best_level", lambda: None)
     assert type(engine.choose_ops(cpu)) is ReferenceOps
 
@@ -316,7 +379,7 @@ def test_where_the_library_does_not_run_there_is_none(
 def test_the_library_is_built_from_its_source() -> None:
     built = library.load()
     assert built is not None
-    folder, files = library.FILE.parents[4] / "native", ("kernels.h", "kernels.c", "library.c", "build.sh")
+    folder, files = library.FILE.parents[4] / "native", ("kernels.h", "kernels.c", "blocks.c", "library.c", "build.sh")
     source = hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
     built.quire_source.restype = ctypes.c_char_p
     assert built.quire_source().decode() == source, "run native/build.sh src/quire/ops/native/libquire_cpu.so"

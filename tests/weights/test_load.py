@@ -15,9 +15,10 @@ from quire.layers.quantization.packed import Packed
 from quire.models.registry import Model, read_spec
 from quire.ops.matmul import can_pack
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.weights.files import INDEX, SINGLE, Checkpoint
+from quire.weights.files import INDEX, SINGLE, Checkpoint, read_config
 from quire.weights.load import choose_dtype, load_model
 from tests.checkpoints import make
+from tests.gguf_files import write
 
 SHAPE = "llama-mqa-biased-odd-dim"
 
@@ -99,6 +100,30 @@ def test_auto_dtype_is_half_precision_where_there_is_arithmetic_for_it(folder: P
     save_file({k: v.half() for k, v in load_file(folder / SINGLE).items()}, folder / SINGLE)
     assert choose_dtype("auto", unnamed, Checkpoint(folder), torch.device(device)) is found
     assert choose_dtype("float16", spec, None, torch.device(device)) is torch.float16, "asked for by name"
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed", "found"),
+    [
+        ("Q8_0", True, torch.bfloat16),
+        ("Q4_K", True, torch.bfloat16),
+        ("Q8_0", False, torch.float32),
+        ("BF16", False, torch.bfloat16),
+        ("F16", True, torch.float32),
+        ("F32", True, torch.float32),
+        ("Q2_K", True, torch.float32),
+    ],
+)
+def test_auto_dtype_of_a_gguf_file_is_that_of_its_matrices(
+    tmp_path: Path, kind: str, packed: bool, found: torch.dtype
+) -> None:
+    """Norms are float32 in every file. Blocks that kernels read packed are multiplied by rows in bfloat16."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    write(tmp_path / "m.gguf", make(tmp_path / "source", "llama-gqa-tied", **sizes), kind)
+    spec = read_spec(read_config(tmp_path / "m.gguf"))
+    checkpoint = Checkpoint(tmp_path / "m.gguf")
+    assert choose_dtype("auto", spec, checkpoint, torch.device("cpu"), packed=packed) is found
+    assert choose_dtype("float32", spec, checkpoint, torch.device("cpu"), packed=packed) is torch.float32
 
 
 def test_a_draft_computes_the_same_by_other_products(folder: Path) -> None:

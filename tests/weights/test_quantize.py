@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from quire.assembly.engine import choose_ops
 from quire.assembly.text import build_text
 from quire.cli import main
 from quire.config import Settings
@@ -152,9 +153,11 @@ def test_the_command_says_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("kind", "most"), [("q8_0", 0.005), ("q4_k", 0.03)])
-def test_perplexity_of_the_embedded_model_stays(tmp_path: Path, kind: str, most: float) -> None:
-    """Of texts that the model itself wrote, sampled at temperature 1: what it finds likely."""
+def test_perplexity_of_the_embedded_model_stays(tmp_path: Path, kind: str, most: float, packed: bool) -> None:
+    """Of texts that the model itself wrote, sampled at temperature 1: what it finds likely. packed: as a file is served
+    by default, in bfloat16 with rows of 8 bits; else in float32."""
     model = load_model(embedded(), dtype="float32")
     texts, generator = [], torch.Generator().manual_seed(7)
     for _ in range(12):
@@ -165,7 +168,9 @@ def test_perplexity_of_the_embedded_model_stays(tmp_path: Path, kind: str, most:
         texts.append(tokens)
     written(embedded(), tmp_path / "m.gguf", kind, check=False)
     losses = []
-    for each in (model, load_model(tmp_path / "m.gguf", dtype="float32")):
+    ops = choose_ops(CPU) if packed else None
+    quantized = load_model(tmp_path / "m.gguf", dtype="auto" if packed else "float32", ops=ops)
+    for each in (model, quantized):
         found = [
             torch.nn.functional.cross_entropy(answers(each, text, CPU)[:-1], torch.tensor(text[1:])) for text in texts
         ]

@@ -134,7 +134,7 @@ def command(
     check(peers, kind)
     cases = [Case(batch, prompt, new) for batch in batches]
     cases += [Case(1, long_prompt, 1)] if long_prompt else []
-    # A GGUF file would be computed in float32, as it says nothing else; its peers round activations to 8 bits.
+    # Of a GGUF file, too, whatever kernels run: its peers round activations to 8 bits.
     how = {"dtype": DTYPES.get(kind, "bfloat16"), "threads": threads}
     how |= {"cpu_kernels": cpu_kernels, "quantization": quantization}
     found = _measure(shape, kind, {name: pythons(named)[name] for name in peers}, cases, how, clock, repeat, as_json)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import click
@@ -19,14 +21,16 @@ from quire.assembly.limits import (
     working_bytes,
 )
 from quire.cli.base import SettingsCommand
-from quire.cli.inspect import Fact, ModelFacts, read_facts
+from quire.cli.inspect import Fact, ModelFacts, keeps_packed, planned_ops, read_facts
 from quire.cli.tables import print_pairs
 from quire.config import OPTIONS, Settings
 from quire.config.option import amount
 from quire.config.speculative import parse
 from quire.errors import InvalidConfig
+from quire.layers.quantization.gguf import StoredBlocks, kept_bytes
 from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, plan_snapshots, state_bytes, usable_blocks
-from quire.weights.load import build_outline
+from quire.ops.reference import ReferenceOps
+from quire.weights.load import build_outline, stored_blocks
 from quire.weights.schemes import AUTO, ONLINE, read_scheme
 
 SHORTEST = 256
@@ -126,12 +130,14 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
         gathered=gathered_tokens(limits, device),
         image_tokens=image_tokens(settings, find_processor(settings)) if spec.vision is not None else (0, 0),
     )
+    # On a GPU, drafting keeps the hidden states of a step.
+    work += 0 if cpu else limits.max_num_batched_tokens * spec.hidden * spec.draft_layers * facts.dtype.itemsize
     kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else facts.dtype
     size = limits.max_model_len if facts.whole else limits.block_size
     if facts.foreign and kept is not facts.dtype:
         raise InvalidConfig("--kv-cache-dtype does not go with --executor hf", param="kv_cache_dtype")
     layers = facts.layers or () if facts.foreign else layer_shapes(spec.kv_shapes, kept, spec.state_shapes)
-    page = max(1, block_bytes(layers, size))
+    page = max(1, block_bytes((*layers, *layer_shapes(spec.draft_kv_shapes, facts.dtype)), size))
     speculative = parse(settings.scheduler.speculative_config)
     slots = limits.num_rows * (1 + (0 if speculative is None else speculative.num_speculative_tokens))
     left = max(0, int(room * (1 if cpu else cache.gpu_memory_utilization)) - held - work)
@@ -166,15 +172,24 @@ def weights(settings: Settings, facts: ModelFacts) -> int:
     """Bytes once loaded: as stored where they are quantised, else at the dtype they are computed in."""
     spec, checkpoint = facts.spec, facts.checkpoint
     if read_scheme(facts.config) is not None:
+        entries = {} if checkpoint is None else checkpoint.entries
+        build = build_outline(facts.config, spec, settings.model.quantization, facts.dtype, entries)
         if checkpoint is not None:
-            return sum(entry.size for entry in checkpoint.entries.values())
-        slots = build_outline(facts.config, spec, settings.model.quantization, facts.dtype, {}).slots
-        return sum(place.target.nbytes for places in slots.values() for place in places)
-    whole = facts.parameters * facts.dtype.itemsize
-    if settings.model.quantization not in ONLINE:
-        return whole
-    kept = spec.vocab * spec.hidden * (1 if spec.tie else 2)
-    return whole - (facts.parameters - kept) * (facts.dtype.itemsize - 1)
+            loaded = (name for name in entries if not any(fnmatchcase(name, pattern) for pattern in build.skipped))
+            return sum(entries[name].size for name in loaded)
+        return sum(place.target.nbytes for places in build.slots.values() for place in places)
+    ops, chosen = planned_ops(settings) or ReferenceOps(), ONLINE.get(settings.model.quantization)
+    if chosen is None:
+        blocks = stored_blocks(checkpoint.entries) if checkpoint and keeps_packed(settings) else {}
+        if not blocks or checkpoint is None:
+            return facts.parameters * facts.dtype.itemsize
+        each = {kind: kept_bytes(kind, ops) for kind in set(blocks.values())}
+        sizes = {name: each[kind] for name, kind in blocks.items()}
+        stored = checkpoint.entries.items()
+        return int(sum(math.prod(e.shape) * sizes.get(name, facts.dtype.itemsize) for name, e in stored))
+    heads = spec.vocab * spec.hidden * (1 if spec.tie else 2)
+    size = kept_bytes(chosen, ops) if isinstance(chosen, StoredBlocks) else 1
+    return int(heads * facts.dtype.itemsize + (facts.parameters - heads) * size)
 
 
 def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.device) -> Iterator[Fact]:

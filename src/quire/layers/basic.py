@@ -9,6 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
@@ -274,6 +275,28 @@ class Attention:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
         mixed = self.ops.self_attention(self.qkv(x), h.count, kv, batch, angles, self.scores, self.norms)
+        return self.out(select_rows(mixed.flatten(1), outputs))
+
+
+class HeadNormAttention(Attention):
+    """Attention whose queries and keys are normed by layer norms of each head, with weights [H, D] and [G, D] of their
+    own (Command R+), if they are: without norms it is `Attention`."""
+
+    def __call__(
+        self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
+    ) -> Tensor:
+        """See `Attention`."""
+        if self.norms is None:
+            return super().__call__(x, angles, batch, kv, outputs)
+        h, made = self.heads, self.qkv(x)
+        q, k, v = torch.split(made.view(len(made), -1, h.dim), [h.count, h.kv, h.kv], 1)
+        normed = [
+            F.layer_norm(each.float(), (h.dim,), eps=norm.eps) * norm.weight.float()
+            for each, norm in ((q, self.norms.q), (k, self.norms.k))
+        ]
+        qkv = torch.cat([*(each.to(made.dtype) for each in normed), v], 1).flatten(1)
+        how = Scores(h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
+        mixed = self.ops.self_attention(qkv, h.count, kv, batch, angles, how)
         return self.out(select_rows(mixed.flatten(1), outputs))
 
 

@@ -176,6 +176,8 @@ class LookaheadRunner(BaseRunner):
         """Seconds of a decode step of so many rows that verifies and makes so many drafts each, on padding."""
         shape = StepShape.of(tuple(Span(r, 1 + num_drafts, 1 + num_drafts, 1 + num_drafts) for r in range(num_rows)))
         keys = [GraphKey.of(shape), GraphKey.head(len(shape.sample_indices), 0)]
+        if self.proposer is not None:
+            keys += self.proposer.follow(shape)
         if num_drafts and self.proposer is not None:
             keys += self.proposer.keys(shape, np.full(num_rows, num_drafts, np.intp), 0, len(self.batch.tokens))
             self.proposer.reset()
@@ -205,7 +207,9 @@ class LookaheadRunner(BaseRunner):
         step.is_new_shape = rows.epoch != epoch
         key = GraphKey.of(shape)
         inputs = (shape, key.spans)
-        updates = step_updates(self.state, rows, plan, None if inputs == self.last_inputs else shape, key.spans)
+        updates = step_updates(
+            self.state, rows, plan, None if inputs == self.last_inputs else shape, key.spans, key.tokens
+        )
         self.last_inputs = inputs
         if step.is_new_shape:
             self.features = int(np.bitwise_or.reduce(rows.features.bits[shape.row]))
@@ -213,9 +217,20 @@ class LookaheadRunner(BaseRunner):
         step.drafting = self._draft_keys(plan, shape, updates)
         if (upload := self.uploads.pack(updates)) is not None:
             self.steps.scatter(self.state.data, *upload)
+        self._restore_states(plan)
         self._feed(step, shape, key)
         if not plan.masked_spans:
             self._sample(step, step.features)
+
+    def _restore_states(self, plan: Plan) -> None:
+        """Copy the snapshots that rows open with to the rows' own slots, so that no step writes what another row's span
+        still reads."""
+        rows = self.rows
+        for one in plan.new_sequences:
+            if one.snapshot:
+                source, target = rows.num_states + one.snapshot, int(rows.first_state(np.array(one.row)))
+                for pool in zip(*(each.state for each in self.kv if each.state is not None), strict=True):
+                    torch._foreach_copy_([each[target] for each in pool], [each[source] for each in pool])
 
     def _sample(self, step: LaunchedStep, features: int) -> None:
         """Sample what the forward made, start the copies of what returns, then draft."""
@@ -370,14 +385,15 @@ class LookaheadRunner(BaseRunner):
         if self.proposer is None:
             return ()
         self.proposer.admit(plan, shape, self.rows)
+        follow = self.proposer.follow(shape)
         if not any(plan.num_drafts):
-            return ()
+            return follow
         wanted_drafts = np.array(plan.num_drafts, dtype=np.intp)[shape.sampling_spans]
         if self.last_drafts != (shape, plan.num_drafts):
             self.last_drafts = shape, plan.num_drafts
             updates.append((self.state.offsets["wanted"], wanted_drafts.astype(np.int32)))
         features = self.features & DRAFT_FEATURES
-        return self.proposer.keys(shape, wanted_drafts, features, len(self.batch.tokens))
+        return follow + self.proposer.keys(shape, wanted_drafts, features, len(self.batch.tokens))
 
     def _run(self, key: GraphKey) -> None:
         self.queue.run(key, partial(self._work, key))
@@ -401,7 +417,8 @@ class LookaheadRunner(BaseRunner):
         tokens, spans, max_query = key[:3]
         state = self.state
         samples = min(tokens, padding(spans * (1 + state.max_drafts)))
-        outputs, every = None, key.kind == "hidden"
+        reads = self.proposer is not None and self.proposer.reads_hidden
+        outputs, every = None, reads or key.kind == "hidden"
         if samples < tokens and not every:
             outputs = state.step.sample_indices[:samples].clamp(max=tokens - 1)
         batch = slice_batch(self.batch, tokens, spans, max_query, outputs, long_spans=long_spans)
@@ -411,10 +428,12 @@ class LookaheadRunner(BaseRunner):
         if self.hidden is None:
             self.hidden = hidden.new_zeros(state.max_samples, hidden.shape[1])
         self.steps.advance(state, state.step, spans, hidden, self.hidden[:samples])
-        if every:
+        if key.kind == "hidden":
             if self.every is None:
                 self.every = hidden.new_zeros(len(self.batch.tokens), hidden.shape[1])
             self.every[:tokens] = hidden
+        if self.proposer is not None and self.proposer.reads_hidden:
+            self.proposer.keep(hidden)
 
     def _image_padding(self, keys: Sequence[GraphKey]) -> list[Callable[[], None]]:
         """What launches all that images need: the encoder, and forwards that feed tokens of images, of which all have

@@ -43,7 +43,7 @@ NO_SPANS = StepShape.of(())
 class LaunchedStep:
     """One launched step of either runner: an `engine.executor.StepHandle`.
 
-    hidden [T, hidden]: of every token, where prompt log-probabilities are wanted. pooled: vectors of prompts that end
+    hidden [T, hidden]: of every token, where prompts are scored or drafts read it. pooled: vectors of prompts that end
     in this step. samples: whether anything is sampled: of prompts that are pooled nothing is. The fields from
     `is_new_shape` on are the look-ahead runner's, and what has "host" in its name is on its way there: host_tokens [R],
     sampled; host_scores [R, SCORE_WIDTH], their log-probabilities; host_drafts [masked spans, drafts], made by the
@@ -223,14 +223,15 @@ class Runner(BaseRunner):
             begins = {s: int(rows.num_computed[row]) for s, row in enumerate(shape.row.tolist()) if row in rows.images}
             batch = self.images.place(batch, rows, shape, begins)
         samples = len(shape.sample_indices)
-        wants_all = bool(shape.scored_spans) or pool.wants_all(shape)
+        reads = self.drafter is not None and self.drafter.reads_hidden
+        wants_all = bool(shape.scored_spans) or pool.wants_all(shape) or reads
         if not wants_all and samples < len(batch.tokens):
             # One token's at least, since no model needs to know how to compute none.
             indices = shape.sample_indices if samples else shape.query_start[:1]
             wanted = torch.from_numpy(indices.astype(np.int32)).to(self.device)
             batch = replace(batch, output_indices=wanted)
         hidden = self.model.forward(batch, self.kv)
-        step.hidden = hidden if shape.scored_spans else None
+        step.hidden = hidden if shape.scored_spans or reads else None
         selected = hidden
         if samples < len(hidden):
             selected = hidden[torch.from_numpy(shape.sample_indices).to(self.device)]
@@ -248,11 +249,14 @@ class Runner(BaseRunner):
         if not shape.spans:
             step.outcome = Result([], [])
             return
+        hidden, before = step.hidden, rows.num_computed.copy()
         scores = self._score_prompts(step, shape.scored_spans)
         sampled = nothing_sampled(len(shape.sample_indices))
         if step.samples:
             sampled = self.sampler(step.logits, rows, shape, masks_by_sample(plan, shape, step.masks))
         keep, failed = rows.advance(shape, sampled.tokens, sampled.bad)
+        if self.drafter is not None:
+            self.drafter.follow(rows, shape, before, hidden)
         if plan.num_drafts and self.drafter is not None:
             num_drafts = np.array(plan.num_drafts, dtype=np.intp)[shape.sampling_spans]
             drafts = self.drafter.propose(rows, shape.sampling_row, num_drafts)

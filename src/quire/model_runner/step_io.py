@@ -71,6 +71,9 @@ def empty_batch(state: DeviceState, rows: RowState, tokens: int, *, shifted: boo
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=state.device)
 
+    slots = None
+    if rows.recurrent:
+        slots = StateSlots(zeros(state.spans), state.part("state_target"), state.part("state_snapshot"))
     return RaggedBatch(
         tokens=zeros(tokens),
         positions=zeros(tokens),
@@ -82,6 +85,7 @@ def empty_batch(state: DeviceState, rows: RowState, tokens: int, *, shifted: boo
         max_query=tokens,
         max_kv=rows.max_model_len,
         rope_positions=zeros(1, tokens) if shifted else None,
+        states=slots,
     )
 
 
@@ -104,8 +108,12 @@ def slice_batch(
     query_start: Tensor | None = None,
     long_spans: LongSpans = NO_LONG_SPANS,
 ) -> RaggedBatch:
-    """The first `tokens` and `spans` of a batch. outputs: as `output_indices`. query_start: in place of the batch's."""
+    """The first `tokens` and `spans` of a batch. outputs: as `output_indices`. query_start: in place of the batch's,
+    for a draft model, which has no states."""
     start = whole.query_start if query_start is None else query_start
+    states = None if query_start is not None else whole.states
+    if states is not None:
+        states = StateSlots(states.source[:spans], states.target[:tokens], states.snapshot[:tokens])
     return RaggedBatch(
         tokens=whole.tokens[:tokens],
         positions=whole.positions[:tokens],
@@ -119,6 +127,7 @@ def slice_batch(
         output_indices=outputs,
         rope_positions=None if whole.rope_positions is None else whole.rope_positions[:, :tokens],
         long_spans=long_spans,
+        states=states,
     )
 
 

@@ -12,6 +12,7 @@ from quire.layers.basic import GatedAttention
 from quire.layers.builder import GATED, ExpertNames, ModelBuilder
 from quire.layers.delta import DeltaConfig
 from quire.models.llama import Llama, Mixer
+from quire.models.mtp import QWEN_NAMES, make_mtp
 from quire.models.multimodal import nested
 from quire.models.qwen import read_experts
 from quire.models.qwen_vl import RENAMED, make_qwen3_vision, with_qwen3_vision
@@ -22,7 +23,7 @@ LINEAR = "linear_attention"
 
 
 class Qwen3Next(Llama):
-    """Qwen3-Next. Without the layers that draft."""
+    """Qwen3-Next."""
 
     architectures = MappingProxyType({"Qwen3NextForCausalLM": "qwen3_next"})
     attention = GatedAttention
@@ -30,8 +31,8 @@ class Qwen3Next(Llama):
     by_head: ClassVar[bool] = True
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
-        build.ignore("mtp.*")
         super().__init__(spec, build)
+        self.mtp = make_mtp(self, build, QWEN_NAMES)
 
     def make_attention(self, build: ModelBuilder, index: int) -> Mixer:
         """`self_attn` or `linear_attn` of layer `index`."""
@@ -116,4 +117,6 @@ def read_hybrid(config: Config, architecture: str) -> ModelSpec:
         width=config.get(int, "linear_conv_kernel_dim", default=4),
     ).checked()
     recurrent = frozenset(i for i, each in enumerate(linear) if each)
-    return replace(spec, norm_shift=1.0, qk_norm="each", delta=delta, recurrent=recurrent)
+    # Not every config.json says so, but published checkpoints have one.
+    drafts = config.get(int, "mtp_num_hidden_layers", "num_nextn_predict_layers", default=1)
+    return replace(spec, norm_shift=1.0, qk_norm="each", delta=delta, recurrent=recurrent, draft_layers=drafts)

@@ -31,9 +31,9 @@ class Angles(NamedTuple):
     query_gain: Tensor | None = None
 
 
-Gate = Literal["", "silu", "gelu", "gelu_erf", "clamped"]
+Gate = Literal["", "silu", "gelu", "gelu_erf", "clamped", "relu2"]
 """What is done with the halves of a product: nothing (""), or `silu_mul`, `gelu_mul`, `gelu_erf_mul` or `clamped_mul`
-of them."""
+of them; or `relu2` of the whole, which experts without a gate have."""
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
 """See `Ops.clamped_mul`."""
@@ -349,6 +349,14 @@ class Ops(Protocol):
     def arranged(self, matrix: AnyMatrix) -> AnyMatrix:
         """The same matrix as these products read it fastest. Called once, when it is loaded."""
 
+    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> PanelMatrix | None:
+        """A matrix of GGUF's blocks of a type, whose rows `write_blocks` fills; None where blocks are repacked all at
+        once, by `arranged`."""
+
+    def write_blocks(self, matrix: PanelMatrix, kind: str, first: int, raw: Tensor) -> None:
+        """Fill rows from number `first` on, a multiple of 16, of a matrix of `empty_blocks`. raw: uint8 [rows, bytes of
+        a row], on the CPU. Called from several threads, each for rows of its own."""
+
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a quantized matrix."""
 
@@ -392,7 +400,7 @@ class Ops(Protocol):
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """x [T, in], gate_up [E, 2F, in], down [E, in, F] -> [T, in]: each token through the MLPs of its experts, gated
-        by any `Gate` but "", added up as by `combine_experts`."""
+        by any `Gate` but "", added up as by `combine_experts`. With relu2, gate_up is [E, F, in]."""
 
     def quantized_experts(
         self,
@@ -427,7 +435,7 @@ class Ops(Protocol):
         """
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
-        """y [T, out] itself, or what a gate makes of its halves, [T, out / 2]."""
+        """y [T, out] itself, or what a gate makes of its halves, [T, out / 2]; relu2: [T, out]."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> silu(gate) * up, [T, F] (SwiGLU, Shazeer 2020)."""

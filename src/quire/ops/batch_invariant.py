@@ -38,7 +38,7 @@ from quire.ops.matmul import (
 )
 from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, attention_mask, first_visible, visible
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
-from quire.ops.recurrent import gated_delta, selective_scan, slots_of
+from quire.ops.recurrent import gated_delta, padded, selective_scan, slots_of
 from quire.ops.reference import ReferenceOps
 from quire.types import UNLIMITED
 
@@ -65,9 +65,10 @@ def one_by_one(
     states = slots_of(batch)
     scratch = LayerState(*(each.new_zeros(2, *each.shape[1:]) for each in state))
     one = torch.tensor([1], device=x[0].device)
-    starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one, one.new_zeros(0, 2))
+    starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one, one.new_zeros(1))
     begun = [[each[slot].clone() for each in state] for slot in states.source.tolist()]
-    kept, parts = dict[int, list[int]](), []
+    nothing = StateSlots(one[:0], one[:0], one[:0])
+    kept, parts = dict[int, list[int]](), [rule([each[:0] for each in x], scratch, starts[:1], nothing)]
     for token, slot in zip(*(each.tolist() for each in states.kept()), strict=True):
         kept.setdefault(token, []).append(slot)
     for (start, stop), first in zip(pairwise(batch.query_start.tolist()), begun, strict=True):
@@ -77,7 +78,7 @@ def one_by_one(
             parts.append(rule([each[t : t + 1] for each in x], scratch, starts, alone))
             for pool, each in zip(state, scratch, strict=True):
                 pool[kept.get(t, [])] = each[1]
-    return torch.cat(parts)
+    return padded(torch.cat(parts), len(x[0]))
 
 
 class BatchInvariantOps(ReferenceOps):

@@ -83,6 +83,11 @@ class PanelMatrix:
         weight = torch.zeros(panels, padded * PANEL_ROWS * dtype.itemsize, dtype=torch.uint8)
         return cls(PLAIN[dtype], outputs, inputs, padded, weight)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the numbers and their scales."""
+        return sum(each.nbytes for each in (self.weight, self.scale, self.zero, self.supers) if each is not None)
+
     def write(self, first: int, rows: Tensor) -> None:
         """Fill rows from number `first` on, a multiple of 16, of an unquantized matrix."""
         filled = F.pad(rows, (0, self.padded - self.inputs, 0, -len(rows) % PANEL_ROWS))

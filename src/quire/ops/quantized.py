@@ -39,7 +39,7 @@ from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.panels import PanelMatrix
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch
-from quire.ops.recurrent import gated_delta, selective_scan, slots_of
+from quire.ops.recurrent import gated_delta, selective_scan, with_padding
 
 Each = TypeVar("Each")
 
@@ -153,6 +153,10 @@ class BaseOps(ABC):
     def clamped_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.clamped_mul`."""
 
+    @abstractmethod
+    def relu2(self, x: Tensor) -> Tensor:
+        """See `Ops.relu2`."""
+
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.embedding`."""
         return F.embedding(tokens, weight)
@@ -168,6 +172,7 @@ class BaseOps(ABC):
             "gelu": self.gelu_mul,
             "gelu_erf": self.gelu_erf_mul,
             "clamped": self.clamped_mul,
+            "relu2": self.relu2,
         }
         return gates[gate](y) if gate else y
 
@@ -282,6 +287,14 @@ class BaseOps(ABC):
         """See `Ops.arranged`."""
         return matrix
 
+    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> PanelMatrix | None:
+        """See `Ops.empty_blocks`."""
+        return None
+
+    def write_blocks(self, matrix: PanelMatrix, kind: str, first: int, raw: Tensor) -> None:
+        """See `Ops.write_blocks`."""
+        raise NotImplementedError
+
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""
         return self.linear(x, dequantize(matrix).to(x.dtype), bias, gate)
@@ -317,8 +330,8 @@ class BaseOps(ABC):
 
     def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.gated_delta`."""
-        return gated_delta(x, weights, state, batch.query_start, slots_of(batch))
+        return with_padding(gated_delta, x, weights, state, batch)
 
     def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.selective_scan`."""
-        return selective_scan(x, weights, state, batch.query_start, slots_of(batch))
+        return with_padding(selective_scan, x, weights, state, batch)

@@ -27,19 +27,18 @@ class StateSlots(NamedTuple):
     """Where the states of recurrent layers are read and written, see `LayerState`.
 
     source [S] int64: the slot of the state that each span goes on from; slot 0 holds zeros, where a sequence begins.
-    target [T] int64: the slot that takes the state after each token; 0: none does. snapshots [N, 2] int64: (token,
-    slot) pairs: slots that take the state after a token besides. All are read before any is written.
+    target [T] int64: the slot that takes the state after each token; 0: none does. snapshot [T] int64: a slot that
+    takes it besides, or 0. All are read before any is written.
     """
 
     source: torch.Tensor
     target: torch.Tensor
-    snapshots: torch.Tensor
+    snapshot: torch.Tensor
 
     def kept(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens [M], slots [M]) of all states that are written."""
-        wanted = self.target.nonzero()[:, 0]
-        tokens, slots = self.snapshots.unbind(1)
-        return torch.cat((wanted, tokens)), torch.cat((self.target[wanted], slots))
+        wanted, besides = (each.nonzero()[:, 0] for each in (self.target, self.snapshot))
+        return torch.cat((wanted, besides)), torch.cat((self.target[wanted], self.snapshot[besides]))
 
 
 LONG = 3584

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import KINDS
 from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of
 from quire.weights.stacks import unstacked
+
+log = logging.getLogger(__name__)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -72,6 +75,7 @@ def load_model(
     overrides: Mapping[str, Any] = MappingProxyType({}),
     words: tuple[int, int] | None = None,
     vision: bool = False,
+    mtp: bool = False,
 ) -> Model:
     """The model in `folder`, ready to run.
 
@@ -82,16 +86,16 @@ def load_model(
     small products may take the fastest kernel. room: bytes of memory to load into, for devices that do not say so, such
     as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. pools: without the language
     model's head. overrides: fields in place of config.json's. words: token ids of no and yes, whose logits' difference
-    is the classifier. vision: with the encoder of images, if there is one. Raises InvalidModel, in one line, for what
-    cannot be loaded.
+    is the classifier. vision: with the encoder of images, if there is one. mtp: with the layer for multi-token
+    prediction. Raises InvalidModel, in one line, for what cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
     config = {**read_config(folder), **overrides} | ({} if words is None else {"num_labels": 1, "id2label": None})
-    spec = read_spec(config, pools=pools).for_length(max_model_len)
+    spec = read_spec(config, pools=pools, mtp=mtp).for_length(max_model_len)
     spec = spec if vision else replace(spec, vision=None)
     checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
-    number = choose_dtype(dtype, spec, checkpoint, device)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
+    number = choose_dtype(dtype, spec, checkpoint, device, packed=ops.multiplies_integers)
     plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
     format = choose_format(config, quantization, plain, entries)
     build = ModelBuilder(
@@ -185,18 +189,33 @@ def check_room(build: ModelBuilder, name: str, room: float) -> None:
         raise InvalidModel(f"there is no memory for {name}: {sizes}; `quire plan` says what fits")
 
 
-def choose_dtype(asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, device: torch.device) -> torch.dtype:
-    """dtype of activations and of plain weights."""
+def choose_dtype(
+    asked: DType, spec: ModelSpec, checkpoint: Checkpoint | None, device: torch.device, *, packed: bool = False
+) -> torch.dtype:
+    """dtype of activations and of plain weights.
+
+    packed: kernels multiply quantized blocks as they are stored, and rows in bfloat16 the fastest.
+    """
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if asked != "auto":
         return known[asked]
     found = known.get(spec.dtype.removeprefix("torch."))
     if found is None and checkpoint is not None:
-        floating = (e.dtype for e in checkpoint.entries.values() if e.dtype in known.values())
-        found = next(floating, None)
+        found = dtype_of_most(checkpoint.entries, packed)
     if found is torch.float16 and device.type == "cpu":
         return torch.float32
     return found or torch.float32
+
+
+def dtype_of_most(entries: Mapping[str, TensorEntry], packed: bool) -> torch.dtype | None:
+    """The dtype of most numbers of a checkpoint, None where none is floating-point. A GGUF file's norms are float32
+    whatever its matrices are: blocks count as bfloat16 where they are kept `packed`, else as what they are read as."""
+    counts = dict[torch.dtype, int]()
+    for entry in entries.values():
+        own = torch.bfloat16 if packed and entry.stored is not None else entry.dtype
+        if own in (torch.float32, torch.bfloat16, torch.float16):
+            counts[own] = counts.get(own, 0) + math.prod(entry.shape)
+    return max(counts, key=lambda each: counts[each], default=None)
 
 
 def choose_plain_format(dtype: torch.dtype, device: torch.device, draft: bool, ops: Ops) -> Format:
@@ -228,6 +247,14 @@ def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress
     """Fill every slot from the checkpoint, in the order of the files."""
     entries = named(build, checkpoint)
     match(build, checkpoint.folder.name, entries)
+    for pattern in build.skipped:
+        if skipped := [name for name in entries if fnmatchcase(name, pattern)]:
+            log.info(
+                "%d tensors of a layer for multi-token prediction are not loaded (%s): --speculative-config "
+                '\'{"method": "mtp"}\' drafts with it',
+                len(skipped),
+                pattern,
+            )
     wanted = [(entry, place) for name, entry in entries.items() for place in build.slots.get(name, ())]
     wanted.sort(key=lambda pair: pair[0].order)
     total = sum(size_of(place, entry) for entry, place in wanted)
@@ -300,6 +327,11 @@ def ignored(build: ModelBuilder, name: str) -> bool:
 def match(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -> None:
     """Check that tensors and slots match one to one in name, shape and dtype. Raises InvalidModel naming others."""
     missing = [name for name in build.slots if name not in entries]
+    if missing and all(any(fnmatchcase(name, pattern) for pattern in build.optional) for name in missing):
+        raise InvalidModel(
+            f"{where} has no weights of its layer for multi-token prediction ({listed(missing)}): leave out "
+            "speculative_config's method mtp"
+        )
     if missing:
         raise InvalidModel(f"{where} lacks {len(missing)} tensors of the model: {listed(missing)}")
     strange = [name for name in entries if name not in build.slots and not ignored(build, name)]

@@ -19,6 +19,7 @@ SUFFIXES = MappingProxyType(
         "_bias": ".bias",
         "_blocks": ".weight_packed",
         "_scales": ".weight_scale",
+        "_scale": ".weight_scale",
     }
 )
 """What follows a stack's name in a checkpoint, and what follows it and an expert's number in the model."""

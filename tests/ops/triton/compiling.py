@@ -1,8 +1,8 @@
 """Run as a program: compiles every kernel for a compute capability, without a card. See `test_compiles`.
 
 Arguments: the capability, the bytes of shared memory it has, and "float32" for deterministic products in that, too, or
-"few" for a few kernels that soon compile, or "gpt_oss" or
-"latents" for those that gpt-oss or latent attention alone has.
+"few" for a few kernels that soon compile, or "gpt_oss", "latents" or "recurrent" for those that gpt-oss, latent
+attention or recurrent layers alone have.
 
 Prints, as JSON, [kernel, bytes of shared memory, registers' worth of bytes spilled] of each.
 """
@@ -33,6 +33,8 @@ from quire.model_runner.triton_steps import ForcedSteps
 from quire.ops.base import (
     XIELU,
     Angles,
+    DeltaInputs,
+    DeltaWeights,
     ExpertBiases,
     IntegerKind,
     IntegerMatrix,
@@ -40,10 +42,12 @@ from quire.ops.base import (
     Norms,
     QuantizedMatrix,
     Routing,
+    ScanInputs,
+    ScanWeights,
     Scores,
     TopK,
 )
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.sampler import RequestedFeatures, RowHistories, SamplingTensors, sample
@@ -237,6 +241,27 @@ def latents(ops: TritonOps, dtype: torch.dtype = BF16) -> None:
             ops.heads_linear(mixed, weight[:, plain:].transpose(1, 2))
 
 
+def recurrent(ops: TritonOps, dtype: torch.dtype = BF16) -> None:
+    """Recurrent layers of Qwen3-Next, and of Nemotron-H and Granite 4-H: decoding, verification, prompts."""
+    for spans, n in ((1, 1), (64, 1), (8, 4), (2, 512)):
+        tokens = spans * n
+        longs = (torch.empty(size, dtype=torch.int64) for size in (spans, tokens, tokens))
+        fed = replace(batch(spans, n), states=StateSlots(*longs))
+        state = LayerState(halves(1, 3, 8192, dtype=dtype), torch.empty(1, 32, 128, 128))
+        small = (torch.empty(32), torch.empty(32))
+        delta = DeltaWeights(halves(8192, 4, dtype=dtype), *small, Norm(halves(128, dtype=dtype), 1e-6))
+        sizes = (8192, 4096, 32, 32)
+        ops.gated_delta(DeltaInputs(*(halves(tokens, size, dtype=dtype) for size in sizes)), delta, state, fed)
+        for groups in (1, 8):
+            wide = 8192 + 2 * groups * 128
+            state = LayerState(halves(1, 3, wide, dtype=dtype), torch.empty(1, 128, 128, 64))
+            weights, norm = halves(wide, 5, dtype=dtype), Norm(halves(8192, dtype=dtype), 1e-5)
+            small = (torch.empty(128), torch.empty(128), torch.empty(128))
+            scan = ScanWeights(weights[:, :4].contiguous(), weights[:, 4].contiguous(), *small, norm, (0.0, 1.0))
+            sizes = (8192, wide, 128)
+            ops.selective_scan(ScanInputs(*(halves(tokens, size, dtype=dtype) for size in sizes)), scan, state, fed)
+
+
 def integers() -> list[IntegerMatrix]:
     """One of each kind."""
     zeros, superblocks, pairs, row, floats = IntegerKind
@@ -406,11 +431,19 @@ def main() -> None:
             latents(each)
         print(json.dumps(found))
         return
+    if "recurrent" in sys.argv:
+        recurrent(ops)
+        recurrent(ops, torch.float32)
+        recurrent(fixed)
+        print(json.dumps(found))
+        return
     everything(ops)
     single(ops)
     latents(ops, torch.float32)
+    recurrent(ops, torch.float32)
     for each in (ops, fixed):
         latents(each)
+        recurrent(each)
     alike(fixed)
     around()
     print(json.dumps(found))

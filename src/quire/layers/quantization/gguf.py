@@ -1,8 +1,8 @@
-"""GGUF's blocks on a GPU: each part of a matrix is read as bytes and kept at its bits, in the layout of the kernels."""
+"""GGUF's blocks: each part of a matrix is read as bytes and kept at its bits, in the layout of the kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -15,16 +15,18 @@ from quire.layers.quantization.base import (
     MatrixPart,
     Plain,
     QuantizedWeight,
+    WeightBuffer,
     WeightSlot,
     WeightStorage,
     bias_of,
     bias_slots,
 )
+from quire.layers.quantization.packed import Tile, tiled, tiles
 from quire.layers.quantization.scaled import OnlineQuantization
 from quire.ops.base import Gate, IntegerMatrix, MixedMatrix, Ops
 from quire.ops.gguf_blocks import PACKED
 from quire.ops.gguf_encode import encode
-from quire.ops.panels import PanelMatrix
+from quire.ops.panels import PANEL_ROWS, PanelMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,43 +46,124 @@ class StoredBlocks:
         return PACKED[self.kind](raw.view(-1, self.size)).matrix(len(raw))
 
 
+def kept_bytes(kind: StoredBlocks, ops: Ops) -> float:
+    """Bytes of a number with its share of scales, as the kernels of `ops` keep a matrix of this type."""
+    rows, columns = PANEL_ROWS, 256
+    panels = ops.empty_blocks(kind.kind, rows, columns)
+    if panels is None:
+        raw = torch.zeros(rows, kind.bytes_of(slice(0, columns)).stop, dtype=torch.uint8)
+        return kind.packed(raw).nbytes / (rows * columns)
+    return panels.nbytes / (rows * columns)
+
+
+class BlockRows:
+    """Parts of one type of blocks, one below the other, whose bytes are in memory until they are repacked all at once.
+
+    columns: of the model's matrix that are kept.
+    """
+
+    def __init__(self, kind: StoredBlocks, parts: Sequence[MatrixPart], matrix: Matrix, ops: Ops) -> None:
+        self.kind, self.parts, self.matrix, self.ops = kind, parts, matrix, ops
+        self.count = sum(part.shard.stop - part.shard.start for part in parts)
+        self.bytes = kind.bytes_of(matrix.shard)
+        self.raw = torch.empty(0)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory that is filled."""
+        size = self.bytes.stop - self.bytes.start
+        self.raw = torch.empty(self.count, size, dtype=torch.uint8, device=self.matrix.device)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Slots of each part's bytes."""
+        row = 0
+        for part in self.parts:
+            own = slice(row, row + part.shard.stop - part.shard.start)
+            row = own.stop
+            yield self.slot(part, part.shard, self.raw[own])
+
+    def slot(self, part: MatrixPart, kept: slice, target: Tensor, buffer: WeightBuffer | None = None) -> WeightSlot:
+        """The slot of rows `kept` of a part."""
+        shape = part.rows, self.kind.bytes_of(slice(0, self.matrix.columns)).stop
+        name, cut = f"{part.name}.weight", (kept, self.bytes)
+        return WeightSlot(name, shape, cut, target, stored_dtype=torch.uint8, buffer=buffer)
+
+    def finish(self) -> IntegerMatrix | PanelMatrix:
+        """The matrix; the bytes are freed."""
+        raw, self.raw = self.raw, torch.empty(0)
+        made = self.ops.arranged(self.kind.packed(raw))
+        assert isinstance(made, IntegerMatrix | PanelMatrix)
+        return made
+
+
+class BlockTiles(BlockRows):
+    """The same, repacked tile by tile while the file is read. panels: where to. spare: see `Tile`."""
+
+    def __init__(
+        self,
+        kind: StoredBlocks,
+        parts: Sequence[MatrixPart],
+        matrix: Matrix,
+        ops: Ops,
+        panels: PanelMatrix,
+        spare: list[Tensor],
+    ) -> None:
+        self.panels, self.spare = panels, spare
+        self.tiles: list[Tile] = []
+        super().__init__(kind, parts, matrix, ops)
+
+    def allocate(self) -> None:
+        """See `BlockRows`: tiles have memory of their own."""
+        size = self.bytes.stop - self.bytes.start
+        self.tiles = tiles(self.count, size, torch.uint8, PANEL_ROWS, self.spare, self.pack)
+
+    def pack(self, rows: slice, raw: Tensor) -> None:
+        """Repack the bytes of a tile."""
+        self.ops.write_blocks(self.panels, self.kind.kind, rows.start, raw)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """See `BlockRows`."""
+        for part, own, into, tile in tiled(self.parts, self.tiles):
+            yield self.slot(part, own, into, tile)
+
+    def finish(self) -> PanelMatrix:
+        """See `BlockRows`."""
+        self.spare.clear()
+        return self.panels
+
+
+def block_rows(
+    kind: StoredBlocks, parts: Sequence[MatrixPart], matrix: Matrix, ops: Ops, spare: list[Tensor]
+) -> BlockRows:
+    """Parts of one type, repacked as the kernels of `ops` want it."""
+    count = sum(part.shard.stop - part.shard.start for part in parts)
+    panels = ops.empty_blocks(kind.kind, count, matrix.local_shape[1])
+    if panels is None:
+        return BlockRows(kind, parts, matrix, ops)
+    return BlockTiles(kind, parts, matrix, ops, panels, spare)
+
+
 class GgufStorage:
     """Parts as the file has them, one below the other; neighbours of one type become one matrix."""
 
-    def __init__(self, matrix: Matrix, ops: Ops, kinds: list[StoredBlocks]) -> None:
-        self.matrix, self.ops, self.kinds = matrix, ops, kinds
+    def __init__(self, matrix: Matrix, ops: Ops, kinds: list[StoredBlocks], spare: list[Tensor]) -> None:
+        self.matrix, self.ops = matrix, ops
         self.bias = bias_of(matrix)
-        self.raw = [self._room(part, kind) for part, kind in zip(matrix.parts, kinds, strict=True)]
+        self.runs = [
+            block_rows(kind, [part for _, part in run], matrix, ops, spare)
+            for kind, run in groupby(zip(kinds, matrix.parts, strict=True), lambda each: each[0])
+        ]
         self.quantized: QuantizedWeight | None = None
-
-    def _room(self, part: MatrixPart, kind: StoredBlocks) -> Tensor:
-        kept = kind.bytes_of(self.matrix.shard)
-        shape = part.shard.stop - part.shard.start, kept.stop - kept.start
-        return torch.empty(shape, dtype=torch.uint8, device=self.matrix.device)
 
     def slots(self) -> list[WeightSlot]:
         """Slots of each part's bytes, and of the biases."""
-        whole = slice(0, self.matrix.columns)
-        places = [
-            WeightSlot(
-                f"{part.name}.weight",
-                (part.rows, kind.bytes_of(whole).stop),
-                (part.shard, kind.bytes_of(self.matrix.shard)),
-                raw,
-                stored_dtype=torch.uint8,
-            )
-            for part, kind, raw in zip(self.matrix.parts, self.kinds, self.raw, strict=True)
-        ]
-        return places + bias_slots(self.matrix, self.bias)
+        return [place for run in self.runs for place in run.slots()] + bias_slots(self.matrix, self.bias)
 
     def finalize(self) -> None:
-        """Repack each run of parts of one type."""
-        made = list[IntegerMatrix]()
-        for kind, run in groupby(zip(self.kinds, self.raw, strict=True), lambda each: each[0]):
-            made.append(kind.packed(torch.cat([raw for _, raw in run])))
-        self.raw.clear()
-        matrix = made[0] if len(made) == 1 else MixedMatrix(tuple(made))
-        self.quantized = QuantizedWeight(self.ops, self.ops.arranged(matrix), self.bias)
+        """Repack what is not repacked yet."""
+        made = tuple(run.finish() for run in self.runs)
+        self.runs.clear()
+        self.quantized = QuantizedWeight(self.ops, made[0] if len(made) == 1 else MixedMatrix(made), self.bias)
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         """As `WeightStorage.apply`."""
@@ -102,6 +185,7 @@ class GgufFormat:
 
     def __init__(self, plain: Format, blocks: Mapping[str, StoredBlocks]) -> None:
         self.plain, self.blocks = plain, blocks
+        self.spare: list[Tensor] = []
 
     def __call__(self, matrix: Matrix, ops: Ops, shared: Tensor | None = None) -> WeightStorage:
         """Storage of a matrix."""
@@ -111,7 +195,7 @@ class GgufFormat:
     def table(self, matrix: Matrix, ops: Ops) -> GgufStorage | None:
         """Storage of a matrix, or None where it cannot be kept as it is."""
         kinds = self.kinds(matrix.parts, matrix.shard)
-        return GgufStorage(matrix, ops, kinds) if kinds and not matrix.transposed else None
+        return GgufStorage(matrix, ops, kinds, self.spare) if kinds and not matrix.transposed else None
 
     def keeps(self, experts: Sequence[Sequence[MatrixPart]], cut: slice) -> bool:
         """Whether matrices of experts, each of these parts, are stored in blocks of one type, as their kernels want."""
@@ -159,7 +243,11 @@ class OnlineBlocks(Plain):
         kind, block = self.blocks.kind, self.blocks.block
         rows = torch.split(self.weight, max(1, ROWS // self.weight.shape[1]))
         raw = torch.cat([encode(kind, each.float().view(-1, block)).view(len(each), -1) for each in rows])
-        self.quantized = QuantizedWeight(self.ops, self.ops.arranged(self.blocks.packed(raw)), self.bias)
+        panels = self.ops.empty_blocks(kind, *self.weight.shape)
+        if panels is not None:
+            self.ops.write_blocks(panels, kind, 0, raw)
+        made = self.ops.arranged(self.blocks.packed(raw)) if panels is None else panels
+        self.quantized = QuantizedWeight(self.ops, made, self.bias)
         del self.weight
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:

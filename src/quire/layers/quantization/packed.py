@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from threading import Lock
@@ -11,7 +11,16 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from quire.layers.quantization.base import Matrix, Plain, QuantizedWeight, WeightSlot, bias_of, bias_slots, weight_slot
+from quire.layers.quantization.base import (
+    Matrix,
+    MatrixPart,
+    Plain,
+    QuantizedWeight,
+    WeightSlot,
+    bias_of,
+    bias_slots,
+    weight_slot,
+)
 from quire.ops.base import Gate, Ops
 from quire.ops.matmul import pack, packed_linear
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
@@ -38,14 +47,17 @@ def packed_if_large(
 
 
 class Tile:
-    """Some rows of a matrix. Their memory is taken when the first numbers arrive, and reused once they are packed.
+    """Some rows of a matrix of so many columns. Their memory is taken when the first numbers arrive, and reused once
+    they are packed.
 
     spare: memory that other tiles no longer need. pack: what is done with the rows.
     """
 
-    def __init__(self, rows: slice, matrix: Matrix, spare: list[Tensor], pack: Callable[[Tensor], object]) -> None:
+    def __init__(
+        self, rows: slice, columns: int, dtype: torch.dtype, spare: list[Tensor], pack: Callable[[Tensor], object]
+    ) -> None:
         self.rows, self.spare, self.pack = rows, spare, pack
-        self.outline = torch.empty(rows.stop - rows.start, matrix.local_shape[1], dtype=matrix.dtype, device="meta")
+        self.outline = torch.empty(rows.stop - rows.start, columns, dtype=dtype, device="meta")
         self.left = self.outline.numel()
         self.memory: Tensor | None = None
         self._lock = Lock()
@@ -78,6 +90,35 @@ def take(spare: list[Tensor], size: int) -> Tensor:
     return memory if memory.nbytes >= size else torch.empty(size, dtype=torch.uint8)
 
 
+def tiles(
+    count: int,
+    columns: int,
+    dtype: torch.dtype,
+    unit: int,
+    spare: list[Tensor],
+    pack: Callable[[slice, Tensor], object],
+) -> list[Tile]:
+    """Tiles of `count` rows, of a multiple of `unit` rows each but for the last. pack: called with rows and their
+    numbers."""
+    step = max(unit, TILE // max(1, columns * dtype.itemsize) // unit * unit)
+    cuts = [slice(*pair) for pair in pairwise((*range(0, count, step), count))]
+    return [Tile(rows, columns, dtype, spare, partial(pack, rows)) for rows in cuts]
+
+
+def tiled(parts: Sequence[MatrixPart], tiles: Sequence[Tile]) -> Iterator[tuple[MatrixPart, slice, Tensor, Tile]]:
+    """Each part's rows in each tile: (part, its rows in the checkpoint, where they go, the tile)."""
+    row = 0
+    for part in parts:
+        cut = part.shard
+        stop = row + cut.stop - cut.start
+        for tile in tiles:
+            first, last = max(row, tile.rows.start), min(stop, tile.rows.stop)
+            if first < last:
+                kept = slice(cut.start + first - row, cut.start + last - row)
+                yield part, kept, tile.outline[first - tile.rows.start : last - tile.rows.start], tile
+        row = stop
+
+
 class TiledStorage(ABC):
     """A matrix that is assembled tile by tile, each of which is packed when it is complete.
 
@@ -92,13 +133,10 @@ class TiledStorage(ABC):
         self, matrix: Matrix, ops: Ops, tied_weight: Tensor | None = None, *, spare: list[Tensor] | None = None
     ) -> None:
         rows, columns = matrix.local_shape
-        step = max(self.unit, TILE // max(1, columns * matrix.dtype.itemsize) // self.unit * self.unit)
         self.matrix, self.ops, self.tied_weight = matrix, ops, tied_weight
         self.bias = bias_of(matrix)
         self.spare: list[Tensor] = [] if spare is None else spare
-        edges = (*range(0, rows, step), rows)
-        cuts = [slice(*pair) for pair in pairwise(edges)]
-        self.tiles = [Tile(rows, matrix, self.spare, partial(self.pack, rows)) for rows in cuts]
+        self.tiles = tiles(rows, columns, matrix.dtype, self.unit, self.spare, self.pack)
 
     @abstractmethod
     def pack(self, rows: slice, weight: Tensor) -> None:
@@ -110,20 +148,9 @@ class TiledStorage(ABC):
 
     def slots(self) -> list[WeightSlot]:
         """Slots of each part's rows in each tile, and of the biases."""
-        matrix, places, row = self.matrix, list[WeightSlot](), 0
-        biases = bias_slots(matrix, self.bias)
-        for i, part in enumerate(matrix.parts):
-            cut = part.shard
-            stop = row + cut.stop - cut.start
-            for tile in self.tiles if self.tied_weight is None else ():
-                first, last = max(row, tile.rows.start), min(stop, tile.rows.stop)
-                if first < last:
-                    kept = slice(cut.start + first - row, cut.start + last - row)
-                    into = tile.outline[first - tile.rows.start : last - tile.rows.start]
-                    places.append(weight_slot(matrix, part, kept, into, tile))
-            row = stop
-            places += biases[i : i + 1]
-        return places
+        cut = tiled(self.matrix.parts, self.tiles if self.tied_weight is None else ())
+        places = [weight_slot(self.matrix, part, kept, into, tile) for part, kept, into, tile in cut]
+        return places + bias_slots(self.matrix, self.bias)
 
     def finalize(self) -> None:
         """Free the buffers; pack a tied head."""

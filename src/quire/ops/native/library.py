@@ -14,7 +14,7 @@ from typing import ClassVar
 
 FILE = Path(__file__).with_name("libquire_cpu.so")
 
-VERSION = 2
+VERSION = 3
 """Of the functions and structures."""
 
 LEVELS: Mapping[str, int] = MappingProxyType({"avx2": 0, "avx512": 1, "avx512_bf16": 2, "amx": 3})
@@ -65,6 +65,16 @@ class CRope(Structure):
     ]
 
 
+class CBlocks(Structure):
+    """`struct blocks`."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("inputs", "k")),
+        ("type", c_int32),
+        *((name, c_void_p) for name in ("weight", "scale", "zero", "supers")),
+    ]
+
+
 @cache
 def load() -> ctypes.CDLL | None:
     """The library; None where it does not run: on other systems and processors."""
@@ -81,6 +91,8 @@ def load() -> ctypes.CDLL | None:
     for name, kind in (("attention", CAttention), ("norm", CNorm), ("rope", CRope)):
         function = getattr(library, f"quire_{name}")
         function.argtypes, function.restype = [POINTER(kind), c_int32], None
+    library.quire_pack_blocks.argtypes = [POINTER(CBlocks), c_void_p, c_int64, c_int64]
+    library.quire_pack_blocks.restype = None
     library.quire_start.argtypes, library.quire_start.restype = [c_int32, c_void_p], None
     return library
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import cast
 
@@ -21,9 +22,11 @@ from quire.ops.base import (
     QuantizedMatrix,
     Scores,
 )
+from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.integer import integers_of
+from quire.ops.matmul import TILE_ROWS, in_tiles
 from quire.ops.native.library import LEVELS, CAttention, CMatrix, CNorm, CRope, load, parallel_function
-from quire.ops.native.pack import in_panels
+from quire.ops.native.pack import empty_blocks, in_panels, write_blocks
 from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -34,9 +37,6 @@ GATES: Mapping[str, int] = MappingProxyType({"": 0, "silu": 1, "gelu": 2})
 """Those that products have, by what the library calls them."""
 
 FLOATS = (torch.float32, torch.bfloat16)
-
-MANY_QUERIES = 8
-"""Queries of a span above which torch attends: its products of many rows are faster than ours of few."""
 
 WORTH_THREADS = 1 << 14
 """Numbers below which a second thread costs more than it computes."""
@@ -53,13 +53,15 @@ class NativeOps(ReferenceOps):
     multiplies_integers = True
     invariant = False
     """Whether a row's bits must not depend on how many rows there are, see `native/kernels.h`."""
+    many_queries = 8
+    """Queries of a span above which torch attends: its products of many rows are faster than ours of few."""
 
     def __init__(self, level: str) -> None:
         library = load()
         if library is None:
             raise RuntimeError("the CPU kernels do not run on this machine")
         library.quire_start(LEVELS[level], parallel_function())
-        self.library = library
+        self.library, self.level = library, level
 
     def panel_linear(self, x: Tensor, matrix: PanelMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a matrix in panels."""
@@ -95,6 +97,14 @@ class NativeOps(ReferenceOps):
             return MixedMatrix(tuple(in_panels(cast(IntegerMatrix, part)) for part in matrix.parts))
         found = integers_of(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
         return in_panels(found) if isinstance(found, IntegerMatrix) else matrix
+
+    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> PanelMatrix | None:
+        """See `Ops.empty_blocks`."""
+        return empty_blocks(kind, outputs, inputs)
+
+    def write_blocks(self, matrix: PanelMatrix, kind: str, first: int, raw: Tensor) -> None:
+        """See `Ops.write_blocks`."""
+        write_blocks(self.library, matrix, kind, first, raw)
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""
@@ -232,11 +242,11 @@ class NativeOps(ReferenceOps):
         paged = self.prepare(batch)
         # The kernel is causal.
         attends = how.is_causal(paged) and self._attends(q, kv)
-        if not attends or all(group.n > MANY_QUERIES for group in paged.groups):
+        if not attends or all(group.n > self.many_queries for group in paged.groups):
             return super().attention(q, kv, paged, how)
         out = q.new_empty(*q.shape[:2], kv.v.shape[-1])
         for i, group in enumerate(paged.groups):
-            if group.n > MANY_QUERIES:
+            if group.n > self.many_queries:
                 out[group.rows] = self.attend(q[group.rows], kv, paged, i, how)
         arguments = CAttention(
             q.data_ptr(),
@@ -257,7 +267,7 @@ class NativeOps(ReferenceOps):
             q.stride(0),
             how.window,
             how.chunk,
-            MANY_QUERIES,
+            self.many_queries,
             how.scale,
             how.soft_cap,
             q.dtype is torch.bfloat16,
@@ -270,6 +280,37 @@ class NativeOps(ReferenceOps):
         dims = q.shape[-1] == kv.k.shape[-1] and q.shape[-1] % PANEL_ROWS == 0 and kv.v.shape[-1] % PANEL_ROWS == 0
         dtypes = q.dtype in FLOATS and kv.k.dtype in FLOATS and kv.v.dtype is kv.k.dtype
         return dims and dtypes and q.shape[-1] <= MOST_KEY_DIM and q.stride(-1) == 1 and q.stride(1) == q.shape[-1]
+
+
+class InvariantNativeOps(NativeOps, BatchInvariantOps):
+    """`NativeOps`, batch-invariant: every way that does not depend on the batch is a kernel's, every other one that of
+    `BatchInvariantOps`."""
+
+    invariant = True
+    many_queries = UNLIMITED
+
+    def panel_linear(self, x: Tensor, matrix: PanelMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """See `NativeOps.panel_linear`. Rows in float32 are multiplied TILE_ROWS at a time: only those in bfloat16 have
+        one way whatever their number is."""
+        product = partial(super().panel_linear, matrix=matrix, bias=bias, gate=gate)
+        return product(x) if x.dtype is torch.bfloat16 else in_tiles(product, x, TILE_ROWS)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See `Ops.norm`. A single row of a wider tensor counts as contiguous where several do not."""
+        return super().norm(x.contiguous(), norm)
+
+    def self_attention(
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        angles: Angles,
+        how: Scores,
+        norms: Norms | None = None,
+    ) -> Tensor:
+        """See `Ops.self_attention`."""
+        return BatchInvariantOps.self_attention(self, qkv, heads, kv, batch, angles, how, norms)
 
 
 def whole_mask(paged: PagedAttentionMetadata, n: int, how: Scores) -> Tensor | None:

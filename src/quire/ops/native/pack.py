@@ -1,13 +1,20 @@
-"""From `IntegerMatrix`, which every format can be brought into, to `PanelMatrix`."""
+"""To `PanelMatrix`: from `IntegerMatrix`, which every format can be brought into, and from GGUF's blocks."""
 
 from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.ops.base import IntegerKind, IntegerMatrix
-from quire.ops.integer import WIDE, floats_of, halves_of, scales_of
-from quire.ops.panels import PanelKind, PanelMatrix, ScaleKind, pack_numbers, panels_of
+from quire.ops.gguf_blocks import IQ4_VALUES
+from quire.ops.integer import UNIT, WIDE, floats_of, halves_of, scales_of
+from quire.ops.native.library import CBlocks
+from quire.ops.panels import PANEL_ROWS, PanelKind, PanelMatrix, ScaleKind, pack_numbers, panels_of
 
 
 def in_panels(matrix: IntegerMatrix) -> PanelMatrix:
@@ -61,3 +68,84 @@ def scale_into(made: PanelMatrix, matrix: IntegerMatrix) -> None:
             made.zero = panels_of(zero.bfloat16())
     assert made.scale is not None
     made.group = matrix.padded // made.scale.shape[1]
+
+
+class BlockType(NamedTuple):
+    """How a type of GGUF's blocks lies in panels. number: in `native/blocks.c`. numbers: of a block. group: columns of
+    a scale. values: what the 16 numbers of 4 bits stand for, None for those of 8 bits."""
+
+    number: int
+    numbers: int
+    group: int
+    scale_kind: ScaleKind
+    values: tuple[float, ...] | None = None
+
+
+def counted(first: int) -> tuple[float, ...]:
+    """16 whole numbers."""
+    return tuple(float(first + i) for i in range(16))
+
+
+BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
+    {
+        "Q8_0": BlockType(0, 32, 32, ScaleKind.F16),
+        "Q4_0": BlockType(1, 32, 32, ScaleKind.F16, counted(-8)),
+        "Q5_0": BlockType(2, 32, 32, ScaleKind.F16),
+        "IQ4_NL": BlockType(3, 32, 32, ScaleKind.F16, tuple(map(float, IQ4_VALUES))),
+        "MXFP4": BlockType(4, 32, 32, ScaleKind.BF16, tuple(floats_of(torch.arange(16)).tolist())),
+        "Q3_K": BlockType(5, 256, 16, ScaleKind.I8, counted(-4)),
+        "Q4_K": BlockType(6, 256, 32, ScaleKind.U8, counted(0)),
+        "Q5_K": BlockType(7, 256, 32, ScaleKind.U8),
+        "Q6_K": BlockType(8, 256, 16, ScaleKind.I8),
+        "IQ4_XS": BlockType(9, 256, 32, ScaleKind.I8, tuple(map(float, IQ4_VALUES))),
+    }
+)
+"""Types that the library packs: those of `gguf_blocks.PACKED`."""
+
+
+def empty_blocks(kind: str, outputs: int, inputs: int) -> PanelMatrix:
+    """A matrix whose rows `write_blocks` fills. kind: of BLOCK_TYPES."""
+    stored = BLOCK_TYPES[kind]
+    padded, panels = -(-inputs // UNIT) * UNIT, -(-outputs // PANEL_ROWS)
+    four = stored.values is not None
+    groups = panels, padded // stored.group, PANEL_ROWS
+    made = PanelMatrix(
+        PanelKind.INT4 if four else PanelKind.INT8,
+        outputs,
+        inputs,
+        padded,
+        torch.zeros(panels, padded * PANEL_ROWS // (2 if four else 1), dtype=torch.uint8),
+        stored.group,
+        stored.scale_kind,
+        torch.zeros(groups, dtype=SCALE_DTYPES[stored.scale_kind]),
+        values=None if stored.values is None else torch.tensor(stored.values),
+    )
+    if stored.scale_kind is ScaleKind.U8:
+        made.zero = torch.zeros(groups, dtype=torch.uint8)
+    if stored.numbers > WIDE:
+        made.supers = torch.zeros(panels, padded // stored.numbers, 2, PANEL_ROWS, dtype=torch.float16)
+    return made
+
+
+SCALE_DTYPES: Mapping[ScaleKind, torch.dtype] = MappingProxyType(
+    {
+        ScaleKind.F16: torch.float16,
+        ScaleKind.BF16: torch.bfloat16,
+        ScaleKind.F32: torch.float32,
+        ScaleKind.U8: torch.uint8,
+        ScaleKind.I8: torch.int8,
+    }
+)
+
+
+def write_blocks(library: ctypes.CDLL, made: PanelMatrix, kind: str, first: int, raw: Tensor) -> None:
+    """Fill rows from number `first` on, a multiple of 16, of a matrix of `empty_blocks`. raw uint8 [rows, bytes]."""
+    parts = (made.weight, made.scale, made.zero, made.supers)
+    where = CBlocks(
+        made.inputs,
+        made.padded,
+        BLOCK_TYPES[kind].number,
+        *(None if each is None else each.data_ptr() for each in parts),
+    )
+    raw = raw.contiguous()
+    library.quire_pack_blocks(ctypes.byref(where), raw.data_ptr(), first, len(raw))

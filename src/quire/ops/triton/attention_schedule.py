@@ -345,11 +345,13 @@ def shares_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan(RaggedBatch):
-    """A batch and the lists that its layers share: made by the first that asks, used by the rest."""
+    """A batch and the lists that its layers share: made by the first that asks, used by the rest. spans: of recurrent
+    layers, see `chunked.py`."""
 
     lists: dict[tuple[Tiling, int], AttentionSchedule] = field(default_factory=dict)
     lasts: dict[int, Tensor | None] = field(default_factory=dict)
     cascades: dict[PrefixSharing, SharedPrefixes] = field(default_factory=dict)
+    spans: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> AttentionPlan:

@@ -19,6 +19,8 @@ from quire.ops.base import (
     XIELU,
     Angles,
     AnyMatrix,
+    DeltaInputs,
+    DeltaWeights,
     ExpertBiases,
     ExpertMatrices,
     Gate,
@@ -28,6 +30,8 @@ from quire.ops.base import (
     Norms,
     QuantizedMatrix,
     Routing,
+    ScanInputs,
+    ScanWeights,
     Scores,
     TopK,
 )
@@ -37,7 +41,7 @@ from quire.ops.integer import integers_of
 from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import E4M3, BaseOps
-from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, RaggedBatch
+from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LayerState, RaggedBatch
 from quire.ops.triton import experts as mixture
 from quire.ops.triton import (
     gemv,
@@ -48,6 +52,7 @@ from quire.ops.triton import (
     invariant_gemm,
     latent,
     quantized_gemm,
+    recurrent,
     rows,
 )
 from quire.ops.triton.attention import attention, cascade_attention
@@ -55,6 +60,7 @@ from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.long_spans import DenseAttention, attend_long, dense_attention, serves
+from quire.ops.triton.recurrence import FEW
 from quire.types import UNLIMITED
 
 MOST_OUTPUTS = 1 << 15
@@ -80,6 +86,8 @@ class TritonOps(BaseOps):
 
     multiplies_integers = True
     dense: DenseAttention | None
+    few = FEW
+    """Tokens of a span up to which recurrent layers compute it token by token."""
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         """dependent: use programmatic dependent launch where the GPU has it."""
@@ -130,7 +138,9 @@ class TritonOps(BaseOps):
         gate: Gate,
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
-        """See `Ops.experts`."""
+        """See `Ops.experts`. Kernels have gates; without one, every expert computes every token."""
+        if gate == "relu2":
+            return super().experts(x, routing, gate_up, down, gate, biases)
         how = self.expert_config(routing, down)
         return mixture.experts(x, routing, gate_up, down, gate, how, self.card, biases)
 
@@ -150,6 +160,8 @@ class TritonOps(BaseOps):
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
+        if gate == "relu2":
+            return super().quantized_experts(x, routing, gate_up, down, gate, biases)
         if isinstance(gate_up, IntegerMatrix) and isinstance(down, IntegerMatrix):
             if integer_gemv.takes(x, self.card, gate_up, down):
                 inner = integer_gemv.multiply_slots(x, routing, gate_up, gate, self.card, biases.gate_up)
@@ -313,6 +325,14 @@ class TritonOps(BaseOps):
             return latent.EXACT_HEAD_TILE
         return latent.heads_config(len(x), weight.shape[2])
 
+    def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """See `Ops.gated_delta`. No span may read a slot that another writes."""
+        return recurrent.gated_delta(x, weights, state, self.prepare(batch), self.few, self.card)
+
+    def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """See `Ops.selective_scan`. No span may read a slot that another writes."""
+        return recurrent.selective_scan(x, weights, state, self.prepare(batch), self.few, self.card)
+
     def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
         """See `Ops.latent_attention`."""
         return attention(q, kv, self.prepare(batch), Scores(scale), self.card, rotated=rotated)
@@ -342,6 +362,8 @@ RESTORED, EXACT = GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
 
 class BatchInvariantTritonOps(TritonOps):
     """`Ops` whose launches do not depend on the batch."""
+
+    few = UNLIMITED
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         super().__init__(device, dependent=dependent)
