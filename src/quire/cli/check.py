@@ -71,6 +71,7 @@ OWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Qwen3VLMoeForConditionalGeneration": AXES,
         "RobertaModel": {"max_position_embeddings": 258, "pad_token_id": 1},
         "MixtralForCausalLM": {"num_local_experts": 4},
+        "NomicBertModel": {"num_experts": 0},
     }
 )
 """Fields of families that name them otherwise."""
