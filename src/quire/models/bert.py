@@ -69,7 +69,7 @@ class Bert:
         self.embedding = body.embedding("embeddings.word_embeddings", spec.vocab, spec.hidden)
         self.first_position = spec.first_position
         count = spec.context + self.first_position
-        self.positions = body.embedding("embeddings.position_embeddings", count, spec.hidden)
+        self.positions = body.replicated().embedding("embeddings.position_embeddings", count, spec.hidden)
         self.segments = self.make_segments(body)
         self.norm = body.norm_layer(body.layer_norm("embeddings.LayerNorm", spec.hidden, spec.norm_eps))
         self.no_rope = body.rotary(NO_ROPE)
@@ -82,7 +82,7 @@ class Bert:
 
     def make_segments(self, body: ModelBuilder) -> AnyEmbedding | None:
         """Embeddings of token types; None without any."""
-        return body.embedding("embeddings.token_type_embeddings", self.spec.token_types, self.spec.hidden)
+        return body.replicated().embedding("embeddings.token_type_embeddings", self.spec.token_types, self.spec.hidden)
 
     def make_classifier(self, build: ModelBuilder, body: ModelBuilder) -> Classify:
         """The classifier: the pooler's layer, tanh, and a matrix."""

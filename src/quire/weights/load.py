@@ -88,14 +88,15 @@ def load_model(
     folder, device = Path(folder), torch.device(device)
     config = {**read_config(folder), **overrides} | ({} if words is None else {"num_labels": 1, "id2label": None})
     spec = read_spec(config, pools=pools).for_length(max_model_len)
-    spec = spec if vision else replace(spec, vision=None)
+    parallel = ParallelGroup() if parallel is None else parallel
+    spec = replace(spec, vision=spec.vision if vision else None, ranks=parallel.size)
     checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     number = choose_dtype(dtype, spec, checkpoint, device)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
     plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
     format = choose_format(config, quantization, plain, entries)
     build = ModelBuilder(
-        ops=ops, parallel=parallel or ParallelGroup(), dtype=number, device=device, format=format, tables=tables
+        ops=ops, parallel=parallel, dtype=number, device=device, format=format, tables=tables
     )
     build.modules = modules_of(entries)
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
@@ -320,7 +321,7 @@ def short(dtype: torch.dtype) -> str:
 
 def random_init(build: ModelBuilder, seed: int, progress: Progress) -> None:
     """Fill every slot with random numbers: one pool, tiled from a different start each time, at memory speed."""
-    places = [place for places in build.slots.values() for place in places if place.target.numel()]
+    places = [place for places in build.slots.values() for place in places]
     total = sum(place.target.nbytes for place in places)
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(POOL, generator=generator).repeat(2).to(build.device)
@@ -328,6 +329,8 @@ def random_init(build: ModelBuilder, seed: int, progress: Progress) -> None:
     done = 0
     progress(done, total)
     for place, start in zip(places, starts, strict=True):
+        if not place.target.numel():
+            continue
         place.fill(partial(fill_random, place, pool=pool, start=start))
         done += place.target.nbytes
         progress(done, total)
