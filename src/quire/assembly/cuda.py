@@ -26,6 +26,7 @@ from quire.config import Settings
 from quire.config.speculative import parse
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor
+from quire.layers.linear import ParallelGroup
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
 from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
 from quire.model_runner.pooling import PoolingHeads
@@ -59,9 +60,15 @@ def make_steps(settings: Settings, device: torch.device) -> TritonSteps:
 
 
 def make_executor(
-    settings: Settings, model: Model, device: torch.device, limits: Limits, heads: PoolingHeads | None = None
+    settings: Settings,
+    model: Model,
+    device: torch.device,
+    limits: Limits,
+    heads: PoolingHeads | None,
+    parallel: ParallelGroup,
 ) -> Executor:
-    """The executor on `device`, its graphs captured. Raises InvalidConfig when K/V does not fit."""
+    """The executor on `device`, its graphs captured. parallel: all ranks have as many blocks as the one with the
+    fewest. Raises InvalidConfig when K/V does not fit."""
     cache, spec = settings.cache, model.spec
     max_num_seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     draft = load_draft(settings, model, device, make_ops(device))
@@ -76,13 +83,14 @@ def make_executor(
     work = working_bytes(spec, model.dtype, tokens=tokens, captured=captured, rows=max_num_seqs * (1 + drafts))
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
     sizes: dict[str, Any] = {"page_size": limits.block_size, "rows": limits.num_rows}
-    sizes["pages"] = blocks = cache.num_gpu_blocks_override or plan_blocks(
+    planned = cache.num_gpu_blocks_override or plan_blocks(
         layers,
         page_size=limits.block_size,
         rows=max_num_seqs,
         max_model_len=limits.max_model_len,
         budget=cache.kv_cache_memory_bytes or left,
     )
+    sizes["pages"] = blocks = parallel.smallest(planned)
     keys = graph_keys(max_num_seqs, tokens, captured)
     keys += speculative_graph_keys(max_num_seqs, min(tokens, LARGEST_GEMM_WORKSPACE), drafts, draft is not None)
     started = time.monotonic()

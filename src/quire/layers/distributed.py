@@ -10,6 +10,9 @@ from torch import Tensor
 
 from quire.layers.linear import ParallelGroup
 
+gather_single: Callable[[Tensor, Tensor], object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""Every rank's tensor, one after the other: the second name is that of torch before 2.13."""
+
 Reduce = Callable[[Tensor], Tensor]
 """The sum of every rank's tensor, on every rank."""
 
@@ -46,7 +49,7 @@ class DistributedGroup(ParallelGroup):
     def _gathered(self, x: Tensor) -> Tensor:
         """[ranks, *x.shape]."""
         parts = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1))
+        gather_single(parts.view(-1), x.contiguous().view(-1))
         return parts
 
     def _sum_in_rank_order(self, x: Tensor) -> Tensor:
