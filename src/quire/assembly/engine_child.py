@@ -64,6 +64,8 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> in
     exit_fds = engine.executor.exit_fds() if isinstance(engine.executor, RankedExecutor) else ()
     loop = EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, grammars, live_view, exit_fds)
     done = loop.run()
+    # Before memory is freed, which takes a while: from now on /health says that there is no engine.
+    link.close()
     engine.close()
     return 0 if done else RANK_LOST
 
