@@ -80,7 +80,7 @@ PLACING: Mapping[str, str] = MappingProxyType(
 """Options of one executor, and why others have no use for them."""
 
 DIVIDING: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(("tensor_parallel_size",), "it divides Quire's own layers, --executor local")
+    dict.fromkeys(("tensor_parallel_size", "enable_expert_parallel"), "it divides Quire's own layers, --executor local")
 )
 """Options of several ranks, likewise."""
 
@@ -358,6 +358,7 @@ def _load(
                 device, settings.execution.deterministic, embedded=by_default, kernels=settings.execution.cpu_kernels
             ),
             parallel=parallel,
+            expert_parallel=settings.execution.enable_expert_parallel,
             load_format=model.load_format,
             quantization=model.quantization,
             canary=canary,

@@ -601,6 +601,10 @@ class ExecutionConfig:
         low=1,
         high=64,
     )
+    enable_expert_parallel: bool = option(
+        False,
+        "With several ranks, each has whole experts of a mixture, not a part of every expert; no meaning with one.",
+    )
     threads: int | None = option(
         None,
         "CPU threads for the model, of each rank; auto: OMP_NUM_THREADS, else the cores there are, shared by ranks.",

@@ -24,7 +24,6 @@ UNSUPPORTED = _by_name(
         "each rank of --tensor-parallel-size is a process of this host": (
             "distributed_executor_backend disable_custom_all_reduce"
         ),
-        "experts are divided by their width, see --tensor-parallel-size": "enable_expert_parallel",
         "one front process serves all clients; the engine has a process of its own": "api_server_count",
         "it is read from the checkpoint; see --quantization": "quantization_config",
         "say --quantization": "q",

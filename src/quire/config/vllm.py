@@ -27,7 +27,7 @@ CONSTRUCTOR = _by_name(
         ((0, None), "cpu_offload_gb kv_offloading_size num_lookahead_slots"),
         (
             (False, None),
-            "trust_remote_code enable_expert_parallel enable_lora enable_sleep_mode "
+            "trust_remote_code enable_lora enable_sleep_mode "
             "enable_prompt_embeds calculate_kv_scales disable_sliding_window async_scheduling",
         ),
         (("auto", None), "tokenizer_mode config_format worker_cls guided_decoding_backend"),

@@ -114,6 +114,8 @@ class ModelBuilder:
     slots: where each checkpoint tensor goes, by name; several places where a rank keeps several parts of it. ignored:
     patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`. stacks: see
     `ExpertStack`. modules: those that the checkpoint has tensors of, as far as it matters under which of several names.
+    expert_parallel: ranks have whole experts each, not a part of every expert. elsewhere: modules of the checkpoint that
+    other ranks load.
     """
 
     def __init__(
@@ -125,7 +127,10 @@ class ModelBuilder:
         device: torch.device,
         format: Format = Plain,
         tables: Tables = no_table,
+        expert_parallel: bool = False,
     ) -> None:
+        self.expert_parallel = expert_parallel
+        self.elsewhere: set[str] = set()
         self.ops, self.parallel, self.dtype, self.device, self.format = ops, parallel, dtype, device, format
         self.tables = tables
         self.modules: Collection[str] = frozenset()
@@ -492,11 +497,12 @@ class ModelBuilder:
         if any(self.prefix + name in self.modules for name in names.of_expert(0)):
             names = names._replace(matrices=names.apart, transposed=False, interleaved=False)
         act, biased, across = activation_of(activation, GATES), mixture.biased, names.transposed
-        units, unit = self.width(mixture.width, "experts")
-        cut, whole = shard_of(units, self.parallel, "expert width", unit), slice(0, hidden)
-        *rising, falling = (
-            [self._matrix_name(name, e, names) for e in range(mixture.num_experts)] for name in names.matrices
-        )
+        spread = self.expert_parallel and self.parallel.size > 1
+        own, cut = self._expert_shard(mixture, spread)
+        whole = slice(0, hidden)
+        every = [[self._matrix_name(name, e, names) for e in range(mixture.num_experts)] for name in names.matrices]
+        self.elsewhere.update(name for matrix in every for name in (*matrix[: own.start], *matrix[own.stop :]))
+        *rising, falling = (matrix[own] for matrix in every)
         # Where one matrix holds gate and up, up begins after the rows of gate.
         both = len(rising) == 1
         rows = 2 * mixture.width if both else mixture.width
@@ -507,7 +513,7 @@ class ModelBuilder:
         ]
         falls = [(MatrixPart(n, hidden, whole),) for n in falling]
         experts: Experts
-        first = self.parallel.rank == 0
+        first = spread or self.parallel.rank == 0
         build, format = copy(self), self.format
         if isinstance(format, StoredFormat) and not (format.keeps(rises, whole) and format.keeps(falls, cut)):
             build.format = format.plain
@@ -530,7 +536,20 @@ class ModelBuilder:
         if mixture.shared:
             mlp = self.gated_mlp(hidden, mixture.shared, activation, bias=bias, names=names.shared)
             shared = SharedExpert(mlp, self.router(names.shared_gate, hidden, 1) if mixture.gated_shared else None)
-        return MoE(router, experts, mixture, self.parallel, self.ops, shared)
+        return MoE(router, experts, mixture, self.parallel, self.ops, shared, own if spread else None)
+
+    def _expert_shard(self, mixture: MoEConfig, spread: bool) -> tuple[slice, slice]:
+        """The experts of this rank, and the part of their width that it has: of all a part, or some as a whole. Raises
+        InvalidModel where there are fewer than ranks."""
+        if not spread:
+            units, unit = self.width(mixture.width, "experts")
+            return slice(0, mixture.num_experts), shard_of(units, self.parallel, "expert width", unit)
+        if mixture.num_experts < self.parallel.size:
+            raise InvalidModel(
+                f"{self.prefix}experts: {mixture.num_experts} experts cannot be spread over {self.parallel.size} ranks: "
+                "leave out --enable-expert-parallel"
+            )
+        return shard_of(mixture.num_experts, self.parallel, "experts"), slice(0, mixture.width)
 
     def _matrix_name(self, name: str, expert: int, names: ExpertNames) -> str:
         """The name of an expert's matrix; one without # is noted as that of a tensor for all experts."""

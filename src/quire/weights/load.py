@@ -72,6 +72,7 @@ def load_model(
     overrides: Mapping[str, Any] = MappingProxyType({}),
     words: tuple[int, int] | None = None,
     vision: bool = False,
+    expert_parallel: bool = False,
 ) -> Model:
     """The model in `folder`, ready to run.
 
@@ -82,7 +83,8 @@ def load_model(
     small products may take the fastest kernel. room: bytes of memory to load into, for devices that do not say so, such
     as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. pools: without the language
     model's head. overrides: fields in place of config.json's. words: token ids of no and yes, whose logits' difference
-    is the classifier. vision: with the encoder of images, if there is one. Raises InvalidModel, in one line, for what
+    is the classifier. vision: with the encoder of images, if there is one. parallel: of whose ranks this one loads its
+    part. expert_parallel: see `ModelBuilder`. Raises InvalidModel, in one line, for what
     cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
@@ -96,7 +98,13 @@ def load_model(
     plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
     format = choose_format(config, quantization, plain, entries)
     build = ModelBuilder(
-        ops=ops, parallel=parallel, dtype=number, device=device, format=format, tables=tables
+        ops=ops,
+        parallel=parallel,
+        dtype=number,
+        device=device,
+        format=format,
+        tables=tables,
+        expert_parallel=expert_parallel,
     )
     build.modules = modules_of(entries)
     build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
@@ -293,8 +301,8 @@ def renamed(name: str, renames: Mapping[str, str]) -> str:
 
 
 def ignored(build: ModelBuilder, name: str) -> bool:
-    """Whether the model needs no tensor of this name."""
-    return any(fnmatchcase(name, pattern) for pattern in build.ignored)
+    """Whether this rank needs no tensor of this name."""
+    return name.rpartition(".")[0] in build.elsewhere or any(fnmatchcase(name, pattern) for pattern in build.ignored)
 
 
 def match(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -> None:
