@@ -117,6 +117,8 @@ class RankLoop:
             self.epoch = message.epoch
 
     def _launch(self, message: Launch) -> None:
+        while self.inflight and self.inflight[0].step < message.num_received:
+            self._answer()
         plan = message.plan._replace(spans=self.spans) if message.same_spans else message.plan
         self.spans = plan.spans
         try:

@@ -55,12 +55,14 @@ class BuildRank(msgspec.Struct, tag=True, frozen=True):
 
 
 class Launch(msgspec.Struct, tag=True, frozen=True):
-    """Run a plan. same_spans: its spans are the object that the plan before had, and are not sent."""
+    """Run a plan. same_spans: its spans are the object that the plan before had, and are not sent. num_received: steps
+    whose results the engine has, so that their blocks may be in use again: every rank must be past them."""
 
     epoch: int
     step: int
     plan: Plan
     same_spans: bool
+    num_received: int
 
 
 class HandMasks(msgspec.Struct, tag=True, frozen=True):
@@ -150,11 +152,12 @@ class Ranks:
     """The processes of all ranks.
 
     argv: the command that starts one; the number of an inherited socket is appended. environment: their variables.
-    Raises what a rank raises while it builds its executor, or RankLost.
+    lost: which rank was lost, if any. Raises what a rank raises while it builds its executor, or RankLost.
     """
 
     def __init__(self, argv: Sequence[str], settings: Mapping[str, Any], size: int, environment: Mapping[str, str]):
         self.ranks: list[Rank] = []
+        self.lost: RankLost | None = None
         self.selector = selectors.DefaultSelector()
         self.inbox: deque[tuple[int, Any]] = deque()
         self.ready: dict[int, RankReady] = {}
@@ -241,7 +244,10 @@ class Ranks:
                 raise self._lost(number, f"has not answered for {now - rank.asked:.1f} s")
 
     def _lost(self, number: int, what: str) -> RankLost:
-        return RankLost(f"rank {number} of {len(self.ranks)} (process {self.ranks[number].process.pid}) {what}")
+        """The error for a rank without which the others cannot go on."""
+        pid = self.ranks[number].process.pid
+        self.lost = RankLost(f"rank {number} of {len(self.ranks)} (process {pid}) {what}")
+        return self.lost
 
     def failed(self, number: int, reason: str) -> RankLost:
         """The error for a rank that alone failed a step."""
@@ -291,7 +297,7 @@ class RankedExecutor:
         self._start = start
         self._ranks: Ranks | None = start()
         self.ready = self._ranks.ready[0]
-        self._epoch = self._step = 0
+        self._epoch = self._step = self._num_received = 0
         self._spans = NO_SPANS
         self._results: dict[tuple[int, int], Result] = {}
         self._errors: dict[tuple[int, int], dict[int, str]] = {}
@@ -312,7 +318,8 @@ class RankedExecutor:
             self._ranks = self._start()
             self._begin()
         same = plan.spans is self._spans
-        self.send(Launch(self._epoch, self._step, plan._replace(spans=NO_SPANS) if same else plan, same))
+        sent = plan._replace(spans=NO_SPANS) if same else plan
+        self.send(Launch(self._epoch, self._step, sent, same, self._num_received))
         handle = RankHandle(self, self._epoch, self._step)
         self._spans, self._step = plan.spans, self._step + 1
         return handle
@@ -328,6 +335,8 @@ class RankedExecutor:
     def _alive(self) -> Ranks:
         if self._ranks is None:
             raise RankLost("the ranks were lost before this step")
+        if self._ranks.lost is not None:
+            raise self._ranks.lost
         return self._ranks
 
     def has_result(self, epoch: int, step: int) -> bool:
@@ -349,6 +358,7 @@ class RankedExecutor:
             ranks.check_silence(range(len(ranks.ranks)))
         if self._errors:
             self._raise_failure()
+        self._num_received = step + 1
         return self._results.pop(key)
 
     def _read(self, timeout: float) -> None:
@@ -379,12 +389,12 @@ class RankedExecutor:
             return
         try:
             self._begin()
-            self._read(0.0)
         except RankLost:
             self.close()
 
     def _begin(self) -> None:
-        self._epoch, self._step, self._spans = self._epoch + 1, 0, NO_SPANS
+        self._epoch, self._spans = self._epoch + 1, NO_SPANS
+        self._step = self._num_received = 0
         self._results.clear()
         self._errors.clear()
         self.send(Reset(self._epoch))
