@@ -110,7 +110,9 @@ def test_every_format_answers_as_on_one_rank(
     shape = next(shape for shape in SHAPES if shape.split("-")[0] == family)
     fields = SHAPES[shape]
     latents = LATENTS if "kv_lora_rank" in fields else {}
-    make(tmp_path, shape, **{name: size for name, size in {**SIZES, **latents}.items() if name in fields or name in KEYS})
+    make(
+        tmp_path, shape, **{name: size for name, size in {**SIZES, **latents}.items() if name in fields or name in KEYS}
+    )
     quantise(tmp_path, format)
     # Rounding activations depends on the part of a token that a rank has.
     same_tokens(ranks(2), tmp_path, expert_parallel=spread, canary=Exact())

@@ -69,7 +69,7 @@ from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.files import read_config
 from quire.weights.load import load_model, quiet
 from quire.weights.locate import EMBEDDED, locate
-from quire.weights.pooling import GENERATES, PoolerConfig, overridden
+from quire.weights.pooling import PoolerConfig, overridden
 from quire.weights.pooling_layers import read_dense_layers
 
 log = logging.getLogger(__name__)

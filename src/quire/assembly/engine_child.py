@@ -27,7 +27,6 @@ from quire.observability.live_view import EngineLiveView
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
 
-
 RANK_LOST = 3
 """Exit code of an engine that ends because a rank was lost: the server starts another."""
 

@@ -22,7 +22,7 @@ from quire.executors.ranks import BuildRank, RankReady, RankRefused
 
 PR_SET_PDEATHSIG = 1
 START_TIMEOUT = timedelta(hours=1)
-"""Within which ranks meet: while they load weights, one may be much slower. Whether they live is the engine's to know."""
+"""Within which ranks meet: while they load weights, one may be much slower. The engine knows whether they live."""
 
 
 def main() -> None:

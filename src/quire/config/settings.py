@@ -596,8 +596,8 @@ class ExecutionConfig:
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPU if there is one, else the CPU.")
     tensor_parallel_size: int = option(
         1,
-        "Ranks that every layer of the model is divided among, each a process with a GPU of its own, or with a share of "
-        "the CPU's cores.",
+        "Ranks that every layer of the model is divided among, each a process with a GPU of its own, or with a share "
+        "of the CPU's cores.",
         low=1,
         high=64,
     )

@@ -88,8 +88,8 @@ class EngineLoop:
         self._constraint_fds: set[int] = set()
 
     def run(self) -> bool:
-        """Run until the front closes the socket, even in the middle of a message, or a rank is lost: whoever is told by
-        /health that the engine is not ready should not wait for a step. Returns whether it was the front."""
+        """Run until the front closes the socket, even in the middle of a message, or a rank is lost: while ranks start,
+        nothing could be answered, and /health must say so. Returns whether it was the front."""
         with self._selector, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._send([])
             while self._receive():

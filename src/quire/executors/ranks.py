@@ -1,7 +1,7 @@
 """Tensor parallelism: one process for each rank, which all run every plan. The engine's side; no torch.
 
 A plan goes to every rank over a socket of its own, and the result comes back from rank 0. Whatever ends a rank closes
-its socket, so that no memory is shared that somebody would have to clean up. A rank that is gone, silent, or alone in
+its socket, and no memory is shared that would have to be cleaned up. A rank that is gone, silent, or alone in
 failing a step takes the others with it: they wait for it in the middle of a sum. All are killed then, and the next step
 starts new ones.
 """
@@ -33,7 +33,7 @@ PING_INTERVAL = 1.0
 """Seconds after which a rank that has sent nothing is asked whether it is there, while a result is waited for."""
 
 SILENCE = 6.0
-"""Seconds without an answer after which a rank counts as hung. A thread of its own answers, whatever the rank computes."""
+"""Seconds without an answer after which a rank counts as hung. A thread answers, whatever the rank computes."""
 
 AGREE = 1.0
 """Seconds within which all ranks fail a step, if its request is to blame and not a rank."""
@@ -44,7 +44,8 @@ CONNECT = 180.0
 
 class BuildRank(msgspec.Struct, tag=True, frozen=True):
     """The first message to a rank. settings: by option name. port: of the store by which ranks find each other, on the
-    loopback address; rank 0 listens on descriptor `listener`. dies_with_parent: when the thread that started it ends."""
+    loopback address; rank 0 listens on descriptor `listener`. dies_with_parent: when the thread that started it
+    ends."""
 
     settings: dict[str, Any]
     rank: int
@@ -168,7 +169,9 @@ class Ranks:
             self.kill()
             raise
 
-    def _spawn(self, argv: Sequence[str], settings: Mapping[str, Any], size: int, environment: Mapping[str, str]) -> None:
+    def _spawn(
+        self, argv: Sequence[str], settings: Mapping[str, Any], size: int, environment: Mapping[str, str]
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             for number in range(size):
@@ -267,7 +270,9 @@ class Ranks:
 def refused(message: RankRefused) -> QuireError:
     """The error for which a rank could not be built."""
     kind = getattr(errors, message.kind, None)
-    return kind(message.message) if isinstance(kind, type) and issubclass(kind, QuireError) else RankLost(message.message)
+    return (
+        kind(message.message) if isinstance(kind, type) and issubclass(kind, QuireError) else RankLost(message.message)
+    )
 
 
 class RankHandle(NamedTuple):

@@ -114,8 +114,8 @@ class ModelBuilder:
     slots: where each checkpoint tensor goes, by name; several places where a rank keeps several parts of it. ignored:
     patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`. stacks: see
     `ExpertStack`. modules: those that the checkpoint has tensors of, as far as it matters under which of several names.
-    expert_parallel: ranks have whole experts each, not a part of every expert. elsewhere: modules of the checkpoint that
-    other ranks load.
+    expert_parallel: ranks have whole experts each, not a part of every expert. elsewhere: modules of the checkpoint
+    that other ranks load.
     """
 
     def __init__(
@@ -546,8 +546,8 @@ class ModelBuilder:
             return slice(0, mixture.num_experts), shard_of(units, self.parallel, "expert width", unit)
         if mixture.num_experts < self.parallel.size:
             raise InvalidModel(
-                f"{self.prefix}experts: {mixture.num_experts} experts cannot be spread over {self.parallel.size} ranks: "
-                "leave out --enable-expert-parallel"
+                f"{self.prefix}experts: {mixture.num_experts} experts cannot be spread over {self.parallel.size} "
+                "ranks: leave out --enable-expert-parallel"
             )
         return shard_of(mixture.num_experts, self.parallel, "experts"), slice(0, mixture.width)
 

@@ -20,8 +20,8 @@ Reduce = Callable[[Tensor], Tensor]
 class DistributedGroup(ParallelGroup):
     """The ranks of torch.distributed's default process group, which is initialized.
 
-    in_rank_order: sums add up the ranks' tensors in float32, rank 0's first, so that an element's sum does not depend on
-    how many elements are sent with it, as it does in a ring. Otherwise the library sums, which moves fewer bytes. A
+    in_rank_order: sums add up the ranks' tensors in float32, rank 0's first, so that an element's sum does not depend
+    on how many elements are sent with it, as it does in a ring. Otherwise the library sums, which moves fewer bytes. A
     faster sum (of symmetric memory, say) would be another `Reduce` in place of these two.
     """
 

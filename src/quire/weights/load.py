@@ -16,7 +16,7 @@ import torch
 
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
-from quire.layers.linear import ParallelGroup
+from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.layers.quantization.base import Format, Plain, WeightSlot
 from quire.layers.quantization.gguf import GgufFormat, OnlineBlocks, StoredBlocks, Tables, no_table
 from quire.layers.quantization.packed import SMALL, Panels, packed_if_large
@@ -90,24 +90,16 @@ def load_model(
     folder, device = Path(folder), torch.device(device)
     config = {**read_config(folder), **overrides} | ({} if words is None else {"num_labels": 1, "id2label": None})
     spec = read_spec(config, pools=pools).for_length(max_model_len)
-    parallel = ParallelGroup() if parallel is None else parallel
+    parallel = parallel or ONE_RANK
     spec = replace(spec, vision=spec.vision if vision else None, ranks=parallel.size)
     checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     number = choose_dtype(dtype, spec, checkpoint, device)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
     plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
     format = choose_format(config, quantization, plain, entries)
-    build = ModelBuilder(
-        ops=ops,
-        parallel=parallel,
-        dtype=number,
-        device=device,
-        format=format,
-        tables=tables,
-        expert_parallel=expert_parallel,
-    )
-    build.modules = modules_of(entries)
-    build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
+    how: dict[str, Any] = {"dtype": number, "device": device, "format": format, "tables": tables}
+    build = ModelBuilder(ops=ops, parallel=parallel, expert_parallel=expert_parallel, **how)
+    expect_tensors(build, entries)
     with torch.inference_mode():
         model = allocated(spec, build, folder.name)
         check_room(build, folder.name, room)
@@ -122,6 +114,12 @@ def load_model(
         if canary and any(stored.quantized is not None for stored in build.matrices):
             canary.check(model, build.matrices, device, reference)
     return model
+
+
+def expect_tensors(build: ModelBuilder, entries: Mapping[str, TensorEntry]) -> None:
+    """Note what the checkpoint holds, and which of its tensors are not needed."""
+    build.modules = modules_of(entries)
+    build.ignore(*(IGNORED_TENSORS if isinstance(build.format, CheckpointFormat) else ()))
 
 
 def allocated(spec: ModelSpec, build: ModelBuilder, name: str) -> Model:
@@ -155,8 +153,7 @@ def build_outline(
     build = ModelBuilder(
         ops=ReferenceOps(), parallel=ParallelGroup(), dtype=dtype, device=torch.device("meta"), format=format
     )
-    build.modules = modules_of(entries)
-    build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
+    expect_tensors(build, entries)
     build_model(spec, build)
     return build
 
