@@ -60,7 +60,7 @@ def join(asked: BuildRank) -> None:
     if cuda:
         torch.cuda.set_device(asked.rank)
     listener: dict[str, Any] = {} if asked.listener is None else {"master_listen_fd": asked.listener}
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", asked.port, is_master=asked.rank == 0, wait_for_workers=False, timeout=START_TIMEOUT, **listener
     )
     dist.init_process_group(

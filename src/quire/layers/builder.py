@@ -163,8 +163,9 @@ class ModelBuilder:
     def width(self, count: int, what: str) -> tuple[int, int]:
         """A layer's inner width as (units, numbers of each), for `column_parallel` and `row_parallel`: a unit is what
         the format of weights does not allow to cut through. Raises InvalidModel for fewer units than ranks."""
-        unit = self.format.unit if isinstance(self.format, StoredFormat) else 1
-        unit = unit if count % unit == 0 else 1
+        unit, format = 1, self.format
+        if isinstance(format, StoredFormat) and count % format.unit == 0:
+            unit = format.unit
         if count // unit < self.parallel.size:
             raise InvalidModel(
                 f"{self.prefix}{what}: a width of {count} in groups of {unit} cannot be divided among "

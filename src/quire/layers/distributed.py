@@ -54,7 +54,7 @@ class DistributedGroup(ParallelGroup):
 
     def _sum_in_rank_order(self, x: Tensor) -> Tensor:
         first, *rest = self._gathered(x)
-        total = first.float()
+        total: Tensor = first.float()
         for part in rest:
             total = total + part
         return total.to(x.dtype)
