@@ -147,12 +147,13 @@ def build_outline(
     quantization: str,
     dtype: torch.dtype,
     entries: Mapping[str, TensorEntry],
+    parallel: ParallelGroup = ONE_RANK,
+    expert_parallel: bool = False,
 ) -> ModelBuilder:
-    """The builder of a model that takes no memory. entries: see `CheckpointFormat`."""
+    """The builder of a model, or a rank's part of it, that takes no memory. entries: see `CheckpointFormat`."""
     format = choose_format(config, quantization, Plain, entries)
-    build = ModelBuilder(
-        ops=ReferenceOps(), parallel=ParallelGroup(), dtype=dtype, device=torch.device("meta"), format=format
-    )
+    how: dict[str, Any] = {"dtype": dtype, "device": torch.device("meta"), "format": format}
+    build = ModelBuilder(ops=ReferenceOps(), parallel=parallel, expert_parallel=expert_parallel, **how)
     expect_tensors(build, entries)
     build_model(spec, build)
     return build
