@@ -6,6 +6,7 @@ The processes are started once; engines with other settings take turns on their 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.assembly.engine import build_engine, make_executor
 from quire.config import Settings
 from quire.engine.engine import Engine
@@ -128,6 +129,12 @@ def test_a_model_of_several_ranks_survives_the_loss_of_one() -> None:
         assert len(before) == 2
         greedy = SamplingParams(temperature=0.0, max_tokens=8)
         wanted = llm.generate(["Once upon a time"], greedy, use_tqdm=False)[0].outputs[0].text
+        shape = "(cat|dog) [0-9]{3} (red|blue)"
+        formed = SamplingParams(
+            temperature=0.9, n=2, max_tokens=24, structured_outputs=StructuredOutputsParams(regex=shape)
+        )
+        for output in llm.generate(["Once upon a time", "Hello"], formed, use_tqdm=False):
+            assert all(re.fullmatch(shape, one.text) for one in output.outputs)
         os.kill(before[1], signal.SIGKILL)
         lost = llm.generate(["Once upon a time"], greedy, use_tqdm=False)[0].outputs[0]
         assert lost.finish_reason == "error"

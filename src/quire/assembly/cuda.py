@@ -71,7 +71,7 @@ def make_executor(
     fewest. Raises InvalidConfig when K/V does not fit."""
     cache, spec = settings.cache, model.spec
     max_num_seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-    draft = load_draft(settings, model, device, make_ops(device))
+    draft = load_draft(settings, model, device, make_ops(device), parallel)
     speculative = parse(settings.scheduler.speculative_config)
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
     layers = layer_shapes(spec.kv_shapes, model.dtype) + draft_layers(draft)

@@ -214,7 +214,7 @@ def paged(
 
     Raises InvalidConfig when K/V does not fit.
     """
-    cache, draft = settings.cache, load_draft(settings, model, device, ReferenceOps())
+    cache, draft = settings.cache, load_draft(settings, model, device, ReferenceOps(), parallel)
     speculative = parse(settings.scheduler.speculative_config)
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
     states = limits.num_rows * (1 + drafts)
@@ -311,7 +311,10 @@ def build_scheduler(
         max_chunk_tokens=chunk,
         policy=policy,
         speculation=build_speculation(settings, description),
-        compute_masks=ParallelMasks(pinned=torch.cuda.is_available()),
+        # Ranks have memory of their own: here, a context on a GPU would only take some.
+        compute_masks=ParallelMasks(
+            pinned=torch.cuda.is_available() and settings.execution.tensor_parallel_size == 1
+        ),
         encoder_cache=build_encoder_cache(settings, description, limits),
     )
 

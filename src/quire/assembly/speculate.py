@@ -10,6 +10,7 @@ from quire.config import Settings
 from quire.config.speculative import parse
 from quire.engine.executor import Description
 from quire.errors import InvalidConfig
+from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.model_runner.graphs import GraphKey, bucket_seqs, bucket_tokens, padding
 from quire.model_runner.memory import LayerShape, allocate, layer_shapes
 from quire.model_runner.sampling.features import RANDOM, TRUNCATED
@@ -42,8 +43,11 @@ def build_speculation(settings: Settings, description: Description) -> Speculati
     )
 
 
-def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops) -> Model | None:
-    """The draft model of `speculative_config`, None without one. Raises InvalidConfig if its vocabulary differs."""
+def load_draft(
+    settings: Settings, target: Model, device: torch.device, ops: Ops, parallel: ParallelGroup = ONE_RANK
+) -> Model | None:
+    """The draft model of `speculative_config`, None without one. It is divided as its target is, so that all ranks draft
+    the same tokens, by logits that are gathered. Raises InvalidConfig if its vocabulary differs."""
     config = parse(settings.scheduler.speculative_config)
     if config is None:
         return None
@@ -65,6 +69,7 @@ def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops
         dtype=model.dtype,
         device=device,
         ops=ops,
+        parallel=parallel,
         load_format=model.load_format,
         quantization=config.quantization,
         seed=(model.seed + 1) % (1 << 64),

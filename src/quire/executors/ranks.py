@@ -284,7 +284,8 @@ class RankHandle(NamedTuple):
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         """See `StepHandle`."""
-        self.executor.send(HandMasks(self.epoch, self.step, masks))
+        # Not every sequence of masks is a list, which is what can be sent.
+        self.executor.send(HandMasks(self.epoch, self.step, [list(each) for each in masks]))
 
     def is_done(self) -> bool:
         """See `StepHandle`."""
