@@ -69,7 +69,7 @@ from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.files import read_config
 from quire.weights.load import load_model, quiet
 from quire.weights.locate import EMBEDDED, locate
-from quire.weights.pooling import PoolerConfig, overridden
+from quire.weights.pooling import GENERATES, PoolerConfig, overridden
 from quire.weights.pooling_layers import read_dense_layers
 
 log = logging.getLogger(__name__)
@@ -312,9 +312,7 @@ def build_scheduler(
         policy=policy,
         speculation=build_speculation(settings, description),
         # Ranks have memory of their own: here, a context on a GPU would only take some.
-        compute_masks=ParallelMasks(
-            pinned=torch.cuda.is_available() and settings.execution.tensor_parallel_size == 1
-        ),
+        compute_masks=ParallelMasks(pinned=torch.cuda.is_available() and settings.execution.tensor_parallel_size == 1),
         encoder_cache=build_encoder_cache(settings, description, limits),
     )
 
@@ -345,8 +343,8 @@ def _load(
     settings: Settings,
     device: torch.device,
     canary: Canary | None,
-    pooler: PoolerConfig,
-    parallel: ParallelGroup,
+    pooler: PoolerConfig = GENERATES,
+    parallel: ParallelGroup = ONE_RANK,
     *,
     vision: bool = False,
 ) -> Model:
@@ -367,7 +365,7 @@ def _load(
             canary=canary,
             seed=model.seed,
             progress=progress,
-            room=host_bytes() / parallel.size if device.type == "cpu" else math.inf,
+            room=host_bytes() // parallel.size if device.type == "cpu" else math.inf,
             max_model_len=model.max_model_len,
             pools=not pooler.generates,
             overrides=hf_overrides(settings),
