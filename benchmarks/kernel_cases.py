@@ -137,6 +137,8 @@ def decode_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
         "prompt 8 x 1024": [(0, 1024)] * 8,
         "prompt 1 x 8192": [(0, 8192)],
         "chunk 512 after 8192": [(8192, 512)],
+        "decode 4 x 32768": [(32767, 1)] * 4,
+        "chunk 8192 after 24576": [(24576, 8192)],
     }
     for name, spans in layouts.items():
         for heads in (wide, narrow) if name.startswith("decode") else (wide,):

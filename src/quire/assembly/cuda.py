@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, Limits, working_bytes
+from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, Limits, gathered_tokens, working_bytes
 from quire.assembly.progress import compiling, preparing
 from quire.assembly.speculate import (
     MAX_VERIFIED_TOKENS,
@@ -80,7 +80,9 @@ def make_executor(
     # Loading leaves the memory of repacked matrices in the caching allocator, where it counts as taken.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    work = working_bytes(spec, model.dtype, tokens=tokens, captured=captured, rows=max_num_seqs * (1 + drafts))
+    sampled = max_num_seqs * (1 + drafts)
+    gathered = gathered_tokens(limits, device)
+    work = working_bytes(spec, model.dtype, tokens=tokens, captured=captured, rows=sampled, gathered=gathered)
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
     sizes: dict[str, Any] = {"page_size": limits.block_size, "rows": limits.num_rows}
     planned = cache.num_gpu_blocks_override or plan_blocks(

@@ -16,6 +16,7 @@ from quire.engine.timing import PlanDelay
 from quire.errors import InvalidConfig
 from quire.model_runner.memory import GIB, activation_bytes
 from quire.models.spec import ModelSpec
+from quire.ops.ragged import LONG
 from quire.types import UNLIMITED
 
 _SMALL_MODEL = 20_000_000
@@ -189,11 +190,20 @@ def sized(
     return Limits(max_num_seqs=max_num_seqs, max_model_len=max_model_len, **limits, **sizes)
 
 
-def working_bytes(spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured: int, rows: int) -> int:
+def gathered_tokens(limits: Limits, device: torch.device) -> int:
+    """The most tokens of a sequence whose K/V a step gathers, a layer at a time: those of long prompts on a GPU."""
+    return limits.max_model_len if device.type == "cuda" and limits.max_num_batched_tokens > LONG else 0
+
+
+def working_bytes(
+    spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured: int, rows: int, gathered: int = 0
+) -> int:
     """Bytes for activations of the largest step, for those of the largest captured step, and for graphs.
 
     captured: most tokens of a captured step, 0 without graphs; graphs keep memory of their own. rows: rows of logits.
+    gathered: see `gathered_tokens`.
     """
+    a_token = max((heads * (key + value) for heads, key, value in spec.kv_shapes), default=0) * dtype.itemsize
     projections = [2 * max(spec.layer_mlp, default=spec.mlp)]
     projections += [spec.heads * max(key, value) + heads * (key + value) for heads, key, value in set(spec.kv_shapes)]
     if spec.experts is not None:
@@ -210,7 +220,8 @@ def working_bytes(spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured:
             dtype=dtype,
         )
 
-    return step_bytes(tokens) + (step_bytes(min(tokens, captured)) + GRAPH_BYTES if captured else 0)
+    graphs = step_bytes(min(tokens, captured)) + GRAPH_BYTES if captured else 0
+    return step_bytes(tokens) + graphs + gathered * a_token
 
 
 def host_bytes(root: Path = Path("/")) -> int:

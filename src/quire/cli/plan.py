@@ -9,7 +9,14 @@ from typing import Any
 import click
 import torch
 
-from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, host_bytes, resolve, rows_with_kv, working_bytes
+from quire.assembly.limits import (
+    LARGEST_GEMM_WORKSPACE,
+    gathered_tokens,
+    host_bytes,
+    resolve,
+    rows_with_kv,
+    working_bytes,
+)
 from quire.cli.base import SettingsCommand
 from quire.cli.inspect import Fact, ModelFacts, read_facts
 from quire.cli.tables import print_pairs
@@ -114,7 +121,12 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
     room = room // size if cpu else room
     held = weights(settings, facts) if size == 1 else int(weights(settings, facts) * largest_share(settings, facts))
     work = working_bytes(
-        spec, facts.dtype, tokens=limits.max_num_batched_tokens, captured=captured, rows=limits.max_num_seqs
+        spec,
+        facts.dtype,
+        tokens=limits.max_num_batched_tokens,
+        captured=captured,
+        rows=limits.max_num_seqs,
+        gathered=gathered_tokens(limits, device),
     )
     kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else facts.dtype
     size = limits.max_model_len if facts.whole else limits.block_size

@@ -1,7 +1,8 @@
 """The order of device work: one stream, on which each kind of step is captured as a CUDA graph when it is first needed.
 
 Graph and eager execution are the same call: `run(key, work)` does `work`, and may replay next time what it did. So
-`work` must depend on its key alone and read whatever else it needs from device memory at fixed addresses.
+`work` that a key's graph captures must depend on the key alone and read whatever else it needs from device memory at
+fixed addresses.
 """
 
 from __future__ import annotations
@@ -104,6 +105,10 @@ class WorkQueue:
     def precompile(self, works: Works) -> None:
         """Compile what all of these launch, while nothing is in flight. What they compute meanwhile is meaningless."""
 
+    def captures(self, key: GraphKey) -> bool:
+        """Whether work of this key is replayed later, and so may depend on the key alone."""
+        return False
+
     def run(self, key: GraphKey, work: Callable[[], object]) -> None:
         """Do `work`, the same for the same key."""
         work()
@@ -165,6 +170,10 @@ class CudaQueue(WorkQueue):
         """Compile what all of these launch."""
         self._precompile(works)
 
+    def captures(self, key: GraphKey) -> bool:
+        """Whether the key's step is small enough for a graph."""
+        return key.tokens <= self.largest
+
     def run(self, key: GraphKey, work: Callable[[], object]) -> None:
         """Replay the key's graph, or do the work and capture it: capturing itself computes nothing."""
         graph = self.graphs.get(key)
@@ -173,12 +182,12 @@ class CudaQueue(WorkQueue):
             return
         work()
         self.started.add((key.kind, key.features))
-        if key.tokens <= self.largest:
+        if self.captures(key):
             self.graphs[key] = captured(work, self.pool)
 
     def prepare(self, key: GraphKey, work: Callable[[], object]) -> None:
         """Capture the work. The first of each kind is done too, since it allocates what the others use."""
-        if key.tokens > self.largest or (key.kind, key.features) not in self.started:
+        if not self.captures(key) or (key.kind, key.features) not in self.started:
             return self.run(key, work)
         try:
             self.graphs[key] = captured(work, self.pool)

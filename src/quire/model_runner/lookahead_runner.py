@@ -42,7 +42,7 @@ from quire.model_runner.step_io import (
     slice_batch,
     step_result,
 )
-from quire.ops.ragged import LayerKV
+from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LongSpan, LongSpans
 from quire.scheduler.plan import Plan, Span
 from quire.types import TokenLogprobs
 
@@ -246,10 +246,7 @@ class LookaheadRunner(BaseRunner):
         rows, shape = self.rows, step.shape
         spans: list[tuple[int, list[int], int]] = []
         sources: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-        # Steps in flight before this one may feed the same prompt.
-        ahead = Counter[int]()
-        for span in (span for each in self.inflight for span in each.shape.spans):
-            ahead[span.row] += span.num_tokens
+        ahead = self._fed_ahead()
         for s in shape.scored_spans:
             row = shape.spans[s].row
             wanted = rows.features.prompt_logprobs[row]
@@ -272,6 +269,31 @@ class LookaheadRunner(BaseRunner):
         scores = self._scores(hidden, torch.from_numpy(given))
         return PromptScores(scores[:total].to("cpu", non_blocking=True), spans)
 
+    def _fed_ahead(self) -> Counter[int]:
+        """Tokens of each row that steps in flight feed: the same prompt's, where the next step feeds a prompt."""
+        ahead = Counter[int]()
+        for span in (span for each in self.inflight for span in each.shape.spans):
+            ahead[span.row] += span.num_tokens
+        return ahead
+
+    def _long_spans(self, shape: StepShape, key: GraphKey) -> LongSpans:
+        """Prompts' long chunks, whose lengths the host knows; none in a step that is captured."""
+        if self.queue.captures(key) or shape.max_query <= LONG:
+            return NO_LONG_SPANS
+        ahead, computed, start = self._fed_ahead(), self.rows.num_computed, shape.query_start
+        spans = [
+            LongSpan(s, int(start[s]), span.num_tokens, int(computed[span.row]) + ahead[span.row])
+            for s, span in enumerate(shape.spans)
+            if span.num_tokens > LONG
+        ]
+        return LongSpans(spans, len(spans) == len(shape.spans))
+
+    def _long_padding(self, key: GraphKey) -> LongSpans:
+        """A long span of padding, for which kernels are made ready: the most of one step after as many tokens."""
+        longest = self.rows.max_model_len
+        count = min(key.tokens, longest)
+        return LongSpans([LongSpan(0, 0, count, min(count, longest - count))] if count > LONG else ())
+
     def _scores(self, hidden: Tensor, given: Tensor) -> Tensor:
         """Scores [N, SCORE_WIDTH] of N positions. given int32 [3, N]: the index in hidden [T, H] of each, its next
         token, and how many of the likeliest are wanted; -1: padding."""
@@ -293,10 +315,11 @@ class LookaheadRunner(BaseRunner):
         """The forward. One that returns the hidden states of every token is not captured."""
         pool, hidden = self.pool, None
         pool.apply_plan(step.plan)
+        long = self._long_spans(shape, key)
         if shape.scored_spans or pool.wants_all(shape):
-            hidden = self._body(key, every=True)
+            hidden = self._body(key, every=True, long_spans=long)
         else:
-            self._run(key)
+            self.queue.run(key, partial(self._body, key, long_spans=long))
         made = pool.feed(self.rows, shape, hidden, self.hidden)
         step.pooled = {s: vector.to("cpu", non_blocking=True) for s, vector in made.items()}
         if hidden is None or not shape.scored_spans:
@@ -324,14 +347,14 @@ class LookaheadRunner(BaseRunner):
 
     def _work(self, key: GraphKey) -> None:
         if key.kind == "feed":
-            self._body(key)
+            self._body(key, long_spans=NO_LONG_SPANS if self.queue.captures(key) else self._long_padding(key))
         elif key.kind == "sample":
             self._head(key)
         else:
             assert self.proposer is not None
             self.proposer.run(key, self.draft_context)
 
-    def _body(self, key: GraphKey, *, every: bool = False) -> Tensor:
+    def _body(self, key: GraphKey, *, every: bool = False, long_spans: LongSpans = NO_LONG_SPANS) -> Tensor:
         """Hidden states of the key's step: those that are sampled at, or every one."""
         tokens, spans, max_query = key[:3]
         state = self.state
@@ -339,7 +362,7 @@ class LookaheadRunner(BaseRunner):
         outputs = None
         if samples < tokens and not every:
             outputs = state.step.sample_indices[:samples].clamp(max=tokens - 1)
-        batch = slice_batch(self.batch, tokens, spans, max_query, outputs)
+        batch = slice_batch(self.batch, tokens, spans, max_query, outputs, long_spans=long_spans)
         self.steps.prepare_inputs(state, state.step, batch, self.rows.max_model_len)
         hidden = self.model.forward(batch, self.kv)
         if self.hidden is None:

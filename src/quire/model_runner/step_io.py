@@ -17,7 +17,7 @@ from quire.model_runner.device_state import DeviceState
 from quire.model_runner.device_steps import read_scores
 from quire.model_runner.row_state import Ints, RowState, StepShape
 from quire.model_runner.sampling.sampler import BROKEN, Sampled, score_tokens
-from quire.ops.ragged import LayerKV, RaggedBatch, StateSlots
+from quire.ops.ragged import NO_LONG_SPANS, LayerKV, LongSpans, RaggedBatch, StateSlots
 from quire.scheduler.plan import NO_TOKEN_ALLOWED, Mask, Plan, Result
 from quire.types import TokenLogprobs
 
@@ -90,6 +90,7 @@ def slice_batch(
     max_query: int,
     outputs: Tensor | None = None,
     query_start: Tensor | None = None,
+    long_spans: LongSpans = NO_LONG_SPANS,
 ) -> RaggedBatch:
     """The first `tokens` and `spans` of a batch. outputs: as `output_indices`. query_start: in place of the batch's."""
     start = whole.query_start if query_start is None else query_start
@@ -104,6 +105,7 @@ def slice_batch(
         max_query=max_query,
         max_kv=whole.max_kv,
         output_indices=outputs,
+        long_spans=long_spans,
     )
 
 

@@ -42,6 +42,30 @@ class StateSlots(NamedTuple):
         return torch.cat((wanted, tokens)), torch.cat((self.target[wanted], slots))
 
 
+LONG = 3584
+"""Queries above which a span is worth kernels of its own (`ops/triton/long_spans.py`; measured, H200)."""
+
+
+class LongSpan(NamedTuple):
+    """A span of more than LONG queries whose lengths the host knows: span number `span` feeds tokens first to first +
+    queries of the step, after `past` tokens that are stored."""
+
+    span: int
+    first: int
+    queries: int
+    past: int
+
+
+class LongSpans(NamedTuple):
+    """The long spans of a step. alone: it has no others."""
+
+    spans: Sequence[LongSpan] = ()
+    alone: bool = False
+
+
+NO_LONG_SPANS = LongSpans()
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """One step's tokens, one span after the other, and where their K/V is stored.
@@ -55,7 +79,7 @@ class RaggedBatch:
     `select_outputs`. states: None where no layer is recurrent. images: None where no token holds the place of an image.
     rope_positions [3, T] int64: positions in time, height and width by which tokens are rotated (Bai et al. 2025,
     Qwen2.5-VL); None: `positions` in each. last_visible [T] int64: the last position that each token sees; None: its
-    own (causal).
+    own (causal). long_spans: those that the host knows to be long; none where the step is captured.
     """
 
     tokens: torch.Tensor
@@ -72,6 +96,7 @@ class RaggedBatch:
     images: ImageTokens | None = field(default=None, kw_only=True)
     rope_positions: torch.Tensor | None = field(default=None, kw_only=True)
     last_visible: torch.Tensor | None = field(default=None, kw_only=True)
+    long_spans: LongSpans = field(default=NO_LONG_SPANS, kw_only=True)
 
     def with_images(self, embedded: torch.Tensor) -> torch.Tensor:
         """embedded [T, hidden] with the embeddings of images in their places."""

@@ -302,6 +302,19 @@ def alike(ops: BatchInvariantTritonOps) -> None:
     ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, Norms(norm, norm))
 
 
+def invariant(ops: BatchInvariantTritonOps) -> None:
+    """Products of any number of rows, cut into runs or not."""
+    for rows in (1, 32, 64, 200, 1000):
+        ops.linear(halves(rows, 4096), halves(128, 4096))
+        ops.linear(halves(rows, 4096), halves(28672, 4096), None, "silu")
+        ops.linear(halves(rows, 4096), halves(28672, 4096))
+    shapes = [(32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32), (8, 2, 128, torch.float32)]
+    for heads, groups, dim, dtype in [*shapes, (24, 8, 80, BF16), (8, 8, 256, torch.float32)]:
+        pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
+        for spans, n in ((4, 1), (2, 512)):
+            ops.attention(halves(spans * n, heads, dim, dtype=dtype), pool, batch(spans, n), dim**-0.5)
+
+
 def single(ops: TritonOps) -> None:
     """Products with one output, which Triton takes for a constant, as the gate of a shared expert has it."""
     for rows in (1, 4, 16):
@@ -351,6 +364,12 @@ def main() -> None:
         by_row(ops)
         single(ops)
         around()
+        print(json.dumps(found))
+        return
+    if "invariant" in sys.argv:
+        fixed = BatchInvariantTritonOps("cpu")
+        fixed.card = replace(ops.card, sms=0)
+        invariant(fixed)
         print(json.dumps(found))
         return
     if "gpt_oss" in sys.argv:

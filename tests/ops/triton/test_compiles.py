@@ -44,6 +44,11 @@ def test_a_few_kernels_compile(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.nightly
+def test_products_of_any_batch_compile(tmp_path: Path) -> None:
+    assert compiled(90, 227, tmp_path, "invariant") == {"invariant_kernel"}
+
+
 def compiled(capability: int, kilobytes: int, cache: Path, *arguments: str) -> set[str]:
     """The kernels' names, once each is seen to fit."""
     kernels = said("compiling", str(capability), str(kilobytes << 10), *arguments, cache=cache)

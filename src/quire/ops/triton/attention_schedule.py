@@ -319,8 +319,7 @@ def shares_kernel(
     end, blocks = tl.cumsum(seen, 0), tl.sum(seen, 0)
     begin = end - seen
     each = tl.maximum((blocks + SPREAD - 1) // SPREAD, tl.maximum((tl.max(seen, 0) + MOST - 1) // MOST, RUN))
-    if MANY:
-        each = alone(seen, each, SPREAD, ALONE)
+    each = alone(seen, each, SPREAD, ALONE)
     splits = (seen + each - 1) // each
     even = tl.where(each >= LONG, tl.sum(splits, 0), 0) > (SPREAD if MANY else 1 << 30)
     mine, shift = tl.where(even, begin // each, 0), tl.where(even, begin, 0)

@@ -1,9 +1,9 @@
 """`Ops` by Triton kernels: one path for prefill, decode and verification, which can be captured in a CUDA graph as a
 whole.
 
-`BatchInvariantTritonOps` computes each row with the same bits in any batch: one tile shape for every product and one
-for all of attention, no sums split among programs, no library that chooses by shape. Its price: few rows are multiplied
-in tiles of 64, and a long context is read by one program per K/V head.
+`BatchInvariantTritonOps` computes each row with the same bits in any batch: sums of plain products are cut by the
+matrix alone (see `invariant_gemm`), other products and all of attention have one tile shape and no sums split among
+programs, and no library chooses by shape. Its price: a long context is read by one program per K/V head.
 """
 
 from __future__ import annotations
@@ -36,13 +36,24 @@ from quire.ops.integer import integers_of
 from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import E4M3, BaseOps
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, RaggedBatch
 from quire.ops.triton import experts as mixture
-from quire.ops.triton import gemv, int8_gemm, integer_experts, integer_gemm, integer_gemv, latent, quantized_gemm, rows
+from quire.ops.triton import (
+    gemv,
+    int8_gemm,
+    integer_experts,
+    integer_gemm,
+    integer_gemv,
+    invariant_gemm,
+    latent,
+    quantized_gemm,
+    rows,
+)
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.long_spans import DenseAttention, attend_long, dense_attention, serves
 from quire.types import UNLIMITED
 
 MOST_OUTPUTS = 1 << 15
@@ -67,6 +78,7 @@ class TritonOps(BaseOps):
     and slots are read on the device, so a captured step serves any batch within them."""
 
     multiplies_integers = True
+    dense: DenseAttention | None
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         """dependent: use programmatic dependent launch where the GPU has it."""
@@ -74,6 +86,7 @@ class TritonOps(BaseOps):
         self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self.one = torch.ones((), device=device)
         self.gemm = gemm_library(self.arrived.device)
+        self.dense = dense_attention(self.card)
 
     def prepare(self, batch: RaggedBatch) -> AttentionPlan:
         """See `Ops.prepare`."""
@@ -319,12 +332,23 @@ class TritonOps(BaseOps):
         if ahead or batch.last_visible is not None:
             raise ValueError("these kernels compute causal attention only")
         planned = self.prepare(batch)
-        begun = cascade_attention(q, kv, planned, scale, min(window, chunk), soft_cap, self.card)
-        return attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks, chunk)
+        plain = min(window, chunk) >= batch.max_kv and not soft_cap and sinks is None
+        long, longest = NO_LONG_SPANS, UNLIMITED
+        if batch.long_spans.spans and plain and self.dense is not None and serves(q):
+            long, longest = batch.long_spans, LONG
+        if long.alone:
+            out = torch.empty_like(q)
+        else:
+            begun = cascade_attention(q, kv, planned, scale, min(window, chunk), soft_cap, self.card)
+            out = attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks, chunk, longest)
+        for span in long.spans:
+            assert self.dense is not None
+            attend_long(out, q, kv, batch, span, scale, self.dense, self.card)
+        return out
 
 
-PRODUCT, RESTORED, EXACT = GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
-"""Of plain matrices, of those restored on the way, and of either in float32, which takes more registers."""
+RESTORED, EXACT = GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
+"""Of matrices restored on the way, and of any in float32, which takes more registers."""
 
 
 class BatchInvariantTritonOps(TritonOps):
@@ -333,10 +357,13 @@ class BatchInvariantTritonOps(TritonOps):
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         super().__init__(device, dependent=dependent)
         self.card = replace(self.card, sms=0)
+        self.dense = None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.linear`."""
-        return gemv.gemv_linear(x, weight, bias, config_for(x, PRODUCT), self.card, gate)
+        if x.dtype is torch.float32:
+            return gemv.gemv_linear(x, weight, bias, EXACT, self.card, gate)
+        return invariant_gemm.invariant_linear(x, weight, bias, self.card, self.arrived, gate)
 
     def fused_linear(self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`, dequantized on the way."""

@@ -1,0 +1,107 @@
+"""Products whose rows have the same bits in any batch, in tiles chosen by the batch.
+
+Only the order in which one output's products are added must not depend on the batch, and a tile's size is no part of
+it: Hopper's matrix units add up 16 products at a time, whatever the tile's rows and columns are, and the next 16 to
+their sum. What depends on the matrix alone is where its inputs are cut into runs; a run's sum begins at 0, and the
+runs' sums are added in order, either by one program after the other or by the one that ends last.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.base import Gate
+from quire.ops.triton.gemv import GemmConfig, added_up, given, handed_in, num_runs, part
+from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.rows import GATES
+
+RUN = 256
+"""Inputs of which a run's length is a multiple; a block's inputs divide it."""
+
+BUSY = 264
+"""Tiles from which on a program takes all runs of its tile: two for each multiprocessor of an H200."""
+
+
+def tile_of(rows: int, outputs: int, gated: bool) -> GemmConfig:
+    """The tile for so many rows; the matrix units take 64 outputs by any number of rows."""
+    if rows <= 64:
+        return GemmConfig(block(rows, 16), 64, 128, 4, 4)
+    if rows <= 256 or outputs < 2048:
+        return GemmConfig(128, 64, 64, 4, 4)
+    return GemmConfig(128, 64, 64, 8, 4) if gated else GemmConfig(128, 128, 64, 8, 4)
+
+
+@kernel
+def invariant_kernel(
+    x, weight, bias, out, parts, arrived, rows, outputs, inputs, length,
+    GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, RUNS: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Program (rows, outputs, run): a tile of x [T, in] times weight [out, in]. EVEN: BLOCK_K divides inputs. SPLIT:
+    one of RUNS runs of `length` inputs, which the last program adds up; else all of them, one after the other."""
+    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    held = (r < rows)[:, None]
+    line = weight + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * inputs
+    far = tl.cast(outputs, tl.int64) * inputs
+    source = x + r[:, None].to(tl.int64) * inputs
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    total_gate = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for turn in range(1 if SPLIT else RUNS):
+        begin = (tl.program_id(2) if SPLIT else turn) * length
+        end = tl.minimum(begin + length, inputs)
+        y = tl.zeros([BLOCK_N, ROWS], tl.float32)
+        z = tl.zeros([BLOCK_N, ROWS], tl.float32)
+        for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+            at = start + k[None, :]
+            value = tl.trans(tl.load(source + at, mask=held if EVEN else held & (at < inputs), other=0.0))
+            y = tl.dot(part(line, at, inputs, EVEN), value, y, input_precision=PRECISION)
+            if GATE:
+                z = tl.dot(part(line + far, at, inputs, EVEN), value, z, input_precision=PRECISION)
+        total += y
+        if GATE:
+            total_gate += z
+    place = r[None, :].to(tl.int64) * outputs + n[:, None]
+    inside = (r < rows)[None, :] & (n < outputs)[:, None]
+    if not SPLIT:
+        given(total, total_gate, bias, out, place, n[:, None], outputs, inside, GATE, ACT, BIAS)
+    elif handed_in(total, total_gate, parts, arrived, GATE, RUNS, BLOCK_N, ROWS):
+        total, total_gate = added_up(total, total_gate, parts, GATE, RUNS, BLOCK_N, ROWS)
+        given(total, total_gate, bias, out, place, n[:, None], outputs, inside, GATE, ACT, BIAS)
+
+
+def runs_of(outputs: int, inputs: int, gated: bool) -> tuple[int, int]:
+    """(length, count) of the runs of a matrix: about as many as keep a GPU busy with a few rows."""
+    wanted = 1 if gated else num_runs(2 * 8192 // outputs, inputs)
+    length = triton.cdiv(triton.cdiv(inputs, wanted), RUN) * RUN
+    return length, triton.cdiv(inputs, length)
+
+
+def invariant_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, card: DeviceInfo, arrived: Tensor, gate: Gate = ""
+) -> Tensor:
+    """x [T, in], weight [out, in] of 16 bits -> [T, out], or [T, out / 2] with a gate. arrived: [COUNTERS] int32,
+    zeros."""
+    x = x.contiguous()
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // 2 if gate else weight.shape[0]
+    how = tile_of(rows, outputs, gate != "").fitted(card, weight.element_size() * (2 if gate else 1), x.element_size())
+    length, runs = runs_of(outputs, inputs, gate != "")
+    across, columns = triton.cdiv(rows, how.rows), triton.cdiv(outputs, how.outputs)
+    split = runs > 1 and across * columns < BUSY
+    out = x.new_empty(rows, outputs)
+    size = runs * across * columns * 2 * how.rows * how.outputs
+    parts = x.new_empty(size, dtype=torch.float32) if split else x
+    invariant_kernel[(across, columns, runs if split else 1)](
+        *(x, weight, x if bias is None else bias, out, parts, arrived, rows, outputs, inputs, length),
+        GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % RUN == 0, ROWS=how.rows,
+        BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages, RUNS=runs, SPLIT=split,
+        PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
+    )  # fmt: skip
+    return out

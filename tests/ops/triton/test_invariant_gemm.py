@@ -1,0 +1,76 @@
+"""Products of 16-bit matrices whose rows have the same bits in any batch, though tiles differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops.base import Gate
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton import invariant_gemm
+from quire.ops.triton.invariant_gemm import runs_of, tile_of
+from quire.ops.triton.ops import BatchInvariantTritonOps
+from tests.ops.triton.device import DEVICE
+from tests.ops.triton.test_batch_invariant import alike
+
+__all__ = ["alike"]  # a fixture: the interpreter's products do not depend on a tile's shape
+
+OPS, REFERENCE = BatchInvariantTritonOps(DEVICE), ReferenceOps()
+KIND = torch.float16
+
+
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 1100), (136, 272)])
+@pytest.mark.parametrize("busy", [1, 264])
+def test_a_row_has_the_same_bits_in_any_batch_and_is_right(
+    gate: Gate, outputs: int, inputs: int, busy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(300, inputs, dtype=KIND, device=DEVICE)
+    weight = torch.randn(outputs, inputs, dtype=KIND, device=DEVICE) / inputs**0.5
+    bias = torch.randn(outputs, dtype=KIND, device=DEVICE)
+    whole = OPS.linear(x, weight, bias, gate)
+    want = REFERENCE.linear(x.float(), weight.float(), bias.float(), gate)
+    assert float((whole.float() - want).norm() / want.norm()) < 2e-3
+    monkeypatch.setattr(invariant_gemm, "BUSY", busy)
+    for start, count in ((0, 1), (299, 1), (5, 17), (2, 65)):
+        got = OPS.linear(x[start : start + count], weight, bias, gate)
+        assert torch.equal(got, whole[start : start + count]), (start, count)
+    assert not OPS.arrived.any()
+
+
+def test_several_runs_are_added_in_order_whoever_computes_them() -> None:
+    assert runs_of(40, 1100, False) == (768, 2)
+    assert runs_of(4096, 14336, False) == (3584, 4)
+    assert runs_of(28672, 4096, True) == (4096, 1)
+    assert runs_of(128256, 4096, False) == (4096, 1)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_tile_divides_a_run(gated: bool) -> None:
+    for rows in (1, 16, 17, 64, 65, 256, 257, 8192):
+        for outputs in (64, 4096, 128256):
+            tile = tile_of(rows, outputs, gated)
+            assert invariant_gemm.RUN % tile.inputs == 0
+            assert tile.outputs % 64 == 0 and tile.warps % 4 == 0, "the matrix units take 64 outputs by four warps"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("inputs", [1024, 4096, 14336])
+@pytest.mark.parametrize("outputs", [1024, 4096, 12288])
+def test_tiles_of_real_size_have_the_same_bits(outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1500, inputs, dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=DEVICE) / inputs**0.5
+
+    def same(gate: Gate) -> Tensor:
+        whole = OPS.linear(x, weight, None, gate)
+        for count in (1, 8, 16, 24, 33, 64, 100, 128, 200, 256, 300, 777):
+            assert torch.equal(OPS.linear(x[7 : 7 + count], weight, None, gate), whole[7 : 7 + count]), (gate, count)
+        return whole
+
+    want = x.double() @ weight.double().T
+    assert float((same("").double() - want).norm() / want.norm()) < 4e-3
+    same("silu")
