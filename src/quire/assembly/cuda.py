@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor
 from quire.layers.linear import ParallelGroup
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
-from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
+from quire.model_runner.memory import GIB, LayerShape, block_bytes, layer_shapes, plan_blocks
 from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.sampling.features import EDITED, RANDOM, SCORED, TRUNCATED
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
@@ -67,8 +67,7 @@ def make_executor(
     heads: PoolingHeads | None,
     parallel: ParallelGroup,
 ) -> Executor:
-    """The executor on `device`, its graphs captured. parallel: all ranks have as many blocks as the one with the
-    fewest. Raises InvalidConfig when K/V does not fit."""
+    """The executor on `device`, its graphs captured. Raises InvalidConfig when K/V does not fit."""
     cache, spec = settings.cache, model.spec
     max_num_seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     draft = load_draft(settings, model, device, make_ops(device), parallel)
@@ -85,14 +84,8 @@ def make_executor(
     work = working_bytes(spec, model.dtype, tokens=tokens, captured=captured, rows=sampled, gathered=gathered)
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
     sizes: dict[str, Any] = {"page_size": limits.block_size, "rows": limits.num_rows}
-    planned = cache.num_gpu_blocks_override or plan_blocks(
-        layers,
-        page_size=limits.block_size,
-        rows=max_num_seqs,
-        max_model_len=limits.max_model_len,
-        budget=cache.kv_cache_memory_bytes or left,
-    )
-    sizes["pages"] = blocks = parallel.smallest(planned)
+    # All ranks have as many as the one with the least memory.
+    sizes["pages"] = blocks = parallel.smallest(_num_blocks(settings, layers, limits, left))
     keys = graph_keys(max_num_seqs, tokens, captured)
     keys += speculative_graph_keys(max_num_seqs, min(tokens, LARGEST_GEMM_WORKSPACE), drafts, draft is not None)
     started = time.monotonic()
@@ -125,6 +118,17 @@ def make_executor(
         time.monotonic() - started,
     )
     return executor
+
+
+def _num_blocks(settings: Settings, layers: Sequence[LayerShape], limits: Limits, left: int) -> int:
+    """Blocks of K/V in `left` bytes, or as the options say. Raises InvalidConfig when not one sequence fits."""
+    return settings.cache.num_gpu_blocks_override or plan_blocks(
+        layers,
+        page_size=limits.block_size,
+        rows=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        budget=settings.cache.kv_cache_memory_bytes or left,
+    )
 
 
 def _timed_steps(max_num_seqs: int, drafts: int) -> list[tuple[int, int]]:

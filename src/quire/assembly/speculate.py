@@ -46,8 +46,8 @@ def build_speculation(settings: Settings, description: Description) -> Speculati
 def load_draft(
     settings: Settings, target: Model, device: torch.device, ops: Ops, parallel: ParallelGroup = ONE_RANK
 ) -> Model | None:
-    """The draft model of `speculative_config`, None without one. It is divided as its target is, so that all ranks draft
-    the same tokens, by logits that are gathered. Raises InvalidConfig if its vocabulary differs."""
+    """The draft model of `speculative_config`, None without one. It is divided as its target is, so that all ranks
+    draft the same tokens, by logits that are gathered. Raises InvalidConfig if its vocabulary differs."""
     config = parse(settings.scheduler.speculative_config)
     if config is None:
         return None
