@@ -64,8 +64,8 @@ def test_keys_are_repeatable_and_never_printed() -> None:
     [
         (["--max-num-sqs", "3"], "'--max-num-seqs'"),
         (["--max-num-sqs=3"], "'--max-num-seqs'"),
-        (["--tensor-parallel-size", "2"], "one device"),
-        (["-tp", "2"], "-tp is not supported"),
+        (["--pipeline-parallel-size", "2"], "see --tensor-parallel-size"),
+        (["-tp", "2"], "here it is --tensor-parallel-size"),
         (["-q", "fp8"], "-q is not supported: say --quantization"),
         (["-O3"], "-O3 is not supported: there is no compile step"),
         (["--ctx-size", "4096"], "here it is --max-model-len"),

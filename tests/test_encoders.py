@@ -38,13 +38,13 @@ OPS: dict[str, dict[str, Any]] = {
 """Operations that the same model is computed with."""
 
 
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("ops", [*OPS, pytest.param("ranks", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_embeddings_are_those_of_transformers_alone_and_in_a_crowd(name: str, ops: str, tmp_path: Path) -> None:
     model = encoders.write(tmp_path, name)
     texts = encoders.texts()
     wanted = expected_embeddings(model, texts, FAMILIES[name].pooling)
-    with LLM(str(tmp_path), dtype="float32", **OPS[ops]) as llm:
+    with LLM(str(tmp_path), dtype="float32", **OPS.get(ops, {"tensor_parallel_size": 2})) as llm:
         crowd = [one.outputs.embedding for one in llm.embed(texts)]
         alone = [llm.embed(text)[0].outputs.embedding for text in texts[:6]]
         assert llm._engine.gauges().used_blocks == 0 or not llm._engine.description.bidirectional

@@ -136,6 +136,12 @@ def test_answers_are_those_of_transformers_in_every_setting(family: Family, opti
     same_answers(family, options)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", FEW, ids=range(len(FEW)))
+def test_answers_of_two_ranks_are_those_of_transformers(family: Family, options: dict[str, Any]) -> None:
+    same_answers(family, {**options, "tensor_parallel_size": 2})
+
+
 @pytest.fixture(scope="module")
 def plain(family: Family) -> Iterator[LLM]:
     with family.llm() as llm:

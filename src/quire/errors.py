@@ -13,6 +13,7 @@ QuireError
 ├── InvalidModel             a checkpoint is broken or not supported (exit code 2)
 └── StepFailed          500  the executor could not run a step; the engine finds whose fault it was
     └── ExecutorLost         what runs the steps is gone, and every row with it: no request is at fault
+        └── RankLost         it was one of several processes that hold parts of the model
 """
 
 from __future__ import annotations
@@ -115,7 +116,22 @@ class StepFailed(QuireError):
 
 
 class ExecutorLost(StepFailed):
-    """What runs the steps is gone, and every row with it: the requests on it fail, and none is at fault."""
+    """What runs the steps is gone, and every row with it: the requests on it fail, and none is at fault.
+
+    Which executor, and why, is for the log.
+    """
+
+    def for_clients(self) -> str:
+        """What the errors of those requests say."""
+        return "the executor was lost while this request ran: it may be sent again"
+
+
+class RankLost(ExecutorLost):
+    """One of the processes that hold parts of the model is gone or hangs, so that all have to be started again."""
+
+    def for_clients(self) -> str:
+        """Which rank it was, and what happened to it."""
+        return f"{self}: send the request again once the engine has restarted"
 
 
 def of(status: int, message: str, *, param: str | None = None) -> QuireError:

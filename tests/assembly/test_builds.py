@@ -322,7 +322,7 @@ def test_foreign_executors_are_made_as_written_down(
 def test_where_layers_are_placed_is_asked_of_one_executor_only(
     kind: str, option: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for maker in ("_local", "extra"):
+    for maker in ("build_local", "extra"):
         monkeypatch.setattr(engine, maker, Calls().to(maker, raises=AssertionError("an executor was made")))
     address = {"executor_address": "127.0.0.1:1"} if kind == "grpc" else {}
     settings = Settings.of(executor=kind, model="embedded", **address, **option)
@@ -394,9 +394,9 @@ CHILDREN: list[dict[str, Any]] = [
 def test_an_engines_process_begins_as_written_down(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     about = Description(40, 16, 64, 2048, 100, device="there", static_gauges={"a": 1.0})
     scheduler = SimpleNamespace(kv="blocks")
-    built = SimpleNamespace(description=about, scheduler=scheduler, close=calls.to("engine.close"))
-    loop = SimpleNamespace(run=calls.to("loop.run"))
-    link = SimpleNamespace(set_inheritable=calls.to("link.set_inheritable"))
+    built = SimpleNamespace(description=about, scheduler=scheduler, executor=None, close=calls.to("engine.close"))
+    loop = SimpleNamespace(run=calls.to("loop.run", True))
+    link = SimpleNamespace(set_inheritable=calls.to("link.set_inheritable"), close=calls.to("link.close"))
 
     def build(settings: Settings, **named: Any) -> Any:
         calls.to("build_engine")(settings.model.model, **named)

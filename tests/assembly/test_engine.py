@@ -30,19 +30,19 @@ def test_settings_that_take_more_memory_than_there_is_are_refused_with_what_to_l
 def test_a_card_that_fills_up_while_getting_ready_is_reported_in_a_line(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(settings: Settings) -> None:
+    def full(settings: Settings, parallel: object) -> None:
         raise failure
 
-    monkeypatch.setattr(engine, "_local", full)
+    monkeypatch.setattr(engine, "build_local", full)
     with pytest.raises(InvalidConfig, match=r"not enough memory for this: .*out of memory.*gpu_memory_utilization"):
         engine.make_executor(Settings.of())
 
 
 def test_other_failures_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(settings: Settings) -> None:
+    def broken(settings: Settings, parallel: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(engine, "_local", broken)
+    monkeypatch.setattr(engine, "build_local", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.make_executor(Settings.of())
 

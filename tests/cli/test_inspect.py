@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from quire.cli.diff import FAR, Layer, compare, departs
 from quire.cli.inspect import count, read_facts
 from quire.cli.plan import need, plan_lines, weights
 from quire.config import Settings
+from quire.errors import InvalidModel
 from quire.weights.files import SINGLE
 from quire.weights.load import load_model
 from tests.checkpoints import make
@@ -332,3 +334,25 @@ def test_broken_and_hostile_input_is_one_clear_line_and_exit_code_2_and_nothing_
         assert said.count("\n") == 1
     assert served.stdout == ""
     assert not (tmp_path / "mark").exists()
+
+
+def test_a_plan_says_what_each_rank_takes_and_how_many_gpus_are_enough(tmp_path: Path) -> None:
+    make(tmp_path, "qwen3_moe-gqa", hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    settings = Settings.of(model=str(tmp_path), device="cuda", max_num_seqs=4, enforce_eager=True)
+    looked, cuda = read_facts(settings), torch.device("cuda")
+    one, two, four = (need(settings.changed(tensor_parallel_size=n), looked, 1 << 32, cuda) for n in (1, 2, 4))
+    assert (one.page, four.page) == (2 * two.page, two.page // 2), "K/V is divided by heads"
+    assert 1.9 * two.weights < one.weights < 2 * two.weights, "norms and routers are whole on every rank"
+    spread = need(settings.changed(tensor_parallel_size=2, enable_expert_parallel=True), looked, 1 << 32, cuda)
+    assert one.weights / 2 < spread.weights < one.weights, "four of seven experts"
+    room = (one.weights + 2 * one.work) * 10 // 9
+    plan = dict(plan_lines(settings.changed(tensor_parallel_size=2), looked, room, cuda))
+    assert plan["ranks"] == "2; what follows is of each"
+    said = [int(n) for n in re.findall(r"--tensor-parallel-size (\d+)", plan["GPUs"])]
+    for size, enough in zip(said, (lambda n: n.fits, lambda n: n.fits and n.blocks >= n.most), strict=True):
+        tried = (1, 2, 4)
+        fits = [n for n in tried if enough(need(settings.changed(tensor_parallel_size=n), looked, room, cuda))]
+        assert size == fits[0]
+    assert "GPUs" not in dict(plan_lines(settings, looked, 1 << 32, CPU))
+    with pytest.raises(InvalidModel, match="cannot be divided among"):
+        need(settings.changed(tensor_parallel_size=64), looked, 1 << 32, cuda)

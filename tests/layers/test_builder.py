@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.builder import ExpertNames, ModelBuilder
-from quire.layers.linear import ParallelGroup, shard_of
+from quire.layers.linear import ParallelGroup, heads_divide, shard_of, widths_of
 from quire.layers.moe import MoEConfig
 from quire.layers.quantization import packed
 from quire.layers.quantization.base import Format, Plain, WeightSlot
@@ -173,8 +173,22 @@ def test_a_slot_is_filled_in_pieces(transposed: bool) -> None:
 def test_heads_are_divided_whole_and_kv_heads_may_be_replicated() -> None:
     assert [shard_of(6, Rank(r, 2), "heads", 4) for r in range(2)] == [slice(0, 12), slice(12, 24)]
     assert [shard_of(2, Rank(r, 4), "heads", 4) for r in range(4)] == [slice(0, 4)] * 2 + [slice(4, 8)] * 2
-    with pytest.raises(InvalidModel, match="9 heads cannot be divided among 2 devices"):
-        shard_of(9, Rank(0, 2), "heads")
+    with pytest.raises(InvalidModel, match="3 heads cannot be divided among 4 ranks"):
+        shard_of(3, Rank(0, 4), "heads")
+    assert [heads_divide(*heads, 4) for heads in ((8, 2), (8, 8), (6, 2), (12, 3), (8, 0))] == [1, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(("count", "size"), [(8, 2), (33, 2), (7, 3), (199, 4), (4, 4)])
+def test_a_width_is_divided_whole_and_almost_evenly(count: int, size: int) -> None:
+    shards = [shard_of(count, Rank(rank, size), "width", 8) for rank in range(size)]
+    assert [n for shard in shards for n in range(shard.start, shard.stop)] == list(range(8 * count))
+    widths = [(shard.stop - shard.start) // 8 for shard in shards]
+    assert tuple(widths) == widths_of(count, size) and max(widths) - min(widths) <= 1
+
+
+def test_a_width_with_fewer_groups_than_ranks_is_refused_with_what_fits() -> None:
+    with pytest.raises(InvalidModel, match=r"a width of 3 in groups of 1 .* 4 ranks: --tensor-parallel-size 3 is"):
+        build(Rank(0, 4)).gated_mlp(8, 3, "silu")
 
 
 @pytest.mark.parametrize("format", [Plain, Packed])

@@ -211,6 +211,13 @@ def looked_at(deployment: Deployment) -> Any:
     return deployment.quire("inspect", first)
 
 
+def planned(deployment: Deployment) -> Any:
+    [words] = FOUND[f"{MANY}: quire plan Qwen/Qwen3-32B --device cuda --memory 80GiB --ten"].words("plan")
+    said = deployment.quire("plan", *words)
+    assert "GPUs" in said and "ranks" in said
+    return said
+
+
 def speculative(deployment: Deployment) -> Any:
     """The one line of docs/guides/speculative-decoding.md, and an answer."""
     deployment.rest()
@@ -270,6 +277,8 @@ EXECUTOR = "docs/guides/executors.md: quire executor MODEL --listen 127.0.0.1:50
 CLIENT = "docs/guides/executors.md: quire serve MODEL --executor grpc --executor-address 127.0.0"
 RECORDING = "docs/guides/recording.md: quire serve --recording-dir /var/lib/quire/recordings"
 HEADER = "docs/guides/prefix-caching.md: quire serve --prompt-header 'x-anthropic-billing-header: .*'"
+MANY = "docs/guides/many-gpus.md"
+RANKS = f"{MANY}: quire serve MODEL --tensor-parallel-size 2"
 LOOK = "docs/guides/models.md: quire inspect Qwen/Qwen3-0.6B"
 PARSED = "tests/test_docs.py::test_every_command_shown_is_one_there_is"
 SCHEMA = "docs/guides/structured-outputs.md: schema"
@@ -297,6 +306,9 @@ BLOCKS = (
         elsewhere="tests/test_docs.py::test_each_example_in_python_runs",
     ),
     Item(LOOK, looked_at, executors=("local",)),
+    served(RANKS, executors=("local",)),
+    Item(f"{MANY}: ranks", python(f"{MANY}: ranks").run, executors=("local",), ci=()),
+    Item(f"{MANY}: quire plan Qwen/Qwen3-32B --device cuda --memory 80GiB --ten", planned, executors=("local",)),
     Item("README.md: serve", serve, part="server", ci=("grpc",)),
     client("README.md: curl", ci=("ahead", "grpc")),
     client("README.md: openai", needs=("openai",)),

@@ -34,9 +34,10 @@ from quire.config import Settings
 from quire.config.speculative import parse
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor
+from quire.layers.linear import ParallelGroup
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
 from quire.model_runner.images import ImageRunner
-from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks, state_bytes
+from quire.model_runner.memory import GIB, LayerShape, block_bytes, layer_shapes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.sampling.features import EDITED, RANDOM, SCORED, TRUNCATED
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
@@ -73,18 +74,19 @@ def make_executor(
     model: Model,
     device: torch.device,
     limits: Limits,
-    heads: PoolingHeads | None = None,
+    heads: PoolingHeads | None,
+    parallel: ParallelGroup,
     images: ImageRunner | None = None,
     image_tokens: tuple[int, int] = (0, 0),
 ) -> Executor:
     """The executor on `device`, its graphs captured. heads, images: as in `CudaExecutor`. image_tokens: as in
-    `working_bytes`.
+    `working_bytes`. parallel: all ranks have as many blocks as the one with the fewest.
 
     Raises InvalidConfig when K/V does not fit.
     """
     cache, spec = settings.cache, model.spec
     max_num_seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-    draft = load_draft(settings, model, device, make_ops(device))
+    draft = load_draft(settings, model, device, make_ops(device), parallel)
     speculative = parse(settings.scheduler.speculative_config)
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
     layers = layer_shapes(spec.kv_shapes, model.dtype, spec.state_shapes) + draft_layers(draft)
@@ -96,14 +98,8 @@ def make_executor(
     budget, states = cache.kv_cache_memory_bytes or left, limits.num_rows * (1 + drafts)
     snapshots = snapshot_slots(settings, limits, layers, states, budget)
     sizes: dict[str, Any] = {"page_size": limits.block_size, "rows": limits.num_rows}
-    sizes["pages"] = blocks = cache.num_gpu_blocks_override or plan_blocks(
-        layers,
-        page_size=limits.block_size,
-        rows=rows_with_kv(spec, limits),
-        max_model_len=limits.max_model_len,
-        budget=budget,
-        states=states + snapshots,
-    )
+    # All ranks have as many as the one with the least memory.
+    sizes["pages"] = blocks = parallel.smallest(_num_blocks(settings, spec, layers, limits, budget, states + snapshots))
     keys = _keys(settings, spec, limits, draft is not None)
     started = time.monotonic()
     with autotuning(Path(knobs.cache.dir) / AUTOTUNE_CACHE):
@@ -183,6 +179,21 @@ def _log_memory(blocks: int, block_size: int, sizes: Sequence[int], seconds: flo
         block_size,
         *(size / GIB for size in sizes),
         seconds,
+    )
+
+
+def _num_blocks(
+    settings: Settings, spec: ModelSpec, layers: Sequence[LayerShape], limits: Limits, budget: int, states: int
+) -> int:
+    """Blocks of K/V in `budget` bytes, or as the options say. states: those of recurrent layers that are kept beside.
+    Raises InvalidConfig when not one sequence fits."""
+    return settings.cache.num_gpu_blocks_override or plan_blocks(
+        layers,
+        page_size=limits.block_size,
+        rows=rows_with_kv(spec, limits),
+        max_model_len=limits.max_model_len,
+        budget=budget,
+        states=states,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -38,6 +39,7 @@ from quire.engine.executor import Description, Executor
 from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
+from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.model_runner.images import ImageRunner, Normalization
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
 from quire.model_runner.pooling import PoolingHeads, unchanged
@@ -68,7 +70,7 @@ from quire.structured_output.llguidance import ParallelMasks
 from quire.types import UNLIMITED, Pooling
 from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.files import read_config
-from quire.weights.load import load_model
+from quire.weights.load import load_model, quiet
 from quire.weights.locate import EMBEDDED, locate
 from quire.weights.pooling import GENERATES, PoolerConfig, overridden
 from quire.weights.pooling_layers import read_dense_layers
@@ -87,6 +89,10 @@ TIERS: Mapping[str, str] = MappingProxyType(
     )
 )
 """Options of our own layers, and why other executors do not have them."""
+DIVIDING: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("tensor_parallel_size", "enable_expert_parallel"), "it divides Quire's own layers, --executor local")
+)
+"""Options of several ranks, likewise."""
 
 
 def build_engine(
@@ -136,9 +142,13 @@ def make_executor(settings: Settings) -> BuiltExecutor:
         reject_options(settings, kind, PLACING)
     if kind != "local":
         reject_options(settings, kind, TIERS)
+    if kind not in ("local", "grpc"):
+        reject_options(settings, kind, DIVIDING)
     try:
+        if kind == "local" and settings.execution.tensor_parallel_size > 1:
+            return cast(BuiltExecutor, import_module("quire.assembly.ranks").make(settings))
         if kind == "local":
-            return _local(settings)
+            return build_local(settings, ONE_RANK)
         return cast(BuiltExecutor, extra(f"quire.assembly.{kind}", kind).make(settings))
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "out of memory" not in str(error):
@@ -151,23 +161,24 @@ def make_executor(settings: Settings) -> BuiltExecutor:
         ) from error
 
 
-def _local(settings: Settings) -> BuiltExecutor:
-    """Quire's own layers, in this process."""
+def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
+    """Quire's own layers, this rank's part of them, in this process."""
     device = choose_device(settings.execution.device)
     canary = build_canary(settings)
     pooler = pooler_of(settings)
     processor = find_processor(settings)
-    model = _load(settings, device, canary, pooler, vision=isinstance(processor, ImageProcessor))
-    torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
+    model = _load(settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor))
+    threads = settings.execution.threads or max(1, choose_threads(parameters(model.spec)) // parallel.size)
+    torch.set_num_threads(threads)
     limits = resolve(settings, model.spec, device, pooler.max_length)
     heads = pooling_heads(model, pooler, device)
     layers, kv_gauges = _kv_layers(settings, model, device)
     images = _image_runner(model, processor, device)
     if device.type == "cpu":
-        executor: Executor = on_host(settings, model, limits, layers, heads=heads, images=images)
+        executor: Executor = on_host(settings, model, limits, layers, heads=heads, images=images, parallel=parallel)
     else:
         executor = _cuda().make_executor(
-            *(settings, model, device, limits), heads, images, image_tokens(settings, processor)
+            *(settings, model, device, limits, heads, parallel), images, image_tokens(settings, processor)
         )
     return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
 
@@ -180,13 +191,16 @@ def on_host(
     *,
     heads: PoolingHeads | None = None,
     images: ImageRunner | None = None,
+    parallel: ParallelGroup = ONE_RANK,
 ) -> LocalExecutor:
-    """An executor for a model on the CPU. heads: what follows pooling. images: its encoder, if any.
+    """An executor for a model on the CPU. heads: what follows pooling. images: its encoder, if any. parallel: of the
+    ranks that share this host's memory.
 
     Raises InvalidConfig when K/V does not fit.
     """
-    cpu, budget = torch.device("cpu"), settings.cache.kv_cache_memory_bytes or cpu_budget(host_bytes())
-    return paged(settings, model, limits, layers, cpu, budget, heads=heads, images=images)
+    cpu, free = torch.device("cpu"), cpu_budget(host_bytes()) // parallel.size
+    budget = settings.cache.kv_cache_memory_bytes or free
+    return paged(settings, model, limits, layers, cpu, budget, heads=heads, images=images, parallel=parallel)
 
 
 def _image_runner(model: Model, processor: ImageProcessor | str, device: torch.device) -> ImageRunner | None:
@@ -208,18 +222,19 @@ def paged(
     pools: bool = True,
     heads: PoolingHeads | None = None,
     images: ImageRunner | None = None,
+    parallel: ParallelGroup = ONE_RANK,
 ) -> LocalExecutor:
     """An executor whose steps run as they are launched. budget: bytes of K/V. pools, heads: as in `LocalExecutor`.
-    images: the encoder, if any.
+    images: the encoder, if any. parallel: all ranks have as many blocks as the one with the fewest.
 
     Raises InvalidConfig when K/V does not fit.
     """
-    cache, draft = settings.cache, load_draft(settings, model, device, ReferenceOps())
+    cache, draft = settings.cache, load_draft(settings, model, device, ReferenceOps(), parallel)
     speculative = parse(settings.scheduler.speculative_config)
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
     states = limits.num_rows * (1 + drafts)
-    snapshots = snapshot_slots(settings, limits, layers, states, budget)
-    blocks = cache.num_gpu_blocks_override or plan_blocks(
+    snapshots = parallel.smallest(snapshot_slots(settings, limits, layers, states, budget))
+    planned = cache.num_gpu_blocks_override or plan_blocks(
         (*layers, *draft_layers(draft)),
         page_size=limits.block_size,
         rows=rows_with_kv(model.spec, limits),
@@ -227,6 +242,7 @@ def paged(
         budget=budget,
         states=states + snapshots,
     )
+    blocks = parallel.smallest(planned)
     sizes: dict[str, Any] = {"pages": blocks, "page_size": limits.block_size, "rows": limits.num_rows}
     return LocalExecutor(
         model,
@@ -302,7 +318,8 @@ def build_scheduler(
         max_chunk_tokens=chunk,
         policy=policy,
         speculation=build_speculation(settings, description),
-        compute_masks=ParallelMasks(pinned=torch.cuda.is_available()),
+        # Ranks have memory of their own: here, a context on a GPU would only take some.
+        compute_masks=ParallelMasks(pinned=torch.cuda.is_available() and settings.execution.tensor_parallel_size == 1),
         encoder_cache=build_encoder_cache(settings, description, limits),
     )
 
@@ -334,12 +351,13 @@ def _load(
     device: torch.device,
     canary: Canary | None,
     pooler: PoolerConfig = GENERATES,
+    parallel: ParallelGroup = ONE_RANK,
     *,
     vision: bool = False,
 ) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
-    with loading(model.model) as progress:
+    with nullcontext(quiet) if parallel.rank else loading(model.model) as progress:
         return load_model(
             locate(model.model, revision=model.revision, cache=model.download_dir),
             dtype=model.dtype,
@@ -347,12 +365,14 @@ def _load(
             ops=choose_ops(
                 device, settings.execution.deterministic, embedded=by_default, kernels=settings.execution.cpu_kernels
             ),
+            parallel=parallel,
+            expert_parallel=settings.execution.enable_expert_parallel,
             load_format=model.load_format,
             quantization=model.quantization,
             canary=canary,
             seed=model.seed,
             progress=progress,
-            room=host_bytes() if device.type == "cpu" else math.inf,
+            room=host_bytes() // parallel.size if device.type == "cpu" else math.inf,
             max_model_len=model.max_model_len,
             pools=not pooler.generates,
             overrides=hf_overrides(settings),

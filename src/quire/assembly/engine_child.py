@@ -20,17 +20,21 @@ from quire.engine.process import EngineLoop
 from quire.engine.protocol import BuildFailed, Configure, FrameReader, Ready, encode_frame
 from quire.engine.step_watch import StepWatch
 from quire.errors import QuireError
+from quire.executors.ranks import RankedExecutor
 from quire.observability.engine_metrics import EngineMetrics
 from quire.observability.history import History
 from quire.observability.live_view import EngineLiveView
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
 
+RANK_LOST = 3
+"""Exit code of an engine that ends because a rank was lost: the server starts another."""
+
 
 def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> int:
     """Build the engine, report it as ready, and run until the server closes the socket.
 
-    Returns the exit code: 2 if the engine cannot be built. wrap: applied to the executor, for tests.
+    Returns the exit code: 2 if the engine cannot be built, RANK_LOST. wrap: applied to the executor, for tests.
     """
     heap.settled()
     link = socket.socket(fileno=int(sys.argv[1]))
@@ -56,9 +60,13 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> in
     gc.collect()
     heap.settled()
     _send(link, Ready(engine.description))
-    EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, grammars, live_view).run()
+    exit_fds = engine.executor.exit_fds() if isinstance(engine.executor, RankedExecutor) else ()
+    loop = EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, grammars, live_view, exit_fds)
+    done = loop.run()
+    # Before memory is freed, which takes a while: from now on /health says that there is no engine.
+    link.close()
     engine.close()
-    return 0
+    return 0 if done else RANK_LOST
 
 
 def _send(link: socket.socket, message: Ready | BuildFailed) -> None:

@@ -14,7 +14,8 @@ from quire.executors.grpc_client import RemoteExecutor, TlsConfig
 from quire.executors.grpc_server import Credentials, ExecutorServer
 
 SERVER_OPTIONS = (
-    *("deterministic", "device", "threads", "enforce_eager"),
+    *("deterministic", "device", "threads", "enforce_eager", "tensor_parallel_size"),
+    "enable_expert_parallel",
     *("dtype", "load_format", "quantization", "max_model_len", "canary", "canary_min_agreement", "canary_max_kl"),
     *("block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization", "kv_cache_dtype"),
     "lookahead",

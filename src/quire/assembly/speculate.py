@@ -12,6 +12,7 @@ from quire.config import Settings
 from quire.config.speculative import parse
 from quire.engine.executor import Description
 from quire.errors import InvalidConfig
+from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.model_runner.graphs import GraphKey, bucket_seqs, bucket_tokens, padding
 from quire.model_runner.memory import LayerShape, allocate, layer_shapes
 from quire.model_runner.mtp import MTPDrafter, MTPProposer
@@ -56,9 +57,11 @@ def wants_mtp(settings: Settings) -> bool:
     return config is not None and config.method == "mtp"
 
 
-def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops) -> Draft | None:
-    """What drafts by `speculative_config`, None where that is no model. Raises InvalidConfig if a draft model's
-    vocabulary differs."""
+def load_draft(
+    settings: Settings, target: Model, device: torch.device, ops: Ops, parallel: ParallelGroup = ONE_RANK
+) -> Draft | None:
+    """What drafts by `speculative_config`, None where that is no model. A model is divided as its target is, so all
+    ranks draft the same tokens, by logits that are gathered. Raises InvalidConfig if its vocabulary differs."""
     config = parse(settings.scheduler.speculative_config)
     if config is None:
         return None
@@ -82,6 +85,7 @@ def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops
         dtype=model.dtype,
         device=device,
         ops=ops,
+        parallel=parallel,
         load_format=model.load_format,
         quantization=config.quantization,
         seed=(model.seed + 1) % (1 << 64),

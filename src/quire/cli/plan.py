@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,7 +26,8 @@ from quire.cli.tables import print_pairs
 from quire.config import OPTIONS, Settings
 from quire.config.option import amount
 from quire.config.speculative import parse
-from quire.errors import InvalidConfig
+from quire.errors import InvalidConfig, InvalidModel
+from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.layers.quantization.gguf import StoredBlocks, kept_bytes
 from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, plan_snapshots, state_bytes, usable_blocks
 from quire.ops.reference import ReferenceOps
@@ -117,10 +118,13 @@ def free(device: torch.device) -> int:
 
 def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device) -> MemoryPlan:
     """What these settings take of `room` bytes. Raises InvalidConfig for a context the model does not have."""
-    spec, cache = facts.spec, settings.cache
+    size, cache = settings.execution.tensor_parallel_size, settings.cache
+    spec = replace(facts.spec, ranks=size)
     limits, cpu = resolve(settings, spec, device, facts.pooler.max_length), device.type == "cpu"
     captured = 0 if cpu or settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
-    held = weights(settings, facts)
+    # Ranks on a CPU share its memory.
+    room = room // size if cpu else room
+    held = weights(settings, facts) if size == 1 else int(weights(settings, facts) * largest_share(settings, facts))
     work = working_bytes(
         spec,
         facts.dtype,
@@ -192,6 +196,55 @@ def weights(settings: Settings, facts: ModelFacts) -> int:
     return int(heads * facts.dtype.itemsize + (facts.parameters - heads) * size)
 
 
+def largest_share(settings: Settings, facts: ModelFacts) -> float:
+    """The part of the weights that the rank with the most of them has. Raises InvalidModel where ranks are too many."""
+    whole, part = (
+        build_outline(
+            facts.config,
+            facts.spec,
+            settings.model.quantization,
+            facts.dtype,
+            {} if facts.checkpoint is None else facts.checkpoint.entries,
+            group,
+            settings.execution.enable_expert_parallel,
+        ).slots
+        for group in (ONE_RANK, LastRank(settings.execution.tensor_parallel_size))
+    )
+    sizes = [sum(place.target.nbytes for places in slots.values() for place in places) for slots in (whole, part)]
+    return sizes[1] / sizes[0]
+
+
+class LastRank(ParallelGroup):
+    """The rank that has one thing more than others where they cannot be divided evenly; it only says what it has."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = size - 1, size
+
+
+MOST_CARDS = (1, 2, 4, 8, 16, 32, 64)
+"""Ranks that are tried."""
+
+
+def cards(settings: Settings, facts: ModelFacts, room: int, device: torch.device) -> str:
+    """How many GPUs of `room` bytes hold one sequence of the whole length, and as many as the limits allow."""
+    found: dict[str, int] = {}
+    for size in MOST_CARDS:
+        try:
+            asked = need(settings.changed(tensor_parallel_size=size), facts, room, device)
+        except InvalidModel:
+            continue
+        if asked.fits:
+            found.setdefault("one", size)
+        if asked.fits and asked.blocks >= asked.most:
+            found.setdefault("all", size)
+            break
+    one, every = (found.get(what) for what in ("one", "all"))
+    if one is None:
+        return f"{MOST_CARDS[-1]} are not enough for one sequence of the whole length"
+    most = f"more than {MOST_CARDS[-1]}" if every is None else f"--tensor-parallel-size {every}"
+    return f"--tensor-parallel-size {one} for one sequence of the whole length, {most} for all of the limits at once"
+
+
 def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.device) -> Iterator[Fact]:
     """The plan, line by line; first, what keeps the weights that are there from being loaded."""
     asked = need(settings, facts, room, device)
@@ -200,7 +253,13 @@ def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.d
     if facts.foreign:
         rest = "" if facts.layers is not None and not facts.whole else "; states and K/V of its own are not counted"
         yield "run by", f"transformers (--executor hf){rest}"
-    yield "memory", f"{amount(room)} ({device.type})"
+    size = settings.execution.tensor_parallel_size
+    if size > 1:
+        yield "ranks", f"{size}; what follows is of each"
+    room_each = room // size if device.type == "cpu" else room
+    yield "memory", f"{amount(room_each)} ({device.type})"
+    if device.type == "cuda" and not facts.foreign:
+        yield "GPUs", cards(settings, facts, room, device)
     yield "weights", amount(asked.weights)
     yield "activations", f"{amount(asked.work)} at most"
     if asked.states:
@@ -212,11 +271,11 @@ def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.d
     if asked.fits:
         taken, whole = (asked.blocks + 1) * asked.page, asked.blocks / asked.least
         yield "KV pool", f"{amount(taken)}: {asked.blocks:,} blocks, {whole:.1f} sequences of the whole length"
-        yield "left", amount(room - asked.weights - asked.work - asked.states - taken)
+        yield "left", amount(room_each - asked.weights - asked.work - asked.states - taken)
         return
     taken = asked.weights + asked.work + asked.states
     short = f"{amount(asked.missing)} more must be left for K/V"
-    yield "fits", f"no: {short if taken < room else f'weights and activations take {amount(taken)}'}"
+    yield "fits", f"no: {short if taken < room_each else f'weights and activations take {amount(taken)}'}"
     proposed = next(smaller(settings, facts, room, device), None)
     flags = {OPTIONS[name].flag: value for name, value in (proposed or {}).items()}
     none = f"none is enough: the weights alone are {amount(asked.weights)}"

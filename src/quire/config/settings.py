@@ -607,8 +607,22 @@ class ExecutionConfig:
     """Where and how steps run."""
 
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPU if there is one, else the CPU.")
+    tensor_parallel_size: int = option(
+        1,
+        "Ranks that every layer of the model is divided among, each a process with a GPU of its own, or with a share "
+        "of the CPU's cores.",
+        low=1,
+        high=64,
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "With several ranks, each has whole experts of a mixture, not a part of every expert; no meaning with one.",
+    )
     threads: int | None = option(
-        None, "CPU threads for the model; auto: OMP_NUM_THREADS, else the cores there are.", low=1, high=4096
+        None,
+        "CPU threads for the model, of each rank; auto: OMP_NUM_THREADS, else the cores there are, shared by ranks.",
+        low=1,
+        high=4096,
     )
     cpu_kernels: Literal["auto", "torch", "avx2", "avx512", "avx512_bf16", "amx"] = option(
         "auto",

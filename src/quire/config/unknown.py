@@ -18,10 +18,11 @@ def _by_name(names: Mapping[str, str]) -> Mapping[str, str]:
 
 UNSUPPORTED = _by_name(
     {
-        "a server runs its model on one device; start one server for each device": (
-            "tensor_parallel_size tp tp_size num_shard pipeline_parallel_size pp data_parallel_size dp "
-            "enable_expert_parallel distributed_executor_backend nnodes node_rank master_addr master_port headless "
-            "disable_custom_all_reduce"
+        "layers are divided among the ranks of one host, see --tensor-parallel-size; stages on several hosts are not "
+        "supported": "pipeline_parallel_size pp nnodes node_rank master_addr master_port headless",
+        "start one server for each copy of the model": "data_parallel_size dp",
+        "each rank of --tensor-parallel-size is a process of this host": (
+            "distributed_executor_backend disable_custom_all_reduce"
         ),
         "one front process serves all clients; the engine has a process of its own": "api_server_count",
         "it is read from the checkpoint; see --quantization": "quantization_config",
@@ -140,6 +141,7 @@ ELSEWHERE = _by_name(
         "--step-timeout": "watchdog_timeout",
         "--kv-cache-dtype": "cache_type_k",
         "--device": "n_gpu_layers ngl",
+        "--tensor-parallel-size": "tp tp_size num_shard",
     }
 )
 """Options of SGLang, llama.cpp and TGI, by name, and Quire's."""

@@ -23,12 +23,12 @@ def _by_name(groups: _Values) -> Mapping[str, tuple[Any, ...]]:
 
 CONSTRUCTOR = _by_name(
     (
-        ((1, None), "tensor_parallel_size pipeline_parallel_size data_parallel_size num_scheduler_steps"),
+        ((1, None), "pipeline_parallel_size data_parallel_size num_scheduler_steps"),
         ((None, "mp", "uni", "external_launcher"), "distributed_executor_backend"),
         ((0, None), "cpu_offload_gb num_lookahead_slots"),
         (
             (False, None),
-            "trust_remote_code enable_expert_parallel enable_lora enable_sleep_mode "
+            "trust_remote_code enable_lora enable_sleep_mode "
             "enable_prompt_embeds calculate_kv_scales disable_sliding_window async_scheduling",
         ),
         (("auto", None), "tokenizer_mode config_format worker_cls guided_decoding_backend"),

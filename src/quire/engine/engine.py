@@ -58,6 +58,7 @@ class Engine:
         self.recovery = Recovery(scheduler)
         self.stats = EngineStats(keep)
         self.failures = 0
+        self.lost: ExecutorLost | None = None
         self._outputs: list[RequestStepOutput] = []
         self._last_commit = -math.inf
         self._deadlines: list[tuple[float, str]] = []
@@ -268,14 +269,15 @@ class Engine:
 
     def _executor_lost(self, lost: ExecutorLost) -> None:
         """Every row is lost, and no request is to blame: those with a row fail, those that wait may run later."""
+        self.lost = lost
         self.inflight.clear()
         self.executor.reset()
         self.failures += 1
         sequences, now = self.recovery.on_executor_lost(), self.clock.now()
         for observer in self.observers:
             observer.on_failure(str(lost), [s.request.id for s in sequences], now)
-        for seq in sequences:  # which executor, and why, is for the log
-            self.fail(seq.request.id, Unavailable("the executor was lost while this request ran: it may be sent again"))
+        for seq in sequences:
+            self.fail(seq.request.id, Unavailable(lost.for_clients()))
 
     def abandon(self) -> None:
         """End every request and forget every step in flight: on close, and after a `step` that raised.

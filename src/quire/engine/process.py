@@ -6,7 +6,7 @@ import contextlib
 import math
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from quire import heap
@@ -26,7 +26,7 @@ from quire.engine.protocol import (
     submitted,
 )
 from quire.engine.step_watch import StepWatch
-from quire.errors import InvalidRequest, StepFailed, print_traceback
+from quire.errors import InvalidRequest, RankLost, StepFailed, print_traceback
 from quire.scheduler.constraint import FREE, Constraints
 from quire.types import Request, RequestStepOutput, error_output
 
@@ -55,7 +55,7 @@ class EngineLoop:
 
     metrics: makes the snapshot that /metrics is rendered from. step_watch: one of the engine's observers; it says how
     long the next step may take. constraints: compiles grammars; None: requests cannot have one. live_view: None: the
-    engine cannot be watched.
+    engine cannot be watched. exit_fds: become readable when a process ends without which the engine cannot go on.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class EngineLoop:
         step_watch: StepWatch,
         constraints: Constraints | None = None,
         live_view: LiveView | None = None,
+        exit_fds: Iterable[int] = (),
     ) -> None:
         self.engine = engine
         self.link = link
@@ -78,15 +79,20 @@ class EngineLoop:
         self.last_stats_at = float("-inf")
         self.num_submits = 0
         self.trimmed = False
+        self._rank_exited = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ)
+        self._exit_fds = set(exit_fds)
+        for fd in self._exit_fds:
+            self._selector.register(fd, selectors.EVENT_READ)
         self._constraint_fds: set[int] = set()
         self._copies_fd = engine.scheduler.kv.offload.fileno()
         if self._copies_fd is not None:
             self._selector.register(self._copies_fd, selectors.EVENT_READ)
 
-    def run(self) -> None:
-        """Run until the front closes the socket, even in the middle of a message."""
+    def run(self) -> bool:
+        """Run until the front closes the socket, even in the middle of a message, or a rank is lost: while ranks start,
+        nothing could be answered, and /health must say so. Returns whether it was the front."""
         with self._selector, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._send([])
             while self._receive():
@@ -94,12 +100,21 @@ class EngineLoop:
                 if self.refused:
                     outputs, self.refused = self.refused + outputs, []
                 self._send(outputs)
+                if isinstance(self.engine.lost, RankLost):
+                    return False
+        return not self._rank_exited
 
     def _receive(self) -> bool:
         """Handle commands; wait for them while idle, or until the next plan is due. False: the front is gone."""
         busy = self.engine.can_step or bool(self.refused)
         while True:
             ready = self._wait(self.engine.time_to_next_plan()) if busy else self._select(self._idle_timeout())
+            if ready & self._exit_fds:
+                if not self.engine.can_step:
+                    self._rank_exited = True
+                    return False
+                # The step that is due says which.
+                return True
             if self.link.fileno() in ready:
                 if not (data := self.link.recv(1 << 20)):
                     return False

@@ -153,7 +153,7 @@ class FrameReader:
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode_frame(message: ToEngine | ToFront) -> bytes:
-    """One message as bytes."""
+def encode_frame(message: msgspec.Struct) -> bytes:
+    """One message as bytes: for a `FrameReader` of its kind."""
     body = _encoder.encode(message)
     return _HEAD.pack(len(body)) + body

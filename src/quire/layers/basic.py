@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
+from quire.layers.linear import ColumnParallelLinear, ParallelGroup, RowParallelLinear
 from quire.layers.quantization.gguf import GgufStorage
 from quire.ops.base import Angles, Gate, Norm, Norms, Ops, Scores
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -82,8 +82,7 @@ class NormLayer:
 
 
 class Embedding:
-    """Token ids [T] -> [T, hidden], times `scale`, which is rounded to the table's dtype (Gemma). Whole on every
-    rank."""
+    """Token ids [T] -> [T, hidden], times `scale`, which is rounded to the table's dtype (Gemma)."""
 
     def __init__(self, weight: Tensor, ops: Ops, scale: float = 1.0) -> None:
         self.weight, self.ops = weight, ops
@@ -108,7 +107,20 @@ class GgufEmbedding:
         return x if self.scale == 1.0 else x * self.scale
 
 
-AnyEmbedding = Embedding | GgufEmbedding
+class VocabParallelEmbedding:
+    """As `Embedding`, each rank having rows of the table: what it has no row for is 0 in its part of the sum."""
+
+    def __init__(self, table: Embedding | GgufEmbedding, rows: slice, parallel: ParallelGroup) -> None:
+        self.table, self.rows, self.all_reduce = table, rows, parallel.all_reduce
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """tokens: (tokens,); (tokens, hidden)."""
+        inside = (tokens >= self.rows.start) & (tokens < self.rows.stop)
+        x = self.table(torch.where(inside, tokens - self.rows.start, 0))
+        return self.all_reduce(torch.where(inside[:, None], x, 0.0))
+
+
+AnyEmbedding = Embedding | GgufEmbedding | VocabParallelEmbedding
 
 
 class GatedMLP:

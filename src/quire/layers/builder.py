@@ -28,10 +28,20 @@ from quire.layers.basic import (
     NormLayer,
     RopeConfig,
     Rotary,
+    VocabParallelEmbedding,
 )
 from quire.layers.delta import DeltaConfig, GatedDelta, split_by_head, split_by_kind
 from quire.layers.latent import Decompression, LatentAttention, LatentConfig, QueryProjection
-from quire.layers.linear import ColumnParallelLinear, LMHead, ParallelGroup, RowParallelLinear, shard_of
+from quire.layers.linear import (
+    ONE_RANK,
+    ColumnParallelLinear,
+    LMHead,
+    ParallelGroup,
+    RowParallelLinear,
+    heads_divide,
+    shard_of,
+    widths_of,
+)
 from quire.layers.mamba import Mamba2, MambaConfig
 from quire.layers.moe import Experts, MoE, MoEConfig, Router, SeparateExperts, SharedExpert, StackedExperts
 from quire.layers.quantization.base import (
@@ -106,7 +116,8 @@ class ModelBuilder:
     slots: where each checkpoint tensor goes, by name; several places where a rank keeps several parts of it. ignored:
     patterns (fnmatch) of checkpoint names that the model does not need. skipped: those of them that an option would
     load; optional: those that it loads. renames: see `rename`. stacks: see `ExpertStack`. modules: those that the
-    checkpoint has tensors of, as far as it matters under which of several names.
+    checkpoint has tensors of, as far as it matters under which of several names. expert_parallel: ranks have whole
+    experts each, not a part of every expert. elsewhere: modules of the checkpoint that other ranks load.
     """
 
     def __init__(
@@ -118,7 +129,10 @@ class ModelBuilder:
         device: torch.device,
         format: Format = Plain,
         tables: Tables = no_table,
+        expert_parallel: bool = False,
     ) -> None:
+        self.expert_parallel = expert_parallel
+        self.elsewhere: set[str] = set()
         self.ops, self.parallel, self.dtype, self.device, self.format = ops, parallel, dtype, device, format
         self.tables = tables
         self.modules: Collection[str] = frozenset()
@@ -139,6 +153,29 @@ class ModelBuilder:
         inner = copy(self)
         inner.prefix = f"{self.prefix}{name}."
         return inner
+
+    def replicated(self) -> ModelBuilder:
+        """The same builder for layers that are not divided: every rank computes them as a whole."""
+        inner = copy(self)
+        inner.parallel = ONE_RANK
+        return inner
+
+    def for_heads(self, heads: int, kv_heads: int) -> ModelBuilder:
+        """The builder of an attention layer: this one, or `replicated` where its heads cannot be divided."""
+        return self if heads_divide(heads, kv_heads, self.parallel.size) else self.replicated()
+
+    def width(self, count: int, what: str) -> tuple[int, int]:
+        """A layer's inner width as (units, numbers of each), for `column_parallel` and `row_parallel`: a unit is what
+        the format of weights does not allow to cut through. Raises InvalidModel for fewer units than ranks."""
+        unit, format = 1, self.format
+        if isinstance(format, StoredFormat) and count % format.unit == 0:
+            unit = format.unit
+        if count // unit < self.parallel.size:
+            raise InvalidModel(
+                f"{self.prefix}{what}: a width of {count} in groups of {unit} cannot be divided among "
+                f"{self.parallel.size} ranks: --tensor-parallel-size {count // unit} is the most"
+            )
+        return count // unit, unit
 
     def ignore(self, *patterns: str) -> None:
         """Note patterns of checkpoint names that are not loaded."""
@@ -206,13 +243,11 @@ class ModelBuilder:
     def vision_attention(
         self, config: VisionConfig, names: Sequence[str], out: str
     ) -> tuple[ColumnParallelLinear, RowParallelLinear]:
-        """Projections of a layer of an encoder of images, with biases. Raises InvalidModel with several ranks."""
-        if self.parallel.size > 1:
-            raise InvalidModel("an encoder of images cannot be divided among devices: use one")
-        heads = [(config.heads, config.head_dim)]
+        """Projections of a layer of an encoder of images, with biases, whole on every rank."""
+        heads, build = [(config.heads, config.head_dim)], self.replicated()
         return (
-            self.column_parallel(names, config.hidden, heads * 3, bias=True),
-            self.row_parallel(out, heads[0], config.hidden, bias=True),
+            build.column_parallel(names, config.hidden, heads * 3, bias=True),
+            build.row_parallel(out, heads[0], config.hidden, bias=True),
         )
 
     def rms_norm(self, name: str, size: int, eps: float, *, shift: float = 0.0) -> Norm:
@@ -229,18 +264,33 @@ class ModelBuilder:
         return NormLayer(norm, self.ops, scale, gain)
 
     def embedding(self, name: str, count: int, hidden: int, *, scale: float = 1.0) -> AnyEmbedding:
-        """A table [count, hidden]; its random init gives logits of standard deviation 1 when it is the head, too."""
-        part = MatrixPart(self.prefix + name, count, slice(0, count))
-        matrix = Matrix((part,), hidden, slice(0, hidden), self.dtype, self.device, keep_precision=True)
-        stored = self.tables(matrix, self.ops) if self.parallel.size == 1 else None
+        """A table [count, hidden], divided by rows; its random init gives logits of standard deviation 1 when it is the
+        head, too."""
+        if count < self.parallel.size:
+            return self.replicated().embedding(name, count, hidden, scale=scale)
+        cut = shard_of(count, self.parallel, name)
+        own = self._table(name, count, cut, hidden, scale)
+        return own if self.parallel.size == 1 else VocabParallelEmbedding(own, cut, self.parallel)
+
+    def _table(self, name: str, count: int, cut: slice, hidden: int, scale: float) -> Embedding | GgufEmbedding:
+        """Rows `cut` of a table."""
+        matrix = Matrix(
+            (MatrixPart(self.prefix + name, count, cut),),
+            hidden,
+            slice(0, hidden),
+            self.dtype,
+            self.device,
+            keep_precision=True,
+        )
+        stored = self.tables(matrix, self.ops)
         if stored is not None:
             for place in stored.slots():
                 self._add_slot(place)
             self.embeddings.append(stored)
             return GgufEmbedding(stored, scale)
-        data = torch.empty(count, hidden, dtype=self.dtype, device=self.device)
-        cut = (slice(0, count), slice(0, hidden))
-        self._add_slot(WeightSlot(f"{self.prefix}{name}.weight", (count, hidden), cut, data, std=hidden**-0.5))
+        data = torch.empty(cut.stop - cut.start, hidden, dtype=self.dtype, device=self.device)
+        cuts = (cut, slice(0, hidden))
+        self._add_slot(WeightSlot(f"{self.prefix}{name}.weight", (count, hidden), cuts, data, std=hidden**-0.5))
         return Embedding(data, self.ops, scale)
 
     def rotary(self, rope: RopeConfig) -> Rotary:
@@ -301,11 +351,12 @@ class ModelBuilder:
             stored = self._store([part], hidden, columns, bias=bias, keep_precision=True)
         else:
             self.ignore(f"{name}.weight")
-            if isinstance(tied, GgufEmbedding):
-                stored = tied.stored
+            table = tied.table if isinstance(tied, VocabParallelEmbedding) else tied
+            if isinstance(table, GgufEmbedding):
+                stored = table.stored
             else:
-                stored = self._store([part], hidden, columns, bias=bias, tied_weight=tied.weight[cut])
-        return LMHead(stored, self.parallel, soft_cap, scale)
+                stored = self._store([part], hidden, columns, bias=bias, tied_weight=table.weight)
+        return LMHead(stored, self.parallel, widths_of(vocab, self.parallel.size), soft_cap, scale)
 
     def attention(
         self,
@@ -327,42 +378,41 @@ class ModelBuilder:
         q and k, if any. sinks: name of the heads' sinks, see `Ops.attention`; empty for none. kind: `GatedAttention`
         where the matrix of q makes gates, too.
         """
-        size = self.parallel.size
+        build = self.for_heads(heads.count, heads.kv)
+        size = build.parallel.size
         own = replace(heads, count=heads.count // size, kv=max(1, heads.kv // size))
         asked = heads.dim * (2 if kind is GatedAttention else 1)
         outputs = [(heads.count, asked)] + [(heads.kv, heads.dim)] * (2 if heads.kv else 0)
-        qkv = self.column_parallel(names, hidden, outputs, bias=bias, transposed=transposed)
-        back = self.row_parallel(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
-        return kind(qkv, back, own, self.ops, norms, self.sinks(sinks, heads.count) if sinks else None)
+        qkv = build.column_parallel(names, hidden, outputs, bias=bias, transposed=transposed)
+        back = build.row_parallel(out, (heads.count, heads.dim), hidden, bias=out_bias, transposed=transposed)
+        return kind(qkv, back, own, self.ops, norms, build.sinks(sinks, heads.count) if sinks else None)
 
     def latent_attention(
         self, hidden: int, heads: int, latent: LatentConfig, scale: float, eps: float, *, bias: bool = False
     ) -> LatentAttention:
         """heads: of the whole model. bias: of the first products and of the last, see `LatentConfig.queries`."""
+        build = self.for_heads(heads, 1)
         kept, each = latent.latents + latent.rotated, latent.plain + latent.rotated
         names, outputs = ("q_proj", "kv_a_proj_with_mqa"), [(heads, each), (1, kept)]
         second = norm = None
         if latent.queries:
             names, outputs = ("q_a_proj", names[1]), [(1, latent.queries), (1, kept)]
-            norm = self.rms_norm("q_a_layernorm", latent.queries, eps)
-            second = self.column_parallel(("q_b_proj",), latent.queries, [(heads, each)])
-        if len({self._kept_as_stored(name) for name in names}) == 1:
-            first = [self.column_parallel(names, hidden, outputs, bias=bias)]
+            norm = build.rms_norm("q_a_layernorm", latent.queries, eps)
+            second = build.column_parallel(("q_b_proj",), latent.queries, [(heads, each)])
+        if len({build._kept_as_stored(name) for name in names}) == 1:
+            first = [build.column_parallel(names, hidden, outputs, bias=bias)]
         else:
             pairs = zip(names, outputs, strict=True)
-            first = [self.column_parallel((name,), hidden, [size], bias=bias) for name, size in pairs]
+            first = [build.column_parallel((name,), hidden, [size], bias=bias) for name, size in pairs]
         project = QueryProjection(first, second, norm, self.ops, kept)
-        back = self.row_parallel("o_proj", (heads, latent.value), hidden, bias=bias)
-        small = self.rms_norm("kv_a_layernorm", latent.latents, eps)
-        return LatentAttention(project, small, self._decompression(heads, latent), back, latent, scale, self.ops)
+        back = build.row_parallel("o_proj", (heads, latent.value), hidden, bias=bias)
+        small = build.rms_norm("kv_a_layernorm", latent.latents, eps)
+        return LatentAttention(project, small, build._decompression(heads, latent), back, latent, scale, self.ops)
 
     def gated_delta(self, hidden: int, config: DeltaConfig, eps: float, *, by_head: bool) -> GatedDelta:
-        """A layer of the gated delta rule. by_head: how its first matrices are cut, see `split_by_head`.
-
-        Raises InvalidModel with several ranks: states are not divided.
-        """
-        if self.parallel.size > 1:
-            raise InvalidModel("layers of the gated delta rule cannot be divided among devices: use one")
+        """A layer of the gated delta rule, whole on every rank, as its states are. by_head: how its first matrices are
+        cut, see `split_by_head`."""
+        build = self.replicated()
         keys, values, heads = config.key_heads * config.key, config.value_heads * config.value, config.value_heads
         sizes = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
         if by_head:
@@ -374,18 +424,17 @@ class ModelBuilder:
             norm=self.rms_norm("norm", config.value, eps),
         )
         return GatedDelta(
-            [self.column_parallel((name,), hidden, ((size, 1),)) for name, size in sizes.items()],
+            [build.column_parallel((name,), hidden, ((size, 1),)) for name, size in sizes.items()],
             split_by_head if by_head else split_by_kind,
             weights,
-            self.row_parallel("out_proj", (config.value_heads, config.value), hidden),
+            build.row_parallel("out_proj", (config.value_heads, config.value), hidden),
             config,
             self.ops,
         )
 
     def mamba(self, hidden: int, config: MambaConfig, eps: float) -> Mamba2:
-        """A layer of Mamba 2. Raises InvalidModel with several ranks: states are not divided."""
-        if self.parallel.size > 1:
-            raise InvalidModel("Mamba layers cannot be divided among devices: use one")
+        """A layer of Mamba 2, whole on every rank, as its states are."""
+        build = self.replicated()
         weights = ScanWeights(
             convolution=self._convolution("conv1d.weight", config.channels, config.width),
             bias=self.vector("conv1d.bias", config.channels) if config.conv_bias else None,
@@ -397,9 +446,9 @@ class ModelBuilder:
         )
         sizes = ((config.inner, 1), (config.channels, 1), (config.heads, 1))
         return Mamba2(
-            self.column_parallel(("in_proj",), hidden, sizes, bias=config.bias),
+            build.column_parallel(("in_proj",), hidden, sizes, bias=config.bias),
             weights,
-            self.row_parallel("out_proj", (config.heads, config.value), hidden, bias=config.bias),
+            build.row_parallel("out_proj", (config.heads, config.value), hidden, bias=config.bias),
             config,
             self.ops,
         )
@@ -440,8 +489,9 @@ class ModelBuilder:
         """names: of gate, up and down; or of the one that holds gate and up, and of down."""
         *rises, down = names
         gate = activation_of(activation, GATES)
-        gate_up = self.column_parallel(rises, hidden, ((width, 1), (width, 1)), bias=bias)
-        return GatedMLP(gate_up, self.row_parallel(down, (width, 1), hidden, bias=bias), gate)
+        inner = self.width(width, rises[0])
+        gate_up = self.column_parallel(rises, hidden, (inner, inner), bias=bias)
+        return GatedMLP(gate_up, self.row_parallel(down, inner, hidden, bias=bias), gate)
 
     def experts(
         self,
@@ -458,14 +508,16 @@ class ModelBuilder:
             names = names._replace(matrices=names.apart, transposed=False, interleaved=False)
         act, biased, across = expert_gate(activation, mixture), mixture.biased, names.transposed
         width = mixture.latent or hidden
-        cut, whole = shard_of(mixture.width, self.parallel, "expert width"), slice(0, width)
-        *rising, falling = (
-            [self._matrix_name(name, e, names) for e in range(mixture.num_experts)] for name in names.matrices
-        )
+        spread = self.expert_parallel and self.parallel.size > 1
+        own, cut = self._expert_shard(mixture, spread)
+        whole = slice(0, width)
+        every = [[self._matrix_name(name, e, names) for e in range(mixture.num_experts)] for name in names.matrices]
+        self.elsewhere.update(name for matrix in every for name in (*matrix[: own.start], *matrix[own.stop :]))
+        *rising, falling = (matrix[own] for matrix in every)
         rises = expert_rises(rising, mixture, cut)
         falls = [(MatrixPart(n, width, whole),) for n in falling]
         experts: Experts
-        first = self.parallel.rank == 0
+        first = spread or self.parallel.rank == 0
         build, format = copy(self), self.format
         if isinstance(format, StoredFormat) and not (format.keeps(rises, whole) and format.keeps(falls, cut)):
             build.format = format.plain
@@ -491,7 +543,7 @@ class ModelBuilder:
         if mixture.latent:
             into, back = names.latent
             latent = self.dense(into, hidden, width, bias=bias), self.dense(back, width, hidden, bias=bias)
-        return MoE(router, experts, mixture, self.parallel, self.ops, shared, latent)
+        return MoE(router, experts, mixture, self.parallel, self.ops, shared, latent, own if spread else None)
 
     def _shared_mlp(
         self, hidden: int, mixture: MoEConfig, activation: str, names: ExpertNames, bias: bool
@@ -500,6 +552,19 @@ class ModelBuilder:
             return self.gated_mlp(hidden, mixture.shared, activation, bias=bias, names=names.shared)
         up, down = names.shared
         return self.mlp(up, down, hidden, mixture.shared, activation, bias=bias)
+
+    def _expert_shard(self, mixture: MoEConfig, spread: bool) -> tuple[slice, slice]:
+        """The experts of this rank, and the part of their width that it has: of all a part, or some as a whole. Raises
+        InvalidModel where there are fewer than ranks."""
+        if not spread:
+            units, unit = self.width(mixture.width, "experts")
+            return slice(0, mixture.num_experts), shard_of(units, self.parallel, "expert width", unit)
+        if mixture.num_experts < self.parallel.size:
+            raise InvalidModel(
+                f"{self.prefix}experts: {mixture.num_experts} experts cannot be spread over {self.parallel.size} "
+                "ranks: leave out --enable-expert-parallel"
+            )
+        return shard_of(mixture.num_experts, self.parallel, "experts"), slice(0, mixture.width)
 
     def _matrix_name(self, name: str, expert: int, names: ExpertNames) -> str:
         """The name of an expert's matrix; one without # is noted as that of a tensor for all experts."""
@@ -570,8 +635,9 @@ class ModelBuilder:
                 "xielu": xielu,
             },
         )
-        rise = self.column_parallel((up,), hidden, ((width, 1),), bias=bias, transposed=transposed)
-        return MLP(rise, self.row_parallel(down, (width, 1), hidden, bias=bias, transposed=transposed), act)
+        inner = self.width(width, up)
+        rise = self.column_parallel((up,), hidden, (inner,), bias=bias, transposed=transposed)
+        return MLP(rise, self.row_parallel(down, inner, hidden, bias=bias, transposed=transposed), act)
 
     def _xielu(self) -> Callable[[Tensor], Tensor]:
         """The activation with numbers of its own."""

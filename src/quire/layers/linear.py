@@ -5,6 +5,8 @@ Without tensor parallelism the group has one rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,32 +16,53 @@ from quire.ops.base import Gate
 
 
 class ParallelGroup:
-    """A tensor-parallel group (Shoeybi et al. 2019), `rank` being from 0 to `size` - 1. This one has one rank."""
+    """A tensor-parallel group (Shoeybi et al. 2019), `rank` being from 0 to `size` - 1. This one has one rank: what is
+    communicated is what was given. Others are in `layers.distributed`. Every rank makes the same calls in one order.
+    """
 
     rank: int = 0
     size: int = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, on every rank."""
+        """The sum of every rank's x, on every rank, of the same bits."""
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's x side by side along the last dimension, in rank order."""
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """Every rank's x side by side along the last dimension, in rank order. widths: each rank's last dimension."""
         return x
+
+    def smallest(self, value: int) -> int:
+        """The least of every rank's value."""
+        return value
+
+
+ONE_RANK = ParallelGroup()
+"""The group of layers that every rank computes as a whole."""
 
 
 def shard_of(count: int, parallel: ParallelGroup, what: str, unit: int = 1) -> slice:
-    """This rank's part of `count` things of `unit` rows each.
+    """This rank's part of `count` things of `unit` rows each: consecutive ones, and of no rank more than one above
+    another's.
 
-    Where there are fewer things than ranks (K/V heads), several ranks hold the same one. Raises InvalidModel when
-    neither number divides the other.
+    Where there are fewer things than ranks (K/V heads), several ranks hold the same one. Raises InvalidModel when they
+    cannot be shared out evenly then.
     """
-    size = parallel.size
-    if count % size and size % count:
-        raise InvalidModel(f"{count} {what} cannot be divided among {size} devices: use a divisor of {count}")
-    each = max(1, count // size)
-    first = parallel.rank * count // size
-    return slice(first * unit, (first + each) * unit)
+    rank, size = parallel.rank, parallel.size
+    if count < size and size % count:
+        raise InvalidModel(f"{count} {what} cannot be divided among {size} ranks: use a divisor or a multiple of it")
+    first, last = rank * count // size, (rank + 1) * count // size
+    return slice(first * unit, max(last, first + 1) * unit)
+
+
+def widths_of(count: int, size: int) -> tuple[int, ...]:
+    """What each of `size` ranks has of `count` things, by `shard_of`."""
+    return tuple((rank + 1) * count // size - rank * count // size for rank in range(size))
+
+
+def heads_divide(heads: int, kv_heads: int, size: int) -> bool:
+    """Whether each of `size` ranks has as many heads of queries as others, and those of K/V that they read. Where not,
+    every rank computes all heads. kv_heads: 0 where K/V of another layer is read."""
+    return heads % size == 0 and (not kv_heads or kv_heads % size == 0 or size % kv_heads == 0)
 
 
 class ColumnParallelLinear:
@@ -67,15 +90,22 @@ class RowParallelLinear:
 class LMHead:
     """The output embedding, divided by outputs: hidden states to logits, whole on every rank.
 
-    Logits are multiplied by `scale`; then soft_cap c above 0 makes them c * tanh(logit / c), in float32.
+    Logits are multiplied by `scale`; then soft_cap c above 0 makes them c * tanh(logit / c), in float32. widths: of
+    each rank's part of the vocabulary.
     """
 
     def __init__(
-        self, stored: WeightStorage, parallel: ParallelGroup, soft_cap: float = 0.0, scale: float = 1.0
+        self,
+        stored: WeightStorage,
+        parallel: ParallelGroup,
+        widths: Sequence[int],
+        soft_cap: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
         self.apply, self.all_gather, self.soft_cap, self.scale = stored.apply, parallel.all_gather, soft_cap, scale
+        self.widths = tuple(widths)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, V] in the dtype of the product; the sampler converts them to float32."""
-        logits = self.all_gather(self.apply(hidden if self.scale == 1.0 else hidden * self.scale))
+        logits = self.all_gather(self.apply(hidden if self.scale == 1.0 else hidden * self.scale), self.widths)
         return logits if not self.soft_cap else torch.tanh(logits.float() / self.soft_cap) * self.soft_cap

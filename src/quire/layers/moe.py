@@ -194,7 +194,10 @@ class SharedExpert(NamedTuple):
 
 
 class MoE:
-    """router [hidden -> E], experts, and the expert that tokens share, if any."""
+    """router [hidden -> E], experts, and the expert that tokens share, if any.
+
+    own: the experts of this rank, where ranks have whole ones; None where each has a part of every expert.
+    """
 
     def __init__(
         self,
@@ -205,15 +208,17 @@ class MoE:
         ops: Ops,
         shared: SharedExpert | None = None,
         latent: tuple[WeightStorage, WeightStorage] | None = None,
+        own: slice | None = None,
     ) -> None:
-        """latent: matrices to and from what experts read, see `MoEConfig`."""
+        """latent: matrices to and from what experts read, see `MoEConfig`. own: this rank's experts; None: all."""
+        self.own = own
         self.router, self.experts, self.config, self.ops, self.shared = router, experts, mixture, ops, shared
         self.latent = latent
         self.all_reduce = parallel.all_reduce
 
     def __call__(self, x: Tensor, batch: RaggedBatch | None = None, asked: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`. asked: what the router reads instead of x."""
-        routing = self._route(x if asked is None else asked, batch)
+        routing = self._owned(self._route(x if asked is None else asked, batch))
         read = x if self.latent is None else self.latent[0].apply(x)
         routed = self._weighed(read, routing) if self.config.weighs_inputs else self.experts(read, routing)
         routed = self.all_reduce(routed)
@@ -235,6 +240,14 @@ class MoE:
         # Padding has expert -1; and where launches are only recorded, nothing has written the numbers.
         experts = routing.experts.clamp(0, len(gains) - 1)
         return routing._replace(weights=routing.weights * gains[experts])
+
+    def _owned(self, routing: Routing) -> Routing:
+        """The routing to this rank's experts, numbered from 0: others are none, as padding is."""
+        if self.own is None:
+            return routing
+        inside = (routing.experts >= self.own.start) & (routing.experts < self.own.stop)
+        experts = torch.where(inside, routing.experts - self.own.start, -1)
+        return routing._replace(experts=experts, weights=torch.where(inside, routing.weights, 0.0))
 
     def _weighed(self, x: Tensor, routing: Routing) -> Tensor:
         """What experts make of x times their weights: each slot (a token and one of its experts) as a token."""

@@ -75,7 +75,7 @@ class Bert:
         body.ignore("embeddings.position_ids", "embeddings.token_type_ids")
         self.embedding = body.embedding("embeddings.word_embeddings", spec.vocab, spec.hidden)
         self.first_position = spec.first_position
-        self.positions = self.make_positions(body)
+        self.positions = self.make_positions(body.replicated())
         self.segments = self.make_segments(body)
         self.norm = body.norm_layer(body.layer_norm("embeddings.LayerNorm", spec.hidden, spec.norm_eps))
         self.rotary = body.rotary(spec.rope)
@@ -93,7 +93,7 @@ class Bert:
 
     def make_segments(self, body: ModelBuilder) -> AnyEmbedding | None:
         """Embeddings of token types; None without any."""
-        return body.embedding("embeddings.token_type_embeddings", self.spec.token_types, self.spec.hidden)
+        return body.replicated().embedding("embeddings.token_type_embeddings", self.spec.token_types, self.spec.hidden)
 
     def make_classifier(self, build: ModelBuilder, body: ModelBuilder) -> Classify:
         """The classifier: the pooler's layer, tanh, and a matrix."""

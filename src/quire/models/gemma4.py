@@ -52,7 +52,7 @@ class LayerInput:
     """What a layer adds of its tokens' own inputs [T, n]: they are gated by the stream, and projected."""
 
     def __init__(self, build: ModelBuilder, spec: ModelSpec) -> None:
-        width, self.ops = spec.layer_inputs, build.ops
+        width, self.ops, build = spec.layer_inputs, build.ops, build.replicated()
         self.gate = build.column_parallel(("per_layer_input_gate",), spec.hidden, ((width, 1),))
         self.projection = build.row_parallel("per_layer_projection", (width, 1), spec.hidden)
 
@@ -109,15 +109,14 @@ class Gemma4(Gemma):
     )
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
-        if spec.layer_inputs and build.parallel.size > 1:
-            raise InvalidModel(f"{spec.architecture}: the inputs of layers cannot be divided among ranks")
         self.layers = list[Gemma4Block]()
         super().__init__(spec, build)
         body, width = build.scope("model"), spec.layer_inputs
         if width:
             whole = spec.layers * width
             self.inputs = body.embedding("embed_tokens_per_layer", spec.vocab, whole, scale=width**0.5)
-            self.projection = body.column_parallel(("per_layer_model_projection",), spec.hidden, ((whole, 1),))
+            names = ("per_layer_model_projection",)
+            self.projection = body.replicated().column_parallel(names, spec.hidden, ((whole, 1),))
             self.input_norm = body.rms_norm("per_layer_projection_norm", width, spec.norm_eps)
 
     def make_block(self, build: ModelBuilder, index: int) -> Block:
@@ -144,6 +143,7 @@ class Gemma4(Gemma):
             # Published checkpoints hold them, and nothing reads them.
             scope.ignore("k_proj.*", "v_proj.*", "k_norm.*")
         kv, dim = spec.layer_heads[index]
+        scope = scope.for_heads(spec.heads, kv)
         heads = Heads(count=spec.heads, kv=0 if reads else kv, dim=dim, scale=spec.scale, window=spec.windows[index])
         q = scope.rms_norm("q_norm", dim, spec.norm_eps)
         k = q if reads else scope.rms_norm("k_norm", dim, spec.norm_eps)

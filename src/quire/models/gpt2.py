@@ -53,7 +53,7 @@ class GPT2:
         body = build.scope("transformer")
         body.ignore("h.*.attn.bias", "h.*.attn.masked_bias")
         self.embedding = body.embedding("wte", spec.vocab, spec.hidden)
-        self.positions = body.embedding("wpe", spec.context, spec.hidden)
+        self.positions = body.replicated().embedding("wpe", spec.context, spec.hidden)
         self.no_rope = body.rotary(spec.rope)
         self.blocks = [Block(spec, body.scope(f"h.{i}")) for i in range(spec.layers)]
         self.norm = build.norm_layer(body.layer_norm("ln_f", spec.hidden, spec.norm_eps))

@@ -12,7 +12,6 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from quire.errors import InvalidModel
 from quire.layers.basic import Attention, Heads, NormLayer
 from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.layers.delta import GatedDelta
@@ -143,6 +142,8 @@ class Llama:
     def make_attention(self, build: ModelBuilder, index: int) -> Mixer:
         """`self_attn` of layer `index`."""
         spec, scope = self.spec, build.scope(self.attention_name)
+        # A norm of all heads at once needs all of them.
+        scope = scope.replicated() if spec.qk_norm == "together" else scope
         heads = Heads(
             count=spec.heads,
             kv=spec.kv_heads,
@@ -166,10 +167,8 @@ class Llama:
         )
 
     def make_qk_norms(self, build: ModelBuilder) -> Norms:
-        """The norms of q and k. Raises InvalidModel with several ranks, whose shares would each be normed alone."""
+        """The norms of q and k."""
         spec, together = self.spec, self.spec.qk_norm == "together"
-        if together and build.parallel.size > 1:
-            raise InvalidModel(f"{spec.architecture}: norms of whole projections cannot be divided among ranks")
         sizes = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim) if together else (spec.head_dim,) * 2
         q, k = (
             build.rms_norm(name, size, spec.norm_eps, shift=spec.norm_shift)

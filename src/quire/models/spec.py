@@ -11,6 +11,7 @@ from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, RopeConfig
 from quire.layers.delta import DeltaConfig
 from quire.layers.latent import LatentConfig
+from quire.layers.linear import heads_divide
 from quire.layers.mamba import MambaConfig
 from quire.layers.moe import MoEConfig
 from quire.layers.vision import VisionConfig
@@ -48,7 +49,7 @@ class ModelSpec:
     classifier_pooling: which hidden states the classifier reads: cls, mean or last.
     draft_layers: layers for multi-token prediction to be loaded, see `models/mtp.py`.
     dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids. vision: its encoder of
-    images; None where it has none, or is to be used without.
+    images; None where it has none, or is to be used without. ranks: among how many layers are divided.
     """
 
     architecture: str
@@ -100,6 +101,7 @@ class ModelSpec:
     dtype: str = ""
     stop: tuple[int, ...] = ()
     vision: VisionConfig | None = None
+    ranks: int = 1
 
     def for_length(self, length: int | None) -> ModelSpec:
         """The same for sequences of at most `length` tokens, None for its context: LongRoPE has other factors for short
@@ -132,14 +134,23 @@ class ModelSpec:
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """Per layer that stores K/V: its shape, of the whole model. One layer's serves all where attention is
+        """Per layer that stores K/V: its shape, of one of `ranks`. One layer's serves all where attention is
         bidirectional: it is read in the layer that writes it, and never again."""
-        if self.bidirectional:
-            return (KVShape(self.kv_heads, self.head_dim, self.head_dim),)
         if self.latent is not None:
             return (KVShape(1, self.latent.rotated, self.latent.latents),) * self.layers
-        own = self.each_heads[: self.layers - self.shared_kv]
-        return tuple(KVShape(0 if i in self.recurrent else heads, dim, dim) for i, (heads, dim) in enumerate(own))
+        layers = 1 if self.bidirectional else self.layers - self.shared_kv
+        own = self.each_heads[:layers]
+        return tuple(
+            KVShape(0 if i in self.recurrent else self._rank_heads(heads), dim, dim)
+            for i, (heads, dim) in enumerate(own)
+        )
+
+    def _rank_heads(self, kv_heads: int) -> int:
+        """K/V heads of a layer that one of `ranks` has."""
+        if not kv_heads:
+            return 0
+        divided = self.qk_norm != "together" and heads_divide(self.heads, kv_heads, self.ranks)
+        return max(1, kv_heads // self.ranks) if divided else kv_heads
 
     @property
     def last_attention(self) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
-from quire.layers.linear import ParallelGroup
+from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.layers.quantization.base import Format, Plain, WeightSlot
 from quire.layers.quantization.gguf import GgufFormat, OnlineBlocks, StoredBlocks, Tables, no_table
 from quire.layers.quantization.packed import SMALL, Panels, packed_if_large
@@ -76,6 +76,7 @@ def load_model(
     words: tuple[int, int] | None = None,
     vision: bool = False,
     mtp: bool = False,
+    expert_parallel: bool = False,
 ) -> Model:
     """The model in `folder`, ready to run.
 
@@ -87,22 +88,22 @@ def load_model(
     as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. pools: without the language
     model's head. overrides: fields in place of config.json's. words: token ids of no and yes, whose logits' difference
     is the classifier. vision: with the encoder of images, if there is one. mtp: with the layer for multi-token
-    prediction. Raises InvalidModel, in one line, for what cannot be loaded.
+    prediction. parallel: of whose ranks this one loads its part. expert_parallel: see `ModelBuilder`. Raises
+    InvalidModel, in one line, for what cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
     config = {**read_config(folder), **overrides} | ({} if words is None else {"num_labels": 1, "id2label": None})
     spec = read_spec(config, pools=pools, mtp=mtp).for_length(max_model_len)
-    spec = spec if vision else replace(spec, vision=None)
+    parallel = parallel or ONE_RANK
+    spec = replace(spec, vision=spec.vision if vision else None, ranks=parallel.size)
     checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
     number = choose_dtype(dtype, spec, checkpoint, device, packed=ops.multiplies_integers)
     plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
     format = choose_format(config, quantization, plain, entries)
-    build = ModelBuilder(
-        ops=ops, parallel=parallel or ParallelGroup(), dtype=number, device=device, format=format, tables=tables
-    )
-    build.modules = modules_of(entries)
-    build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
+    how: dict[str, Any] = {"dtype": number, "device": device, "format": format, "tables": tables}
+    build = ModelBuilder(ops=ops, parallel=parallel, expert_parallel=expert_parallel, **how)
+    expect_tensors(build, entries)
     with torch.inference_mode():
         model = allocated(spec, build, folder.name)
         check_room(build, folder.name, room)
@@ -117,6 +118,12 @@ def load_model(
         if canary and any(stored.quantized is not None for stored in build.matrices):
             canary.check(model, build.matrices, device, reference)
     return model
+
+
+def expect_tensors(build: ModelBuilder, entries: Mapping[str, TensorEntry]) -> None:
+    """Note what the checkpoint holds, and which of its tensors are not needed."""
+    build.modules = modules_of(entries)
+    build.ignore(*(IGNORED_TENSORS if isinstance(build.format, CheckpointFormat) else ()))
 
 
 def allocated(spec: ModelSpec, build: ModelBuilder, name: str) -> Model:
@@ -144,14 +151,14 @@ def build_outline(
     quantization: str,
     dtype: torch.dtype,
     entries: Mapping[str, TensorEntry],
+    parallel: ParallelGroup = ONE_RANK,
+    expert_parallel: bool = False,
 ) -> ModelBuilder:
-    """The builder of a model that takes no memory. entries: see `CheckpointFormat`."""
+    """The builder of a model, or a rank's part of it, that takes no memory. entries: see `CheckpointFormat`."""
     format = choose_format(config, quantization, Plain, entries)
-    build = ModelBuilder(
-        ops=ReferenceOps(), parallel=ParallelGroup(), dtype=dtype, device=torch.device("meta"), format=format
-    )
-    build.modules = modules_of(entries)
-    build.ignore(*(IGNORED_TENSORS if isinstance(format, CheckpointFormat) else ()))
+    how: dict[str, Any] = {"dtype": dtype, "device": torch.device("meta"), "format": format}
+    build = ModelBuilder(ops=ReferenceOps(), parallel=parallel, expert_parallel=expert_parallel, **how)
+    expect_tensors(build, entries)
     build_model(spec, build)
     return build
 
@@ -320,8 +327,8 @@ def renamed(name: str, renames: Mapping[str, str]) -> str:
 
 
 def ignored(build: ModelBuilder, name: str) -> bool:
-    """Whether the model needs no tensor of this name."""
-    return any(fnmatchcase(name, pattern) for pattern in build.ignored)
+    """Whether this rank needs no tensor of this name."""
+    return name.rpartition(".")[0] in build.elsewhere or any(fnmatchcase(name, pattern) for pattern in build.ignored)
 
 
 def match(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -> None:
@@ -353,7 +360,7 @@ def short(dtype: torch.dtype) -> str:
 
 def random_init(build: ModelBuilder, seed: int, progress: Progress) -> None:
     """Fill every slot with random numbers: one pool, tiled from a different start each time, at memory speed."""
-    places = [place for places in build.slots.values() for place in places if place.target.numel()]
+    places = [place for places in build.slots.values() for place in places]
     total = sum(place.target.nbytes for place in places)
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(POOL, generator=generator).repeat(2).to(build.device)
@@ -361,6 +368,8 @@ def random_init(build: ModelBuilder, seed: int, progress: Progress) -> None:
     done = 0
     progress(done, total)
     for place, start in zip(places, starts, strict=True):
+        if not place.target.numel():
+            continue
         place.fill(partial(fill_random, place, pool=pool, start=start))
         done += place.target.nbytes
         progress(done, total)

@@ -103,6 +103,11 @@ class CheckpointFormat:
             raise InvalidModel(f"some of {names} are quantized and some not: they are multiplied as one, and cannot be")
         return self.scheme.layout.store(matrix, ops)
 
+    @property
+    def unit(self) -> int:
+        """See `StoredFormat`."""
+        return self.scheme.layout.unit
+
     def keeps(self, experts: Sequence[Sequence[MatrixPart]], cut: slice) -> bool:
         """See `StoredFormat`."""
         return not all(self._plain(part.name, False) for parts in experts for part in parts)

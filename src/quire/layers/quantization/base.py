@@ -147,7 +147,11 @@ class WeightStorage(Protocol):
 
 
 class Layout(Protocol):
-    """How a checkpoint stores a quantized matrix."""
+    """How a checkpoint stores a quantized matrix. unit: columns, and rows, that a rank's part has a multiple of."""
+
+    @property
+    def unit(self) -> int:
+        """See above."""
 
     def store(self, matrix: Matrix, ops: Ops) -> WeightStorage:
         """The storage of a matrix in this layout. Raises InvalidModel for a matrix that it cannot hold."""
@@ -207,9 +211,13 @@ Format = Callable[[Matrix, Ops, Tensor | None], WeightStorage]
 
 @runtime_checkable
 class StoredFormat(Protocol):
-    """A format that keeps matrices as a checkpoint stores them, and others in `plain`."""
+    """A format that keeps matrices as a checkpoint stores them, and others in `plain`. unit: see `Layout`."""
 
     plain: Format
+
+    @property
+    def unit(self) -> int:
+        """See above."""
 
     def keeps(self, experts: Sequence[Sequence[MatrixPart]], cut: slice) -> bool:
         """Whether matrices of experts, each of these parts, are kept as stored; columns `cut` of them are needed."""

@@ -197,6 +197,11 @@ class GgufFormat:
         kinds = self.kinds(matrix.parts, matrix.shard)
         return GgufStorage(matrix, ops, kinds, self.spare) if kinds and not matrix.transposed else None
 
+    @property
+    def unit(self) -> int:
+        """See `StoredFormat`: the largest block of numbers."""
+        return max((kind.block for kind in self.blocks.values()), default=1)
+
     def keeps(self, experts: Sequence[Sequence[MatrixPart]], cut: slice) -> bool:
         """Whether matrices of experts, each of these parts, are stored in blocks of one type, as their kernels want."""
         kinds = [self.kinds(parts, cut) for parts in experts]

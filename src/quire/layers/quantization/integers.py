@@ -5,6 +5,7 @@ AWQ, GPTQ and compressed-tensors lay them out in their own ways; all are convert
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ from quire.errors import InvalidModel
 from quire.layers.quantization.base import Matrix, MatrixPart, QuantizedWeight, WeightSlot, bias_of, bias_slots
 from quire.layers.quantization.scaled import check_aligned, check_scale, unpack
 from quire.ops.base import Gate, Ops, QuantizedMatrix
+from quire.types import UNLIMITED
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ's kernels want the eight numbers of an int32: number i lies at place AWQ_ORDER[i]."""
@@ -41,6 +43,11 @@ class IntegerScheme:
     def each(self) -> int:
         """Numbers in an int32."""
         return 32 // self.bits
+
+    @property
+    def unit(self) -> int:
+        """See `Layout`: groups stay whole."""
+        return self.each if self.group == UNLIMITED else math.lcm(self.each, self.group)
 
     def store(self, matrix: Matrix, ops: Ops) -> IntegerStorage:
         """See `Layout`."""

@@ -27,6 +27,8 @@ class Mxfp4Scheme:
     """Stored as weight_packed, uint8 [out, in / 2], the even column's number in the low bits, and weight_scale, uint8
     [out, in / 32], e for 2^(e - 127)."""
 
+    unit = GROUP
+
     def store(self, matrix: Matrix, ops: Ops) -> Mxfp4Storage:
         """See `Layout`."""
         return Mxfp4Storage(matrix, ops)

@@ -40,6 +40,11 @@ class ScaleScheme:
     packed: bool = False
     activations: bool = False
 
+    @property
+    def unit(self) -> int:
+        """See `Layout`: blocks of scales stay whole."""
+        return max((size for size in self.block if size != UNLIMITED), default=1) if max(self.block) > 1 else 4
+
     def store(self, matrix: Matrix, ops: Ops) -> ScaledStorage:
         """See `Layout`."""
         return ScaledStorage(matrix, ops, self)

@@ -1,0 +1,72 @@
+"""One rank of a tensor-parallel executor: `python -m quire.assembly.rank_child FD`, with a socket from the engine."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quire import heap
+from quire.assembly.ranks import build_rank, device_of
+from quire.errors import QuireError
+from quire.executors.rank_loop import RankLink, RankLoop
+from quire.executors.ranks import BuildRank, RankReady, RankRefused
+
+PR_SET_PDEATHSIG = 1
+START_TIMEOUT = timedelta(hours=1)
+"""Within which ranks meet: while they load weights, one may be much slower. The engine knows whether they live."""
+
+
+def main() -> None:
+    """Build this rank's part of the model, then run plans until the engine closes the socket or ends."""
+    parent = os.getppid()
+    link = RankLink(socket.socket(fileno=int(sys.argv[1])))
+    asked = link.first()
+    if asked.dies_with_parent:
+        die_with(parent)
+    if asked.rank:
+        logging.disable(logging.WARNING)  # rank 0 says the same
+    try:
+        join(asked)
+        built = build_rank(asked.settings)
+    except QuireError as error:
+        link.send(RankRefused(type(error).__name__, str(error)))
+        os._exit(2)
+    heap.settled()
+    link.send(RankReady(built.executor.describe(), built.limits._asdict(), built.static_gauges))
+    RankLoop(built.executor, link, answers=asked.rank == 0).run()
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the thread that started this process ends, even while stopped. On Linux; elsewhere the closed
+    socket ends it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def join(asked: BuildRank) -> None:
+    """Meet the other ranks."""
+    cuda = device_of(asked.settings).type == "cuda"
+    if cuda:
+        torch.cuda.set_device(asked.rank)
+    listener: dict[str, Any] = {} if asked.listener is None else {"master_listen_fd": asked.listener}
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", asked.port, is_master=asked.rank == 0, wait_for_workers=False, timeout=START_TIMEOUT, **listener
+    )
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=store, rank=asked.rank, world_size=asked.size, timeout=START_TIMEOUT
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The process of one rank: plans in, and from rank 0 results out. The other side is `executors.ranks`."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+from quire.engine.executor import Executor, ImageExecutor, StepHandle
+from quire.engine.protocol import FrameReader, encode_frame
+from quire.errors import StepFailed
+from quire.executors.ranks import (
+    NO_SPANS,
+    BuildRank,
+    FromRank,
+    HandMasks,
+    Launch,
+    LoadImage,
+    Ping,
+    Pong,
+    Reset,
+    StepDone,
+    StepError,
+    ToRank,
+)
+from quire.scheduler.plan import Span
+
+
+class RankLink:
+    """The socket to the engine, read by a thread of its own, which answers pings whatever the rank computes.
+
+    ended: called when the engine has closed it. It must not return: a rank may wait for others for ever.
+    """
+
+    def __init__(self, sock: socket.socket, ended: Callable[[], None] = lambda: os._exit(0)) -> None:
+        self.inbox: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
+        self._sock, self._ended, self._lock = sock, ended, threading.Lock()
+        threading.Thread(target=self._read, name="rank-link", daemon=True).start()
+
+    def _read(self) -> None:
+        frames = FrameReader(ToRank)
+        try:
+            self.send(Pong())
+            while data := self._sock.recv(1 << 20):
+                for message in frames.feed(data):
+                    if isinstance(message, Ping):
+                        self.send(Pong())
+                    else:
+                        self.inbox.put(message)
+        except OSError:
+            pass  # the engine is gone
+        finally:
+            self._ended()
+
+    def send(self, message: FromRank) -> None:
+        """To the engine."""
+        frame = encode_frame(message)
+        with self._lock:
+            self._sock.sendall(frame)
+
+    def first(self) -> BuildRank:
+        """What the rank is to be."""
+        message = self.inbox.get()
+        assert isinstance(message, BuildRank)
+        return message
+
+
+class Running(NamedTuple):
+    """A launched step. handle: or why it could not be launched."""
+
+    step: int
+    handle: StepHandle | str
+
+
+class RankLoop:
+    """Runs an executor by the engine's messages, until the engine closes the link.
+
+    All messages that have arrived are handled before a result is waited for, so that as many steps as the engine sends
+    ahead are launched. answers: whether results are sent, as rank 0 does; failures always are.
+    """
+
+    def __init__(self, executor: Executor, link: RankLink, *, answers: bool) -> None:
+        self.executor, self.link, self.answers = executor, link, answers
+        self.epoch = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.spans: tuple[Span, ...] = NO_SPANS
+        self.inflight: deque[Running] = deque()
+        self.unmasked: set[int] = set()
+
+    def run(self) -> None:
+        """Does not return: `RankLink` ends the process."""
+        while True:
+            due = bool(self.inflight) and self.inflight[0].step not in self.unmasked
+            try:
+                message = self.link.inbox.get(block=not due)
+            except queue.Empty:
+                self._answer()
+                continue
+            self._handle(message)
+
+    def _handle(self, message: ToRank) -> None:
+        if isinstance(message, Launch):
+            self._launch(message)
+        elif isinstance(message, HandMasks):
+            self._sample(message)
+        elif isinstance(message, LoadImage):
+            cast(ImageExecutor, self.executor).load_image(message.number, message.image)
+        elif isinstance(message, Reset):
+            self.executor.reset()
+            self._forget()
+            self.epoch = message.epoch
+
+    def _launch(self, message: Launch) -> None:
+        while self.inflight and self.inflight[0].step < message.num_received:
+            self._answer()
+        plan = message.plan._replace(spans=self.spans) if message.same_spans else message.plan
+        self.spans = plan.spans
+        try:
+            handle: StepHandle | str = self.executor.launch(plan)
+        except Exception as error:  # the engine finds out whose fault it is
+            handle = reason(error)
+        self.inflight.append(Running(message.step, handle))
+        if plan.masked_spans and not isinstance(handle, str):
+            self.unmasked.add(message.step)
+
+    def _sample(self, message: HandMasks) -> None:
+        for place, (step, handle) in enumerate(self.inflight):
+            if step == message.step and not isinstance(handle, str):
+                self.unmasked.discard(step)
+                try:
+                    handle.sample(message.masks)
+                except Exception as error:
+                    self.inflight[place] = Running(step, reason(error))
+
+    def _answer(self) -> None:
+        step, handle = self.inflight.popleft()
+        if isinstance(handle, str):
+            self.link.send(StepError(self.epoch, step, handle))
+            return
+        try:
+            result = handle.result()
+        except Exception as error:
+            self.link.send(StepError(self.epoch, step, reason(error)))
+            return
+        if self.answers:
+            self.link.send(StepDone(self.epoch, step, result))
+
+
+def reason(error: Exception) -> str:
+    """Why a step failed, in one line."""
+    words = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
+    return " ".join(words.split())

@@ -1,0 +1,412 @@
+"""Tensor parallelism: one process for each rank, which all run every plan. The engine's side; no torch.
+
+A plan goes to every rank over a socket of its own, and the result comes back from rank 0. Whatever ends a rank closes
+its socket, and no memory is shared that would have to be cleaned up. A rank that is gone, silent, or alone in
+failing a step takes the others with it: they wait for it in the middle of a sum. All are killed then, and the next step
+starts new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quire import errors
+from quire.engine.executor import Description
+from quire.engine.protocol import FrameReader, encode_frame
+from quire.errors import QuireError, RankLost, StepFailed
+from quire.scheduler.plan import Mask, Plan, Result, Span
+from quire.types import PromptImage
+
+PING_INTERVAL = 1.0
+"""Seconds after which a rank that has sent nothing is asked whether it is there, while a result is waited for."""
+
+SILENCE = 6.0
+"""Seconds without an answer after which a rank counts as hung. A thread answers, whatever the rank computes."""
+
+AGREE = 1.0
+"""Seconds within which all ranks fail a step, if its request is to blame and not a rank."""
+
+CONNECT = 180.0
+"""Seconds within which a new process must say something: it imports torch first."""
+
+
+class BuildRank(msgspec.Struct, tag=True, frozen=True):
+    """The first message to a rank. settings: by option name. port: of the store by which ranks find each other, on the
+    loopback address; rank 0 listens on descriptor `listener`. dies_with_parent: when the thread that started it
+    ends."""
+
+    settings: dict[str, Any]
+    rank: int
+    size: int
+    port: int
+    dies_with_parent: bool
+    listener: int | None = None
+
+
+class Launch(msgspec.Struct, tag=True, frozen=True):
+    """Run a plan. same_spans: its spans are the object that the plan before had, and are not sent. num_received: steps
+    whose results the engine has, so that their blocks may be in use again: every rank must be past them."""
+
+    epoch: int
+    step: int
+    plan: Plan
+    same_spans: bool
+    num_received: int
+
+
+class HandMasks(msgspec.Struct, tag=True, frozen=True):
+    """The masks of a launched step."""
+
+    epoch: int
+    step: int
+    masks: Sequence[Sequence[Mask]]
+
+
+class LoadImage(msgspec.Struct, tag=True, frozen=True):
+    """See `ImageExecutor.load_image`."""
+
+    number: int
+    image: PromptImage
+
+
+class Reset(msgspec.Struct, tag=True, frozen=True):
+    """Forget rows and steps; what follows is of this epoch."""
+
+    epoch: int
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Answer with a Pong."""
+
+
+class Pong(msgspec.Struct, tag=True, frozen=True):
+    """The process runs."""
+
+
+class RankReady(msgspec.Struct, tag=True, frozen=True):
+    """The rank's executor is built. limits: `assembly.limits.Limits`. gauges: see `BuiltExecutor`."""
+
+    about: Description
+    limits: dict[str, int]
+    gauges: dict[str, float]
+
+
+class RankRefused(msgspec.Struct, tag=True, frozen=True):
+    """The rank's executor cannot be built. kind: name of the error's class."""
+
+    kind: str
+    message: str
+
+
+class StepDone(msgspec.Struct, tag=True, frozen=True):
+    """What a step computed; only rank 0 says so."""
+
+    epoch: int
+    step: int
+    result: Result
+
+
+class StepError(msgspec.Struct, tag=True, frozen=True):
+    """Why this rank could not run a step."""
+
+    epoch: int
+    step: int
+    reason: str
+
+
+ToRank = BuildRank | Launch | HandMasks | LoadImage | Reset | Ping
+FromRank = Pong | RankReady | RankRefused | StepDone | StepError
+
+NO_SPANS: tuple[Span, ...] = ()
+
+
+class Rank:
+    """One process and its socket. heard: when it sent something last; 0: never."""
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self.process, self.sock = process, sock
+        self.frames = FrameReader(FromRank)
+        self.heard = self.asked = 0.0
+
+    def exit_code(self) -> str:
+        """How the process ended, in words."""
+        try:
+            code = self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+class Ranks:
+    """The processes of all ranks.
+
+    argv: the command that starts one; the number of an inherited socket is appended. environment: their variables.
+    lost: which rank was lost, if any. Raises what a rank raises while it builds its executor, or RankLost.
+    """
+
+    def __init__(self, argv: Sequence[str], settings: Mapping[str, Any], size: int, environment: Mapping[str, str]):
+        self.ranks: list[Rank] = []
+        self.lost: RankLost | None = None
+        self.selector = selectors.DefaultSelector()
+        self.inbox: deque[tuple[int, Any]] = deque()
+        self.ready: dict[int, RankReady] = {}
+        try:
+            self._spawn(argv, settings, size, environment)
+            self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _spawn(
+        self, argv: Sequence[str], settings: Mapping[str, Any], size: int, environment: Mapping[str, str]
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            for number in range(size):
+                here, there = socket.socketpair()
+                shared = [there.fileno()] + ([listener.fileno()] if number == 0 else [])
+                with there:
+                    process = subprocess.Popen(
+                        [*argv, str(there.fileno())],
+                        pass_fds=shared,
+                        stdin=subprocess.DEVNULL,
+                        env=dict(environment),
+                        start_new_session=True,  # Ctrl-C is for the engine, which ends them
+                    )
+                rank = Rank(process, here)
+                self.ranks.append(rank)
+                self.selector.register(here, selectors.EVENT_READ, number)
+                own = threading.current_thread() is threading.main_thread()
+                asked = BuildRank(dict(settings), number, size, port, own, listener.fileno() if number == 0 else None)
+                self._send(number, encode_frame(asked))
+
+    def _wait_until_ready(self) -> None:
+        began = time.monotonic()
+        while len(self.ready) < len(self.ranks):
+            self.poll(PING_INTERVAL)
+            while self.inbox:
+                number, message = self.inbox.popleft()
+                if isinstance(message, RankRefused):
+                    raise refused(message)
+                self.ready[number] = message
+            late = time.monotonic() - began > CONNECT
+            for number, rank in enumerate(self.ranks):
+                if not rank.heard and late:
+                    raise self._lost(number, f"said nothing for {CONNECT:.0f} s after it was started")
+            self.check_silence([number for number, rank in enumerate(self.ranks) if rank.heard])
+
+    def broadcast(self, message: ToRank) -> None:
+        """Send to every rank. Raises RankLost."""
+        frame = encode_frame(message)
+        for number in range(len(self.ranks)):
+            self._send(number, frame)
+
+    def _send(self, number: int, frame: bytes) -> None:
+        try:
+            self.ranks[number].sock.sendall(frame)
+        except OSError as error:
+            raise self._lost(number, self.ranks[number].exit_code()) from error
+
+    def poll(self, timeout: float) -> None:
+        """Read what arrives within `timeout` seconds into `inbox`. Raises RankLost for a rank that has ended."""
+        for key, _ in self.selector.select(timeout):
+            number, rank = key.data, self.ranks[key.data]
+            try:
+                data = rank.sock.recv(1 << 20)
+            except OSError:
+                data = b""
+            if not data:
+                raise self._lost(number, rank.exit_code())
+            rank.heard = time.monotonic()
+            for message in rank.frames.feed(data):
+                if not isinstance(message, Pong):
+                    self.inbox.append((number, message))
+
+    def check_silence(self, numbers: Sequence[int]) -> None:
+        """Ask these ranks whether they are there. Raises RankLost for one that has not answered for SILENCE."""
+        now = time.monotonic()
+        for number in numbers:
+            rank = self.ranks[number]
+            if rank.asked <= rank.heard:
+                if now - rank.heard >= PING_INTERVAL:
+                    rank.asked = now
+                    self._send(number, encode_frame(Ping()))
+            elif now - rank.asked > SILENCE:
+                raise self._lost(number, f"has not answered for {now - rank.asked:.1f} s")
+
+    def _lost(self, number: int, what: str) -> RankLost:
+        """The error for a rank without which the others cannot go on."""
+        pid = self.ranks[number].process.pid
+        self.lost = RankLost(f"rank {number} of {len(self.ranks)} (process {pid}) {what}")
+        return self.lost
+
+    def failed(self, number: int, reason: str) -> RankLost:
+        """The error for a rank that alone failed a step."""
+        return self._lost(number, f"could not run a step: {reason}")
+
+    def kill(self) -> None:
+        """End every process, also those that are stopped or wait for others."""
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                rank.process.kill()
+        for rank in self.ranks:
+            rank.process.wait()
+            rank.sock.close()
+        self.selector.close()
+
+
+def refused(message: RankRefused) -> QuireError:
+    """The error for which a rank could not be built."""
+    kind = getattr(errors, message.kind, None)
+    return (
+        kind(message.message) if isinstance(kind, type) and issubclass(kind, QuireError) else RankLost(message.message)
+    )
+
+
+class RankHandle(NamedTuple):
+    """A step that all ranks were sent: a `StepHandle`."""
+
+    executor: RankedExecutor
+    epoch: int
+    step: int
+
+    def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
+        """See `StepHandle`."""
+        # Not every sequence of masks is a list, which is what can be sent.
+        self.executor.send(HandMasks(self.epoch, self.step, [list(each) for each in masks]))
+
+    def is_done(self) -> bool:
+        """See `StepHandle`."""
+        return self.executor.has_result(self.epoch, self.step)
+
+    def result(self) -> Result:
+        """See `StepHandle`. Raises RankLost too."""
+        return self.executor.receive(self.epoch, self.step)
+
+
+class RankedExecutor:
+    """An `Executor` of one process a rank. start: starts the processes, at once and whenever they were lost."""
+
+    def __init__(self, start: Callable[[], Ranks]) -> None:
+        self._start = start
+        self._ranks: Ranks | None = start()
+        self.ready = self._ranks.ready[0]
+        self._epoch = self._step = self._num_received = 0
+        self._spans = NO_SPANS
+        self._results: dict[tuple[int, int], Result] = {}
+        self._errors: dict[tuple[int, int], dict[int, str]] = {}
+
+    def describe(self) -> Description:
+        """Rank 0's; all have as many blocks."""
+        return self.ready.about
+
+    def exit_fds(self) -> list[int]:
+        """Descriptors that become readable when a rank's process ends, for callers that wait; they close them."""
+        if self._ranks is None or sys.platform != "linux":
+            return []
+        return [os.pidfd_open(rank.process.pid) for rank in self._ranks.ranks]
+
+    def launch(self, plan: Plan) -> RankHandle:
+        """Send a plan to all ranks, which are started again if they were lost. Raises RankLost."""
+        if self._ranks is None:
+            self._ranks = self._start()
+            self._begin()
+        same = plan.spans is self._spans
+        sent = plan._replace(spans=NO_SPANS) if same else plan
+        self.send(Launch(self._epoch, self._step, sent, same, self._num_received))
+        handle = RankHandle(self, self._epoch, self._step)
+        self._spans, self._step = plan.spans, self._step + 1
+        return handle
+
+    def load_image(self, number: int, image: PromptImage) -> None:
+        """See `engine.executor.ImageExecutor`."""
+        self.send(LoadImage(number, image))
+
+    def send(self, message: ToRank) -> None:
+        """Send to all ranks. Raises RankLost."""
+        self._alive().broadcast(message)
+
+    def _alive(self) -> Ranks:
+        if self._ranks is None:
+            raise RankLost("the ranks were lost before this step")
+        if self._ranks.lost is not None:
+            raise self._ranks.lost
+        return self._ranks
+
+    def has_result(self, epoch: int, step: int) -> bool:
+        """Whether `receive` returns or raises at once."""
+        try:
+            self._read(0.0)
+        except RankLost:
+            return True
+        return (epoch, step) in self._results or any(self._errors)
+
+    def receive(self, epoch: int, step: int) -> Result:
+        """Rank 0's result. Raises StepFailed where every rank failed the step, and RankLost where only some did."""
+        key = epoch, step
+        while key not in self._results:
+            self._read(PING_INTERVAL)
+            if self._errors:
+                self._raise_failure()
+            ranks = self._alive()
+            ranks.check_silence(range(len(ranks.ranks)))
+        if self._errors:
+            self._raise_failure()
+        self._num_received = step + 1
+        return self._results.pop(key)
+
+    def _read(self, timeout: float) -> None:
+        ranks = self._alive()
+        ranks.poll(timeout)
+        while ranks.inbox:
+            number, message = ranks.inbox.popleft()
+            if isinstance(message, StepDone) and message.epoch == self._epoch:
+                self._results[message.epoch, message.step] = message.result
+            elif isinstance(message, StepError) and message.epoch == self._epoch:
+                self._errors.setdefault((message.epoch, message.step), {})[number] = message.reason
+
+    def _raise_failure(self) -> None:
+        """Wait a moment for what the other ranks say of the first step that failed."""
+        ranks, key = self._alive(), min(self._errors)
+        deadline = time.monotonic() + AGREE
+        while len(self._errors[key]) < len(ranks.ranks) and (left := deadline - time.monotonic()) > 0:
+            self._read(left)
+        failed = self._errors[key]
+        number = min(failed)
+        if len(failed) < len(ranks.ranks):
+            raise ranks.failed(number, failed[number])
+        raise StepFailed(failed[number])
+
+    def reset(self) -> None:
+        """Begin a new epoch; where a rank is lost, kill the others: the next step starts new ones."""
+        if self._ranks is None:
+            return
+        try:
+            self._begin()
+        except RankLost:
+            self.close()
+
+    def _begin(self) -> None:
+        self._epoch, self._spans = self._epoch + 1, NO_SPANS
+        self._step = self._num_received = 0
+        self._results.clear()
+        self._errors.clear()
+        self.send(Reset(self._epoch))
+
+    def close(self) -> None:
+        """End all ranks."""
+        if self._ranks is not None:
+            self._ranks.kill()
+            self._ranks = None

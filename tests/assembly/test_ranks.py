@@ -1,0 +1,169 @@
+"""Two ranks in processes of their own, over gloo, answer as one rank does, whatever is asked and whatever happens.
+
+The processes are started once; engines with other settings take turns on their executor.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.assembly.engine import build_engine, make_executor
+from quire.config import Settings
+from quire.engine.engine import Engine
+from quire.engine.executor import Executor
+from quire.errors import InvalidConfig
+from quire.executors.ranks import RankedExecutor
+from quire.scheduler.constraint import FREE
+from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation import FixedDrafts
+from quire.types import Request
+from tests.executors.asked import prompts
+from tests.executors.driver import Alternate
+from tests.executors.test_features import FEATURES
+from tests.pairs import pairwise
+
+OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "dtype": "float32",
+        "block_size": 4,
+        "num_gpu_blocks_override": 600,
+        "max_num_seqs": 10,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False},
+        "threads": 1,
+        "deterministic": False,
+        "cpu_kernels": "torch",
+    }
+)
+NEW = 6
+AXES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "lookahead": (0, 1),
+        "drafts": (0, 2),
+        "blocks": (600, 60),
+        "prefixes": (False, True),
+        "tokens": (64, 512),
+        "asked": tuple(FEATURES),
+    }
+)
+PAIRS = pairwise(AXES)
+CASES = [
+    pytest.param(situation, id="-".join(map(str, situation.values())), marks=() if at % 7 == 0 else pytest.mark.nightly)
+    for at, situation in enumerate(sorted(PAIRS, key=lambda each: each["asked"] == "every prompt_logprob"))
+]
+
+
+@pytest.fixture(scope="module")
+def executors() -> Iterator[tuple[Executor, Executor]]:
+    """Of one rank and of two."""
+    one, two = (make_executor(Settings.of(**OPTIONS, tensor_parallel_size=size)).executor for size in (1, 2))
+    assert isinstance(two, RankedExecutor)
+    yield one, two
+    one.close()
+    two.close()
+
+
+def engine(executor: Executor, situation: Mapping[str, Any]) -> Engine:
+    about = executor.describe()
+    executor.reset()
+    blocks = min(situation["blocks"], about.num_blocks)
+    scheduler = Scheduler(
+        KVCacheManager(blocks, about.block_size, make_prefix_cache(about.block_size, situation["prefixes"])),
+        rows=about.num_rows,
+        max_num_seqs=10,
+        max_num_batched_tokens=situation["tokens"],
+        max_chunk_tokens=situation["tokens"] // 4,
+        speculation=FixedDrafts(situation["drafts"]),
+    )
+    return Engine(scheduler, executor, lookahead=situation["lookahead"])
+
+
+def answers(it: Engine, name: str) -> dict[str, Any]:
+    """By request: tokens, and log-probabilities as (token, rank, rounded value, tokens of the likeliest)."""
+    out: dict[str, Any] = {}
+    for index, prompt in enumerate(prompts(300)[:5]):
+        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": None, **FEATURES[name]})
+        asked = Request(id=str(index), prompt=prompt, max_new_tokens=NEW, sampling=sampling, seed=index)
+        it.add(asked, Alternate() if name == "mask" else FREE)
+        out[str(index)] = ([], [], [])
+    while it.has_pending_work:
+        for event in it.step():
+            assert event.error is None, event.error
+            tokens, scores, prompt_scores = out[event.id]
+            tokens.extend(event.tokens)
+            scores.extend(event.logprobs)
+            prompt_scores.extend(event.prompt_logprobs)
+    assert not it.failures
+    return out
+
+
+@pytest.mark.parametrize("situation", CASES)
+def test_two_ranks_answer_as_one_does(situation: Mapping[str, Any], executors: tuple[Executor, Executor]) -> None:
+    one, two = (answers(engine(executor, situation), situation["asked"]) for executor in executors)
+    for id, (tokens, *scores) in two.items():
+        assert tokens == one[id][0]
+        for got, want in zip(scores, one[id][1:], strict=True):
+            assert [each.token for each in got] == [each.token for each in want]
+            assert [each.logprob for each in got] == pytest.approx([each.logprob for each in want], abs=1e-4)
+            # Unlikely tokens that are almost equally unlikely may change places.
+            assert [each.rank for each in got] == pytest.approx([each.rank for each in want], abs=3)
+            values = [[value for each in one for _, value in each.top] for one in (got, want)]
+            assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+def test_a_model_of_several_ranks_survives_the_loss_of_one() -> None:
+    """The requests on it fail by name, others run on new ranks, and nothing is left when it is closed."""
+    others = set(ranks())
+    llm = LLM(tensor_parallel_size=2, **OPTIONS)
+    try:
+        before = sorted(set(ranks()) - others)
+        assert len(before) == 2
+        greedy = SamplingParams(temperature=0.0, max_tokens=8)
+        wanted = llm.generate(["Once upon a time"], greedy, use_tqdm=False)[0].outputs[0].text
+        shape = "(cat|dog) [0-9]{3} (red|blue)"
+        formed = SamplingParams(
+            temperature=0.9, n=2, max_tokens=24, structured_outputs=StructuredOutputsParams(regex=shape)
+        )
+        for output in llm.generate(["Once upon a time", "Hello"], formed, use_tqdm=False):
+            assert all(re.fullmatch(shape, one.text) for one in output.outputs)
+        os.kill(before[1], signal.SIGKILL)
+        lost = llm.generate(["Once upon a time"], greedy, use_tqdm=False)[0].outputs[0]
+        assert lost.finish_reason == "error"
+        assert f"rank 1 of 2 (process {before[1]}) was ended by signal 9" in str(lost.stop_reason)
+        assert llm.generate(["Once upon a time"], greedy, use_tqdm=False)[0].outputs[0].text == wanted
+        after = set(ranks()) - others
+        assert len(after) == 2 and not after & set(before)
+    finally:
+        llm.close()
+    assert set(ranks()) == others
+
+
+def ranks() -> list[int]:
+    """The ranks that this process has started, in order."""
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    pids = sorted(int(pid) for task in tasks for pid in (task / "children").read_text().split())
+    return [pid for pid in pids if b"rank_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tensor_parallel_size": 2, "max_model_len": 1 << 20}, "max_model_len"),
+        ({"tensor_parallel_size": 2, "executor": "onnx"}, "--tensor-parallel-size does not go with --executor onnx"),
+        ({"tensor_parallel_size": 2, "executor": "hf"}, "--tensor-parallel-size does not go with --executor hf"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_as_by_one_rank(options: dict[str, Any], said: str) -> None:
+    before = set(ranks())
+    with pytest.raises(InvalidConfig, match=said):
+        build_engine(Settings.of(**options))
+    assert set(ranks()) == before

@@ -1,0 +1,60 @@
+"""A rank without a model, for tests of what holds ranks together: `python -m tests.executors.rank_stub FD`.
+
+settings: `fault`, what rank `faulty` does at its plan number `at`; "" for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from quire.executors.rank_loop import RankLink, RankLoop
+from quire.executors.ranks import RankReady, RankRefused
+from quire.scheduler.plan import Plan
+from tests.hash_model import HashDevice, HashHandle
+
+
+class Faulty(HashDevice):
+    """Has a fault."""
+
+    def __init__(self, rank: int, settings: dict[str, Any]) -> None:
+        super().__init__(64, 4, drafts=settings.get("drafts", 0), rows=8, seed="one for all")
+        fault = settings.get("fault", "")
+        self.fault = fault if rank == settings.get("faulty", 1) else fault and "waits for the faulty one"
+        self.at, self.count = settings.get("at", 4), 0
+
+    def launch(self, plan: Plan) -> HashHandle:
+        self.count += 1
+        if self.count == self.at:
+            if self.fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if self.fault == "memory":
+                raise MemoryError("there is no memory left on this rank")
+            if self.fault == "exit":
+                os._exit(9)
+            if self.fault:
+                time.sleep(600)
+        return super().launch(plan)
+
+
+def main() -> None:
+    link = RankLink(socket.socket(fileno=int(sys.argv[1])))
+    asked = link.first()
+    if asked.settings.get("fault") == "refused" and asked.rank == asked.settings["faulty"]:
+        link.send(RankRefused("InvalidModel", "the checkpoint is broken here"))
+        signal.pause()
+    if asked.settings.get("fault") == "stillborn" and asked.rank == asked.settings["faulty"]:
+        os._exit(7)
+    device = Faulty(asked.rank, asked.settings)
+    link.send(RankReady(device.describe(), {}, {}))
+    RankLoop(device, link, answers=asked.rank == 0).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Divided among ranks, every architecture in every format of weights gives the tokens that one rank gives.
+
+The ranks are threads. CI has one shape of each family at 2 ranks; `make nightly` has all of them, at 2, 3 and 4, and
+every format of every family.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidModel
+from quire.models.registry import Model
+from quire.weights.load import load_model
+from tests.checkpoints import FIRST, SHAPES, VOCAB, make
+from tests.gguf_files import write
+from tests.models.feeding import Feeder
+from tests.quantised import FORMATS, quantise
+from tests.ranks import RankThreads
+from tests.weights.test_quantised_families import LATENTS, SIZES, Exact
+
+NEW = 12
+MIXTURES = tuple(shape for shape, fields in SHAPES.items() if any("expert" in name for name in fields))
+UNDIVIDED: Mapping[str, str] = MappingProxyType({"gpt_oss-gqa-mxfp4": "a width of 32 in groups of 32 cannot be"})
+"""Shapes with fewer groups than ranks, and what says so."""
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in (3, 17, 40, 5)]
+
+
+def answers(model: Model) -> list[list[int]]:
+    """Greedy answers, fed raggedly."""
+    return Feeder(model, page_size=8).greedy(prompts(), NEW)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[[int], RankThreads]]:
+    made: dict[int, RankThreads] = {}
+    yield lambda size: made.setdefault(size, RankThreads(size))
+    for each in made.values():
+        each.close()
+
+
+def divided(ranks: RankThreads, folder: Path, **how: Any) -> list[Model]:
+    return ranks.run(lambda rank: load_model(folder, dtype="float32", parallel=ranks.groups[rank], **how))
+
+
+def same_tokens(ranks: RankThreads, folder: Path, **how: Any) -> list[Model]:
+    """The ranks' models, whose answers are those of the whole model."""
+    whole = answers(load_model(folder, dtype="float32", **{k: v for k, v in how.items() if k != "expert_parallel"}))
+    assert len({token for answer in whole for token in answer}) > 2
+    models = divided(ranks, folder, **how)
+    assert ranks.run(lambda rank: answers(models[rank])) == [whole] * len(models)
+    return models
+
+
+def cases(shapes: Mapping[str, Any] | tuple[str, ...]) -> list[Any]:
+    """(shape, ranks)."""
+    return [
+        pytest.param(shape, size, marks=() if shape in FIRST and size == 2 else pytest.mark.nightly)
+        for shape in shapes
+        for size in (2, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize(("shape", "size"), cases(tuple(SHAPES)))
+def test_every_architecture_answers_as_on_one_rank(
+    shape: str, size: int, ranks: Callable[[int], RankThreads], tmp_path: Path
+) -> None:
+    make(tmp_path, shape)
+    if shape in UNDIVIDED:
+        with pytest.raises(InvalidModel, match=UNDIVIDED[shape]):
+            divided(ranks(size), tmp_path)
+        return
+    same_tokens(ranks(size), tmp_path)
+
+
+@pytest.mark.parametrize(("shape", "size"), cases(MIXTURES))
+def test_experts_may_be_spread_over_ranks(
+    shape: str, size: int, ranks: Callable[[int], RankThreads], tmp_path: Path
+) -> None:
+    make(tmp_path, shape)
+    spec = load_model(tmp_path, dtype="float32").spec
+    if spec.experts is not None and spec.experts.num_experts < size:
+        with pytest.raises(InvalidModel, match="cannot be spread over"):
+            divided(ranks(size), tmp_path, expert_parallel=True)
+        return
+    same_tokens(ranks(size), tmp_path, expert_parallel=True)
+
+
+FORMAT_CASES = [
+    pytest.param(family, format, spread, marks=() if family == "llama" and not spread else pytest.mark.nightly)
+    for family in ("llama", "qwen3_moe", "deepseek_v3", "phi3", "gemma4_text")
+    for format in FORMATS
+    for spread in ((False, True) if family in ("qwen3_moe", "deepseek_v3") else (False,))
+]
+
+
+@pytest.mark.parametrize(("family", "format", "spread"), FORMAT_CASES)
+def test_every_format_answers_as_on_one_rank(
+    family: str, format: str, spread: bool, ranks: Callable[[int], RankThreads], tmp_path: Path
+) -> None:
+    shape = next(shape for shape in SHAPES if shape.split("-")[0] == family)
+    fields = SHAPES[shape]
+    latents = LATENTS if "kv_lora_rank" in fields else {}
+    make(
+        tmp_path, shape, **{name: size for name, size in {**SIZES, **latents}.items() if name in fields or name in KEYS}
+    )
+    quantise(tmp_path, format)
+    # Rounding activations depends on the part of a token that a rank has.
+    same_tokens(ranks(2), tmp_path, expert_parallel=spread, canary=Exact())
+
+
+GGUF_CASES = [
+    pytest.param(kind, family, marks=() if family == "llama" else pytest.mark.nightly)
+    for family in ("llama", "qwen3_moe", "gemma2")
+    for kind in ("F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "IQ4_NL", "MXFP4", "Q4_K", "Q6_K")
+]
+
+
+@pytest.mark.parametrize(("kind", "family"), GGUF_CASES)
+def test_every_gguf_type_answers_as_on_one_rank(
+    kind: str, family: str, ranks: Callable[[int], RankThreads], tmp_path: Path
+) -> None:
+    shape = next(shape for shape in SHAPES if shape.split("-")[0] == family)
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
+    wide |= {"num_key_value_heads": 2, "num_hidden_layers": 2}
+    wide |= {"moe_intermediate_size": 256} if family == "qwen3_moe" else {}
+    write(tmp_path / "model.gguf", make(tmp_path / "theirs", shape, **wide), kind)
+    same_tokens(ranks(2), tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("ranks_of_mxfp4", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_experts_in_mxfp4_are_cut_between_groups(
+    ranks_of_mxfp4: int, ranks: Callable[[int], RankThreads], tmp_path: Path
+) -> None:
+    make(tmp_path, "gpt_oss-gqa-mxfp4", intermediate_size=160)
+    models = same_tokens(ranks(ranks_of_mxfp4), tmp_path)
+    assert {model.spec.ranks for model in models} == {ranks_of_mxfp4}
+
+
+KEYS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
