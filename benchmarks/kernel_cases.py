@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from quire.model_runner.device_state import COUNTERS
 from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.sampling.features import COLUMNS
-from quire.ops.base import Angles, Gate, Norm, Norms
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.base import Angles, DeltaInputs, DeltaWeights, Gate, Norm, Norms, ScanInputs, ScanWeights, Scores
+from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.sampler import RequestedFeatures, RowHistories, SamplingTensors, sample
@@ -104,7 +104,7 @@ def attention(ops: TritonOps, name: str, heads: Heads, spans: Sequence[tuple[int
     tokens = sum(n for _, n in spans)
     q = noise(tokens, heads.count, heads.dim, dtype=heads.dtype)
     batches = [ops.prepare(batch_of(spans, pages, shared // PAGE)) for _ in range(min(8, max(1, pages // needed)))]
-    attend = partial(ops.attention, scale=heads.dim**-0.5, window=heads.window)
+    attend = partial(ops.attention, how=Scores(heads.dim**-0.5, heads.window))
 
     def check() -> float:
         exact = ReferenceOps()
@@ -112,7 +112,7 @@ def attention(ops: TritonOps, name: str, heads: Heads, spans: Sequence[tuple[int
         part = batch_of(few, pages, shared // PAGE)
         rows = sum(n for _, n in few)
         whole = LayerKV(kv.k.float(), kv.v.float()) if pages * width < 1 << 30 else kv
-        want = exact.attention(q[:rows].to(whole.k.dtype), whole, part, heads.dim**-0.5, heads.window)
+        want = exact.attention(q[:rows].to(whole.k.dtype), whole, part, Scores(heads.dim**-0.5, heads.window))
         return relative(attend(q[:rows], kv, part), want)
 
     flops = 4 * heads.count * heads.dim * sum(n * (past + (n + 1) / 2) for past, n in spans)
@@ -219,6 +219,94 @@ def latent_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
                 f"latent product 16 heads {inputs} by {outputs} rows {tokens}",
                 partial(by_head, ops, tokens, 16, inputs, outputs),
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """One layer's: `heads` memories [keys, values], whose keys are of `groups`; delta: the gated delta rule."""
+
+    heads: int
+    groups: int
+    keys: int
+    values: int
+    delta: bool
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.heads * self.values + 2 * self.groups * self.keys
+
+    @property
+    def state_bytes(self) -> int:
+        """Read for a sequence, and written."""
+        return 4 * self.heads * self.keys * self.values + 3 * 2 * self.channels
+
+    def flops(self, tokens: int) -> float:
+        """Of a long span: products with memories, those among 64 tokens, and what makes changes of the delta rule."""
+        memory, near = 2 * self.keys * self.values, 2 * 64 * (self.keys + self.values)
+        return tokens * self.heads * (2 * memory + near + self.delta * (memory + near + 2 * 64 * self.keys))
+
+
+RECURRENT: Mapping[str, Recurrent] = {
+    "qwen3-next": Recurrent(32, 16, 128, 128, delta=True),
+    "nemotron-h-8b": Recurrent(128, 8, 128, 64, delta=False),
+    "granite-4-h-small": Recurrent(128, 1, 128, 64, delta=False),
+}
+
+
+def recurrent(ops: TritonOps, name: str, model: str, spans: Sequence[tuple[int, int]]) -> Case:
+    """A layer from the convolution to the gated norm; the floor counts its inputs, outputs and states."""
+    layer, tokens, count = RECURRENT[model], sum(n for _, n in spans), len(spans)
+    inner, moved = layer.heads * layer.values, 2.0 * count * layer.state_bytes
+    moved += 2 * tokens * (layer.channels + 2 * inner + 2 * layer.heads)
+    sets = copies(count * layer.state_bytes, 16)
+    memory = noise(1 + sets * count, layer.heads, layer.keys, layer.values, dtype=torch.float32)
+    state = LayerState(noise(len(memory), 3, layer.channels), memory)
+    for each in state:
+        each[0] = 0
+    batch = batch_of(spans, sum(-(-(past + n) // PAGE) for past, n in spans) + 1)
+    last = batch.query_start[1:].long() - 1
+    fading, rise, skip = (noise(layer.heads, dtype=torch.float32) for _ in range(3))
+    gate, mixed, step, beta = (noise(tokens, size) for size in (inner, layer.channels, layer.heads, layer.heads))
+    weight = 0.3 * noise(layer.channels, 4)
+    if layer.delta:
+        delta = DeltaWeights(weight, fading, rise, Norm(noise(layer.values), 1e-6))
+        inputs = DeltaInputs(mixed, gate, beta, step)
+        plain, call = (partial(each.gated_delta, inputs, delta) for each in (ReferenceOps(), ops))
+    else:
+        scan = ScanWeights(
+            weight, weight[:, 0].contiguous(), fading, rise, skip, Norm(noise(inner), 1e-5), (0.0, float("inf"))
+        )
+        asked = ScanInputs(gate, mixed, step)
+        plain, call = (partial(each.selective_scan, asked, scan) for each in (ReferenceOps(), ops))
+
+    def slots(which: int) -> RaggedBatch:
+        own = torch.arange(1 + which * count, 1 + (which + 1) * count, device="cuda")
+        target = torch.zeros(tokens, dtype=torch.int64, device="cuda").index_copy(0, last, own)
+        fed = torch.tensor([past > 0 for past, _ in spans], device="cuda")
+        return ops.prepare(replace(batch, states=StateSlots(own * fed, target, torch.zeros_like(target))))
+
+    def check() -> float:
+        alike = LayerState(*(each[: 1 + count].clone() for each in state))
+        exact = LayerState(*(each.clone() for each in alike))
+        first = slots(0)
+        error = relative(call(alike, first), plain(exact, first))
+        return max(error, relative(alike.memory[1:], exact.memory[1:]), relative(alike.window[1:], exact.window[1:]))
+
+    calls = [partial(call, state, slots(which)) for which in range(sets)]
+    return Case(f"recurrent {name} {model}", check, calls, moved, layer.flops(tokens) if tokens > 16 * count else 0.0)
+
+
+def recurrent_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
+    layouts = {f"decode {count}": [(1023, 1)] * count for count in (1, 16, 64, 256)}
+    layouts |= {
+        "verify 16, 4 each": [(1020, 4)] * 16,
+        "prompt 1 x 4096": [(0, 4096)],
+        "prompt 8 x 1024": [(0, 1024)] * 8,
+    }
+    for model in RECURRENT:
+        for name, spans in layouts.items():
+            yield f"recurrent {name} {model}", partial(recurrent, ops, name, model, spans)
 
 
 MATRICES: Mapping[str, tuple[int, int]] = {
@@ -355,5 +443,5 @@ def sampler_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
 
 def cases(ops: TritonOps, only: str = "") -> Iterator[Callable[[], Case]]:
     """All of them, made when called for: what they hold is large."""
-    for group in (row_cases, decode_cases, latent_cases, linear_cases, sampler_cases):
+    for group in (row_cases, decode_cases, latent_cases, recurrent_cases, linear_cases, sampler_cases):
         yield from (make for name, make in group(ops) if only in name)

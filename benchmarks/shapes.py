@@ -73,6 +73,61 @@ def qwen(generation: int, *shape: Any, tied: bool, **more: Any) -> dict[str, Any
     return fields | more
 
 
+def delta_hybrid(*shape: Any, experts: int, used: int, **more: Any) -> dict[str, Any]:
+    """Of layers of the gated delta rule, every fourth of attention, with experts."""
+    return decoder(
+        *shape,
+        hidden_act="silu",
+        rms_norm_eps=1e-6,
+        rope_theta=10000000,
+        partial_rotary_factor=0.25,
+        full_attention_interval=4,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_value_head_dim=128,
+        num_experts=experts,
+        num_experts_per_tok=used,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        norm_topk_prob=True,
+        max_position_embeddings=262144,
+        tie_word_embeddings=False,
+        **more,
+    )
+
+
+def granite(*shape: Any, mamba_heads: int, experts: int, used: int, shared: int) -> dict[str, Any]:
+    """Granite 4-H: layers of Mamba 2, every tenth of attention, with experts."""
+    return decoder(
+        *shape,
+        architectures=["GraniteMoeHybridForCausalLM"],
+        model_type="granitemoehybrid",
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+        position_embedding_type="nope",
+        attention_multiplier=0.0078125,
+        embedding_multiplier=12,
+        residual_multiplier=0.22,
+        logits_scaling=16,
+        mamba_n_heads=mamba_heads,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        num_local_experts=experts,
+        num_experts_per_tok=used,
+        shared_intermediate_size=shared,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+        bos_token_id=100257,
+        eos_token_id=100257,
+    )
+
+
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "qwen3-0.6b": qwen(3, 1024, 28, (16, 8, 128), 3072, 151936, tied=True),
@@ -119,6 +174,48 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "quant_method": "mxfp4",
                 "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
             },
+        ),
+        "qwen3-next-80b-a3b": delta_hybrid(
+            *(2048, 48, (16, 2, 256), 5120, 151936),
+            experts=512,
+            used=10,
+            architectures=["Qwen3NextForCausalLM"],
+            model_type="qwen3_next",
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            bos_token_id=151643,
+            eos_token_id=151645,
+        ),
+        "qwen3.5-35b-a3b": delta_hybrid(
+            *(2048, 40, (16, 2, 256), 512, 248320),
+            experts=256,
+            used=8,
+            architectures=["Qwen3_5MoeForCausalLM"],
+            model_type="qwen3_5_moe_text",
+            eos_token_id=248044,
+        ),
+        "granite-4.0-h-small": granite(
+            4096, 40, (32, 8, 128), 768, 100352, mamba_heads=128, experts=72, used=10, shared=1536
+        ),
+        "granite-4.0-h-tiny": granite(
+            1536, 40, (12, 4, 128), 512, 100352, mamba_heads=48, experts=64, used=6, shared=1024
+        ),
+        "nemotron-h-8b": decoder(
+            *(4096, 52, (32, 8, 128), 21504, 131072),
+            architectures=["NemotronHForCausalLM"],
+            model_type="nemotron_h",
+            hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            mlp_hidden_act="relu2",
+            layer_norm_epsilon=1e-5,
+            mamba_num_heads=128,
+            mamba_head_dim=64,
+            n_groups=8,
+            ssm_state_size=128,
+            conv_kernel=4,
+            max_position_embeddings=8192,
+            tie_word_embeddings=False,
+            bos_token_id=1,
+            eos_token_id=12,
         ),
         "qwen2.5-7b": qwen(2, 3584, 28, (28, 4, 128), 18944, 152064, tied=False),
         "llama-3.2-1b": llama(2048, 16, (32, 8, 64), 8192, 128256, tied=True, stretch=32.0),

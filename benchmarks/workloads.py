@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from quire.models.registry import idle_parameters
 from quire.models.spec import ModelSpec
 
 
@@ -24,6 +25,12 @@ class Workload:
     shared: int = 0
     context: int = 4096
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def hybrid(model: str, **options: Any) -> Workload:
+    """Decoding of a model with recurrent layers."""
+    about = MappingProxyType({"canary": "off", **options})
+    return Workload(model=model, batches=(1, 16, 64, 256), prompt=(512, 512), new=(128, 128), options=about)
 
 
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
@@ -51,6 +58,11 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
             context=1024,
             options=MappingProxyType({"dtype": "float32", "max_num_seqs": 512}),
         ),
+        "tpot-qwen3-next": hybrid("qwen3-next-80b-a3b", quantization="fp8"),
+        "tpot-qwen3.5-moe": hybrid("qwen3.5-35b-a3b", quantization="fp8"),
+        "tpot-granite-4-h": hybrid("granite-4.0-h-small", quantization="fp8"),
+        "tpot-granite-4-h-tiny": hybrid("granite-4.0-h-tiny"),
+        "tpot-nemotron-h": hybrid("nemotron-h-8b"),
         "tpot-gemma3-1b": Workload(model="gemma3-1b", batches=(1, 64), prompt=(512, 512), new=(128, 128)),
     }
 )
@@ -90,8 +102,8 @@ def floor(
     itemsize: int = 2,
     stored: int = 2,
 ) -> float:
-    """Seconds that no engine can go below: for prompts, operations; for new tokens, weights once a step, K/V of all
-    that came before once a token.
+    """Seconds that no engine can go below: for prompts, operations; for new tokens, weights once a step, of experts
+    those that random routing uses, K/V of all that came before once a token, and states, which are written, too.
 
     parameters: of the checkpoint, a tied head counted once. lengths: (prompt, new) of each request. seats: sequences
     at once. shared: prompt tokens computed once for all. prompts: count the time of prompts. itemsize: bytes of a
@@ -101,8 +113,14 @@ def floor(
     body = parameters - spec.vocab * spec.hidden - embedding
     fed = sum(prompt - shared for prompt, _ in lengths) + shared
     pairs = sum(prompt**2 - shared**2 for prompt, _ in lengths) / 2
-    work = 2 * body * fed + 4 * spec.layers * spec.heads * spec.head_dim * pairs
+    unused = 0.0
+    if spec.experts is not None:
+        idle = 1 - spec.experts.num_experts_per_token / spec.experts.num_experts
+        unused = idle_parameters(spec) * idle ** (min(seats, len(lengths)) - 1)
+    work = 2 * (body - idle_parameters(spec)) * fed + 4 * spec.layers * spec.heads * spec.head_dim * pairs
     steps = max(*(new - 1 for _, new in lengths), sum(new - 1 for _, new in lengths) / seats)
     read = sum((new - 1) * (prompt + new / 2) for prompt, new in lengths) * spec.kv_bytes(itemsize)
-    weights = body * stored + spec.vocab * spec.hidden * itemsize
+    states = 2 * sum(each.nbytes(itemsize) for each in spec.state_shapes if each)
+    read += states * sum(new - 1 for _, new in lengths)
+    weights = (body - unused) * stored + spec.vocab * spec.hidden * itemsize
     return prompts * work / MATRIX + (steps * weights + read) / BANDWIDTH

@@ -134,6 +134,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             "cls",
         ),
+        "nomic": Family("nomic_bert", {**BERT, "intermediate_size": 40}, "cls"),
         "embeddinggemma": Family(
             "gemma3_text",
             {

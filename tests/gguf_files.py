@@ -51,11 +51,21 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = MappingProxyType(
         "llama4_text": gguf.MODEL_ARCH.LLAMA4,
         "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
         "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+        "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+        "apertus": gguf.MODEL_ARCH.APERTUS,
+        "glm": gguf.MODEL_ARCH.CHATGLM,
+        "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+        "bamba": gguf.MODEL_ARCH.GRANITE_HYBRID,
+        "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
+        "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     }
 )
-SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron")
+SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next")
 """Models whose converter adds 1 to the weights of norms."""
-INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoeshared")
+INTERLEAVED = (
+    *("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoeshared"),
+    *("granitemoehybrid", "bamba", "ministral3"),
+)
 """Models whose converter is Llama's, which interleaves the halves of q's and k's heads."""
 TYPES: Mapping[str, gguf.GGMLQuantizationType] = MappingProxyType(
     {
@@ -81,8 +91,18 @@ def write(
     """
     config = model.config
     arch = ARCHITECTURES[config.model_type]
+    if config.model_type == "nemotron_h" and "moe" in config.layers_block_type:
+        arch = gguf.MODEL_ARCH.NEMOTRON_H_MOE
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     describe(writer, config)
+    if config.model_type == "apertus":
+        for name, add in (
+            ("alpha_n", writer.add_xielu_alpha_n),
+            ("alpha_p", writer.add_xielu_alpha_p),
+            ("beta", writer.add_xielu_beta),
+            ("eps", writer.add_xielu_eps),
+        ):
+            add([getattr(layer.mlp.act_fn, name).float().item() for layer in model.model.layers])
     for name, value in (facts or {}).items():
         {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)](
             name, value
@@ -93,9 +113,14 @@ def write(
     for key, tensor in experts_stacked(model).items():
         if tied and key == "lm_head.weight":
             continue
-        name = GEMMA4.get(key.partition("layers.")[2].partition(".")[2]) or names.get_name(
-            key, try_suffixes=(".weight", ".bias")
+        name = (
+            fused_name(key)
+            or GEMMA4.get(key.partition("layers.")[2].partition(".")[2])
+            or state_name(config, key)
+            or names.get_name(key, try_suffixes=(".weight", ".bias"))
+            or names.get_name(key.replace("model.", "backbone."), try_suffixes=(".weight", ".bias"))
         )
+        assert name is not None, key
         name = name.replace("#", key.partition("layers.")[2].partition(".")[0])
         data, kept = stored(changed(config, key, tensor).float().numpy(), kind if isinstance(kind, str) else kind(key))
         writer.add_tensor(name, data, raw_dtype=kept)
@@ -112,6 +137,12 @@ GEMMA4 = MappingProxyType(
     {"router.scale": "blk.#.ffn_gate_inp.scale", "router.per_expert_scale": "blk.#.ffn_down_exps.scale"}
 )
 """What the package's table lacks."""
+
+
+def fused_name(key: str) -> str:
+    """The name of GLM's matrix of queries, keys and values; empty for others."""
+    layer, fused, kind = key.partition(".self_attn.query_key_value.")
+    return f"blk.{layer.rpartition('.')[2]}.attn_qkv.{kind}" if fused else ""
 
 
 def describe_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -160,6 +191,9 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma4_text":
         describe_gemma4(writer, config)
         return
+    if config.model_type in RECURRENT:
+        describe_recurrent(writer, config)
+        return
     writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     writer.add_head_count_kv(config.num_key_value_heads)
     if hasattr(config, "rms_norm_eps"):
@@ -184,6 +218,11 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_rope_scaling_factor(own["factor"])
             if own.get("original_max_position_embeddings"):
                 writer.add_rope_scaling_orig_ctx_len(own["original_max_position_embeddings"])
+            if "llama_4_scaling_beta" in own:
+                writer.add_rope_scaling_yarn_beta_fast(own["beta_fast"])
+                writer.add_rope_scaling_yarn_beta_slow(own["beta_slow"])
+                writer.add_rope_scaling_yarn_log_mul(own["mscale_all_dim"])
+                writer.add_attn_temperature_scale(own["llama_4_scaling_beta"])
         if own["rope_type"] == "llama3":
             writer.add_tensor("rope_freqs.weight", llama3_factors(own, config))
         if own["rope_type"] == "longrope":
@@ -201,6 +240,79 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         if getattr(config, name, None):
             getattr(writer, f"add_{name}")(getattr(config, name))
     describe_experts(writer, config)
+
+
+RECURRENT = ("granitemoehybrid", "bamba", "nemotron_h", "qwen3_next")
+
+
+def describe_recurrent(writer: gguf.GGUFWriter, config: Any) -> None:
+    own = config.to_dict()
+
+    def has(*names: str) -> Any:
+        return next((found for name in names if (found := own.get(name)) is not None), None)
+
+    heads, kinds = config.num_attention_heads, config.layer_types
+    writer.add_key_length(has("head_dim") or config.hidden_size // heads)
+    writer.add_layer_norm_rms_eps(has("rms_norm_eps", "layer_norm_epsilon"))
+    kv = [config.num_key_value_heads * (kind == "full_attention") for kind in kinds]
+    writer.add_head_count_kv(config.num_key_value_heads if config.model_type == "qwen3_next" else kv)
+    writer.add_ssm_conv_kernel(has("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"))
+    writer.add_ssm_state_size(has("linear_key_head_dim", "mamba_d_state", "ssm_state_size"))
+    writer.add_ssm_group_count(has("linear_num_key_heads", "mamba_n_groups", "n_groups"))
+    count = has("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads")
+    size = has("linear_value_head_dim", "mamba_d_head", "mamba_head_dim")
+    writer.add_ssm_time_step_rank(count)
+    writer.add_ssm_inner_size(count * size)
+    if config.model_type == "nemotron_h":
+        width = has("moe_intermediate_size") if "moe" in kinds else config.intermediate_size
+        writer.add_feed_forward_length([width if kind in ("mlp", "moe") else 0 for kind in kinds])
+        if "moe" not in kinds:
+            return
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        if config.moe_latent_size is not None:
+            writer.add_moe_latent_size(config.moe_latent_size)
+        describe_experts(writer, config)
+        return
+    writer.add_feed_forward_length(config.intermediate_size)
+    rope = config.rope_parameters or {}
+    if rope:
+        writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_scaling_finetuned(config.model_type == "bamba")
+    if config.model_type == "qwen3_next":
+        writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
+    describe_scales(writer, config)
+    if has("num_local_experts", "num_experts"):
+        describe_experts(writer, config)
+    elif has("shared_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+STATES = MappingProxyType({"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "norm.weight": "ssm_norm.weight"})
+"""Parts of recurrent layers, whose names in checkpoints the package's table does not have."""
+
+
+def state_name(config: Any, key: str) -> str | None:
+    """The name in the file of a tensor of a recurrent layer; None for another."""
+    layer, _, part = key.partition("layers.")[2].partition(".")
+    mixer, _, rest = part.partition(".")
+    if config.model_type not in RECURRENT or mixer not in ("mamba", "linear_attn", "mixer"):
+        return None
+    if mixer == "mixer" and config.layer_types[int(layer)] != "linear_attention":
+        return None
+    own = STATES.get(rest) or f"ssm_{rest.removeprefix('in_proj_').replace('conv1d', 'conv1d')}"
+    own = {"ssm_in_proj.weight": "ssm_in.weight", "ssm_in_proj.bias": "ssm_in.bias"}.get(own, own)
+    own = {"ssm_out_proj.weight": "ssm_out.weight", "ssm_out_proj.bias": "ssm_out.bias"}.get(own, own)
+    return f"blk.{layer}.{own.replace('ssm_qkv.', 'attn_qkv.').replace('ssm_z.', 'attn_gate.')}"
+
+
+def by_kind(config: Any, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Qwen3-Next's queries, keys and values, and gates, of a matrix that is sorted by heads of keys."""
+    keys, size = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    parts = whole.view(keys, -1, whole.shape[-1]).split([size, size, values, values], 1)
+    query, key, value, gate = (part.reshape(-1, whole.shape[-1]) for part in parts)
+    return torch.cat([query, key, value]), gate
 
 
 def describe_experts(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -232,7 +344,7 @@ def describe_experts(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def describe_scales(writer: gguf.GGUFWriter, config: Any) -> None:
-    if config.model_type in ("granite", "granitemoe", "granitemoeshared"):
+    if config.model_type in ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -265,6 +377,27 @@ def experts_stacked(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     for key, tensor in model.state_dict().items():
         key = key.replace("block_sparse_moe", "mlp").replace("mlp.gate.moe_statics", "mlp.moe_statics")
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")
+        if family == "granitemoehybrid" and "shared_mlp" in key and not model.config.num_local_experts:
+            scope = key.partition("shared_mlp")[0] + "mlp."
+            if "output" in key:
+                found[f"{scope}down_proj.weight"] = tensor
+            else:
+                found |= zip((f"{scope}gate_proj.weight", f"{scope}up_proj.weight"), tensor.chunk(2), strict=True)
+            continue
+        if family == "nemotron_h" and ".experts." in key:
+            found[key.replace("mixer.experts", "mlp.experts") + ".weight"] = tensor
+            continue
+        if family == "apertus" and ".act_fn." in key:
+            continue
+        fused = re.search(r"^(.*self_attn)\.([qkv])_proj\.(weight|bias)$", key)
+        if family == "glm" and fused:
+            parts = [model.state_dict()[f"{fused[1]}.{part}_proj.{fused[3]}"] for part in "qkv"]
+            found[f"{fused[1]}.query_key_value.{fused[3]}"] = torch.cat(parts)
+            continue
+        if key.endswith("in_proj_qkvz.weight"):
+            scope = key.removesuffix("qkvz.weight")
+            found |= zip((f"{scope}qkv.weight", f"{scope}z.weight"), by_kind(model.config, tensor), strict=True)
+            continue
         if family == "gemma4_text":
             found[f"{key}.weight" if key.endswith(("gate_up_proj", "down_proj", "layer_scalar")) else key] = tensor
             continue
@@ -293,6 +426,16 @@ def experts_stacked(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def changed(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
     """What llama.cpp's converter does to it."""
+    if key.endswith(".A_log"):
+        return -tensor.exp() if config.model_type == "qwen3_next" else -tensor.exp()[:, None]
+    if key.endswith(("mamba.D", "mixer.D")):
+        return tensor[:, None]
+    if key.endswith("conv1d.weight"):
+        return tensor.squeeze(1)
+    if key.endswith("mamba.norm.weight") or (key.endswith("mixer.norm.weight") and config.model_type == "nemotron_h"):
+        return tensor.view(getattr(config, "mamba_n_groups", None) or config.n_groups, -1)
+    if key.endswith("linear_attn.norm.weight"):
+        return tensor
     if config.model_type in INTERLEAVED and any(p in key for p in ("q_proj", "k_proj")):
         heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
         return (

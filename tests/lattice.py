@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.engine import engine
 from quire.engine.timing import VirtualClock
-from quire.scheduler import block_pool, scheduler, snapshots
+from quire.scheduler import block_pool, kv_offload, scheduler, snapshots
 from quire.scheduler import kv_cache as kv_room
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.constraint import FREE
@@ -22,6 +22,7 @@ from quire.scheduler.step_time import StepTimeModel
 from quire.types import BACKGROUND, UNLIMITED, Pin, Request, SamplingParams
 from tests.executors.wired import Wired
 from tests.hash_model import POISON, SICK, VOCAB, HashDevice, logprob, naive
+from tests.hash_store import HashStore
 
 
 @dataclass
@@ -34,6 +35,7 @@ class CoreClasses:
     NoPrefixCache: Any = block_pool.NoPrefixCache
     RadixPrefixCache: Any = block_pool.RadixPrefixCache
     HybridPrefixCache: Any = snapshots.HybridPrefixCache
+    KVOffload: Any = kv_offload.KVOffload
 
 
 STOP = frozenset(t for t in range(VOCAB) if t % 17 == 0)
@@ -143,6 +145,7 @@ AXES: dict[str, Sequence[Any]] = {
     "pressure": ("preempt", "foresee", "reserve"),
     "pins": (0, 3, UNLIMITED),
     "snapshots": (None, None, (0, UNLIMITED), (1, 4), (3, UNLIMITED), (40, 8)),  # None: no state; slots and interval
+    "tiers": (None, (1, 0), (4, 6), (40, 2), (500, 0)),  # slots of host memory and files; not with states
 }
 
 
@@ -157,9 +160,8 @@ def check(sch: scheduler.Scheduler, dev: HashDevice) -> None:
     held = {id(s): s for s in sch.running}
     held |= {id(s): s for step in sch.inflight for s in (*step.seqs, *step.deferred_frees) if s.row is not None}
     want = [0] * len(pool.ref_counts)
-    for s in held.values():
-        for page in s.blocks:
-            want[page] += 1
+    for page in (*(page for s in held.values() for page in s.blocks), *sch.kv.offload.held_blocks()):
+        want[page] += 1
     assert want == pool.ref_counts, "reference counts"
     assert len({s.priority >= BACKGROUND for s in sch.running}) <= 1, "a background request runs while others run"
     assert all(s in sch.running and s.inflight_prefix == place for place, s in sch.kv.inflight_prefixes.items()), (
@@ -175,6 +177,7 @@ def check(sch: scheduler.Scheduler, dev: HashDevice) -> None:
     assert Counter(owner for _, _, owner in pins.pinned.values()) == pins.counts, "pins by owner"
     assert pins.pinned.keys() <= getattr(sch.kv.prefix_cache, "edges", {}).keys(), "a pinned page is not published"
     check_snapshots(sch, held.values())
+    check_tiers(sch)
     rows = [s.row for s in held.values()]
     assert len(set(rows)) == len(rows) and not set(rows) & set(sch.free_rows), "rows"
     assert all(s.blocks == [] for s in sch.sequences.values() if s.row is None), "pages without a row"
@@ -198,6 +201,20 @@ def check_snapshots(sch: Any, held: Iterable[Any]) -> None:
     assert sorted(slots) == list(range(1, 1 + getattr(cache, "num_snapshots", 0))), "slots of snapshots"
 
 
+def check_tiers(sch: Any) -> None:
+    """Every slot is free or has one block; what is known of published pages is of these alone."""
+    tiers = sch.kv.offload
+    if hasattr(tiers, "store"):
+        entries = {id(each): each for each in tiers.host.values()}
+        entries |= {id(each): each for copy in tiers.pending.values() for each in copy.entries}
+        entries |= {id(each): each for each in tiers._saved}
+        slots = [*tiers.free_slots, *(each.slot for each in entries.values())]
+        assert sorted(slots) == list(range(tiers.store.num_slots)), "slots of host memory"
+        assert tiers.keys.keys() == sch.kv.prefix_cache.edges.keys(), "keys of published pages"
+        assert tiers.arrived.keys() <= tiers.keys.keys(), "a page came back and is not published"
+        assert len(tiers.disk) <= tiers.store.max_files, "too many files"
+
+
 def keys_hold(sch: Any, dev: HashDevice) -> None:
     """A published page holds what its key says."""
     for page, (_, key) in getattr(sch.kv.prefix_cache, "edges", {}).items():
@@ -217,7 +234,17 @@ class Run:
         eviction = EVICTION_POLICIES[c["eviction"]]()
         bounds = {"min_shared_tokens": 4, "max_pinned_blocks": c["pins"], "snapshot_interval": interval}
         self.want = WANT[slots is not None]
-        kv = classes.KVCacheManager(self.pages, c["size"], index, eviction, **bounds)
+        work = sorted(
+            (axis, value) for axis, value in combo.items() if axis not in ("pressure", "pins", "snapshots", "tiers")
+        )  # the same
+        self.rng = random.Random(repr(work))
+        seed = str(self.rng.random())
+        self.dev = HashDevice(self.pages, c["size"], eager=c["eager"], seed=seed, snapshots=slots)
+        self.tiers = None
+        if c["reuse"] and slots is None and (sizes := c.get("tiers")):
+            store = HashStore(self.dev, *sizes, random.Random(f"tiers {work}"), faulty=c["fails"])
+            self.tiers = classes.KVOffload(store, c["size"])
+        kv = classes.KVCacheManager(self.pages, c["size"], index, eviction, **bounds, offload=self.tiers)
         budget, chunk = c["feed"]
         self.sch: scheduler.Scheduler = classes.Scheduler(
             kv,
@@ -229,12 +256,6 @@ class Run:
             policy=make_policy(c["order"], batching=c["admit"], pressure=c["pressure"]),
             speculation=Drawn(c["drafts"], random.Random(7)) if c["drafts"] < 0 else FixedDrafts(c["drafts"]),
         )
-        work = sorted(
-            (axis, value) for axis, value in combo.items() if axis not in ("pressure", "pins", "snapshots")
-        )  # the same
-        self.rng = random.Random(repr(work))
-        seed = str(self.rng.random())
-        self.dev = HashDevice(self.pages, c["size"], eager=c["eager"], seed=seed, snapshots=slots)
         if c["fails"]:
             self.dev.hiccup = self._hiccup
         wired = random.Random(f"wired {work}").random() < 0.25  # by messages of the gRPC contract
@@ -330,6 +351,9 @@ class Run:
 
     def _settle(self, doomed: dict[str, int]) -> None:
         c, sch, dev = self.combo, self.sch, self.dev
+        for _ in range(1000):
+            sch.poll_offload(self.clock.now())
+        assert self.tiers is None or not self.tiers.pending, "a copy never ends"
         assert sch.kv.block_pool.num_free == self.pages and not dev.unread and len(sch.free_rows) == 64, "leak"
         assert not sch.sequences and not len(sch.waiting), "a sequence was forgotten"
         for r in REQUESTS:

@@ -15,6 +15,7 @@ _REBUILT = (
     "quire.scheduler.pins",
     "quire.scheduler.sequence",
     "quire.scheduler.snapshots",
+    "quire.scheduler.kv_offload",
     "quire.scheduler.kv_cache",
     "quire.scheduler.scheduler",
     "quire.engine.events",
@@ -42,7 +43,7 @@ _MASKS = """            while len(flight) > 1:
             _as_step_failure(flight[0][2].sample, _as_step_failure(scheduler.masks))"""
 
 S, K, B, Q = "scheduler.scheduler", "scheduler.kv_cache", "scheduler.block_pool", "scheduler.sequence"
-P, N = "scheduler.pins", "scheduler.snapshots"
+P, N, T = "scheduler.pins", "scheduler.snapshots", "scheduler.kv_offload"
 E, V = "engine.engine", "engine.recovery"
 
 BUGS = [
@@ -306,6 +307,46 @@ STATES = [
 ]
 """Bugs of recurrent states, which combinations without them do not show."""
 
+TIERS = [
+    Bug("a block is loaded that has not arrived", T, "if entry.ready or key in self._lookup:", "if True:"),
+    Bug(
+        "what failed to arrive is found",
+        T,
+        "                if entry.key in done.failed:\n                    break\n",
+        "",
+    ),
+    Bug("a failed copy is kept", T, "if entry.key in done.failed and not entry.dropped:", "if False:"),
+    Bug("what arrives after a reset is found", T, "if not copy.cancelled and len(held)", "if len(held)"),
+    Bug("saves are forgotten after a reset", T, '            if copy.kind == "save":\n', "            if False:\n"),
+    Bug("a slot is given away while a copy uses it", T, "if each.ready and not each.users", "if each.ready"),
+    Bug(
+        "a dropped slot is given away while a copy uses it",
+        T,
+        "        if not entry.users:\n            self.free_slots.append(entry.slot)\n\n    def _release",
+        "        self.free_slots.append(entry.slot)\n\n    def _release",
+    ),
+    Bug("slots of dropped blocks leak", T, "if entry.dropped and not entry.users:", "if False:"),
+    Bug("the prefix is not held while more of it comes", T, "            pool.incref(block)\n", "            pass\n"),
+    Bug("blocks that came back are never free", T, "            pool.decref(block)\n", "            pass\n"),
+    Bug("evicted blocks keep their keys", T, "key = self.keys.pop(block, None)", "key = self.keys.get(block)"),
+    Bug("evicted blocks count as come back", T, "        self.arrived.pop(block, None)\n        key", "        key"),
+    Bug("more files than allowed", T, "                self._make_room_on_disk(1)\n", ""),
+    Bug("a waiting sequence is forgotten", T, "            freed += copy.waiters\n        for", "        for"),
+    Bug(
+        "a suspect that waited for blocks is held back from its own trial",
+        V,
+        "if self.active and not on_trial and seq",
+        "if self.active and seq",
+    ),
+    Bug(
+        "the wrong block of a prefix comes back",
+        T,
+        "[len(held) : len(known) // size]",
+        "[len(held) + 1 : len(known) // size]",
+    ),
+]
+"""Bugs of K/V tiers."""
+
 HARMLESS = [
     Bug("span reused though prompt logits are wanted", S, " or span.num_logits != num_logits", ""),
     Bug(
@@ -341,6 +382,7 @@ def plant(bug: Bug) -> CoreClasses:
         NoPrefixCache=reuse.NoPrefixCache,
         RadixPrefixCache=reuse.RadixPrefixCache,
         HybridPrefixCache=new["quire.scheduler.snapshots"].HybridPrefixCache,
+        KVOffload=new["quire.scheduler.kv_offload"].KVOffload,
     )
 
 

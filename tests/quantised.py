@@ -231,14 +231,15 @@ MATRICES = re.compile(r"(_proj|_with_mqa|\.w[123]|_linear|\.c_fc)\.weight$")
 """What tools quantise of the layers of any family: no routers, and no tensors that hold many matrices."""
 
 
-def quantise(folder: Path, name: str) -> dict[str, Tensor]:
-    """Rewrite the checkpoint in `folder` in the format `name`; -> what it now stands for, under its old names."""
+def quantise(folder: Path, name: str, matrices: re.Pattern[str] | None = None) -> dict[str, Tensor]:
+    """Rewrite the checkpoint in `folder` in the format `name`; -> what it now stands for, under its old names.
+    matrices: those that are quantised, None for MATRICES."""
     writer, config = MXFP4 if name == "mxfp4" else FORMATS[name]
     held, means = load_file(folder / SINGLE), {}
     tensors: dict[str, Tensor] = {}
     for key, tensor in held.items():
         module = key.removesuffix(".weight")
-        if not MATRICES.search(key) or tensor.dim() > 2:
+        if not (matrices or MATRICES).search(key) or tensor.dim() > 2:
             tensors[key] = means[key] = tensor
             continue
         written, means[key] = writer(tensor)

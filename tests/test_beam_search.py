@@ -88,6 +88,20 @@ def test_a_search_ends_when_no_beam_can_become_better() -> None:
     assert not longer.over and not longer.beams, "only what ends among the best `beam_width` is kept"
 
 
+def test_a_search_ends_where_a_model_gives_no_tokens() -> None:
+    search = BeamSearch(BeamSearchParams(2, 100), {0})
+    search.extend([[(1, -0.1), (2, -0.2), (0, -0.3)]])
+    search.extend([[], []])
+    assert search.over and search.beams == [Beam((1,), -0.1), Beam((2,), -0.2)]
+    nothing = BeamSearch(BeamSearchParams(2, 100), {0})
+    nothing.extend([[]])
+    assert nothing.over and not nothing.beams
+    some = BeamSearch(BeamSearchParams(2, 100), {0})
+    some.extend([[(1, -0.1), (2, -0.2)]])
+    some.extend([[], [(0, -0.1)]])
+    assert some.over and [beam.tokens for beam in some.beams] == [(2, 0)]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

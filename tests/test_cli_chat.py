@@ -341,6 +341,11 @@ def test_run_asks_once_what_its_words_or_standard_input_say() -> None:
         result = run("run", "embedded", *words, input="\n")
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr == f'Error: there is no prompt: {why}. Write quire run MODEL "a question"\n'
+    meant = run("run", "Why is it so?", input="")
+    assert meant.exit_code == 2
+    assert meant.stderr == (
+        "Error: the first argument of `quire run` is the model: write quire run embedded 'Why is it so?'\n"
+    )
 
 
 @pytest.mark.usefixtures("_echo")

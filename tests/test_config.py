@@ -233,3 +233,11 @@ def test_what_is_said_instead_is_an_option_there_is() -> None:
     known = {known.flag for known in OPTIONS.values()} | {f"--no-{known.flag[2:]}" for known in OPTIONS.values()}
     for name, instead in {**UNSUPPORTED, **ELSEWHERE}.items():
         assert set(re.findall(r"--[a-z-]+", instead)) <= known, name
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [("dtype", "half", "float16"), ("dtype", "bf16", "bfloat16"), ("kv_cache_dtype", "fp8_e4m3", "fp8")],
+)
+def test_other_servers_names_of_a_value_are_taken(name: str, given: str, value: str) -> None:
+    assert OPTIONS[name].read(given, "flag") == value

@@ -16,6 +16,7 @@ from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.frontend.pooling import RERANKER_BEGIN, RERANKER_END, RERANKER_TASK
 from quire.llm import LLM
 from quire.models.registry import read_spec
+from quire.types import UNLIMITED
 from quire.weights.files import read_config
 from tests import encoders
 from tests.encoders import FAMILIES
@@ -83,7 +84,7 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = encoders.write(tmp_path, name, labels=1)
     query, documents, core = "what dog runs", encoders.texts(12), encoders.tokenizer()
     pairs = [core.encode(query, document) for document in documents]
-    typed = FAMILIES[name].model_type == "bert"
+    typed = FAMILIES[name].model_type in ("bert", "nomic_bert")
     wanted = torch.stack([encoders.logits(model, one.ids, one.type_ids if typed else None) for one in pairs])
     with LLM(str(tmp_path), dtype="float32") as llm:
         made = [one.outputs.score for one in llm.score(query, documents)]
@@ -246,11 +247,13 @@ def test_options_that_do_not_go_with_an_encoder_are_refused(
     assert caught.value.param == param
 
 
-def test_an_encoder_is_refused_on_a_gpu_by_name(tmp_path: Path) -> None:
+def test_an_encoder_has_whole_prompts_on_a_gpu_too(tmp_path: Path) -> None:
     encoders.write(tmp_path, "modernbert")
     spec = read_spec(read_config(tmp_path))
-    with pytest.raises(InvalidConfig, match="ModernBertModel has bidirectional attention, which runs on a CPU only"):
-        resolve(Settings.of(model=str(tmp_path)), spec, torch.device("cuda"))
+    limits = resolve(Settings.of(model=str(tmp_path)), spec, torch.device("cuda"))
+    assert limits.max_chunk_tokens == UNLIMITED and limits.max_num_batched_tokens == 8192
+    with pytest.raises(InvalidConfig, match="computes a prompt in one step"):
+        resolve(Settings.of(model=str(tmp_path), max_num_batched_tokens=64), spec, torch.device("cuda"))
 
 
 def test_a_decoder_pools_without_its_head_and_long_prompts_in_chunks(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire import LLM, SamplingParams
@@ -23,7 +24,7 @@ from quire.ops.reference import ReferenceOps
 from quire.weights.locate import embedded
 from tests.checkpoints import VOCAB, greedy, make
 from tests.models.feeding import prompts
-from tests.ops.batches import NO_PAIRS, Pages
+from tests.ops.batches import Pages
 
 SHAPE = "qwen3_next-shared-keys"
 NEW = 24
@@ -118,6 +119,10 @@ def inputs(count: int) -> tuple[DeltaInputs, DeltaWeights]:
     return x, DeltaWeights(torch.randn(C, W), fading, rise, norm)
 
 
+def nowhere(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64)
+
+
 def states(slots: int) -> LayerState:
     return LayerState(torch.zeros(slots, W - 1, C), torch.zeros(slots, H, K, V))
 
@@ -125,7 +130,7 @@ def states(slots: int) -> LayerState:
 def test_chunks_of_any_length_make_the_same_results() -> None:
     x, weights = inputs(200)
     whole, cut = states(2), states(2)
-    one = lambda n: StateSlots(torch.tensor([1]), torch.tensor([0] * (n - 1) + [1]), NO_PAIRS)  # noqa: E731
+    one = lambda n: StateSlots(torch.tensor([1]), torch.tensor([0] * (n - 1) + [1]), nowhere(n))  # noqa: E731
     want = gated_delta(x, weights, whole, torch.tensor([0, 200]), one(200))
     parts, start = [], 0
     for n in (1, 64, 3, 70, 9, 53):
@@ -141,11 +146,11 @@ def test_chunks_of_any_length_make_the_same_results() -> None:
 def test_the_state_after_each_position_of_a_span_can_be_gone_on_from() -> None:
     x, weights = inputs(6)
     pool = states(8)
-    every = StateSlots(torch.tensor([0]), torch.arange(1, 7), NO_PAIRS)
+    every = StateSlots(torch.tensor([0]), torch.arange(1, 7), nowhere(6))
     want = gated_delta(x, weights, pool, torch.tensor([0, 6]), every)
     for at in range(1, 6):
         rest = DeltaInputs(*(each[at:] for each in x))
-        after = StateSlots(torch.tensor([at]), torch.tensor([0] * (5 - at) + [7]), NO_PAIRS)
+        after = StateSlots(torch.tensor([at]), torch.tensor([0] * (5 - at) + [7]), nowhere(6 - at))
         got = gated_delta(rest, weights, pool, torch.tensor([0, 6 - at]), after)
         assert (got - want[at:]).abs().max() < 1e-5
 
@@ -155,18 +160,19 @@ def test_states_in_the_middle_of_a_span_can_be_gone_on_from(count: int) -> None:
     x, weights = inputs(count)
     starts, zeros = torch.tensor([0, count]), [0] * (count - 1)
     cuts = [1, count // 2, count - 1, count]
-    pairs = torch.tensor([[cut - 1, 2 + i] for i, cut in enumerate(cuts)])
+    snapshots = nowhere(count)
+    snapshots[torch.tensor(cuts) - 1] = torch.arange(2, 2 + len(cuts))
     for ops in (ReferenceOps(), BatchInvariantOps()):
         pool, plain = states(8), states(8)
         batch = replace(Pages(40, 16).batch([(0, 0, [1] * count)]), query_start=starts)
-        end = StateSlots(torch.tensor([0]), torch.tensor([*zeros, 1]), NO_PAIRS)
+        end = StateSlots(torch.tensor([0]), torch.tensor([*zeros, 1]), nowhere(count))
         want = ops.gated_delta(x, weights, plain, replace(batch, states=end))
-        got = ops.gated_delta(x, weights, pool, replace(batch, states=end._replace(snapshots=pairs)))
+        got = ops.gated_delta(x, weights, pool, replace(batch, states=end._replace(snapshot=snapshots)))
         assert (got - want).abs().max() < 1e-4
         assert all(torch.allclose(each[1], each[5], atol=1e-5) for each in pool)
         for i, cut in enumerate(cuts[:3]):
             rest = DeltaInputs(*(each[cut:] for each in x))
-            after = StateSlots(torch.tensor([2 + i]), torch.tensor([0] * (count - cut)), NO_PAIRS)
+            after = StateSlots(torch.tensor([2 + i]), nowhere(count - cut), nowhere(count - cut))
             one = replace(batch, query_start=torch.tensor([0, count - cut]), states=after)
             assert (ops.gated_delta(rest, weights, pool, one) - want[cut:]).abs().max() < 1e-4
 

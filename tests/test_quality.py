@@ -51,7 +51,7 @@ def test_a_server_prints_what_its_canary_found_and_tells_it_in_its_metrics(tmp_p
         assert 0 < server.metric("quire:canary_kl_nats") < 0.01
         assert 0 < server.metric("quire:canary_kv_kl_nats") < 0.01
         assert server.metric("quire:kv_cache_float8_layers") == 8
-        assert "quantised weights: " in server.log
+        assert "quantized weights: " in server.log
         assert "K/V in float8 in 8 of 8 layers: " in server.log
 
 
@@ -79,5 +79,5 @@ def test_what_spoils_the_model_is_refused_unless_told_otherwise(
 def test_a_method_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(InvalidConfig, match=r"must be one of auto, fp8, .*, not 'fp9'. Did you mean 'fp8'"):
         Settings.of(quantization="fp9")
-    with pytest.raises(InvalidModel, match="--quantization gptq: the checkpoint is not quantised in this format"):
+    with pytest.raises(InvalidModel, match="--quantization gptq: the checkpoint is not quantized in this format"):
         build_engine(Settings.of(**SMALL, quantization="gptq"))

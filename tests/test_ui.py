@@ -48,17 +48,17 @@ def test_pages_fill_and_free_and_a_request_says_what_happened_to_it(live: Live, 
     with Crowd(live.url, 12):
         opened.wait("parseInt(document.querySelector('#pages .count').textContent) >= 40")
         opened.wait("document.querySelectorAll('.rows button').length >= 12")
-        assert page.locator("#figures").inner_text().count("of 8 seats") == 1
+        assert page.locator("#figures").inner_text().count("of at most 8") == 1
         opened.wait("document.querySelector('.one-step p').textContent.includes('decode')")
         assert re.search(r"Step \d+ .* for \d+ requests?, \d+ tokens?: ", page.inner_text(".one-step"))
         page.locator(".rows button").nth(2).click()
         page.get_by_text("What happened, and why").wait_for()
     opened.wait("document.querySelector('#pages .count').textContent.startsWith('0 held')")
     shown = page.locator("#story").inner_text()
-    for words in ("submitted:", "got a place on the device", "prefix cache:", "first token after", "finished:"):
+    for words in ("submitted:", "admitted", "prefix cache:", "first token after", "finished:"):
         assert words in shown or words == "finished:", shown
     assert re.search(r"[1-9]\d* cached", page.locator("#pages .count").inner_text())
-    opened.wait("document.querySelectorAll('#figures .tile .value')[1].textContent === '0 of 8 seats'")
+    opened.wait("document.querySelectorAll('#figures .tile .value')[1].textContent === '0 of at most 8'")
     assert {url.split("/")[2] for url in opened.asked} == {live.url.split("/")[2]}, "nothing is asked of others"
     assert opened.complaints == []
     opened.close()
@@ -72,7 +72,7 @@ def test_a_chat_streams_and_its_own_request_is_marked(live: Live, browser: Brows
     page.press("#say", "Enter")
     grown = "(document.querySelector('.talk .assistant')?.textContent.length ?? 0) > "
     opened.wait(grown + "5")
-    page.get_by_role("button", name="what happened to it").click()
+    page.get_by_role("button", name="Explain").click()
     page.locator(".rows .own").wait_for()
     assert "yours" in (page.locator(".rows .own").get_attribute("aria-label") or "")
     assert len(page.locator(".talk .assistant").text_content() or "") > 40
@@ -101,7 +101,7 @@ def test_what_is_shown_can_be_held_saved_and_opened_again(live: Live, browser: B
     page.keyboard.press("Escape")
     page.locator("#requests").focus()
     page.keyboard.press("Space")
-    assert page.locator("#state").inner_text() == "held"
+    assert page.locator("#state").inner_text() == "paused"
     page.locator("#when").focus()
     for _ in range(3):
         page.keyboard.press("PageDown")
@@ -126,7 +126,7 @@ def test_what_is_shown_can_be_held_saved_and_opened_again(live: Live, browser: B
     half.write_text(json.dumps(saved | {"frames": saved["frames"][: len(saved["frames"]) // 2 + 1]}))
     alone.page.set_input_files("#file", [half, path])
     alone.page.get_by_role("columnheader", name="Difference").wait_for()
-    made = alone.page.locator("#compare tr", has_text="Tokens made").locator("td")
+    made = alone.page.locator("#compare tr", has_text="Tokens generated").locator("td")
     alone.wait("document.querySelectorAll('#compare tr')[3].children[3].textContent !== ''")
     [first, second, difference] = made.all_inner_texts()
     counts = [frame["now"]["generated"] - saved["frames"][0]["now"]["generated"] for frame in saved["frames"]]
@@ -231,18 +231,18 @@ def test_in_front_of_others_they_are_side_by_side_beside_chat(front: Live, live:
     opened.wait("document.querySelectorAll('#compare tbody td')[1].textContent === 'live'")
     opened.wait("document.querySelectorAll('#compare tbody td')[2].textContent === 'nothing listens there'")
     assert state.first.inner_text() == "live"
-    made = page.locator("#compare tr", has_text="Tokens made").locator("td")
+    made = page.locator("#compare tr", has_text="Tokens generated").locator("td")
     for column in (1, 2):
         opened.wait(f"/^[1-9]/.test(document.querySelectorAll('#compare tr')[4].children[{column}].textContent)")
     assert made.last.inner_text() == "–"
     heads.nth(1).click()
     opened.wait("document.querySelector('#pages .count').textContent.includes('held')")
     page.locator(".rows button").first.click()
-    page.get_by_text("got a place on the device").wait_for()
+    page.get_by_text("admitted").wait_for()
     heads.nth(2).click()
     assert page.locator(".rows button").count() == 0 or opened.violations() == []
     page.get_by_role("tab", name="Chat").click()
-    page.get_by_role("button", name="what happened to it").click()
+    page.get_by_role("button", name="Explain").click()
     page.get_by_text(f"sent to {live.url}").wait_for()
     assert heads.first.get_attribute("aria-pressed") == "true", "one's own request is this server's"
     assert opened.violations() == []

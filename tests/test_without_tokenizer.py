@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from quire.assembly.grpc import host
+from quire.cli import main
+from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.types import RequestOutput, StructuredOutputsParams
 from quire.weights.locate import locate
+from quire.weights.onnx_export import export
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8}
 IDS = [[5, 9, 100, 44], [300, 7]]
@@ -57,11 +63,37 @@ def test_token_ids_come_to_the_same_as_with_a_tokenizer(llm: LLM, wanted: list[R
     assert 44 not in free.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("executor", ["hf"])
-def test_other_executors_serve_ids_too(folder: str, wanted: list[RequestOutput], executor: str) -> None:
-    with LLM(folder, skip_tokenizer_init=True, executor=executor, **OPTIONS) as llm:
-        found = llm.generate(IDS, PARAMS)
-    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in wanted]
+@pytest.mark.parametrize("executor", ["hf", "onnx", "grpc"])
+def test_other_executors_serve_ids_too(
+    folder: str, wanted: list[RequestOutput], llm: LLM, executor: str, tmp_path: Path
+) -> None:
+    beams = BeamSearchParams(beam_width=2, max_tokens=4)
+    [same] = llm.beam_search(IDS[:1], beams)
+    with ExitStack() as stack:
+        where: dict[str, Any] = {"executor": executor, **OPTIONS}
+        if executor == "onnx":
+            export(Path(folder), tmp_path / "graphs")
+            folder = str(tmp_path / "graphs")
+        if executor == "grpc":
+            server = host(Settings.of(model=folder, skip_tokenizer_init=True, **OPTIONS), "127.0.0.1:0")
+            stack.callback(server.executor.close)
+            stack.callback(server.stop)
+            where = {"executor": "grpc", "executor_address": f"127.0.0.1:{server.port}"}
+        other = stack.enter_context(LLM(folder, skip_tokenizer_init=True, **where))
+        assert [one.outputs[0].token_ids for one in other.generate(IDS, PARAMS)] == [
+            one.outputs[0].token_ids for one in wanted
+        ]
+        assert [one.tokens for one in other.beam_search(IDS[:1], beams)[0].sequences] == [
+            one.tokens for one in same.sequences
+        ]
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "generate"])
+def test_commands_for_text_say_so_before_a_model_is_loaded(command: str) -> None:
+    said = CliRunner().invoke(main, [command, "--skip-tokenizer-init"], input="hi")
+    assert (
+        said.exit_code == 2 and f"`quire {command}` reads and writes text, for which skip_tokenizer_init" in said.output
+    )
 
 
 def test_in_a_process_of_its_own_each_step_has_an_output(folder: str, wanted: list[RequestOutput]) -> None:

@@ -19,8 +19,14 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -105,6 +111,49 @@ def qwen3() -> PreTrainedModel:
     )
 
 
+EXPERTS = MappingProxyType({"moe_intermediate_size": 20, "num_experts_per_tok": 2})
+
+
+def qwen3_moe() -> PreTrainedModel:
+    text = {**TEXT, **EXPERTS, "num_experts": 4, "rope_parameters": dict(QWEN3_ROPE), "head_dim": 16}
+    return Qwen3VLMoeForConditionalGeneration(
+        Qwen3VLMoeConfig(text_config=text, vision_config=dict(QWEN3_VISION), **QWEN_IDS)
+    )
+
+
+QWEN35_TEXT = MappingProxyType(
+    {
+        **TEXT,
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    }
+)
+
+
+def qwen35() -> PreTrainedModel:
+    vision = {**QWEN_VISION, "num_position_embeddings": 25}
+    return Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=dict(QWEN35_TEXT), vision_config=vision, **QWEN_IDS)
+    )
+
+
+def qwen35_moe() -> PreTrainedModel:
+    text = {**QWEN35_TEXT, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24}
+    vision = {**QWEN_VISION, "num_position_embeddings": 25}
+    return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=vision, **QWEN_IDS))
+
+
 def gemma3() -> PreTrainedModel:
     text = {**TEXT, "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 20, "num_hidden_layers": 4}
     text |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
@@ -122,7 +171,19 @@ def gemma3() -> PreTrainedModel:
     )
 
 
-FAMILIES: Mapping[str, Any] = MappingProxyType({"qwen2.5-vl": qwen25, "qwen3-vl": qwen3, "gemma3": gemma3})
+FAMILIES: Mapping[str, Any] = MappingProxyType(
+    {
+        "qwen2.5-vl": qwen25,
+        "qwen3-vl": qwen3,
+        "qwen3-vl-moe": qwen3_moe,
+        "qwen3.5": qwen35,
+        "qwen3.5-moe": qwen35_moe,
+        "gemma3": gemma3,
+    }
+)
+
+RECURRENT = ("qwen3.5", "qwen3.5-moe")
+"""Those that run on a CPU only."""
 
 
 def processor_of(family: str) -> Any:
@@ -134,6 +195,10 @@ def processor_of(family: str) -> Any:
     )
 
 
+UNSHIFTED = ("linear_attn.norm.weight", "A_log", "dt_bias")
+"""Of recurrent layers, what is not a norm of 1 + w."""
+
+
 def make(folder: Path, family: str, seed: int = 0) -> PreTrainedModel:
     """Write a checkpoint and return transformers' model of it, float32."""
     model = FAMILIES[family]().eval()
@@ -142,11 +207,14 @@ def make(folder: Path, family: str, seed: int = 0) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
-                shifted = family == "gemma3" and "vision" not in name
+                shifted = family in ("gemma3", *RECURRENT) and "vis" not in name and not name.endswith(UNSHIFTED)
                 parameter.copy_(0.2 * noise + (0.0 if name.endswith("bias") or shifted else 1.0))
             else:
                 size = parameter[0].numel() if "position" not in name and "pos_embed" not in name else 1
-                parameter.copy_(noise * 1.5 * size**-0.5)
+                if parameter.dim() == 3 and "experts" in name:
+                    size = parameter.shape[-1]
+                # Recurrent layers would make rounding errors larger from layer to layer.
+                parameter.copy_(noise * (0.9 if "linear_attn" in name else 1.5) * size**-0.5)
     model.save_pretrained(folder)
     write_tokenizer(folder, QWEN_TEMPLATE if "qwen" in family else GEMMA_TEMPLATE)
     processor_of(family).save_pretrained(folder)

@@ -8,8 +8,10 @@ from quire.server.calls import EFFORTS
 
 _TOOLS = """# Parsers
 
-Written by `make docs` from `src/quire/parsers`; do not edit. The names are those of vLLM, but for `gemma`, which it
-does not have.
+Written by `make docs` from `src/quire/parsers`; do not edit. The names are those of vLLM; `nemotron_json` is
+that of NVIDIA's plugin for it, and `gemma`, `cohere_command_r`, `functionary_v3_1`, `functionary_v3_2`, `muse_glimmer`,
+`solar_open` and `apriel` are our own. `functionary_v3_2`, `muse_glimmer` and `solar_open` go together with the
+reasoning parser of the same name, as `openai` does with `openai_gptoss`.
 
 ## Tool calls
 
@@ -65,6 +67,8 @@ def markdown() -> str:
     thoughts = [
         f"| `{name}` | {style.models} | {_code(style.opens[0])} | {_code(style.closes[0])} "
         f"| {'thoughts' if style.first == 'open' else 'either'} |"
+        if style.opens
+        else f"| `{name}` | {style.models} | | | an answer |"
         for name, style in THOUGHTS.items()
     ]
     efforts = [f"| `{effort}` | {'any number' if most < 0 else most} |" for effort, most in EFFORTS.items()]

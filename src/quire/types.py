@@ -379,7 +379,8 @@ class PromptReport(NamedTuple):
     diverged_at: its first token that differs from the nearest cached prefix, None where nothing cached goes on
     otherwise. pinned: for each of the request's pins, the tokens that are pinned now. queued, prefill: seconds from
     submission to a place on the device, and from there to the first token. cache_written: tokens of the prompt that
-    this request put into the prefix cache since it last got its place: whole blocks that were not there.
+    this request put into the prefix cache since it last got its place: whole blocks that were not there. cached_host,
+    cached_disk: of the tokens whose K/V was cached, those that came back from host memory and from disk for it.
     """
 
     diverged_at: int | None = None
@@ -387,6 +388,8 @@ class PromptReport(NamedTuple):
     queued: float = 0.0
     prefill: float = 0.0
     cache_written: int = 0
+    cached_host: int = 0
+    cached_disk: int = 0
 
 
 class RequestStepOutput(NamedTuple):

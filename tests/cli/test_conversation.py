@@ -74,10 +74,10 @@ def test_turns_are_undone_retried_and_cleared(monkeypatch: pytest.MonkeyPatch) -
 
 def test_sampling_is_set_checked_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling: dict[str, Any] = {"top_k": 3}
-    typed = "/set temperature 0.5\n/set max-tokens 7\n/set stop END OF IT\n/set top_k\n/show\n"
+    typed = "/set temperature 0.5\n/set max-tokens 7\n/set stop END OF IT\n/set top_k\n/set\n/show\n"
     _, shown = talk(typed, monkeypatch, sampling=sampling)
     assert sampling == {"temperature": 0.5, "max_tokens": 7, "stop": ["END OF IT"]}
-    assert "temperature: 0.5\nmax_tokens: 7\n" in shown
+    assert shown.count("temperature: 0.5\nmax_tokens: 7\n") == 2, "/set alone shows what is set"
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_quantised_checkpoints_and_gguf_files_are_described_by_how_they_are_stor
     make(tmp_path / "awq", SHAPE, **SIZES)
     quantise(tmp_path / "awq", "awq")
     found = rows(run("inspect", tmp_path / "awq"), 2)
-    assert found["quantised by"].startswith("awq: IntegerScheme(layout='awq', group=16")
+    assert found["quantization"].startswith("awq: IntegerScheme(layout='awq', group=16")
     assert "I32" in found["stored as"]
     assert found["loads"] == "every tensor has its place"
     write(tmp_path / "model.gguf", make(tmp_path / "plain", "llama-gqa-tied", hidden_size=288), "Q8_0")

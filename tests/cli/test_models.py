@@ -164,3 +164,16 @@ def test_offline_a_pull_says_where_it_looked(little: LittleHub, monkeypatch: pyt
 
 def test_names_of_ollamas_library_are_listed(little: LittleHub) -> None:
     assert "qwen3:SIZE  Qwen/Qwen3-SIZE-GGUF" in quire("list", "--library").stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("rm", ""), "name the model to remove"),
+        (("quantize", "embedded", "", "--type", "q8_0"), "OUT is empty: name the file to write, such as model.gguf"),
+        (("quantize", "", "x.gguf", "--type", "q8_0"), "model '' is neither"),
+    ],
+)
+def test_an_empty_argument_is_refused_with_what_to_write(args: tuple[str, ...], words: str) -> None:
+    said = CliRunner().invoke(main, list(args))
+    assert said.exit_code and words in said.output

@@ -72,7 +72,7 @@ def test_a_request_whose_grammar_is_not_compiled_is_not_held_back_while_suspects
     engine.step()
     assert engine.recovery.active
     engine.add(Request(id="late", prompt=(5, 6), max_new_tokens=2), PENDING)
-    assert [each.request_id for each in engine.scheduler.waiting.awaiting_grammar()] == ["late"]
+    assert [each.request_id for each in engine.scheduler.waiting.set_aside()] == ["late"]
     assert engine.recovery.parked and "late" not in {seq.request.id for seq in engine.recovery.parked}
     engine.set_constraint("late", FREE)
     assert [seq.request.id for seq in engine.recovery.parked].count("late") == 1

@@ -37,6 +37,9 @@ class Breaking:
         self.running[request.id] = 0
         self._note(f"add {request.id}")
 
+    def wait(self, seconds: float) -> None:
+        """There is always something to step."""
+
     def step(self) -> list[Any]:
         self._note("step")
         time.sleep(0.001)

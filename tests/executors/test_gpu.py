@@ -16,11 +16,12 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from quire.engine.engine import Engine
+from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.graphs import CudaQueue
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.speculative import ModelProposer, NgramProposer, Proposer
-from quire.scheduler.block_pool import EVICTION_POLICIES
+from quire.scheduler.block_pool import EVICTION_POLICIES, PrefixCache
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.scheduler import Scheduler
@@ -39,7 +40,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-PAGES, ROWS, LENGTH = 480, 32, 160
+PAGES, ROWS, LENGTH, SNAPSHOTS = 480, 32, 160, 24
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLING = (
     GREEDY,
@@ -92,6 +93,7 @@ class Subject:
                 queue=CudaQueue(device, 0 if eager else 256),
                 proposer=self.proposer(drafts, page_size),
                 depth=2,
+                snapshots=SNAPSHOTS,
             )
         found = self.houses[page_size, eager, drafts]
         found.reset()
@@ -108,12 +110,18 @@ class Subject:
         return ModelProposer(self.gpu, kv, num_drafts=3, rows=ROWS, device=device)
 
     def local(self, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
-        scheduler = Scheduler(KVCacheManager(400, 16, make_prefix_cache(16, True)), rows=ROWS)
-        return ask(Engine(scheduler, self.local_executor()), requests)
+        executor = self.local_executor()
+        return ask(Engine(Scheduler(KVCacheManager(400, 16, cache_of(executor, 16)), rows=ROWS), executor), requests)
 
     def local_executor(self) -> LocalExecutor:
         sizes: dict[str, Any] = {"pages": 400, "page_size": 16, "rows": ROWS, "max_model_len": LENGTH}
-        return LocalExecutor(self.cpu, **sizes, dtype=torch.float32)
+        return LocalExecutor(self.cpu, **sizes, dtype=torch.float32, snapshots=SNAPSHOTS)
+
+
+def cache_of(executor: Executor, size: int, reuse: bool = True) -> PrefixCache:
+    """The prefix cache of an executor: of a recurrent model one with snapshots."""
+    about = executor.describe()
+    return make_prefix_cache(size, reuse, about.num_snapshots if about.recurrent else None)
 
 
 def ask(engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
@@ -136,8 +144,9 @@ def test_every_family_that_transformers_knows_answers_as_on_the_cpu(
 ) -> None:
     it = subject(shape, tmp_path_factory.getbasetemp())
     requests = workload(checkpoints.VOCAB, 24, (GREEDY,))
-    kv = KVCacheManager(PAGES, 16, make_prefix_cache(16, True))
-    engine = Engine(Scheduler(kv, rows=ROWS, max_num_batched_tokens=96), it.executor(16, eager=False), lookahead=1)
+    executor = it.executor(16, eager=False)
+    kv = KVCacheManager(PAGES, 16, cache_of(executor, 16))
+    engine = Engine(Scheduler(kv, rows=ROWS, max_num_batched_tokens=96), executor, lookahead=1)
     assert ask(engine, requests) == it.local(requests)
 
 
@@ -240,20 +249,27 @@ AXES: dict[str, Sequence[Any]] = {
 }
 
 
-@pytest.mark.parametrize("share", range(8))
-def test_a_slice_of_the_lattice_on_the_gpu(share: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """26 combinations a share, 208 in all."""
-    it = subject("qwen3-gqa", tmp_path_factory.getbasetemp())
+RECURRENT = ("qwen3_next-shared-keys", "nemotron_h-gqa", "granitemoehybrid-mamba-experts")
+
+
+@pytest.mark.parametrize(
+    ("shape", "share"),
+    [*(("qwen3-gqa", share) for share in range(8)), *((shape, share) for shape in RECURRENT for share in range(2))],
+)
+def test_a_slice_of_the_lattice_on_the_gpu(shape: str, share: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """26 combinations a share, 208 in all, and 52 of each model with recurrent layers, which do not draft."""
+    it = subject(shape, tmp_path_factory.getbasetemp())
     requests = workload(checkpoints.VOCAB, 6, SAMPLING[:5])
     want = it.local(requests)
     longest = max(len(r.prompt) for r in requests) + 6
-    combos = list(itertools.product(*AXES.values()))
+    axes = AXES | ({"drafts": ("none", "ngram")} if shape in RECURRENT else {})
+    combos = list(itertools.product(*axes.values()))
     for values in random.Random(share).sample(combos, 26):
-        c = dict(zip(AXES, values, strict=True))
+        c = dict(zip(axes, values, strict=True))
         size, (budget, chunk) = c["page_size"], c["feed"]
         pages = min(PAGES, -(-longest // size) * c["tight"])
-        kv = KVCacheManager(pages, size, make_prefix_cache(size, c["reuse"]), EVICTION_POLICIES[c["eviction"]]())
         executor = it.executor(size, eager=c["eager"], drafts=c["drafts"])
+        kv = KVCacheManager(pages, size, cache_of(executor, size, c["reuse"]), EVICTION_POLICIES[c["eviction"]]())
         scheduler = Scheduler(
             kv,
             rows=ROWS,

@@ -30,6 +30,7 @@ class Tiny:
             state_shapes=(),
             token_types=1,
             bidirectional=False,
+            generates=True,
         )
         self.embedding, self.position = make(VOCAB, HIDDEN), 0.5 * make(context, HIDDEN)
         self.embedding[POISON] = torch.nan

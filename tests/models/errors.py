@@ -36,6 +36,7 @@ from tests.gguf_files import write
 from tests.models.feeding import Feeder, prompts
 from tests.models.test_published import PUBLISHED
 from tests.models.test_published import spec as published
+from tests.mtp import SHAPES as MTP_SHAPES
 from tests.quantised import FORMATS
 from tests.weights.test_quantised_families import FAMILIES as QUANTISED
 
@@ -52,39 +53,40 @@ DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
 )
 
 
-TEXTS = MappingProxyType({"mistral3": "ministral3", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"})
+TEXTS = MappingProxyType(
+    {"mistral3": "ministral3", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+)
 """Text models that are not named after the multimodal one."""
 
 IMAGES, RANKS, MTP = "images", "several ranks", "layers for drafts"
-RECURRENT = f"GPUs; {RANKS}; float8 K/V"
-ON_GPUS = "images on GPUs"
+RECURRENT = f"{RANKS}; float8 K/V"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
-        "cohere": "query and key norms (Command R+)",
-        "deepseek_v2": f"`attention_bias` without `q_lora_rank`; {MTP}",
-        "deepseek_v3": f"`attention_bias` without `q_lora_rank`; sparse attention (V3.2); {MTP}",
+        "cohere": "several ranks of models with query and key norms (Command R+)",
+        "deepseek_v2": "`attention_bias` without `q_lora_rank`",
+        "deepseek_v3": "`attention_bias` without `q_lora_rank`",
+        "deepseek_v32": "sequences longer than `index_topk` (2,048): sparse attention",
         "ernie4_5_moe": f"`use_bias`; {MTP}",
-        "gemma3": f"{ON_GPUS}; crops of images",
+        "gemma3": "crops of images",
         "gemma4": f"{IMAGES}, audio",
         "gemma4_text": "several ranks of models with inputs for each layer",
-        "glm4_moe": MTP,
-        "glm4_moe_lite": MTP,
         "gpt2": "quantised checkpoints: matrices are stored transposed",
         "gpt_oss": "other clamps of the gate",
         "bamba": RECURRENT,
         "granitemoehybrid": f"with Mamba layers: {RECURRENT}",
-        "nemotron_h": f"experts; {RECURRENT}",
-        "qwen3_5": f"{IMAGES}; {RECURRENT}; {MTP}",
-        "qwen3_5_moe": f"{IMAGES}; {RECURRENT}; {MTP}",
-        "qwen3_5_moe_text": f"{RECURRENT}; {MTP}",
-        "qwen3_5_text": f"{RECURRENT}; {MTP}",
+        "nemotron_h": RECURRENT,
+        "qwen3_5": f"video; {RECURRENT}",
+        "qwen3_5_moe": f"video; {RECURRENT}",
+        "qwen3_5_moe_text": RECURRENT,
+        "qwen3_5_text": RECURRENT,
         "internlm3": "sequences longer than its context",
         "llama4": IMAGES,
         "minimax_m2": RANKS,
         "mistral3": IMAGES,
-        "qwen2_5_vl": f"{ON_GPUS}; video",
-        "qwen3_vl": f"{ON_GPUS}; video",
-        "qwen3_next": f"{RECURRENT}; {MTP}",
+        "qwen2_5_vl": "video",
+        "qwen3_vl": "video",
+        "qwen3_vl_moe": "video",
+        "qwen3_next": RECURRENT,
         "olmo2": RANKS,
         "olmo3": RANKS,
         "olmoe": f"`clip_qkv`; {RANKS}",
@@ -136,6 +138,7 @@ def families(page: str) -> str:
     own = {model_type: names for model_type, names in names_by_type().items() if not pools(names)}
     compared = [shape.split("-")[0] for shape in SHAPES]
     quantised = {shape.split("-")[0] for shape in QUANTISED}
+    drafting = {shape.split("-")[0] for shape in MTP_SHAPES}
     longest: dict[str, int] = {}
     for spec in map(published, PUBLISHED):
         longest[spec.architecture] = max(spec.context, longest.get(spec.architecture, 0))
@@ -158,7 +161,7 @@ def families(page: str) -> str:
             count,
             errors.get(model_type, ""),
             f"{context:,}" if context else "",
-            "n-gram, model" if text else "",
+            ("n-gram, model, MTP" if text in drafting else "n-gram, model") if text else "",
             formats,
             files,
             LACKING.get(model_type, ""),
@@ -211,8 +214,8 @@ def pooling() -> str:
     """A line for each family of models that pool: what is compared, and the largest errors in each dtype."""
     own = names_by_type()
     lines = [
-        "| `model_type` | `architectures` | compared | " + " | ".join(DTYPES) + " | not supported |",
-        "|---" * (4 + len(DTYPES)) + "|",
+        "| `model_type` | `architectures` | compared | " + " | ".join(DTYPES) + " |",
+        "|---" * (3 + len(DTYPES)) + "|",
     ]
     with tempfile.TemporaryDirectory() as place:
         for name, family in encoders.FAMILIES.items():
@@ -224,7 +227,6 @@ def pooling() -> str:
                 ", ".join(f"`{each}`" for each in pooling_names(family.model_type, own)),
                 "vectors, classes" if family.classifier else "vectors",
                 *(f"{error:.1e}" if i == 0 else f"{error:.2g}" for i, error in enumerate(columns)),
-                "GPUs" if pools(own[family.model_type]) or "use_bidirectional_attention" in family.fields else "",
             )
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

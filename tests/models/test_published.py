@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.cli.inspect import read_facts, shapes
+from quire.assembly.limits import resolve
+from quire.cli.inspect import draft_parameters, read_facts, shapes
 from quire.cli.plan import plan_lines
 from quire.config import Settings
 from quire.config.option import amount
+from quire.errors import InvalidConfig
 from quire.models.registry import ARCHITECTURES, idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import TopK
@@ -43,6 +45,20 @@ def long_rope(pairs: int) -> dict[str, Any]:
     return {"type": "longrope", "short_factor": [1.0] * pairs, "long_factor": [8.0] * pairs}
 
 
+NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+NEMOTRON_H: dict[str, Any] = {
+    "mlp_hidden_act": "relu2",
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "layer_norm_epsilon": 1e-5,
+}
 GRANITE = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "rope_theta": 1e7, "tie_word_embeddings": True}
 DEEPSEEK_V2_ROPE: dict[str, Any] = {
     "type": "yarn",
@@ -187,6 +203,9 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             rope_theta=50000, sliding_window=4096, sliding_window_pattern=4)),
         "CohereLabs/c4ai-command-r-08-2024": (32.3e9, config(
             "CohereForCausalLM", 8192, 24576, 40, (64, 8), 256000, 131072, logit_scale=0.0625, rope_theta=4e6)),
+        "CohereLabs/c4ai-command-r-plus": (103.8e9, config(
+            "CohereForCausalLM", 12288, 33792, 64, (96, 8), 256000, 131072, logit_scale=0.8333333333333334,
+            rope_theta=75000000.0, use_qk_norm=True)),
         "google/gemma-2b": (2.506e9, config(
             "GemmaForCausalLM", 2048, 16384, 18, (8, 1), 256000, 8192, head_dim=256, hidden_act="gelu")),
         "google/gemma-7b": (8.538e9, config(
@@ -282,12 +301,18 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048,
             n_group=8, topk_group=4, routed_scaling_factor=2.5,
             **DEEPSEEK_V3, rope_scaling=DEEPSEEK_V2_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}, **UNTIED)),
+        "deepseek-ai/DeepSeek-V3.2": (671e9, config(
+            "DeepseekV32ForCausalLM", 7168, 18432, 61, (128, 128), 129280, 163840, rope_theta=10000,
+            n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, index_head_dim=128,
+            index_n_heads=64, index_topk=2048, n_group=8, topk_group=4, routed_scaling_factor=2.5,
+            **DEEPSEEK_V3, rope_scaling=DEEPSEEK_V2_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}, **UNTIED)),
         "moonshotai/Kimi-K2-Instruct": (1026e9, config(
             "DeepseekV3ForCausalLM", 7168, 18432, 61, (64, 64), 163840, 131072, rope_theta=50000.0,
             n_routed_experts=384, num_experts_per_tok=8, moe_intermediate_size=2048,
             n_group=1, topk_group=1, routed_scaling_factor=2.827,
-            **DEEPSEEK_V3 | {"first_k_dense_replace": 1}, rope_scaling=DEEPSEEK_V2_ROPE | {
-                "factor": 32.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}, **UNTIED)),
+            **DEEPSEEK_V3 | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+            rope_scaling=DEEPSEEK_V2_ROPE | {"factor": 32.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            **UNTIED)),
         "zai-org/GLM-4.7-Flash": (29.9e9, config(
             "Glm4MoeLiteForCausalLM", 2048, 10240, 47, (20, 20), 154880, 202752, rope_theta=1000000, kv_lora_rank=512,
             q_lora_rank=768, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, n_routed_experts=64,
@@ -300,6 +325,27 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             linear_num_key_heads=16, linear_num_value_heads=32, linear_value_head_dim=128, num_experts=512,
             num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512,
             decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, **UNTIED)),
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31.58e9, config(
+            "NemotronHForCausalLM", 2688, 1856, 52, (32, 2), 131072, 262144, head_dim=128, mamba_num_heads=64,
+            mamba_head_dim=64, hybrid_override_pattern=NANO, n_routed_experts=128, num_experts_per_tok=6,
+            moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, **NEMOTRON_H, **UNTIED)),
+        "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": (120.6e9, config(
+            "NemotronHForCausalLM", 4096, 2688, 88, (32, 2), 131072, 262144, head_dim=128, mamba_num_heads=128,
+            mamba_head_dim=64, hybrid_override_pattern=SUPER, n_routed_experts=512, num_experts_per_tok=22,
+            moe_intermediate_size=2688, moe_shared_expert_intermediate_size=5376, moe_latent_size=1024,
+            **NEMOTRON_H | {"routed_scaling_factor": 5.0}, **UNTIED)),
+        "ibm-granite/granite-4.0-h-tiny": (6.94e9, config(
+            "GraniteMoeHybridForCausalLM", 1536, 512, 40, (12, 4), 100352, 131072, attention_multiplier=0.0078125,
+            logits_scaling=6, layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+            num_local_experts=64, num_experts_per_tok=6, position_embedding_type="nope",
+            shared_intermediate_size=1024, mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128, mamba_expand=2,
+            **GRANITE)),
+        "ibm-granite/granite-4.0-h-small": (32.2e9, config(
+            "GraniteMoeHybridForCausalLM", 4096, 768, 40, (32, 8), 100352, 131072, attention_multiplier=0.0078125,
+            logits_scaling=16, layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+            num_local_experts=72, num_experts_per_tok=10, position_embedding_type="nope",
+            shared_intermediate_size=1536, mamba_n_heads=128, mamba_d_head=64, mamba_d_state=128, mamba_expand=2,
+            **GRANITE)),
         "MiniMaxAI/MiniMax-M2": (229e9, config(
             "MiniMaxM2ForCausalLM", 3072, 1536, 62, (48, 8), 200064, 196608, head_dim=128, rotary_dim=64,
             rope_theta=5000000, num_local_experts=256, num_experts_per_tok=8, scoring_func="sigmoid",
@@ -354,6 +400,9 @@ ACTIVE = MappingProxyType(
         "allenai/OLMoE-1B-7B-0924": 1.3e9,
         "ibm-granite/granite-3.1-1b-a400m-instruct": 0.4e9,
         "ibm-granite/granite-3.1-3b-a800m-instruct": 0.8e9,
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 3.5e9,
+        "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 12e9,
+        "ibm-granite/granite-4.0-h-small": 9e9,
         "deepseek-ai/DeepSeek-V2-Lite": 2.4e9,
         "deepseek-ai/DeepSeek-V2": 21e9,
         "deepseek-ai/DeepSeek-V3": 37e9,
@@ -384,9 +433,11 @@ def test_the_parameters_of_a_published_model_add_up(name: str) -> None:
 MANY_TENSORS = (
     "deepseek-ai/DeepSeek-V2",
     "deepseek-ai/DeepSeek-V3",
+    "deepseek-ai/DeepSeek-V3.2",
     "moonshotai/Kimi-K2-Instruct",
     "zai-org/GLM-4.6",
     "MiniMaxAI/MiniMax-M2",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
 )
 """Models of so many matrices that only `make nightly` makes plans for them."""
@@ -437,6 +488,25 @@ def test_routers_and_layers_of_published_mixtures_are_as_they_were_published() -
     maverick = spec("meta-llama/Llama-4-Maverick-17B-128E-Instruct")
     assert maverick.experts and maverick.experts.dense_layers == set(range(0, 48, 2))
     assert spec("MiniMaxAI/MiniMax-M2").rope.dim == 64
+
+
+def test_layers_for_multi_token_prediction_are_counted_where_they_are_published() -> None:
+    # DeepSeek says 14 B with another embedding and head, which are the model's here.
+    shared = 2 * 129280 * 7168
+    published = {"deepseek-ai/DeepSeek-V3": 14e9 - shared, "moonshotai/Kimi-K2-Instruct": 0}
+    for name, count in published.items():
+        assert draft_parameters(PUBLISHED[name][1]) == pytest.approx(count, rel=0.07)
+    for name in ("zai-org/GLM-4.5-Air", "zai-org/GLM-4.7-Flash", "Qwen/Qwen3-Next-80B-A3B-Instruct"):
+        layer, whole = draft_parameters(PUBLISHED[name][1]), parameters(spec(name))
+        assert 0.5 < layer * spec(name).layers / whole < 1.5
+
+
+def test_deepseek_v32_is_served_as_far_as_its_attention_is_not_sparse(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["deepseek-ai/DeepSeek-V3.2"][1]))
+    assert spec("deepseek-ai/DeepSeek-V3.2").context == 2048
+    facts = read_facts(Settings.of(model=str(tmp_path)))
+    with pytest.raises(InvalidConfig, match=r"max_model_len 4096.*2048"):
+        resolve(Settings.of(model=str(tmp_path), max_model_len=4096), facts.spec, torch.device("cpu"))
 
 
 def test_layers_without_rotary_embedding_and_windows_are_where_they_were_published() -> None:

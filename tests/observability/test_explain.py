@@ -51,7 +51,8 @@ def test_chunks_are_counted_and_explained() -> None:
     watched.run()
     assert watched.story(id)["chunks"] == 2
     assert (
-        says(watched, id, "chunk") == ["4 of its prompt's tokens were fed, the rest later: that is a step's fill"] * 2
+        says(watched, id, "chunk")
+        == ["4 of its prompt's tokens were fed, the rest later: that is the limit of a step"] * 2
     )
 
 

@@ -7,9 +7,6 @@ from torch import Tensor
 
 from quire.ops.ragged import LayerKV, RaggedBatch, StateSlots
 
-NO_PAIRS = torch.zeros(0, 2, dtype=torch.int64)
-"""No snapshots."""
-
 
 class Pages:
     """A pool whose pages go to sequences in random order; block 0 is the null block."""
@@ -56,7 +53,8 @@ class Pages:
     def states(spans: list[tuple[int, int, list[int]]]) -> StateSlots:
         """Each sequence has a slot of its own."""
         targets = [0 if i < len(fed) - 1 else 1 + s for s, _, fed in spans for i in range(len(fed))]
-        return StateSlots(torch.tensor([1 + s if past else 0 for s, past, _ in spans]), torch.tensor(targets), NO_PAIRS)
+        source = torch.tensor([1 + s if past else 0 for s, past, _ in spans])
+        return StateSlots(source, torch.tensor(targets), torch.zeros(len(targets), dtype=torch.int64))
 
 
 def poisoned(

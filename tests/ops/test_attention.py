@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops import paged_attention, reference
-from quire.ops.base import Ops
+from quire.ops.base import Ops, Scores
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
@@ -92,7 +92,7 @@ def check(s: dict, dtype: torch.dtype, tolerance: float, ops: Ops = OPS) -> None
     scale = s["dim"] ** -0.5
     sinks = 2 * torch.randn(s["heads"]) if s.get("sinks") else None
     how = scale, s["window"], s["soft_cap"], sinks, s.get("chunk", UNLIMITED)
-    got = ops.attention(q, kv, batch, *how)
+    got = ops.attention(q, kv, batch, Scores(*how))
     starts = batch.query_start.tolist()
     for i in history:
         want = naive(q[starts[i] : starts[i + 1]], *history[i], *how)
@@ -148,8 +148,8 @@ def test_a_prepared_batch_is_prepared_once_and_shared_by_layers_of_other_head_co
     for groups in (1, 2):
         k, q, kv = torch.randn(4, groups, 6), torch.randn(4, 2, 6), poisoned(8, groups, 4, 6)
         OPS.write_kv(kv, k, k, prepared)
-        shared = OPS.attention(q, kv, prepared, 1.0)
-        torch.testing.assert_close(shared, OPS.attention(q, kv, batch, 1.0))
+        shared = OPS.attention(q, kv, prepared, Scores(1.0))
+        torch.testing.assert_close(shared, OPS.attention(q, kv, batch, Scores(1.0)))
         torch.testing.assert_close(
             shared[3:].double(), naive(q[3:], k[3:], k[3:], 1.0, UNLIMITED, 0.0), atol=1e-5, rtol=1e-5
         )
@@ -161,7 +161,7 @@ def test_a_prepared_batch_is_shared_by_layers_with_different_windows_and_chunks(
     q, k, kv = torch.randn(11, 2, 6), torch.randn(11, 1, 6), poisoned(8, 1, 4, 6)
     OPS.write_kv(kv, k, k, prepared)
     for window, chunk in ((UNLIMITED, UNLIMITED), (3, UNLIMITED), (5, 4), (UNLIMITED, 4), (UNLIMITED, 3)):
-        got = OPS.attention(q, kv, prepared, 1.0, window, chunk=chunk)
+        got = OPS.attention(q, kv, prepared, Scores(1.0, window, chunk=chunk))
         spans = slice(0, 9), slice(9, 11)
         want = torch.cat([naive(q[at], k[at], k[at], 1.0, window, 0.0, chunk=chunk) for at in spans])
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops import batch_invariant
-from quire.ops.base import XIELU, Angles, Norm, QuantizedMatrix
+from quire.ops.base import XIELU, Angles, Norm, QuantizedMatrix, Scores
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.matmul import TILE_ROWS, can_pack, in_tiles, pack, packed_linear
 from quire.ops.reference import ReferenceOps
@@ -130,7 +130,7 @@ class Attended:
                 fresh[own] = mine[past : past + n]
             OPS.write_kv(kv, k, v, batch)
             sinks = self.sinks if sunk else None
-            out.append(OPS.attention(q, kv, batch, 0.3, window, soft_cap, sinks, chunk)[own])
+            out.append(OPS.attention(q, kv, batch, Scores(0.3, window, soft_cap, sinks, chunk))[own])
             past += n
         return torch.cat(out)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,10 +39,11 @@ def plain(q: Tensor, k: Tensor, v: Tensor, past: int, last: Tensor, s: dict) -> 
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
 
-def check(kind: str, s: dict) -> None:
-    """s: spans [(past, n, length of the images in it)], window, ahead, chunk, whether images see themselves whole."""
+def check(ops: Ops, s: dict, move: Callable[[Any], Any] = lambda x: x) -> None:
+    """s: spans [(past, n, length of the images in it)], window, ahead, chunk, whether images see themselves whole.
+    move: to where `ops` computes."""
     torch.manual_seed(s["seed"])
-    ops, pages, kv = EVERY[kind], Pages(2000, SIZE, s["seed"]), poisoned(2000, GROUPS, SIZE, DIM)
+    pages, kv = Pages(2000, SIZE, s["seed"]), poisoned(2000, GROUPS, SIZE, DIM)
     # Where queries see later ones, a span is a whole prompt.
     spans = [(0 if s["ahead"] else past, n) for past, n in s["spans"]]
     held = [tuple(torch.randn(past + n, GROUPS, DIM) for _ in "kv") for past, n in spans]
@@ -57,9 +60,9 @@ def check(kind: str, s: dict) -> None:
             last[starts[i] + first : starts[i] + first + length] = past + first + length - 1
     batch = replace(batch, last_visible=last) if s["image"] else batch
     k, v = (torch.cat([x[part][past:] for x, (past, _) in zip(held, spans, strict=True)]) for part in (0, 1))
-    ops.write_kv(kv, k, v, batch)
-    q = torch.randn(len(last), HEADS, DIM)
-    got = ops.attention(q, kv, batch, DIM**-0.5, s["window"], 0.0, None, s["chunk"], s["ahead"])
+    ReferenceOps().write_kv(kv, k, v, batch)
+    q, how = torch.randn(len(last), HEADS, DIM), Scores(DIM**-0.5, s["window"], chunk=s["chunk"], ahead=s["ahead"])
+    got = ops.attention(move(q), move(kv), move(batch), how).cpu()
     for i, (past, n) in enumerate(spans):
         rows = slice(starts[i], starts[i] + n)
         wanted = plain(q[rows], *held[i], past, last[rows], s)
@@ -88,7 +91,7 @@ def test_both_together_are_one_mask(kind: str, s: dict, few: int, tile: int) -> 
         patch.setattr(paged_attention, "FEW", few)
         patch.setattr(reference, "FEW", few)
         patch.setattr(reference, "TILE", tile)
-        check(kind, s)
+        check(EVERY[kind], s)
 
 
 @pytest.mark.skipif(BEST is None, reason="a processor without these kernels")

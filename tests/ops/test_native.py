@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.assembly import engine
 from quire.errors import InvalidConfig
-from quire.ops.base import Angles, Gate, IntegerMatrix, MixedMatrix, Norm, Norms, QuantizedMatrix
+from quire.ops.base import Angles, Gate, IntegerMatrix, MixedMatrix, Norm, Norms, QuantizedMatrix, Scores
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.gguf_blocks import BLOCKS, PACKED
 from quire.ops.integer import dequantize_integers, pack_floats, pack_integers, pack_rows, pack_superblocks
@@ -301,7 +301,7 @@ SCORES: dict[str, Callable[[int], dict[str, object]]] = {
 @pytest.mark.parametrize("how", SCORES)
 def test_spans_of_any_length_attend(ops: NativeOps, how: str, dtype: torch.dtype) -> None:
     for heads, groups, dim, value_dim in ((6, 2, 16, 16), (3, 3, 48, 32), (8, 1, 64, 64), (2, 1, 528, 16)):
-        more = SCORES[how](heads)
+        scores = Scores(0.25, **SCORES[how](heads))  # type: ignore[arg-type]
         pages = Pages(80, 4)
         kv = poisoned(80, groups, 4, dim, dtype, value_dim=value_dim)
         lengths = {0: 1, 1: 70, 2: 65, 3: 20, 4: 30}
@@ -310,8 +310,8 @@ def test_spans_of_any_length_attend(ops: NativeOps, how: str, dtype: torch.dtype
         REFERENCE.write_kv(kv, k, v, whole)
         batch = pages.batch([(s, lengths[s] - n, [1] * n) for s, n in ((0, 1), (1, 1), (2, 3), (3, 9), (4, 2))])
         q = torch.randn(len(batch.tokens), heads, dim).to(dtype)
-        got = ops.attention(q, kv, ops.prepare(batch), 0.25, **more)  # type: ignore[arg-type]
-        wanted = REFERENCE.attention(q.float(), LayerKV(kv.k.float(), kv.v.float()), batch, 0.25, **more)  # type: ignore[arg-type]
+        got = ops.attention(q, kv, ops.prepare(batch), scores)
+        wanted = REFERENCE.attention(q.float(), LayerKV(kv.k.float(), kv.v.float()), batch, scores)
         assert got.dtype is dtype
         agree(got, wanted, DTYPES[dtype])
 

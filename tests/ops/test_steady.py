@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.ops.base import Scores
 from quire.ops.batch_invariant import SteadyOps, stable_rows
 from tests.ops.batches import Pages, poisoned
 
@@ -29,7 +30,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> Tensor:
         batch = pages.batch([(i, past + at, [0] * fed) for i in range(sequences)])
         fresh = slice(past + at, past + at + fed)
         OPS.write_kv(kv, k[:, fresh].flatten(0, 1), v[:, fresh].flatten(0, 1), batch)
-        made = OPS.attention(q[:, at : at + fed].flatten(0, 1), kv, batch, DIM**-0.5)
+        made = OPS.attention(q[:, at : at + fed].flatten(0, 1), kv, batch, Scores(DIM**-0.5))
         out.append(made.view(sequences, fed, HEADS, DIM))
     return torch.cat(out, 1)
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.parsers.tools.styles import ToolParser
+from quire.parsers.parts import Splitter
+from quire.parsers.reasoning import THOUGHTS, AnswerSplitter
+from quire.parsers.tools.emitter import Tools
+from quire.parsers.tools.readers import reader_of
+from quire.parsers.tools.styles import STYLES, ToolParser
 
 _LOOP = "{% for c in calls %}{% set f = c.function %}"
 _END = "{% endfor %}"
@@ -85,6 +89,17 @@ _COHERE = (
     + "\n]<|END_ACTION|>"
 )
 
+
+def _elements(section: str, call: str, head: str, parameter: str, end: str, after: str) -> str:
+    return section + _LOOP + _xml(call + "{{ f.name }}" + head, parameter, end) + _END + after
+
+
+_GLM47 = _elements("", "<tool_call>", "", "<arg_key>{{ k }}</arg_key><arg_value>VALUE</arg_value>", "</tool_call>", "")
+_HY = ":opensource"
+_XTML_KIND = (
+    "{%- macro kind(v) -%}{%- if v is boolean -%}boolean{%- elif v is none -%}null{%- elif v is number -%}number"
+    "{%- elif v is string -%}string{%- elif v is mapping -%}object{%- else -%}array{%- endif -%}{%- endmacro -%}"
+)
 _HERMES = _LOOP + "\n<tool_call>\n" + _object("arguments") + "\n</tool_call>" + _END
 
 TEMPLATES: Mapping[ToolParser, str] = {
@@ -119,9 +134,8 @@ TEMPLATES: Mapping[ToolParser, str] = {
     "glm45": _LOOP
     + _xml("\n<tool_call>{{ f.name }}\n", "<arg_key>{{ k }}</arg_key>\n<arg_value>VALUE</arg_value>\n", "</tool_call>")
     + _END,
-    "glm47": _LOOP
-    + _xml("<tool_call>{{ f.name }}", "<arg_key>{{ k }}</arg_key><arg_value>VALUE</arg_value>", "</tool_call>")
-    + _END,
+    "glm47": _GLM47,
+    "poolside_v1": _GLM47,
     "kimi_k2": "<|tool_calls_section_begin|>"
     + _LOOP
     + "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>"
@@ -176,6 +190,51 @@ TEMPLATES: Mapping[ToolParser, str] = {
     + f'{_M3}<invoke name="{{{{ f.name }}}}">{{{{ nested(f.arguments) }}}}{_M3}</invoke>\n'
     + _END
     + f"{_M3}</tool_call>",
+    "hy_v3": _elements(
+        f"<tool_calls{_HY}>\n",
+        f"<tool_call{_HY}>",
+        f"<tool_sep{_HY}>\n",
+        f"<arg_key{_HY}>{{{{ k }}}}</arg_key{_HY}>\n<arg_value{_HY}>VALUE</arg_value{_HY}>\n",
+        f"</tool_call{_HY}>\n",
+        f"</tool_calls{_HY}>",
+    ),
+    "kimi_k3": _XTML_KIND
+    + "<|open|>tools<|sep|>"
+    + _LOOP
+    + '<|open|>call tool="{{ f.name }}" index="{{ loop.index }}"<|sep|>{% for k, v in f.arguments.items() %}'
+    '<|open|>argument key="{{ k }}" type="{{ kind(v) }}"<|sep|>{{ v if v is string else v | tojson }}'
+    "<|close|>argument<|sep|>{% endfor %}<|close|>call<|sep|>" + _END + "<|close|>tools<|sep|>",
+    "minicpm5": _LOOP + '<function name="{{ f.name }}">{% for k, v in f.arguments.items() %}<param name="{{ k }}">'
+    "{% if v is string and ('<' in v or '&' in v or '\n' in v) %}{{ '<![CDATA[' + v + ']]>' }}{% else %}{{ v }}"
+    "{% endif %}</param>{% endfor %}</function>\n" + _END,
+    "solar_open2": _elements(
+        "",
+        "<|tool_call:start|>",
+        "\n",
+        "<|tool_arg:start|>{{ k }}<|tool_arg:value|>VALUE<|tool_arg:end|>\n",
+        "<|tool_call:end|>\n",
+        "",
+    ),
+    "solar_open": "<|tool_calls|>"
+    + _LOOP
+    + "<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>{{ f.name }}<|tool_call:args|>{{ f.arguments | tojson }}"
+    "<|tool_call:end|>" + _END + "<|calls|>",
+    "muse_glimmer": _LOOP
+    + _xml(
+        '<atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n',
+        '<atem:parameter name="{{ k }}">VALUE</atem:parameter>\n',
+        "</atem:invoke>\n</atem:function_calls>",
+    )
+    + _END,
+    "functionary_v3_1": _LOOP + "<function={{ f.name }}>{{ f.arguments | tojson }}</function>" + _END,
+    "functionary_v3_2": _LOOP + ">>>{{ f.name }}\n{{ f.arguments | tojson }}" + _END,
+    "nemotron_json": "<TOOLCALL>[" + _listed("arguments") + "]</TOOLCALL>",
+    "cohere_command_r": "Action:\n```json\n[\n"
+    + _LOOP
+    + "{{ ',\n' if not loop.first }}    {\n        "
+    + '"tool_name": "{{ f.name }}",\n        "parameters": {{ f.arguments | tojson }}\n    }'
+    + _END
+    + "\n]```\n",
     "functiongemma": _gemma("<start_function_call>call:", "<escape>", "<end_function_call>"),
 }
 
@@ -215,3 +274,10 @@ CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("now", {}),
     ("weather", {"city": "7", "days": -2, "hot": None, "places": [], "note": [None, {"x": False}]}),
 )
+
+
+def answer_reader(name: ToolParser, tools: Tools) -> Splitter:
+    """Reads an answer with the tool parser `name`, and where the family has messages of its own, with those."""
+    reader = reader_of(STYLES[name], tools)
+    style = THOUGHTS.get(name)
+    return reader if style is None or style.channels is None else AnswerSplitter(style.splitter(inside=False), reader)

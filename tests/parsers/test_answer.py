@@ -15,6 +15,7 @@ from quire.parsers.reasoning import AnswerSplitter, ReasoningCounter, Thinking, 
 from quire.parsers.tools.reader import python_calls
 from quire.parsers.tools.readers import reader_of
 from quire.parsers.tools.styles import STYLES, Style, calls_text, describe_tools, style_of
+from tests.parsers.families import answer_reader
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {"city": {"type": "string"}, "days": {"type": "integer"}},
@@ -119,7 +120,7 @@ def test_calls_that_are_well_written_are_read_as_they_were_meant(
 ) -> None:
     style = STYLES[name]
     text = calls_text([{"function": {"name": tool, "arguments": arguments}} for tool, arguments in made], style)
-    parts = tell(reader_of(style, TOOLS), text, sizes)
+    parts = tell(answer_reader(style.name, TOOLS), text, sizes)
     assert [(part.kind, part.call) for part in parts] == [
         (kind, i) for i in range(len(made)) for kind in ("call", "arguments")
     ]
@@ -371,7 +372,7 @@ def test_a_template_without_tools_gets_them_as_text(style: Style) -> None:
     assert (
         shown[0]["content"].startswith("Be kind.\n\nYou can call functions.") and '"name": "now"' in shown[0]["content"]
     )
-    assert [part.kind for part in tell(reader_of(style, TOOLS), shown[2]["content"])] == ["call", "arguments"]
+    assert [part.kind for part in tell(answer_reader(style.name, TOOLS), shown[2]["content"])] == ["call", "arguments"]
     assert "3 pm" in shown[3]["content"] and "4 pm" in shown[3]["content"]
 
 

@@ -11,7 +11,14 @@ import pytest
 from jinja2.sandbox import SandboxedEnvironment
 
 from quire.parsers.parts import Splitter, TextPart, joined
-from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, ReasoningCounter, ReasoningParser, parser_of
+from quire.parsers.reasoning import (
+    THOUGHTS,
+    AnswerSplitter,
+    ReasoningCounter,
+    ReasoningParser,
+    parser_of,
+    thoughts_ahead,
+)
 from quire.parsers.tools.readers import reader_of
 from quire.parsers.tools.styles import STYLES, Nested, TaggedStyle, ToolParser, sign_of
 from tests.parsers.families import CALLS, TEMPLATES, TOOLS
@@ -44,17 +51,22 @@ VLLM = """
 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 functiongemma gemma4 gigachat3 glm45 glm47 granite
 granite-20b-fc granite4 hermes hunyuan_a13b internlm jamba kimi_k2 lfm2 llama3_json llama4_json llama4_pythonic longcat
 mimo minimax minimax_m2 mistral olmo3 openai phi4_mini_json pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5
-xlam ernie45 cohere_command3 cohere_command4 apertus minimax_m3"""
+xlam ernie45 cohere_command3 cohere_command4 apertus minimax_m3 hy_v3 kimi_k3
+minicpm5 poolside_v1 solar_open2"""
 VLLM_REASONING = """
 deepseek_r1 deepseek_v3 deepseek_v4 gemma4 glm45 glm47 granite kimi_k2 mimo minimax_m2 mistral
 nemotron_v3 olmo3 openai_gptoss qwen3 seed_oss step3 step3p5 ernie45 cohere_command3 cohere_command4 apertus
-minimax_m3"""
+minimax_m3 holo2 hunyuan_a13b hy_v3 kimi_k3 minimax_m2_append_think poolside_v1 solar_open2"""
 """Keys of vLLM's registries of parsers, as those who come from there spell them."""
+
+OWN = "gemma nemotron_json cohere_command_r functionary_v3_1 functionary_v3_2 muse_glimmer solar_open"
+OWN_REASONING = "apriel functionary_v3_2 muse_glimmer solar_open"
+"""Names that it does not have."""
 
 
 def test_parsers_have_the_names_of_vllm() -> None:
-    assert set(STYLES) == {"gemma", *VLLM.split()}
-    assert set(THOUGHTS) == set(VLLM_REASONING.split())
+    assert set(STYLES) == {*OWN.split(), *VLLM.split()}
+    assert set(THOUGHTS) == {*OWN_REASONING.split(), *VLLM_REASONING.split()}
 
 
 def test_every_parser_has_a_template() -> None:
@@ -71,7 +83,7 @@ def test_what_the_template_of_a_family_renders_is_read_as_it_was_meant(name: Too
         # This format has no null in objects: such elements are left out.
         calls = [(tool, {key: value for key, value in given.items() if value is not None}) for tool, given in calls]
     parts = fed(reader_of(style, TOOLS), text)
-    assert calls_in(parts) == calls
+    assert calls_in(parts) == calls, text
     assert [part for part in parts if part.kind == "content"] == []
     if not style.bare or isinstance(style, TaggedStyle):
         parts = fed(reader_of(style, TOOLS), "Let me look: " + text)
@@ -124,7 +136,10 @@ MARKS = [
 
 def splitters(name: ToolParser, thoughts: str, inside: bool) -> Splitter:
     calls = reader_of(STYLES[name], TOOLS)
-    return AnswerSplitter(THOUGHTS[thoughts].splitter(inside=inside), calls) if thoughts in THOUGHTS else calls
+    if thoughts not in THOUGHTS:
+        return calls
+    style = THOUGHTS[thoughts]
+    return AnswerSplitter(style.splitter(inside=inside and bool(style.opens)), calls)
 
 
 def split_at_random(seed: int, count: int) -> Iterator[tuple[str, str, list[int], list[TextPart], list[TextPart]]]:
@@ -174,6 +189,18 @@ def test_reading_takes_steps_in_proportion_to_the_text(name: ToolParser, filling
 
 
 SIGNS: list[tuple[str, ToolParser, ReasoningParser]] = [
+    ("'<tool_calls{}>'.format(':opensource') <tool_sep{}> <think{}>", "hy_v3", "hy_v3"),
+    ("<|open|>think<|sep|> argument <|close|>", "kimi_k3", "kimi_k3"),
+    ('<function name="f"><param name="k">v</param></function></think>', "minicpm5", "qwen3"),
+    ("<|tool_call:start|><|tool_arg:start|><|think:start|>", "solar_open2", "solar_open2"),
+    ("<|begin|>assistant<|think|><|content|><|tool_call:args|>", "solar_open", "solar_open"),
+    ('<|start|>assistant to=self<|message|><atem:invoke name="f">', "muse_glimmer", "muse_glimmer"),
+    ("<|start_header_id|><function=name>{}</function><|eom_id|>", "functionary_v3_1", "none"),
+    ("<|start_header_id|>>>>all", "functionary_v3_2", "functionary_v3_2"),
+    ("<TOOLCALL>[]</TOOLCALL><think></think>", "nemotron_json", "qwen3"),
+    ("<|CHATBOT_TOKEN|>Action: tool_name", "cohere_command_r", "none"),
+    ("<tool_calls>[BEGIN FINAL RESPONSE]", "jamba", "apriel"),
+    ("<|assistant_name|></think><arg_key>laguna", "glm47", "glm45"),
     ("{{ tools }}<tool_call>{{ enable_thinking }}</think>", "hermes", "qwen3"),
     ("<tool_call>\n<function=name>\n<parameter=x>", "qwen3_coder", "none"),
     ("<seed:tool_call><function=a><parameter=b></seed:think>", "seed_oss", "seed_oss"),
@@ -261,6 +288,16 @@ WRITTEN: list[tuple[ReasoningParser, bool, str, str]] = [
     ("cohere_command4", True, "Hm.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>", "Hm."),
     ("apertus", False, "<|inner_prefix|>Hm.<|inner_suffix|>Yes.", "Hm."),
     ("minimax_m3", False, "<mm:think>Hm.</mm:think>Yes.", "Hm."),
+    ("hunyuan_a13b", False, "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>", "Hm."),
+    ("hy_v3", True, "Hm.</think:opensource>Yes.", "Hm."),
+    ("solar_open2", True, "Hm.<|think:end|>Yes.", "Hm."),
+    ("apriel", True, "Hm.\n[BEGIN FINAL RESPONSE]\nYes.", "Hm."),
+    (
+        "kimi_k3",
+        True,
+        "Hm.<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>response<|sep|><|close|>message<|sep|>",
+        "Hm.",
+    ),
 ]
 
 
@@ -274,6 +311,68 @@ def test_thoughts_of_each_family_are_found(name: str, inside: bool, text: str, t
     for before, _ in THOUGHTS[name].around:
         thoughts = thoughts.removesuffix("\n").removesuffix(before).rstrip("\n")
     assert counter.over and len(thoughts) - 3 <= counter.count <= len(thoughts)
+
+
+CHANNELS: list[tuple[str, str, list[TextPart]]] = [
+    (
+        "muse_glimmer",
+        " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.<|eom|><|start|>assistant to=now"
+        "<|message|>"
+        '<atem:function_calls>\n<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls><|eot|>',
+        [
+            TextPart("reasoning", "Hm."),
+            TextPart("content", "Yes."),
+            TextPart("call", "now"),
+            TextPart("arguments", "{}"),
+        ],
+    ),
+    (
+        "solar_open",
+        "<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes.<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>"
+        "a1b2<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>",
+        [
+            TextPart("reasoning", "Hm."),
+            TextPart("content", "Yes."),
+            TextPart("call", "now"),
+            TextPart("arguments", "{}"),
+        ],
+    ),
+    (
+        "functionary_v3_2",
+        "all\nYes:\n>>> print(1)\n>>>now\n{}>>>weather\n" + '{"note": ">>> x"}',
+        [
+            TextPart("content", "Yes:\n>>> print(1)"),
+            TextPart("call", "now"),
+            TextPart("arguments", "{}"),
+            TextPart("call", "weather", 1),
+            TextPart("arguments", '{"note": ">>> x"}', 1),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "parts"), CHANNELS)
+def test_messages_of_an_answer_are_told_by_their_headers(name: Any, text: str, parts: list[TextPart]) -> None:
+    for cuts in ([], range(1, len(text)), range(7, len(text), 7)):
+        assert fed(splitters(name, name, False), text, cuts) == parts
+
+
+def test_thoughts_may_be_shown_with_their_marks() -> None:
+    """vLLM's minimax_m2_append_think."""
+    style = THOUGHTS["minimax_m2_append_think"]
+    assert fed(style.splitter(inside=True), "Hm.</think>Yes.") == [TextPart("content", "<think>Hm.</think>Yes.")]
+    counter = ReasoningCounter(inside=True, style=style)
+    counter.feed(["Hm.", "</think>", "Yes."])
+    assert counter.over and counter.count == 2
+
+
+def test_an_answer_within_marks_that_the_prompt_has_opened_ends_with_its_mark() -> None:
+    """Kimi K3's prompts do so where it does not think."""
+    prompt = "<|open|>response<|sep|>"
+    assert thoughts_ahead("kimi_k3", prompt) == "none"
+    text = "Yes.<|close|>response<|sep|><|close|>message<|sep|>"
+    for cuts in ([], range(1, len(text))):
+        assert fed(THOUGHTS["kimi_k3"].splitter(inside=False), text, cuts) == [TextPart("content", "Yes.")]
 
 
 def test_marks_around_an_answer_belong_to_neither() -> None:
@@ -293,7 +392,7 @@ def test_marks_around_an_answer_belong_to_neither() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name, style in THOUGHTS.items() if not style.channels])
+@pytest.mark.parametrize("name", [name for name, style in THOUGHTS.items() if not (style.channels or style.shown)])
 def test_an_answer_may_begin_with_the_end_of_thoughts_that_are_empty(name: ReasoningParser) -> None:
     style = THOUGHTS[name]
     assert fed(style.splitter(inside=False), style.closes[0] + "\n\nYes.") == [TextPart("content", "Yes.")]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from quire.errors import InvalidRequest
+from quire.multimodal.inputs import NoImages
 from quire.parsers.parts import joined
 from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, parser_of, thoughts_ahead
 from quire.parsers.tools.kinds import properties_of
@@ -23,9 +24,11 @@ pytestmark = pytest.mark.nightly
 
 FAMILIES = """
 llama-cpp-python/Apertus-8B-Instruct apertus apertus
+llama-cpp-python/Apriel-1.6-15b-Thinker-fixed jamba apriel
 llama-cpp-python/Bielik-11B-v3.0-Instruct hermes qwen3
 llama-cpp-python/ByteDance-Seed-OSS seed_oss seed_oss
 llama-cpp-python/Cohere2MoE cohere_command4 cohere_command4
+llama-cpp-python/CohereForAI-c4ai-command-r-plus-tool_use cohere_command_r none
 llama-cpp-python/CohereForAI-c4ai-command-r7b-12-2024-tool_use cohere_command3 cohere_command3
 llama-cpp-python/GLM-4.6 glm45 glm45
 llama-cpp-python/GLM-4.7-Flash glm47 glm45
@@ -34,6 +37,7 @@ llama-cpp-python/GigaChat3.1-10B-A1.8B gigachat3 none
 llama-cpp-python/HuggingFaceTB-SmolLM3-3B - qwen3
 llama-cpp-python/Kimi-K2-Instruct kimi_k2 none
 llama-cpp-python/Kimi-K2-Thinking kimi_k2 kimi_k2
+llama-cpp-python/Kimi-K3 kimi_k3 kimi_k3
 llama-cpp-python/LFM2-8B-A1B lfm2 none
 llama-cpp-python/LFM2.5-8B-A1B lfm2 qwen3
 llama-cpp-python/LFM2.5-Instruct - qwen3
@@ -43,6 +47,7 @@ llama-cpp-python/MiniMax-M2 minimax_m2 minimax_m2
 llama-cpp-python/MiniMax-M3 minimax_m3 minimax_m3
 llama-cpp-python/Mistral-Small-3.2-24B-Instruct-2506 mistral none
 llama-cpp-python/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 qwen3_coder qwen3
+llama-cpp-python/NVIDIA-Nemotron-Nano-v2 nemotron_json qwen3
 llama-cpp-python/NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use hermes none
 llama-cpp-python/NousResearch-Hermes-3-Llama-3.1-8B-tool_use hermes none
 llama-cpp-python/Qwen-QwQ-32B hermes qwen3
@@ -67,17 +72,24 @@ llama-cpp-python/ibm-granite-granite-4.0 granite4 none
 llama-cpp-python/ibm-granite-granite-4.1 granite4 none
 llama-cpp-python/inclusionai-ling-3.0-flash glm45 glm45
 llama-cpp-python/llama-cpp-deepseek-r1 deepseek_v3 deepseek_r1
+llama-cpp-python/meetkai-functionary-medium-v3.1 functionary_v3_1 none
+llama-cpp-python/meetkai-functionary-medium-v3.2 functionary_v3_2 functionary_v3_2
 llama-cpp-python/meta-llama-Llama-3.1-8B-Instruct llama3_json none
 llama-cpp-python/meta-llama-Llama-3.2-3B-Instruct llama3_json none
 llama-cpp-python/meta-llama-Llama-3.3-70B-Instruct llama3_json none
 llama-cpp-python/mistralai-Ministral-3-14B-Reasoning-2512 mistral mistral
 llama-cpp-python/mistralai-Mistral-Nemo-Instruct-2407 mistral none
 llama-cpp-python/moonshotai-Kimi-K2 kimi_k2 none
+llama-cpp-python/muse-glimmer muse_glimmer muse_glimmer
 llama-cpp-python/openai-gpt-oss-120b openai openai_gptoss
+llama-cpp-python/openbmb-MiniCPM5-1B minicpm5 qwen3
 llama-cpp-python/poolside-Laguna-S-2.1 glm47 glm45
 llama-cpp-python/poolside-Laguna-XS-2.1 glm45 glm45
 llama-cpp-python/poolside-Laguna-XS.2 glm45 glm45
+llama-cpp-python/tencent-Hy3 hy_v3 hy_v3
+llama-cpp-python/unsloth-Apriel-1.5 jamba apriel
 llama-cpp-python/unsloth-mistral-Devstral-Small-2507 mistral none
+llama-cpp-python/upstage-Solar-Open-100B solar_open solar_open
 trl/deepseek_r1_distill deepseek_v3 deepseek_r1
 trl/deepseekv3 deepseek_v3 deepseek_r1
 trl/diffusion_gemma gemma4 gemma4
@@ -98,6 +110,7 @@ trl/lfm2_v2 lfm2 none
 trl/llama3 llama3_json none
 trl/llama3_1 llama3_json none
 trl/llama3_2 llama3_json none
+trl/muse_glimmer muse_glimmer muse_glimmer
 trl/nemotron_3_5_lightning qwen3_coder qwen3
 trl/nemotron_3_nano qwen3_coder qwen3
 trl/nemotron_3_super qwen3_coder qwen3
@@ -114,15 +127,11 @@ trl/qwen3_vl hermes none
 """Each template, and the parsers that are chosen for it; `-`: its format of calls is not told, so Hermes' is read."""
 
 OTHERS = """
-llama-cpp-python/Apriel-1.6-15b-Thinker-fixed llama-cpp-python/CohereForAI-c4ai-command-r-plus-tool_use
-llama-cpp-python/Kimi-K3 llama-cpp-python/NVIDIA-Nemotron-Nano-v2 llama-cpp-python/fireworks-ai-llama-3-firefunction-v2
-llama-cpp-python/llama-cpp-rwkv-world llama-cpp-python/meetkai-functionary-medium-v3.1
-llama-cpp-python/meetkai-functionary-medium-v3.2 llama-cpp-python/microsoft-Phi-3.5-mini-instruct
-llama-cpp-python/muse-glimmer llama-cpp-python/openbmb-MiniCPM5-1B llama-cpp-python/tencent-Hy3
-llama-cpp-python/unsloth-Apriel-1.5 llama-cpp-python/upstage-Solar-Open-100B trl/cohere trl/cohere2 trl/idefics3
-trl/llava_next trl/muse_glimmer trl/phi3 trl/phi3_5 trl/qwen2_5_vl trl/smolvlm
+llama-cpp-python/fireworks-ai-llama-3-firefunction-v2 llama-cpp-python/llama-cpp-rwkv-world
+llama-cpp-python/microsoft-Phi-3.5-mini-instruct trl/cohere trl/cohere2 trl/idefics3 trl/llava_next trl/phi3 trl/phi3_5
+trl/qwen2_5_vl trl/smolvlm
 """
-"""Of models that call no tools, or in a format that has no parser here."""
+"""Of models that call no tools, and of FireFunction, whose template reads `functions` and `datetime` instead."""
 
 HIDES_CALLS = """
 llama-cpp-python/LFM2-8B-A1B llama-cpp-python/LFM2.5-Instruct llama-cpp-python/ibm-granite-granite-3.3-2B-Instruct
@@ -149,7 +158,8 @@ ENDS = (
     *("<|im_end|>", "<|END_OF_TURN_TOKEN|>", "<|message_sep|>", "<|tool_response>", "<|eot_id|>", "<|eom_id|>", "</s>"),
     *("<|end_of_text|>", "<end_of_turn>", "<turn|>", "[e~[", "<｜end▁of▁sentence｜>", "<|return|>", "<|endoftext|>"),
     *("<|user|>", "<|observation|>", "<|assistant_end|>", "<seed:eos>", "<end_of_sentence>", "<EOS>", "<|eos|>"),
-    *("<sep>", "<|role_end|>", "</assistant>"),
+    *("<sep>", "<|role_end|>", "</assistant>", "<｜hy_eos:opensource｜>", "<|end_of_msg|>", "<SPECIAL_12>"),
+    *("<|START_OF_TURN_TOKEN|>", "<|eot|>", "<|end|>\n", "<|calls|>"),
 )
 """Tokens that end an answer, of all of these models."""
 
@@ -235,7 +245,7 @@ class Model:
         request = ChatRequest(
             messages=messages, add_generation_prompt=begins, chat_template_kwargs=dict(self._switches)
         )
-        return prompts.render(messages, request, self, TOOLS)[0]  # type: ignore[arg-type]
+        return prompts.render(messages, request, self, NoImages(), TOOLS).text  # type: ignore[arg-type]
 
     def message(self, answer: Answer) -> dict[str, Any]:
         """An answer as a client sends it back."""
@@ -262,13 +272,13 @@ class Model:
         """
         prompt, whole = self.prompt([QUESTION]), self.prompt([QUESTION, self.message(answer)], begins=False)
         same = _common(prompt, whole)
-        text = whole[same:]
+        text = whole[same:].removeprefix("<|CHATBOT_TOKEN|>")
         if hides_calls and answer.calls:
             text = calls_text(self.message(answer)["tool_calls"], self.style)
         ends = [at for end in ENDS if (at := text.find(end, 1)) > 0]
         text = text[: min(ends, default=len(text))]
         style = THOUGHTS.get(self.thoughts)
-        begun = style is not None and prompt[same:].strip().endswith(style.opens)
+        begun = style is not None and prompt.rstrip().endswith(style.opens)
         if style is None or not begun:
             return prompt, text
         if text.lstrip().startswith(style.closes):

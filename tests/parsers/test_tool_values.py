@@ -89,7 +89,8 @@ def check(name: str, text: str) -> None:
     made = [part for part in whole if part.kind == "call"]
     arguments = [part for part in whole if part.kind == "arguments"]
     assert len(arguments) == len(made)
-    if not any(part.kind == "content" for part in whole):
+    # Without an end mark, arguments that are not complete are those of an answer that is cut off.
+    if STYLES[name].finish and not any(part.kind == "content" for part in whole):
         assert all(isinstance(json.loads(part.text, parse_constant=refuse), dict) for part in arguments)
 
 
@@ -101,6 +102,7 @@ def check(name: str, text: str) -> None:
 @example(call={"name": "weather", "arguments": True}, ascii=True)
 @example(call={"name": "weather", "arguments": "null"}, ascii=True)
 @example(call={"name": "weather", "arguments": '{"a": NaN}'}, ascii=True)
+@example(call={"name": "weather", "arguments": '{"a": 1'}, ascii=True)
 def test_any_json_in_any_place_of_a_call_is_read_the_same_in_every_split(name: str, call: Any, ascii: bool) -> None:
     for text in written(name, call, ascii=ascii):
         check(name, text)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from quire.engine.engine import Engine
+from quire.observability.engine_metrics import EngineMetrics
 from quire.observability.explain import explain
 from quire.observability.history import History
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
@@ -139,6 +141,20 @@ def test_the_least_recently_used_state_makes_room_and_goes_with_its_block() -> N
     small.ask(text(1, 30))
     small.ask(text(2, 30))
     assert small.ask(text(1, 30)) == [0]
+
+
+def test_metrics_count_states_and_their_bytes() -> None:
+    served = Served(slots=2)
+    served.engine.description = replace(served.engine.description, state_bytes=100)
+    for each in (text(1, 21), text(2, 21), text(1, 21), text(3, 21)):
+        served.ask(each)
+    found = EngineMetrics().snapshot(served.engine)
+    kept = found["quire:state_snapshots"]
+    assert 0 < kept <= 2 and found["quire:state_snapshot_bytes"] == 100 * kept
+    assert found["quire:state_snapshot_hits"] == 1
+    assert found["quire:state_snapshots_taken"] == found["quire:state_snapshot_evictions"] + kept == 3
+    served.engine.scheduler.kv.reset()
+    assert EngineMetrics().snapshot(served.engine)["quire:state_snapshots"] == 0
 
 
 def test_states_of_pinned_prefixes_are_kept_where_they_end_and_go_last() -> None:

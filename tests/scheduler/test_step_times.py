@@ -147,7 +147,7 @@ def test_the_queue_goes_by_priority_then_arrival_wherever_requests_waited() -> N
     for seq in (*seqs, *seqs):
         queue.push(seq)
     assert (queue.num_queued, len(queue), queue.num_parked) == (5, 6, 0)
-    assert [each.request_id for each in queue.awaiting_grammar()] == ["3"] and seqs[3] not in queue
+    assert [each.request_id for each in queue.set_aside()] == ["3"] and seqs[3] not in queue
     assert queue.peek() is seqs[5] and queue.peek() is seqs[5]
     queue.discard(seqs[5])
     queue.discard(seqs[5])
@@ -163,7 +163,7 @@ def test_the_queue_goes_by_priority_then_arrival_wherever_requests_waited() -> N
     assert (len(queue), queue.num_parked, leader.waiters) == (4, 1, [])
     queue.constraint_ready(seqs[3], FREE)
     queue.constraint_ready(seqs[3], FREE)
-    assert queue.peek() is seqs[3] and not queue.awaiting_grammar()
+    assert queue.peek() is seqs[3] and not queue.set_aside()
     queue.pop()
     queue.unpark(seqs[2])
     assert queue.drain() == [seqs[4], seqs[0], seqs[2]]

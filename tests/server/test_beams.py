@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from quire import LLM, BeamSearchParams
+from quire.server.access import Rates
 from tests.live import Live, serving
+from tests.server.doubles import check_error, served
 
 PROMPT = "Once upon a time"
 BEAMS: dict[str, Any] = {"model": "embedded", "use_beam_search": True, "temperature": 0}
@@ -169,3 +171,26 @@ def test_a_timeout_gives_the_best_beams_so_far(live: Live) -> None:
         return
     assert {choice["finish_reason"] for choice in made["choices"]} <= {"timeout", "length"}
     assert time.monotonic() - began < 60 and json.dumps(made)
+
+
+@pytest.mark.anyio
+async def test_each_beam_is_charged_for_its_tokens_and_the_prompt_once() -> None:
+    """A beam of 8 costs what 8 answers do, and one request."""
+    rates = Rates(requests=60, tokens=1000, clock=lambda: 0.0)
+    spent: list[int] = []
+    rates.spend = lambda key, tokens: spent.append(tokens)  # type: ignore[method-assign]
+    async with served(lambda request: [8 + request.choice], rates=rates, about={"vocab_size": 300}) as server:
+        fields = {"prompt": "the the", "n": 8, "use_beam_search": True, "max_tokens": 4, "temperature": 0}
+        response: Any = await server.post("/v1/completions", **fields, ignore_eos=True)
+        assert spent[0] == response.json()["usage"]["prompt_tokens"]
+        assert sum(spent[1:]) == len(server.port.submitted) > 8 + 4
+
+
+@pytest.mark.anyio
+async def test_a_search_for_which_the_queue_has_no_place_is_refused() -> None:
+    async with served(max_queued=4) as server:
+        fields = {"prompt": "the the", "use_beam_search": True, "max_tokens": 4, "temperature": 0}
+        refused: Any = await server.post("/v1/completions", **fields, n=8)
+        error = check_error(refused, 429, words="8 more are asked for, but at most 4 may wait")
+        assert refused.headers["retry-after"] and error["type"]
+        assert (await server.post("/v1/completions", **fields, n=4)).status_code == 200

@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 from anthropic.types import message_create_params as message_params
+from anthropic.types.beta import message_create_params as beta_params
 from openai.types.chat import completion_create_params as chats
 from openai.types.responses import response_create_params as response_params
 
 from quire.frontend.interface import ModelCard
+from quire.multimodal.inputs import Decoder, ImageReader, MediaPolicy
+from quire.multimodal.pixels import opened, resized
+from quire.multimodal.processor import ImageProcessor
 from quire.server.fields import NO_OPS, REFUSED_FIELDS
+from quire.server.limits import Limits
 from quire.server.messages import MessagesRequest, as_chat
-from quire.server.nested import HINTS, KINDS, check_nested
+from quire.server.nested import EVERYWHERE, HINTS, KINDS, check_nested
 from tests.server.doubles import HI, Served, served
 from tests.server.nested import Body, Place, example, examples, places
 from tests.server.test_tools import KNOWS, QWEN, speaking
@@ -38,6 +43,10 @@ ROOTS: Mapping[str, tuple[Any, Body]] = {
         message_params.MessageCreateParamsBase,
         {"max_tokens": 64, "messages": HI, "tools": [{"name": "f", "input_schema": SCHEMA}]},
     ),
+    "/v1/messages?beta=true": (
+        beta_params.MessageCreateParamsBase,
+        {"max_tokens": 64, "messages": HI, "tools": [{"name": "f", "input_schema": SCHEMA}]},
+    ),
 }
 
 OPAQUE = {"InputSchemaTyped"}
@@ -48,6 +57,35 @@ SEEN_IN_ANSWERS = {"disable_parallel_tool_use"}
 
 DEFAULTS = {"type"}
 """Their only values say what is so without them."""
+
+KIND_OF = {
+    "text": """ChatCompletionContentPartTextParam ResponseInputTextParam ResponseOutputTextParam
+        ResponseInputTextContentParam TextBlockParam BetaTextBlockParam""",
+    "item.message": "EasyInputMessageParam Message ResponseOutputMessageParam",
+    "item.call": "ResponseFunctionToolCallParam ResponseCustomToolCallParam",
+    "item.result": "FunctionCallOutput ResponseCustomToolCallOutputParam",
+    "item.reasoning": "ResponseReasoningItemParam",
+    "messages.tool_use": "ToolUseBlockParam BetaToolUseBlockParam",
+    "messages.tool_result": "ToolResultBlockParam BetaToolResultBlockParam",
+    "messages.thinking_config": """ThinkingConfigEnabledParam ThinkingConfigAdaptiveParam
+        BetaThinkingConfigEnabledParam BetaThinkingConfigAdaptiveParam""",
+}
+"""Objects by the kind whose hints they may have."""
+
+OTHER_HINTS = {
+    "JSONSchema": "description strict",
+    "ResponseFormatTextJSONSchemaConfigParam": "description strict",
+    "ResponseTextConfigParam": "verbosity",
+    "ChatCompletionStreamOptionsParam": "include_obfuscation",
+    "StreamOptions": "include_obfuscation",
+    "Reasoning": "summary generate_summary",
+    "FunctionToolParam": "allowed_callers defer_loading",
+    "CustomToolParam": "allowed_callers defer_loading",
+    "ToolFunction": "allowed_callers defer_loading",
+    "ToolParam": "allowed_callers defer_loading eager_input_streaming",
+    "BetaToolParam": "allowed_callers defer_loading eager_input_streaming",
+}
+"""Hints of objects that are no kind of `KINDS`: each is in a table that the documentation shows."""
 
 TAKEN = {
     "/v1/chat/completions": """ChatCompletionDeveloperMessageParam ChatCompletionSystemMessageParam
@@ -64,6 +102,10 @@ TAKEN = {
         RedactedThinkingBlockParam ToolResultBlockParam CacheControlEphemeralParam OutputConfigParam
         JSONOutputFormatParam ToolParam ToolChoiceAutoParam ToolChoiceAnyParam ToolChoiceToolParam
         ToolChoiceNoneParam ThinkingConfigEnabledParam ThinkingConfigDisabledParam ThinkingConfigAdaptiveParam""",
+    "/v1/messages?beta=true": """BetaUserMessageParam BetaAssistantMessageParam BetaTextBlockParam
+        BetaThinkingBlockParam BetaToolUseBlockParam BetaOutputConfigParam BetaJSONOutputFormatParam
+        BetaRedactedThinkingBlockParam BetaToolResultBlockParam BetaCacheControlEphemeralParam BetaToolParam
+        BetaToolChoiceAutoParam BetaThinkingConfigEnabledParam""",
 }
 """What must not be refused in its least form: otherwise nothing below it would be tested."""
 
@@ -82,6 +124,17 @@ def roots(path: str) -> list[Place]:
         if name not in NO_OPS or name == "cache_control":
             found += places(kind, body, name)
     return [place for place in found if not HINTS.keys() & set(place.path.split(".")[1:-1]) and not hint(place.path)]
+
+
+def hints_of(name: str) -> set[str]:
+    """The fields that may be without an effect in an object of this type."""
+    kinds = [kind for kind, names in KIND_OF.items() if name in names.split()]
+    return {hint for kind in kinds for hint in (*KINDS[kind].hints, *EVERYWHERE)} | {*OTHER_HINTS.get(name, "").split()}
+
+
+def test_hints_of_other_objects_are_documented() -> None:
+    named = {hint for hints in OTHER_HINTS.values() for hint in hints.split()}
+    assert named <= {*NO_OPS, *HINTS, *REFUSED_FIELDS}
 
 
 def hint(path: str) -> bool:
@@ -112,7 +165,8 @@ async def test_every_nested_field_has_an_effect_is_a_hint_or_is_refused(path: st
                 continue
             taken.add(place.kind.__name__)
             unknown, param = await outcome(server, path, place.body({**least, "zzz": 1}))
-            named = unknown is not None and ("zzz" in f"{unknown} {param}" or param == place.path)
+            whole = param == place.path or f"{unknown}".startswith(f"{place.path}: ")
+            named = unknown is not None and ("zzz" in f"{unknown} {param}" or whole)
             if place.kind.__name__ not in OPAQUE and not named:
                 unnamed.append(name)
             for field, kind in place.fields().items():
@@ -121,7 +175,7 @@ async def test_every_nested_field_has_an_effect_is_a_hint_or_is_refused(path: st
                     for value in examples(kind)
                     if field not in least
                 ]
-                known = {*NO_OPS, *REFUSED_FIELDS, *HINTS, *SEEN_IN_ANSWERS, *DEFAULTS}
+                known = {*hints_of(place.kind.__name__), *SEEN_IN_ANSWERS, *DEFAULTS}
                 passed = [result for error, result in made if error is None]
                 if passed and all(result == plain for result in passed) and field not in known:
                     dropped.append(f"{name}.{field}")
@@ -156,3 +210,27 @@ async def test_a_mark_in_a_tools_result_and_in_a_part_of_an_item_pins() -> None:
             "/v1/responses", input=[{"role": "user", "content": [{"type": "input_text", "text": "a", **mark}]}]
         )
         assert [pin.seconds for pin in server.port.submitted[-1].pins] == [3600]
+
+
+URL = "data:image/png;base64,AAAA"
+BASE64 = {"type": "base64", "media_type": "image/png", "data": "AA"}
+IMAGES: list[tuple[str, Body]] = [
+    ("/v1/chat/completions", {"type": "image_url", "image_url": {"url": URL}, "zzz": 1}),
+    ("/v1/chat/completions", {"type": "image_url", "image_url": {"url": URL, "zzz": 1}}),
+    ("/v1/responses", {"type": "input_image", "image_url": URL, "zzz": 1}),
+    ("/v1/messages", {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/a.png"}, "zzz": 1}),
+    (
+        "/v1/messages",
+        {"type": "image", "source": {**BASE64, "zzz": 1}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "part"), IMAGES)
+async def test_unknown_fields_of_images_are_refused_by_name(path: str, part: Body) -> None:
+    talk = [{"role": "user", "content": [part]}]
+    about = {"input": talk} if path == "/v1/responses" else {"messages": talk, "max_tokens": 8}
+    reads = Limits(images=ImageReader(ImageProcessor(factor=8, image_token=7), Decoder(opened, resized), MediaPolicy()))
+    async with served(speaking("hi"), room=4000, limits=reads) as server:
+        answer = await server.post(path, **about)
+        assert answer.status_code == 400 and "zzz" in answer.text, answer.text

@@ -44,6 +44,37 @@ async def test_answers_pass_byte_for_byte_and_so_do_requests() -> None:
         assert await relay.text("fine") == STREAM
 
 
+IMAGE_PARTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "prompt": "fine",
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
+        ],
+    },
+    "/v1/responses": {
+        "prompt": "fine",
+        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://pictures.test/a.png"}]}],
+    },
+    "/v1/messages": {
+        "prompt": "fine",
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://pictures.test/a"}}]}
+        ],
+    },
+}
+"""Requests with images by path; `prompt` is for the stub."""
+
+
+@pytest.mark.parametrize("path", IMAGE_PARTS)
+async def test_images_pass_to_other_servers_as_they_came(path: str) -> None:
+    """Nothing is fetched, decoded or refused: servers behind this one read images."""
+    body = json.dumps({"model": "stub", **IMAGE_PARTS[path]}, indent=3).encode()
+    async with stub() as server, relaying(server) as relay:
+        whole = await relay.client.post(path, content=body, headers={"content-type": "application/json"})
+        assert whole.content == WHOLE, whole.text
+        assert [(sent.path, sent.body) for sent in server.asked if sent.body] == [(path, body)]
+
+
 @pytest.mark.parametrize("prompt", ["drip", "trailers", "until closed"])
 async def test_a_stream_comes_whole_however_it_is_framed(prompt: str) -> None:
     async with stub() as server, relaying(server) as relay:

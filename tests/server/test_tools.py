@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from quire.parsers.tools.styles import STYLES
+from quire.server.limits import Limits
 from quire.server.prompts import _message
+from quire.server.tools import make_tool_set
 from quire.structured_output.llguidance import LlguidanceCompiler
 from quire.types import Request, SamplingParams
 from tests.server.doubles import HI, TOKENIZER, check_error, says, served
@@ -399,3 +402,19 @@ async def test_arguments_that_no_parser_takes_are_shown_to_the_template_as_they_
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}
     checked = _message({"role": "assistant", "content": None, "tool_calls": [call]}, "messages[0]")
     assert checked["tool_calls"][0]["function"] == {"name": "now", "arguments": arguments}
+
+
+@pytest.mark.parametrize("kind", ["array", "string", ["array", "null"], 7])
+async def test_arguments_that_are_no_object_are_refused_by_name(kind: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}]
+    async with served(speaking("hi"), template=KNOWS, about=QWEN) as server:
+        answer: Any = await server.post("/v1/chat/completions", messages=HI, tools=tools)
+        check_error(answer, 400, "tools", "tools[0].function.parameters.type must be object")
+
+
+@pytest.mark.parametrize("schema", [{"description": "none"}, {"type": ["object", "null"]}, {"anyOf": [{}, {}]}])
+def test_arguments_are_an_object_whatever_a_schema_leaves_open(schema: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    made = make_tool_set(tools, "required", None, STYLES["hermes"], Limits())
+    assert made.schemas["f"]["type"] == "object" and made.for_template is not None
+    assert made.for_template[0]["function"]["parameters"] == schema

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
-from quire.structured_output.llguidance import Matcher, TimeBudget, _as_text, _TokenizerAdapter
+from quire.structured_output.call_rules import escaped
+from quire.structured_output.llguidance import Matcher, TimeBudget, _TokenizerAdapter, vocabulary
 from quire.structured_output.thought_budget import ThoughtBudget
 from quire.token_masks import mask_table
+from quire.tokenization.tokenizer import Tokenizer
+from tests.tokenization.vocabulary import byte_level
 
 
 class Failing:
@@ -85,12 +88,24 @@ def test_masks_that_the_library_wrote_hold_up_to_the_first_draft_that_is_not_all
     assert found.why() == "it cannot be followed any further"
 
 
-def test_marks_are_text_in_a_tokenizer_for_grammars() -> None:
-    added = [{"id": 4, "special": True}, {"id": 5, "special": True}, {"id": 6, "special": False}]
-    text = json.dumps({"added_tokens": added, "model": {}})
-    assert _as_text(text, set()) == text
-    found = json.loads(_as_text(text, {5, 6}))
-    assert [token["special"] for token in found["added_tokens"]] == [True, False, False]
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("mark", ["</think>", "<|channel|>", "[THINK]"])
+def test_marks_that_are_tokens_are_text_in_grammars(mark: str, special: bool) -> None:
+    """Qwen 3's `</think>` is one token, and not special; the library takes anything of the form <...> for special."""
+    core = byte_level()
+    (core.add_special_tokens if special else core.add_tokens)([mark, "<other>"])
+    tokenizer = Tokenizer(core, {"eos_token": "<|end|>"})
+    own, first, second = vocabulary(tokenizer), core.token_to_id(mark), core.token_to_id("<other>")
+    matcher = LLMatcher(own, LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: /(?s:.*){escaped(mark)}/"))
+    assert _bit(matcher.compute_bitmask(), first)
+    assert not own.is_special_token(first) and own.is_special_token(second) == special
+    # Texts that a grammar determines are cut as the tokenizer does.
+    text = f'the "city" of{mark}there'
+    assert own.tokenize_str(text) == list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _bit(mask: bytes, token: int) -> int:
+    return mask[token >> 3] >> (token & 7) & 1
 
 
 def test_text_is_cut_into_the_longest_tokens_that_are_not_special() -> None:

@@ -256,7 +256,7 @@ def test_a_request_may_end_before_its_grammar_is_made() -> None:
     assert [events[id].finish for id in ("gone", "refused", "expired")] == ["abort", "error", "timeout"]
     assert (events["refused"].param, events["refused"].status) == ("guided_regex", 400)
     assert events["gone"].param is None
-    assert not core.has_pending_work and not core.scheduler.waiting.awaiting_grammar(), "none is waited for"
+    assert not core.has_pending_work and not core.scheduler.waiting.set_aside(), "none is waited for"
     for id in events:
         core.set_constraint(id, compiler()(STRUCTURES[0])())
     assert not core.has_pending_work and not core.can_step

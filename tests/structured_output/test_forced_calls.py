@@ -11,13 +11,12 @@ import pytest
 from quire.errors import InvalidRequest
 from quire.parsers.parts import TextPart
 from quire.parsers.reasoning import THOUGHTS, bounded
-from quire.parsers.tools.readers import reader_of
 from quire.parsers.tools.styles import STYLES, TaggedStyle, ToolParser, calls_text
 from quire.server.limits import Limits
 from quire.server.tools import ToolSet, make_tool_set
 from quire.structured_output.llguidance import LlguidanceCompiler
 from quire.types import StructuredOutputsParams
-from tests.parsers.families import SCHEMAS
+from tests.parsers.families import SCHEMAS, answer_reader
 from tests.server.doubles import TOKENIZER, says
 
 COMPILE = LlguidanceCompiler(lambda: TOKENIZER)
@@ -70,7 +69,7 @@ def test_a_forced_call_has_the_name_and_the_arguments_of_a_tool(name: ToolParser
     for call in (WEATHER, ("weather", {"city": ""}), ("now", {})):
         text = written(name, call)
         assert allows(form, text), text
-        parts = reader_of(STYLES[name], {n: s["properties"] for n, s in SCHEMAS.items()})
+        parts = answer_reader(name, {n: s["properties"] for n, s in SCHEMAS.items()})
         read = [*parts.feed(text), *parts.flush()]
         wanted = {key: value for key, value in call[1].items() if value is not None or name not in WITHOUT_NULL}
         assert read[0] == TextPart("call", call[0]) and json.loads("".join(p.text for p in read[1:])) == wanted
@@ -133,7 +132,7 @@ def test_strict_tools_bind_calls_and_leave_text_free(name: ToolParser) -> None:
     assert not allows(form, "So: " + call.replace("weather", "whether"))
 
 
-@pytest.mark.parametrize("name", THOUGHTS)
+@pytest.mark.parametrize("name", [name for name, style in THOUGHTS.items() if style.opens])
 def test_a_structure_binds_what_comes_after_the_thoughts_of_each_family(name: Any) -> None:
     style = THOUGHTS[name]
     wanted = StructuredOutputsParams(choice=("yes", "no"), begin=style.answer)
@@ -149,6 +148,13 @@ def test_a_structure_binds_what_comes_after_the_thoughts_of_each_family(name: An
         assert not allows(inside, f"Hm.{mark} maybe")
     for mark in style.ends:
         assert not allows(inside, f"Hm.{mark}{thoughts}no")
+
+
+def test_a_structure_follows_the_recipient_of_an_answer_that_has_no_thoughts() -> None:
+    wanted = StructuredOutputsParams(choice=("yes", "no"), begin=THOUGHTS["functionary_v3_2"].answer)
+    form = bounded(wanted, "functionary_v3_2", "none", None)
+    assert allows(form, "all\nno") and not allows(form, "no") and not allows(form, "all\nmaybe")
+    assert allows(bounded(wanted, "qwen3", "none", None), "no")
 
 
 def test_calls_or_a_structure_follow_the_thoughts_of_gpt_oss() -> None:

@@ -324,6 +324,13 @@ AGENT = "test_the_agent_itself_ends_after_two_tools"
 
 NAMED = (
     *(
+        Named(f"docs/guides/kv-tiers.md: {first}", "no other executor has tiers", f"tests/test_kv_offload.py::{place}")
+        for first, place in (
+            ("quire serve --kv-offloading-size 8", "test_a_server_says_where_a_prefix_came_from"),
+            ("from quire import LLM, SamplingParams", "test_the_guides_conversations_come_back"),
+        )
+    ),
+    *(
         Named(f"docs/guides/simulate.md: {first}", "no engine of a setting", f"tests/bench/test_simulate.py::{place}")
         for first, place in (
             *(
@@ -478,6 +485,11 @@ NAMED = (
     Named(
         """docs/guides/speculative-decoding.md: quire serve big-model --speculative-config '{"model": "small""",
         "needs two models that share a tokenizer",
+        PARSED,
+    ),
+    Named(
+        "docs/guides/speculative-decoding.md: quire serve Qwen/Qwen3-Next-80B-A3B-Instruct --spec",
+        "needs more memory than there is",
         PARSED,
     ),
     Named(

@@ -33,6 +33,24 @@ def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
         render("fixed", continue_final_message=True)
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("{{ '' + a }}", '{"city": "Ulm"}'),
+        ("{{ a | tojson }}", '{"city": "Ulm"}'),
+        ("{% for k, v in a.items() %}{{ k }}={{ v }}{% endfor %}", "city=Ulm"),
+        ("{{ a if a is string else a.city }}", "Ulm"),
+        ("{{ raise_exception('no calls') if a is string else a.city }}", "Ulm"),
+    ],
+)
+def test_arguments_of_calls_are_text_where_a_template_joins_them_to_text(written: str, shown: str) -> None:
+    """As DeepSeek's and Functionary's templates do."""
+    each = "{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}" + written + "{% endfor %}"
+    source = "{{ tools or '' }}{% for m in messages %}{{ m.content }}" + each + "{% endfor %}"
+    call = {"type": "function", "function": {"name": "f", "arguments": {"city": "Ulm"}}}
+    assert render(source, [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]) == "hi" + shown
+
+
 def test_lines_of_tags_leave_no_trace() -> None:
     assert render("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
 

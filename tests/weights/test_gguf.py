@@ -27,9 +27,10 @@ from quire.ops.triton.ops import TritonOps
 from quire.weights.canary import Canary, answers
 from quire.weights.entries import file_entry
 from quire.weights.gguf import KINDS, GgufTensorInfo, read_gguf
-from quire.weights.gguf_model import block_entry, gguf_config
+from quire.weights.gguf_model import block_entry, gguf_config, gguf_entries
 from quire.weights.gguf_write import NewTensor, write_gguf
-from quire.weights.load import load_model
+from quire.weights.load import load_model, quiet
+from quire.weights.quantize import quantize
 from tests.checkpoints import GPT_OSS_ROPE, greedy, make
 from tests.gguf_files import HALVES, TYPES, stored, write
 from tests.models.feeding import Feeder
@@ -109,6 +110,22 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama4_text-gqa": LLAMA4,
     "gemma4_text-mixture": {},
     "gemma4_text-inputs-of-layers": {},
+    "ministral3-gqa": {},
+    "ministral3-mha-tied": {},
+    "apertus-gqa": {},
+    "apertus-mha-tied": {},
+    "glm-gqa": {},
+    "cohere-query-norms": {},
+    "granitemoehybrid-mamba": {},
+    "granitemoehybrid-mamba-experts": {"position_embedding_type": None},
+    "granitemoehybrid-mamba-tied": {},
+    "bamba-gqa": {},
+    "nemotron_h-gqa": {},
+    "nemotron_h-attention-last": {},
+    "nemotron_h-experts": {"n_group": 1, "topk_group": 1},
+    "nemotron_h-latent-experts": {"layers_block_type": ["linear_attention", "full_attention", "moe"]},
+    "qwen3_next-shared-keys": {},
+    "qwen3_next-one-key-head": {"mlp_only_layers": [], "norm_topk_prob": True},
     "gpt_oss-gqa": {"rope_parameters": {**GPT_OSS_ROPE, "beta_fast": 32.0, "beta_slow": 1.0}},
 }
 PROMPTS = [[7 * i % 199 for i in range(45)], [3, 5, 8]]
@@ -124,6 +141,25 @@ def test_a_converted_model_says_the_same(tmp_path: Path, shape: str) -> None:
     assert (Feeder(ours, page_size=4).step([(0, PROMPTS[0])])[0] - wanted).abs().max() < 1e-4
     found = Feeder(ours, page_size=16).greedy(PROMPTS, 24)
     assert found == [greedy(model, prompt, 24, said) for prompt, said in zip(PROMPTS, found, strict=True)]
+
+
+def test_rows_of_a_recurrent_layer_that_are_sorted_by_kind_are_sorted_by_head_in_their_blocks_too(
+    tmp_path: Path,
+) -> None:
+    model = make(tmp_path / "source", "qwen3_next-shared-keys", hidden_size=64)
+    write(tmp_path / "model.gguf", model, "Q8_0")
+    entry = gguf_entries(read_gguf(tmp_path / "model.gguf"))["model.layers.0.linear_attn.in_proj_qkvz.weight"]
+    wanted = model.state_dict()["model.layers.0.linear_attn.in_proj_qkvz.weight"]
+    assert (entry.read(()) - wanted).abs().max() < 0.02
+    assert entry.stored is not None
+    blocks = entry.stored.read(()).view(-1, 34)
+    assert torch.equal(BLOCKS["Q8_0"](blocks).values().view(wanted.shape), entry.read(()))
+
+
+def test_models_with_recurrent_layers_are_not_written_as_gguf(tmp_path: Path) -> None:
+    make(tmp_path / "source", "bamba-gqa")
+    with pytest.raises(InvalidModel, match="recurrent layers are read, and not written"):
+        quantize(tmp_path / "source", tmp_path / "out.gguf", "q8_0", vocabulary=False, progress=quiet)
 
 
 WIDE = {

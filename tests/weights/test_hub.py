@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file
 
 from quire.errors import InvalidModel, Unavailable
 from quire.weights import hub as hub_module
@@ -62,6 +64,27 @@ def test_a_hub_id_is_downloaded_once_with_its_progress_shown(repository: Path, t
     assert missing.stderr.startswith(said)
     assert str(tmp_path / "other") in missing.stderr
     assert f"HF_HOME names another). Where there is a network, `quire pull {NAME}` fetches it" in missing.stderr
+
+
+def test_a_repository_of_pytorch_files_alone_is_downloaded_and_read_as_tensors(
+    repository: Path, tmp_path: Path
+) -> None:
+    torch.save(load_file(repository / "model.safetensors"), repository / "pytorch_model.bin")
+    (repository / "model.safetensors").unlink()
+    with hub({NAME: repository}) as little:
+        shown = quire(tmp_path / "cache", "inspect", NAME, HF_ENDPOINT=little.address)
+    assert shown.returncode == 0, shown.stderr
+    assert "pytorch_model.bin" in little.asked and "modeling.py" not in little.asked
+    assert "every tensor has its place" in shown.stdout
+
+
+@pytest.mark.parametrize("words", [("inspect", NAME), ("pull", NAME), ("serve", f"{NAME}:Q4_K_M")])
+def test_without_a_network_the_error_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Whichever HTTP client huggingface_hub uses: its versions below 2 have httpx, later ones httpx2."""
+    done = quire(tmp_path, *words, HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith(f"Error: {NAME} is not in the local hub cache, and the hub ")
+    assert "Traceback" not in done.stderr
 
 
 # ---------------------------------------------------------------- which of a repository's GGUF files

@@ -6,6 +6,7 @@ biases. `make nightly` has all.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,17 @@ SIZES: Mapping[str, int] = MappingProxyType(
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
         "shared_intermediate_size": 96,
+        "moe_shared_expert_intermediate_size": 96,
+        "moe_latent_size": 32,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
     }
 )
 """Of whatever a family has: every number a multiple of a group."""
@@ -55,7 +67,10 @@ LATENTS: Mapping[str, int] = MappingProxyType(
 )
 """Of families with latent attention."""
 
-FAMILIES = tuple(shape for shape in SHAPES if shape in FIRST and not shape.startswith("gpt2"))
+UNGATED = ("nemotron_h-experts", "nemotron_h-latent-experts")
+"""Experts of two matrices, beside the first of their family, which has none."""
+
+FAMILIES = tuple(shape for shape in SHAPES if shape in FIRST | {*UNGATED} and not shape.startswith("gpt2"))
 
 APART = "llama4_text-gqa apart"
 """Llama 4 as tools write it that quantise linear layers only: a matrix of each expert by itself."""
@@ -74,6 +89,7 @@ IN_CI = MappingProxyType(
         "gemma4_text-mixture": ("fbgemm-fp8",),
         "gpt_oss-gqa": ("int8-w8a16",),
         "starcoder2-gqa": ("gptq-8",),
+        "nemotron_h-experts": ("fp8-blocks",),
         "llama4_text-gqa": ("int8-packed-zeros",),
         APART: ("int8-w8a16-packed", "fp8-rows"),
     }
@@ -93,7 +109,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     own = {"model_type": shape.split("-")[0], **SHAPES[shape]}
     known = AutoConfig.for_model(own["model_type"]).to_dict()
     wanted = {**SIZES, **LATENTS} if "kv_lora_rank" in own else SIZES
-    sizes = {name: size for name, size in wanted.items() if name in known or name in own}
+    sizes = {name: size for name, size in wanted.items() if name in own or known.get(name) is not None}
     make(folder, shape, **sizes)
     if request.param == APART:
         save_file(apart(load_file(folder / SINGLE)), folder / SINGLE)
@@ -158,6 +174,31 @@ def test_a_quantised_family_says_what_its_numbers_stand_for(source: Path, name: 
     wanted, right = said(load_model(folder, dtype="float32"))
     assert sum(not torch.equal(means[key], before[key]) for key in means) >= 8, "little was quantised"
     assert wanted.std() > 0.5
+    assert (logits - wanted).abs().max() < 1e-3
+    assert tokens == right
+
+
+def test_experts_in_one_float8_tensor_are_read_as_meta_publishes_them(tmp_path: Path) -> None:
+    """Llama 4: [E, in, out], with a scale for each expert and output; all else is left plain."""
+    folder = tmp_path / "model"
+    make(folder, "llama4_text-gqa", **{name: size for name, size in SIZES.items() if not name.startswith("moe")})
+    held, means = load_file(folder / SINGLE), {}
+    written = dict(held)
+    for key in [key for key in held if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        tensor = held[key]
+        scale = tensor.abs().amax(1, keepdim=True) / 448
+        written[key] = (tensor / scale).to(torch.float8_e4m3fn)
+        written[f"{key}_scale"] = scale
+        means[key] = written[key].float() * scale
+    save_file(written, folder / SINGLE)
+    facts = json.loads((folder / "config.json").read_text())
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    config["modules_to_not_convert"] = ["self_attn", "shared_expert", "feed_forward.router", "lm_head", "embed_tokens"]
+    (folder / "config.json").write_text(json.dumps(facts | {"quantization_config": config}))
+    assert len(means) >= 2
+    logits, tokens = said(load_model(folder, dtype="float32", canary=Exact()))
+    plain(folder, held | means)
+    wanted, right = said(load_model(folder, dtype="float32"))
     assert (logits - wanted).abs().max() < 1e-3
     assert tokens == right
 

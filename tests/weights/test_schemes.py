@@ -360,9 +360,9 @@ def test_what_cannot_be_is_refused_by_name(folder: Path) -> None:
             load_model(folder, **asked)  # type: ignore[arg-type]
         return str(error.value)
 
-    assert "--quantization awq: the checkpoint is not quantised in this format" in refused(quantization="awq")
+    assert "--quantization awq: the checkpoint is not quantized in this format" in refused(quantization="awq")
     quantise(folder, "awq")
-    assert "is already quantised by awq: --quantization fp8 cannot be" in refused(quantization="fp8")
+    assert "is already quantized by awq: --quantization fp8 cannot be" in refused(quantization="fp8")
     load_model(folder, quantization="awq")
     config = json.loads((folder / "config.json").read_text())
     for change, said in (

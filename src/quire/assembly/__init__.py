@@ -19,7 +19,8 @@ def extra(module: str, name: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise InvalidConfig(
-            f"this needs a package that is not installed ({error.name}): pip install 'quire-llm[{name}]'"
+            f"this needs a package that is not installed ({error.name}): pip install 'quire-llm[{name}]' "
+            f"(in a clone: pip install -e '.[{name}]')"
         ) from error
     except ImportError as error:
         raise InvalidConfig(

@@ -5,14 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from triton import knobs
 
-from quire.assembly.limits import LARGEST_GEMM_WORKSPACE, Limits, gathered_tokens, working_bytes
+from quire.assembly.limits import (
+    LARGEST_GEMM_WORKSPACE,
+    Limits,
+    gathered_tokens,
+    rows_with_kv,
+    snapshot_slots,
+    working_bytes,
+)
 from quire.assembly.progress import compiling, preparing
 from quire.assembly.speculate import (
     MAX_VERIFIED_TOKENS,
@@ -21,17 +28,20 @@ from quire.assembly.speculate import (
     draft_layers,
     load_draft,
     speculative_graph_keys,
+    wants_mtp,
 )
 from quire.config import Settings
 from quire.config.speculative import parse
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
-from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks
+from quire.model_runner.images import ImageRunner
+from quire.model_runner.memory import GIB, block_bytes, layer_shapes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.sampling.features import EDITED, RANDOM, SCORED, TRUNCATED
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
 from quire.models.registry import Model
+from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
 from quire.ops.gemm import autotuning
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
@@ -59,34 +69,42 @@ def make_steps(settings: Settings, device: torch.device) -> TritonSteps:
 
 
 def make_executor(
-    settings: Settings, model: Model, device: torch.device, limits: Limits, heads: PoolingHeads | None = None
+    settings: Settings,
+    model: Model,
+    device: torch.device,
+    limits: Limits,
+    heads: PoolingHeads | None = None,
+    images: ImageRunner | None = None,
+    image_tokens: tuple[int, int] = (0, 0),
 ) -> Executor:
-    """The executor on `device`, its graphs captured. Raises InvalidConfig when K/V does not fit."""
+    """The executor on `device`, its graphs captured. heads, images: as in `CudaExecutor`. image_tokens: as in
+    `working_bytes`.
+
+    Raises InvalidConfig when K/V does not fit.
+    """
     cache, spec = settings.cache, model.spec
     max_num_seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     draft = load_draft(settings, model, device, make_ops(device))
     speculative = parse(settings.scheduler.speculative_config)
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
-    layers = layer_shapes(spec.kv_shapes, model.dtype) + draft_layers(draft)
-    captured = 0 if settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
-    follow = bucket_tokens(min(tokens, LARGEST_GEMM_WORKSPACE))
+    layers = layer_shapes(spec.kv_shapes, model.dtype, spec.state_shapes) + draft_layers(draft)
     # Loading leaves the memory of repacked matrices in the caching allocator, where it counts as taken.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    sampled = max_num_seqs * (1 + drafts)
-    gathered = gathered_tokens(limits, device)
-    work = working_bytes(spec, model.dtype, tokens=tokens, captured=captured, rows=sampled, gathered=gathered)
+    work = _work(settings, spec, model.dtype, limits, image_tokens if images else (0, 0))
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
+    budget, states = cache.kv_cache_memory_bytes or left, limits.num_rows * (1 + drafts)
+    snapshots = snapshot_slots(settings, limits, layers, states, budget)
     sizes: dict[str, Any] = {"page_size": limits.block_size, "rows": limits.num_rows}
     sizes["pages"] = blocks = cache.num_gpu_blocks_override or plan_blocks(
         layers,
         page_size=limits.block_size,
-        rows=max_num_seqs,
+        rows=rows_with_kv(spec, limits),
         max_model_len=limits.max_model_len,
-        budget=cache.kv_cache_memory_bytes or left,
+        budget=budget,
+        states=states + snapshots,
     )
-    keys = graph_keys(max_num_seqs, tokens, captured)
-    keys += speculative_graph_keys(max_num_seqs, min(tokens, LARGEST_GEMM_WORKSPACE), drafts, draft is not None)
+    keys = _keys(settings, spec, limits, draft is not None)
     started = time.monotonic()
     with autotuning(Path(knobs.cache.dir) / AUTOTUNE_CACHE):
         executor = CudaExecutor(
@@ -97,26 +115,75 @@ def make_executor(
             dtype=model.dtype,
             device=device,
             steps=make_steps(settings, device),
-            queue=CudaQueue(device, captured, make_precompiler(), preparing),
+            queue=CudaQueue(device, _captured(settings), make_precompiler(), preparing),
             proposer=build_proposer(settings, draft, **sizes, device=device),
             depth=limits.lookahead,
             warm=keys,
             paces=_timed_steps(max_num_seqs, drafts),
             heads=heads,
-            catch_up=None if draft is None else GraphKey(follow, bucket_seqs(1), follow, 0, "follow"),
+            images=images,
+            snapshots=snapshots,
+            catch_up=_catch_up(settings, tokens, draft is not None),
         )
-    kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size)
+    state_slots = states + snapshots + 1
+    kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size) + state_slots * state_bytes(layers)
+    beside = free - torch.cuda.mem_get_info(device)[0] - kv_bytes
+    _log_memory(blocks, limits.block_size, [kv_bytes, work, beside], time.monotonic() - started)
+    return executor
+
+
+def _work(
+    settings: Settings, spec: ModelSpec, dtype: torch.dtype, limits: Limits, image_tokens: tuple[int, int]
+) -> int:
+    """Bytes beside weights and K/V."""
+    tokens, speculative = limits.max_num_batched_tokens, parse(settings.scheduler.speculative_config)
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    work = working_bytes(
+        spec,
+        dtype,
+        tokens=tokens,
+        captured=_captured(settings),
+        rows=limits.max_num_seqs * (1 + drafts) if spec.generates else 0,
+        gathered=gathered_tokens(limits, torch.device("cuda")),
+        image_tokens=image_tokens,
+    )
+    # The layer for multi-token prediction reads hidden states of every token once the step has sampled.
+    return work + tokens * spec.hidden * dtype.itemsize * wants_mtp(settings)
+
+
+def _captured(settings: Settings) -> int:
+    """The most tokens of a step that is captured."""
+    return 0 if settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
+
+
+def _keys(settings: Settings, spec: ModelSpec, limits: Limits, by_model: bool) -> list[GraphKey]:
+    """The steps to prepare at the start. by_model: a model drafts."""
+    tokens, speculative = limits.max_num_batched_tokens, parse(settings.scheduler.speculative_config)
+    keys = graph_keys(limits.max_num_seqs, tokens, _captured(settings))
+    if not spec.generates:
+        keys = pooling_keys(keys, "hidden" if spec.bidirectional else "feed")
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    fed = keys if wants_mtp(settings) else ()
+    largest = min(tokens, LARGEST_GEMM_WORKSPACE)
+    return keys + speculative_graph_keys(limits.max_num_seqs, largest, drafts, by_model, fed)
+
+
+def _catch_up(settings: Settings, tokens: int, by_model: bool) -> GraphKey | None:
+    """A draft model's forward that is timed at the start."""
+    follow = bucket_tokens(min(tokens, LARGEST_GEMM_WORKSPACE))
+    return GraphKey(follow, bucket_seqs(1), follow, 0, "follow") if by_model and not wants_mtp(settings) else None
+
+
+def _log_memory(blocks: int, block_size: int, sizes: Sequence[int], seconds: float) -> None:
+    """Say what memory is for. sizes: bytes of K/V, reserved beside it, and allocated beside it so far."""
     log.info(
         "K/V cache: %d blocks of %d tokens, %.2f GiB; reserved beside it %.2f GiB, allocated so far "
         "%.2f GiB; warmed up in %.1f s",
         blocks,
-        limits.block_size,
-        kv_bytes / GIB,
-        work / GIB,
-        (free - torch.cuda.mem_get_info(device)[0] - kv_bytes) / GIB,
-        time.monotonic() - started,
+        block_size,
+        *(size / GIB for size in sizes),
+        seconds,
     )
-    return executor
 
 
 def _timed_steps(max_num_seqs: int, drafts: int) -> list[tuple[int, int]]:
@@ -149,6 +216,11 @@ def graph_keys(max_num_seqs: int, tokens: int, captured: int) -> list[GraphKey]:
     # Edited logits are float32, for which the kernels are compiled again.
     edited = [GraphKey.head(decode[0], features | EDITED | SCORED) for features in draws]
     return [*dict.fromkeys(forwards), *(GraphKey(n, n, 1) for n in decode), *edited, *heads]
+
+
+def pooling_keys(keys: Sequence[GraphKey], kind: str) -> list[GraphKey]:
+    """Those of `keys` that a model which does not generate runs: forwards of prompts, of this kind."""
+    return [key._replace(kind=kind) for key in keys if key.kind == "feed" and key.max_query > 1]
 
 
 def count_compiles() -> Callable[[], int]:

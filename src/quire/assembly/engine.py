@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 
 from quire.assembly import extra
-from quire.assembly.images import find_processor
+from quire.assembly.images import find_processor, image_tokens
+from quire.assembly.kv_offload import build_store
 from quire.assembly.limits import (
     BuiltExecutor,
     Limits,
@@ -24,9 +25,10 @@ from quire.assembly.limits import (
     reject_options,
     resolve,
     rows_with_kv,
+    snapshot_slots,
 )
 from quire.assembly.progress import loading
-from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft
+from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft, wants_mtp
 from quire.assembly.text import build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.config import Settings
 from quire.config.speculative import parse
@@ -37,7 +39,7 @@ from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
 from quire.model_runner.images import ImageRunner, Normalization
-from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks, plan_snapshots, state_bytes
+from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
 from quire.model_runner.pooling import PoolingHeads, unchanged
 from quire.models.registry import (
     ARCHITECTURES,
@@ -59,6 +61,7 @@ from quire.ops.reference import ReferenceOps
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.encoder_cache import EncoderCache
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.kv_offload import BlockStore, KVOffload
 from quire.scheduler.policy import SchedulingPolicy, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.structured_output.llguidance import ParallelMasks
@@ -77,6 +80,14 @@ PLACING: Mapping[str, str] = MappingProxyType(
 )
 """Options of one executor, and why others have no use for them."""
 
+TIERS: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(
+        ("kv_offloading_size", "kv_offloading_dir"),
+        "blocks are copied from and to Quire's own layers, --executor local",
+    )
+)
+"""Options of our own layers, and why other executors do not have them."""
+
 
 def build_engine(
     settings: Settings,
@@ -94,6 +105,7 @@ def build_engine(
     policy = build_policy(settings)
     target = settings.scheduler.latency_target_ms
     executor, limits, static_gauges, plan_delay = make_executor(settings)
+    store = build_store(settings, executor)
     executor = wrap(executor)
     if executor.describe().bidirectional:
         # It bounds what prompts cost answers, and may cut prompts for that.
@@ -105,7 +117,7 @@ def build_engine(
             param="recording_dir",
         )
     engine = make(
-        build_scheduler(settings, executor.describe(), limits, policy),
+        build_scheduler(settings, executor.describe(), limits, policy, store),
         executor,
         lookahead=limits.lookahead,
         observers=observers,
@@ -122,6 +134,8 @@ def make_executor(settings: Settings) -> BuiltExecutor:
     kind = choose_executor(settings)
     if kind != "hf":
         reject_options(settings, kind, PLACING)
+    if kind != "local":
+        reject_options(settings, kind, TIERS)
     try:
         if kind == "local":
             return _local(settings)
@@ -142,17 +156,19 @@ def _local(settings: Settings) -> BuiltExecutor:
     device = choose_device(settings.execution.device)
     canary = build_canary(settings)
     pooler = pooler_of(settings)
-    processor = find_processor(settings) if device.type == "cpu" else "they are read on a CPU only for now"
+    processor = find_processor(settings)
     model = _load(settings, device, canary, pooler, vision=isinstance(processor, ImageProcessor))
     torch.set_num_threads(settings.execution.threads or choose_threads(parameters(model.spec)))
     limits = resolve(settings, model.spec, device, pooler.max_length)
     heads = pooling_heads(model, pooler, device)
     layers, kv_gauges = _kv_layers(settings, model, device)
+    images = _image_runner(model, processor, device)
     if device.type == "cpu":
-        images = _image_runner(model, processor)
         executor: Executor = on_host(settings, model, limits, layers, heads=heads, images=images)
     else:
-        executor = _cuda().make_executor(settings, model, device, limits, heads)
+        executor = _cuda().make_executor(
+            *(settings, model, device, limits), heads, images, image_tokens(settings, processor)
+        )
     return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
 
 
@@ -173,12 +189,12 @@ def on_host(
     return paged(settings, model, limits, layers, cpu, budget, heads=heads, images=images)
 
 
-def _image_runner(model: Model, processor: ImageProcessor | str) -> ImageRunner | None:
+def _image_runner(model: Model, processor: ImageProcessor | str, device: torch.device) -> ImageRunner | None:
     """What encodes a model's images; None where it has no encoder, or is used without."""
     tower = vision_of(model)
     if tower is None or isinstance(processor, str):
         return None
-    return ImageRunner(tower, Normalization(processor.mean, processor.std, processor.scale), torch.device("cpu"))
+    return ImageRunner(tower, Normalization(processor.mean, processor.std, processor.scale), device)
 
 
 def paged(
@@ -228,19 +244,6 @@ def paged(
     )
 
 
-def snapshot_slots(settings: Settings, limits: Limits, layers: Sequence[LayerShape], states: int, budget: int) -> int:
-    """Slots for snapshots of recurrent layers' states, see `plan_snapshots`; says so where none fits."""
-    cache = settings.cache
-    wanted = cache.state_snapshots if cache.enable_prefix_caching else 0
-    slots = plan_snapshots(layers, wanted, sequences=limits.max_num_seqs, states=states, budget=budget)
-    if state_bytes(layers) and not slots and wanted is None:
-        log.warning(
-            "the memory for K/V has no room for snapshots of recurrent layers' states, so no prefix is reused: give it "
-            "more with --kv-cache-memory-bytes, or lower --max-num-seqs"
-        )
-    return slots
-
-
 def choose_executor(settings: Settings) -> str:
     """What runs the steps: "auto" is our own layers, or transformers for an architecture that only it has.
 
@@ -269,9 +272,13 @@ def build_policy(settings: Settings) -> SchedulingPolicy:
 
 
 def build_scheduler(
-    settings: Settings, description: Description, limits: Limits, policy: SchedulingPolicy
+    settings: Settings,
+    description: Description,
+    limits: Limits,
+    policy: SchedulingPolicy,
+    store: BlockStore | None = None,
 ) -> Scheduler:
-    """The scheduler for an executor of this description."""
+    """The scheduler for an executor of this description. store: where evicted blocks go; None: nowhere."""
     cache = settings.cache
     chunk, tokens = limits.max_chunk_tokens, limits.max_num_batched_tokens
     return Scheduler(
@@ -286,6 +293,7 @@ def build_scheduler(
             EVICTION_POLICIES[cache.eviction_policy](),
             max_pinned_blocks=int(description.num_blocks * cache.max_pinned_share),
             snapshot_interval=cache.snapshot_interval,
+            offload=None if store is None else KVOffload(store, description.block_size),
         ),
         rows=description.num_rows,
         max_num_seqs=limits.max_num_seqs,
@@ -314,7 +322,7 @@ def build_encoder_cache(settings: Settings, description: Description, limits: Li
     if isinstance(processor, str) or not description.encoder_layers:
         return None
     return EncoderCache(
-        media.encoder_cache_size or max(8192, processor.most_tokens),
+        image_tokens(settings, processor)[1],
         media.max_num_encoder_input_tokens or limits.max_num_batched_tokens,
         description.encoder_layers,
         whole_images=description.whole_images,
@@ -350,6 +358,7 @@ def _load(
             overrides=hf_overrides(settings),
             words=None if pooler.words is None else word_ids(pooler.words, build_tokenizer(settings)),
             vision=vision,
+            mtp=wants_mtp(settings),
         )
 
 
@@ -424,9 +433,9 @@ def _canary_gauges(canary: Canary | None) -> dict[str, float]:
     """Log what the canary found, and return it as gauges; nothing unless weights are quantised."""
     if canary is None or canary.quality is None:
         return {}
-    log.warning("quantised weights: %s", canary.quality)
+    log.warning("quantized weights: %s", canary.quality)
     for suspect in canary.suspects:
-        log.warning("quantised weights: %s", suspect)
+        log.warning("quantized weights: %s", suspect)
     return canary.quality.facts
 
 

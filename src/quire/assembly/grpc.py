@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.assembly.engine import make_executor
+from quire.assembly.kv_offload import refuse_tiers
 from quire.assembly.limits import BuiltExecutor, Limits, choose_device, sized
 from quire.config import OPTIONS, Settings
 from quire.engine.executor import Description
@@ -71,6 +72,7 @@ def host(settings: Settings, address: str, credentials: Credentials | None = Non
 
     One step more than locally is launched ahead of results, to hide the way there and back.
     """
+    refuse_tiers(settings, "`quire executor`")
     if settings.scheduler.lookahead is None:
         lookahead = 1 if choose_device(settings.execution.device).type == "cpu" else 2
         settings = settings.changed(lookahead=lookahead)

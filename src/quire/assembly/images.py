@@ -38,9 +38,14 @@ def find_processor(settings: Settings) -> ImageProcessor | str:
     missing = [name for name in NEEDS if find_spec(name) is None]
     if missing:
         return f"this needs a package that is not installed ({', '.join(missing)}): pip install 'quire-llm[vision]'"
-    if settings.execution.device == "cuda":
-        return "they are read on a CPU only for now: --device cpu"
     return processor
+
+
+def image_tokens(settings: Settings, processor: ImageProcessor | str) -> tuple[int, int]:
+    """Tokens of the largest image, and of all whose embeddings are kept; 0 without images."""
+    if isinstance(processor, str):
+        return 0, 0
+    return processor.most_tokens, settings.multimodal.encoder_cache_size or max(8192, processor.most_tokens)
 
 
 def build_images(settings: Settings) -> ImageInputs:

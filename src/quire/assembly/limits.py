@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +15,12 @@ from quire.config import OPTIONS, Settings
 from quire.engine.executor import Executor
 from quire.engine.timing import PlanDelay
 from quire.errors import InvalidConfig
-from quire.model_runner.memory import GIB, activation_bytes
+from quire.model_runner.memory import GIB, LayerShape, activation_bytes, plan_snapshots, state_bytes
 from quire.models.spec import ModelSpec
 from quire.ops.ragged import LONG
 from quire.types import UNLIMITED
+
+log = logging.getLogger(__name__)
 
 _SMALL_MODEL = 20_000_000
 LARGEST_GEMM_WORKSPACE = 2048
@@ -86,8 +89,8 @@ def resolve(settings: Settings, spec: ModelSpec, device: torch.device, longest: 
     bidirectional attention do not have.
     """
     cpu = device.type == "cpu"
-    check_recurrent(settings, spec, device)
-    check_pooling(settings, spec, device)
+    check_recurrent(settings, spec)
+    check_pooling(settings, spec)
     scheduler, max_model_len = settings.scheduler, settings.model.max_model_len
     if max_model_len is not None and max_model_len > spec.context:
         raise InvalidConfig(
@@ -120,12 +123,21 @@ def rows_with_kv(spec: ModelSpec, limits: Limits) -> int:
     return min(limits.max_num_seqs, -(-limits.max_num_batched_tokens // limits.max_model_len) + begun)
 
 
-def check_recurrent(settings: Settings, spec: ModelSpec, device: torch.device) -> None:
-    """Raise InvalidConfig for a device or K/V that models with recurrent layers are not served with."""
-    if spec.recurrent and device.type != "cpu":
-        raise InvalidConfig(
-            f"{spec.architecture} has recurrent layers, which only run on a CPU for now: --device cpu", param="device"
+def snapshot_slots(settings: Settings, limits: Limits, layers: Sequence[LayerShape], states: int, budget: int) -> int:
+    """Slots for snapshots of recurrent layers' states, see `plan_snapshots`; says so where none fits."""
+    cache = settings.cache
+    wanted = cache.state_snapshots if cache.enable_prefix_caching else 0
+    slots = plan_snapshots(layers, wanted, sequences=limits.max_num_seqs, states=states, budget=budget)
+    if state_bytes(layers) and not slots and wanted is None:
+        log.warning(
+            "the memory for K/V has no room for snapshots of recurrent layers' states, so no prefix is reused: give it "
+            "more with --kv-cache-memory-bytes, or lower --max-num-seqs"
         )
+    return slots
+
+
+def check_recurrent(settings: Settings, spec: ModelSpec) -> None:
+    """Raise InvalidConfig for K/V that models with recurrent layers are not served with."""
     if spec.recurrent and settings.cache.kv_cache_dtype != "auto":
         raise InvalidConfig(
             "--kv-cache-dtype fp8 does not go with models with recurrent layers: leave it at auto",
@@ -137,7 +149,7 @@ POOLED_TOKENS = 2048
 """Tokens of a step on a CPU of models that do not generate, whose steps delay no next token."""
 
 
-def check_pooling(settings: Settings, spec: ModelSpec, device: torch.device) -> None:
+def check_pooling(settings: Settings, spec: ModelSpec) -> None:
     """Raise InvalidConfig for what models that do not generate are not served with."""
     if spec.generates:
         return
@@ -149,11 +161,6 @@ def check_pooling(settings: Settings, spec: ModelSpec, device: torch.device) -> 
     if settings.cache.kv_cache_dtype != "auto":
         raise InvalidConfig(
             "--kv-cache-dtype fp8 does not go with pooling models: leave it at auto", param="kv_cache_dtype"
-        )
-    if spec.bidirectional and device.type != "cpu":
-        raise InvalidConfig(
-            f"{spec.architecture} has bidirectional attention, which runs on a CPU only for now: --device cpu",
-            param="device",
         )
 
 
@@ -196,12 +203,19 @@ def gathered_tokens(limits: Limits, device: torch.device) -> int:
 
 
 def working_bytes(
-    spec: ModelSpec, dtype: torch.dtype, *, tokens: int, captured: int, rows: int, gathered: int = 0
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    captured: int,
+    rows: int,
+    gathered: int = 0,
+    image_tokens: tuple[int, int] = (0, 0),
 ) -> int:
     """Bytes for activations of the largest step, for those of the largest captured step, and for graphs.
 
     captured: most tokens of a captured step, 0 without graphs; graphs keep memory of their own. rows: rows of logits.
-    gathered: see `gathered_tokens`.
+    gathered: see `gathered_tokens`. image_tokens: of the largest image, and of all whose embeddings are kept.
     """
     a_token = max((heads * (key + value) for heads, key, value in spec.kv_shapes), default=0) * dtype.itemsize
     projections = [2 * max(spec.layer_mlp, default=spec.mlp)]
@@ -209,6 +223,10 @@ def working_bytes(
     if spec.experts is not None:
         # At once there are the inner numbers and the outputs of every expert that a token uses.
         projections.append(spec.experts.num_experts_per_token * (spec.experts.width + spec.hidden) // 2)
+    # A recurrent layer has its inputs, what it convolves, outputs in float32, and, of a prompt, changes of its memory.
+    projections += [
+        2 * each.channels + each.heads * (each.keys + 3 * each.values) for each in set(spec.state_shapes) if each
+    ]
 
     def step_bytes(num_tokens: int) -> int:
         return activation_bytes(
@@ -220,8 +238,15 @@ def working_bytes(
             dtype=dtype,
         )
 
+    images = 0
+    if spec.vision is not None and any(image_tokens):
+        own, (largest, kept) = spec.vision, image_tokens
+        # A layer has the residual stream, its norm, queries, keys, values and what the MLP makes, of every patch.
+        patches = max(largest * own.merge**2, own.positions if own.pooled else 0)
+        made = kept * own.out * (1 + len(own.feature_layers))
+        images = (patches * (6 * own.hidden + 2 * own.mlp) + made) * dtype.itemsize
     graphs = step_bytes(min(tokens, captured)) + GRAPH_BYTES if captured else 0
-    return step_bytes(tokens) + graphs + gathered * a_token
+    return images + step_bytes(tokens) + graphs + gathered * a_token
 
 
 def host_bytes(root: Path = Path("/")) -> int:

@@ -180,7 +180,7 @@ def capacity(about: Description, length: int) -> str:
     held = about.num_blocks // -(-length // about.block_size)
     most = about.num_rows // (1 + about.lookahead)
     return (
-        f"on {about.device} in {about.dtype}; context {length:,} tokens; K/V cache of {about.num_blocks:,} blocks of "
+        f"on {about.device} in {about.dtype}; context {length:,} tokens; KV cache of {about.num_blocks:,} blocks of "
         f"{about.block_size} tokens ({amount(about.num_blocks * about.block_bytes)}): {min(held, most)} "
         "conversations of that length at once"
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,9 +14,11 @@ from quire.engine.executor import Description
 from quire.errors import InvalidConfig
 from quire.model_runner.graphs import GraphKey, bucket_seqs, bucket_tokens, padding
 from quire.model_runner.memory import LayerShape, allocate, layer_shapes
+from quire.model_runner.mtp import MTPDrafter, MTPProposer
 from quire.model_runner.sampling.features import RANDOM, TRUNCATED
 from quire.model_runner.speculative import Drafter, ModelDrafter, ModelProposer, NgramDrafter, NgramProposer, Proposer
-from quire.models.registry import Model
+from quire.models.mtp import NextTokenLayer
+from quire.models.registry import Model, mtp_of
 from quire.ops.base import Ops
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, SpeculationPolicy, draft_counts
 from quire.scheduler.step_time import StepTimeModel
@@ -42,8 +46,19 @@ def build_speculation(settings: Settings, description: Description) -> Speculati
     )
 
 
-def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops) -> Model | None:
-    """The draft model of `speculative_config`, None without one. Raises InvalidConfig if its vocabulary differs."""
+Draft: TypeAlias = Model | NextTokenLayer
+"""A draft model, or the model's own layer for multi-token prediction."""
+
+
+def wants_mtp(settings: Settings) -> bool:
+    """Whether the model is loaded with its layer for multi-token prediction."""
+    config = parse(settings.scheduler.speculative_config)
+    return config is not None and config.method == "mtp"
+
+
+def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops) -> Draft | None:
+    """What drafts by `speculative_config`, None where that is no model. Raises InvalidConfig if a draft model's
+    vocabulary differs."""
     config = parse(settings.scheduler.speculative_config)
     if config is None:
         return None
@@ -53,6 +68,8 @@ def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops
             "speculative_config: synthetic_acceptance_rate makes answers wrong: it is for --load-format dummy on a GPU",
             param="speculative_config",
         )
+    if config.method == "mtp":
+        return own_layer(target)
     if config.method != "draft_model":
         return None
     if config.model is None and model.model != EMBEDDED:
@@ -91,13 +108,26 @@ def load_draft(settings: Settings, target: Model, device: torch.device, ops: Ops
     return draft
 
 
-def draft_layers(draft: Model | None) -> tuple[LayerShape, ...]:
-    """The K/V that each layer of the draft model adds to a block."""
-    return () if draft is None else layer_shapes(draft.spec.kv_shapes, draft.dtype)
+def own_layer(target: Model) -> NextTokenLayer:
+    """The model's layer for multi-token prediction. Raises InvalidConfig where it was loaded without."""
+    layer = mtp_of(target)
+    if layer is None:
+        raise InvalidConfig(
+            "speculative_config: method mtp needs Quire's own layers (--executor local): use ngram, or leave it out",
+            param="speculative_config",
+        )
+    return layer
+
+
+def draft_layers(draft: Draft | None) -> tuple[LayerShape, ...]:
+    """The K/V that each layer of what drafts adds to a block."""
+    if draft is None:
+        return ()
+    return layer_shapes(draft.kv_shapes if isinstance(draft, NextTokenLayer) else draft.spec.kv_shapes, draft.dtype)
 
 
 def build_drafter(
-    settings: Settings, draft: Model | None, *, pages: int, page_size: int, rows: int, device: torch.device
+    settings: Settings, draft: Draft | None, *, pages: int, page_size: int, rows: int, device: torch.device
 ) -> Drafter | None:
     """The drafter of an executor whose steps run as they are launched. draft: from `load_draft`."""
     config = parse(settings.scheduler.speculative_config)
@@ -107,11 +137,14 @@ def build_drafter(
     if draft is None:
         return NgramDrafter(num_drafts, longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
     kv = allocate(draft_layers(draft), pages=pages, page_size=page_size, device=device)
-    return ModelDrafter(draft, kv, vocab_size=draft.spec.vocab, num_drafts=num_drafts, rows=rows, device=device)
+    sizes: dict[str, Any] = {"num_drafts": num_drafts, "rows": rows, "device": device}
+    if isinstance(draft, NextTokenLayer):
+        return MTPDrafter(draft, kv, vocab_size=draft.vocab, **sizes)
+    return ModelDrafter(draft, kv, vocab_size=draft.spec.vocab, **sizes)
 
 
 def build_proposer(
-    settings: Settings, draft: Model | None, *, pages: int, page_size: int, rows: int, device: torch.device
+    settings: Settings, draft: Draft | None, *, pages: int, page_size: int, rows: int, device: torch.device
 ) -> Proposer | None:
     """The drafter on a device that drafts without the host. draft: from `load_draft`."""
     config = parse(settings.scheduler.speculative_config)
@@ -121,19 +154,27 @@ def build_proposer(
     if draft is None:
         return NgramProposer(num_drafts, longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
     kv = allocate(draft_layers(draft), pages=pages, page_size=page_size, device=device)
+    if isinstance(draft, NextTokenLayer):
+        return MTPProposer(draft, kv, num_drafts=num_drafts, rows=rows, device=device)
     return ModelProposer(draft, kv, num_drafts=num_drafts, rows=rows, device=device)
 
 
-def speculative_graph_keys(max_num_seqs: int, tokens: int, drafts: int, model: bool) -> list[GraphKey]:
+def speculative_graph_keys(
+    max_num_seqs: int, tokens: int, drafts: int, model: bool, forwards: Sequence[GraphKey] = ()
+) -> list[GraphKey]:
     """The steps that speculation adds: verification, drafting, and the draft model's forward over missed tokens.
 
     tokens: most of a captured step. drafts: most a sequence, 0 for no speculation. model: whether a model drafts.
+    forwards: for multi-token prediction, whose layer is fed after each of them.
     """
     widths = sorted({padding(n) for n in range(1, max_num_seqs + 1)}, reverse=True)
     verified = [(n, d) for d in draft_counts(drafts) if d for n in widths if n * (1 + d) <= MAX_VERIFIED_TOKENS]
     rows = sorted({padding(n * (1 + d)) for n, d in verified} - set(widths), reverse=True)
     keys = [GraphKey(padding(n * (1 + d)), n, 1 + d) for n, d in verified]
     keys += [GraphKey.head(n, features) for features in (0, RANDOM, RANDOM | TRUNCATED) for n in rows]
+    if forwards:
+        fed = [key._replace(kind="follow") for key in (*forwards, *keys) if key.kind == "feed"]
+        return keys + fed + [GraphKey(n, n, d, f, "draft") for f in (0, RANDOM | TRUNCATED) for n, d in verified]
     if not model:
         return keys + [GraphKey(n, n, drafts, 0, "draft") for n in sorted({n for n, _ in verified})]
     keys += [GraphKey(padding(2 * n), n, d, f, "draft") for f in (0, RANDOM | TRUNCATED) for n, d in verified]

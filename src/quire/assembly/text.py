@@ -107,6 +107,16 @@ def require_text(settings: Settings, command: str) -> None:
         )
 
 
+def require_tokenizer(settings: Settings, command: str) -> None:
+    """Raise InvalidConfig where `command` reads and writes text, and no tokenizer is to be read."""
+    if settings.model.skip_tokenizer_init:
+        raise InvalidConfig(
+            f"`{command}` reads and writes text, for which skip_tokenizer_init leaves no tokenizer: leave it out, or "
+            "send token ids to /v1/completions of `quire serve`, or to LLM.generate",
+            param="skip_tokenizer_init",
+        )
+
+
 def word_ids(words: tuple[str, str], tokenizer: Tokenizer) -> tuple[int, int]:
     """The token ids of two words. Raises InvalidConfig for one that is no token."""
     ids = [tokenizer.id_of(word) for word in words]

@@ -38,6 +38,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "ls": "`quire list`",
         "remove": "`quire rm`",
         "download": "`quire pull`",
+        "start": "`quire serve`",
+        "launch": "`quire serve`",
         "stop": "Ctrl-C in the terminal of `quire serve`",
         "create": "`quire serve` with options, and `system` in requests",
         "show": "`quire inspect`",
@@ -269,13 +271,19 @@ def _completing(known: Option) -> Callable[[click.Context, click.Parameter, str]
     return None
 
 
+_METAVARS: Mapping[str, str] = MappingProxyType(
+    {"text": "TEXT", "texts": "TEXT", "whole": "INTEGER", "number": "FLOAT", "switch": ""}
+)
+"""What help shows for a value of an option's kind, as click names its own types."""
+
+
 def _click_option(known: Option) -> click.Option:
     """A flag whose value stays text: `Option.read` parses it, as it parses variables and files."""
     help = f"{known.help} [{known.show(known.default)}]"
     if known.kind == "switch":
         spelling = f"{known.flag}/--no-{known.flag.removeprefix('--')}"
         return click.Option([spelling, known.name], default=None, help=help)
-    metavar = known.metavar or ("|".join(known.choices) if known.choices else known.kind.upper().rstrip("S"))
+    metavar = known.metavar or ("|".join(known.choices) if known.choices else _METAVARS[known.kind])
     return click.Option(
         [known.flag, known.name],
         default=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shlex
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
@@ -17,7 +18,7 @@ import click
 from rich.console import Console
 
 import quire
-from quire.assembly.text import pooler_of
+from quire.assembly.text import pooler_of, require_tokenizer
 from quire.cli.base import INTERRUPTED, OFFLINE, SettingsCommand, given, sampling_options
 from quire.cli.conversation import (
     Answer,
@@ -34,7 +35,9 @@ from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidRequest, Unauthorized, Unavailable
 from quire.frontend.processor import no_text
 from quire.parsers.parts import TextPart
+from quire.weights.locate import EMBEDDED
 
+_STARTED = ". `quire serve` starts one"
 _NAMED = ". --url takes an address such as http://127.0.0.1:8000; for a model in this process: quire chat {}"
 
 
@@ -116,7 +119,7 @@ class ChatClient:
             connection.close()
             if isinstance(error, http.client.HTTPException):
                 raise
-            hint = "" if re.search(r"[.:]|^localhost$", self._url) else _NAMED.format(self._url)
+            hint = _STARTED if re.search(r"[.:]|^localhost$", self._url) else _NAMED.format(self._url)
             raise Unavailable(f"no server answers at {self._url}: {error}{hint}") from error
         if answer.status != 200:
             with answer:
@@ -175,6 +178,7 @@ def command(
     shown = {"plain": plain, "verbose": verbose}
     with history(history_file):
         if url is None:
+            require_tokenizer(settings, "quire chat")
             pooler = pooler_of(settings)
             if not pooler.generates:
                 raise no_text(pooler)
@@ -253,7 +257,8 @@ def run(
     A PROMPT of - is what standard input has, which is also the prompt where there is none and it is no terminal. A
     model without a chat template completes the prompt.
     """
-    text = question(prompt)
+    require_tokenizer(settings, "quire run")
+    text = question(prompt, settings.model.model)
     with quire.LLM(settings=settings) as llm:
         if text is None:
             talk_here(llm, settings.model.model, system, given(sampling), plain=plain, verbose=verbose)
@@ -265,11 +270,14 @@ def run(
         sys.exit(INTERRUPTED)
 
 
-def question(prompt: tuple[str, ...]) -> str | None:
+def question(prompt: tuple[str, ...], model: str) -> str | None:
     """The words of a prompt, with standard input in place of a -; None for a conversation at a terminal.
 
-    Raises InvalidRequest if nothing is asked.
+    Raises InvalidRequest if nothing is asked, or where the model's name is a sentence and so meant as the prompt.
     """
+    if not prompt and " " in model.strip() and not Path(model).exists():
+        meant = shlex.join(["quire", "run", EMBEDDED, model])
+        raise InvalidRequest(f"the first argument of `quire run` is the model: write {meant}", param="model")
     piped = "-" in prompt or not (prompt or sys.stdin.isatty())
     if not (prompt or piped):
         return None
@@ -312,6 +320,7 @@ def generate(settings: Settings, prompt: str | None, **sampling: Any) -> None:
     """Print one completion of PROMPT. Without one, or with '-', it is what is piped in; and where nothing is, an
     opening of ours.
     """
+    require_tokenizer(settings, "quire generate")
     piped = prompt == "-" or (prompt is None and not sys.stdin.isatty())
     text = piped_text() if piped else as_text(prompt or "")
     with quire.LLM(settings=settings) as llm:

@@ -62,9 +62,13 @@ OWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "GPT2LMHeadModel": {"n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 256},
         "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 4},
         "BambaForCausalLM": {"attn_layer_indices": [1]},
-        "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+        "NemotronHForCausalLM": {
+            "layers_block_type": ["mamba", "attention", "mlp", "moe"],
+            "moe_shared_expert_intermediate_size": 128,
+        },
         "Qwen2_5_VLForConditionalGeneration": AXES,
         "Qwen3VLForConditionalGeneration": AXES,
+        "Qwen3VLMoeForConditionalGeneration": AXES,
         "RobertaModel": {"max_position_embeddings": 258, "pad_token_id": 1},
         "MixtralForCausalLM": {"num_local_experts": 4},
     }

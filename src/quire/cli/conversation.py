@@ -242,6 +242,8 @@ SHOWN: Mapping[str, tuple[str, str]] = MappingProxyType({"reasoning": ("show", "
 
 
 def _set(talk: Conversation, rest: str) -> bool:
+    if not rest:
+        return _show(talk, "")
     name, _, value = rest.partition(" ")
     name, value = name.replace("-", "_"), value.strip()
     if name in SHOWN:

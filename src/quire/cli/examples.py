@@ -18,6 +18,7 @@ EXAMPLES: Mapping[str, Sequence[Example]] = MappingProxyType(
             ("quire serve FOLDER --host 0.0.0.0 --api-key SECRET", "for other machines, with a key"),
         ),
         "run": (
+            ('quire run embedded "Tell me a story about a dog."', "one answer of the embedded model"),
             ('quire run Qwen/Qwen3-0.6B "Why is the sky blue?"', "one answer"),
             ("quire run Qwen/Qwen3-0.6B", "a conversation"),
         ),

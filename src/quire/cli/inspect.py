@@ -12,6 +12,7 @@ import torch
 
 from quire.assembly import extra
 from quire.assembly.engine import choose_executor, choose_ops
+from quire.assembly.speculate import wants_mtp
 from quire.assembly.text import Text, build_text, build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
@@ -26,6 +27,7 @@ from quire.ops.base import Ops
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED
 from quire.weights.files import Checkpoint, read_config
+from quire.weights.gguf import KINDS
 from quire.weights.load import build_outline, choose_dtype, match, named, open_checkpoint
 from quire.weights.locate import check as holds_a_model
 from quire.weights.locate import locate
@@ -39,7 +41,8 @@ class ModelFacts(NamedTuple):
     """A model's headers. trouble: why it could not be loaded, empty where it could. dtype: of activations.
 
     parameters: how many. layers: K/V by layer, None where that is known once it is loaded. foreign: transformers runs
-    it. whole: its K/V is kept by sequence, not in blocks. pooler: how prompts become vectors.
+    it. whole: its K/V is kept by sequence, not in blocks. pooler: how prompts become vectors. draft_parameters: of its
+    layer for multi-token prediction, which `parameters` has where it is asked for.
     """
 
     folder: Path
@@ -53,6 +56,7 @@ class ModelFacts(NamedTuple):
     foreign: bool = False
     whole: bool = False
     pooler: PoolerConfig = GENERATES
+    draft_parameters: int = 0
 
 
 def read_facts(settings: Settings) -> ModelFacts:
@@ -65,7 +69,7 @@ def read_facts(settings: Settings) -> ModelFacts:
         return foreign_facts(settings, folder, config)
     pooler = pooler_of(settings)
     config = overridden(config, hf_overrides(settings)) | ({"num_labels": 1, "id2label": None} if pooler.words else {})
-    spec = read_spec(config, pools=not pooler.generates)
+    spec = read_spec(config, pools=not pooler.generates, mtp=wants_mtp(settings))
     checkpoint, trouble = None, ""
     try:
         words = None if pooler.words is None else word_ids(pooler.words, build_tokenizer(settings))
@@ -75,7 +79,19 @@ def read_facts(settings: Settings) -> ModelFacts:
         trouble = str(error)
     dtype = choose_dtype(model.dtype, spec, checkpoint, torch.device("cpu"), packed=keeps_packed(settings))
     kept = layer_shapes(spec.kv_shapes, dtype, spec.state_shapes)
-    return ModelFacts(folder, config, spec, checkpoint, trouble, dtype, parameters(spec), kept, pooler=pooler)
+    return ModelFacts(
+        *(folder, config, spec, checkpoint, trouble, dtype, parameters(spec), kept),
+        pooler=pooler,
+        draft_parameters=draft_parameters(config),
+    )
+
+
+def draft_parameters(config: Mapping[str, Any]) -> int:
+    """Parameters of the layer for multi-token prediction, 0 for a model without one."""
+    try:
+        return parameters(read_spec(config, mtp=True)) - parameters(read_spec(config))
+    except InvalidModel:
+        return 0
 
 
 def planned_ops(settings: Settings) -> Ops | None:
@@ -134,11 +150,16 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     yield "layers", f"{spec.layers} of width {spec.hidden}, MLP {spec.mlp} ({spec.activation})"
     if moe := spec.experts:
         dense = f", layers {', '.join(map(str, sorted(moe.dense_layers)))} dense" if moe.dense_layers else ""
+        if spec.mamba is not None and moe.dense_layers:
+            dense = f", in {spec.layers - len(moe.dense_layers)} of {spec.layers} layers"
         shared = f", beside a shared one of width {moe.shared}" if moe.shared else ""
         yield (
             "experts",
             f"{moe.num_experts_per_token} of {moe.num_experts} a token, of width {moe.width}{shared}{dense}",
         )
+    if facts.draft_parameters:
+        option = "" if spec.draft_layers else ', with --speculative-config \'{"method": "mtp"}\''
+        yield "drafts", f"1 layer for multi-token prediction, {count(facts.draft_parameters)} parameters{option}"
     heads = (
         f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads) if heads
     )
@@ -152,7 +173,7 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     local = Counter(f"{size:,} positions" for size in spec.windows if size < UNLIMITED)
     local.update(f"their own chunk of {size:,} positions" for size in spec.layer_chunks if size < UNLIMITED)
     seen = ", ".join(f"{n} of {spec.layers} layers see {what}" for what, n in local.items())
-    yield "attention", seen or "every layer sees everything"
+    yield "attention", seen or "every layer attends to all positions"
     yield "rope", describe_ropes(spec.layer_ropes)
     head = f", head {'tied to the embedding' if spec.tie else 'of its own'}" if spec.generates else ""
     yield "vocabulary", f"{spec.vocab:,}{head}"
@@ -195,10 +216,19 @@ def files(facts: ModelFacts) -> Iterator[Fact]:
         for entry in entries:
             kinds[entry.kind] += entry.size
         yield "stored as", ", ".join(f"{kind} {100 * size / total:.1f} %" for kind, size in kinds.most_common())
-    scheme = read_scheme(facts.config)
-    yield "quantised by", "nothing" if scheme is None else f"{scheme.name}: {scheme.layout}"
+    yield "quantization", quantization(facts)
     yield "computed in", short(facts.dtype)
     yield "loads", facts.trouble or ("tried by transformers" if facts.foreign else "every tensor has its place")
+
+
+def quantization(facts: ModelFacts) -> str:
+    """How matrices are quantized: by a scheme of config.json, or in types of GGUF."""
+    scheme = read_scheme(facts.config)
+    if scheme is not None:
+        return f"{scheme.name}: {scheme.layout}"
+    kinds = set() if facts.checkpoint is None else {entry.kind for entry in facts.checkpoint.entries.values()}
+    types = sorted(kinds & {kind.name for kind in KINDS.values() if kind.block > 1})
+    return f"GGUF types {', '.join(types)}" if types else "none"
 
 
 def text(settings: Settings, vocab: int) -> tuple[list[Fact], str, str]:

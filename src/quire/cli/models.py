@@ -114,7 +114,7 @@ def rm(settings: Settings, yes: bool) -> None:
     Files that another revision needs are kept.
     """
     model = settings.model
-    if settings.source("model") == "default":
+    if settings.source("model") == "default" or not model.model.strip():
         raise InvalidConfig("name the model to remove: `quire list` shows what is kept", param="model")
     if model.model == EMBEDDED or Path(model.model).expanduser().exists():
         raise InvalidModel(f"{model.model} is not a download: only what the hub's cache keeps is removed")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import click
 import torch
 
+from quire.assembly.images import find_processor, image_tokens
 from quire.assembly.limits import (
     LARGEST_GEMM_WORKSPACE,
     gathered_tokens,
@@ -124,15 +126,18 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
         facts.dtype,
         tokens=limits.max_num_batched_tokens,
         captured=captured,
-        rows=limits.max_num_seqs,
+        rows=limits.max_num_seqs if spec.generates else 0,
         gathered=gathered_tokens(limits, device),
+        image_tokens=image_tokens(settings, find_processor(settings)) if spec.vision is not None else (0, 0),
     )
+    # On a GPU, drafting keeps the hidden states of a step.
+    work += 0 if cpu else limits.max_num_batched_tokens * spec.hidden * spec.draft_layers * facts.dtype.itemsize
     kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else facts.dtype
     size = limits.max_model_len if facts.whole else limits.block_size
     if facts.foreign and kept is not facts.dtype:
         raise InvalidConfig("--kv-cache-dtype does not go with --executor hf", param="kv_cache_dtype")
     layers = facts.layers or () if facts.foreign else layer_shapes(spec.kv_shapes, kept, spec.state_shapes)
-    page = max(1, block_bytes(layers, size))
+    page = max(1, block_bytes((*layers, *layer_shapes(spec.draft_kv_shapes, facts.dtype)), size))
     speculative = parse(settings.scheduler.speculative_config)
     slots = limits.num_rows * (1 + (0 if speculative is None else speculative.num_speculative_tokens))
     left = max(0, int(room * (1 if cpu else cache.gpu_memory_utilization)) - held - work)
@@ -167,10 +172,12 @@ def weights(settings: Settings, facts: ModelFacts) -> int:
     """Bytes once loaded: as stored where they are quantised, else at the dtype they are computed in."""
     spec, checkpoint = facts.spec, facts.checkpoint
     if read_scheme(facts.config) is not None:
+        entries = {} if checkpoint is None else checkpoint.entries
+        build = build_outline(facts.config, spec, settings.model.quantization, facts.dtype, entries)
         if checkpoint is not None:
-            return sum(entry.size for entry in checkpoint.entries.values())
-        slots = build_outline(facts.config, spec, settings.model.quantization, facts.dtype, {}).slots
-        return sum(place.target.nbytes for places in slots.values() for place in places)
+            loaded = (name for name in entries if not any(fnmatchcase(name, pattern) for pattern in build.skipped))
+            return sum(entries[name].size for name in loaded)
+        return sum(place.target.nbytes for places in build.slots.values() for place in places)
     ops, chosen = planned_ops(settings) or ReferenceOps(), ONLINE.get(settings.model.quantization)
     if chosen is None:
         blocks = stored_blocks(checkpoint.entries) if checkpoint and keeps_packed(settings) else {}
@@ -178,8 +185,8 @@ def weights(settings: Settings, facts: ModelFacts) -> int:
             return facts.parameters * facts.dtype.itemsize
         each = {kind: kept_bytes(kind, ops) for kind in set(blocks.values())}
         sizes = {name: each[kind] for name, kind in blocks.items()}
-        entries = checkpoint.entries.items()
-        return int(sum(math.prod(e.shape) * sizes.get(name, facts.dtype.itemsize) for name, e in entries))
+        stored = checkpoint.entries.items()
+        return int(sum(math.prod(e.shape) * sizes.get(name, facts.dtype.itemsize) for name, e in stored))
     heads = spec.vocab * spec.hidden * (1 if spec.tie else 2)
     size = kept_bytes(chosen, ops) if isinstance(chosen, StoredBlocks) else 1
     return int(heads * facts.dtype.itemsize + (facts.parameters - heads) * size)

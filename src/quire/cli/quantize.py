@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from quire.cli.base import SettingsCommand
 from quire.config import Settings
 from quire.config.option import amount
+from quire.errors import InvalidConfig
 from quire.weights.locate import check as holds_a_model
 from quire.weights.locate import locate
 from quire.weights.quantize import FILE_TYPES, NAMES, Written, quantize
@@ -44,13 +45,15 @@ def command(settings: Settings, model: str, out: Path, kind: str, threads: int, 
 
     A file that exists is not overwritten. Tensors are read, converted and written some rows at a time.
     """
+    if not out.name:
+        raise InvalidConfig("OUT is empty: name the file to write, such as model.gguf", param="out")
     place = locate(model, revision=settings.model.revision, cache=settings.model.download_dir)
     holds_a_model(place)
     with bar() as shown:
-        task = shown.add_task(out.name, total=None)
+        task = shown.add_task(out.name, total=None, visible=False)
 
         def progress(done: int, total: int) -> None:
-            shown.update(task, completed=done, total=total)
+            shown.update(task, completed=done, total=total, visible=True)
 
         written = quantize(
             place,

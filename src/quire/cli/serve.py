@@ -26,10 +26,10 @@ def warnings(settings: Settings) -> list[str]:
         return []
     said = []
     if not settings.server.api_key:
-        pages = "" if access.allowed_hosts else " (--allowed-hosts at least keeps out pages that they see in browsers)"
+        pages = "" if access.allowed_hosts else " (without a key, --allowed-hosts keeps out web pages)"
         said.append(f"anyone who can connect to {host} can use this server: set --api-key{pages}")
     if not (settings.server.api_key or access.admin_key):
         said.append(f"anyone who can connect to {host} can see the traffic metrics: set --admin-key")
     if access.ssl_keyfile is None:
-        said.append(f"what is said to {host}, keys too, can be read on its way: set --ssl-keyfile and --ssl-certfile")
+        said.append(f"connections to {host} are not encrypted, API keys included: set --ssl-keyfile and --ssl-certfile")
     return said

@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 from quire.assembly.engine import build_policy, build_scheduler, make_executor
+from quire.assembly.kv_offload import refuse_tiers
 from quire.assembly.limits import BuiltExecutor
 from quire.assembly.text import build_tokenizer, require_text
 from quire.cli.base import OFFLINE, SettingsCommand, integer
@@ -61,6 +62,7 @@ def command(ctx: click.Context, settings: Settings, requests: int, new: int, rep
     tokens and log-probabilities to the bit. With --deterministic they must be equal: the exit code is 1 where any
     differs, in either mode."""
     require_text(settings, "quire verify")
+    refuse_tiers(settings, "`quire verify`")
     rows = list[Row]()
     with Console(stderr=True).status("answering") as status:
         for row in verified(settings, count=requests, new=new):

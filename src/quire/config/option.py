@@ -38,6 +38,17 @@ def option(default: Any, help: str, *, secret: bool = False, **attributes: Any) 
     return field(default=default, repr=not secret, metadata={"help": help, "secret": secret, **attributes})
 
 
+OTHER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "dtype": MappingProxyType(
+            {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+        ),
+        "kv_cache_dtype": MappingProxyType({"fp8_e4m3": "fp8"}),
+    }
+)
+"""Values that other servers' commands have for the same, by option."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """An option, from a dataclass field. `choices` come from a Literal type or `registry`, `optional` from `| None`.
@@ -94,6 +105,8 @@ class Option:
         parsed = _object(value) if self.mapping else _READERS[self.kind](value)
         if parsed is None:
             raise InvalidConfig(f"{where}: {self.wants()}, not {self._quote(value)}", param=self.name)
+        if self.choices and isinstance(parsed, str):
+            parsed = OTHER_NAMES.get(self.name, {}).get(parsed, parsed)
         if self.kind == "texts" and not self.verbatim:
             parsed = tuple(piece.strip() for text in parsed for piece in text.split(","))
         self.check(parsed, where)

@@ -370,7 +370,7 @@ class ModelConfig:
     )
     canary: Literal["refuse", "warn", "off"] = option(
         "refuse",
-        "What happens when quantised weights or K/V answer a probe differently from unquantised ones; off: no probe.",
+        "What happens when quantized weights or K/V answer a probe differently from unquantized ones; off: no probe.",
     )
     canary_min_agreement: float = option(
         0.6, "Least share of the probe's positions whose likeliest token must stay the same.", low=0, high=1
@@ -466,6 +466,19 @@ class CacheConfig:
         low=1,
         high=UNLIMITED,
     )
+    kv_offloading_size: float = option(
+        0.0,
+        "GiB of host memory for KV blocks that are evicted, pinned on a GPU: a prompt's blocks come back where that is "
+        "faster than computing them. 0: evicted blocks are gone.",
+        low=0,
+        high=1 << 20,
+    )
+    kv_offloading_dir: str | None = option(
+        None,
+        "Folder for blocks that host memory has no room for, this server's alone; they outlive it. What is there can "
+        "be turned back into prompts and answers. Unset: none are written.",
+    )
+    kv_offloading_dir_size: float = option(16.0, "Most GiB of blocks in that folder.", low=0, high=1 << 20)
     eviction_policy: Literal["lru", "fifo"] = option(
         "lru", "Which cached block goes first when blocks run out: lru, least recently used; fifo, the oldest."
     )
@@ -520,7 +533,7 @@ class SchedulerConfig:
     speculative_config: str | None = option(
         None,
         'Draft tokens ahead and verify them, answers unchanged: a JSON object, such as {"method": "ngram"} or '
-        '{"method": "draft_model", "num_speculative_tokens": 4}. Unset: no speculation.',
+        '{"method": "draft_model", "num_speculative_tokens": 4} or {"method": "mtp"}. Unset: no speculation.',
         mapping=True,
     )
     max_num_queued_reqs: int = option(
@@ -733,6 +746,11 @@ def _check_together(settings: Settings) -> None:
         raise InvalidConfig(
             "num_gpu_blocks_override and kv_cache_memory_bytes both set the size of the KV cache: set one of them",
             param="kv_cache_memory_bytes",
+        )
+    if cache.kv_offloading_dir is not None and not cache.kv_offloading_size:
+        raise InvalidConfig(
+            "kv_offloading_dir takes what kv_offloading_size has no room for, and that is 0: set it to some GiB",
+            param="kv_offloading_dir",
         )
     room = (cache.num_gpu_blocks_override or 0) * (cache.block_size or 0)
     if room and longest and room < longest:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 
 from quire.errors import InvalidConfig, nearest
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "mtp")
+OLD_MTP = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp")
+"""Names that `mtp` has had in vLLM, and in the cards of models."""
 ONLINE_FORMATS = (
     *("fp8", "fp8_per_block", "int8", "int8_w8a8"),
     *("q8_0", "q6_k", "q5_k", "q4_k", "q4_0"),
@@ -17,7 +19,8 @@ ONLINE_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How to draft. model: folder or hub id of the draft; for the embedded model its own draft is the default.
+    """How to draft. method: `mtp` by the model's own layer for multi-token prediction. model: folder or hub id of the
+    draft; for the embedded model its own draft is the default.
 
     num_speculative_tokens: the most drafted a step; how many are is measured (0 where drafting does not pay), unless
     adaptive is false. prompt_lookup_max, prompt_lookup_min: lengths of suffixes that ngram looks for. quantization: of
@@ -66,6 +69,8 @@ def parse(text: str | None) -> SpeculativeConfig | None:
             raise _wrong(f"has an unknown key {key!r}.{nearest(key, known)} Known: {', '.join(sorted(known))}")
     if "method" not in given and "model" in given:
         given["method"] = "draft_model"
+    if given.get("method") in OLD_MTP:
+        given["method"] = "mtp"
     if given.get("method") not in METHODS:
         raise _wrong(f"needs a method, one of {', '.join(METHODS)}; got {given.get('method')!r}")
     for key in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
@@ -82,6 +87,10 @@ def parse(text: str | None) -> SpeculativeConfig | None:
     if not isinstance(given.get("model"), str | None):
         raise _wrong(f"model must be a name or folder, not {given['model']!r}")
     made = SpeculativeConfig(**given)
+    if made.method == "mtp":
+        for key in ("model", "quantization"):
+            if key in given:
+                raise _wrong(f"{key} is of a draft model, and method mtp drafts by layers of the model itself")
     if made.prompt_lookup_min > made.prompt_lookup_max:
         raise _wrong("prompt_lookup_min is above prompt_lookup_max")
     return made

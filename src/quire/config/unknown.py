@@ -27,9 +27,13 @@ UNSUPPORTED = _by_name(
         "it is read from the checkpoint; see --quantization": "quantization_config",
         "say --quantization": "q",
         "weights and KV stay on the device; see --max-model-len, --max-num-seqs and --kv-cache-memory-bytes": (
-            "cpu_offload_gb kv_offloading_size kv_offloading_backend"
+            "cpu_offload_gb"
         ),
         "see --kv-cache-memory-bytes": "cpu_kvcache_space",
+        "see --kv-offloading-size and --kv-offloading-dir": (
+            "kv_offloading_backend hicache_size hicache_ratio enable_hierarchical_cache hicache_storage_backend "
+            "hicache_write_policy cache_disk"
+        ),
         "scales of --kv-cache-dtype fp8 are found while loading": "calculate_kv_scales",
         "preempted requests are recomputed, never swapped": "swap_space preemption_mode",
         "stop the server and start it again: it is ready in seconds": "enable_sleep_mode",

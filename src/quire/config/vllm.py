@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from quire.config.option import OTHER_NAMES
 from quire.config.settings import OPTIONS, Settings
 from quire.config.unknown import UNSUPPORTED
 from quire.errors import InvalidConfig, InvalidRequest, nearest
@@ -24,7 +25,7 @@ CONSTRUCTOR = _by_name(
     (
         ((1, None), "tensor_parallel_size pipeline_parallel_size data_parallel_size num_scheduler_steps"),
         ((None, "mp", "uni", "external_launcher"), "distributed_executor_backend"),
-        ((0, None), "cpu_offload_gb kv_offloading_size num_lookahead_slots"),
+        ((0, None), "cpu_offload_gb num_lookahead_slots"),
         (
             (False, None),
             "trust_remote_code enable_expert_parallel enable_lora enable_sleep_mode "
@@ -65,11 +66,6 @@ METHODS = _by_name(
     )
 )
 """Arguments of the methods of vLLM's classes that the same methods do not have here, and the values that are taken."""
-
-SYNONYMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {"dtype": MappingProxyType({"half": "float16", "float": "float32"})}
-)
-"""Values of options that vLLM also has under another name."""
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +123,7 @@ def _refusal(name: str, value: object, known: Mapping[str, tuple[Any, ...]]) -> 
 
 
 def _value(name: str, value: Any) -> Any:
-    if name not in SYNONYMS:
+    if name not in OTHER_NAMES:
         return value
     text = str(value).removeprefix("torch.")
-    return SYNONYMS[name].get(text, text)
+    return OTHER_NAMES[name].get(text, text)

@@ -81,9 +81,12 @@ class Engine:
         scheduler, flight = self.scheduler, self.inflight
         planned = self.clock.now()
         scheduler.kv.pins.advance(planned)
+        for seq in scheduler.poll_offload(planned):
+            self.recovery.admit(seq)
         budget = self.step_budget
         num_running = len(scheduler.running)
         plan = scheduler.plan(UNLIMITED if budget is None else budget.max_tokens(num_running, scheduler.step_times))
+        _as_step_failure(scheduler.kv.offload.flush)
         if plan:
             launched = self.clock.now()
             self._load_images(plan)
@@ -360,8 +363,15 @@ class Engine:
             },
         }
 
+    def wait(self, seconds: float) -> None:
+        """While there is nothing to step, and requests wait for blocks from another tier: return when some have
+        arrived, or after so many seconds."""
+        if not self.can_step:
+            self.scheduler.kv.offload.wait(seconds)
+
     def close(self) -> None:
-        """Close the executor."""
+        """End what copies blocks, and close the executor."""
+        self.scheduler.kv.offload.close()
         self.executor.close()
 
 

@@ -27,7 +27,7 @@ class Description:
     step_times: seconds of a decode step by (rows, drafts), measured at the start without context; empty: not measured.
     draft_catch_up_seconds: for each token that a draft model has not been fed. draft_kv_share: the draft model's K/V
     bytes, as a share of the model's. recurrent: whether layers keep states, of which `num_snapshots` can be kept for
-    the prefix cache. static_gauges: gauges that never change, by their names in /metrics.
+    the prefix cache, of `state_bytes` each. static_gauges: gauges that never change, by their names in /metrics.
     """
 
     num_blocks: int
@@ -50,6 +50,7 @@ class Description:
     draft_kv_share: float = 0.0
     recurrent: bool = False
     num_snapshots: int = 0
+    state_bytes: int = 0
     bidirectional: bool = False
     static_gauges: dict[str, float] = field(default_factory=dict)
 

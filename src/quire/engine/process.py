@@ -81,6 +81,9 @@ class EngineLoop:
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ)
         self._constraint_fds: set[int] = set()
+        self._copies_fd = engine.scheduler.kv.offload.fileno()
+        if self._copies_fd is not None:
+            self._selector.register(self._copies_fd, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Run until the front closes the socket, even in the middle of a message."""
@@ -103,8 +106,8 @@ class EngineLoop:
                 for message in self.frames.feed(data):
                     self._handle(message)
             self._poll_constraints()
-            if not ready:
-                self._trim_when_idle(idle=not busy)
+            if ready <= {self._copies_fd}:  # the next step takes the copies that have ended
+                self._trim_when_idle(idle=not busy and not ready)
                 return True
             busy, self.trimmed = True, False
 
@@ -129,10 +132,12 @@ class EngineLoop:
 
     def _idle_timeout(self) -> float | None:
         """Seconds to wait for a command; None: without limit."""
-        timeout = None if self.constraints is None else self.constraints.timeout()
-        if self.trimmed:
-            return timeout
-        return _TRIM_AFTER if timeout is None else min(timeout, _TRIM_AFTER)
+        due = (
+            None if self.constraints is None else self.constraints.timeout(),
+            self.engine.scheduler.kv.offload.timeout(),
+            None if self.trimmed else _TRIM_AFTER,
+        )
+        return min((seconds for seconds in due if seconds is not None), default=None)
 
     def _trim_when_idle(self, *, idle: bool) -> None:
         """After work, and once until there is more, give back the memory that it left free."""

@@ -28,8 +28,9 @@ class Recovery:
         return bool(self.groups)
 
     def admit(self, seq: Sequence) -> None:
-        """A new request waits while suspects are tried."""
-        if self.active and seq in self.scheduler.waiting:
+        """A request that is new to the queue waits while suspects are tried, unless it is one of those on trial."""
+        on_trial = self.active and any(seq is each for each in self.groups[0])
+        if self.active and not on_trial and seq in self.scheduler.waiting:
             self.scheduler.waiting.discard(seq)
             self.parked.append(seq)
 

@@ -207,6 +207,7 @@ class EngineThread:
             self._step()
 
     def _step(self) -> None:
+        self._engine.wait(_POLL_INTERVAL)
         try:
             events = self._engine.step()
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from quire.model_runner.device_steps import DeviceSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.images import ImageRunner
 from quire.model_runner.lookahead_runner import LookaheadRunner
-from quire.model_runner.memory import LayerShape, allocate, block_bytes, layer_shapes
+from quire.model_runner.memory import LayerShape, allocate, block_bytes, layer_shapes, state_bytes
 from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.row_state import RowState
 from quire.model_runner.runner import LaunchedStep, Runner
@@ -79,13 +80,13 @@ class LocalExecutor:
             lookahead=depth,
             num_drafts=num_drafts,
             supports_pooling=pools,
-            encoder_layers=0 if images is None else images.config.layers,
-            whole_images=images is not None and images.config.whole_images,
+            **facts_of(images),
             block_bytes=block_bytes(layers, page_size),
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
             recurrent=recurrent,
             num_snapshots=snapshots * recurrent,
+            state_bytes=state_bytes(layers),
             bidirectional=model.spec.bidirectional,
         )
 
@@ -111,13 +112,20 @@ class LocalExecutor:
         self.runner.close()
 
 
+def facts_of(images: ImageRunner | None) -> dict[str, Any]:
+    """What a description says of the encoder of images."""
+    if images is None:
+        return {}
+    return {"encoder_layers": images.config.layers, "whole_images": images.config.whole_images}
+
+
 class CudaExecutor(LocalExecutor):
     """A model on a GPU, whose steps are launched ahead of results; tokens stay there until they are read.
 
-    pages to dtype: as `LocalExecutor`. tokens: the most that a step feeds. depth: steps launched ahead of results at
-    most. steps: the kernels around the forward. queue: the order of device work, and whether it is captured. proposer:
-    where drafts come from. warm: the kinds of step that are captured at the start. paces: (rows, drafts) of the decode
-    steps that are timed at the start; catch_up: a draft model's forward that is timed too.
+    pages to dtype, heads, snapshots: as `LocalExecutor`. tokens: the most that a step feeds. depth: steps launched
+    ahead of results at most. steps: the kernels around the forward. queue: the order of device work, and whether it is
+    captured. proposer: where drafts come from. warm: the kinds of step that are captured at the start. paces: (rows,
+    drafts) of the decode steps that are timed at the start; catch_up: a draft model's forward that is timed too.
     """
 
     runner: LookaheadRunner
@@ -141,14 +149,17 @@ class CudaExecutor(LocalExecutor):
         paces: Iterable[tuple[int, int]] = (),
         catch_up: GraphKey | None = None,
         heads: PoolingHeads | None = None,
+        images: ImageRunner | None = None,
+        snapshots: int = 0,
     ) -> None:
-        layers = layer_shapes(model.spec.kv_shapes, dtype)
-        num_drafts = 0 if proposer is None else proposer.num_drafts
-        bytes_per_block = block_bytes(layers, page_size)
+        layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes)
+        num_drafts, recurrent = proposer.num_drafts if proposer else 0, any(each.state for each in layers)
+        held = RowState(rows, max_model_len, page_size, num_drafts, recurrent=recurrent)
+        states, bytes_per_block = held.num_states + snapshots * recurrent, block_bytes(layers, page_size)
         self.runner = LookaheadRunner(
             model,
-            allocate(layers, pages=pages, page_size=page_size, device=device),
-            RowState(rows, max_model_len, page_size, num_drafts),
+            allocate(layers, pages=pages, page_size=page_size, device=device, states=states),
+            held,
             Sampler(model.spec.vocab),
             steps,
             queue,
@@ -157,22 +168,29 @@ class CudaExecutor(LocalExecutor):
             num_slots=depth + 2,
             device=device,
             heads=heads,
+            images=images,
+            generates=model.spec.generates,
         )
-        self.runner.precompile(list(warm))
+        self.images = images
+        self.runner.precompile([*warm])
         self._description = Description(
             num_blocks=pages,
             block_size=page_size,
             num_rows=rows,
             max_model_len=max_model_len,
-            vocab_size=model.spec.vocab,
+            vocab_size=model.spec.vocab * model.spec.token_types,
             lookahead=depth,
             max_step_tokens=tokens,
             num_drafts=num_drafts,
             supports_pooling=True,
+            **facts_of(images),
+            bidirectional=model.spec.bidirectional,
             block_bytes=bytes_per_block,
-            step_times={(rows, drafts): self.runner.step_seconds(rows, drafts) for rows, drafts in paces},
+            step_times={pace: self.runner.step_seconds(*pace) for pace in paces},
             draft_kv_share=0.0 if proposer is None else proposer.block_bytes() / max(1, bytes_per_block),
             draft_catch_up_seconds=self.runner.time_keys([catch_up]) / catch_up.tokens if catch_up else 0.0,
+            recurrent=recurrent,
+            num_snapshots=snapshots * recurrent,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
         )

@@ -103,7 +103,10 @@ class BeamSearch:
         return [beam for _, beam in self._finished]
 
     def extend(self, likeliest: Sequence[Sequence[tuple[int, float]]]) -> None:
-        """Extend each running beam by its `num_candidates` likeliest (token id, log-probability)."""
+        """Extend each running beam by its `num_candidates` likeliest (token id, log-probability).
+
+        Where a model gives none, running beams are the answers as they are, those that have tokens.
+        """
         width = self._params.beam_width
         grown = [
             Beam((*beam.tokens, token), beam.logprob + logprob)
@@ -111,6 +114,11 @@ class BeamSearch:
             for token, logprob in ones
         ]
         best = sorted(grown, key=lambda beam: -beam.logprob)[: self.num_candidates]
+        if not best:
+            beams = [beam for beam in self.best_so_far if beam.tokens][:width]
+            self._finished = [(self._score(beam.logprob, len(beam.tokens)), beam) for beam in beams]
+            self.running, self.over = [], True
+            return
         length = len(best[0].tokens)
         last = length == self._params.max_tokens
         ended = [beam for beam in best[:width] if last or beam.tokens[-1] in self._eos]

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from quire.errors import DeadlineExceeded, Interrupted, Overloaded
+from quire.errors import DeadlineExceeded, Interrupted, Overloaded, QuireError
 from quire.frontend.beam_search import Beam, BeamSearch, BeamSearchParams
 from quire.frontend.interface import Backend, Call, Delta, ResultStream, iterate
 from quire.frontend.offload import PER_SCORE, PER_TOKEN, offload
@@ -72,6 +72,8 @@ class BeamStream:
         try:
             reason = await self._steps()
             chosen = self._search.best_so_far if reason else self._search.beams
+            if not chosen:
+                raise QuireError("the model gave no token to begin an answer with")
             size = PER_TOKEN * self._call.sampling.n * (_CONTEXT + len(chosen[0].tokens))
             self._ready = await offload(size, partial(self._deltas, chosen, reason))
         except Exception as error:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
@@ -139,12 +141,19 @@ class Rotary:
     def __init__(self, rope: RopeConfig, device: torch.device, ops: Ops) -> None:
         self.rope, self.frequencies, self.ops = rope, frequencies(rope).to(device), ops
 
+    @cached_property
+    def axes(self) -> Tensor:
+        """[dim / 2] which position turns each pair of dimensions."""
+        return torch.tensor(self.rope.axes, device=self.frequencies.device)
+
     def __call__(self, positions: Tensor, by_axis: Tensor | None = None) -> Angles:
-        """The angles of `positions`, for `Ops` that rotate. by_axis [3, T]: positions in time, height and width, for a
-        rotary embedding that has `axes`."""
+        """The angles of `positions`, for `Ops` that rotate. by_axis: as `RaggedBatch.rope_positions`, for a rotary
+        embedding that has `axes`."""
         if by_axis is not None and self.rope.axes:
             whole = [self.ops.angles(each, self.frequencies, self.rope.gain) for each in by_axis]
-            pick = torch.tensor(self.rope.axes, device=by_axis.device).expand(1, by_axis.shape[1], -1)
+            if len(whole) == 1:
+                return Angles(*whole[0], self.rope.interleaved)
+            pick = self.axes.expand(1, by_axis.shape[1], -1)
             cos, sin = (torch.stack(parts).gather(0, pick)[0] for parts in zip(*whole, strict=True))
             return Angles(cos, sin, self.rope.interleaved)
         rope, gain = self.rope, None
@@ -254,13 +263,40 @@ class Attention:
     ) -> None:
         self.qkv, self.out, self.heads, self.ops, self.norms, self.sinks = qkv, out, heads, ops, norms, sinks
 
+    @property
+    def scores(self) -> Scores:
+        """What is done with scores."""
+        h = self.heads
+        return Scores(h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
+
     def __call__(
         self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
     ) -> Tensor:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
+        mixed = self.ops.self_attention(self.qkv(x), h.count, kv, batch, angles, self.scores, self.norms)
+        return self.out(select_rows(mixed.flatten(1), outputs))
+
+
+class HeadNormAttention(Attention):
+    """Attention whose queries and keys are normed by layer norms of each head, with weights [H, D] and [G, D] of their
+    own (Command R+), if they are: without norms it is `Attention`."""
+
+    def __call__(
+        self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
+    ) -> Tensor:
+        """See `Attention`."""
+        if self.norms is None:
+            return super().__call__(x, angles, batch, kv, outputs)
+        h, made = self.heads, self.qkv(x)
+        q, k, v = torch.split(made.view(len(made), -1, h.dim), [h.count, h.kv, h.kv], 1)
+        normed = [
+            F.layer_norm(each.float(), (h.dim,), eps=norm.eps) * norm.weight.float()
+            for each, norm in ((q, self.norms.q), (k, self.norms.k))
+        ]
+        qkv = torch.cat([*(each.to(made.dtype) for each in normed), v], 1).flatten(1)
         how = Scores(h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
-        mixed = self.ops.self_attention(self.qkv(x), h.count, kv, batch, angles, how, self.norms)
+        mixed = self.ops.self_attention(qkv, h.count, kv, batch, angles, how)
         return self.out(select_rows(mixed.flatten(1), outputs))
 
 
@@ -278,7 +314,7 @@ class GatedAttention(Attention):
         q, gate = made[:, :width].view(len(made), h.count, 2, h.dim).unbind(2)
         qkv = torch.cat((q.flatten(1), made[:, width:]), 1)
         q = self.ops.qk_norm_rope_store_kv(qkv, h.count, kv, batch, angles, self.norms)
-        mixed = self.ops.attention(q, kv, batch, h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
+        mixed = self.ops.attention(q, kv, batch, self.scores)
         mixed = mixed.flatten(1)
         gated = self.ops.sigmoid_mul(select_rows(mixed, outputs), select_rows(gate.flatten(1), outputs))
         return self.out(gated)

@@ -61,7 +61,8 @@ class ExpertNames(NamedTuple):
 
     matrices: of gate, up and down, or of the one that holds gate and up, and of down; # stands for an expert's number,
     and without it one tensor holds the matrices of all experts. transposed: they are [in, out]. interleaved: rows of
-    gate and of up alternate. shared: of the shared expert's matrices, as `matrices`. apart: of gate, up and down in
+    gate and of up alternate. Experts without a gate have up and down alone. shared: of the shared expert's matrices, as
+    `matrices`. latent: to and from what experts read, see `MoEConfig`. apart: of gate, up and down in
     checkpoints that have no such tensor, if there are any.
     """
 
@@ -76,6 +77,7 @@ class ExpertNames(NamedTuple):
         "mlp.shared_experts.down_proj",
     )
     shared_gate: str = "mlp.shared_expert_gate"
+    latent: Sequence[str] = ()
     gains: str = ""
     apart: Sequence[str] = ()
 
@@ -102,8 +104,9 @@ class ModelBuilder:
     """Creates layers. Names given to a method are relative to `prefix`; `scope` extends it.
 
     slots: where each checkpoint tensor goes, by name; several places where a rank keeps several parts of it. ignored:
-    patterns (fnmatch) of checkpoint names that the model does not need. renames: see `rename`. stacks: see
-    `ExpertStack`. modules: those that the checkpoint has tensors of, as far as it matters under which of several names.
+    patterns (fnmatch) of checkpoint names that the model does not need. skipped: those of them that an option would
+    load; optional: those that it loads. renames: see `rename`. stacks: see `ExpertStack`. modules: those that the
+    checkpoint has tensors of, as far as it matters under which of several names.
     """
 
     def __init__(
@@ -126,6 +129,8 @@ class ModelBuilder:
         self.finalized: set[int] = set()
         self.unjoined: list[SeparateExperts | Decompression] = []
         self.ignored: list[str] = []
+        self.skipped: list[str] = []
+        self.optional: list[str] = []
         self.renames: dict[str, str] = {}
         self.stacks: list[ExpertStack] = []
 
@@ -138,6 +143,11 @@ class ModelBuilder:
     def ignore(self, *patterns: str) -> None:
         """Note patterns of checkpoint names that are not loaded."""
         self.ignored += (self.prefix + pattern for pattern in patterns)
+
+    def skip_drafts(self, pattern: str) -> None:
+        """Note a pattern of the tensors of layers that draft, which are not loaded: see `skipped`."""
+        self.ignore(pattern)
+        self.skipped.append(self.prefix + pattern)
 
     def rename(self, prefixes: Mapping[str, str]) -> None:
         """Checkpoint names that begin with a key of `prefixes` begin here with its value."""
@@ -446,31 +456,25 @@ class ModelBuilder:
         a GGUF file that differ in type are dequantized."""
         if any(self.prefix + name in self.modules for name in names.of_expert(0)):
             names = names._replace(matrices=names.apart, transposed=False, interleaved=False)
-        act, biased, across = activation_of(activation, GATES), mixture.biased, names.transposed
-        cut, whole = shard_of(mixture.width, self.parallel, "expert width"), slice(0, hidden)
+        act, biased, across = expert_gate(activation, mixture), mixture.biased, names.transposed
+        width = mixture.latent or hidden
+        cut, whole = shard_of(mixture.width, self.parallel, "expert width"), slice(0, width)
         *rising, falling = (
             [self._matrix_name(name, e, names) for e in range(mixture.num_experts)] for name in names.matrices
         )
-        # Where one matrix holds gate and up, up begins after the rows of gate.
-        both = len(rising) == 1
-        rows = 2 * mixture.width if both else mixture.width
-        up = slice(mixture.width + cut.start, mixture.width + cut.stop) if both else cut
-        rises = [
-            (MatrixPart(gate, rows, cut), MatrixPart(other, rows, up))
-            for gate, other in zip(rising[0], rising[-1], strict=True)
-        ]
-        falls = [(MatrixPart(n, hidden, whole),) for n in falling]
+        rises = expert_rises(rising, mixture, cut)
+        falls = [(MatrixPart(n, width, whole),) for n in falling]
         experts: Experts
         first = self.parallel.rank == 0
         build, format = copy(self), self.format
         if isinstance(format, StoredFormat) and not (format.keeps(rises, whole) and format.keeps(falls, cut)):
             build.format = format.plain
         if build.format is Plain:
-            rise, rise_bias = self._stacked(rises, hidden, whole, names, biased)
+            rise, rise_bias = self._stacked(rises, width, whole, names, biased)
             fall, fall_bias = self._stacked(falls, mixture.width, cut, names, biased, own_bias=first)
             experts = StackedExperts(rise, fall, act, self.ops, ExpertBiases(rise_bias, fall_bias))
         else:
-            gate_ups = [build._store(parts, hidden, whole, bias=biased, transposed=across) for parts in rises]
+            gate_ups = [build._store(parts, width, whole, bias=biased, transposed=across) for parts in rises]
             downs = [
                 build._store(parts, mixture.width, cut, bias=biased, own_bias=first, transposed=across)
                 for parts in falls
@@ -480,11 +484,22 @@ class ModelBuilder:
         correction = self.vector(names.correction, mixture.num_experts, exact=True) if mixture.corrected else None
         gains = self.vector(names.gains, mixture.num_experts, mean=1.0, exact=True) if mixture.gained else None
         router = Router(self.router(names.router, hidden, mixture.num_experts, bias=biased), correction, gains)
-        shared = None
+        shared = latent = None
         if mixture.shared:
-            mlp = self.gated_mlp(hidden, mixture.shared, activation, bias=bias, names=names.shared)
+            mlp = self._shared_mlp(hidden, mixture, activation, names, bias)
             shared = SharedExpert(mlp, self.router(names.shared_gate, hidden, 1) if mixture.gated_shared else None)
-        return MoE(router, experts, mixture, self.parallel, self.ops, shared)
+        if mixture.latent:
+            into, back = names.latent
+            latent = self.dense(into, hidden, width, bias=bias), self.dense(back, width, hidden, bias=bias)
+        return MoE(router, experts, mixture, self.parallel, self.ops, shared, latent)
+
+    def _shared_mlp(
+        self, hidden: int, mixture: MoEConfig, activation: str, names: ExpertNames, bias: bool
+    ) -> GatedMLP | MLP:
+        if mixture.gated:
+            return self.gated_mlp(hidden, mixture.shared, activation, bias=bias, names=names.shared)
+        up, down = names.shared
+        return self.mlp(up, down, hidden, mixture.shared, activation, bias=bias)
 
     def _matrix_name(self, name: str, expert: int, names: ExpertNames) -> str:
         """The name of an expert's matrix; one without # is noted as that of a tensor for all experts."""
@@ -605,6 +620,27 @@ GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 GATES: Mapping[str, Gate] = MappingProxyType(
     {"silu": "silu", **dict.fromkeys(GELUS, "gelu"), "gelu_erf": "gelu_erf", "clamped": "clamped"}
 )
+
+
+def expert_gate(activation: str, mixture: MoEConfig) -> Gate:
+    """What experts do between their products. Raises InvalidModel for an unknown activation."""
+    without: Mapping[str, Gate] = {"relu2": "relu2"}
+    return activation_of(activation, GATES if mixture.gated else without)
+
+
+def expert_rises(rising: Sequence[Sequence[str]], mixture: MoEConfig, cut: slice) -> list[tuple[MatrixPart, ...]]:
+    """Parts of each expert's first product, of this rank. rising: names of gate and up by expert, or of what holds
+    both; or of up alone."""
+    if not mixture.gated:
+        return [(MatrixPart(up, mixture.width, cut),) for up in rising[0]]
+    # Where one matrix holds gate and up, up begins after the rows of gate.
+    both = len(rising) == 1
+    rows = 2 * mixture.width if both else mixture.width
+    up = slice(mixture.width + cut.start, mixture.width + cut.stop) if both else cut
+    return [
+        (MatrixPart(gate, rows, cut), MatrixPart(other, rows, up))
+        for gate, other in zip(rising[0], rising[-1], strict=True)
+    ]
 
 
 def activation_of(name: str, known: Mapping[str, Kind]) -> Kind:

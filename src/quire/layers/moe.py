@@ -40,7 +40,9 @@ class MoEConfig:
     router has a correction, see `Ops.select_experts`. weighs_inputs: what an expert reads is multiplied by its weight,
     not what it makes (Llama 4). shared: inner width of an MLP that every token uses too, 0 for none; gated_shared: it
     is multiplied by the sigmoid of a number made of the token. gained: each expert's weights are multiplied by a
-    number. biased: router and experts have biases. dense_layers: layers with one MLP instead.
+    number. biased: router and experts have biases. gated: experts have three matrices, else two. latent: how many
+    numbers experts read and make, projected from and to the residual stream's; 0: as many as that has. dense_layers:
+    layers without experts.
     """
 
     num_experts: int
@@ -60,6 +62,8 @@ class MoEConfig:
     gated_shared: bool = False
     gained: bool = False
     biased: bool = False
+    gated: bool = True
+    latent: int = 0
     dense_layers: frozenset[int] = frozenset()
 
     @property
@@ -200,15 +204,21 @@ class MoE:
         parallel: ParallelGroup,
         ops: Ops,
         shared: SharedExpert | None = None,
+        latent: tuple[WeightStorage, WeightStorage] | None = None,
     ) -> None:
+        """latent: matrices to and from what experts read, see `MoEConfig`."""
         self.router, self.experts, self.config, self.ops, self.shared = router, experts, mixture, ops, shared
+        self.latent = latent
         self.all_reduce = parallel.all_reduce
 
     def __call__(self, x: Tensor, batch: RaggedBatch | None = None, asked: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`. asked: what the router reads instead of x."""
         routing = self._route(x if asked is None else asked, batch)
-        routed = self._weighed(x, routing) if self.config.weighs_inputs else self.experts(x, routing)
+        read = x if self.latent is None else self.latent[0].apply(x)
+        routed = self._weighed(read, routing) if self.config.weighs_inputs else self.experts(read, routing)
         routed = self.all_reduce(routed)
+        if self.latent is not None:
+            routed = self.latent[1].apply(routed)
         if self.shared is None:
             return routed
         mlp, gate = self.shared

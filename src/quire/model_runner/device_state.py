@@ -20,10 +20,23 @@ from quire.scheduler.plan import Mask, Plan
 from quire.token_masks import MaskTable, mask_table
 from quire.types import UNLIMITED
 
-COUNTERS = ("known", "length", "done", "prompt", "stream", "min_tokens", "lists_low", "lists_high", *LISTS)
+COUNTERS = (
+    "known",
+    "length",
+    "done",
+    "state",
+    "prompt",
+    "stream",
+    "rope_shift",
+    "min_tokens",
+    "lists_low",
+    "lists_high",
+    *LISTS,
+)
 """Columns of one int32 per row: tokens of its history; those whose K/V is computed, by the model and by a draft model;
-those of its prompt; the key of its noise; min_tokens; and of the row's lists (see `pack_lists`) the address on the
-device, in two halves, and the sizes of their sections. Those of `sampling.features.COLUMNS` follow."""
+which of its states it goes on from, see `RowState.first_state`; those of its prompt; the key of its noise; what is
+added to positions before tokens are rotated by them; min_tokens; and of the row's lists (see `pack_lists`) the address
+on the device, in two halves, and the sizes of their sections. Those of `sampling.features.COLUMNS` follow."""
 
 Ints32 = npt.NDArray[np.int32]
 Update = tuple["int | Ints32", Ints32]
@@ -55,7 +68,8 @@ class DeviceState:
 
     spans, tokens: the most that a step has. Letters: S spans, T tokens fed, R samples, P blocks, L tokens of a history.
     A chain is a span that samples: its samples are neighbours, from `chain[c]` to `chain[c + 1]`, and the token of each
-    is compared with the draft before the next. wanted_drafts: drafts to make for each chain. mask_index [R]: for each
+    is compared with the draft before the next. wanted_drafts: drafts to make for each chain. state_target,
+    state_snapshot [T]: as in `StateSlots`, of a recurrent model. mask_index [R]: for each
     sample the line of `masks` that has the tokens it may be, one bit each; -1: any. mask_words [1]: words of a line.
     """
 
@@ -63,7 +77,7 @@ class DeviceState:
         self.num_rows, self.spans = rows.num_rows, spans
         self.features = rows.features
         self.device = device
-        self.max_history, self.max_drafts = rows.max_history, rows.max_drafts
+        self.max_history, self.max_drafts, self.recurrent = rows.max_history, rows.max_drafts, rows.recurrent
         self.max_samples = padding(spans * (1 + rows.max_drafts))
         self.num_table_columns = rows.block_table.shape[1]
         self.history_width = rows.tokens.shape[1]
@@ -72,6 +86,8 @@ class DeviceState:
             sizes |= {f"{name}.counts": 4, f"{name}.span_row": spans, f"{name}.query_start": spans + 1}
             sizes |= {f"{name}.token_span": tokens, f"{name}.sample_indices": samples, f"{name}.sample_row": samples}
             sizes |= {f"{name}.sample_position": samples, f"{name}.sample_offset": samples}
+        if rows.recurrent:
+            sizes |= {"state_target": tokens, "state_snapshot": tokens}
         sizes |= dict.fromkeys((*COUNTERS, *COLUMNS), rows.num_rows + 1)
         sizes["table"] = (rows.num_rows + 1) * self.num_table_columns
         sizes["history"] = (rows.num_rows + 1) * self.history_width
@@ -89,6 +105,7 @@ class DeviceState:
         self.columns |= {name: self._column(name, column) for name, column in COLUMNS.items()}
         self.chain, self.wanted_drafts = self.part("chain"), self.part("wanted")
         self.mask_index, self.mask_words = self.part("mask_index"), self.part("mask_words")
+        self.last_snapshots: dict[int, int] = {}
         self.line_words = -(-vocab_size // 32)
         self.masks = torch.zeros(self.max_samples * self.line_words, dtype=torch.int32, device=device)
         self.lists: dict[int, Tensor] = {}
@@ -110,6 +127,7 @@ class DeviceState:
     def reset(self) -> None:
         """No rows, and a step of no spans: all that is fed is padding."""
         self.data.zero_()
+        self.last_snapshots = {}
         for inputs in (self.step, self.draft):
             inputs.span_row.fill_(self.num_rows)
             inputs.sample_row.fill_(self.num_rows)
@@ -225,10 +243,12 @@ class UploadRing:
             self.host[self.slot] = self._buffer(2 * pairs)
 
 
-def step_updates(state: DeviceState, rows: RowState, plan: Plan, shape: StepShape | None, spans: int) -> list[Update]:
+def step_updates(
+    state: DeviceState, rows: RowState, plan: Plan, shape: StepShape | None, spans: int, tokens: int
+) -> list[Update]:
     """What a plan, which has been applied to the host's `rows`, changes on the device.
 
-    shape: of its spans, None if they are those of the step before. spans: to how many of them to pad.
+    shape: of its spans, None if they are those of the step before. spans, tokens: to how many of them to pad.
     """
     out: list[Update] = []
     table, width = state.offsets["table"], state.num_table_columns
@@ -248,6 +268,24 @@ def step_updates(state: DeviceState, rows: RowState, plan: Plan, shape: StepShap
             out.append((begin, np.array(blocks, dtype=np.int32)))
     if shape is not None:
         out += layout(state, shape, spans)
+    if rows.recurrent:
+        out += state_updates(state, rows, shape, tokens)
+    return out
+
+
+def state_updates(state: DeviceState, rows: RowState, shape: StepShape | None, tokens: int) -> list[Update]:
+    """Which slots take states after which tokens of a step. shape: None if it is that of the step before."""
+    out: list[Update] = []
+    if shape is not None:
+        target = np.zeros(tokens, dtype=np.int32)
+        target[: len(shape.token_span)] = rows.state_targets(shape)
+        out.append((state.offsets["state_target"], target))
+    snapshots = rows.snapshot_slots(rows.shape)
+    changed = dict.fromkeys(state.last_snapshots, 0) | snapshots
+    state.last_snapshots = snapshots
+    if changed:
+        places = np.array(list(changed), dtype=np.int32) + np.int32(state.offsets["state_snapshot"])
+        out.append((places, np.array(list(changed.values()), dtype=np.int32)))
     return out
 
 
@@ -260,7 +298,7 @@ def columns(rows: RowState, row: int, lists: int, sizes: Sequence[int]) -> Ints3
     features = rows.features
     out = np.empty(len(COUNTERS) + len(COLUMNS), dtype=np.int32)
     stream = features.stream[row : row + 1].view(np.int32)[0]
-    known = (rows.num_known[row], rows.num_computed[row], 0, rows.prompt_length[row], stream)
+    known = (rows.num_known[row], rows.num_computed[row], 0, 0, rows.prompt_length[row], stream, rows.rope_shift[row])
     halves = np.array([lists], dtype=np.int64).view(np.int32)
     out[: len(COUNTERS)] = (*known, min(int(features.min_tokens[row]), UNLIMITED), *halves, *sizes)
     floats = out.view(np.float32)

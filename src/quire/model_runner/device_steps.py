@@ -32,7 +32,8 @@ class DeviceSteps(Protocol):
         """data[places] = values; places are distinct."""
 
     def prepare_inputs(self, state: DeviceState, inputs: StepInputs, batch: RaggedBatch, longest: int) -> None:
-        """Fill the batch's tokens, positions, slots, kv_len and page_table. longest: max_model_len."""
+        """Fill the batch's tokens, positions, slots, kv_len, page_table and where states are read. longest:
+        max_model_len."""
 
     def advance(self, state: DeviceState, inputs: StepInputs, spans: int, hidden: Tensor, out: Tensor) -> None:
         """Add what each span was fed to its row's computed tokens; out [R, hidden] takes the hidden states sampled at.
@@ -156,6 +157,9 @@ class TorchSteps:
         n = start[1:] - start[:-1]
         batch.kv_len.copy_(torch.where(n > 0, length[row] + n, 0))
         batch.page_table.copy_(state.block_table[row])
+        if batch.states is not None:
+            slot = 1 + row * (1 + state.max_drafts) + state.columns["state"][row]
+            batch.states.source.copy_(torch.where((n > 0) & (length[row] > 0), slot, 0))
         at = torch.arange(tokens, device=state.device)
         fed = at < inputs.counts[0]
         span = torch.where(fed, inputs.token_span[:tokens], 0).long()
@@ -235,6 +239,7 @@ class TorchSteps:
             state.history[where] = token.clamp(min=0).where(active, draft)
             keep += active
             active = active & (token == draft)
+        state.columns["state"][row] = (keep.clamp(min=1) - 1).int()
         num_known[row] = torch.where(keep > 0, (begin + keep).clamp(max=state.max_history), num_known[row]).int()
         inputs.num_computed[row] = torch.where(keep > 0, num_known[row] - 1, inputs.num_computed[row])
 

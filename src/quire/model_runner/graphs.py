@@ -23,8 +23,9 @@ SMALL = (1, 4, 8)
 class GraphKey(NamedTuple):
     """Which graph: its kind, tokens T and spans S, both padded, and the most tokens that a span may have.
 
-    "feed": a forward. "sample": sampling `tokens` rows that may have the sampling `features`. "follow": a draft model's
-    forward over tokens that it has missed. "draft": up to `max_query` drafts for each of `spans` rows.
+    "feed": a forward. "hidden": one that keeps the hidden states of every token. "sample": sampling `tokens` rows that
+    may have the sampling `features`. "follow": a draft model's forward over tokens that it has missed. "draft": up to
+    `max_query` drafts for each of `spans` rows.
     """
 
     tokens: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.errors import StepFailed
 from quire.layers.vision import ImageState, VisionConfig, VisionTower
 from quire.model_runner.row_state import Ints, RowState, StepShape
+from quire.model_runner.transfers import to_device
 from quire.ops.ragged import ImageTokens, RaggedBatch
 from quire.scheduler.plan import EncodeSpan, ImageSpan, Plan
 from quire.types import PromptImage
@@ -54,8 +55,12 @@ class ImageRunner:
         """The pixels of an image that the next plan begins to encode."""
         self.loaded[number] = image
 
-    def apply_plan(self, plan: Plan) -> None:
-        """Drop and encode what a plan says."""
+    def apply_plan(self, plan: Plan, rows: RowState) -> None:
+        """Drop and encode what a plan says, and note in `rows`, to which it has been applied, how far positions behind
+        images differ from those of tokens."""
+        for one in plan.new_sequences:
+            if one.images and self.config.multi_axis:
+                rows.rope_shift[one.row] = sum(self._shift(each) for each in one.images)
         for number in plan.dropped_images:
             self.begun.pop(number, None)
             self.encoded.pop(number, None)
@@ -66,26 +71,25 @@ class ImageRunner:
         if not span.first_layer:
             image = self.loaded.pop(span.number)
             pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
-            self.begun[span.number] = self.tower.begin(torch.from_numpy(self.normalization(pixels)).to(self.device))
+            self.begun[span.number] = self.tower.begin(to_device(self.normalization(pixels), self.device))
         state = self.begun[span.number]
         self.tower.run(state, span.first_layer, span.last_layer)
         if span.last_layer == self.config.layers:
             self.encoded[span.number] = self.tower.finish(state)
             del self.begun[span.number]
 
-    def place(self, batch: RaggedBatch, rows: RowState, shape: StepShape) -> RaggedBatch:
+    def place(self, batch: RaggedBatch, rows: RowState, shape: StepShape, begins: Mapping[int, int]) -> RaggedBatch:
         """The batch of a step with the images of its rows: embeddings, positions, and what their tokens see.
 
-        Called before the rows move on. Raises StepFailed where an image's embeddings are missing.
+        begins: where spans begin that may feed tokens of images, or that have positions which the batch does not have
+        yet, by span. Raises StepFailed where an image's embeddings are missing.
         """
-        with_images = [s for s, span in enumerate(shape.spans) if span.row in rows.images]
-        if not with_images:
+        if not begins:
             return batch
         tokens, parts = list[npt.NDArray[np.int64]](), list[list[Tensor]]()
-        last = batch.positions.numpy(force=True).copy() if self.config.whole_images else None
-        for s in with_images:
+        last = np.zeros(len(batch.tokens), np.int64)
+        for s, begin in begins.items():
             row, start = shape.spans[s].row, int(shape.query_start[s])
-            begin = int(rows.num_computed[row])
             end = begin + shape.spans[s].num_tokens
             for image in rows.images[row]:
                 low, high = max(begin, image.start), min(end, image.start + image.length)
@@ -94,17 +98,33 @@ class ImageRunner:
                 at = np.arange(start + low - begin, start + high - begin)
                 tokens.append(at)
                 parts.append(self._features(image, low - image.start, high - image.start))
-                if last is not None:
-                    last[at] = image.start + image.length - 1
-        images = None
-        if tokens:
-            whole = [torch.cat(each) for each in zip(*parts, strict=True)]
-            images = ImageTokens(torch.from_numpy(np.concatenate(tokens)).to(self.device), whole[0], whole[1:])
+                last[at] = image.start + image.length - 1
+        placed = replace(batch, rope_positions=self._positions(batch, rows, shape, begins))
+        if not tokens:
+            return placed
+        whole = [torch.cat(each) for each in zip(*parts, strict=True)]
+        return replace(
+            placed,
+            images=ImageTokens(to_device(np.concatenate(tokens), self.device), whole[0], whole[1:]),
+            last_visible=to_device(last, self.device) if self.config.whole_images else None,
+        )
+
+    def encode_padding(self) -> None:
+        """Encode an image of zeros, so that what that launches is compiled."""
+        side = self.config.patch * (round(self.config.positions**0.5) if self.config.pooled else self.config.merge * 8)
+        state = self.tower.begin(torch.zeros(3, side, side, device=self.device))
+        self.tower.run(state, 0, self.config.layers)
+        self.tower.finish(state)
+
+    def place_padding(self, batch: RaggedBatch) -> RaggedBatch:
+        """A batch whose first token holds the place of an image of zeros, as `encode_padding`."""
+        zeros = torch.zeros(1, self.config.out, device=self.device)
+        first, text = torch.zeros(1, dtype=torch.int64, device=self.device), batch.rope_positions
         return replace(
             batch,
-            images=images,
-            rope_positions=self._positions(batch, rows, shape, with_images),
-            last_visible=None if last is None or not tokens else torch.from_numpy(last).to(self.device),
+            images=ImageTokens(first, zeros, [zeros] * len(self.config.feature_layers)),
+            rope_positions=None if text is None else text.repeat(3, 1),
+            last_visible=torch.zeros_like(batch.positions) if self.config.whole_images else None,
         )
 
     def _features(self, image: ImageSpan, low: int, high: int) -> list[Tensor]:
@@ -114,17 +134,24 @@ class ImageRunner:
         return [each[low:high] for each in found]
 
     def _positions(
-        self, batch: RaggedBatch, rows: RowState, shape: StepShape, with_images: Sequence[int]
+        self, batch: RaggedBatch, rows: RowState, shape: StepShape, begins: Mapping[int, int]
     ) -> Tensor | None:
         """[3, T] positions of a step, for text models that have several."""
         if not self.config.multi_axis:
-            return None
-        positions = np.repeat(batch.positions.numpy(force=True)[None], 3, 0)
-        for s in with_images:
-            row, start = shape.spans[s].row, int(shape.query_start[s])
-            stop = start + shape.spans[s].num_tokens
-            positions[:, start:stop] = axis_positions(rows.images[row], positions[0, start:stop], self.config)
-        return torch.from_numpy(positions).to(self.device)
+            return batch.rope_positions
+        at, places = list[npt.NDArray[np.int64]](), list[npt.NDArray[np.int64]]()
+        for s, begin in begins.items():
+            start, n = int(shape.query_start[s]), shape.spans[s].num_tokens
+            at.append(np.arange(start, start + n))
+            images = rows.images[shape.spans[s].row]
+            places.append(axis_positions(images, np.arange(begin, begin + n), self.config))
+        text = batch.positions[None] if batch.rope_positions is None else batch.rope_positions
+        own = to_device(np.concatenate(places, 1), self.device)
+        return text.repeat(3, 1).index_copy_(1, to_device(np.concatenate(at), self.device), own)
+
+    def _shift(self, image: ImageSpan) -> int:
+        """How far positions behind an image differ from those of tokens, for it alone."""
+        return max(self.config.grid(image.height, image.width)) - image.length
 
     def reset(self) -> None:
         """Forget every image."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,9 +20,10 @@ from quire.errors import StepFailed
 from quire.model_runner.device_state import DeviceState, MaskUpload, Update, UploadRing, step_updates
 from quire.model_runner.device_steps import DROPPED, SCORE_WIDTH, DeviceSteps, read_scores
 from quire.model_runner.graphs import GraphKey, WorkQueue, bucket_seqs, bucket_tokens, padding
-from quire.model_runner.pooling import PoolingHeads, pooled_bytes
+from quire.model_runner.images import ImageRunner
+from quire.model_runner.pooling import PoolingHeads, with_pooled
 from quire.model_runner.row_state import RowState, StepShape
-from quire.model_runner.runner import BaseRunner, LaunchedStep
+from quire.model_runner.runner import BaseRunner, LaunchedStep, nothing_sampled
 from quire.model_runner.sampling.features import (
     DRAFT_FEATURES,
     MASKED,
@@ -39,10 +40,11 @@ from quire.model_runner.step_io import (
     first_samples,
     sampled_from_host,
     scored_positions,
+    shift_positions,
     slice_batch,
     step_result,
 )
-from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LongSpan, LongSpans
+from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LongSpan, LongSpans, RaggedBatch
 from quire.scheduler.plan import Plan, Span
 from quire.types import TokenLogprobs
 
@@ -55,7 +57,7 @@ class LookaheadRunner(BaseRunner):
     """Launches steps on `device` ahead of their results.
 
     max_tokens: the most that a step feeds. num_slots: of the upload ring and of the tokens' ring, one more than steps
-    in flight at once.
+    in flight at once. generates: whether the model has logits.
     """
 
     def __init__(
@@ -72,8 +74,11 @@ class LookaheadRunner(BaseRunner):
         num_slots: int,
         device: torch.device,
         heads: PoolingHeads | None = None,
+        images: ImageRunner | None = None,
+        generates: bool = True,
     ) -> None:
-        super().__init__(model, kv, rows, sampler, heads)
+        super().__init__(model, kv, rows, sampler, heads, images)
+        self.generates = generates
         self.steps, self.queue = steps, queue
         self.proposer = proposer
         spans = max(padding(rows.num_rows), bucket_seqs(rows.num_rows))
@@ -82,7 +87,8 @@ class LookaheadRunner(BaseRunner):
             vocab = sampler.vocab_size
             self.state = DeviceState(rows, spans=spans, tokens=max_tokens, vocab_size=vocab, device=device)
             self.uploads, self.masks = UploadRing(self.state, num_slots=num_slots), MaskUpload(self.state)
-            self.batch = empty_batch(self.state, rows, max_tokens)
+            shifted = images is not None and images.config.multi_axis
+            self.batch = empty_batch(self.state, rows, max_tokens, shifted=shifted)
             samples = self.state.max_samples
             self.tokens = torch.zeros(samples, dtype=torch.int32, device=device)
             self.scores = torch.zeros((samples, SCORE_WIDTH), dtype=torch.int32, device=device)
@@ -94,8 +100,10 @@ class LookaheadRunner(BaseRunner):
         self.features = 0
         self.last_inputs: tuple[object, int] | None = None
         self.last_drafts: tuple[object, object] | None = None
-        # [R, hidden], allocated by the first forward, which shows the width and the dtype.
+        # [R, hidden] and [T, hidden], allocated by the first forward that needs them, which shows the width and the
+        # dtype: the hidden states that are sampled at, and every token's.
         self.hidden: Tensor | None = None
+        self.every: Tensor | None = None
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
@@ -154,10 +162,11 @@ class LookaheadRunner(BaseRunner):
         """Be ready for all of these, on padding, before there are rows: nothing is compiled or captured later."""
         with self.queue:
             touch = partial(self.steps.scatter, self.state.data, *self.uploads.empty())
-            scoring = [partial(self._score_padding, size) for size in PIECES]
-            self.queue.precompile([touch, *(partial(self._work, key) for key in keys), *scoring])
+            scoring = [partial(self._score_padding, size) for size in PIECES] if self.generates else []
+            uncaptured: list[Callable[[], object]] = [*scoring, *self._image_padding(keys)]
+            self.queue.precompile([touch, *(partial(self._work, key) for key in keys), *uncaptured])
             self.queue.prepare_all([(key, partial(self._work, key)) for key in keys])
-            for work in scoring:
+            for work in uncaptured:
                 work()
             self.state.reset()
             touch()
@@ -167,6 +176,8 @@ class LookaheadRunner(BaseRunner):
         """Seconds of a decode step of so many rows that verifies and makes so many drafts each, on padding."""
         shape = StepShape.of(tuple(Span(r, 1 + num_drafts, 1 + num_drafts, 1 + num_drafts) for r in range(num_rows)))
         keys = [GraphKey.of(shape), GraphKey.head(len(shape.sample_indices), 0)]
+        if self.proposer is not None:
+            keys += self.proposer.follow(shape)
         if num_drafts and self.proposer is not None:
             keys += self.proposer.keys(shape, np.full(num_rows, num_drafts, np.intp), 0, len(self.batch.tokens))
             self.proposer.reset()
@@ -191,10 +202,14 @@ class LookaheadRunner(BaseRunner):
     def _launch(self, step: LaunchedStep) -> None:
         rows, plan, epoch = self.rows, step.plan, self.rows.epoch
         shape = step.shape = rows.apply_changes(plan)
+        if self.images is not None:
+            self.images.apply_plan(plan, rows)
         step.is_new_shape = rows.epoch != epoch
         key = GraphKey.of(shape)
         inputs = (shape, key.spans)
-        updates = step_updates(self.state, rows, plan, None if inputs == self.last_inputs else shape, key.spans)
+        updates = step_updates(
+            self.state, rows, plan, None if inputs == self.last_inputs else shape, key.spans, key.tokens
+        )
         self.last_inputs = inputs
         if step.is_new_shape:
             self.features = int(np.bitwise_or.reduce(rows.features.bits[shape.row]))
@@ -202,14 +217,25 @@ class LookaheadRunner(BaseRunner):
         step.drafting = self._draft_keys(plan, shape, updates)
         if (upload := self.uploads.pack(updates)) is not None:
             self.steps.scatter(self.state.data, *upload)
+        self._restore_states(plan)
         self._feed(step, shape, key)
         if not plan.masked_spans:
             self._sample(step, step.features)
 
+    def _restore_states(self, plan: Plan) -> None:
+        """Copy the snapshots that rows open with to the rows' own slots, so that no step writes what another row's span
+        still reads."""
+        rows = self.rows
+        for one in plan.new_sequences:
+            if one.snapshot:
+                source, target = rows.num_states + one.snapshot, int(rows.first_state(np.array(one.row)))
+                for pool in zip(*(each.state for each in self.kv if each.state is not None), strict=True):
+                    torch._foreach_copy_([each[target] for each in pool], [each[source] for each in pool])
+
     def _sample(self, step: LaunchedStep, features: int) -> None:
         """Sample what the forward made, start the copies of what returns, then draft."""
         shape, samples = step.shape, len(step.shape.sample_indices)
-        if samples:
+        if step.samples:
             self._run(GraphKey.head(samples, features & ~SCORED_WIDE))
             slot = self.ring[self.ring_slot, :samples]
             slot.copy_(self.tokens[:samples], non_blocking=True)
@@ -312,63 +338,112 @@ class LookaheadRunner(BaseRunner):
             self._scores(self.hidden, torch.full((3, size), -1, dtype=torch.int32))
 
     def _feed(self, step: LaunchedStep, shape: StepShape, key: GraphKey) -> None:
-        """The forward. One that returns the hidden states of every token is not captured."""
+        """The forward. One that feeds tokens of images is not captured."""
         pool, hidden = self.pool, None
         pool.apply_plan(step.plan)
         long = self._long_spans(shape, key)
         if shape.scored_spans or pool.wants_all(shape):
-            hidden = self._body(key, every=True, long_spans=long)
+            key = key._replace(kind="hidden")
+        begins = self._image_begins(shape)
+        if begins:
+            self._body(key, long, lambda batch: self._place(batch, shape, begins))
         else:
-            self.queue.run(key, partial(self._body, key, long_spans=long))
-        made = pool.feed(self.rows, shape, hidden, self.hidden)
-        step.pooled = {s: vector.to("cpu", non_blocking=True) for s, vector in made.items()}
+            self.queue.run(key, partial(self._body, key, long))
+        if key.kind == "hidden":
+            assert self.every is not None
+            hidden = self.every[: key.tokens]
+        step.samples = len(shape.sample_indices) > 0 and not pool.covers(shape)
+        step.pooled = [each.on_host() for each in pool.feed(self.rows, shape, hidden, self.hidden)]
         if hidden is None or not shape.scored_spans:
             return
         step.prompt_scores = self._score_on_device(step, hidden)
         on_host = len(shape.scored_spans) - (0 if step.prompt_scores is None else len(step.prompt_scores.spans))
-        step.hidden = hidden if on_host else None
+        # Until the host reads them, later steps have overwritten them.
+        step.hidden = hidden.clone() if on_host else None
+
+    def _image_begins(self, shape: StepShape) -> dict[int, int]:
+        """Where spans begin that do so before the end of their prompts' images, by span. Those behind have only their
+        positions shifted, which the device does by itself; how far it is there, the host need not know."""
+        rows = self.rows
+        if not rows.images:
+            return {}
+        ahead = self._fed_ahead()
+        begins = {
+            s: int(rows.num_computed[span.row]) + ahead[span.row]
+            for s, span in enumerate(shape.spans)
+            if span.row in rows.images
+        }
+        ends = {s: rows.images[shape.spans[s].row][-1] for s in begins}
+        return {s: begin for s, begin in begins.items() if begin < ends[s].start + ends[s].length}
+
+    def _place(self, batch: RaggedBatch, shape: StepShape, begins: Mapping[int, int]) -> RaggedBatch:
+        assert self.images is not None
+        return self.images.place(batch, self.rows, shape, begins)
 
     def _draft_keys(self, plan: Plan, shape: StepShape, updates: list[Update]) -> Sequence[GraphKey]:
         """What is run once this step has sampled; how many drafts each row wants is added to `updates`."""
         if self.proposer is None:
             return ()
         self.proposer.admit(plan, shape, self.rows)
+        follow = self.proposer.follow(shape)
         if not any(plan.num_drafts):
-            return ()
+            return follow
         wanted_drafts = np.array(plan.num_drafts, dtype=np.intp)[shape.sampling_spans]
         if self.last_drafts != (shape, plan.num_drafts):
             self.last_drafts = shape, plan.num_drafts
             updates.append((self.state.offsets["wanted"], wanted_drafts.astype(np.int32)))
         features = self.features & DRAFT_FEATURES
-        return self.proposer.keys(shape, wanted_drafts, features, len(self.batch.tokens))
+        return follow + self.proposer.keys(shape, wanted_drafts, features, len(self.batch.tokens))
 
     def _run(self, key: GraphKey) -> None:
         self.queue.run(key, partial(self._work, key))
 
     def _work(self, key: GraphKey) -> None:
-        if key.kind == "feed":
-            self._body(key, long_spans=NO_LONG_SPANS if self.queue.captures(key) else self._long_padding(key))
+        if key.kind in ("feed", "hidden"):
+            self._body(key, NO_LONG_SPANS if self.queue.captures(key) else self._long_padding(key))
         elif key.kind == "sample":
             self._head(key)
         else:
             assert self.proposer is not None
             self.proposer.run(key, self.draft_context)
 
-    def _body(self, key: GraphKey, *, every: bool = False, long_spans: LongSpans = NO_LONG_SPANS) -> Tensor:
-        """Hidden states of the key's step: those that are sampled at, or every one."""
+    def _body(
+        self,
+        key: GraphKey,
+        long_spans: LongSpans = NO_LONG_SPANS,
+        place: Callable[[RaggedBatch], RaggedBatch] | None = None,
+    ) -> None:
+        """The forward of the key's step. place: adds images to its batch."""
         tokens, spans, max_query = key[:3]
         state = self.state
         samples = min(tokens, padding(spans * (1 + state.max_drafts)))
-        outputs = None
+        reads = self.proposer is not None and self.proposer.reads_hidden
+        outputs, every = None, reads or key.kind == "hidden"
         if samples < tokens and not every:
             outputs = state.step.sample_indices[:samples].clamp(max=tokens - 1)
         batch = slice_batch(self.batch, tokens, spans, max_query, outputs, long_spans=long_spans)
         self.steps.prepare_inputs(state, state.step, batch, self.rows.max_model_len)
-        hidden = self.model.forward(batch, self.kv)
+        shift_positions(state, batch)
+        hidden = self.model.forward(batch if place is None else place(batch), self.kv)
         if self.hidden is None:
             self.hidden = hidden.new_zeros(state.max_samples, hidden.shape[1])
         self.steps.advance(state, state.step, spans, hidden, self.hidden[:samples])
-        return hidden
+        if key.kind == "hidden":
+            if self.every is None:
+                self.every = hidden.new_zeros(len(self.batch.tokens), hidden.shape[1])
+            self.every[:tokens] = hidden
+        if self.proposer is not None and self.proposer.reads_hidden:
+            self.proposer.keep(hidden)
+
+    def _image_padding(self, keys: Sequence[GraphKey]) -> list[Callable[[], None]]:
+        """What launches all that images need: the encoder, and forwards that feed tokens of images, of which all have
+        kernels of their own where those see each other, and one where they do not."""
+        if self.images is None:
+            return []
+        fed = [key for key in keys if key.kind == "feed" and key.max_query > 1]
+        fed = fed if self.images.config.whole_images else fed[-1:]
+        forwards = [partial(self._body, key, place=self.images.place_padding) for key in fed]
+        return [self.images.encode_padding, *forwards]
 
     def _head(self, key: GraphKey) -> None:
         tokens = self.tokens[: key.tokens]
@@ -392,13 +467,15 @@ class LookaheadRunner(BaseRunner):
         with self.queue:
             scores |= self._score_prompts(step, [s for s in shape.scored_spans if s not in scores])
         sampled = sampled_from_host(step.host_tokens)
+        if not step.samples:
+            sampled = nothing_sampled(len(shape.sample_indices))
         sampled = sampled._replace(logprobs=self._logprobs(step, sampled))
         matches = ~shape.is_last_sample & (np.append(sampled.tokens[1:], DROPPED) != DROPPED)
         keep, failed = rows.advance(shape, sampled.tokens, sampled.bad, matches)
         if step.plan.num_drafts:
             self._record_drafts(step)
         done = step_result(step.plan, shape, sampled, keep, failed, scores, rows)
-        step.outcome = done._replace(pooled=pooled_bytes(step.pooled))
+        step.outcome = with_pooled(done, step.pooled)
 
     def _logprobs(self, step: LaunchedStep, sampled: Sampled) -> dict[int, TokenLogprobs]:
         """Log-probabilities of samples, by sample."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.model_runner.row_state import RowState, StepShape
-from quire.scheduler.plan import Plan
+from quire.model_runner.sampling.sampler import BROKEN
+from quire.model_runner.transfers import to_device, to_host
+from quire.scheduler.plan import Plan, Result
 from quire.types import WHOLE_PROMPT, Pooling
 
 
@@ -30,12 +32,25 @@ class PoolingHeads:
     reads: Pooling = "last"
 
 
-class _Ended(NamedTuple):
-    """A prompt that ends in this step: its span, how it is pooled, and what it was pooled to."""
+class Pooled(NamedTuple):
+    """What prompts that end in a step are pooled to: for each of `spans` the next `counts` of numbers [.], float32."""
 
-    span: int
-    how: Pooling
+    spans: list[int]
+    counts: list[int]
+    numbers: Tensor
+
+    def on_host(self) -> Pooled:
+        """The same on its way to the host."""
+        return self._replace(numbers=to_host(self.numbers))
+
+
+class _Ended(NamedTuple):
+    """Prompts that end in this step: their spans, how each is pooled, and rows of vectors that each has."""
+
+    spans: Sequence[int]
+    how: Sequence[Pooling]
     vectors: Tensor
+    counts: Sequence[int]
 
 
 class PromptPooler:
@@ -71,53 +86,63 @@ class PromptPooler:
         """Whether every span is pooled, so that nothing need be sampled."""
         return bool(self._how) and all(span.row in self._how for span in shape.spans)
 
-    def feed(
-        self, rows: RowState, shape: StepShape, hidden: Tensor | None, selected: Tensor | None
-    ) -> dict[int, Tensor]:
-        """Numbers [n] float32 of the prompts that end in this step, by span; they share memory with nothing.
+    def feed(self, rows: RowState, shape: StepShape, hidden: Tensor | None, selected: Tensor | None) -> list[Pooled]:
+        """What the prompts that end in this step are pooled to, which shares memory with nothing.
 
         hidden [T, H]: of the tokens fed, if `wants_all`. selected [R, H]: of those that are sampled at, if any are.
         """
         if not self._how:
-            return {}
-        means = [s for s, span in enumerate(shape.spans) if self._reads(span.row) == "mean"]
-        sums = self._add_up(shape, means, hidden) if means and hidden is not None else {}
-        ended = list[_Ended]()
+            return []
+        by_kind: dict[Pooling, list[int]] = {}
         for s, span in enumerate(shape.spans):
-            how, reads = self._how.get(span.row), self._reads(span.row)
-            if how is None:
-                continue
-            if reads == "mean":
-                self._kept[span.row] = sums[s]
-            elif reads in WHOLE_PROMPT:
-                assert hidden is not None
-                self._keep(span.row, reads, hidden[int(shape.query_start[s]) : int(shape.query_start[s + 1])])
-            if not span.num_samples:
-                continue
-            if reads == "last":
-                assert selected is not None
-                last = int(shape.first_sample[np.searchsorted(shape.sampling_spans, s)]) + span.num_samples - 1
-                vectors = selected[last : last + 1].float()
-            else:
-                vectors = self._kept[span.row]
-                if reads == "mean":
-                    vectors = (vectors / int(rows.prompt_length[span.row])).float()[None]
-            ended.append(_Ended(s, how, vectors))
-            self._drop(span.row)
-        return self._through_heads(ended)
+            reads = self._reads(span.row)
+            if reads is not None:
+                by_kind.setdefault(reads, []).append(s)
+        made: list[_Ended] = []
+        for reads, spans in by_kind.items():
+            ended = [s for s in spans if shape.num_samples[s]]
+            vectors = self._vectors(reads, rows, shape, spans, selected if reads == "last" else hidden)
+            if vectors is not None:
+                counts = rows.prompt_length[shape.row[ended]].tolist() if reads == "all" else [1] * len(ended)
+                made.append(_Ended(ended, [self._how[shape.spans[s].row] for s in ended], vectors, counts))
+        for one in made:
+            for s in one.spans:
+                self._drop(shape.spans[s].row)
+        return self._through_heads(made)
 
-    def _keep(self, row: int, reads: Pooling | None, fed: Tensor) -> None:
-        """The first hidden state, or all of them."""
+    def _vectors(
+        self, reads: Pooling, rows: RowState, shape: StepShape, spans: Sequence[int], hidden: Tensor | None
+    ) -> Tensor | None:
+        """[N, H] float32: what those of `spans` that end are pooled to, one after the other; None if none ends. What
+        others need later is kept."""
+        ended = [s for s in spans if shape.num_samples[s]]
+        if hidden is None:
+            return None
+        if reads == "last":
+            last = shape.first_sample[np.searchsorted(shape.sampling_spans, ended)] + shape.num_samples[ended] - 1
+            return hidden[to_device(last, hidden.device)].float() if ended else None
+        if reads == "mean":
+            total = self._add_up(shape, spans, hidden)
+            place = {s: i for i, s in enumerate(spans)}
+            self._kept |= {shape.spans[s].row: total[place[s]] for s in spans if not shape.num_samples[s]}
+            length = to_device(rows.prompt_length[shape.row[ended]].astype(np.float64), hidden.device)
+            own = to_device(np.array([place[s] for s in ended], np.intp), hidden.device)
+            return (total[own] / length[:, None]).float() if ended else None
         if reads == "cls":
-            if row not in self._kept:
-                self._kept[row] = fed[:1].float().clone()
-            return
-        before = self._kept.get(row)
-        own = fed.float()
-        self._kept[row] = own.clone() if before is None else torch.cat((before, own))
+            fresh = [s for s in spans if shape.spans[s].row not in self._kept]
+            firsts = hidden[to_device(shape.query_start[fresh].astype(np.int64), hidden.device)].float()
+            if fresh == ended:
+                return firsts if ended else None
+            self._kept |= {shape.spans[s].row: first[None] for s, first in zip(fresh, firsts, strict=True)}
+        else:
+            for s in spans:
+                own = hidden[int(shape.query_start[s]) : int(shape.query_start[s + 1])].float()
+                before = self._kept.get(shape.spans[s].row)
+                self._kept[shape.spans[s].row] = own.clone() if before is None else torch.cat((before, own))
+        return torch.cat([self._kept[shape.spans[s].row] for s in ended]) if ended else None
 
-    def _add_up(self, shape: StepShape, means: Sequence[int], hidden: Tensor) -> Mapping[int, Tensor]:
-        """By span, the sum [H] float64 of its hidden states so far, added up in the order of the tokens."""
+    def _add_up(self, shape: StepShape, means: Sequence[int], hidden: Tensor) -> Tensor:
+        """[means + 1, H] float64: of each span the sum of its hidden states so far, in the order of the tokens."""
         place = np.full(len(shape.spans), len(means))
         place[means] = np.arange(len(means))
         total = hidden.new_zeros(len(means) + 1, hidden.shape[1], dtype=torch.float64)
@@ -127,25 +152,27 @@ class PromptPooler:
                 total[i] = before
         # There are more rows than tokens in a padded step.
         fed = hidden[: len(shape.token_span)].double()
-        total.index_add_(0, torch.from_numpy(place[shape.token_span]).to(hidden.device), fed)
-        return {s: total[i] for i, s in enumerate(means)}
+        return total.index_add_(0, to_device(place[shape.token_span], hidden.device), fed)
 
-    def _through_heads(self, ended: Sequence[_Ended]) -> dict[int, Tensor]:
+    def _through_heads(self, ended: Sequence[_Ended]) -> list[Pooled]:
         """Each head computes all that goes through it at once."""
-        made: dict[int, Tensor] = {}
+        made: list[Pooled] = []
         for classified in (False, True):
-            some = [each for each in ended if (each.how == "classify") is classified]
-            head = self.heads.classify if classified else self.heads.dense
-            if not some:
+            parts = list[Tensor]()
+            spans, counts = list[int](), list[int]()
+            for each in ended:
+                which = [i for i, how in enumerate(each.how) if (how == "classify") is classified]
+                spans += [each.spans[i] for i in which]
+                counts += [each.counts[i] for i in which]
+                pieces = torch.split(each.vectors, list(each.counts)) if len(which) < len(each.how) else ()
+                parts += [pieces[i] for i in which] if pieces else [each.vectors] if which else []
+            if not spans:
                 continue
+            head = self.heads.classify if classified else self.heads.dense
             if head is None:
                 raise ValueError("this model has no classifier")
-            counts = [len(each.vectors) for each in some]
-            out = head(torch.cat([each.vectors for each in some])).float()
-            ends = np.cumsum(counts).tolist()
-            made |= {
-                each.span: out[end - count : end].flatten() for each, end, count in zip(some, ends, counts, strict=True)
-            }
+            out = head(torch.cat(parts)).float()
+            made.append(Pooled(spans, [count * out.shape[1] for count in counts], out.flatten()))
         return made
 
     def _drop(self, row: int) -> None:
@@ -158,6 +185,16 @@ class PromptPooler:
         self._kept.clear()
 
 
-def pooled_bytes(made: Mapping[int, Tensor] | None) -> dict[int, bytes]:
-    """Vectors as a Result has them: float32, little-endian."""
-    return {s: one.cpu().numpy().astype(np.dtype("<f4")).tobytes() for s, one in (made or {}).items()}
+def with_pooled(result: Result, made: Sequence[Pooled]) -> Result:
+    """A step's result with what its prompts were pooled to, by span: float32, little-endian. Numbers that are not
+    finite are an error of their span."""
+    if not made:
+        return result
+    pooled, errors, tokens = dict[int, bytes](), dict(result.errors), list(result.tokens)
+    for one in made:
+        numbers = one.numbers.cpu().numpy().astype(np.dtype("<f4"))
+        for s, part in zip(one.spans, np.split(numbers, np.cumsum(one.counts)[:-1]), strict=True):
+            pooled[s] = part.tobytes()
+            if not np.isfinite(part).all():
+                errors[s], tokens[s] = BROKEN, []
+    return result._replace(tokens=tokens, pooled=pooled, errors=errors)

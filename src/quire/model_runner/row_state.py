@@ -133,6 +133,8 @@ class RowState:
         """[rows] whether the row was opened after a drafter last fed it."""
         self.images: dict[int, tuple[ImageSpan, ...]] = {}
         """Those of rows that have any."""
+        self.rope_shift = np.zeros(num_rows, dtype=np.int32)
+        """[rows] what is added to positions behind a prompt's images before tokens are rotated by them."""
         self.features = SamplingFeatures(num_rows)
         self.shape = StepShape.of(())
         self.snapshots: Sequence[tuple[int, int, int]] = ()
@@ -180,6 +182,7 @@ class RowState:
         self.is_new[row] = True
         self.state[row] = self.num_states + one.snapshot if one.snapshot else 0
         self.images.pop(row, None)
+        self.rope_shift[row] = 0
         if one.images:
             self.images[row] = one.images
         self.features.open(one)
@@ -244,14 +247,24 @@ class RowState:
         """The first slot of rows."""
         return (1 + row * (1 + self.max_drafts)).astype(np.int64)
 
-    def state_slots(self, shape: StepShape) -> tuple[npt.NDArray[np.int64], ...]:
-        """`StateSlots`, by field. The state after each sampled position of a span is kept, since any of its drafts may
-        be the last that is accepted; of a prompt chunk, that after its end; and those that the last plan names."""
+    def state_targets(self, shape: StepShape) -> npt.NDArray[np.int64]:
+        """[T] `StateSlots.target`: the state after each sampled position of a span is kept, since any of its drafts may
+        be the last that is accepted; of a prompt chunk, that after its end."""
         kept = np.maximum(shape.num_samples, 1)
         which = shape.token_offset - (shape.num_tokens - kept)[shape.token_span]
-        span, length, snapshot = np.array(self.snapshots, dtype=np.int64).reshape(-1, 3).T
-        pairs = np.stack((shape.query_start[span] + length - 1, self.num_states + snapshot), 1)
-        return self.state[shape.row], np.where(which < 0, 0, self.first_state(shape.token_row) + which), pairs
+        return np.where(which < 0, 0, self.first_state(shape.token_row) + which)
+
+    def snapshot_slots(self, shape: StepShape) -> dict[int, int]:
+        """The slots that the last plan's snapshots are written to, by token of the step."""
+        start = shape.query_start
+        return {int(start[s]) + length - 1: self.num_states + slot for s, length, slot in self.snapshots}
+
+    def state_slots(self, shape: StepShape) -> tuple[npt.NDArray[np.int64], ...]:
+        """`StateSlots`, by field."""
+        snapshot = np.zeros(len(shape.token_span), dtype=np.int64)
+        for token, slot in self.snapshot_slots(shape).items():
+            snapshot[token] = slot
+        return self.state[shape.row], self.state_targets(shape), snapshot
 
     def set_drafts(self, row: Ints, drafts: npt.NDArray[np.int32], depth: Ints) -> None:
         """Write drafts [Q, k] after the history of rows [Q], of which the first `depth` [Q] count."""

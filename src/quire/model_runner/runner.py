@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.errors import StepFailed
 from quire.model_runner.graphs import GraphKey
 from quire.model_runner.images import ImageRunner
-from quire.model_runner.pooling import PoolingHeads, PromptPooler, pooled_bytes
+from quire.model_runner.pooling import Pooled, PoolingHeads, PromptPooler, with_pooled
 from quire.model_runner.row_state import RowState, StepShape
 from quire.model_runner.sampling.sampler import Sampled, Sampler
 from quire.model_runner.speculative import Drafter
@@ -43,12 +43,12 @@ NO_SPANS = StepShape.of(())
 class LaunchedStep:
     """One launched step of either runner: an `engine.executor.StepHandle`.
 
-    hidden [T, hidden]: of every token, where prompt log-probabilities are wanted. pooled: vectors of prompts that end
-    in this step, by span. The fields from `is_new_shape` on are the look-ahead runner's, and what has "host" in its
-    name is on its way there: host_tokens [R], sampled; host_scores [R, SCORE_WIDTH], their log-probabilities;
-    host_drafts [masked spans, drafts], made by the step; logits [rows with SCORED_WIDE, V]. prompt_scores: of prompt
-    tokens. features: of its rows. drafting: what is run once the step has sampled. event: reached when all that has
-    arrived; None where work is done as it is launched.
+    hidden [T, hidden]: of every token, where prompts are scored or drafts read it. pooled: vectors of prompts that end
+    in this step. samples: whether anything is sampled: of prompts that are pooled nothing is. The fields from
+    `is_new_shape` on are the look-ahead runner's, and what has "host" in its name is on its way there: host_tokens [R],
+    sampled; host_scores [R, SCORE_WIDTH], their log-probabilities; host_drafts [masked spans, drafts], made by the
+    step; logits [rows with SCORED_WIDE, V]. prompt_scores: of prompt tokens. features: of its rows. drafting: what is
+    run once the step has sampled. event: reached when all that has arrived; None where work is done as it is launched.
     """
 
     runner: BaseRunner
@@ -56,7 +56,8 @@ class LaunchedStep:
     shape: StepShape = NO_SPANS
     hidden: Tensor | None = None
     logits: Tensor | None = None
-    pooled: Mapping[int, Tensor] | None = None
+    pooled: Sequence[Pooled] = ()
+    samples: bool = True
     masks: Sequence[Sequence[Mask]] | None = None
     outcome: Result | None = None
     failure: Exception | None = None
@@ -100,7 +101,8 @@ class LaunchedStep:
 class BaseRunner(ABC):
     """Steps in flight over rows and a KV pool.
 
-    kv: one LayerKV per layer, of which block 0 is the null block. heads: what follows pooling.
+    kv: one LayerKV per layer, of which block 0 is the null block. heads: what follows pooling. images: the encoder;
+    None: there is none.
     """
 
     def __init__(
@@ -110,10 +112,12 @@ class BaseRunner(ABC):
         rows: RowState,
         sampler: Sampler,
         heads: PoolingHeads | None = None,
+        images: ImageRunner | None = None,
     ) -> None:
         self.model, self.kv = model, kv
         self.rows, self.sampler = rows, sampler
         self.pool = PromptPooler(heads)
+        self.images = images
         self.inflight: deque[LaunchedStep] = deque()
         self.failure: Exception | None = None
 
@@ -144,6 +148,8 @@ class BaseRunner(ABC):
         self.failure = None
         self.rows.reset()
         self.pool.reset()
+        if self.images is not None:
+            self.images.reset()
 
     def close(self) -> None:
         """Release the KV pool."""
@@ -168,7 +174,7 @@ class BaseRunner(ABC):
 
 
 class Runner(BaseRunner):
-    """Runs each step as it is launched. device: where batches are put. images: the encoder; None: there is none."""
+    """Runs each step as it is launched. device: where batches are put."""
 
     def __init__(
         self,
@@ -181,8 +187,8 @@ class Runner(BaseRunner):
         heads: PoolingHeads | None = None,
         images: ImageRunner | None = None,
     ) -> None:
-        super().__init__(model, kv, rows, sampler, heads)
-        self.drafter, self.device, self.images = drafter, device, images
+        super().__init__(model, kv, rows, sampler, heads, images)
+        self.drafter, self.device = drafter, device
 
     def launch(self, plan: Plan) -> LaunchedStep:
         """Run a plan as far as its masks allow."""
@@ -200,8 +206,6 @@ class Runner(BaseRunner):
         super().reset()
         if self.drafter is not None:
             self.drafter.reset()
-        if self.images is not None:
-            self.images.reset()
 
     def _forward(self, step: LaunchedStep) -> None:
         if step.logits is not None:
@@ -210,29 +214,31 @@ class Runner(BaseRunner):
         shape = step.shape = rows.apply_plan(step.plan)
         pool.apply_plan(step.plan)
         if self.images is not None:
-            self.images.apply_plan(step.plan)
+            self.images.apply_plan(step.plan, rows)
         if not shape.spans:
             step.logits = torch.empty((0, self.sampler.vocab_size), device=self.device)
             return
         batch = build_batch(rows, shape, self.device)
         if self.images is not None:
-            batch = self.images.place(batch, rows, shape)
+            begins = {s: int(rows.num_computed[row]) for s, row in enumerate(shape.row.tolist()) if row in rows.images}
+            batch = self.images.place(batch, rows, shape, begins)
         samples = len(shape.sample_indices)
-        wants_all = bool(shape.scored_spans) or pool.wants_all(shape)
+        reads = self.drafter is not None and self.drafter.reads_hidden
+        wants_all = bool(shape.scored_spans) or pool.wants_all(shape) or reads
         if not wants_all and samples < len(batch.tokens):
             # One token's at least, since no model needs to know how to compute none.
             indices = shape.sample_indices if samples else shape.query_start[:1]
             wanted = torch.from_numpy(indices.astype(np.int32)).to(self.device)
             batch = replace(batch, output_indices=wanted)
         hidden = self.model.forward(batch, self.kv)
-        step.hidden = hidden if shape.scored_spans else None
+        step.hidden = hidden if shape.scored_spans or reads else None
         selected = hidden
         if samples < len(hidden):
             selected = hidden[torch.from_numpy(shape.sample_indices).to(self.device)]
-        # What is pooled alone needs no logits, and an encoder has none.
-        sampled = samples and not pool.covers(shape)
+        # An encoder has no logits.
+        step.samples = samples > 0 and not pool.covers(shape)
         step.pooled = pool.feed(rows, shape, hidden, selected)
-        if sampled:
+        if step.samples:
             step.logits = self.model.logits(selected)
         else:
             step.logits = hidden.new_empty((0, self.sampler.vocab_size), dtype=torch.float32)
@@ -243,18 +249,20 @@ class Runner(BaseRunner):
         if not shape.spans:
             step.outcome = Result([], [])
             return
+        hidden, before = step.hidden, rows.num_computed.copy()
         scores = self._score_prompts(step, shape.scored_spans)
-        if len(step.logits) < len(shape.sample_indices):
-            sampled = nothing_sampled(len(shape.sample_indices))
-        else:
+        sampled = nothing_sampled(len(shape.sample_indices))
+        if step.samples:
             sampled = self.sampler(step.logits, rows, shape, masks_by_sample(plan, shape, step.masks))
         keep, failed = rows.advance(shape, sampled.tokens, sampled.bad)
+        if self.drafter is not None:
+            self.drafter.follow(rows, shape, before, hidden)
         if plan.num_drafts and self.drafter is not None:
             num_drafts = np.array(plan.num_drafts, dtype=np.intp)[shape.sampling_spans]
             drafts = self.drafter.propose(rows, shape.sampling_row, num_drafts)
             rows.set_drafts(shape.sampling_row, drafts, num_drafts)
         done = step_result(plan, shape, sampled, keep, failed, scores, rows)
-        step.outcome = done._replace(pooled=pooled_bytes(step.pooled))
+        step.outcome = with_pooled(done, step.pooled)
 
 
 def nothing_sampled(count: int) -> Sampled:

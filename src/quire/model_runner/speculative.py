@@ -37,6 +37,15 @@ class Drafter(Protocol):
     """
 
     num_drafts: int
+    reads_hidden: bool
+    """Whether `follow` reads hidden states."""
+
+    def follow(self, rows: RowState, shape: StepShape, before: Ints, hidden: torch.Tensor | None) -> None:
+        """A step has sampled, and its rows have advanced. Called after every step, before `propose`.
+
+        before [rows]: what rows had computed before it. hidden [T, hidden]: of every token that it fed, for a drafter
+        with `reads_hidden`; None for others.
+        """
 
     def propose(self, rows: RowState, which: Ints, num_drafts: Ints) -> npt.NDArray[np.int32]:
         """[Q, most of num_drafts] drafts for rows `which` [Q], the first `num_drafts` [Q] of each wanted.
@@ -54,9 +63,14 @@ class NgramDrafter:
     Of several places the latest counts. Where there is none, the last token is repeated: any token will do.
     """
 
+    reads_hidden = False
+
     def __init__(self, num_drafts: int, *, longest: int = 4, shortest: int = 2) -> None:
         self.num_drafts = num_drafts
         self.longest, self.shortest = longest, shortest
+
+    def follow(self, rows: RowState, shape: StepShape, before: Ints, hidden: torch.Tensor | None) -> None:
+        """Histories are all that is read."""
 
     def propose(self, rows: RowState, which: Ints, num_drafts: Ints) -> npt.NDArray[np.int32]:
         """Drafts from each row's own history."""
@@ -83,6 +97,8 @@ class ModelDrafter:
     rows share is overwritten with the same values.
     """
 
+    reads_hidden = False
+
     def __init__(
         self, model: Model, kv: Sequence[LayerKV], *, vocab_size: int, num_drafts: int, rows: int, device: torch.device
     ) -> None:
@@ -91,6 +107,9 @@ class ModelDrafter:
         self.done = np.zeros(rows, dtype=np.intp)
         self.sampler = Sampler(vocab_size)
         self.shape = StepShape.of(())
+
+    def follow(self, rows: RowState, shape: StepShape, before: Ints, hidden: torch.Tensor | None) -> None:
+        """What rows lack is fed once they are drafted for."""
 
     def propose(self, rows: RowState, which: Ints, num_drafts: Ints) -> npt.NDArray[np.int32]:
         """Drafts from the draft model, one forward each for all rows that want it."""
@@ -146,6 +165,15 @@ class Proposer(ABC):
     """Drafts on the device, behind the histories there. num_drafts: the most tokens that it drafts."""
 
     num_drafts = 0
+    reads_hidden = False
+
+    @abstractmethod
+    def keep(self, hidden: Tensor) -> None:
+        """hidden [T, hidden]: of every token that the step feeds, for a proposer with `reads_hidden`."""
+
+    def follow(self, shape: StepShape) -> list[GraphKey]:
+        """What is run after every step once it has sampled, before what is drafted."""
+        return []
 
     @abstractmethod
     def admit(self, plan: Plan, shape: StepShape, rows: RowState) -> None:
@@ -184,6 +212,9 @@ class NgramProposer(Proposer):
         """Look up drafts for the key's chains."""
         context.steps.lookup(context.state, key.spans, key.max_query, self.longest, self.shortest)
 
+    def keep(self, hidden: Tensor) -> None:
+        """Histories are all that is read."""
+
     def admit(self, plan: Plan, shape: StepShape, rows: RowState) -> None:
         """Nothing to note: histories are on the device."""
 
@@ -209,6 +240,9 @@ class ModelProposer(Proposer):
         self.num_missing = np.zeros(rows, dtype=np.intp)
         self.tokens = torch.zeros(padding(rows), dtype=torch.int32, device=device)
         self.hidden: Tensor | None = None
+
+    def keep(self, hidden: Tensor) -> None:
+        """Histories are all that is read."""
 
     def admit(self, plan: Plan, shape: StepShape, rows: RowState) -> None:
         """Count what the draft model has not been fed: a new row's history, and samples."""

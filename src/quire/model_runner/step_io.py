@@ -64,12 +64,16 @@ def build_batch(rows: RowState, shape: StepShape, device: torch.device, length: 
     return RaggedBatch(tokens, positions, slots, query_start, lengths, table, *sizes, states=states)
 
 
-def empty_batch(state: DeviceState, rows: RowState, tokens: int) -> RaggedBatch:
-    """A batch of the most that a step has, at fixed addresses, which `DeviceSteps.prepare_inputs` fills."""
+def empty_batch(state: DeviceState, rows: RowState, tokens: int, *, shifted: bool = False) -> RaggedBatch:
+    """A batch of the most that a step has, at fixed addresses, which `DeviceSteps.prepare_inputs` fills. shifted:
+    tokens are rotated by other positions than their own, see `shift_positions`."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=state.device)
 
+    slots = None
+    if rows.recurrent:
+        slots = StateSlots(zeros(state.spans), state.part("state_target"), state.part("state_snapshot"))
     return RaggedBatch(
         tokens=zeros(tokens),
         positions=zeros(tokens),
@@ -80,7 +84,19 @@ def empty_batch(state: DeviceState, rows: RowState, tokens: int) -> RaggedBatch:
         page_size=rows.block_size,
         max_query=tokens,
         max_kv=rows.max_model_len,
+        rope_positions=zeros(1, tokens) if shifted else None,
+        states=slots,
     )
+
+
+def shift_positions(state: DeviceState, batch: RaggedBatch) -> None:
+    """Fill the positions [1, T] by which a step's tokens are rotated, behind images: see `RowState.rope_shift`."""
+    if batch.rope_positions is None:
+        return
+    inputs = state.step
+    # Of padding there may be spans of earlier steps.
+    row = inputs.span_row[inputs.token_span[: len(batch.tokens)].long()]
+    torch.add(batch.positions, state.columns["rope_shift"][row.long()], out=batch.rope_positions[0])
 
 
 def slice_batch(
@@ -92,8 +108,12 @@ def slice_batch(
     query_start: Tensor | None = None,
     long_spans: LongSpans = NO_LONG_SPANS,
 ) -> RaggedBatch:
-    """The first `tokens` and `spans` of a batch. outputs: as `output_indices`. query_start: in place of the batch's."""
+    """The first `tokens` and `spans` of a batch. outputs: as `output_indices`. query_start: in place of the batch's,
+    for a draft model, which has no states."""
     start = whole.query_start if query_start is None else query_start
+    states = None if query_start is not None else whole.states
+    if states is not None:
+        states = StateSlots(states.source[:spans], states.target[:tokens], states.snapshot[:tokens])
     return RaggedBatch(
         tokens=whole.tokens[:tokens],
         positions=whole.positions[:tokens],
@@ -105,7 +125,9 @@ def slice_batch(
         max_query=max_query,
         max_kv=whole.max_kv,
         output_indices=outputs,
+        rope_positions=None if whole.rope_positions is None else whole.rope_positions[:, :tokens],
         long_spans=long_spans,
+        states=states,
     )
 
 

@@ -156,6 +156,7 @@ def rows_of(state: DeviceState, inputs: StepInputs) -> step.DeviceRows:
         history=state.history,
         chain=state.chain,
         wanted_drafts=state.wanted_drafts,
+        state=state.columns["state"],
         max_history=state.max_history,
         drafts=state.max_drafts,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.basic import NO_ROPE, AnyEmbedding, Heads
+from quire.layers.basic import MLP, NO_ROPE, AnyEmbedding, GatedMLP, Heads
 from quire.layers.builder import ModelBuilder
 from quire.models.heads import Classify, next_token_logits
 from quire.models.spec import Config, ModelSpec, check_layers
@@ -37,11 +37,17 @@ class EncoderBlock:
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder, names: Names) -> None:
         heads = Heads(count=spec.heads, kv=spec.kv_heads, dim=spec.head_dim, scale=spec.head_dim**-0.5, ahead=UNLIMITED)
-        self.attention = build.attention(spec.hidden, heads, names=names.qkv, out=names.out, bias=True, out_bias=True)
+        self.attention = build.attention(
+            spec.hidden, heads, names=names.qkv, out=names.out, bias=spec.qkv_bias, out_bias=spec.out_bias
+        )
         self.nothing = build.norm_layer(None)
         self.attention_norm = build.norm_layer(build.layer_norm(names.attention_norm, spec.hidden, spec.norm_eps))
-        self.mlp = build.mlp(names.up, names.down, spec.hidden, spec.mlp, spec.activation)
+        self.mlp = self.make_mlp(spec, build, names)
         self.mlp_norm = build.norm_layer(build.layer_norm(names.mlp_norm, spec.hidden, spec.norm_eps))
+
+    def make_mlp(self, spec: ModelSpec, build: ModelBuilder, names: Names) -> MLP | GatedMLP:
+        """The MLP."""
+        return build.mlp(names.up, names.down, spec.hidden, spec.mlp, spec.activation)
 
     def __call__(self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV) -> Tensor:
         """x [T, hidden] -> the same after this layer; x is overwritten."""
@@ -56,6 +62,7 @@ class Bert:
         {"BertModel": "bert", "BertForMaskedLM": "", "BertForSequenceClassification": ""}
     )
     names: ClassVar[Names] = Names()
+    block: ClassVar[type[EncoderBlock]] = EncoderBlock
     ignored: ClassVar[Sequence[str]] = ("cls.*", "lm_head.*", "vocab_*", "dropout.*")
     """Of heads for pre-training."""
 
@@ -68,17 +75,21 @@ class Bert:
         body.ignore("embeddings.position_ids", "embeddings.token_type_ids")
         self.embedding = body.embedding("embeddings.word_embeddings", spec.vocab, spec.hidden)
         self.first_position = spec.first_position
-        count = spec.context + self.first_position
-        self.positions = body.embedding("embeddings.position_embeddings", count, spec.hidden)
+        self.positions = self.make_positions(body)
         self.segments = self.make_segments(body)
         self.norm = body.norm_layer(body.layer_norm("embeddings.LayerNorm", spec.hidden, spec.norm_eps))
-        self.no_rope = body.rotary(NO_ROPE)
+        self.rotary = body.rotary(spec.rope)
         layers = body.scope(self.names.layers)
-        self.blocks = [EncoderBlock(spec, layers.scope(str(i)), self.names) for i in range(spec.layers)]
+        self.blocks = [self.block(spec, layers.scope(str(i)), self.names) for i in range(spec.layers)]
         self.classify: Classify | None = self.make_classifier(build, body) if spec.classes else None
         if not spec.classes:
             body.ignore("pooler.*")
             build.ignore("classifier.*", "pre_classifier.*")
+
+    def make_positions(self, body: ModelBuilder) -> AnyEmbedding | None:
+        """Embeddings of positions; None without any."""
+        count = self.spec.context + self.spec.first_position
+        return body.embedding("embeddings.position_embeddings", count, self.spec.hidden)
 
     def make_segments(self, body: ModelBuilder) -> AnyEmbedding | None:
         """Embeddings of token types; None without any."""
@@ -99,9 +110,10 @@ class Bert:
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         """See `registry.Model`."""
         batch = self.ops.prepare(batch)
-        angles = self.no_rope(batch.positions)
+        angles = self.rotary(batch.positions)
         vocab = self.spec.vocab
-        x = self.embedding(batch.tokens % vocab) + self.positions(batch.positions + self.first_position)
+        x = self.embedding(batch.tokens % vocab)
+        x = x if self.positions is None else x + self.positions(batch.positions + self.first_position)
         x = self.norm(x if self.segments is None else x + self.segments(batch.tokens // vocab))
         for block in self.blocks:
             x = block(x, angles, batch, kv[0])

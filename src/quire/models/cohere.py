@@ -8,11 +8,20 @@ from types import MappingProxyType
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.basic import NormLayer
+from quire.layers.basic import HeadNormAttention, NormLayer
 from quire.layers.builder import ModelBuilder
 from quire.models.llama import Block, BlockNorms, Llama
-from quire.models.spec import Config, ModelSpec, interleave, read_decoder, read_locals, read_windows, without_rope
-from quire.ops.base import Angles, Norm
+from quire.models.spec import (
+    Config,
+    ModelSpec,
+    QKNorm,
+    interleave,
+    read_decoder,
+    read_locals,
+    read_windows,
+    without_rope,
+)
+from quire.ops.base import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 
 
@@ -37,24 +46,35 @@ class ParallelBlock(Block):
 
 
 class Cohere(Llama):
-    """Command R. Its larger sibling R+, which norms queries and keys by layer norms, is not supported."""
+    """Command R, and R+, which norms queries and keys by layer norms of each head."""
 
     architectures = MappingProxyType({"CohereForCausalLM": "cohere"})
     block = ParallelBlock
     norms = BlockNorms("input_layernorm")
+    attention = HeadNormAttention
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
-        if config.get(bool, "use_qk_norm", default=False):
-            raise InvalidModel("config.json: use_qk_norm is not supported for Cohere; try --executor hf")
+        normed: QKNorm = "each" if config.get(bool, "use_qk_norm", default=False) else ""
         config = config.with_defaults(tie_word_embeddings=True, layer_norm_eps=1e-5)
         spec = interleave(read_decoder(config, architecture))
-        return replace(spec, logit_scale=config.get(float, "logit_scale", default=0.0625))
+        return replace(spec, logit_scale=config.get(float, "logit_scale", default=0.0625), qk_norm=normed)
 
     def make_norm(self, build: ModelBuilder, name: str) -> Norm:
         """A layer norm without bias."""
         return build.layer_norm(name, self.spec.hidden, self.spec.norm_eps, bias=False)
+
+    def make_qk_norms(self, build: ModelBuilder) -> Norms:
+        """Weights of each head. Raises InvalidModel with several ranks, which have a part of the heads each."""
+        spec = self.spec
+        if build.parallel.size > 1:
+            raise InvalidModel(f"{spec.architecture}: norms of each head cannot be divided among ranks")
+        q, k = (
+            Norm(build.tensor(f"{name}.weight", (heads, spec.head_dim), std=1.0), spec.norm_eps, centred=True)
+            for name, heads in zip(self.qk_norms, (spec.heads, spec.kv_heads), strict=True)
+        )
+        return Norms(q, k)
 
 
 class Cohere2(Cohere):
@@ -65,6 +85,8 @@ class Cohere2(Cohere):
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
+        if config.get(bool, "use_qk_norm", default=False):
+            raise InvalidModel("config.json: use_qk_norm is not supported for Cohere 2; try --executor hf")
         spec = Cohere.read(config, architecture)
         every = config.get(int, "sliding_window_pattern", "_sliding_window_pattern", default=4)
         spec = replace(spec, windows=read_windows(config, spec.layers, every=every))

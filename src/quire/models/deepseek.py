@@ -1,7 +1,6 @@
 """DeepSeek V2, V3 and R1, and models built like them: Kimi K2, GLM 4.7 Flash (DeepSeek-AI 2024; Moonshot AI 2025).
 
-Llama's blocks with latent attention (`layers/latent.py`) and mixtures of many small experts. Without the layers that
-draft the tokens after the next.
+Llama's blocks with latent attention (`layers/latent.py`) and mixtures of many small experts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,10 @@ from quire.layers.builder import ModelBuilder
 from quire.layers.latent import LatentAttention, LatentConfig
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama
+from quire.models.mtp import deepseek_names, make_mtp
 from quire.models.spec import Config, ModelSpec, interleave, read_decoder
+
+NEXTN = "num_nextn_predict_layers"
 
 LATENT_EPS = 1e-6
 """Of the norms of latents and of what queries are made of, whatever the model's own."""
@@ -27,8 +29,8 @@ class DeepseekV2(Llama):
     architectures = MappingProxyType({"DeepseekV2ForCausalLM": "deepseek_v2"})
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
-        build.ignore(f"model.layers.{spec.layers}.*")
         super().__init__(spec, build)
+        self.mtp = make_mtp(self, build, deepseek_names(spec.layers))
 
     def make_attention(self, build: ModelBuilder, index: int) -> LatentAttention:
         """`self_attn` of layer `index`."""
@@ -63,7 +65,26 @@ class DeepseekV3(DeepseekV2):
         spec = read_latents(config, architecture)
         experts = replace(read_experts(config, spec), sigmoid=True, corrected=True)
         spec = interleave(spec) if config.get(bool, "rope_interleave", default=True) else spec
-        return replace(spec, experts=experts.checked())
+        return replace(spec, experts=experts.checked(), draft_layers=config.get(int, NEXTN, default=0))
+
+
+class DeepseekV32(DeepseekV3):
+    """DeepSeek V3.2: attention to the `index_topk` tokens that an indexer chooses for each query.
+
+    Up to that length it chooses all, and the model is V3: so far it is served, without the indexer.
+    """
+
+    architectures = MappingProxyType({"DeepseekV32ForCausalLM": "deepseek_v32"})
+
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
+        build.ignore("model.layers.*.self_attn.indexer.*")
+        super().__init__(spec, build)
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        spec = DeepseekV3.read(config.with_defaults(first_k_dense_replace=3), architecture)
+        return replace(spec, context=min(spec.context, config.get(int, "index_topk", default=2048)))
 
 
 def read_latents(config: Config, architecture: str) -> ModelSpec:

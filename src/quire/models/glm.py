@@ -11,7 +11,8 @@ from types import MappingProxyType
 from quire.layers.builder import ModelBuilder
 from quire.layers.moe import MoEConfig
 from quire.models.llama import BlockNorms, Llama
-from quire.models.spec import Config, ModelSpec, interleave, read_decoder
+from quire.models.mtp import deepseek_names, make_mtp
+from quire.models.spec import Config, ModelSpec, QKNorm, interleave, read_decoder
 
 
 class Glm(Llama):
@@ -40,13 +41,13 @@ class Glm4(Glm):
 
 
 class Glm4Moe(Llama):
-    """GLM 4.5 and 4.6, without the layers that draft the tokens after the next."""
+    """GLM 4.5 and 4.6."""
 
     architectures = MappingProxyType({"Glm4MoeForCausalLM": "glm4_moe"})
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
-        build.ignore(f"model.layers.{spec.layers}.*")
         super().__init__(spec, build)
+        self.mtp = make_mtp(self, build, deepseek_names(spec.layers))
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -68,4 +69,6 @@ class Glm4Moe(Llama):
             dense_layers=frozenset(range(min(spec.layers, config.get(int, "first_k_dense_replace", default=1)))),
         )
         normed = config.get(bool, "use_qk_norm", default=False)
-        return replace(spec, out_bias=False, qk_norm="each" if normed else "", experts=experts.checked())
+        drafts = config.get(int, "num_nextn_predict_layers", default=0)
+        norms: QKNorm = "each" if normed else ""
+        return replace(spec, out_bias=False, qk_norm=norms, experts=experts.checked(), draft_layers=drafts)

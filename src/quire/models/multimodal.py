@@ -26,7 +26,9 @@ def nested(config: Config) -> Config:
     if "text_config" not in config.fields:
         return config
     shared = {name: config.fields[name] for name in WHOLE if name in config.fields}
-    return Config({**shared, **config.section("text_config").fields})
+    # The head belongs to the whole model: what its own section says of it is a default that nothing reads.
+    tied = {name: value for name, value in shared.items() if name == "tie_word_embeddings"}
+    return Config({**shared, **config.section("text_config").fields, **tied})
 
 
 VISION_NAMES = MappingProxyType(

@@ -1,4 +1,5 @@
-"""Nemotron-H and Nemotron Nano 2 (NVIDIA 2025): layers of Mamba 2, attention or an MLP alone, each after a norm."""
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA 2025): layers of Mamba 2, attention, an MLP or experts alone, each
+after a norm."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, NormLayer
-from quire.layers.builder import ModelBuilder
+from quire.layers.builder import ExpertNames, ModelBuilder
 from quire.layers.mamba import MambaConfig
+from quire.layers.moe import MoEConfig
 from quire.models.bamba import KINDS, LINEAR, read_step_limit
 from quire.models.llama import BlockNorms, Llama, Mixer, MLPFunction
 from quire.models.spec import FULL, Config, ModelSpec, read_decoder
@@ -49,17 +51,26 @@ class SingleBlock:
 
 
 class NemotronH(Llama):
-    """Nemotron-H without experts."""
+    """Nemotron-H. Experts, of Nemotron 3, have no gate, and in some models read fewer numbers than there are."""
 
     architectures = MappingProxyType({"NemotronHForCausalLM": "nemotron_h"})
     norms = BlockNorms("norm")
     attention_name = "mixer"
+    expert_names = ExpertNames(
+        router="mixer.gate",
+        matrices=("mixer.experts.up_proj", "mixer.experts.down_proj"),
+        correction="mixer.gate.e_score_correction_bias",
+        shared=("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
+        latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
+        apart=("mixer.experts.#.up_proj", "mixer.experts.#.down_proj"),
+    )
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         body = {"embeddings.": "embed_tokens.", "norm_f.": "norm.", "": ""}
         build.rename(
             {f"{top}.{theirs}": f"model.{ours}" for top in ("backbone", "model") for theirs, ours in body.items()}
         )
+        build.ignore("mtp.*")
         super().__init__(spec, build)
 
     def make_block(self, build: ModelBuilder, index: int) -> SingleBlock:
@@ -74,8 +85,10 @@ class NemotronH(Llama):
         return SingleBlock(norm, nothing, None, self.make_mlp(build, index))
 
     def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
-        """The MLP that is layer `index`."""
+        """The MLP that is layer `index`, or its experts."""
         spec, names = self.spec, ("up_proj", "down_proj")
+        if spec.experts is not None and index not in spec.experts.dense_layers:
+            return super().make_mlp(build, index)
         return build.scope("mixer").mlp(*names, spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias)
 
     @staticmethod
@@ -90,6 +103,7 @@ class NemotronH(Llama):
             "attention_bias": False,
             "tie_word_embeddings": False,
         }
+        fields["intermediate_size"] = config.get(int, "intermediate_size", "moe_intermediate_size")
         spec = read_decoder(Config({**config.fields, **fields}, config.where), architecture)
         bias = config.get(bool, "use_bias", default=False)
         mamba = MambaConfig(
@@ -108,7 +122,29 @@ class NemotronH(Llama):
             layer_heads=tuple((spec.kv_heads if kind == FULL else 0, spec.head_dim) for kind in kinds),
             mamba=mamba.checked(),
             recurrent=frozenset(i for i, kind in enumerate(kinds) if kind == LINEAR),
+            experts=read_experts(config, frozenset(i for i, kind in enumerate(kinds) if kind != "moe")),
         )
+
+
+def read_experts(config: Config, others: frozenset[int]) -> MoEConfig | None:
+    """Experts, None where no layer has any. others: layers of other kinds."""
+    if len(others) == len(read_pattern(config)):
+        return None
+    return MoEConfig(
+        num_experts=config.get(int, "n_routed_experts", default=8),
+        num_experts_per_token=config.get(int, "num_experts_per_tok", default=2),
+        width=config.get(int, "moe_intermediate_size", default=7688),
+        normalize_weights=config.get(bool, "norm_topk_prob", default=True),
+        sigmoid=True,
+        corrected=True,
+        groups=config.get(int, "n_group", default=1),
+        used_groups=config.get(int, "topk_group", default=1),
+        scale=config.get(float, "routed_scaling_factor", default=1.0),
+        shared=config.get(int, "moe_shared_expert_intermediate_size", default=7688),
+        gated=False,
+        latent=config.get(int, "moe_latent_size", default=0),
+        dense_layers=others,
+    ).checked()
 
 
 def read_pattern(config: Config) -> list[str]:
@@ -121,9 +157,10 @@ def read_pattern(config: Config) -> list[str]:
         raise InvalidModel("config.json: layers_block_type or hybrid_override_pattern must say what each layer is")
     kinds = [KINDS.get(kind, kind) if isinstance(kind, str) else str(kind) for kind in given]
     for kind in kinds:
-        if kind not in (LINEAR, FULL, "mlp"):
+        if kind not in (LINEAR, FULL, "mlp", "moe"):
             raise InvalidModel(
-                f"config.json: of Nemotron-H, layers of Mamba, attention and MLPs are supported, not {kind!r}; {HF}"
+                "config.json: of Nemotron-H, layers of Mamba, attention, MLPs and experts are supported, not "
+                f"{kind!r}; {HF}"
             )
     if FULL not in kinds or LINEAR not in kinds:
         raise InvalidModel(f"config.json: of Nemotron-H, models with Mamba and attention are supported; {HF}")

@@ -12,8 +12,10 @@ from quire.layers.basic import GatedAttention
 from quire.layers.builder import GATED, ExpertNames, ModelBuilder
 from quire.layers.delta import DeltaConfig
 from quire.models.llama import Llama, Mixer
-from quire.models.multimodal import nested, select_decoder
+from quire.models.mtp import QWEN_NAMES, make_mtp
+from quire.models.multimodal import nested
 from quire.models.qwen import read_experts
+from quire.models.qwen_vl import RENAMED, make_qwen3_vision, with_qwen3_vision
 from quire.models.spec import Config, ModelSpec, read_decoder, read_locals
 
 LINEAR = "linear_attention"
@@ -21,7 +23,7 @@ LINEAR = "linear_attention"
 
 
 class Qwen3Next(Llama):
-    """Qwen3-Next. Without the layers that draft."""
+    """Qwen3-Next."""
 
     architectures = MappingProxyType({"Qwen3NextForCausalLM": "qwen3_next"})
     attention = GatedAttention
@@ -29,8 +31,8 @@ class Qwen3Next(Llama):
     by_head: ClassVar[bool] = True
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
-        build.ignore("mtp.*")
         super().__init__(spec, build)
+        self.mtp = make_mtp(self, build, QWEN_NAMES)
 
     def make_attention(self, build: ModelBuilder, index: int) -> Mixer:
         """`self_attn` or `linear_attn` of layer `index`."""
@@ -50,7 +52,7 @@ class Qwen3Next(Llama):
 
 
 class Qwen35(Qwen3Next):
-    """Qwen3.5: the text model."""
+    """Qwen3.5, and its encoder of images where a checkpoint has one."""
 
     architectures = MappingProxyType(
         {"Qwen3_5ForCausalLM": "qwen3_5_text", "Qwen3_5ForConditionalGeneration": "qwen3_5"}
@@ -58,18 +60,18 @@ class Qwen35(Qwen3Next):
     by_head = False
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
-        select_decoder(build)
-        build.ignore("model.visual.*", "visual.*")
+        build.rename(RENAMED)
         super().__init__(spec, build)
+        self.vision = make_qwen3_vision(spec, build)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
-        return read_hybrid(nested(config), architecture)
+        return with_images(config, read_hybrid(nested(config), architecture))
 
 
 class Qwen35Moe(Qwen35):
-    """Qwen3.5 with experts: the text model."""
+    """Qwen3.5 with experts."""
 
     architectures = MappingProxyType(
         {"Qwen3_5MoeForCausalLM": "qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe"}
@@ -89,7 +91,14 @@ class Qwen35Moe(Qwen35):
         spec = read_hybrid(fields, architecture)
         shared = fields.get(int, "shared_expert_intermediate_size", default=512)
         experts = replace(read_experts(fields, spec.layers, used=8), shared=shared, gated_shared=True)
-        return replace(spec, experts=experts.checked())
+        return with_images(config, replace(spec, experts=experts.checked()))
+
+
+def with_images(config: Config, spec: ModelSpec) -> ModelSpec:
+    """`spec` with the encoder of a multimodal config.json."""
+    if "vision_config" not in config.fields:
+        return spec
+    return with_qwen3_vision(config, spec, features=(), sections=(11, 11, 10))
 
 
 def read_hybrid(config: Config, architecture: str) -> ModelSpec:
@@ -108,4 +117,6 @@ def read_hybrid(config: Config, architecture: str) -> ModelSpec:
         width=config.get(int, "linear_conv_kernel_dim", default=4),
     ).checked()
     recurrent = frozenset(i for i, each in enumerate(linear) if each)
-    return replace(spec, norm_shift=1.0, qk_norm="each", delta=delta, recurrent=recurrent)
+    # Not every config.json says so, but published checkpoints have one.
+    drafts = config.get(int, "mtp_num_hidden_layers", "num_nextn_predict_layers", default=1)
+    return replace(spec, norm_shift=1.0, qk_norm="each", delta=delta, recurrent=recurrent, draft_layers=drafts)

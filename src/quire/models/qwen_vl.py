@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL (Qwen Team 2025): Qwen 2.5 and 3 that read images.
+"""Qwen2.5-VL and Qwen3-VL (Qwen Team 2025): Qwen 2.5 and 3 that read images. Qwen3.5's encoder is Qwen3-VL's.
 
 Text tokens have one position and image tokens three, in time, height and width. Qwen2.5-VL's encoder attends within
 windows in most layers; that of Qwen3-VL adds trained positions, and features of some layers go to the text model's
@@ -16,19 +16,20 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.basic import MLP
-from quire.layers.builder import ModelBuilder
+from quire.layers.builder import ExpertNames, ModelBuilder
 from quire.layers.vision import (
     ImageState,
     Merger,
     VisionBlock,
     VisionConfig,
+    VisionTower,
     axial_angles,
     interpolate_positions,
     patch_positions,
     window_order,
 )
 from quire.models.multimodal import nested
-from quire.models.qwen import Qwen2, Qwen3
+from quire.models.qwen import Qwen2, Qwen3, Qwen3Moe
 from quire.models.spec import Config, ModelSpec, check_layers
 
 RENAMED = MappingProxyType({"model.language_model.": "model.", "model.visual.": "visual."})
@@ -183,13 +184,35 @@ class Qwen3VL(Qwen3):
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         build.rename(RENAMED)
         super().__init__(spec, build)
-        self.vision = None if spec.vision is None else Qwen3Vision(spec.vision, build.scope("visual"))
-        build.ignore(*(() if spec.vision else ("visual.*",)))
+        self.vision = make_qwen3_vision(spec, build)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
         return with_qwen3_vision(config, Qwen3.read(nested(config), architecture))
+
+
+class Qwen3VLMoe(Qwen3VL):
+    """Qwen3-VL with a mixture of experts in some layers or all."""
+
+    architectures = MappingProxyType({"Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe"})
+    expert_names = ExpertNames(matrices=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), transposed=True)
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        fields = nested(config)
+        # They are normalized whatever config.json says.
+        fields = Config({**fields.fields, "norm_topk_prob": True}, fields.where)
+        return with_qwen3_vision(config, Qwen3Moe.read(fields, architecture))
+
+
+def make_qwen3_vision(spec: ModelSpec, build: ModelBuilder) -> VisionTower | None:
+    """Qwen3-VL's encoder, unless it is used without."""
+    if spec.vision is not None:
+        return Qwen3Vision(spec.vision, build.scope("visual"))
+    build.ignore("visual.*")
+    return None
 
 
 def read_vision(config: Config, spec: ModelSpec, *, depth: int, patch: int) -> VisionConfig:
@@ -215,11 +238,14 @@ def read_vision(config: Config, spec: ModelSpec, *, depth: int, patch: int) -> V
     ).checked()
 
 
-def with_qwen3_vision(config: Config, spec: ModelSpec) -> ModelSpec:
-    """`spec` with Qwen3-VL's encoder."""
+def with_qwen3_vision(
+    config: Config, spec: ModelSpec, *, features: Sequence[int] = (8, 16, 24), sections: Sequence[int] = (24, 20, 20)
+) -> ModelSpec:
+    """`spec` with Qwen3-VL's encoder. features, sections: `deepstack_visual_indexes` and `mrope_section` where
+    config.json does not say."""
     own = config.section("vision_config")
     vision = read_vision(config, spec, depth=27, patch=16)
-    layers = tuple(read_list(own, "deepstack_visual_indexes", [8, 16, 24]))
+    layers = tuple(read_list(own, "deepstack_visual_indexes", list(features)))
     if len(layers) >= spec.layers or any(each >= vision.layers for each in layers) or list(layers) != sorted({*layers}):
         raise InvalidModel(
             "config.json: vision_config: deepstack_visual_indexes must be layers of the encoder, in order, and fewer "
@@ -233,7 +259,7 @@ def with_qwen3_vision(config: Config, spec: ModelSpec) -> ModelSpec:
     )
     if int(vision.positions**0.5) ** 2 != vision.positions or not vision.positions:
         raise InvalidModel("config.json: vision_config: num_position_embeddings must be a square")
-    return replace(with_axes(spec, [24, 20, 20], by_turns=True), vision=vision)
+    return replace(with_axes(spec, list(sections), by_turns=True), vision=vision)
 
 
 def with_axes(spec: ModelSpec, sections: list[int], *, by_turns: bool) -> ModelSpec:

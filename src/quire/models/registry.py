@@ -19,6 +19,7 @@ from quire.layers.linear import ParallelGroup
 from quire.layers.vision import VisionTower
 from quire.models.heads import Classify
 from quire.models.labels import class_count
+from quire.models.mtp import NextTokenLayer, check_draft_layers
 from quire.models.spec import Config, ModelSpec, check_sizes
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
@@ -98,13 +99,15 @@ DERIVED: Mapping[str, str] = {
 """Architectures that pool, with the decoder that each is without its head."""
 
 
-def read_spec(fields: Mapping[str, Any], *, pools: bool = False) -> ModelSpec:
-    """The shape that a config.json describes. pools: a decoder is served without its language model's head.
+def read_spec(fields: Mapping[str, Any], *, pools: bool = False, mtp: bool = False) -> ModelSpec:
+    """The shape that a config.json describes. pools: a decoder is served without its language model's head. mtp: with
+    its layer for multi-token prediction.
 
-    Raises InvalidModel for an architecture or a field that is unknown.
+    Raises InvalidModel for an architecture or a field that is unknown, and for a model without such a layer.
     """
     name = architecture_name(fields)
     spec = find_architecture(name).read(Config(fields), name)
+    spec = replace(spec, draft_layers=check_draft_layers(spec) if mtp else 0)
     if name.endswith(CLASSIFIER):
         spec = replace(spec, generates=False, classes=class_count(fields))
     elif pools or name in DERIVED:
@@ -133,6 +136,11 @@ def vision_of(model: Model) -> VisionTower | None:
     return cast("VisionTower | None", getattr(model, "vision", None))
 
 
+def mtp_of(model: Model) -> NextTokenLayer | None:
+    """A model's layer for multi-token prediction; None where it has none, or was built without."""
+    return cast("NextTokenLayer | None", getattr(model, "mtp", None))
+
+
 def parameters(spec: ModelSpec) -> int:
     """Number of parameters of the checkpoint; a tied head counts once."""
     build = ModelBuilder(
@@ -149,8 +157,10 @@ def idle_parameters(spec: ModelSpec) -> int:
     """Number of parameters of the experts that one token does not use."""
     if spec.experts is None:
         return 0
-    width, biases = spec.experts.width, spec.hidden + 2 * spec.experts.width if spec.experts.biased else 0
-    idle = (spec.experts.num_experts - spec.experts.num_experts_per_token) * (3 * spec.hidden * width + biases)
+    experts = spec.experts
+    biases = spec.hidden + 2 * experts.width if experts.biased else 0
+    each = (2 + experts.gated) * (experts.latent or spec.hidden) * experts.width + biases
+    idle = (experts.num_experts - experts.num_experts_per_token) * each
     return idle * (spec.layers - len(spec.experts.dense_layers))
 
 

@@ -46,6 +46,7 @@ class ModelSpec:
     logits of a next token. classes: outputs of its classifier, 0 for none. token_types: kinds of segments; a token of
     kind t is fed as its id plus t times `vocab`. first_position: the row of learned positions for the first token.
     classifier_pooling: which hidden states the classifier reads: cls, mean or last.
+    draft_layers: layers for multi-token prediction to be loaded, see `models/mtp.py`.
     dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids. vision: its encoder of
     images; None where it has none, or is to be used without.
     """
@@ -95,6 +96,7 @@ class ModelSpec:
     token_types: int = 1
     first_position: int = 0
     classifier_pooling: str = "last"
+    draft_layers: int = 0
     dtype: str = ""
     stop: tuple[int, ...] = ()
     vision: VisionConfig | None = None
@@ -138,6 +140,16 @@ class ModelSpec:
             return (KVShape(1, self.latent.rotated, self.latent.latents),) * self.layers
         own = self.each_heads[: self.layers - self.shared_kv]
         return tuple(KVShape(0 if i in self.recurrent else heads, dim, dim) for i, (heads, dim) in enumerate(own))
+
+    @property
+    def last_attention(self) -> int:
+        """The number of the last layer that keeps K/V."""
+        return max(set(range(self.layers)) - self.recurrent)
+
+    @property
+    def draft_kv_shapes(self) -> tuple[KVShape, ...]:
+        """K/V of the layer for multi-token prediction, which attends as the last layer that does; none without it."""
+        return (self.kv_shapes[self.kv_layers[self.last_attention]],) * self.draft_layers
 
     @property
     def state_shapes(self) -> tuple[StateShape | None, ...]:

@@ -171,7 +171,7 @@ STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 
 
 def _qwen(config: Mapping[str, Any], fields: Mapping[str, Any]) -> ImageProcessor:
-    """Qwen2.5-VL and Qwen3-VL."""
+    """Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
     _same(fields, STEPS[:3])
     vision, size = config.get("vision_config") or {}, fields.get("size") or {}
     patch, merge = (_whole(fields, name, _whole(vision, own, 2)) for name, own in _SIZES)
@@ -220,6 +220,9 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImagePro
     {
         "Qwen2_5_VLForConditionalGeneration": _qwen,
         "Qwen3VLForConditionalGeneration": _qwen,
+        "Qwen3VLMoeForConditionalGeneration": _qwen,
+        "Qwen3_5ForConditionalGeneration": _qwen,
+        "Qwen3_5MoeForConditionalGeneration": _qwen,
         "Gemma3ForConditionalGeneration": _gemma3,
     }
 )

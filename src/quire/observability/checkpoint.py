@@ -106,13 +106,18 @@ _TUPLES = MappingProxyType({kind.__name__: kind for kind in (Plan, Span, NewSequ
 _TREES = frozenset({"RadixPrefixCache", "HybridPrefixCache"})
 _PLAIN = (int, float, str, bool, type(None))
 _SPECIAL: Mapping[str, frozenset[str]] = {
-    "KVCacheManager": frozenset({"inflight_prefixes"}),
+    "KVCacheManager": frozenset({"inflight_prefixes", "offload"}),
+    "BlockPool": frozenset({"on_evict"}),
+    "WaitingQueue": frozenset({"_awaiting_blocks"}),
     "EngineStats": frozenset({"completed"}),
     "RadixPrefixCache": frozenset({"edges"}),
     "HybridPrefixCache": frozenset({"edges"}),
     "Scheduler": frozenset({"compute_masks", "encoder_cache"}),
     "Sequence": frozenset(
-        {"request", "tokens", "constraint", "inflight_prefix", "draft_tokens", "pending_images", "prefix_prompt"}
+        {
+            *("request", "tokens", "constraint", "inflight_prefix", "draft_tokens", "pending_images", "prefix_prompt"),
+            *("block_keys", "num_fetches", "num_from_host", "num_from_disk"),
+        }
     ),
 }
 """Fields that are written in another way, rebuilt from others, or that no decision depends on."""

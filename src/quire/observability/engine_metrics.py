@@ -28,6 +28,19 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:num_preemptions": ("", "Sequences that lost their KV blocks to another and were queued again."),
     "vllm:prefix_cache_queries": ("", "Tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": ("", "Tokens found there."),
+    "vllm:external_prefix_cache_queries": ("", "Tokens looked up in host memory and on disk."),
+    "vllm:external_prefix_cache_hits": ("", "Tokens whose K/V came back from there and was used."),
+    "quire:kv_offload_copied_bytes": (
+        "copy",
+        "Bytes of KV blocks copied: from the device to host memory (save), back (load), to files (write), back (read).",
+    ),
+    "quire:kv_offload_evictions": ("tier", "KV blocks that left host memory or the disk for others."),
+    "quire:kv_offload_failures": (
+        "reason",
+        "KV blocks that did not come back or were not kept: bad files (checksum, truncated, format, fingerprint, "
+        "missing), io, copy, no_room (all of host memory is in use), timeout. They are computed again.",
+    ),
+    "quire:kv_offload_declined": ("", "Times that computing a prefix was predicted to be faster than copying it."),
     "vllm:mm_cache_queries": ("", "Images looked up among those whose embeddings are kept."),
     "vllm:mm_cache_hits": ("", "Images found there."),
     "quire:images_encoded": ("", "Images that the encoder was run for."),
@@ -52,6 +65,9 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
         "(displaced), or no other block was left for a sequence (evicted).",
     ),
     "quire:pins_refused": ("", "KV blocks that were to be pinned, and were not for the bound."),
+    "quire:state_snapshots_taken": ("", "Snapshots of recurrent layers' states taken for the prefix cache."),
+    "quire:state_snapshot_hits": ("", "Times a sequence went on from one."),
+    "quire:state_snapshot_evictions": ("", "Snapshots evicted for others, or with their block of K/V."),
     "quire:step_failures": ("", "Steps that could not be run."),
 }
 GAUGES: Mapping[str, tuple[str, str]] = {
@@ -67,15 +83,18 @@ GAUGES: Mapping[str, tuple[str, str]] = {
     "quire:pages": ("state", "KV blocks by state: held by sequences, cached for later ones, or free (blank)."),
     "quire:pinned_pages": ("", "KV blocks that are pinned: evicted after all others."),
     "quire:pages_shared": ("", "KV blocks that more than one sequence holds."),
+    "quire:state_snapshots": ("", "Snapshots of recurrent layers' states kept for the prefix cache."),
+    "quire:state_snapshot_bytes": ("", "Bytes that they take, of those reserved for --state-snapshots."),
     "quire:fragmentation_internal": ("", "Share of the positions in held KV blocks that hold no token."),
     "quire:fragmentation_external": ("", "Share of the free KV blocks outside the longest run of them."),
+    "quire:kv_offload_bytes": ("tier", "Bytes of KV blocks in host memory and on disk."),
     "quire:queue_tokens": ("", "Tokens of waiting requests, before any hit in the prefix cache."),
     "quire:canary_top1_agreement": (
         "",
         "Share of a probe's positions whose likeliest token quantising the weights kept.",
     ),
     "quire:canary_kl_nats": ("", "How far quantising the weights moved next-token distributions, mean KL divergence."),
-    "quire:canary_loss_nats": ("", "Mean negative log-likelihood of the probe with quantised weights."),
+    "quire:canary_loss_nats": ("", "Mean negative log-likelihood of the probe with quantized weights."),
     "quire:canary_reference_loss_nats": ("", "The same in higher precision."),
     "quire:canary_kv_top1_agreement": ("", "As quire:canary_top1_agreement, for K/V in float8."),
     "quire:canary_kv_kl_nats": ("", "As quire:canary_kl_nats, for K/V in float8."),
@@ -203,15 +222,12 @@ class EngineMetrics(Observer):
 
     def _counters(self, engine: Engine) -> dict[str, Any]:
         stats, gauges, images = engine.stats, engine.gauges(), engine.scheduler.encoder_cache
+        snapshots = engine.scheduler.kv.snapshots.stats()
         return {
             "vllm:prompt_tokens": stats.num_prompt_tokens,
-            "vllm:prompt_tokens_by_source": {
-                "local_compute": stats.num_prompt_tokens - stats.num_cached_tokens,
-                "local_cache_hit": stats.num_cached_tokens,
-                "external_kv_transfer": 0,
-            },
+            **self._sources(engine),
             "vllm:prompt_tokens_cached": stats.num_cached_tokens,
-            "vllm:prompt_tokens_cached_by_source": {"device": stats.num_cached_tokens},
+            **self._tiers(engine),
             "vllm:generation_tokens": stats.num_generated_tokens,
             "vllm:num_preemptions": gauges.preemptions,
             "vllm:prefix_cache_queries": gauges.prefix_queried,
@@ -234,8 +250,42 @@ class EngineMetrics(Observer):
             "quire:page_evictions": gauges.evictions,
             "quire:pins_ended": dict(engine.scheduler.kv.pins.ended),
             "quire:pins_refused": engine.scheduler.kv.pins.num_refused,
+            "quire:state_snapshots_taken": snapshots.num_taken,
+            "quire:state_snapshot_hits": snapshots.num_hits,
+            "quire:state_snapshot_evictions": snapshots.num_evicted,
             "quire:step_failures": self.failures,
             "quire:jit_compiles_after_ready": self.compiles(),
+        }
+
+    def _sources(self, engine: Engine) -> dict[str, Any]:
+        """Where the K/V of prompts came from."""
+        stats = engine.stats
+        tiers = stats.num_host_tokens + stats.num_disk_tokens
+        found = stats.num_cached_tokens - tiers
+        return {
+            "vllm:prompt_tokens_by_source": {
+                "local_compute": stats.num_prompt_tokens - stats.num_cached_tokens,
+                "local_cache_hit": found,
+                "external_kv_transfer": tiers,
+            },
+            "vllm:prompt_tokens_cached_by_source": {
+                "device": found,
+                "host": stats.num_host_tokens,
+                "disk": stats.num_disk_tokens,
+            },
+        }
+
+    def _tiers(self, engine: Engine) -> dict[str, Any]:
+        """What was copied between tiers."""
+        offload = engine.scheduler.kv.offload
+        stats, size = offload.stats, offload.block_bytes()
+        return {
+            "vllm:external_prefix_cache_queries": stats.num_queried,
+            "vllm:external_prefix_cache_hits": sum(stats.num_hit.values()),
+            "quire:kv_offload_copied_bytes": {kind: count * size for kind, count in stats.copied.items()},
+            "quire:kv_offload_evictions": dict(stats.evicted),
+            "quire:kv_offload_failures": dict(stats.failures),
+            "quire:kv_offload_declined": stats.num_declined,
         }
 
     def _gauges(self, engine: Engine) -> dict[str, Any]:
@@ -243,6 +293,7 @@ class EngineMetrics(Observer):
         pool, queued = scheduler.kv.block_pool, scheduler.waiting.num_queued
         cached = len(pool.eviction_policy)
         usage = gauges.used_blocks / pool.num_blocks if pool.num_blocks else 0.0
+        kept = scheduler.kv.snapshots.stats().num_kept
         now = engine.clock.now()
         if not scheduler.running or now - self._pool_time >= _POOL_STATE_INTERVAL:
             self._pool, self._pool_time = pool_state(scheduler), now
@@ -255,8 +306,14 @@ class EngineMetrics(Observer):
             "quire:pages": {"held": gauges.used_blocks, "cached": cached, "blank": len(pool.free_list)},
             "quire:pinned_pages": len(scheduler.kv.pins.pinned),
             "quire:pages_shared": self._pool.shared,
+            "quire:state_snapshots": kept,
+            "quire:state_snapshot_bytes": kept * engine.description.state_bytes,
             "quire:fragmentation_internal": self._pool.internal,
             "quire:fragmentation_external": self._pool.external,
+            "quire:kv_offload_bytes": {
+                tier: count * scheduler.kv.offload.block_bytes()
+                for tier, count in scheduler.kv.offload.num_blocks().items()
+            },
             "quire:queue_tokens": sum([len(seq.tokens) for seq in scheduler.sequences.values() if seq.row is None]),
             **self.static_gauges,
         }

@@ -9,12 +9,13 @@ from typing import Any
 from quire.observability.history import History, Note, RequestHistory
 
 MISSING: Mapping[str, str] = {
-    "seats": "a seat: as many sequences ran as may run at once",
+    "seats": "a free row: max_num_seqs sequences were running",
     "rows": "a row on the device, which a step in flight still used",
     "pages": "free KV blocks",
     "budget": "a step with room for the whole prompt",
     "grammar": "its grammar to be compiled",
-    "gap": "a gap: it runs only while no other request could",
+    "tier": "its K/V to come back from host memory or disk",
+    "gap": "an idle engine: it runs only while no other request can",
 }
 
 
@@ -24,7 +25,7 @@ def explain(history: History, id: str, now: float) -> dict[str, Any] | None:
     if story is None:
         return None
     until = story.ended if story.ended is not None else now
-    waits, prefix = _waits(history, story, until), _prefix(history, story)
+    waits, prefix = _waits(history, story, until), _with_tiers(story, _prefix(history, story))
     return details(
         story,
         until,
@@ -108,7 +109,7 @@ def _waits(history: History, story: RequestHistory, until: float) -> list[dict[s
     for wait in history.waits:
         overlap = min(end, wait.end) - max(begin, wait.begin)
         own = wait.id == story.request.id
-        if overlap > 0 and (own or wait.missing != "grammar"):
+        if overlap > 0 and (own or wait.missing not in ("grammar", "tier")):
             key = wait.missing, "" if own else wait.id
             behind[key] = behind.get(key, 0.0) + overlap
     found = sorted(behind.items(), key=lambda item: -item[1])
@@ -170,6 +171,16 @@ def _prefix(history: History, story: RequestHistory) -> dict[str, Any]:
     return {**found, "why": f"{name} has the same first {shared} tokens, but they were not computed yet"}
 
 
+def _with_tiers(story: RequestHistory, found: dict[str, Any]) -> dict[str, Any]:
+    """What `_prefix` found, with where it came from, if not all of it was on the device."""
+    tiers = {"host memory": story.from_host, "disk": story.from_disk}
+    came = " and ".join(f"{count} from {tier}" for tier, count in tiers.items() if count)
+    if not came:
+        return found
+    why = f"{found['why']}; of the tokens found, K/V came back of {came}"
+    return {**found, "host_tokens": story.from_host, "disk_tokens": story.from_disk, "why": why}
+
+
 def _closest(history: History, story: RequestHistory) -> tuple[int, RequestHistory | None]:
     """The length of the longest common prefix with a request that was scheduled before this one, and that request."""
     prompt = story.tokens[: story.prompt_tokens]
@@ -215,12 +226,16 @@ def _events(story: RequestHistory, waits: Sequence[dict[str, Any]], prefix: dict
         yield event(story.first, "first_token", f"first token after {_time(story.first - begin)}")
     if story.ended is not None:
         made = _count(story.generated, "token")
-        yield event(story.ended, "finished", f"{_ENDS.get(str(story.finish), str(story.finish))}, with {made} made")
+        yield event(
+            story.ended, "finished", f"{_ENDS.get(str(story.finish), str(story.finish))}, with {made} generated"
+        )
 
 
 def _says(story: RequestHistory, note: Note) -> str:
     """A note as a sentence."""
-    others = f"the step fed {note.fed} tokens of {note.width} requests" if note.width > 1 else "that is a step's fill"
+    others = (
+        f"the step fed {note.fed} tokens of {note.width} requests" if note.width > 1 else "that is the limit of a step"
+    )
     cached, again = min(note.n, story.prompt_tokens), note.n - story.prompt_tokens
     hit = f"{cached} of {_count(story.prompt_tokens, 'prompt token')} came from the prefix cache"
     hit += f", and {again} of its answer" if again > 0 else ""
@@ -228,7 +243,7 @@ def _says(story: RequestHistory, note: Note) -> str:
     if note.by == story.request.id:
         lost = "gave up its own KV blocks, for there were none to grow into"
     return {
-        "opened": f"got a place on the device, with {_count(note.width - 1, 'other')} in the step: {hit}",
+        "opened": f"admitted, with {_count(note.width - 1, 'other')} in the step: {hit}",
         "chunk": f"{note.n} of its prompt's tokens were fed, the rest later: {others}",
         "follows": f"waited for {note.by}, which was computing the {note.n} tokens that both begin with",
         "preempted": f"{lost}: {note.n} tokens to compute again",
@@ -239,7 +254,7 @@ def _says(story: RequestHistory, note: Note) -> str:
 
 _ENDS: Mapping[str, str] = {
     "stop": "ended at a stop token or stop string",
-    "length": "ended at its limit",
+    "length": "ended at its limit of tokens",
     "abort": "ended by the server, because its client left or the server was about to",
     "timeout": "ended at its deadline",
     "error": "failed",

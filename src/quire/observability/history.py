@@ -61,6 +61,9 @@ class RequestHistory:
     """Tokens found there when it was scheduled at `resumed`."""
     diverged_at: int | None = None
     """`Sequence.diverged_at` then."""
+    from_host: int = 0
+    """Of those tokens, how many came back from host memory."""
+    from_disk: int = 0
     chunks: int = 0
     preemptions: int = 0
     generated: int = 0
@@ -182,7 +185,9 @@ class History(Observer):
                 story.held, story.hits, story.waiting = [], n, False
                 if story.first is None:
                     story.cached, story.resumed = n, record.planned
-                    story.diverged_at = sequences[row].diverged_at if row in sequences else None
+                    if (seq := sequences.get(row)) is not None:
+                        story.diverged_at = seq.diverged_at
+                        story.from_host, story.from_disk = seq.num_from_host, seq.num_from_disk
                 self._rows[row] = story
                 if story.opened is None:
                     story.opened = record.planned

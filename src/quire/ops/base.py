@@ -31,9 +31,9 @@ class Angles(NamedTuple):
     query_gain: Tensor | None = None
 
 
-Gate = Literal["", "silu", "gelu", "gelu_erf", "clamped"]
+Gate = Literal["", "silu", "gelu", "gelu_erf", "clamped", "relu2"]
 """What is done with the halves of a product: nothing (""), or `silu_mul`, `gelu_mul`, `gelu_erf_mul` or `clamped_mul`
-of them."""
+of them; or `relu2` of the whole, which experts without a gate have."""
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
 """See `Ops.clamped_mul`."""
@@ -245,7 +245,14 @@ ExpertMatrices = QuantizedMatrix | IntegerMatrix
 
 
 class Scores(NamedTuple):
-    """What attention does with scores: see `Ops.attention`."""
+    """What attention does with scores: how they are made, and which of them count.
+
+    scale: of products. A query at position p sees positions p - window + 1 to p, those of its own chunk of `chunk`
+    positions (Meta 2025, Llama 4), and from p on to p + ahead and to its token's `RaggedBatch.last_visible`, as far as
+    its span has them. ahead: 0 for causal attention; UNLIMITED for an encoder's, whose spans are whole prompts.
+    soft_cap c above 0 makes scores c * tanh(score / c) (Gemma 2). sinks float32 [H]: one more score for each query of a
+    head, which takes part in the softmax and has no value (OpenAI 2025, gpt-oss); None: -inf.
+    """
 
     scale: float
     window: int = UNLIMITED
@@ -254,9 +261,13 @@ class Scores(NamedTuple):
     chunk: int = UNLIMITED
     ahead: int = 0
 
-    def sees_all(self, longest: int) -> bool:
-        """Whether every query of spans of `longest` positions sees all of them."""
-        return min(self.window, self.chunk, self.ahead) >= longest
+    def sees_all(self, longest: int, queries: int) -> bool:
+        """Whether each of the last `queries` positions of spans of `longest` sees all of them."""
+        return min(self.window, self.chunk) >= longest and queries <= self.ahead + 1
+
+    def is_causal(self, batch: RaggedBatch) -> bool:
+        """Whether no token sees a later one."""
+        return not self.ahead and batch.last_visible is None
 
     def sink_of(self, groups: int, repeat: int = 1) -> Tensor | None:
         """The sinks of rows of queries, the heads of a K/V head one after the other: [G, R * repeat, 1]."""
@@ -389,7 +400,7 @@ class Ops(Protocol):
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """x [T, in], gate_up [E, 2F, in], down [E, in, F] -> [T, in]: each token through the MLPs of its experts, gated
-        by any `Gate` but "", added up as by `combine_experts`."""
+        by any `Gate` but "", added up as by `combine_experts`. With relu2, gate_up is [E, F, in]."""
 
     def quantized_experts(
         self,
@@ -424,7 +435,7 @@ class Ops(Protocol):
         """
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
-        """y [T, out] itself, or what a gate makes of its halves, [T, out / 2]."""
+        """y [T, out] itself, or what a gate makes of its halves, [T, out / 2]; relu2: [T, out]."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> silu(gate) * up, [T, F] (SwiGLU, Shazeer 2020)."""
@@ -525,24 +536,9 @@ class Ops(Protocol):
         """`qk_norm_rope_store_kv` and then `attention`: qkv [T, (H + 2 G) D] -> [T, H, D]. Where `how.ahead` is above 0
         nothing need be stored of spans that are whole prompts."""
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = UNLIMITED,
-        ahead: int = 0,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """Attention of q [T, H, D] over each span's own blocks, with this step's K/V already written -> [T, H, D].
 
-        Query head h uses K/V head h // (H / G). A query at position p sees positions p - window + 1 to p + ahead that
-        its span has, those of its own chunk of `chunk` positions (Meta 2025, Llama 4). ahead: 0 for causal attention;
-        UNLIMITED for an encoder's, whose spans are whole prompts. soft_cap c above 0 makes scores c * tanh(score / c)
-        (Gemma 2). sinks float32 [H]: one more score for each query of a head, which takes part in the softmax and has
-        no value (OpenAI 2025, gpt-oss); None: -inf. What a query may not see never reaches its result, whatever it
-        contains.
+        Query head h uses K/V head h // (H / G). What a query may not see, see `Scores`, never reaches its result,
+        whatever it contains.
         """

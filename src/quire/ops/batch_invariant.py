@@ -38,7 +38,7 @@ from quire.ops.matmul import (
 )
 from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, attention_mask, first_visible, visible
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
-from quire.ops.recurrent import gated_delta, selective_scan, slots_of
+from quire.ops.recurrent import gated_delta, padded, selective_scan, slots_of
 from quire.ops.reference import ReferenceOps
 from quire.types import UNLIMITED
 
@@ -65,9 +65,10 @@ def one_by_one(
     states = slots_of(batch)
     scratch = LayerState(*(each.new_zeros(2, *each.shape[1:]) for each in state))
     one = torch.tensor([1], device=x[0].device)
-    starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one, one.new_zeros(0, 2))
+    starts, alone = batch.query_start.new_tensor([0, 1]), StateSlots(one, one, one.new_zeros(1))
     begun = [[each[slot].clone() for each in state] for slot in states.source.tolist()]
-    kept, parts = dict[int, list[int]](), []
+    nothing = StateSlots(one[:0], one[:0], one[:0])
+    kept, parts = dict[int, list[int]](), [rule([each[:0] for each in x], scratch, starts[:1], nothing)]
     for token, slot in zip(*(each.tolist() for each in states.kept()), strict=True):
         kept.setdefault(token, []).append(slot)
     for (start, stop), first in zip(pairwise(batch.query_start.tolist()), begun, strict=True):
@@ -77,7 +78,7 @@ def one_by_one(
             parts.append(rule([each[t : t + 1] for each in x], scratch, starts, alone))
             for pool, each in zip(state, scratch, strict=True):
                 pool[kept.get(t, [])] = each[1]
-    return torch.cat(parts)
+    return padded(torch.cat(parts), len(x[0]))
 
 
 class BatchInvariantOps(ReferenceOps):
@@ -169,7 +170,7 @@ class BatchInvariantOps(ReferenceOps):
 
 class Queries(NamedTuple):
     """Some of a group's queries and their tiles: `n` from number `start` on, `each` a tile for the `share` heads of a
-    K/V head. window, chunk, ahead: as in `Ops.attention`."""
+    K/V head. window, chunk, ahead: as in `Scores`."""
 
     start: int
     n: int
@@ -202,22 +203,22 @@ def visible_runs(paged: PagedAttentionMetadata, index: int, part: Queries) -> tu
     first = first_visible(int(past.min()), part.window, part.chunk) // KEYS
     seen = paged.masks.get(key)
     if seen is None:
-        seen = paged.masks[key] = mask(group, past, first, part, paged.last_of(index))
+        seen = paged.masks[key] = mask(group, past, first, part, paged.last_of(index, part.ahead))
     return first, seen
 
 
 def mask(group: SpanGroup, past: Tensor, first: int, part: Queries, last: Tensor | None) -> Tensor:
     """Which positions of runs from `first` on each row of the tiles sees. last: as `PagedAttentionMetadata.last_of`."""
-    end = min(group.longest - group.n + part.start + part.n + part.ahead, group.longest)
-    until = -(-(end if last is None else group.longest) // KEYS)
+    end = group.longest - group.n + part.start + part.n if last is None else group.longest
+    until = -(-end // KEYS)
     row = torch.arange(-(-(part.each * part.share) // TILE_ROWS) * TILE_ROWS, device=past.device)
     at = torch.arange(0, part.n, part.each, device=past.device)[:, None] + (row // part.share).clamp(max=part.each - 1)
     at = at.clamp(max=part.n - 1)
     place = (past[:, None, None] + at)[:, None, :, :, None]
     seen_until = None if last is None else last[:, part.start + at][:, None, :, :, None]
     key = torch.arange(first * KEYS, until * KEYS, device=past.device).view(-1, 1, 1, KEYS)
-    seen = visible(key, place, part.window, part.chunk, part.ahead, seen_until)
-    return seen & (key < group.kv_len.view(-1, 1, 1, 1, 1)) if part.ahead else seen
+    seen = visible(key, place, part.window, part.chunk, seen_until)
+    return seen if last is None else seen & (key < group.kv_len.view(-1, 1, 1, 1, 1))
 
 
 def of_tile(sinks: Tensor, each: int) -> Tensor:
@@ -292,38 +293,26 @@ class SteadyOps(BatchInvariantOps):
     rotate = ReferenceOps.rotate
     silu_mul = ReferenceOps.silu_mul
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = UNLIMITED,
-        ahead: int = 0,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """See `Ops.attention`. Spans are cut at the ends of runs for what `attend_runs` computes alone: a piece has no
         positions after its own, and other attention reads more at a time."""
-        if not plain(batch, Scores(scale, window, soft_cap, sinks, chunk, ahead)):
+        if not plain(batch, how):
             batch = PagedAttentionMetadata.of(batch, self.reach)
-        return super().attention(q, kv, batch, scale, window, soft_cap, sinks, chunk, ahead)
+        return super().attention(q, kv, batch, how)
 
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """See `ReferenceOps.attend`."""
         if not plain(paged, how):
             return super().attend(q, kv, paged, i, how)
-        return attend_runs(q, kv, paged, i, how.scale)
+        return attend_runs(q, kv, paged, i, how)
 
 
 def plain(batch: RaggedBatch, how: Scores) -> bool:
     """Whether every query sees all positions up to its own, and scores are what they are."""
-    causal = not how.ahead and batch.last_visible is None
-    return causal and not how.soft_cap and min(how.window, how.chunk) >= UNLIMITED and how.sinks is None
+    return how.is_causal(batch) and not how.soft_cap and min(how.window, how.chunk) >= UNLIMITED and how.sinks is None
 
 
-def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, scale: float) -> Tensor:
+def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: int, how: Scores) -> Tensor:
     """Attention of one group's queries over its blocks -> [S * n, H, E]."""
     group, (_, heads, dim), groups = paged.groups[index], q.shape, kv.k.shape[1]
     spans, n, share = len(group.kv_len), group.n, heads // groups
@@ -331,8 +320,8 @@ def attend_runs(q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, index: in
     rows = n * share
     some = q.view(spans, n, groups, share, dim).permute(0, 2, 3, 1, 4).reshape(spans, groups, rows, dim)
     some = pad_rows(some)
-    seen = additive_mask(paged, index, share, q.dtype)
-    out = F.scaled_dot_product_attention(some, k, v, seen, scale=scale)[:, :, :rows]
+    seen = additive_mask(paged, index, share, how, q.dtype)
+    out = F.scaled_dot_product_attention(some, k, v, seen, scale=how.scale)[:, :, :rows]
     return out.reshape(spans, groups, share, n, -1).permute(0, 3, 1, 2, 4).reshape(spans * n, heads, -1)
 
 
@@ -344,12 +333,12 @@ def pad_rows(x: Tensor) -> Tensor:
     )
 
 
-def additive_mask(paged: PagedAttentionMetadata, index: int, share: int, dtype: torch.dtype) -> Tensor:
+def additive_mask(paged: PagedAttentionMetadata, index: int, share: int, how: Scores, dtype: torch.dtype) -> Tensor:
     """[S, 1, rows or 1, L]: what is added to scores, for rows padded by `pad_rows`."""
     key = (index, share)
     made = paged.masks.get(key)
     if made is None:
-        seen = attention_mask(paged.groups[index], UNLIMITED, share)
+        seen = attention_mask(paged.groups[index], how, share)
         assert seen is not None
         made = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
         made = made if made.shape[2] == 1 else pad_rows(made)

@@ -12,9 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from quire.ops.base import Scores
 from quire.ops.quantized import E4M3, to_fp8
 from quire.ops.ragged import LayerKV, RaggedBatch, fields_of
-from quire.types import UNLIMITED
 
 FEW = 32
 """Spans of up to this many queries are attended together with others that have as many, one by one above."""
@@ -172,17 +172,17 @@ class PagedAttentionMetadata(RaggedBatch):
             dim = pool.shape[-1]
             pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
 
-    def mask(self, index: int, window: int, repeat: int, chunk: int = UNLIMITED, ahead: int = 0) -> Tensor | None:
+    def mask(self, index: int, how: Scores, repeat: int) -> Tensor | None:
         """[S, 1, repeat * n, L] bool: which of L positions each query sees; None where each sees all."""
-        key = (index, window, repeat, chunk, ahead)
+        key = (index, how.window, repeat, how.chunk, how.ahead)
         if key not in self.masks:
-            self.masks[key] = attention_mask(self.groups[index], window, repeat, chunk, ahead, self.last_of(index))
+            self.masks[key] = attention_mask(self.groups[index], how, repeat, self.last_of(index, how.ahead))
         return self.masks[key]
 
-    def last_of(self, index: int) -> Tensor | None:
-        """[S, n]: the last position that each query of group `index` sees; None: its own."""
-        group = self.groups[index]
-        return None if self.last_visible is None else self.last_visible[group.rows].view(-1, group.n)
+    def last_of(self, index: int, ahead: int) -> Tensor | None:
+        """[S, n]: as `RaggedBatch.last_seen`, of the queries of group `index`."""
+        group, last = self.groups[index], self.last_seen(ahead)
+        return None if last is None else last[group.rows].view(-1, group.n)
 
 
 def alike(spans: list[int], lengths: list[int]) -> list[list[int]]:
@@ -224,32 +224,24 @@ def group(batch: RaggedBatch, spans: list[int], n: int, starts: list[int], lengt
     return SpanGroup(n, rows, kv_len, longest, torch.where(held, pages, pages[:, :1]), even)
 
 
-def attention_mask(
-    group: SpanGroup,
-    window: int,
-    repeat: int,
-    chunk: int = UNLIMITED,
-    ahead: int = 0,
-    last: Tensor | None = None,
-) -> Tensor | None:
+def attention_mask(group: SpanGroup, how: Scores, repeat: int, last: Tensor | None = None) -> Tensor | None:
     """[S, 1, repeat * n, L] bool: which positions each query sees; None where each sees all. last [S, n]: as
     `PagedAttentionMetadata.last_of`."""
-    if last is None and group.n <= ahead + 1 and group.even and min(window, chunk) >= group.longest:
+    if group.even and how.sees_all(group.longest, group.n):
         return None
     device = group.kv_len.device
     key = torch.arange(group.longest, device=device)
     query = group.kv_len[:, None] - group.n + torch.arange(group.n, device=device)
-    seen = visible(key, query[..., None], window, chunk, ahead, None if last is None else last[..., None])
-    if ahead:
+    seen = visible(key, query[..., None], how.window, how.chunk, None if last is None else last[..., None])
+    if last is not None:
         seen = seen & (key < group.kv_len[:, None, None])
     return (seen if group.n == 1 else seen.repeat(1, repeat, 1))[:, None]
 
 
-def visible(key: Tensor, query: Tensor, window: int, chunk: int, ahead: int = 0, last: Tensor | None = None) -> Tensor:
-    """Whether a query at position `query` sees position `key`; see `Ops.attention`. last: a later position up to which
-    it sees, see `RaggedBatch.last_visible`. With `ahead` the caller excludes positions that the span does not have."""
-    until = query + ahead
-    until = until if last is None else torch.maximum(until, last)
+def visible(key: Tensor, query: Tensor, window: int, chunk: int, last: Tensor | None = None) -> Tensor:
+    """Whether a query at position `query` sees position `key`; see `Scores`. last: the last position that it sees, None
+    for its own, see `RaggedBatch.last_seen`: the caller excludes positions that the span does not have."""
+    until = query if last is None else last
     return (key <= until) & (key > query - window) & (key >= query // chunk * chunk)
 
 

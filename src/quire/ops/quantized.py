@@ -39,8 +39,7 @@ from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
 from quire.ops.panels import PanelMatrix
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch
-from quire.ops.recurrent import gated_delta, selective_scan, slots_of
-from quire.types import UNLIMITED
+from quire.ops.recurrent import gated_delta, selective_scan, with_padding
 
 Each = TypeVar("Each")
 
@@ -154,6 +153,10 @@ class BaseOps(ABC):
     def clamped_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.clamped_mul`."""
 
+    @abstractmethod
+    def relu2(self, x: Tensor) -> Tensor:
+        """See `Ops.relu2`."""
+
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.embedding`."""
         return F.embedding(tokens, weight)
@@ -169,6 +172,7 @@ class BaseOps(ABC):
             "gelu": self.gelu_mul,
             "gelu_erf": self.gelu_erf_mul,
             "clamped": self.clamped_mul,
+            "relu2": self.relu2,
         }
         return gates[gate](y) if gate else y
 
@@ -179,18 +183,7 @@ class BaseOps(ABC):
         """See `Ops.qk_norm_rope_store_kv`."""
 
     @abstractmethod
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = UNLIMITED,
-        ahead: int = 0,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """See `Ops.attention`."""
 
     def self_attention(
@@ -205,7 +198,7 @@ class BaseOps(ABC):
     ) -> Tensor:
         """See `Ops.self_attention`."""
         q = self.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms)
-        return self.attention(q, kv, batch, *how)
+        return self.attention(q, kv, batch, how)
 
     def gelu_erf(self, x: Tensor) -> Tensor:
         """See `Ops.gelu_erf`."""
@@ -337,8 +330,8 @@ class BaseOps(ABC):
 
     def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.gated_delta`."""
-        return gated_delta(x, weights, state, batch.query_start, slots_of(batch))
+        return with_padding(gated_delta, x, weights, state, batch)
 
     def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.selective_scan`."""
-        return selective_scan(x, weights, state, batch.query_start, slots_of(batch))
+        return with_padding(selective_scan, x, weights, state, batch)

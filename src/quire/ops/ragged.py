@@ -27,19 +27,18 @@ class StateSlots(NamedTuple):
     """Where the states of recurrent layers are read and written, see `LayerState`.
 
     source [S] int64: the slot of the state that each span goes on from; slot 0 holds zeros, where a sequence begins.
-    target [T] int64: the slot that takes the state after each token; 0: none does. snapshots [N, 2] int64: (token,
-    slot) pairs: slots that take the state after a token besides. All are read before any is written.
+    target [T] int64: the slot that takes the state after each token; 0: none does. snapshot [T] int64: a slot that
+    takes it besides, or 0. All are read before any is written.
     """
 
     source: torch.Tensor
     target: torch.Tensor
-    snapshots: torch.Tensor
+    snapshot: torch.Tensor
 
     def kept(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens [M], slots [M]) of all states that are written."""
-        wanted = self.target.nonzero()[:, 0]
-        tokens, slots = self.snapshots.unbind(1)
-        return torch.cat((wanted, tokens)), torch.cat((self.target[wanted], slots))
+        wanted, besides = (each.nonzero()[:, 0] for each in (self.target, self.snapshot))
+        return torch.cat((wanted, besides)), torch.cat((self.target[wanted], self.snapshot[besides]))
 
 
 LONG = 3584
@@ -78,8 +77,9 @@ class RaggedBatch:
     hidden states are needed, None for all; what follows the last attention is computed for them alone, see
     `select_outputs`. states: None where no layer is recurrent. images: None where no token holds the place of an image.
     rope_positions [3, T] int64: positions in time, height and width by which tokens are rotated (Bai et al. 2025,
-    Qwen2.5-VL); None: `positions` in each. last_visible [T] int64: the last position that each token sees; None: its
-    own (causal). long_spans: those that the host knows to be long; none where the step is captured.
+    Qwen2.5-VL); [1, T]: one position for all three; None: `positions`. last_visible [T] int64: a later position up to
+    which each token sees, any below its own for none; None: none does (causal). long_spans: those that the host knows
+    to be long; none where the step is captured.
     """
 
     tokens: torch.Tensor
@@ -97,6 +97,15 @@ class RaggedBatch:
     rope_positions: torch.Tensor | None = field(default=None, kw_only=True)
     last_visible: torch.Tensor | None = field(default=None, kw_only=True)
     long_spans: LongSpans = field(default=NO_LONG_SPANS, kw_only=True)
+
+    def last_seen(self, ahead: int) -> torch.Tensor | None:
+        """[T] the last position that each token sees, of those that its span has: `ahead` after its own, or
+        `last_visible` where that is later. None: its own (causal)."""
+        if not ahead:
+            last = self.last_visible
+            return None if last is None else torch.maximum(self.positions, last)
+        until = self.positions + ahead
+        return until if self.last_visible is None else torch.maximum(until, self.last_visible)
 
     def with_images(self, embedded: torch.Tensor) -> torch.Tensor:
         """embedded [T, hidden] with the embeddings of images in their places."""

@@ -14,15 +14,17 @@ channels pass through a causal convolution of W inputs, silu behind it, before t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from quire.ops.base import DeltaInputs, DeltaWeights, ScanInputs, ScanWeights
 from quire.ops.ragged import LayerState, RaggedBatch, StateSlots
+
+Inputs = TypeVar("Inputs", DeltaInputs, ScanInputs)
 
 CHUNK = 64
 """Tokens of a long span computed at once."""
@@ -94,6 +96,22 @@ def selective_scan(
     gated = torch.unflatten(out.flatten(1) * silu(x.gate.float()), 1, (groups, -1))
     centred = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + weights.norm.eps)
     return (weights.norm.weight.float() * centred.flatten(1)).to(x.mixed.dtype)
+
+
+def with_padding(
+    rule: Callable[..., Tensor], x: Inputs, weights: object, state: LayerState, batch: RaggedBatch
+) -> Tensor:
+    """`rule`, one of the two above, of the tokens that spans have; zeros for those behind, which fill up a step."""
+    starts, states = batch.query_start, slots_of(batch)
+    fed, size = int(starts[-1]), len(x[0])
+    inputs = type(x)(*(each[:fed] for each in x))
+    slots = StateSlots(states.source, states.target[:fed], states.snapshot[:fed])
+    return padded(rule(inputs, weights, state, starts, slots), size)
+
+
+def padded(out: Tensor, size: int) -> Tensor:
+    """Rows out [n, ..] and zeros, `size` in all."""
+    return out if len(out) == size else torch.cat((out, out.new_zeros(size - len(out), *out.shape[1:])))
 
 
 def softplus(x: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Gate, Norm, 
 from quire.ops.paged_attention import FEW, PagedAttentionMetadata, SpanGroup, first_visible, visible
 from quire.ops.quantized import BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.types import UNLIMITED
 
 TILE = 256
 """Queries of one long span attended at once: bounds the mask, and skips the keys after the tile."""
@@ -150,21 +149,9 @@ class ReferenceOps(BaseOps):
         """Write k and v [T, G, D] into their slots."""
         self.prepare(batch).write(kv, k, v)
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = UNLIMITED,
-        ahead: int = 0,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
-        how = Scores(scale, window, soft_cap, sinks, chunk, ahead)
         parts = [self.attend(q[group.rows], kv, paged, i, how) for i, group in enumerate(paged.groups)]
         if len(parts) == 1 and len(parts[0]) == len(q):
             return parts[0]
@@ -188,16 +175,16 @@ class ReferenceOps(BaseOps):
 
     def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
         """See `Ops.latent_attention`."""
-        return self.attention(torch.cat((q, rotated), -1), kv, batch, scale)
+        return self.attention(torch.cat((q, rotated), -1), kv, batch, Scores(scale))
 
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """Attention of the queries q [S * n, H, D] of group number i over its blocks -> [S * n, H, E]."""
         group = paged.groups[i]
         k, v = paged.read_kv(kv, i, q)
         if group.n > FEW:
-            last = paged.last_of(i)
+            last = paged.last_of(i, how.ahead)
             return long(q, k[0], v[0], group, how, None if last is None else last[0])
-        mask = paged.mask(i, how.window, q.shape[1] // k.shape[1], how.chunk, how.ahead)
+        mask = paged.mask(i, how, q.shape[1] // k.shape[1])
         return short(q, k, v, mask, group.n, how)
 
 
@@ -232,13 +219,12 @@ def long(q: Tensor, k: Tensor, v: Tensor, group: SpanGroup, how: Scores, last: T
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
         low = first_visible(past + start, how.window, how.chunk)
-        high = min(past + stop + how.ahead, group.longest)
         until = None if last is None else last[start:stop, None]
-        high = high if until is None else max(high, int(until.max()) + 1)
+        high = past + stop if until is None else min(int(until.max()) + 1, group.longest)
         key = torch.arange(low, high, device=q.device)
         query = torch.arange(past + start, past + stop, device=q.device)[:, None]
-        seen_all = how.sees_all(group.longest)
-        mask = None if seen_all else visible(key, query, how.window, how.chunk, how.ahead, until)
+        seen_all = how.sees_all(group.longest, n)
+        mask = None if seen_all else visible(key, query, how.window, how.chunk, until)
         keys, values = (x[:, None, low:high].expand(-1, heads // groups, -1, -1) for x in (k, v))
         tiles.append(weigh(folded[:, :, start:stop], keys, values, mask, how, sinks))
     return torch.cat(tiles, 2).permute(2, 0, 1, 3).reshape(n, heads, -1)

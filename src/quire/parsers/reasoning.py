@@ -1,12 +1,13 @@
 """Splits an answer into reasoning, such as `<think>...</think>`, and content.
 
-The names of parsers are those of vLLM's registry.
+The names of parsers are those of vLLM's registry, which has none for `apriel`, `functionary_v3_2`, `muse_glimmer` and
+`solar_open`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,9 +40,42 @@ ReasoningParser = Literal[
     "cohere_command4",
     "apertus",
     "minimax_m3",
+    "holo2",
+    "hunyuan_a13b",
+    "hy_v3",
+    "kimi_k3",
+    "minimax_m2_append_think",
+    "poolside_v1",
+    "solar_open2",
+    "apriel",
+    "functionary_v3_2",
+    "muse_glimmer",
+    "solar_open",
 ]
 
 OPEN, CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelMarks:
+    """How the messages of an answer are marked, where thoughts and answer are messages of their own.
+
+    begun: the beginning of a header, where prompts end with it. first: what may follow at the very beginning of an
+    answer, within a header that the prompt has begun. heads: what headers begin with; ends: what they end with, which
+    may be the whole header. closes: marks that end a message. header: what is one; anything else is content. thought:
+    headers of thoughts. call: headers of messages to tools, of which `passed` with the name is content, for the tool
+    parser, as is the message's closing mark.
+    """
+
+    begun: str = ""
+    first: tuple[str, ...] = ()
+    heads: tuple[str, ...]
+    ends: tuple[str, ...]
+    closes: tuple[str, ...]
+    header: str = ""
+    thought: str = "(?!)"
+    call: str = "(?!)"
+    passed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +86,8 @@ class ThoughtStyle:
     thoughts, too, and belong to the answer. first: whether answers begin with thoughts where the prompt does not show
     it. special: the marks are special tokens, which decoding omits by default. between, answer: text after the closing
     mark, and before an answer that is no call of a tool. around: marks that may stand around an answer, and belong to
-    neither. channels: thoughts and answer are messages of their own.
+    neither; finish: marks that may follow it. channels: how thoughts and answer are messages of their own, if they are.
+    shown: thoughts are content, with their marks.
     """
 
     name: ReasoningParser
@@ -65,11 +100,16 @@ class ThoughtStyle:
     between: str = ""
     answer: str = ""
     around: tuple[tuple[str, str], ...] = ()
-    channels: bool = False
+    finish: tuple[str, ...] = ()
+    channels: ChannelMarks | None = None
+    shown: bool = False
 
     def splitter(self, *, inside: bool) -> ThoughtSplitter:
         """A Splitter of reasoning and content. inside: the text begins within a thought, even without a mark."""
-        return Channels(self.opens[0] if inside else "") if self.channels else Thinking(inside=inside, style=self)
+        if self.channels is not None:
+            return Channels(self.channels, self.opens[0] if inside else self.channels.begun)
+        thinking = Thinking(inside=inside, style=self)
+        return Shown(thinking, self.opens[0] if inside else "") if self.shown else thinking
 
 
 _QWEN3 = ThoughtStyle(name="qwen3", models="Qwen 3")
@@ -101,6 +141,56 @@ THOUGHTS: Mapping[str, ThoughtStyle] = {
             _QWEN3, name="kimi_k2", models="Kimi K2 Thinking", ends=("<|tool_calls_section_begin|>",), special=True
         ),
         replace(_QWEN3, name="minimax_m2", models="MiniMax M2", first="open"),
+        replace(
+            _QWEN3,
+            name="minimax_m2_append_think",
+            models="MiniMax M2, with its thoughts as content",
+            first="open",
+            shown=True,
+        ),
+        replace(_QWEN3, name="holo2", models="Holo 2", first="open"),
+        replace(_QWEN3, name="poolside_v1", models="Laguna"),
+        replace(
+            _QWEN3,
+            name="hunyuan_a13b",
+            models="Hunyuan A13B",
+            around=(("<answer>", "</answer>"),),
+        ),
+        replace(
+            _QWEN3,
+            name="hy_v3",
+            models="Hy3",
+            opens=("<think:opensource>",),
+            closes=("</think:opensource>",),
+            special=True,
+        ),
+        replace(
+            _QWEN3,
+            name="kimi_k3",
+            models="Kimi K3",
+            opens=("<|open|>think<|sep|>",),
+            closes=("<|close|>think<|sep|>",),
+            special=True,
+            answer="<|open|>response<|sep|>",
+            around=(("<|open|>response<|sep|>", "<|close|>response<|sep|>"),),
+            finish=("<|close|>message<|sep|>",),
+        ),
+        replace(
+            _QWEN3,
+            name="solar_open2",
+            models="Solar Open 2",
+            opens=("<|think:start|>",),
+            closes=("<|think:end|>",),
+            special=True,
+        ),
+        replace(
+            _QWEN3,
+            name="apriel",
+            models="Apriel 1.5 and 1.6",
+            opens=("Here are my reasoning steps:",),
+            closes=("[BEGIN FINAL RESPONSE]",),
+            finish=("[END FINAL RESPONSE]",),
+        ),
         replace(_QWEN3, name="olmo3", models="OLMo 3 Think", first="open"),
         replace(_QWEN3, name="seed_oss", models="Seed-OSS", opens=("<seed:think>",), closes=("</seed:think>",)),
         replace(_QWEN3, name="mistral", models="Magistral", opens=("[THINK]",), closes=("[/THINK]",), special=True),
@@ -134,13 +224,78 @@ THOUGHTS: Mapping[str, ThoughtStyle] = {
             special=True,
             between="<|start|>assistant",
             answer="<|channel|>final<|message|>",
-            channels=True,
+            channels=ChannelMarks(
+                # Prompts end with `<|start|>assistant`, which the recipient of a call may follow.
+                first=("to=functions.",),
+                heads=("<|start|>", "<|channel|>"),
+                ends=("<|message|>",),
+                closes=("<|end|>", "<|call|>", "<|return|>"),
+                header=r"<\|channel\|>\s*\w",
+                thought=r"<\|channel\|>\s*analysis\b",
+                call=r"to=(functions\.[^\s<]+)",
+                passed="<|channel|>commentary to={name}<|message|>",
+            ),
+        ),
+        ThoughtStyle(
+            name="muse_glimmer",
+            models="Muse Glimmer",
+            opens=("to=self<|message|>",),
+            closes=("<|eom|>",),
+            special=True,
+            between="<|start|>assistant",
+            answer=" to=user<|message|>",
+            channels=ChannelMarks(
+                first=("to=",),
+                heads=("<|start|>",),
+                ends=("<|message|>",),
+                closes=("<|eom|>", "<|eot|>"),
+                thought=r"\bto=self<",
+            ),
+        ),
+        ThoughtStyle(
+            name="solar_open",
+            models="Solar Open",
+            opens=("<|think|>",),
+            closes=("<|end|>",),
+            special=True,
+            between="<|begin|>assistant",
+            answer="<|content|>",
+            channels=ChannelMarks(
+                heads=("<|begin|>", "<|think|>", "<|content|>", "<|tool_calls|>"),
+                ends=("<|think|>", "<|content|>", "<|tool_calls|>"),
+                closes=("<|end|>", "<|calls|>"),
+                thought=r"<\|think\|>",
+            ),
+        ),
+        ThoughtStyle(
+            name="functionary_v3_2",
+            models="Functionary 3.2, which does not think: its answers have a recipient",
+            opens=(),
+            closes=(),
+            first="none",
+            answer="all\n",
+            channels=ChannelMarks(
+                begun=">>>",
+                heads=(">>>",),
+                ends=("\n",),
+                closes=(),
+                header=r"^>>>[\w.-]{1,64}\n",
+                call=r"^>>>(?!all\n)([\w.-]{1,64})\n",
+                passed=">>>{name}\n",
+            ),
         ),
     )
 }
 """By the parser's name."""
 
 _SIGNS: Sequence[tuple[ReasoningParser, *tuple[str, ...]]] = (
+    ("kimi_k3", "<|open|>", "<|close|>", "think"),
+    ("hy_v3", ":opensource", "think"),
+    ("muse_glimmer", "<|message|>", "to=self"),
+    ("solar_open2", "<|think:start|>"),
+    ("solar_open", "<|think|>", "<|content|>"),
+    ("apriel", "[BEGIN FINAL RESPONSE]"),
+    ("functionary_v3_2", ">>>all"),
     ("openai_gptoss", "<|channel|>", "analysis"),
     ("gemma4", "<|channel>", "<channel|>"),
     ("mistral", "[THINK]"),
@@ -185,11 +340,12 @@ def thoughts_ahead(parser: ReasoningParser, prompt: str, begun: str = "", *, off
     if style is None:
         return "none"
     if begun:
-        return "open" if max(map(begun.rfind, style.opens)) > max(map(begun.rfind, style.closes)) else "none"
+        opened, closed = (max(map(begun.rfind, marks), default=-1) for marks in (style.opens, style.closes))
+        return "open" if opened > closed else "none"
     end = prompt[-64:].rstrip()
     if end.endswith(style.opens):
         return "open"
-    if end.endswith(style.closes) and not style.channels:
+    if end.endswith((*style.closes, *(mark for mark, _ in style.around))) and not style.channels:
         return "none"
     return "none" if off and not style.channels else style.first
 
@@ -204,7 +360,8 @@ def bounded(
     if structure is None:
         structure = StructuredOutputsParams(thought_budget=budget, param="thinking_token_budget")
     if ahead == "none":
-        return replace(structure, thoughts=ahead, thought_budget=budget, begin="")
+        begin = structure.begin if parser != "none" and not THOUGHTS[parser].opens else ""
+        return replace(structure, thoughts=ahead, thought_budget=budget, begin=begin)
     return replace(structure, thoughts=ahead, reasoning_parser=parser, thought_budget=budget)
 
 
@@ -273,6 +430,9 @@ class Thinking(ThoughtSplitter):
             closed = next((mark for mark in closes if bare.startswith(mark)), "")
             self.state, self._text = "after", bare.removeprefix(closed)
             self._space.clear()
+        elif self._style.special and self._around:
+            # The prompt may have begun the answer.
+            self.state, self._answer_end = "answer", self._around[0][1]
         else:
             self.state = "answer"
             parts.append(TextPart("content", "".join(self._space) + bare))
@@ -301,7 +461,12 @@ class Thinking(ThoughtSplitter):
 
     def _after(self, parts: list[TextPart]) -> None:
         self._text = bare = self._text.lstrip()
-        if not bare or any(len(bare) < len(mark) and mark.startswith(bare) for mark, _ in self._around):
+        marks = (*(mark for mark, _ in self._around), *self._style.finish)
+        if not bare or any(len(bare) < len(mark) and mark.startswith(bare) for mark in marks):
+            return
+        if found := next(filter(bare.startswith, self._style.finish), ""):
+            self._text = bare.removeprefix(found)
+            self._after(parts)
             return
         self.state = "answer"
         for mark, end in self._around:
@@ -338,18 +503,40 @@ class Thinking(ThoughtSplitter):
         return [part for part in parts if part.text]
 
 
-class Channels(ThoughtSplitter):
-    """A Splitter of gpt-oss's messages: `<|start|>assistant<|channel|>analysis<|message|>...<|end|>` and so on.
+class Shown(ThoughtSplitter):
+    """A Splitter to which all is content, with thoughts and their marks. begun: a mark that the prompt ends with."""
 
-    The channel `analysis` is reasoning; other messages are content. The header of a message to a tool is kept, in the
-    form that the tool parser `openai` reads. Text without a header is content.
+    __slots__ = ("_begun", "_thinking", "state")
+
+    def __init__(self, thinking: Thinking, begun: str) -> None:
+        self._thinking = thinking
+        self._begun = begun
+        self.state: State = thinking.state
+
+    def feed(self, text: str) -> Sequence[TextPart]:
+        """See Splitter."""
+        self._thinking.feed(text)
+        self.state = self._thinking.state
+        begun, self._begun = self._begun, ""
+        return PLAIN.feed(begun + text)
+
+    def flush(self) -> Sequence[TextPart]:
+        """See Splitter."""
+        return PLAIN.flush()
+
+
+class Channels(ThoughtSplitter):
+    """A Splitter of messages with headers: `<|start|>assistant<|channel|>analysis<|message|>...<|end|>` and so on.
+
+    Thoughts are reasoning; other messages are content. Text without a header is content.
     """
 
-    __slots__ = ("_parts", "_reading", "_tape", "state")
+    __slots__ = ("_marks", "_parts", "_reading", "_tape", "state")
 
-    def __init__(self, begun: str = "") -> None:
-        """begun: a header that the prompt ends with."""
+    def __init__(self, marks: ChannelMarks, begun: str = "") -> None:
+        """begun: a header that the prompt ends with, or the beginning of one."""
         self.state: State = "begin"
+        self._marks = marks
         self._tape = Tape()
         self._tape.append(begun)
         self._parts: list[TextPart] = []
@@ -379,39 +566,39 @@ class Channels(ThoughtSplitter):
         self._parts.append(TextPart("reasoning", text))
 
     def _read(self) -> Iterator[None]:
-        tape = self._tape
-        # Prompts end with `<|start|>assistant`, which the recipient of a call may follow.
-        recipient = yield from tape.mark((_RECIPIENT,))
-        self._content("" if recipient else tape.space)
-        while recipient or not tape.exhausted:
-            mark = recipient or (yield from tape.until(_HEADER, self._content))
-            recipient = ""
+        tape, marks = self._tape, self._marks
+        first = yield from tape.mark(marks.first)
+        self._content("" if first else tape.space)
+        while first or not tape.exhausted:
+            mark = first or (yield from tape.until(marks.heads, self._content))
+            first = ""
             if not mark:
                 return
-            head, end = yield from tape.head(("<|message|>",), _LONGEST_HEADER)
-            channel = re.search(r"<\|channel\|>\s*(\w+)", mark + head)
-            if not end or channel is None:
-                self._content(mark + head + end)
+            head, end = ("", mark) if mark in marks.ends else (yield from tape.head(marks.ends, _LONGEST_HEADER))
+            whole = mark + head + (end if head or end != mark else "")
+            if not end or not re.search(marks.header, whole):
+                self._content(whole)
                 self.state = "answer"
                 continue
-            to = re.search(r"to=(functions\.[^\s<]+)", mark + head)
-            say = self._content
-            if to:
-                self._content(f"<|channel|>commentary to={to[1]}<|message|>")
-            elif channel[1] == "analysis":
-                say = self._reasoning
-            self.state = "inside" if say == self._reasoning else "answer"
-            end = yield from tape.until(_ENDS, say)
-            if end == "<|start|>":
-                tape.back(end)
-            elif to:
-                self._content(end)
-            self.state = "begin" if say == self._reasoning else self.state
+            yield from self._message(whole)
+
+    def _message(self, header: str) -> Generator[None]:
+        """The rest of a message."""
+        tape, marks = self._tape, self._marks
+        say = self._content
+        if to := re.search(marks.call, header):
+            self._content(marks.passed.replace("{name}", to[1]))
+        elif re.search(marks.thought, header):
+            say = self._reasoning
+        self.state = "inside" if say == self._reasoning else "answer"
+        end = yield from tape.until((*marks.closes, *(mark for mark in marks.heads if mark not in marks.closes)), say)
+        if end in marks.heads:
+            tape.back(end)
+        elif to:
+            self._content(end)
+        self.state = "begin" if say == self._reasoning else self.state
 
 
-_RECIPIENT = "to=functions."
-_HEADER = ("<|start|>", "<|channel|>")
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _LONGEST_HEADER = 400
 
 

@@ -242,15 +242,20 @@ class BlockPool:
     """Blocks 1..num_blocks with reference counts. Block 0 is NULL_BLOCK and never allocated.
 
     Free blocks without cached contents are allocated before those with, so that a partial last block never evicts a
-    cached prefix.
+    cached prefix. on_evict: called with a cached block that is about to be overwritten.
     """
 
     def __init__(
-        self, num_blocks: int, prefix_cache: PrefixCache, eviction_policy: EvictionPolicy | None = None
+        self,
+        num_blocks: int,
+        prefix_cache: PrefixCache,
+        eviction_policy: EvictionPolicy | None = None,
+        on_evict: Callable[[int], None] = lambda block: None,
     ) -> None:
         self.num_blocks = num_blocks
         self.prefix_cache = prefix_cache
         self.eviction_policy: EvictionPolicy = Lru() if eviction_policy is None else eviction_policy
+        self.on_evict = on_evict
         self.ref_counts = [0] * (num_blocks + 1)
         self.allocated_at = [0] * (num_blocks + 1)
         self.free_list = list(range(num_blocks, 0, -1))
@@ -274,6 +279,7 @@ class BlockPool:
         else:
             block = self.eviction_policy.evict()
             self.prefix_cache.remove(block)
+            self.on_evict(block)
             self.evictions += 1
         self.num_allocated += 1
         self.allocated_at[block] = self.num_allocated

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 
 from quire.errors import InvalidRequest
 from quire.scheduler.block_pool import BlockPool, EvictionPolicy, Lru, NoPrefixCache, PrefixCache, RadixPrefixCache
+from quire.scheduler.kv_offload import ALL_TRIED, NoOffload, Offload
 from quire.scheduler.pins import Pins
 from quire.scheduler.sequence import PrefixKey, Sequence
 from quire.scheduler.snapshots import HybridPrefixCache, NoSnapshots, Snapshots, StateSnapshots
+from quire.scheduler.step_time import StepTimeModel
 from quire.types import UNLIMITED, WHOLE_PROMPT, Request
 
 
@@ -17,7 +19,7 @@ class KVCacheManager:
 
     block_size: tokens of a block. min_shared_tokens: prompt tokens that another sequence is computing, from which on it
     pays to wait for them. max_pinned_blocks: see `Pins`. snapshot_interval: see `StateSnapshots`; used with a
-    `HybridPrefixCache`.
+    `HybridPrefixCache`. offload: where evicted blocks go; None: nowhere.
     """
 
     def __init__(
@@ -29,12 +31,15 @@ class KVCacheManager:
         min_shared_tokens: int = 64,
         max_pinned_blocks: int = 0,
         snapshot_interval: int = UNLIMITED,
+        offload: Offload | None = None,
     ) -> None:
         self.block_size = block_size
         self.min_shared_tokens = min_shared_tokens
         self.prefix_cache: PrefixCache = NoPrefixCache() if prefix_cache is None else prefix_cache
         self.pins = Pins(Lru() if eviction_policy is None else eviction_policy, max_pinned_blocks)
-        self.block_pool = BlockPool(num_blocks, self.prefix_cache, self.pins)
+        self.offload: Offload = NoOffload() if offload is None else offload
+        self.block_pool = BlockPool(num_blocks, self.prefix_cache, self.pins, self.offload.evict)
+        self.offload.attach(self.block_pool, self.pins)
         self.snapshots: Snapshots = (
             StateSnapshots(self.prefix_cache, self.pins, snapshot_interval)
             if isinstance(self.prefix_cache, HybridPrefixCache)
@@ -99,10 +104,17 @@ class KVCacheManager:
             length = self.snapshots.shared_length(other, length)
         return (other, length) if length >= least else None
 
+    def fetch(self, seq: Sequence, step_times: StepTimeModel, max_tokens: int) -> bool:
+        """Start to bring back evicted blocks of its prefix, where that is faster than computing them in steps of
+        `max_tokens`. True: it waits for them."""
+        offload = self.offload
+        return seq.num_fetches < ALL_TRIED and offload.fetch(seq, self._cacheable_tokens(seq), step_times, max_tokens)
+
     def record_admission(self, seq: Sequence) -> None:
         """Count the lookup of an admitted sequence, and register the block of its prompt that it computes next."""
         self.num_queried_tokens += len(seq.tokens)
         self.num_hit_tokens += seq.num_cached
+        self.offload.admit(seq)
         self.snapshots.admit(seq)
         seq.diverged_at = self._diverged_at(seq)
         self._add_inflight_prefix(seq)
@@ -155,8 +167,9 @@ class KVCacheManager:
             block = seq.blocks[start // size]
             seq.prefix_node = self.prefix_cache.insert(seq.prefix_node, tokens, start, seq.request.cache_salt, block)
             # Where another sequence's block of the same tokens is there already, this one is not in the cache.
-            if seq.next_cache_at <= seq.prompt_length and self.prefix_cache.contains(block):
-                seq.num_cache_written += size
+            if self.prefix_cache.contains(block):
+                self.offload.cached(block, seq, start // size)
+                seq.num_cache_written += size if seq.next_cache_at <= seq.prompt_length else 0
             seq.next_cache_at += size
         self.snapshots.commit(seq)
         if was_registered:
@@ -191,6 +204,7 @@ class KVCacheManager:
             self.drop_inflight_prefix(seq)
         self.pins.clear()
         self.block_pool.clear_cache()
+        self.offload.reset()
 
     def invalidate(self, seqs: Iterable[Sequence]) -> None:
         """Empty the prefix cache; `seqs`, which go on, keep their blocks to themselves."""
@@ -199,6 +213,7 @@ class KVCacheManager:
             seq.prefix_node, seq.next_cache_at = None, UNLIMITED
         self.pins.clear()
         self.block_pool.clear_cache()
+        self.offload.clear()
         self.num_resets += 1
 
 

@@ -146,5 +146,10 @@ class Pins:
         if self._free.pop(block, None) is None:
             self.others.remove(block)
 
+    @property
+    def num_free(self) -> int:
+        """Pinned blocks without a reference."""
+        return len(self._free)
+
     def __len__(self) -> int:
         return len(self.others) + len(self._free)

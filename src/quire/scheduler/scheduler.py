@@ -28,13 +28,14 @@ class WaitingQueue:
 
     Removal is lazy: push, pop and discard stay O(log n) with a hundred thousand waiting. Two kinds wait beside the
     heap: `num_parked` sequences behind one that computes the beginning of their prompts, and those whose grammar is
-    still being compiled.
+    still being compiled or whose K/V is coming back from another tier.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Sequence]] = []
         self._members: set[int] = set()
         self._awaiting_grammar: dict[int, Sequence] = {}
+        self._awaiting_blocks: dict[int, Sequence] = {}
         self.num_parked = 0
 
     def push(self, seq: Sequence) -> None:
@@ -51,9 +52,21 @@ class WaitingQueue:
         if self._awaiting_grammar.pop(seq.arrival, None) is not None:
             self.push(seq)
 
-    def awaiting_grammar(self) -> list[Decision]:
-        """A decision for each sequence that waits for its grammar."""
-        return [Decision("waits", seq.request.id, "grammar") for seq in self._awaiting_grammar.values()]
+    def await_blocks(self) -> None:
+        """The first one waits beside the queue until its blocks have come back."""
+        seq = self._heap[0][2]
+        self.pop()
+        self._awaiting_blocks[seq.arrival] = seq
+
+    def blocks_ready(self, seq: Sequence) -> None:
+        """Its blocks have come back, or will not: it takes its place in the queue."""
+        if self._awaiting_blocks.pop(seq.arrival, None) is not None:
+            self.push(seq)
+
+    def set_aside(self) -> list[Decision]:
+        """A decision for each sequence that waits for its grammar, or for its blocks."""
+        kinds = ("grammar", self._awaiting_grammar), ("tier", self._awaiting_blocks)
+        return [Decision("waits", seq.request.id, cause) for cause, seqs in kinds for seq in seqs.values()]
 
     def peek(self) -> Sequence | None:
         """The next one, left in place."""
@@ -70,6 +83,7 @@ class WaitingQueue:
         """Take it out if it is there; its heap entry is dropped when it comes to the top."""
         self._members.discard(seq.arrival)
         self._awaiting_grammar.pop(seq.arrival, None)
+        self._awaiting_blocks.pop(seq.arrival, None)
 
     def park(self, leader: Sequence, length: int) -> None:
         """The first one waits beside the queue until `leader` has computed `length` tokens."""
@@ -100,7 +114,7 @@ class WaitingQueue:
         return len(self._members)
 
     def __len__(self) -> int:
-        return len(self._members) + len(self._awaiting_grammar) + self.num_parked
+        return len(self._members) + len(self._awaiting_grammar) + len(self._awaiting_blocks) + self.num_parked
 
 
 class Scheduler:
@@ -217,6 +231,14 @@ class Scheduler:
         """What steps take, as the engine records it."""
         return self.speculation.step_times
 
+    def poll_offload(self, now: float) -> SequenceOf[Sequence]:
+        """Take the copies between tiers that have ended. Returns the sequences that take their places in the queue
+        again."""
+        ready = self.kv.offload.poll(now)
+        for seq in ready:
+            self.waiting.blocks_ready(seq)
+        return ready
+
     # ---------------------------------------------------------------- plan
 
     def plan(self, max_tokens: int = UNLIMITED) -> Plan | None:
@@ -228,7 +250,7 @@ class Scheduler:
         masked, drafts_by_span, new_blocks = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
         running, slots, i = self.running, UNLIMITED, 0
         self._out_of_blocks, self._reserved_blocks = False, -1
-        self._decisions = [d for d in self._decisions if d.kind == "preempted"] + self.waiting.awaiting_grammar()
+        self._decisions = [d for d in self._decisions if d.kind == "preempted"] + self.waiting.set_aside()
         tokens_left, speculation = min(self._preempt_background(), max_tokens), self.speculation
         speculation.begin_plan(min(self.max_num_seqs, len(running) + len(self.waiting)))
         self.encoder_cache.begin_plan()
@@ -331,8 +353,12 @@ class Scheduler:
                 return self._note_waiting(seq, reason)
             inflight = self.kv.find_inflight_prefix(seq)
             if inflight is None:
-                return self._admit(seq, tokens_left, has_spans, new_sequences)
-            self.waiting.park(*inflight)  # those behind it may go first
+                if not self.kv.fetch(seq, self.step_times, self.max_num_batched_tokens):
+                    return self._admit(seq, tokens_left, has_spans, new_sequences)
+                self.waiting.await_blocks()  # those behind it may go first
+                self._decisions.append(Decision("waits", seq.request.id, "tier"))
+                continue
+            self.waiting.park(*inflight)
             self._decisions.append(Decision("follows", seq.request.id, inflight[0].request.id, inflight[1]))
         return False
 
@@ -486,7 +512,13 @@ class Scheduler:
         """With a sequence's first token: what became of its prompt, whose full blocks are cached and pinned now."""
         self.kv.cache_blocks(seq)
         pinned = self.kv.pin(seq) if seq.request.choice == 0 else ()
-        return PromptReport(seq.diverged_at, pinned, cache_written=seq.num_cache_written)
+        return PromptReport(
+            seq.diverged_at,
+            pinned,
+            cache_written=seq.num_cache_written,
+            cached_host=seq.num_from_host,
+            cached_disk=seq.num_from_disk,
+        )
 
     # ---------------------------------------------------------------- after a failed step
 

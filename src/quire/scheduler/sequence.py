@@ -90,6 +90,13 @@ class Sequence:
     """Images of its prompt that are not fed yet, in order, while it has a row."""
     prefix_prompt: tuple[int, ...] = ()
     """The prompt as the prefix cache compares it."""
+    block_keys: list[bytes] = field(default_factory=list)
+    """Keys of its first blocks, see `scheduler/kv_offload.py`."""
+    num_fetches: int = 0
+    """What has been tried to bring back its blocks since it was last admitted: 1: reading files, 2: all."""
+    num_from_host: int = 0
+    """Of `num_cached`, tokens that came back from host memory for it."""
+    num_from_disk: int = 0
 
     @property
     def prefix_tokens(self) -> list[int]:
@@ -168,7 +175,7 @@ class Decision(NamedTuple):
     kind: opened (n: cached tokens), follows (n: tokens of its prompt that `cause` is computing), waits, preempted,
     sat-out. cause: the request for whose sake it happened, or what is missing: seats (max_num_seqs), rows (one is still
     in use by a step in flight), pages (KV blocks), budget (tokens of the step), gap (other requests run), grammar (it
-    is being compiled), image (it is being encoded).
+    is being compiled), image (it is being encoded), tier (K/V comes back from host memory or disk).
     """
 
     kind: str

@@ -12,13 +12,22 @@ from __future__ import annotations
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.scheduler.block_pool import RadixNode, RadixPrefixCache
 from quire.scheduler.pins import Pins
 from quire.scheduler.plan import Span
 from quire.scheduler.sequence import Sequence
 from quire.types import UNLIMITED
+
+
+class SnapshotStats(NamedTuple):
+    """Snapshots that are kept, and how many were taken, gone on from, and evicted so far."""
+
+    num_kept: int = 0
+    num_taken: int = 0
+    num_hits: int = 0
+    num_evicted: int = 0
 
 
 class HybridPrefixCache(RadixPrefixCache):
@@ -36,7 +45,7 @@ class HybridPrefixCache(RadixPrefixCache):
         """Blocks whose snapshots were used at least twice; the turns of a conversation use each other's once."""
         self.used: set[int] = set()
         self.free_slots = list(range(num_snapshots, 0, -1))
-        self.num_evicted = 0
+        self.num_taken = self.num_hits = self.num_evicted = 0
 
     def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], RadixNode | None]:
         """Walk from the root, and back to the last block that has a snapshot."""
@@ -79,6 +88,7 @@ class HybridPrefixCache(RadixPrefixCache):
 
     def use(self, block: int) -> int:
         """The slot of a block's snapshot, which is now the most recently used one."""
+        self.num_hits += 1
         self.snapshots.move_to_end(block)
         (self.shared if block in self.used else self.used).add(block)
         return self.snapshots[block]
@@ -98,6 +108,7 @@ class HybridPrefixCache(RadixPrefixCache):
             block = next((each for each in unpinned if each not in spared), first)
             self.num_evicted += 1
             self._drop(block)
+        self.num_taken += 1
         return self.free_slots.pop()
 
     def _drop(self, block: int) -> None:
@@ -118,6 +129,7 @@ class HybridPrefixCache(RadixPrefixCache):
         """Its snapshot goes with it."""
         super().remove(block)
         if block in self.snapshots:
+            self.num_evicted += 1
             self._drop(block)
 
     def clear(self) -> None:
@@ -145,6 +157,9 @@ class Snapshots(Protocol):
     def free(self, seq: Sequence) -> None:
         """A sequence leaves the device, and no step of it is in flight."""
 
+    def stats(self) -> SnapshotStats:
+        """Counts since the start."""
+
 
 class NoSnapshots:
     """The past of a model is K/V alone, or nothing is cached."""
@@ -165,6 +180,10 @@ class NoSnapshots:
 
     def free(self, seq: Sequence) -> None:
         """Nothing is kept."""
+
+    def stats(self) -> SnapshotStats:
+        """Nothing is counted."""
+        return SnapshotStats()
 
 
 class StateSnapshots:
@@ -229,3 +248,8 @@ class StateSnapshots:
         """Its snapshots that were not found are free again."""
         self.cache.free_slots += (slot for _, slot in seq.snapshots_inflight)
         seq.snapshots_inflight, seq.snapshot_lengths = [], []
+
+    def stats(self) -> SnapshotStats:
+        """Those of the cache."""
+        cache = self.cache
+        return SnapshotStats(len(cache.snapshots), cache.num_taken, cache.num_hits, cache.num_evicted)

@@ -53,15 +53,41 @@ class StepCost(NamedTuple):
         return self.fixed(tokens, rows) + (self.per_kv * kv + self.per_pair * pairs)
 
 
-class StepTimeModel:
+class LineFit:
+    """Seconds of something as a line in how much there is of it, by least squares that forget."""
+
+    DECAY = 0.98
+    """The weight of a measurement, relative to the next one's."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """So much took so long."""
+        decay = self.DECAY
+        self._weight = self._weight * decay + 1.0
+        self._x = self._x * decay + amount
+        self._y = self._y * decay + seconds
+        self._xx = self._xx * decay + amount * amount
+        self._xy = self._xy * decay + amount * seconds
+
+    def line(self) -> tuple[float, float]:
+        """(seconds of any amount, seconds of each unit): the second is 0 while all were alike, both before the first
+        measurement."""
+        spread = self._weight * self._xx - self._x * self._x
+        if self._weight < 2 or spread <= 1e-9 * self._xx * self._weight:
+            return (self._y / self._weight if self._weight else 0.0), 0.0
+        each = max(0.0, (self._weight * self._xy - self._x * self._y) / spread)
+        return max(0.0, (self._y - each * self._x) / self._weight), each
+
+
+class StepTimeModel(LineFit):
     """Predicts a step's seconds: on average (`fit`), at least, at most, and of a decode step by its drafts.
 
     initial: seconds of a decode step by (width, drafts), as the executor measured at its start without context.
     kv_share: of what context adds to a step, the share that each draft adds again.
     """
 
-    DECAY = 0.98
-    """The weight of a step in `fit`, relative to the next one's."""
     NUM_RECENT = 64
     """Steps that `fastest` looks at."""
     MIN_KNOWN = 4
@@ -76,7 +102,7 @@ class StepTimeModel:
     ) -> None:
         self.kv_share = kv_share
         self.num_steps = 0
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        super().__init__()
         self._recent: deque[tuple[int, float]] = deque(maxlen=self.NUM_RECENT)
         self._longest = self._rate = 0.0
         self._max_tokens = 0
@@ -108,12 +134,7 @@ class StepTimeModel:
             # What the encoder took says nothing of tokens.
             self._longest = max(self._longest, seconds if latency is None else latency)
             return
-        decay = self.DECAY
-        self._weight = self._weight * decay + 1.0
-        self._x = self._x * decay + num_tokens
-        self._y = self._y * decay + seconds
-        self._xx = self._xx * decay + num_tokens * num_tokens
-        self._xy = self._xy * decay + num_tokens * seconds
+        self.add(num_tokens, seconds)
         if waited:
             self._recent.append((num_tokens, seconds))
         self._record_longest(num_tokens, seconds if latency is None else latency)
@@ -143,11 +164,7 @@ class StepTimeModel:
 
     def fit(self) -> StepCost:
         """The line through the steps so far, by least squares that forget; per_token is 0 while all were alike."""
-        spread = self._weight * self._xx - self._x * self._x
-        if self._weight < 2 or spread <= 1e-9 * self._xx * self._weight:
-            return StepCost(self._y / self._weight if self._weight else 0.0)
-        per_token = max(0.0, (self._weight * self._xy - self._x * self._y) / spread)
-        return StepCost(max(0.0, (self._y - per_token * self._x) / self._weight), per_token)
+        return StepCost(*self.line())
 
     def fastest(self, num_tokens: int) -> float | None:
         """Seconds that a step of so many tokens takes at least: the least of similar ones; None: too few are known."""

@@ -121,8 +121,8 @@ async def routing_error(request: Request, error: Exception) -> Response:
     message = f"{request.method} {path}: {HTTPStatus(status).phrase.lower()}"
     if status == 405 and error.headers:
         message += f"; allowed: {error.headers.get('Allow', '')}"
-    if status == 404 and (hint := nearest(path, _paths(request))):
-        message += "." + hint
+    if status == 404:
+        message += "." + (nearest(path, _paths(request)) or " GET /openapi.json describes all paths")
     text = body(message, status, InvalidRequest.kind, code=status, path=path)
     return Response(text, status, error.headers, JSON)
 

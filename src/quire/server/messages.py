@@ -136,8 +136,11 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 def _image_url(block: Mapping[str, Any], where: str) -> str:
     """An image's source as an address."""
+    check_nested(block, "messages.image", where)
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
+    if isinstance(source, dict) and kind in ("base64", "url"):
+        check_nested(source, "messages.image.source", f"{where}.source")
     if isinstance(source, dict) and kind == "base64":
         media = require_text(source, "media_type", f"{where}.source")
         return f"data:{media};base64,{require_text(source, 'data', f'{where}.source')}"

@@ -41,6 +41,10 @@ HINTS: Mapping[str, str] = {
 """Fields of such objects that have no effect, and why. Which object takes which says `KINDS`."""
 
 
+EVERYWHERE = ("cache_control", "provider_specific_fields")
+"""Hints that an object of any kind may have."""
+
+
 class Kind(NamedTuple):
     """An object of one kind. honoured: fields with an effect. hints: names in `HINTS`."""
 
@@ -53,6 +57,10 @@ _ITEM_NOTES = ("id", "status", "phase", "created_by", "caller", "async")
 
 KINDS: Mapping[str, Kind] = {
     "text": Kind(("type", "text", "cache_control"), _TEXT_NOTES),
+    "image_url": Kind(("type", "image_url", "detail", "cache_control"), ("prompt_cache_breakpoint",)),
+    "input_image": Kind(("type", "image_url", "detail", "file_id", "cache_control"), ("prompt_cache_breakpoint",)),
+    "messages.image": Kind(("type", "source", "cache_control")),
+    "messages.image.source": Kind(("type", "media_type", "data", "url")),
     "call": Kind(("id", "type", "function"), ("index",)),
     "call.function": Kind(("name", "arguments"), ("parsed_arguments",)),
     "choice": Kind(("type", "function")),
@@ -80,4 +88,5 @@ KINDS: Mapping[str, Kind] = {
 def check_nested(given: Mapping[str, Any], kind: str, where: str) -> None:
     """Raises InvalidRequest naming a field of `given` that this kind of object does not have. where: it stands."""
     honoured, hints = KINDS[kind]
-    check(given, honoured, where=f"{where}.", no_ops={**NO_OPS, **{name: HINTS[name] for name in hints}}, refused={})
+    no_ops = {name: NO_OPS[name] for name in EVERYWHERE} | {name: HINTS[name] for name in hints}
+    check(given, honoured, where=f"{where}.", no_ops=no_ops, refused={})

@@ -30,7 +30,7 @@ _NEVER = "9999-12-31T23:59:59Z"
 _ONE_MODEL = "this server serves one model: start another with `quire serve MODEL`"
 
 REFUSED_PATHS: Mapping[str, tuple[str, str]] = {
-    "/api/pull": ("POST", f"models are not pulled here; {_ONE_MODEL}, which fetches MODEL where it is missing"),
+    "/api/pull": ("POST", f"models are not pulled here: use `quire pull MODEL`; {_ONE_MODEL}, which fetches it too"),
     "/api/create": (
         "POST",
         f"models are not created here; {_ONE_MODEL} and its options, and send `system` in requests",

@@ -52,6 +52,8 @@ class Usage:
         self._details: dict[str, Any] = {} if job.truncated is None else {"truncated_tokens": job.truncated}
         if job.removal.text:
             self._details["removed_characters"] = len(job.removal.text)
+        if shown := sum(image.length for call in job.calls for image in call.images):
+            self._details["multimodal_tokens"] = {"image": shown}
         self._pins = job.calls[0].pins if job.calls else ()
         self._cache_details = job.cache_details
         self._reports: dict[int, PromptReport] = {}
@@ -88,6 +90,11 @@ class Usage:
         """Prompt tokens that were put into the prefix cache. Of n choices only the first counts, as in `cached`."""
         return sum(report.cache_written for index, report in self._reports.items() if index % n == 0)
 
+    def _from_tiers(self, n: int) -> tuple[int, int]:
+        """Of `cached`, tokens that came back from host memory, and from disk."""
+        first = [report for index, report in self._reports.items() if index % n == 0]
+        return sum(each.cached_host for each in first), sum(each.cached_disk for each in first)
+
     def pinned(self, n: int) -> int:
         """Prompt tokens that are pinned in the prefix cache now."""
         return sum(max(report.pinned, default=0) for index, report in self._reports.items() if index % n == 0)
@@ -112,6 +119,9 @@ class Usage:
             "created_cache_tokens": written,
         }
         details |= self._details
+        if sum(tiers := self._from_tiers(n)):
+            device = details["cached_tokens"] - sum(tiers)
+            details["cached_tokens_details"] = dict(zip(("device", "host", "disk"), (device, *tiers), strict=True))
         if self._pins:
             details["pinned_tokens"] = self.pinned(n)
         if self._cache_details:

@@ -209,8 +209,8 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if not (content is None or isinstance(content, str) or parts):
         raise InvalidRequest(f"{where}.content must be text or a list of parts", param="messages")
     for i, part in enumerate(content if isinstance(content, list) else ()):
-        if part.get("type") == "text":
-            check_nested(part, "text", f"{where}.content[{i}]")
+        if part.get("type") in ("text", "image_url"):
+            check_nested(part, part["type"], f"{where}.content[{i}]")
     for name in _ANSWER_ONLY & message.keys():
         if message[name]:
             raise InvalidRequest(f"{where}.{name} is not supported", param="messages", code="unsupported_field")
@@ -223,7 +223,8 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if calls:
         checked["tool_calls"] = _tool_calls(calls, role, where)
     thoughts = checked.pop("reasoning", None) or checked.get("reasoning_content")
-    return checked if thoughts is None else {**checked, "reasoning_content": thoughts}
+    # Templates read one name or the other.
+    return checked if thoughts is None else {**checked, "reasoning": thoughts, "reasoning_content": thoughts}
 
 
 def _tool_calls(calls: Any, role: Any, where: str) -> list[dict[str, Any]]:

@@ -195,9 +195,11 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     parts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "input_image" and part.get("file_id"):
-            raise InvalidRequest(f"{where}[{i}].file_id: files are not images here: send an image_url", param="input")
         if kind == "input_image":
+            check_nested(part, "input_image", f"{where}[{i}]")
+            if part.get("file_id"):
+                what = f"{where}[{i}].file_id: files are not images here: send an image_url"
+                raise InvalidRequest(what, param="input")
             kept = {name: part[name] for name in ("image_url", "detail", "cache_control") if part.get(name) is not None}
             parts.append({"type": "image_url", **kept})
             continue

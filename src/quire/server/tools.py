@@ -17,7 +17,7 @@ from quire.parsers.tools.styles import HERMES, Style, TaggedStyle
 from quire.server.fields import check
 from quire.server.limits import Limits
 from quire.server.nested import check_nested
-from quire.structured_output.call_rules import argument_rules, literal
+from quire.structured_output.call_rules import argument_rules, escaped, literal
 from quire.structured_output.schema import check_schema, closed
 from quire.types import UNLIMITED, StructuredOutputsParams
 
@@ -123,7 +123,7 @@ class ToolSet:
         rest, more = literal(style.before.removeprefix(mark)), min(self.most, _MAX_FORCED)
         one = f"call ({literal(style.between)} call)*" if style.after not in style.between else "call"
         start = f"start: (text {rest} {one} {literal(style.after)}){{0,{more}}} TEXT"
-        last = f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(mark)}(?s:.*)/"
+        last = f"TEXT: /(?s:.*)/ & ~/(?s:.*){escaped(mark)}(?s:.*)/"
         text = f"text[suffix={literal(mark)}]: /(?s:.*)/"
         return "\n".join([start, text, last, *self._calls()])
 
@@ -182,7 +182,7 @@ def make_tool_set(
     left_out = tuple(dict.fromkeys(omitted))
     if not names or choice == "none":
         return ToolSet(style=style, omitted=left_out)
-    callable_ = {f["name"]: f.get("parameters") or {"type": "object", "properties": {}} for f in functions}
+    callable_ = {f["name"]: _object(f.get("parameters")) for f in functions}
     if named is not None:
         callable_ = {named: callable_[named]}
     if allowed is not None:
@@ -261,9 +261,21 @@ def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise InvalidRequest(f"{where}.function.{name} must be {what}", param="tools")
     if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
         raise InvalidRequest(f"{where}.function.name must be {_NAME_FORM}", param="tools")
-    if not isinstance((function.get("parameters") or {}).get("properties", {}), dict):
+    parameters = function.get("parameters") or {}
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidRequest(
+            f"{where}.function.parameters.type must be object, as arguments are named, not {str(kind)[:40]!r}",
+            param="tools",
+        )
+    if not isinstance(parameters.get("properties", {}), dict):
         raise InvalidRequest(f"{where}.function.parameters.properties must be an object", param="tools")
     return {name: value for name, value in function.items() if value is not None}
+
+
+def _object(schema: dict[str, Any] | None) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object whatever it says besides."""
+    return {**schema, "type": "object"} if schema else {"type": "object", "properties": {}}
 
 
 class _Allowed(NamedTuple):

@@ -154,9 +154,7 @@ def _block_map(scheduler: Scheduler) -> Text:
             out.append(id[0], style=_colour(id))
         else:
             out.append("+" if pool.prefix_cache.contains(page) else ".", style="dim")
-    out.append(
-        f"   {pool.num_used} used, {pool.num_free} free;  '*' shared  '+' free but cached  '.' free", style="dim"
-    )
+    out.append(f"   {pool.num_used} used, {pool.num_free} free; * shared, + cached, . empty", style="dim")
     return out
 
 

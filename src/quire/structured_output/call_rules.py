@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quire.parsers.tools.kinds import References, kinds_of, properties_of
-from quire.parsers.tools.styles import Nested, Notation, Parameters
+from quire.parsers.tools.styles import CDATA, Nested, Notation, Parameters
 
 JsonRule = Callable[[Any], str]
 """A JSON schema as the body of a rule."""
@@ -34,6 +34,11 @@ def literal(text: str) -> str:
     return json.dumps(text)
 
 
+def escaped(text: str) -> str:
+    """`text` within a regular expression between slashes."""
+    return re.escape(text).replace("\\\n", "\\n").replace("/", "\\/")
+
+
 def _parameter_rules(name: str, form: Parameters, schema: Any, as_json: JsonRule) -> list[str]:
     line = "\n" if form.lines else ""
     close = line + form.close
@@ -41,13 +46,19 @@ def _parameter_rules(name: str, form: Parameters, schema: Any, as_json: JsonRule
     order, rules = [], []
     for i, (key, each) in enumerate(properties_of(schema).items()):
         order.append(f"{name}_{i}" + ("" if key in required else "?"))
-        kinds, values = kinds_of(each), []
+        kinds = kinds_of(each)
+        values: list[tuple[Iterable[str], list[str]]] = []
         if "string" in kinds:
-            values.append((form.opening(text=True), _string_rules(f"{name}_{i}_text", close, each)))
-        if "string" not in kinds or (form.text_open and kinds != {"string"}):
-            values.append((form.value_open, [f"{name}_{i}_json: {as_json(_alone(each, schema))} {literal(close)}"]))
-        either = " | ".join(f"{literal(opening + line)} {_named(body)}" for opening, body in values)
-        rules.append(f"{name}_{i}: {literal(form.open + key + form.key_end + form.gap)} ({either}){_then(form.space)}")
+            values.append(([form.opening("string")], _string_rules(f"{name}_{i}_text", close, each)))
+        if "string" in kinds and form.cdata:
+            values.append(([CDATA[0]], _string_rules(f"{name}_{i}_cdata", CDATA[1] + close, each)))
+        if "string" not in kinds or (form.typed and kinds != {"string"}):
+            openings = dict.fromkeys(map(form.opening, sorted(kinds - {"string"})))
+            values.append((openings, [f"{name}_{i}_json: {as_json(_alone(each, schema))} {literal(close)}"]))
+        either = " | ".join(
+            f"{literal(opening + line)} {_named(body)}" for openings, body in values for opening in openings
+        )
+        rules.append(f"{name}_{i}: {literal(form.head(key))} ({either}){_then(form.space)}")
         rules += [rule for _, body in values for rule in body]
     return [f"{name}: {' '.join(order) or literal('')}", *rules]
 

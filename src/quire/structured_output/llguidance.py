@@ -8,7 +8,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ from quire.parsers.reasoning import THOUGHTS
 from quire.parsers.tools.styles import STYLES, TaggedStyle
 from quire.scheduler.constraint import FREE, Constraint, MaskRequest, one_by_one
 from quire.scheduler.plan import Mask
+from quire.structured_output.call_rules import escaped
 from quire.structured_output.schema import check_schema, closed
 from quire.structured_output.thought_budget import BudgetRules, ThoughtBudget
 from quire.token_masks import MaskTable, write_mask
@@ -153,26 +156,24 @@ def _after_thoughts(structure: StructuredOutputsParams) -> str:
     """
     source = _source(structure)
     ahead = structure.thoughts
-    if ahead == "none":
+    if ahead == "none" and not structure.begin:
         return source
-    style = THOUGHTS[structure.reasoning_parser]
     as_json = structure.kind[0] in ("json", "regex")
     answer = json.loads(source)["grammars"][0] if as_json else {"lark_grammar": source}
+    if ahead == "none":
+        only = f"start: {json.dumps(structure.begin)} @answer"
+        return json.dumps({"grammars": [{"lark_grammar": only}, {**answer, "name": "answer"}]})
+    style = THOUGHTS[structure.reasoning_parser]
     opens = " | ".join(map(json.dumps, style.opens))
-    ends = "".join(f" & ~/(?s:.*){_escaped(mark)}(?s:.*)/" for mark in style.ends)
+    ends = "".join(f" & ~/(?s:.*){escaped(mark)}(?s:.*)/" for mark in style.ends)
     lines = [
         f"start: {'thoughts' if ahead == 'open' else f'(({opens}) thoughts)?'} {json.dumps(structure.begin)} @answer",
         f"thoughts: thought SPACE {json.dumps(style.between)}",
         "thought[lazy]: THOUGHT",
-        f"THOUGHT: /(?s:.*)({'|'.join(map(_escaped, style.closes))})/{ends}",
+        f"THOUGHT: /(?s:.*)({'|'.join(map(escaped, style.closes))})/{ends}",
         "SPACE: /\\n{0,2}/",
     ]
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, {**answer, "name": "answer"}]})
-
-
-def _escaped(text: str) -> str:
-    """`text` within a regular expression between slashes."""
-    return re.escape(text).replace("/", "\\/")
 
 
 def _refusal(structure: StructuredOutputsParams, why: str) -> InvalidRequest:
@@ -475,18 +476,24 @@ def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
     if not tokenizer.eos:
         raise InvalidModel("structured output needs an end-of-text token, and this model's tokenizer names none")
     pieces = [tokenizer.token_text(token)[1] for token in range(tokenizer.vocab_size)]
-    eos = sorted(tokenizer.eos)
-    marks = {token for token in tokenizer.special - tokenizer.eos if pieces[token] and pieces[token].decode() in _MARKS}
-    try:
-        # Special marks of calls and thoughts are text for grammars, which are written in text.
-        own = LLTokenizer(_as_text(tokenizer.to_json(), marks), eos_token=eos)
-        if all(own.decode_bytes([token]) == piece or b"\xff" in piece for token, piece in enumerate(pieces)):
-            # The library marks special tokens with 0xff, which no UTF-8 text contains.
-            return own
-    except ValueError:
-        # The library does not know this decoder.
-        pass
-    return LLTokenizer(TokenizerWrapper(_TokenizerAdapter(tokenizer, pieces, marks)), eos_token=eos)
+    eos, special = sorted(tokenizer.eos), set(tokenizer.special)
+    own = None
+    # ValueError: the library does not know this decoder.
+    with suppress(ValueError):
+        own = LLTokenizer(tokenizer.to_json(), eos_token=eos)
+        special |= {token for token in range(tokenizer.vocab_size) if own.is_special_token(token)}
+        # The library marks special tokens with 0xff, which no UTF-8 text contains.
+        same = all(own.decode_bytes([token]) == piece or b"\xff" in piece for token, piece in enumerate(pieces))
+        own = own if same else None
+    # Marks of calls and thoughts are text for grammars, which are written in text. The library takes any token of the
+    # form <...> that was added to a vocabulary for special.
+    marks = {
+        token for token in special - tokenizer.eos if pieces[token] and pieces[token].decode(errors="replace") in _MARKS
+    }
+    if own is not None and not marks:
+        return own
+    adapter = _TokenizerAdapter(tokenizer, pieces, marks, None if own is None else own.tokenize_bytes)
+    return LLTokenizer(TokenizerWrapper(adapter), eos_token=eos)
 
 
 _MARKS = "\n".join(
@@ -499,20 +506,19 @@ _MARKS = "\n".join(
 """Texts that contain the marks of calls and thoughts."""
 
 
-def _as_text(tokenizer: str, tokens: set[int]) -> str:
-    """A tokenizer.json in which `tokens` are not special."""
-    if not tokens:
-        return tokenizer
-    whole = json.loads(tokenizer)
-    for token in whole["added_tokens"]:
-        token["special"] = token["special"] and token["id"] not in tokens
-    return json.dumps(whole)
-
-
 class _TokenizerAdapter:
-    """The interface that the library expects of a tokenizer that it cannot read by itself."""
+    """The interface that the library expects of a tokenizer that it cannot read by itself, or whose `marks` are text.
 
-    def __init__(self, tokenizer: Tokenizer, pieces: list[bytes], marks: set[int]) -> None:
+    encode: bytes to token ids, where the library can.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        pieces: list[bytes],
+        marks: set[int],
+        encode: Callable[[bytes], list[int]] | None = None,
+    ) -> None:
         self.bos_token_id = tokenizer.bos
         self.eos_token_id = min(tokenizer.eos)
         self.special_token_ids = sorted(tokenizer.special - marks)
@@ -520,12 +526,17 @@ class _TokenizerAdapter:
         special = tokenizer.special - marks
         self._ids = {piece: token for token, piece in enumerate(pieces) if piece and token not in special}
         self._longest = max(map(len, self._ids))
+        self._special = special
+        self._encode = encode
 
     def __call__(self, text: bytes) -> list[int]:
-        """The tokens of text that the grammar determines: the longest match at each position.
+        """The tokens of text that the grammar determines, up to a special one: by default the longest match at each
+        position.
 
         Not `Tokenizer.encode`, which may prepend a space.
         """
+        if self._encode is not None:
+            return list(takewhile(lambda token: token not in self._special, self._encode(text)))
         tokens: list[int] = []
         at = 0
         while at < len(text):

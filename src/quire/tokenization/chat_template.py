@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -91,7 +93,7 @@ class ChatTemplate:
             shown[-1]["content"] = str(shown[-1].get("content") or "") + _CONTINUE_MARK
         names = {
             **(chat_template_kwargs or {}),
-            "messages": list(map(self._content, shown)),
+            "messages": list(map(self._form, shown)),
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -142,6 +144,25 @@ class ChatTemplate:
         except (Refused, _Failed):
             return False
 
+    @cached_property
+    def _takes_text(self) -> bool:
+        """Whether it joins the arguments of calls to text, so that they must be text themselves."""
+        for arguments in ({"a": _PROBE}, f'{{"a": "{_PROBE}"}}'):
+            call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            question: dict[str, Any] = {"role": "user", "content": "Hello"}
+            messages = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            names = {"messages": list(map(self._content, messages)), "tools": None, "add_generation_prompt": False}
+            with suppress(Refused, _Failed):
+                return _PROBE in self._run(names) and isinstance(arguments, str)
+        return False
+
+    def _form(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with its content and the arguments of its calls in the form that the template reads."""
+        shown = self._content(message)
+        if shown.get("tool_calls") and self._takes_text:
+            shown["tool_calls"] = [_with_text(call) for call in shown["tool_calls"]]
+        return shown
+
     def _content(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message with its content in the form that the template reads."""
         content = message.get("content")
@@ -172,6 +193,15 @@ class ChatTemplate:
         if shown.get("role") == "developer" and not self._knows_developer:
             shown["role"] = "system"
         return shown
+
+
+def _with_text(call: Any) -> Any:
+    """A call whose arguments are text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return call
+    text = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _has_images(content: object) -> bool:

@@ -116,7 +116,7 @@ def feed(tokens: Sequence[int], start: int, stop: int, device: torch.device) -> 
         page_size=PAGE,
         max_query=stop - start,
         max_kv=stop,
-        states=StateSlots(torch.tensor([int(start > 0)], device=device), last, last.new_zeros(0, 2)),
+        states=StateSlots(torch.tensor([int(start > 0)], device=device), last, torch.zeros_like(last)),
     )
 
 

@@ -67,6 +67,18 @@ class TensorEntry:
         )
 
 
+def rows_of(entry: TensorEntry, start: int, count: int) -> TensorEntry:
+    """Some rows of a tensor, and of its blocks."""
+
+    def read(cut: Cut) -> Tensor:
+        first, last, _ = (cut[0] if cut else slice(None)).indices(count)
+        return entry.read((slice(start + first, start + last), *cut[1:]))
+
+    stored = None if entry.stored is None else rows_of(entry.stored, start, count)
+    size = entry.size * count // max(1, entry.shape[0])
+    return replace(entry, shape=(count, *entry.shape[1:]), size=size, read=read, copy=None, each=None, stored=stored)
+
+
 def file_entry(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...], kind: str = "") -> TensorEntry:
     """A tensor whose numbers are in a file in row-major order, from byte `start` on."""
     row = math.prod(shape[1:]) * dtype.itemsize

@@ -140,7 +140,7 @@ def find_gguf(path: Path) -> Path | None:
             models.setdefault(SPLIT.sub("", file.name), file)
     found = list(models.values())
     if len(found) > 1:
-        raise InvalidModel(f"{path.name} holds {len(found)} GGUF files: name the one to load, such as {found[0].name}")
+        raise InvalidModel(f"{path} holds {len(found)} GGUF files: name the one to load, such as {found[0].name}")
     return found[0] if found else None
 
 
@@ -200,7 +200,7 @@ def read_file(path: Path) -> Gguf:
         for _ in range(tensors):
             name, info = reader.tensor()
             if name in held:
-                raise InvalidModel(f"{path.name} holds {name} twice")
+                raise InvalidModel(f"{path} holds {name} twice")
             held[name] = info
         align = facts.get("general.alignment", 32)
         if not isinstance(align, int) or not 1 <= align <= LARGEST_ALIGNMENT or align & (align - 1):

@@ -14,9 +14,9 @@ from quire.errors import InvalidModel
 from quire.layers.basic import RopeConfig, frequencies
 from quire.models.spec import Config, ModelSpec
 from quire.types import UNLIMITED
-from quire.weights.entries import Cut, TensorEntry
+from quire.weights.entries import Cut, TensorEntry, rows_of
 from quire.weights.files import listed
-from quire.weights.gguf_model import FAMILIES, PATTERNS, VARIANTS, Family
+from quire.weights.gguf_model import FAMILIES, PATTERNS, RECURRENT, VARIANTS, Family
 
 LAYER_NORMS = ("gpt2", "command-r", "cohere2", "nemotron", "starcoder2", "phimoe")
 """Architectures whose norms subtract the mean: their epsilon has another name."""
@@ -55,6 +55,11 @@ def export(spec: ModelSpec, config: Config, entries: Mapping[str, TensorEntry]) 
     Raises InvalidModel for a model that GGUF has no names for, and for one that is quantized already.
     """
     name, family = family_of(spec.architecture)
+    if name in RECURRENT:
+        raise InvalidModel(
+            f"{spec.architecture}: GGUF files of models with recurrent layers are read, and not written: "
+            "`quire serve --quantization` quantizes a model while it is loaded"
+        )
     packed = [key for key, entry in entries.items() if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2]
     if packed:
         raise InvalidModel(f"the checkpoint is quantized already ({listed(packed)}): write GGUF of the original one")
@@ -111,16 +116,6 @@ def _take(left: dict[str, TensorEntry], theirs: str, part: str, suffix: str, spe
             left.pop(key)
         return rows_of(whole, 0 if first else half, half)
     return left.pop(key)
-
-
-def rows_of(entry: TensorEntry, start: int, count: int) -> TensorEntry:
-    """Some rows of a tensor."""
-
-    def read(cut: Cut) -> Tensor:
-        first, last, _ = (cut[0] if cut else slice(None)).indices(count)
-        return entry.read((slice(start + first, start + last), *cut[1:]))
-
-    return replace(entry, shape=(count, *entry.shape[1:]), read=read, copy=None, each=None, stored=None)
 
 
 def stacked(entries: Sequence[TensorEntry]) -> TensorEntry:

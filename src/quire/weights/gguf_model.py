@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.models.spec import FULL, SLIDING
 from quire.ops.gguf_blocks import BLOCKS, PACKED
-from quire.weights.entries import Cut, TensorEntry, file_entry, read_tensor
+from quire.weights.entries import Cut, TensorEntry, file_entry, read_tensor, rows_of
 from quire.weights.gguf import Gguf, GgufTensorInfo
 
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -132,6 +133,60 @@ GEMMA4_OUTER: Mapping[str, str] = {
 }
 
 
+SSM_NAMES: Mapping[str, str] = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+"""Of layers of Mamba 2."""
+GRANITE_HYBRID_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    **SSM_NAMES,
+    **{f"ffn_{part}": "shared_mlp.input_linear" for part in ("gate", "up")},
+    "ffn_down": "shared_mlp.output_linear",
+}
+GRANITE_HYBRID_MOE_NAMES: Mapping[str, str] = {**GRANITE_MOE_NAMES, **SSM_NAMES}
+BAMBA_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    **SSM_NAMES,
+    "ffn_norm": "pre_ff_layernorm",
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+}
+NEMOTRON_H_NAMES: Mapping[str, str] = {
+    "attn_norm": "norm",
+    **{part: name.replace("mamba.", "mixer.") for part, name in SSM_NAMES.items()},
+    **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
+    "attn_output": "mixer.o_proj",
+    **{f"ffn_{part}": f"mixer.{part}_proj" for part in ("up", "down")},
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    **{f"ffn_{part}_exps": f"mixer.experts.#.{part}_proj" for part in ("up", "down")},
+    **{f"ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+}
+QWEN_NEXT_NAMES: Mapping[str, str] = {
+    **QWEN2_MOE_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    **{part: name.replace("mamba.", "linear_attn.") for part, name in SSM_NAMES.items()},
+    # Files have either the matrix as it is, or its rows by kind in two.
+    **dict.fromkeys(("ssm_in", "attn_qkv", "attn_gate"), "linear_attn.in_proj_qkvz"),
+    "ssm_ba": "linear_attn.in_proj_ba",
+}
+APERTUS_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    "attn_norm": "attention_layernorm",
+    "ffn_norm": "feedforward_layernorm",
+}
+GLM_NAMES: Mapping[str, str] = {**FUSED_NAMES, "attn_qkv": "self_attn.qkv"}
+RECURRENT = ("granitehybrid", "nemotron_h", "nemotron_h_moe", "qwen3next")
+"""Architectures with recurrent layers: files are read, and not written."""
+
+
 class Family(NamedTuple):
     """What llama.cpp calls an architecture. architecture: in config.json. names: of a layer's tensors, in the file and
     in the checkpoint; outer: of the others; prefix: of layers. interleaved: the converter interleaves the halves of
@@ -181,6 +236,13 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": Family("Starcoder2ForCausalLM", STARCODER_NAMES),
     "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", HUNYUAN_NAMES),
     "ernie4_5": Family("Ernie4_5ForCausalLM"),
+    "mistral3": Family("Ministral3ForCausalLM", interleaved=True),
+    "apertus": Family("ApertusForCausalLM", APERTUS_NAMES),
+    "chatglm": Family("GlmForCausalLM", GLM_NAMES),
+    "granitehybrid": Family("GraniteMoeHybridForCausalLM", GRANITE_HYBRID_NAMES, interleaved=True),
+    "nemotron_h": Family("NemotronHForCausalLM", NEMOTRON_H_NAMES),
+    "nemotron_h_moe": Family("NemotronHForCausalLM", NEMOTRON_H_NAMES),
+    "qwen3next": Family("Qwen3NextForCausalLM", QWEN_NEXT_NAMES, shift=1.0, known={"num_nextn_predict_layers": 0}),
 }
 """By llama.cpp's names, as its converter and the gguf package have them."""
 
@@ -192,6 +254,10 @@ VARIANTS: Mapping[str, Mapping[str, Family]] = {
     "granitemoe": {
         "expert_shared_feed_forward_length": Family("GraniteMoeSharedForCausalLM", GRANITE_MOE_NAMES, interleaved=True),
     },
+    "granitehybrid": {
+        "expert_count": Family("GraniteMoeHybridForCausalLM", GRANITE_HYBRID_MOE_NAMES, interleaved=True),
+        "rope.scaling.finetuned": Family("BambaForCausalLM", BAMBA_NAMES, interleaved=True),
+    },
     "olmo2": {"attention.sliding_window": Family("Olmo3ForCausalLM", SANDWICH_NAMES)},
 }
 """What files of one name are, by the fact that only they have."""
@@ -201,7 +267,7 @@ PATTERNS = ("olmo2", "exaone4", "gpt-oss")
 
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are facts of the rotary embedding."""
-NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias|scale)")
+NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?)(?:\.(weight|bias|scale))?")
 LAYER = re.compile(r"blk\.(\d+)\.")
 
 
@@ -244,7 +310,46 @@ def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
                 found.setdefault(theirs.replace("#", str(e)), []).append(entry.part(e))
         else:
             found.setdefault(theirs, []).append(entry)
-    return {name: below_each_other(parts) for name, parts in found.items()}
+    whole = {name: below_each_other(parts) for name, parts in found.items()}
+    split = {name for name, parts in found.items() if name.endswith("in_proj_qkvz.weight") and len(parts) > 1}
+    whole = {name: by_key_head(gguf, entry) if name in split else entry for name, entry in whole.items()}
+    if gguf.architecture == "chatglm":
+        whole = apart(gguf, whole)
+    return whole | (activations(gguf) if gguf.architecture == "apertus" else {})
+
+
+def apart(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The entries with matrices of queries, keys and values divided into three."""
+    found = dict[str, TensorEntry]()
+    for name, entry in entries.items():
+        before, fused, kind = name.partition(".qkv.")
+        if not fused:
+            found[name] = entry
+            continue
+        heads, kv = gguf.get("attention.head_count"), kv_heads(gguf)
+        row, each = 0, entry.shape[0] // (heads + 2 * kv)
+        for part, count in (("q", heads), ("k", kv), ("v", kv)):
+            found[f"{before}.{part}_proj.{kind}"] = rows_of(entry, row, count * each)
+            row += count * each
+    return found
+
+
+def activations(gguf: Gguf) -> dict[str, TensorEntry]:
+    """The numbers of each layer's xIELU, which are metadata in a file. Raises InvalidModel where there are none."""
+    found = {}
+    for name in ("alpha_p", "alpha_n", "beta"):
+        values = gguf.facts.get(f"xielu.{name}")
+        if not isinstance(values, list) or len(values) < gguf.get("block_count", 0):
+            raise InvalidModel(f"{gguf.path.name} lacks xielu.{name}, a number for each layer: convert the model again")
+        for i, value in enumerate(values):
+            found[f"model.layers.{i}.mlp.act_fn.{name}"] = number_entry(gguf, float(value))
+    return found
+
+
+def number_entry(gguf: Gguf, value: float) -> TensorEntry:
+    """A tensor of one number, which is metadata."""
+    tensor = torch.tensor([value])
+    return TensorEntry(torch.float32, (1,), (gguf.path.name, 0), "F32", 4, lambda cut: tensor[cut])
 
 
 def below_each_other(parts: Sequence[TensorEntry]) -> TensorEntry:
@@ -277,6 +382,8 @@ def transformers_name(gguf: Gguf, name: str) -> str:
         return f"{family.prefix}.{layer}.{known[f'{part}.{kind}']}"
     if part not in known:
         return name
+    if kind is None:
+        return name if layer is None else f"{family.prefix}.{layer}.{known[part]}"
     return f"{known[part]}.{kind}" if layer is None else f"{family.prefix}.{layer}.{known[part]}.{kind}"
 
 
@@ -295,6 +402,8 @@ def family_of(gguf: Gguf) -> Family:
 def restored(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEntry:
     """Undo a converter's changes: interleaved heads, norms plus 1, GPT-2's transposed matrices."""
     family = family_of(gguf)
+    if ".ssm_" in name:
+        return restored_state(name, entry)
     if family.interleaved and re.search(r"\.attn_[qk]\.", name):
         heads = gguf.get("attention.head_count") if ".attn_q." in name else kv_heads(gguf)
         return entry.transformed(entry.shape, lambda whole: halves(whole, heads), rows_only=True)
@@ -307,15 +416,38 @@ def restored(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEn
     return entry
 
 
+def restored_state(name: str, entry: TensorEntry) -> TensorEntry:
+    """Tensors of a recurrent layer: the decay is a logarithm in a checkpoint, and shapes differ."""
+    if name.endswith(".ssm_a"):
+        return entry.transformed((entry.shape[0],), lambda whole: (-whole.float().flatten()).log())
+    if name.endswith(".ssm_conv1d.weight") and len(entry.shape) == 2:
+        channels, width = entry.shape
+        return entry.transformed((channels, 1, width), lambda whole: whole[:, None])
+    if name.endswith(".ssm_norm.weight"):
+        return entry.transformed((math.prod(entry.shape),), torch.flatten)
+    return entry
+
+
+def by_key_head(gguf: Gguf, entry: TensorEntry) -> TensorEntry:
+    """Rows of gates, then of queries, keys and values of all heads, as they belong to heads of keys: of each its query,
+    its key, its values and their gates."""
+    keys, values = gguf.get("ssm.group_count"), gguf.get("ssm.inner_size")
+    size = gguf.get("ssm.state_size") * keys
+    kinds = torch.split(torch.arange(entry.shape[0]), [values, size, size, values])
+    gate, query, key, value = (kind.view(keys, -1) for kind in kinds)
+    rows = torch.cat([query, key, value, gate], 1).flatten()
+    return entry.transformed(entry.shape, lambda whole: whole[rows], rows_only=True)
+
+
 def halves(whole: Tensor, heads: int) -> Tensor:
     """Rows of each head, from RoPE's interleaved pairs to halves."""
     return whole.view(heads, whole.shape[0] // heads // 2, 2, *whole.shape[1:]).transpose(1, 2).reshape(whole.shape)
 
 
 def kv_heads(gguf: Gguf) -> int:
-    """Number of key/value heads, of the first layer where they differ."""
+    """Number of key/value heads, of the first layer that has any where they differ."""
     found = gguf.get("attention.head_count_kv") or gguf.get("attention.head_count")
-    return int(found[0] if isinstance(found, list) else found)
+    return int(next(filter(None, found), 0) if isinstance(found, list) else found)
 
 
 def gguf_config(gguf: Gguf) -> dict[str, Any]:
@@ -357,7 +489,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         "layer_types": layer_types(gguf),
         "layer_norm_eps": get("attention.layer_norm_epsilon"),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "attention_bias": any(f"blk.0.{part}.bias" in gguf.tensors for part in ("attn_q", "attn_qkv")),
         "use_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "qkv_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in gguf.tensors,
@@ -380,6 +512,8 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         fields |= {"query_pre_attn_scalar": share}
     if name == "gemma4":
         fields |= gemma4_fields(gguf)
+    if name in RECURRENT:
+        fields |= recurrent_fields(gguf)
     if name == "gpt2":
         fields |= {
             "n_embd": hidden,
@@ -424,6 +558,59 @@ def gemma4_fields(gguf: Gguf) -> dict[str, Any]:
         "num_kv_shared_layers": len(local) - own,
         "enable_moe_block": bool(get("expert_count")),
         "top_k_experts": get("expert_used_count"),
+    }
+
+
+def recurrent_fields(gguf: Gguf) -> dict[str, Any]:
+    """Fields of models with recurrent layers. Which layer is what follows from its tensors."""
+    get, tensors = gguf.get, gguf.tensors
+    layers, heads = get("block_count"), get("ssm.time_step_rank")
+    kinds = {"ssm_out": "linear_attention", "attn_q": FULL, "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+    own = [
+        next((kind for part, kind in kinds.items() if f"blk.{i}.{part}.weight" in tensors), "") for i in range(layers)
+    ]
+    first = next((i for i, kind in enumerate(own) if kind == "linear_attention"), 0)
+    inner, widths = get("ssm.inner_size"), get("feed_forward_length")
+    sizes = {
+        "groups": get("ssm.group_count"),
+        "state": get("ssm.state_size"),
+        "width": get("ssm.conv_kernel"),
+        "value": inner // heads,
+        "bias": f"blk.{first}.ssm_in.bias" in tensors,
+        "conv_bias": f"blk.{first}.ssm_conv1d.bias" in tensors,
+    }
+    if gguf.architecture == "qwen3next":
+        names = {
+            "linear_num_key_heads": sizes["groups"],
+            "linear_key_head_dim": sizes["state"],
+            "linear_num_value_heads": heads,
+            "linear_value_head_dim": sizes["value"],
+            "linear_conv_kernel_dim": sizes["width"],
+        }
+        return names | {"layer_types": own, "norm_topk_prob": True}
+    # Granite and Bamba call them otherwise than Nemotron-H.
+    mamba = dict.fromkeys(("mamba_n_groups", "n_groups"), sizes["groups"])
+    mamba |= dict.fromkeys(("mamba_d_state", "ssm_state_size"), sizes["state"])
+    mamba |= dict.fromkeys(("mamba_d_conv", "conv_kernel"), sizes["width"])
+    mamba |= dict.fromkeys(("mamba_d_head", "mamba_head_dim"), sizes["value"])
+    mamba |= dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), heads)
+    mamba |= dict.fromkeys(("mamba_proj_bias", "use_bias"), sizes["bias"])
+    mamba |= dict.fromkeys(("mamba_conv_bias", "use_conv_bias"), sizes["conv_bias"])
+    rotated = bool(get("rope.scaling.finetuned"))
+    width = max(widths) if isinstance(widths, list) else widths
+    return mamba | {
+        "mamba_expand": inner // get("embedding_length"),
+        "layer_types": own,
+        "attn_layer_indices": [i for i, kind in enumerate(own) if kind == FULL],
+        "position_embedding_type": "rope" if rotated else "nope",
+        "num_local_experts": get("expert_count", 0),
+        "intermediate_size": width,
+        "shared_intermediate_size": get("expert_shared_feed_forward_length") or width,
+        "moe_shared_expert_intermediate_size": get("expert_shared_feed_forward_length", 0),
+        "moe_latent_size": get("moe_latent_size"),
+        "n_routed_experts": get("expert_count"),
+        "mlp_bias": any(name.endswith(("ffn_up.bias", "ffn_up_shexp.bias")) for name in tensors),
+        "layer_norm_epsilon": get("attention.layer_norm_rms_epsilon") or get("attention.layer_norm_epsilon"),
     }
 
 
@@ -498,4 +685,12 @@ def scaling(gguf: Gguf) -> dict[str, Any] | None:
     metadata: dict[str, Any] = {"rope_type": kind, "factor": gguf.get("rope.scaling.factor")}
     metadata |= {"original_max_position_embeddings": length}
     metadata |= {"truncate": False} if gguf.architecture == "gpt-oss" else {}
+    strength = gguf.get("rope.scaling.yarn_log_multiplier")
+    metadata |= {
+        "beta_fast": gguf.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": gguf.get("rope.scaling.yarn_beta_slow"),
+        # Where the two are the same they cancel each other.
+        **dict.fromkeys(("mscale", "mscale_all_dim"), strength),
+        "llama_4_scaling_beta": gguf.get("attention.temperature_scale"),
+    }
     return {name: value for name, value in metadata.items() if value is not None}

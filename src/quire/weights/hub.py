@@ -21,7 +21,10 @@ from quire.errors import InvalidModel, Unavailable
 from quire.weights.names import ModelName
 
 WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.bpe", "*.tiktoken")
-"""Files of a repository that are downloaded: never code, never pickles."""
+"""Files of a repository that are downloaded: never code."""
+
+PICKLED = ("pytorch_model.bin", "pytorch_model-*.bin")
+"""Downloaded too where there is nothing else. They are read with `weights_only`, so that nothing in them runs."""
 
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_K", "Q4_0", "Q5_K_M", "Q6_K", "Q8_0", "MXFP4", "BF16", "F16", "F32")
 """Which of a repository's GGUF files is taken where none is named: the first of these that is there."""
@@ -147,7 +150,7 @@ def fetch(name: ModelName, revision: str | None = None, cache: str | None = None
     plain = any(file.endswith(".safetensors") and "/" not in file for file in listing.sizes)
     if variants_of(listing.sizes) and not plain:
         return fetch_gguf(name, revision, cache, listing)
-    return download(name.name, WANTED, revision, cache)
+    return download(name.name, WANTED if plain else (*WANTED, *PICKLED), revision, cache)
 
 
 def fetch_gguf(
@@ -193,9 +196,9 @@ def list_files(name: str, revision: str | None, cache: str | None) -> Listing:
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
-    """What the hub's client lets through where there is no connection."""
-    client = sys.modules.get("httpx")
-    return (OSError,) if client is None else (OSError, client.HTTPError)
+    """What the hub's client lets through where there is no connection: it uses httpx, since its version 2 httpx2."""
+    clients = (sys.modules.get(name) for name in ("httpx", "httpx2"))
+    return (OSError, *(client.HTTPError for client in clients if client is not None))
 
 
 def files_below(folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import KINDS
 from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of
 from quire.weights.stacks import unstacked
+
+log = logging.getLogger(__name__)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -72,6 +75,7 @@ def load_model(
     overrides: Mapping[str, Any] = MappingProxyType({}),
     words: tuple[int, int] | None = None,
     vision: bool = False,
+    mtp: bool = False,
 ) -> Model:
     """The model in `folder`, ready to run.
 
@@ -82,12 +86,12 @@ def load_model(
     small products may take the fastest kernel. room: bytes of memory to load into, for devices that do not say so, such
     as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. pools: without the language
     model's head. overrides: fields in place of config.json's. words: token ids of no and yes, whose logits' difference
-    is the classifier. vision: with the encoder of images, if there is one. Raises InvalidModel, in one line, for what
-    cannot be loaded.
+    is the classifier. vision: with the encoder of images, if there is one. mtp: with the layer for multi-token
+    prediction. Raises InvalidModel, in one line, for what cannot be loaded.
     """
     folder, device = Path(folder), torch.device(device)
     config = {**read_config(folder), **overrides} | ({} if words is None else {"num_labels": 1, "id2label": None})
-    spec = read_spec(config, pools=pools).for_length(max_model_len)
+    spec = read_spec(config, pools=pools, mtp=mtp).for_length(max_model_len)
     spec = spec if vision else replace(spec, vision=None)
     checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
@@ -243,6 +247,14 @@ def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress
     """Fill every slot from the checkpoint, in the order of the files."""
     entries = named(build, checkpoint)
     match(build, checkpoint.folder.name, entries)
+    for pattern in build.skipped:
+        if skipped := [name for name in entries if fnmatchcase(name, pattern)]:
+            log.info(
+                "%d tensors of a layer for multi-token prediction are not loaded (%s): --speculative-config "
+                '\'{"method": "mtp"}\' drafts with it',
+                len(skipped),
+                pattern,
+            )
     wanted = [(entry, place) for name, entry in entries.items() for place in build.slots.get(name, ())]
     wanted.sort(key=lambda pair: pair[0].order)
     total = sum(size_of(place, entry) for entry, place in wanted)
@@ -284,7 +296,8 @@ def named(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEnt
     """
     entries = {renamed(name, build.renames): entry for name, entry in checkpoint.entries.items()}
     for stack in build.stacks:
-        entries = unstacked(entries, stack)
+        places = build.slots.get(f"{stack.name}.0.weight")
+        entries = unstacked(entries, stack, places[0].shape if places else ())
     bytewise = (name for name, places in build.slots.items() if places[0].stored_dtype is torch.uint8)
     entries |= {name: entry.stored for name in bytewise if (entry := entries.get(name)) and entry.stored}
     longer = {name.partition(".")[2]: name for name in build.slots if name not in entries}
@@ -314,6 +327,11 @@ def ignored(build: ModelBuilder, name: str) -> bool:
 def match(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -> None:
     """Check that tensors and slots match one to one in name, shape and dtype. Raises InvalidModel naming others."""
     missing = [name for name in build.slots if name not in entries]
+    if missing and all(any(fnmatchcase(name, pattern) for pattern in build.optional) for name in missing):
+        raise InvalidModel(
+            f"{where} has no weights of its layer for multi-token prediction ({listed(missing)}): leave out "
+            "speculative_config's method mtp"
+        )
     if missing:
         raise InvalidModel(f"{where} lacks {len(missing)} tensors of the model: {listed(missing)}")
     strange = [name for name in entries if name not in build.slots and not ignored(build, name)]

@@ -69,7 +69,7 @@ def check(spec: ModelSpec, quantised: bool) -> None:
     if name not in SUPPORTED:
         raise InvalidModel(f"export-onnx does not support {name} (known: {', '.join(SUPPORTED)}): use --executor local")
     if quantised:
-        raise InvalidModel("export-onnx takes plain weights only, and this checkpoint is quantised")
+        raise InvalidModel("export-onnx takes plain weights only, and this checkpoint is quantized")
     if min(spec.windows) < min(spec.context, UNLIMITED):
         raise InvalidModel(
             f"export-onnx does not support sliding windows, and {name} here has one of {min(spec.windows)}"

@@ -135,14 +135,14 @@ def read_pooler(
     return with_options(replace(found, token_types=token_types(fields)), options)
 
 
-ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "modernbert")
+ENCODERS = ("bert", "roberta", "xlm-roberta", "nomic_bert", "distilbert", "modernbert")
 """Values of `model_type`."""
 
 
 def token_types(fields: Mapping[str, Any]) -> int:
     """How many token types the model has."""
     given = fields.get("type_vocab_size", 2)
-    return int(given) if fields.get("model_type") in ENCODERS[:3] and type(given) is int else 1
+    return int(given) if fields.get("model_type") in ENCODERS[:4] and type(given) is int else 1
 
 
 def classifier(fields: Mapping[str, Any], architecture: str, convert: Convert) -> PoolerConfig | None:

@@ -100,7 +100,7 @@ class CheckpointFormat:
             return self.plain(matrix, ops, shared)
         if any(plain):
             names = ", ".join(part.name for part in matrix.parts)
-            raise InvalidModel(f"some of {names} are quantised and some not: they are multiplied as one, and cannot be")
+            raise InvalidModel(f"some of {names} are quantized and some not: they are multiplied as one, and cannot be")
         return self.scheme.layout.store(matrix, ops)
 
     def keeps(self, experts: Sequence[Sequence[MatrixPart]], cut: slice) -> bool:
@@ -140,14 +140,14 @@ def choose_format(config: Mapping[str, Any], asked: str, plain: Format, entries:
     if scheme is not None:
         if asked not in (AUTO, scheme.name) and not scheme.name.startswith(f"{asked}_"):
             raise InvalidModel(
-                f"the checkpoint is already quantised by {scheme.name}: --quantization {asked} cannot be applied"
+                f"the checkpoint is already quantized by {scheme.name}: --quantization {asked} cannot be applied"
             )
         return CheckpointFormat(scheme, plain, entries)
     if asked == AUTO:
         return plain
     if asked not in ONLINE:
         raise InvalidModel(
-            f"--quantization {asked}: the checkpoint is not quantised in this format, and only "
+            f"--quantization {asked}: the checkpoint is not quantized in this format, and only "
             f"{', '.join(ONLINE)} can be made "
             f"while loading.{nearest(asked, ONLINE)}"
         )
@@ -156,7 +156,7 @@ def choose_format(config: Mapping[str, Any], asked: str, plain: Format, entries:
 
 
 def read_scheme(fields: Mapping[str, Any]) -> Scheme | None:
-    """The scheme of a config.json; None where nothing is quantised. Raises InvalidModel for one we cannot read."""
+    """The scheme of a config.json; None where nothing is quantized. Raises InvalidModel for one we cannot read."""
     inner = fields.get("text_config")
     found: list[Mapping[str, Any]] = [
         at for at in (fields, inner) if isinstance(at, Mapping) and (CONFIG in at or COMPRESSION in at)

@@ -19,24 +19,34 @@ SUFFIXES = MappingProxyType(
         "_bias": ".bias",
         "_blocks": ".weight_packed",
         "_scales": ".weight_scale",
+        "_scale": ".weight_scale",
     }
 )
 """What follows a stack's name in a checkpoint, and what follows it and an expert's number in the model."""
 
 
-def unstacked(entries: Mapping[str, TensorEntry], stack: ExpertStack) -> dict[str, TensorEntry]:
-    """The entries with those of a stack divided among experts."""
+def unstacked(
+    entries: Mapping[str, TensorEntry], stack: ExpertStack, shape: tuple[int, ...] = ()
+) -> dict[str, TensorEntry]:
+    """The entries with those of a stack divided among experts. shape: of an expert's matrix as the model expects it;
+    one that is stored the other way round is transposed (transformers writes both, Qwen3-VL)."""
     found = {name: entries[name] for suffix in SUFFIXES if (name := stack.name + suffix) in entries}
     divided = {name: entry for name, entry in entries.items() if name not in found}
     for name, entry in found.items():
         suffix = SUFFIXES[name.removeprefix(stack.name)]
-        divided |= {f"{stack.name}.{e}{suffix}": of_expert(entry, e, stack, suffix) for e in range(entry.shape[0])}
+        divided |= {
+            f"{stack.name}.{e}{suffix}": of_expert(entry, e, stack, suffix, shape) for e in range(entry.shape[0])
+        }
     return divided
 
 
-def of_expert(entry: TensorEntry, number: int, stack: ExpertStack, suffix: str) -> TensorEntry:
+def of_expert(
+    entry: TensorEntry, number: int, stack: ExpertStack, suffix: str, shape: tuple[int, ...] = ()
+) -> TensorEntry:
     """The part of expert `number`, with two dimensions at most, and rows of gate before those of up."""
     own = entry.part(number)
+    if suffix == ".weight" and stack.transposed and own.shape != shape == own.shape[::-1]:
+        own = own.transformed(shape, torch.t)
     if len(own.shape) > 2:
         own = own.transformed((own.shape[0], own.shape[1] * own.shape[2]), partial(torch.flatten, start_dim=1))
     if stack.interleaved:

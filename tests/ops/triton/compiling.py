@@ -1,8 +1,8 @@
 """Run as a program: compiles every kernel for a compute capability, without a card. See `test_compiles`.
 
 Arguments: the capability, the bytes of shared memory it has, and "float32" for deterministic products in that, too, or
-"few" for a few kernels that soon compile, or "gpt_oss" or
-"latents" for those that gpt-oss or latent attention alone has.
+"few" for a few kernels that soon compile, or "gpt_oss", "latents" or "recurrent" for those that gpt-oss, latent
+attention or recurrent layers alone have.
 
 Prints, as JSON, [kernel, bytes of shared memory, registers' worth of bytes spilled] of each.
 """
@@ -33,6 +33,8 @@ from quire.model_runner.triton_steps import ForcedSteps
 from quire.ops.base import (
     XIELU,
     Angles,
+    DeltaInputs,
+    DeltaWeights,
     ExpertBiases,
     IntegerKind,
     IntegerMatrix,
@@ -40,9 +42,12 @@ from quire.ops.base import (
     Norms,
     QuantizedMatrix,
     Routing,
+    ScanInputs,
+    ScanWeights,
+    Scores,
     TopK,
 )
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.sampler import RequestedFeatures, RowHistories, SamplingTensors, sample
@@ -112,7 +117,7 @@ def everything(ops: TritonOps) -> None:
         pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
         for spans, n in ((4, 1), (64, 1), (2, 512)):
             q = halves(spans * n, heads, dim, dtype=dtype)
-            ops.attention(q, pool, batch(spans, n), dim**-0.5)
+            ops.attention(q, pool, batch(spans, n), Scores(dim**-0.5))
     for rows in (1, 4, 16):
         ops.linear(halves(rows, 4096), halves(6144, 4096))
         ops.linear(halves(rows, 8192), halves(2048, 8192))
@@ -123,7 +128,7 @@ def everything(ops: TritonOps) -> None:
         small = LayerKV(*(torch.empty(4, 8, 64, 128, dtype=E4M3) for _ in "kv"), k_scale=0.5)
         ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, small, batch(4, 1), angles)
         for spans, n in ((2, 1), (64, 1), (2, 512)):
-            ops.attention(halves(spans * n, 32, 128), small, batch(spans, n), 0.1)
+            ops.attention(halves(spans * n, 32, 128), small, batch(spans, n), Scores(0.1))
         weight = torch.empty(6144, 4096, dtype=E4M3)
         for rows in (1, 16):
             ops.quantized_linear(halves(rows, 4096), QuantizedMatrix(weight, torch.empty(6144, 1), 4096), gate="silu")
@@ -201,7 +206,9 @@ def gpt_oss(ops: TritonOps) -> None:
     pool, sinks = LayerKV(*(halves(4, 8, 64, 64) for _ in "kv")), torch.empty(64)
     for spans, n in ((4, 1), (64, 1), (2, 512)):
         for window, chunk in ((128, UNLIMITED), (UNLIMITED, UNLIMITED), (UNLIMITED, 256)):
-            ops.attention(halves(spans * n, 64, 64), pool, batch(spans, n), 0.125, window, sinks=sinks, chunk=chunk)
+            ops.attention(
+                halves(spans * n, 64, 64), pool, batch(spans, n), Scores(0.125, window, sinks=sinks, chunk=chunk)
+            )
     count, hidden = 32, 2880
     weight = torch.empty(2944 // 64, 1, 32, dtype=torch.uint8)
     words = ints(2944 // 128, 1)
@@ -230,8 +237,29 @@ def latents(ops: TritonOps, dtype: torch.dtype = BF16) -> None:
             q = halves(spans * n, heads, plain + 64, dtype=dtype)
             rotated = ops.norm_rope_store_latent(q, q[:, 0], pool, batch(spans, n), angles, norm)
             absorbed = ops.heads_linear(q[..., :plain], weight[:, :plain])
-            mixed = ops.latent_attention(absorbed, rotated, pool, batch(spans, n), 0.1)
+            mixed = ops.latent_attention(absorbed, rotated, pool, batch(spans, n), Scores(0.1))
             ops.heads_linear(mixed, weight[:, plain:].transpose(1, 2))
+
+
+def recurrent(ops: TritonOps, dtype: torch.dtype = BF16) -> None:
+    """Recurrent layers of Qwen3-Next, and of Nemotron-H and Granite 4-H: decoding, verification, prompts."""
+    for spans, n in ((1, 1), (64, 1), (8, 4), (2, 512)):
+        tokens = spans * n
+        longs = (torch.empty(size, dtype=torch.int64) for size in (spans, tokens, tokens))
+        fed = replace(batch(spans, n), states=StateSlots(*longs))
+        state = LayerState(halves(1, 3, 8192, dtype=dtype), torch.empty(1, 32, 128, 128))
+        small = (torch.empty(32), torch.empty(32))
+        delta = DeltaWeights(halves(8192, 4, dtype=dtype), *small, Norm(halves(128, dtype=dtype), 1e-6))
+        sizes = (8192, 4096, 32, 32)
+        ops.gated_delta(DeltaInputs(*(halves(tokens, size, dtype=dtype) for size in sizes)), delta, state, fed)
+        for groups in (1, 8):
+            wide = 8192 + 2 * groups * 128
+            state = LayerState(halves(1, 3, wide, dtype=dtype), torch.empty(1, 128, 128, 64))
+            weights, norm = halves(wide, 5, dtype=dtype), Norm(halves(8192, dtype=dtype), 1e-5)
+            small = (torch.empty(128), torch.empty(128), torch.empty(128))
+            scan = ScanWeights(weights[:, :4].contiguous(), weights[:, 4].contiguous(), *small, norm, (0.0, 1.0))
+            sizes = (8192, wide, 128)
+            ops.selective_scan(ScanInputs(*(halves(tokens, size, dtype=dtype) for size in sizes)), scan, state, fed)
 
 
 def integers() -> list[IntegerMatrix]:
@@ -296,10 +324,25 @@ def alike(ops: BatchInvariantTritonOps) -> None:
         for matrix in integers():
             ops.quantized_linear(x, matrix)
         pool = LayerKV(*(halves(4, 8, 64, 128, dtype=dtype) for _ in "kv"))
-        ops.attention(halves(4, 32, 128, dtype=dtype), pool, batch(4, 1), 0.1)
+        ops.attention(halves(4, 32, 128, dtype=dtype), pool, batch(4, 1), Scores(0.1))
     angles, norm = Angles(torch.empty(4, 64), torch.empty(4, 64)), Norm(halves(128), 1e-6)
     kv = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128))
     ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, Norms(norm, norm))
+
+
+def encoders(ops: TritonOps) -> None:
+    """Attention with later tokens: of BERT's shape, EmbeddingGemma's, with windows too, and Gemma 3's with images."""
+    for heads, groups, dim, dtype in ((12, 12, 64, BF16), (12, 12, 32, torch.float32), (3, 1, 256, BF16)):
+        pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
+        for spans, n in ((4, 1), (4, 8), (2, 512), (64, 64)):
+            for window, ahead in ((UNLIMITED, UNLIMITED), (129, 128)):
+                q = halves(spans * n, heads, dim, dtype=dtype)
+                ops.attention(q, pool, batch(spans, n), Scores(dim**-0.5, window, ahead=ahead))
+    pool = LayerKV(*(halves(4, 4, 64, 256) for _ in "kv"))
+    for window in (512, UNLIMITED):
+        placed = batch(2, 512)
+        placed = replace(placed, last_visible=placed.positions)
+        ops.attention(halves(1024, 8, 256), pool, placed, Scores(0.1, window))
 
 
 def invariant(ops: BatchInvariantTritonOps) -> None:
@@ -378,16 +421,29 @@ def main() -> None:
         return
     fixed = BatchInvariantTritonOps("cpu")
     fixed.card = replace(ops.card, sms=0)
+    if "encoders" in sys.argv:
+        for each in (ops, fixed):
+            encoders(each)
+        print(json.dumps(found))
+        return
     if "latents" in sys.argv:
         for each in (ops, fixed):
             latents(each)
         print(json.dumps(found))
         return
+    if "recurrent" in sys.argv:
+        recurrent(ops)
+        recurrent(ops, torch.float32)
+        recurrent(fixed)
+        print(json.dumps(found))
+        return
     everything(ops)
     single(ops)
     latents(ops, torch.float32)
+    recurrent(ops, torch.float32)
     for each in (ops, fixed):
         latents(each)
+        recurrent(each)
     alike(fixed)
     around()
     print(json.dumps(found))

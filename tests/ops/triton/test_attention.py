@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.ops.base import Scores
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.ops import TritonOps
 from quire.types import UNLIMITED
@@ -56,7 +57,7 @@ def check(
     if pads:
         batch, q = padded(batch, pads), torch.cat((q, q.new_full((pads, heads, dim), float("nan"))))
     how = dim**-0.5, window, soft_cap
-    got = OPS.attention(q.to(DEVICE), moved(kv), moved(batch), *how, placed(sinks), chunk).cpu()
+    got = OPS.attention(q.to(DEVICE), moved(kv), moved(batch), Scores(*how, placed(sinks), chunk)).cpu()
     for i, (k, v) in enumerate(held):
         own = slice(starts[i], starts[i + 1])
         want = naive(q[own], k, v, *how, sinks, chunk)
@@ -134,7 +135,7 @@ def test_a_long_context_is_split_and_combined() -> None:
     q, kv, batch, held = situation([(1200, 1), (30, 1)], 4, 1, 16, 16, torch.float32)
     planned = OPS.prepare(moved(batch))
     for _ in range(2):  # combining the pieces leaves the counters at 0
-        got = OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25).cpu()
+        got = OPS.attention(q.to(DEVICE), moved(kv), planned, Scores(0.25)).cpu()
         for i, (k, v) in enumerate(held):
             want = naive(q[i : i + 1], k, v, 0.25, UNLIMITED, 0.0)
             torch.testing.assert_close(got[i : i + 1].double(), want, atol=2e-5, rtol=2e-5)
@@ -157,7 +158,7 @@ def test_pages_of_eight_bits_are_read_times_their_scales() -> None:
     exact = LayerKV(small.k.float() * 0.5, small.v.float() * 3.0)
     for sinks in (None, placed(torch.randn(4))):
         got, want = (
-            OPS.attention(q.to(DEVICE), moved(pool), moved(batch), 0.25, sinks=sinks) for pool in (small, exact)
+            OPS.attention(q.to(DEVICE), moved(pool), moved(batch), Scores(0.25, sinks=sinks)) for pool in (small, exact)
         )
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
@@ -178,7 +179,7 @@ def test_many_long_contexts_are_divided_among_programs_that_begin_anywhere() -> 
     q, kv, batch, held = situation(spans, 4, 2, 16, 16, torch.float32)
     planned = OPS.prepare(moved(batch))
     for _ in range(2):
-        got = OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25).cpu()
+        got = OPS.attention(q.to(DEVICE), moved(kv), planned, Scores(0.25)).cpu()
         for i, (k, v) in enumerate(held):
             want = naive(q[i : i + 1], k, v, 0.25, UNLIMITED, 0.0)
             torch.testing.assert_close(got[i : i + 1].double(), want, atol=2e-5, rtol=2e-5)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from quire.ops.base import Angles, Gate, Norm, Norms, Ops, QuantizedMatrix, TopK
+from quire.ops.base import Angles, Gate, Norm, Norms, Ops, QuantizedMatrix, Scores, TopK
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import BatchInvariantTritonOps
@@ -151,7 +151,7 @@ class Layer:
             norms = Norms(Norm(self.norm, 1e-6), Norm(self.norm, 1e-6))
             q = OPS.qk_norm_rope_store_kv(qkv.to(DEVICE), self.heads, kv, batch, turns, norms)
             sinks = self.sinks if sunk else None
-            out.append(OPS.attention(q, kv, batch, 0.3, window, soft_cap, sinks, chunk)[first : first + n])
+            out.append(OPS.attention(q, kv, batch, Scores(0.3, window, soft_cap, sinks, chunk))[first : first + n])
             past += n
         return torch.cat(out)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.ops.base import Scores
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import attention, attention_schedule
@@ -92,11 +93,11 @@ def check(
     q, kv, batch = situation(sequences, heads, groups, dim, page, dtype)
     exact, how = LayerKV(kv.k.float().nan_to_num(), kv.v.float().nan_to_num()), (dim**-0.5, window, soft_cap)
     sinks = 2 * torch.randn(heads) if sunk else None
-    want = ReferenceOps().attention(q.float(), exact, batch, *how, sinks)
+    want = ReferenceOps().attention(q.float(), exact, batch, Scores(*how, sinks))
     if pads:
         batch, q = padded(batch, pads), torch.cat((q, q.new_full((pads, heads, dim), float("nan"))))
     planned = OPS.prepare(moved(batch))
-    got = OPS.attention(q.to(DEVICE), moved(kv), planned, *how, placed(sinks)).cpu()[: len(sequences)]
+    got = OPS.attention(q.to(DEVICE), moved(kv), planned, Scores(*how, placed(sinks))).cpu()[: len(sequences)]
     torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
     return planned
 
@@ -105,7 +106,7 @@ def looked(sequences: Sequences) -> AttentionPlan:
     """A batch for which it was looked what spans share."""
     q, kv, batch = situation(sequences)
     planned = OPS.prepare(moved(batch))
-    attention.cascade_attention(q.to(DEVICE), moved(kv), planned, 0.25, UNLIMITED, 0.0, OPS.card)
+    attention.cascade_attention(q.to(DEVICE), moved(kv), planned, Scores(0.25), OPS.card)
     return planned
 
 
@@ -223,16 +224,16 @@ def test_pages_of_eight_bits_are_read_times_their_scales() -> None:
     q, kv, batch = situation(ALL)
     small = LayerKV(kv.k.to(torch.float8_e4m3fn), kv.v.to(torch.float8_e4m3fn), k_scale=0.5, v_scale=3.0)
     exact = LayerKV(small.k.float().nan_to_num() * 0.5, small.v.float().nan_to_num() * 3.0)
-    got = OPS.attention(q.to(DEVICE), moved(small), OPS.prepare(moved(batch)), 0.25).cpu()
-    torch.testing.assert_close(got, ReferenceOps().attention(q, exact, batch, 0.25), atol=1e-5, rtol=1e-5)
+    got = OPS.attention(q.to(DEVICE), moved(small), OPS.prepare(moved(batch)), Scores(0.25)).cpu()
+    torch.testing.assert_close(got, ReferenceOps().attention(q, exact, batch, Scores(0.25)), atol=1e-5, rtol=1e-5)
 
 
 def test_layers_with_a_window_or_chunks_and_those_without_take_turns() -> None:
     q, kv, batch = situation(ALL)
     planned, whole = OPS.prepare(moved(batch)), LayerKV(kv.k.nan_to_num(), kv.v.nan_to_num())
     for window, chunk in ((100, UNLIMITED), (UNLIMITED, UNLIMITED), (UNLIMITED, 100), (100, UNLIMITED)):
-        got = OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25, window, chunk=chunk).cpu()
-        want = ReferenceOps().attention(q, whole, batch, 0.25, window, chunk=chunk)
+        got = OPS.attention(q.to(DEVICE), moved(kv), planned, Scores(0.25, window, chunk=chunk)).cpu()
+        want = ReferenceOps().attention(q, whole, batch, Scores(0.25, window, chunk=chunk))
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
     assert len(planned.lists) == 3
     assert depths(planned) == [128] * len(ALL)
@@ -247,7 +248,7 @@ def test_table_entries_after_a_sequences_end_are_not_read() -> None:
     q, kv, batch = situation(NOTHING)
     batch.page_table[:] = torch.where(batch.page_table > 0, batch.page_table, 9)
     planned = OPS.prepare(moved(batch))
-    OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25)
+    OPS.attention(q.to(DEVICE), moved(kv), planned, Scores(0.25))
     assert depths(planned) == [0] * len(NOTHING)
 
 
@@ -265,11 +266,11 @@ def test_few_sequences_mixed_steps_and_deterministic_ones_do_not_look() -> None:
     fixed = BatchInvariantTritonOps(DEVICE)
     for ops, given in ((OPS, replace(batch, max_query=2)), (fixed, batch)):
         planned = ops.prepare(moved(given))
-        ops.attention(q.to(DEVICE), moved(kv), planned, 0.25)
+        ops.attention(q.to(DEVICE), moved(kv), planned, Scores(0.25))
         assert not planned.cascades
     q, kv, batch = situation(ALL[: attention.MIN_CASCADE_SPANS - 1])
     planned = OPS.prepare(moved(batch))
-    OPS.attention(q.to(DEVICE), moved(kv), planned, 0.25)
+    OPS.attention(q.to(DEVICE), moved(kv), planned, Scores(0.25))
     assert not planned.cascades
 
 
@@ -290,7 +291,7 @@ def test_a_captured_step_finds_shared_prefixes_again() -> None:
 
     def layers() -> list[Tensor]:
         planned = OPS.prepare(batch)
-        return [OPS.attention(q, kv, planned, 0.1) for _ in range(3)]
+        return [OPS.attention(q, kv, planned, Scores(0.1)) for _ in range(3)]
 
     layers()
     torch.cuda.synchronize()
@@ -302,7 +303,7 @@ def test_a_captured_step_finds_shared_prefixes_again() -> None:
         host.page_table[:, 0] = alike
         batch.page_table.copy_(host.page_table)
         graph.replay()
-        want = ReferenceOps().attention(host_q, whole, host, 0.1)
+        want = ReferenceOps().attention(host_q, whole, host, Scores(0.1))
         for got in out:
             torch.testing.assert_close(got.cpu(), want, atol=5e-5, rtol=5e-5)
 

@@ -45,6 +45,10 @@ def test_a_few_kernels_compile(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_attention_that_sees_later_tokens_compiles(tmp_path: Path) -> None:
+    assert compiled(90, 227, tmp_path, "encoders") >= {"attention_kernel", "tiles_kernel", "shares_kernel"}
+
+
 def test_products_of_any_batch_compile(tmp_path: Path) -> None:
     assert compiled(90, 227, tmp_path, "invariant") == {"invariant_kernel"}
 

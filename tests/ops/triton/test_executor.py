@@ -12,8 +12,11 @@ from quire.engine.engine import Engine
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.graphs import WorkQueue
+from quire.model_runner.memory import allocate, layer_shapes
+from quire.model_runner.mtp import MTPProposer
 from quire.model_runner.speculative import NgramProposer
 from quire.model_runner.triton_steps import TritonSteps
+from quire.models.registry import mtp_of
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import attention, attention_schedule
 from quire.ops.triton.ops import TritonOps
@@ -23,8 +26,10 @@ from quire.scheduler.speculation import FixedDrafts
 from quire.types import Request, SamplingParams
 from quire.weights.load import load_model
 from tests import checkpoints
+from tests.mtp import make_mtp
 
 SIZES: dict[str, Any] = {"pages": 40, "page_size": 16, "rows": 4, "max_model_len": 64, "dtype": torch.float32}
+SIZES["snapshots"] = 6
 SAMPLING = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.9, top_p=0.8),
@@ -34,9 +39,10 @@ SAMPLING = (
 
 def answers(executor: Executor, depth: int, shared: int = 18, new: int = 5) -> list[tuple[int, ...]]:
     """shared: tokens that all prompts begin with."""
-    speculation = FixedDrafts(executor.describe().num_drafts)
+    about = executor.describe()
+    cache = make_prefix_cache(16, True, about.num_snapshots if about.recurrent else None)
     scheduler = Scheduler(
-        KVCacheManager(40, 16, make_prefix_cache(16, True)), rows=4, max_num_batched_tokens=24, speculation=speculation
+        KVCacheManager(40, 16, cache), rows=4, max_num_batched_tokens=24, speculation=FixedDrafts(about.num_drafts)
     )
     engine = Engine(scheduler, executor, lookahead=depth)
     for i, sampling in enumerate(SAMPLING):
@@ -48,8 +54,10 @@ def answers(executor: Executor, depth: int, shared: int = 18, new: int = 5) -> l
     return [done[str(i)] for i in range(len(SAMPLING))]
 
 
-ALL_AT_ONCE = ("qwen3-gqa", "glm4-gqa", "nemotron-gqa", "gpt_oss-gqa-mxfp4")
-"""In CI: shapes that have between them every kind of norm, of rotation, of attention and of MLP. What else
+ALL_AT_ONCE = (
+    "qwen3-gqa", "glm4-gqa", "nemotron-gqa", "gpt_oss-gqa-mxfp4", "qwen3_next-shared-keys", "nemotron_h-gqa"
+)  # fmt: skip
+"""In CI: shapes that have between them every kind of norm, of rotation, of mixer and of MLP. What else
 kernels can do is compared with the reference one by one."""
 
 
@@ -69,6 +77,25 @@ def test_chunks_decode_drafts_and_samples_through_interpreted_kernels(shape: str
     assert not any(
         each.k[0].any() or each.v[0].any() for each in executor.runner.kv
     )  # the null block: nothing writes there
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/executors/test_gpu.py does it on the card")
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", ["glm4_moe-groups", "deepseek_v3-groups-yarn", "glm4_moe_lite-gqa"])
+def test_drafts_by_multi_token_prediction_through_interpreted_kernels(shape: str, tmp_path: Path) -> None:
+    make_mtp(tmp_path, shape)
+    device = torch.device("cpu")
+    model = load_model(tmp_path, dtype="float32", device=device, ops=TritonOps(device), mtp=True)
+    layer = mtp_of(model)
+    assert layer is not None
+    kv = allocate(layer_shapes(layer.kv_shapes, torch.float32), pages=40, page_size=16)
+    proposer = MTPProposer(layer, kv, num_drafts=2, rows=4, device=device)
+    steps = TritonSteps(device)
+    executor = CudaExecutor(model, **SIZES, tokens=64, device=device, steps=steps, queue=WorkQueue(), proposer=proposer)
+    local = LocalExecutor(load_model(tmp_path, dtype="float32"), **SIZES)
+    assert answers(executor, 1, shared=8, new=3) == answers(local, 0, shared=8, new=3)
+    assert kv[0].k[1:].any()
 
 
 @pytest.mark.nightly

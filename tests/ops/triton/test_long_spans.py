@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.ops.base import Scores
 from quire.ops.ragged import LayerKV, LongSpan, LongSpans
 from quire.ops.triton import long_spans
 from quire.ops.triton import ops as triton_ops
@@ -16,7 +17,7 @@ from quire.ops.triton.long_spans import cudnn_attention, dense_attention, gather
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.types import UNLIMITED
 from tests.ops.test_attention import naive
-from tests.ops.triton.device import DEVICE, moved
+from tests.ops.triton.device import DEVICE, moved, placed
 from tests.ops.triton.test_attention import situation
 
 
@@ -58,7 +59,9 @@ def test_long_spans_attend_as_the_naive_loop_beside_short_ones(
     starts = batch.query_start.tolist()
     long = [LongSpan(i, starts[i], n, past) for i, (past, n) in enumerate(SPANS) if n > 32]
     assert len(long) == 5
-    got = ops.attention(q.to(DEVICE), moved(kv), replace(moved(batch), long_spans=LongSpans(long)), dim**-0.5).cpu()
+    got = ops.attention(
+        q.to(DEVICE), moved(kv), replace(moved(batch), long_spans=LongSpans(long)), Scores(dim**-0.5)
+    ).cpu()
     for i, (k, v) in enumerate(held):
         own = slice(starts[i], starts[i + 1])
         want = naive(q[own], k, v, dim**-0.5, UNLIMITED, 0.0)
@@ -81,7 +84,7 @@ def test_what_the_library_lacks_is_computed_by_our_kernels(what: str, monkeypatc
     window, chunk = 30 if what == "window" else UNLIMITED, 30 if what == "chunk" else UNLIMITED
     how = 0.125, window, 0.7 if what == "soft_cap" else 0.0
     batch = replace(moved(batch), long_spans=LongSpans([LongSpan(0, 0, 60, 20)]))
-    got = ops.attention(q.to(DEVICE), moved(kv), batch, *how, None if sinks is None else sinks.to(DEVICE), chunk)
+    got = ops.attention(q.to(DEVICE), moved(kv), batch, Scores(*how, placed(sinks), chunk))
     want = naive(q, *held[0], *how, sinks, chunk)
     torch.testing.assert_close(got.cpu().double(), want, atol=2e-2, rtol=2e-2)
     assert not calls
@@ -95,7 +98,7 @@ def test_a_window_that_hides_nothing_is_no_window(monkeypatch: pytest.MonkeyPatc
     inner = ops.dense
     assert inner is not None
     ops.dense = lambda *how: (asked.append(True), inner(*how))[1]
-    got = ops.attention(q.to(DEVICE), moved(kv), given, 0.125, window=batch.max_kv).cpu()
+    got = ops.attention(q.to(DEVICE), moved(kv), given, Scores(0.125, window=batch.max_kv)).cpu()
     torch.testing.assert_close(got.double(), naive(q, *held[0], 0.125, UNLIMITED, 0.0), atol=2e-2, rtol=2e-2)
     assert asked == [True]
 
@@ -129,7 +132,7 @@ def test_eight_bit_kv_is_attended_to_in_its_own_unit(monkeypatch: pytest.MonkeyP
         (kv.k / 0.25).to(torch.float8_e4m3fn), (kv.v / 0.5).to(torch.float8_e4m3fn), k_scale=0.25, v_scale=0.5
     )
     long = replace(moved(batch), long_spans=LongSpans([LongSpan(0, 0, 60, 20)]))
-    got = ops.attention(q.to(DEVICE), moved(stored_kv), long, 0.125).cpu()
+    got = ops.attention(q.to(DEVICE), moved(stored_kv), long, Scores(0.125)).cpu()
     torch.testing.assert_close(got.double(), naive(q, *held[0], 0.125, UNLIMITED, 0.0), atol=8e-2, rtol=8e-2)
 
 

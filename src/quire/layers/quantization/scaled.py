@@ -62,7 +62,7 @@ class ScaledStorage:
     """
 
     def __init__(self, matrix: Matrix, ops: Ops, scaling: ScaleScheme) -> None:
-        if matrix.transposed:
+        if matrix.transposed and (scaling.packed or scaling.block[1] != UNLIMITED):
             raise InvalidModel(f"{matrix.parts[0].name}: a quantised matrix stored [in, out] is not supported")
         rows, columns = matrix.local_shape
         self.matrix, self.ops, self.scheme = matrix, ops, scaling
@@ -89,8 +89,11 @@ class ScaledStorage:
         for part, scale in zip(matrix.parts, self.scales, strict=True):
             into = self.raw[row : row + part.shard.stop - part.shard.start]
             row += len(into)
-            name, shape = f"{part.name}.weight{'_packed' * packed}", (part.rows, matrix.columns // each)
-            places.append(WeightSlot(name, shape, (part.shard, cut), into, std=std, stored_dtype=stored))
+            name = f"{part.name}.weight{'_packed' * packed}"
+            shape, cuts = (part.rows, matrix.columns // each), (part.shard, cut)
+            if matrix.transposed:
+                shape, cuts = shape[::-1], cuts[::-1]
+            places.append(WeightSlot(name, shape, cuts, into, matrix.transposed, std=std, stored_dtype=stored))
             about, size = f"{part.name}.{self.scheme.suffix}", matrix.columns**-0.5 / 42.0
             places.append(WeightSlot(about, tuple(scale.shape), (), scale, mean=size, std=0.0, ignore_unit_dims=True))
         return places + bias_slots(matrix, self.bias)

@@ -237,26 +237,14 @@ class NativeOps(ReferenceOps):
             start = rows.stop
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = UNLIMITED,
-        ahead: int = 0,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
         # The kernel is causal.
-        causal = not ahead and paged.last_visible is None
-        if not causal or not self._attends(q, kv) or all(group.n > self.many_queries for group in paged.groups):
-            return super().attention(q, kv, paged, scale, window, soft_cap, sinks, chunk, ahead)
+        attends = how.is_causal(paged) and self._attends(q, kv)
+        if not attends or all(group.n > self.many_queries for group in paged.groups):
+            return super().attention(q, kv, paged, how)
         out = q.new_empty(*q.shape[:2], kv.v.shape[-1])
-        how = Scores(scale, window, soft_cap, sinks, chunk)
         for i, group in enumerate(paged.groups):
             if group.n > self.many_queries:
                 out[group.rows] = self.attend(q[group.rows], kv, paged, i, how)
@@ -268,7 +256,7 @@ class NativeOps(ReferenceOps):
             paged.query_start.data_ptr(),
             paged.kv_len.data_ptr(),
             paged.page_table.data_ptr(),
-            address(sinks),
+            address(how.sinks),
             len(paged.kv_len),
             q.shape[1],
             kv.k.shape[1],
@@ -277,11 +265,11 @@ class NativeOps(ReferenceOps):
             kv.k.shape[2],
             paged.page_table.stride(0),
             q.stride(0),
-            window,
-            chunk,
+            how.window,
+            how.chunk,
             self.many_queries,
-            scale,
-            soft_cap,
+            how.scale,
+            how.soft_cap,
             q.dtype is torch.bfloat16,
             kv.k.dtype is torch.bfloat16,
         )
@@ -327,12 +315,12 @@ class InvariantNativeOps(NativeOps, BatchInvariantOps):
 
 def whole_mask(paged: PagedAttentionMetadata, n: int, how: Scores) -> Tensor | None:
     """[n, n] bool: which positions of a prompt of `n` tokens each sees; None where each sees all."""
-    if how.sees_all(n):
+    if how.sees_all(n, n):
         return None
     key = (n, how.window, how.ahead)
     if key not in paged.masks:
         at = torch.arange(n)
-        paged.masks[key] = visible(at, at[:, None], how.window, how.chunk, how.ahead)
+        paged.masks[key] = visible(at, at[:, None], how.window, how.chunk, at[:, None] + how.ahead)
     return paged.masks[key]
 
 

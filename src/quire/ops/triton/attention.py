@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.base import Scores
 from quire.ops.ragged import LayerKV
 from quire.ops.triton.attention_schedule import (
     FEW_SPANS,
@@ -147,20 +148,26 @@ def piece_of(pieces, at, FIELDS: tl.constexpr):
 
 @triton.jit
 def attend(
-    at, token, n, first, length, begin, end, span, split, before, q, turned, k, v, table, sinks, arrived, out, parts,
-    sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
-    CAP: tl.constexpr, SINKS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
-    ROTATED: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, REAL: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, AT_ONCE: tl.constexpr, BEGUN: tl.constexpr,
+    at, token, n, first, length, begin, end, span, split, before, q, turned, k, v, table, sinks, last, arrived, out,
+    parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
+    CAP: tl.constexpr, SINKS: tl.constexpr, LAST: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, REAL: tl.constexpr, PHASES: tl.constexpr,
+    WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, AT_ONCE: tl.constexpr, BEGUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute piece `at` of the list for one K/V head. SINKS: a tile begins with the sinks of its heads."""
+    """Compute piece `at` of the list for one K/V head. SINKS: a tile begins with the sinks of its heads. LAST: tokens
+    see positions up to `last`, or the end of their span, instead of their own."""
     group = tl.program_id(0)
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     pages = table + span.to(tl.int64) * columns
     query, head = (first + r) // SHARE, group * SHARE + (first + r) % SHARE
     position = length - n + query
     floor = first_visible(position, window, chunk) if WINDOWED else position * 0
+    low = length - n + first // SHARE
+    if LAST:
+        position = tl.minimum(tl.load(last + token + query, mask=query < n, other=0), length - 1)
+        low = tl.min(tl.where(query < n, position, length - 1), 0)
+        end = tl.minimum(end, tl.max(position, 0) // COLUMNS + 1)
     row = (token + query).to(tl.int64) * (GROUPS * SHARE) + head
     place = row[:, None] * DIM + d[None, :]
     real = (query < n)[:, None] & (d < DIM)[None, :]
@@ -180,7 +187,7 @@ def attend(
     if BEGUN:
         m, z, acc = fold_parts(m, z, acc, row, real, begun_parts, begun_sums, before, lines, DIM, BLOCK_D)
     if PHASES:
-        low, high = length - n + first // SHARE, length - n + tl.minimum((first + ROWS - 1) // SHARE, n - 1)
+        high = length - n + tl.minimum((first + ROWS - 1) // SHARE, n - 1)
         clear = begin
         if WINDOWED:
             clear = (first_visible(high, window, chunk) + COLUMNS - 1) // COLUMNS
@@ -208,13 +215,13 @@ def attend(
 
 @kernel(do_not_specialize=["lines"])
 def attention_kernel(
-    q, turned, k, v, table, sinks, pieces, count, arrived, starts, out, parts, sums, begun_parts, begun_sums, bend, cap,
-    slope, v_scale, window, chunk, lines, columns,
-    CAP: tl.constexpr, SINKS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
-    ROTATED: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, SEVERAL: tl.constexpr, REAL: tl.constexpr, PHASES: tl.constexpr,
-    WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, AT_ONCE: tl.constexpr, BEGUN: tl.constexpr,
-    FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    q, turned, k, v, table, sinks, last, pieces, count, arrived, starts, out, parts, sums, begun_parts, begun_sums,
+    bend, cap, slope, v_scale, window, chunk, lines, columns,
+    CAP: tl.constexpr, SINKS: tl.constexpr, LAST: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, SEVERAL: tl.constexpr, REAL: tl.constexpr,
+    PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    AT_ONCE: tl.constexpr, BEGUN: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program's pieces, several if SEVERAL, for one K/V head. SPLIT: a tile may be split into several pieces. PHASES:
     blocks that all rows see need no mask. REAL: the most rows there can be."""
@@ -233,16 +240,16 @@ def attention_kernel(
         for at in range(index, stop):
             token, n, first, length, begin, end, span, split, before = piece_of(pieces, at, FIELDS)
             attend(
-                at, token, n, first, length, begin, end, span, split, before, q, turned, k, v, table, sinks, arrived,
-                out, parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
-                CAP, SINKS, GROUPS, SHARE, DIM, ROTATED, BLOCK_R, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES,
-                WINDOWED, STAGES, PRECISION, AT_ONCE, BEGUN)  # fmt: skip
+                at, token, n, first, length, begin, end, span, split, before, q, turned, k, v, table, sinks, last,
+                arrived, out, parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines,
+                columns, CAP, SINKS, LAST, GROUPS, SHARE, DIM, ROTATED, BLOCK_R, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT,
+                REAL, PHASES, WINDOWED, STAGES, PRECISION, AT_ONCE, BEGUN)  # fmt: skip
     elif index < stop:
         attend(
-            index, token, n, first, length, begin, end, span, split, before, q, turned, k, v, table, sinks, arrived,
-            out, parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines, columns,
-            CAP, SINKS, GROUPS, SHARE, DIM, ROTATED, BLOCK_R, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT, REAL, PHASES,
-            WINDOWED, STAGES, PRECISION, AT_ONCE, BEGUN)  # fmt: skip
+            index, token, n, first, length, begin, end, span, split, before, q, turned, k, v, table, sinks, last,
+            arrived, out, parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines,
+            columns, CAP, SINKS, LAST, GROUPS, SHARE, DIM, ROTATED, BLOCK_R, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT,
+            REAL, PHASES, WINDOWED, STAGES, PRECISION, AT_ONCE, BEGUN)  # fmt: skip
 
 
 @triton.jit
@@ -386,8 +393,7 @@ def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
 
 
 def attention(
-    q: Tensor, kv: LayerKV, batch: AttentionPlan, scale: float, window: int, soft_cap: float, card: DeviceInfo,
-    begun: PrefixPartials | None = None, sinks: Tensor | None = None, chunk: int = UNLIMITED,
+    q: Tensor, kv: LayerKV, batch: AttentionPlan, how: Scores, card: DeviceInfo, begun: PrefixPartials | None = None,
     longest: int = UNLIMITED, rotated: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `Ops.attention`, and with `rotated` `Ops.latent_attention`. Rows that belong to no span are not written.
@@ -402,13 +408,17 @@ def attention(
         groups = heads // MOST_SHARING
     share = heads // groups
     out = torch.empty_like(q)
-    bend, slope = slopes(scale * kv.k_scale, soft_cap)
+    window, chunk, soft_cap, sinks = how.window, how.chunk, how.soft_cap, how.sinks
+    bend, slope = slopes(how.scale * kv.k_scale, soft_cap)
+    last = batch.last(how.ahead)
     sharing = begun.sharing if begun else None
     turns, longest = 0 if rotated is None else rotated.shape[-1], min(longest, batch.max_query)
     choose = latent_tiles if turns else tiles
     for tile, least, most in choose(card, share, dim, kv.k.element_size(), longest, len(batch.kv_len)):
         room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0
-        tiling = Tiling(share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing, chunk)
+        tiling = Tiling(
+            share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing, chunk, last is None
+        )
         work, fresh = batch.work(tiling, groups)
         bound, starts = len(work.arrived), work.starts
         real, wide = min(tile.rows, block(most * share)), block(dim, 16)
@@ -416,12 +426,13 @@ def attention(
         sums = q.new_empty(bound * groups * tile.rows if room else 1, dtype=torch.float32)
         attention_kernel[(groups, bound if starts is None else room)](
             *(q, q if rotated is None else rotated, kv.k, kv.v, batch.page_table, q if sinks is None else sinks),
+            batch.kv_len if last is None else last,
             *work[:3],
             *(work.total if starts is None else starts, out, parts, sums),
             *(begun[:2] if begun else (parts, sums)),
             *(bend, soft_cap, slope, kv.v_scale, window, chunk, len(q) * heads, batch.page_table.stride(0)),
-            CAP=soft_cap > 0, SINKS=sinks is not None, GROUPS=groups, SHARE=share, DIM=dim, ROTATED=turns,
-            BLOCK_R=block(turns, 16), PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns, BLOCK_D=wide,
+            CAP=soft_cap > 0, SINKS=sinks is not None, LAST=last is not None, GROUPS=groups, SHARE=share, DIM=dim,
+            ROTATED=turns, BLOCK_R=block(turns, 16), PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns, BLOCK_D=wide,
             SPLIT=room > 0, SEVERAL=starts is not None, REAL=real,
             PHASES=tile.rows >= 64, AT_ONCE=max(1, min(16 if starts is None else 4,
             4096 * tile.warps // (real * wide))), WINDOWED=min(window, chunk) < batch.max_kv, STAGES=tile.stages,
@@ -480,7 +491,7 @@ def cascade_kernel(
 
 
 def cascade_attention(
-    q: Tensor, kv: LayerKV, batch: AttentionPlan, scale: float, window: int, soft_cap: float, card: DeviceInfo
+    q: Tensor, kv: LayerKV, batch: AttentionPlan, how: Scores, card: DeviceInfo
 ) -> PrefixPartials | None:
     """Partial results of groups of sequences over the blocks that they share, from which `attention` continues; None
     where sharing is not looked for, which depends on shapes alone. q and the rest: see `Ops.attention`.
@@ -492,7 +503,8 @@ def cascade_attention(
     share, wide, spans = heads // groups, kv.k.element_size(), len(batch.kv_len)
     tile = large(card, dim, wide)
     members = tile.rows // share
-    if not card.sms or batch.max_query > 1 or spans < MIN_CASCADE_SPANS or window < batch.max_kv or members < 2:
+    limited = min(how.window, how.chunk) < batch.max_kv
+    if not card.sms or batch.max_query > 1 or spans < MIN_CASCADE_SPANS or limited or members < 2:
         return None
     unit = math.lcm(page, tile.columns)
     slots = spread(card, groups, PROGRAMS_PER_SM)
@@ -501,11 +513,11 @@ def cascade_attention(
     prefixes, fresh = batch.prefixes(sharing)
     parts = q.new_empty(MOST_RUNS, tokens, heads, dim, dtype=torch.float32)
     sums = q.new_empty(MOST_RUNS, tokens, heads, dtype=torch.float32)
-    bend, slope = slopes(scale * kv.k_scale, soft_cap)
+    bend, slope = slopes(how.scale * kv.k_scale, how.soft_cap)
     cascade_kernel[(groups, min(slots, len(prefixes.pieces)))](
         *(q, kv.k, kv.v, batch.page_table, prefixes.members, prefixes.pieces, prefixes.counts, parts, sums),
-        *(bend, soft_cap, slope, tokens * heads, batch.page_table.stride(0)),
-        CAP=soft_cap > 0, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, UNIT=unit, ROWS=tile.rows,
+        *(bend, how.soft_cap, slope, tokens * heads, batch.page_table.stride(0)),
+        CAP=how.soft_cap > 0, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, UNIT=unit, ROWS=tile.rows,
         COLUMNS=tile.columns, BLOCK_D=block(dim, 16), STAGES=tile.stages, PRECISION=card.precision,
         FIELDS=PREFIX_FIELDS, DEPENDENT=card.dependent, num_warps=tile.warps, **({} if fresh else card.options),
     )  # fmt: skip

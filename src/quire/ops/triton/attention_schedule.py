@@ -184,8 +184,9 @@ class Tiling(NamedTuple):
 
     share: query heads per K/V head. rows, columns: a tile's size, columns being tokens. least, most: queries of the
     spans that it is for. spread: programs among which blocks are divided, each span being one tile; 0: a piece is a
-    tile. run: the least blocks of a program. window, chunk: as in `Ops.attention`. sharing: how spans share prefixes,
-    after which they begin; None: they do not.
+    tile. run: the least blocks of a program. window, chunk: as in `Scores`. sharing: how spans share prefixes, after
+    which they begin; None: they do not. causal: no token sees a later one; otherwise a piece may go on to its span's
+    end, and ends where its tokens see no more.
     """
 
     share: int
@@ -198,6 +199,7 @@ class Tiling(NamedTuple):
     window: int
     sharing: PrefixSharing | None = None
     chunk: int = UNLIMITED
+    causal: bool = True
 
     def bound(self, batch: RaggedBatch) -> int:
         """The most pieces that there can be."""
@@ -261,7 +263,7 @@ def spans_of(query_start, kv_len, s, spans, least, most):
 
 @triton.jit
 def first_visible(position, window, chunk):
-    """The first position that queries at `position` see, which is not negative; see `Ops.attention`."""
+    """The first position that queries at `position` see, which is not negative; see `Scores`."""
     return tl.maximum(position - window + 1, position // chunk * chunk)
 
 
@@ -279,7 +281,8 @@ def alone(seen, each, SPREAD: tl.constexpr, ALONE: tl.constexpr):
 @kernel
 def tiles_kernel(
     query_start, kv_len, pieces, count, spans, window, chunk, least, most,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program: all spans at once, a tile of each at a time. Long spans come first, so that none ends alone."""
     s = tl.arange(0, BLOCK_S)
@@ -295,7 +298,7 @@ def tiles_kernel(
     for j in range(tl.max(total, 0)):
         tile = total - 1 - j
         low = tile * ROWS // SHARE
-        high = tl.minimum((tile * ROWS + ROWS - 1) // SHARE, n - 1)
+        high = tl.minimum((tile * ROWS + ROWS - 1) // SHARE, n - 1) if CAUSAL else n - 1
         begin = first_visible(length - n + low, window, chunk) // COLUMNS
         end = (length - n + high) // COLUMNS + 1
         put(pieces, first + j, j < total, token, n, tile * ROWS, length, begin, end, s, s * 0, s * 0 + 1, s * 0, FIELDS)
@@ -342,10 +345,13 @@ def shares_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan(RaggedBatch):
-    """A batch and the lists that its layers share: made by the first that asks, used by the rest."""
+    """A batch and the lists that its layers share: made by the first that asks, used by the rest. spans: of recurrent
+    layers, see `chunked.py`."""
 
     lists: dict[tuple[Tiling, int], AttentionSchedule] = field(default_factory=dict)
+    lasts: dict[int, Tensor | None] = field(default_factory=dict)
     cascades: dict[PrefixSharing, SharedPrefixes] = field(default_factory=dict)
+    spans: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> AttentionPlan:
@@ -360,6 +366,13 @@ class AttentionPlan(RaggedBatch):
         if fresh:
             self.lists[tiling, groups] = make_schedule(self, tiling, groups)
         return self.lists[tiling, groups], fresh
+
+    def last(self, ahead: int) -> Tensor | None:
+        """As `RaggedBatch.last_seen`, int32."""
+        if ahead not in self.lasts:
+            last = self.last_seen(ahead)
+            self.lasts[ahead] = None if last is None else last.int()
+        return self.lasts[ahead]
 
     def prefixes(self, sharing: PrefixSharing) -> tuple[SharedPrefixes, bool]:
         """The shared prefixes, and whether they have just been found."""
@@ -393,6 +406,7 @@ def make_schedule(batch: AttentionPlan, tiling: Tiling, groups: int) -> Attentio
             *(batch.query_start, batch.kv_len, pieces, count, spans, *about),
             SHARE=tiling.share,
             ROWS=tiling.rows,
+            CAUSAL=tiling.causal,
             **same,
         )
     return AttentionSchedule(pieces, count, arrived, starts)

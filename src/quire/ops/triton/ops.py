@@ -19,6 +19,8 @@ from quire.ops.base import (
     XIELU,
     Angles,
     AnyMatrix,
+    DeltaInputs,
+    DeltaWeights,
     ExpertBiases,
     ExpertMatrices,
     Gate,
@@ -28,6 +30,9 @@ from quire.ops.base import (
     Norms,
     QuantizedMatrix,
     Routing,
+    ScanInputs,
+    ScanWeights,
+    Scores,
     TopK,
 )
 from quire.ops.cublaslt import CublasLt
@@ -36,7 +41,7 @@ from quire.ops.integer import integers_of
 from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import E4M3, BaseOps
-from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, RaggedBatch
+from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LayerState, RaggedBatch
 from quire.ops.triton import experts as mixture
 from quire.ops.triton import (
     gemv,
@@ -47,6 +52,7 @@ from quire.ops.triton import (
     invariant_gemm,
     latent,
     quantized_gemm,
+    recurrent,
     rows,
 )
 from quire.ops.triton.attention import attention, cascade_attention
@@ -54,6 +60,7 @@ from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.long_spans import DenseAttention, attend_long, dense_attention, serves
+from quire.ops.triton.recurrence import FEW
 from quire.types import UNLIMITED
 
 MOST_OUTPUTS = 1 << 15
@@ -79,6 +86,8 @@ class TritonOps(BaseOps):
 
     multiplies_integers = True
     dense: DenseAttention | None
+    few = FEW
+    """Tokens of a span up to which recurrent layers compute it token by token."""
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         """dependent: use programmatic dependent launch where the GPU has it."""
@@ -129,7 +138,9 @@ class TritonOps(BaseOps):
         gate: Gate,
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
-        """See `Ops.experts`."""
+        """See `Ops.experts`. Kernels have gates; without one, every expert computes every token."""
+        if gate == "relu2":
+            return super().experts(x, routing, gate_up, down, gate, biases)
         how = self.expert_config(routing, down)
         return mixture.experts(x, routing, gate_up, down, gate, how, self.card, biases)
 
@@ -149,6 +160,8 @@ class TritonOps(BaseOps):
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
+        if gate == "relu2":
+            return super().quantized_experts(x, routing, gate_up, down, gate, biases)
         if isinstance(gate_up, IntegerMatrix) and isinstance(down, IntegerMatrix):
             if integer_gemv.takes(x, self.card, gate_up, down):
                 inner = integer_gemv.multiply_slots(x, routing, gate_up, gate, self.card, biases.gate_up)
@@ -312,38 +325,34 @@ class TritonOps(BaseOps):
             return latent.EXACT_HEAD_TILE
         return latent.heads_config(len(x), weight.shape[2])
 
+    def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """See `Ops.gated_delta`. No span may read a slot that another writes."""
+        return recurrent.gated_delta(x, weights, state, self.prepare(batch), self.few, self.card)
+
+    def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
+        """See `Ops.selective_scan`. No span may read a slot that another writes."""
+        return recurrent.selective_scan(x, weights, state, self.prepare(batch), self.few, self.card)
+
     def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
         """See `Ops.latent_attention`."""
-        return attention(q, kv, self.prepare(batch), scale, UNLIMITED, 0.0, self.card, rotated=rotated)
+        return attention(q, kv, self.prepare(batch), Scores(scale), self.card, rotated=rotated)
 
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        batch: RaggedBatch,
-        scale: float,
-        window: int = UNLIMITED,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunk: int = UNLIMITED,
-        ahead: int = 0,
-    ) -> Tensor:
-        """See `Ops.attention`. Raises ValueError for attention that is not causal."""
-        if ahead or batch.last_visible is not None:
-            raise ValueError("these kernels compute causal attention only")
+    def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
+        """See `Ops.attention`."""
         planned = self.prepare(batch)
-        plain = min(window, chunk) >= batch.max_kv and not soft_cap and sinks is None
+        plain = how.is_causal(batch) and min(how.window, how.chunk) >= batch.max_kv
+        plain = plain and not how.soft_cap and how.sinks is None
         long, longest = NO_LONG_SPANS, UNLIMITED
         if batch.long_spans.spans and plain and self.dense is not None and serves(q):
             long, longest = batch.long_spans, LONG
         if long.alone:
             out = torch.empty_like(q)
         else:
-            begun = cascade_attention(q, kv, planned, scale, min(window, chunk), soft_cap, self.card)
-            out = attention(q, kv, planned, scale, window, soft_cap, self.card, begun, sinks, chunk, longest)
+            begun = cascade_attention(q, kv, planned, how, self.card)
+            out = attention(q, kv, planned, how, self.card, begun, longest)
         for span in long.spans:
             assert self.dense is not None
-            attend_long(out, q, kv, batch, span, scale, self.dense, self.card)
+            attend_long(out, q, kv, batch, span, how.scale, self.dense, self.card)
         return out
 
 
@@ -353,6 +362,8 @@ RESTORED, EXACT = GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
 
 class BatchInvariantTritonOps(TritonOps):
     """`Ops` whose launches do not depend on the batch."""
+
+    few = UNLIMITED
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         super().__init__(device, dependent=dependent)

@@ -38,8 +38,8 @@ def scatter(data: Tensor, places: Tensor, values: Tensor) -> None:
 @kernel(do_not_specialize=["limit", "token_programs", "longest"])
 def prepare_inputs_kernel(
     counts, span_row, query_start, token_span, length, table, history, tokens, positions, slots, kv_len, page_table,
-    limit, token_programs, longest, pages, width, page_size,
-    TOKENS: tl.constexpr, PAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    state, source, limit, token_programs, longest, pages, width, page_size,
+    TOKENS: tl.constexpr, PAGES: tl.constexpr, STATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Programs below token_programs: TOKENS tokens each. The others: one span each, and its blocks as far as it
     reads."""
@@ -63,6 +63,9 @@ def prepare_inputs_kernel(
         own = tl.load(span_row + mine).to(tl.int64)
         reach = tl.where(n > 0, tl.load(length + own) + n, 0)
         tl.store(kv_len + mine, reach)
+        if STATES:
+            slot = 1 + own * STATES + tl.load(state + own)
+            tl.store(source + mine, tl.where(reach > n, slot, 0))
         for begin in range(0, tl.cdiv(reach, page_size), PAGES):
             p = begin + tl.arange(0, PAGES)
             held = tl.load(table + own * pages + p, mask=p < pages, other=0)
@@ -75,7 +78,8 @@ class DeviceRows(NamedTuple):
 
     sample_position: where the token of each sample will be stored, as `advance` notes. num_computed, num_known: a
     number per row. block_table [rows, P] and history [rows, L], contiguous. chain [chains + 1]: where the samples of
-    each chain begin. wanted_drafts: drafts for each. max_history: the limit of num_known. drafts: the most of a chain.
+    each chain begin. wanted_drafts: drafts for each. state: which of its states a row goes on from. max_history: the
+    limit of num_known. drafts: the most of a chain.
     """
 
     counts: Tensor
@@ -92,20 +96,23 @@ class DeviceRows(NamedTuple):
     history: Tensor
     chain: Tensor
     wanted_drafts: Tensor
+    state: Tensor
     max_history: int
     drafts: int
 
 
 def prepare_inputs(rows: DeviceRows, batch: RaggedBatch, longest: int, card: DeviceInfo) -> None:
-    """Fill the batch's tokens, positions, slots, kv_len and, as far as kv_len, page_table."""
-    tokens, spans = len(batch.tokens), len(batch.kv_len)
+    """Fill the batch's tokens, positions, slots, kv_len, the states' source and, as far as kv_len, page_table."""
+    tokens, spans, states = len(batch.tokens), len(batch.kv_len), batch.states
     programs = triton.cdiv(tokens, TOKENS)
     prepare_inputs_kernel[(programs + spans,)](
         *(rows.counts, rows.span_row, rows.query_start, rows.token_span, rows.num_computed, rows.block_table),
         rows.history,
-        *(batch.tokens, batch.positions, batch.slots, batch.kv_len, batch.page_table, tokens, programs, longest),
+        *(batch.tokens, batch.positions, batch.slots, batch.kv_len, batch.page_table),
+        *(rows.state, batch.kv_len if states is None else states.source, tokens, programs, longest),
         *(rows.block_table.shape[1], rows.history.shape[1], batch.page_size),
-        TOKENS=TOKENS, PAGES=64, DEPENDENT=card.dependent, **card.options,
+        TOKENS=TOKENS, PAGES=64, STATES=0 if states is None else 1 + rows.drafts, DEPENDENT=card.dependent,
+        **card.options,
     )  # fmt: skip
 
 
@@ -144,7 +151,7 @@ def advance(rows: DeviceRows, spans: int, hidden: Tensor, out: Tensor, card: Dev
 
 @kernel(do_not_specialize=["most", "ceiling", "dropped"])
 def verify_kernel(
-    counts, chain, pick_row, pick_at, length, known, history, tokens, most, ceiling, dropped, width,
+    counts, chain, pick_row, pick_at, length, known, state, history, tokens, most, ceiling, dropped, width,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One chain each: from its first token to the first that differs from the draft at its position."""
@@ -169,6 +176,7 @@ def verify_kernel(
     upto = tl.minimum(begin + keep, ceiling)
     tl.store(known + row, upto, mask=there)
     tl.store(length + row, upto - 1, mask=there)
+    tl.store(state + row, tl.maximum(keep, 1) - 1, mask=there)
 
 
 def verify(rows: DeviceRows, tokens: Tensor, dropped: int, card: DeviceInfo) -> None:
@@ -176,7 +184,7 @@ def verify(rows: DeviceRows, tokens: Tensor, dropped: int, card: DeviceInfo) -> 
     chains = min(len(tokens), len(rows.wanted_drafts))
     verify_kernel[(triton.cdiv(chains, 64),)](
         *(rows.counts, rows.chain, rows.sample_row, rows.sample_position, rows.num_computed, rows.num_known),
-        *(rows.history, tokens),
+        *(rows.state, rows.history, tokens),
         *(rows.drafts + 1, rows.max_history, dropped, rows.history.shape[1]),
         BLOCK=64, DEPENDENT=card.dependent, **card.options,
     )  # fmt: skip

@@ -80,6 +80,11 @@ _ALL = frozenset(_KINDS.values())
 _PYTHON: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
 
 
+def kind_of(value: Any) -> str:
+    """The JSON type of a value."""
+    return _KINDS.get(type(value), "null")
+
+
 def kinds_of(schema: Any) -> frozenset[str]:
     """The JSON types that a schema allows; all of them where it does not say."""
     return _kinds_of(schema, set())
@@ -94,9 +99,9 @@ def _kinds_of(schema: Any, seen: set[int], depth: int = 0) -> frozenset[str]:
         named = {given} if isinstance(given, str) else {kind for kind in given if isinstance(kind, str)}
         return frozenset(named) or _ALL
     if isinstance(schema.get("enum"), list):
-        return frozenset(_KINDS.get(type(value), "null") for value in schema["enum"])
+        return frozenset(map(kind_of, schema["enum"]))
     if "const" in schema:
-        return frozenset({_KINDS.get(type(schema["const"]), "null")})
+        return frozenset({kind_of(schema["const"])})
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
             fresh = {id(each): each for each in schema[name] if id(each) not in seen}
@@ -109,13 +114,13 @@ def as_json(text: str, schema: Any, *, marked: bool = False) -> str:
     """The text of a value as JSON, by its schema: as it is where it is JSON of such a type, otherwise as a string.
 
     marked: the format marks strings that are written as they are, and this is none. Python's names of constants count
-    as JSON's, and so do Python's lists and dicts where no string may stand. A text in quotation marks is a string with
-    quotation marks, unless strings are marked.
+    as JSON's, and so do Python's lists and dicts where no string may stand, or anything may. A text in quotation marks
+    is a string with quotation marks, unless strings are marked.
     """
     kinds = kinds_of(schema)
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
-    if "string" not in kinds and bare[:1] in ("[", "{") and "'" in bare:
+    if bare[:1] in ("[", "{") and ("string" not in kinds or kinds == _ALL):
         bare = _from_python(bare)
     try:
         value = json.loads(bare, parse_constant=_refuse)

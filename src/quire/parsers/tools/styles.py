@@ -1,15 +1,18 @@
 """How each family of models writes tool calls, and prompts that ask a model without its own format to do so.
 
-The names are those of vLLM's registry, but for `gemma`, which it does not have.
+The names are those of vLLM's registry, and `nemotron_json` is that of NVIDIA's plugin for it. vLLM has none for
+`gemma`, `cohere_command_r`, `functionary_v3_1`, `functionary_v3_2`, `muse_glimmer` and `solar_open`.
 """
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from quire.parsers.tools.kinds import kind_of
 from quire.types import UNLIMITED
 
 ToolParser = Literal[
@@ -55,6 +58,17 @@ ToolParser = Literal[
     "cohere_command4",
     "apertus",
     "minimax_m3",
+    "hy_v3",
+    "kimi_k3",
+    "minicpm5",
+    "poolside_v1",
+    "solar_open2",
+    "nemotron_json",
+    "cohere_command_r",
+    "functionary_v3_1",
+    "functionary_v3_2",
+    "muse_glimmer",
+    "solar_open",
 ]
 
 Form = Literal["any", "known", "python"]
@@ -108,26 +122,50 @@ class ToolStyle(CallStyle):
     finish: str = "}"
 
 
+CDATA = ("<![CDATA[", "]]>")
+"""What stands around a text that contains `<`, `&` or a line break, where a format has it so."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Arguments as one element for each parameter: open, key, key_end, gap, value_open, value, close, space.
+    """Arguments as one element for each parameter: open, key, key_end, gap, the value's opening, value, close, space.
 
-    text_open: what stands for `value_open` before a string, in formats that mark strings. lines: a line break after the
-    key's end and one before `close` belong to the format. Strings are written as they are, all other values as JSON.
+    value_open: what a value begins with; typed: instead of it, by the JSON type, in formats that mark types. lines:
+    a line break after the key's end and one before `close` belong to the format. escaped: keys are escaped as in XML's
+    attributes. cdata: texts may stand within `CDATA`. Strings are written as they are, all other values as JSON.
     """
 
     open: str
     key_end: str
     gap: str = ""
     value_open: str = ""
-    text_open: str = ""
+    typed: Mapping[str, str] = field(default_factory=dict)
     close: str
     space: str = "\n"
     lines: bool = False
+    escaped: bool = False
+    cdata: bool = False
 
-    def opening(self, *, text: bool) -> str:
-        """What a value begins with. text: it is a string."""
-        return (text and self.text_open) or self.value_open
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """All that a value may begin with; none if that is nothing."""
+        return tuple(dict.fromkeys(filter(None, (*self.typed.values(), self.value_open))))
+
+    def opening(self, kind: str) -> str:
+        """What a value of a JSON type begins with."""
+        return self.typed.get(kind, self.value_open)
+
+    def head(self, key: str) -> str:
+        """What stands before a value's opening."""
+        return self.open + (html.escape(key).replace("&#x27;", "'") if self.escaped else key) + self.key_end + self.gap
+
+    def written(self, key: str, value: Any) -> str:
+        """One parameter."""
+        text = value if isinstance(value, str) else _json(value)
+        line = "\n" if self.lines else ""
+        begin, end = CDATA if self.cdata and isinstance(value, str) and set(value) & set("<&\n") else ("", "")
+        opening = self.opening(kind_of(value))
+        return f"{self.head(key)}{opening}{line}{begin}{text}{end}{line}{self.close}{self.space}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,19 +283,35 @@ _JAMBA = replace(
     after="]</tool_calls>",
 )
 
-_QWEN3_CODER = TaggedStyle(
+
+def _sections(
+    section: tuple[str, str], call: tuple[str, str, str], *, line: str = "\n", each: bool = False, **about: Any
+) -> TaggedStyle:
+    """Calls within a section, whose tags are given. call: what one begins with, what its name ends with, and its end.
+
+    line: what follows the tags. each: every call has a section of its own. about: the other fields.
+    """
+    opening, ending = section
+    begin, head_end, end = call
+    shared = {"begin": begin, "head_ends": (head_end,), "opens": (opening,), "closes": (end, ending)}
+    shared |= {
+        "before": opening + line,
+        "start": f"{begin}{{name}}{head_end}{line}",
+        "finish": end + line,
+        "after": ending,
+    }
+    if each:
+        shared |= {"finish": end, "between": f"{line}{ending}{line}{opening}{line}", "after": line + ending}
+    return TaggedStyle(**{**shared, **about})
+
+
+_QWEN3_CODER = _sections(
+    ("<tool_call>", "</tool_call>"),
+    ("<function=", ">", "</function>"),
+    each=True,
     name="qwen3_coder",
     models="Qwen 3 Coder, Qwen 3.5",
-    begin="<function=",
-    head_ends=(">",),
     form=Parameters(open="<parameter=", key_end=">", close="</parameter>", lines=True),
-    opens=("<tool_call>",),
-    closes=("</function>", "</tool_call>"),
-    before="<tool_call>\n",
-    start="<function={name}>\n",
-    finish="</function>",
-    between="\n</tool_call>\n<tool_call>\n",
-    after="\n</tool_call>",
 )
 
 _GLM45 = TaggedStyle(
@@ -270,6 +324,15 @@ _GLM45 = TaggedStyle(
     start="<tool_call>{name}\n",
     finish="</tool_call>",
     between="\n",
+)
+
+_GLM47 = replace(
+    _GLM45,
+    name="glm47",
+    models="GLM 4.7",
+    form=Parameters(open="<arg_key>", key_end="</arg_key>", value_open="<arg_value>", close="</arg_value>", space=""),
+    start="<tool_call>{name}",
+    between="",
 )
 
 _DEEPSEEK_V31 = TaggedStyle(
@@ -286,25 +349,14 @@ _DEEPSEEK_V31 = TaggedStyle(
     after="<｜tool▁calls▁end｜>",
 )
 
-_DEEPSEEK_V32 = TaggedStyle(
-    name="deepseek_v32",
-    models="DeepSeek V3.2",
-    begin='<｜DSML｜invoke name="',
-    head_ends=('">',),
-    form=Parameters(
-        open='<｜DSML｜parameter name="',
-        key_end='"',
-        gap=" ",
-        value_open='string="false">',
-        text_open='string="true">',
-        close="</｜DSML｜parameter>",
-    ),
-    opens=("<｜DSML｜function_calls>",),
-    closes=("</｜DSML｜invoke>", "</｜DSML｜function_calls>"),
-    before="<｜DSML｜function_calls>\n",
-    start='<｜DSML｜invoke name="{name}">\n',
-    finish="</｜DSML｜invoke>\n",
-    after="</｜DSML｜function_calls>",
+_DSML_INVOKE = ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>")
+_DSML = Parameters(
+    open='<｜DSML｜parameter name="',
+    key_end='"',
+    gap=" ",
+    value_open='string="false">',
+    typed={"string": 'string="true">'},
+    close="</｜DSML｜parameter>",
 )
 
 _GEMMA4 = TaggedStyle(
@@ -346,20 +398,14 @@ _APERTUS = ToolStyle(
 )
 
 _M3 = "]<]minimax[>["
-_MINIMAX_M3 = TaggedStyle(
-    name="minimax_m3",
-    models="MiniMax M3",
-    special=True,
-    begin=f'{_M3}<invoke name="',
-    head_ends=('">',),
-    form=Nested(_M3),
-    opens=(f"{_M3}<tool_call>",),
-    closes=(f"{_M3}</invoke>", f"{_M3}</tool_call>"),
-    before=f"{_M3}<tool_call>\n",
-    start=f'{_M3}<invoke name="{{name}}">',
-    finish=f"{_M3}</invoke>\n",
-    after=f"{_M3}</tool_call>",
-)
+
+_HY = ":opensource"
+
+
+def _xtml(tag: str) -> tuple[str, str]:
+    """An element's opening and end of Kimi K3."""
+    return f"<|open|>{tag}<|sep|>", f"<|close|>{tag}<|sep|>"
+
 
 _ALL: Sequence[Style] = (
     HERMES,
@@ -393,16 +439,13 @@ _ALL: Sequence[Style] = (
         finish="</steptml:invoke><｜tool_call_end｜>\n",
         after="<｜tool_calls_end｜>",
     ),
-    replace(
-        _QWEN3_CODER,
+    _sections(
+        ("<seed:tool_call>", "</seed:tool_call>"),
+        ("<function=", ">", "</function>"),
+        each=True,
         name="seed_oss",
         models="Seed-OSS",
         form=Parameters(open="<parameter=", key_end=">", close="</parameter>"),
-        opens=("<seed:tool_call>",),
-        closes=("</function>", "</seed:tool_call>"),
-        before="<seed:tool_call>\n",
-        between="\n</seed:tool_call>\n<seed:tool_call>\n",
-        after="\n</seed:tool_call>",
     ),
     _LLAMA3,
     replace(_LLAMA3, name="llama4_json", models="Llama 4"),
@@ -447,25 +490,23 @@ _ALL: Sequence[Style] = (
         after="<｜tool▁calls▁end｜>",
     ),
     _DEEPSEEK_V31,
-    _DEEPSEEK_V32,
-    replace(
-        _DEEPSEEK_V32,
+    _sections(
+        ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        _DSML_INVOKE,
+        name="deepseek_v32",
+        models="DeepSeek V3.2",
+        form=_DSML,
+    ),
+    _sections(
+        ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+        _DSML_INVOKE,
         name="deepseek_v4",
         models="DeepSeek V4",
-        opens=("<｜DSML｜tool_calls>",),
-        closes=("</｜DSML｜invoke>", "</｜DSML｜tool_calls>"),
-        before="<｜DSML｜tool_calls>\n",
-        after="</｜DSML｜tool_calls>",
+        form=_DSML,
     ),
     _GLM45,
-    replace(
-        _GLM45,
-        name="glm47",
-        models="GLM 4.7",
-        form=replace(cast(Parameters, _GLM45.form), gap="", space=""),
-        start="<tool_call>{name}",
-        between="",
-    ),
+    _GLM47,
+    replace(_GLM47, name="poolside_v1", models="Laguna"),
     TaggedStyle(
         name="kimi_k2",
         models="Kimi K2",
@@ -481,18 +522,126 @@ _ALL: Sequence[Style] = (
         finish="<|tool_call_end|>",
         after="<|tool_calls_section_end|>",
     ),
-    TaggedStyle(
+    _sections(
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+        ('<invoke name="', '">', "</invoke>"),
         name="minimax_m2",
         models="MiniMax M2",
-        begin='<invoke name="',
-        head_ends=('">',),
         form=Parameters(open='<parameter name="', key_end='">', close="</parameter>"),
-        opens=("<minimax:tool_call>",),
-        closes=("</invoke>", "</minimax:tool_call>"),
-        before="<minimax:tool_call>\n",
-        start='<invoke name="{name}">\n',
-        finish="</invoke>\n",
-        after="</minimax:tool_call>",
+    ),
+    _sections(
+        (f"{_M3}<tool_call>", f"{_M3}</tool_call>"),
+        (f'{_M3}<invoke name="', '">', f"{_M3}</invoke>"),
+        name="minimax_m3",
+        models="MiniMax M3",
+        special=True,
+        form=Nested(_M3),
+        start=f'{_M3}<invoke name="{{name}}">',
+    ),
+    _sections(
+        (f"<tool_calls{_HY}>", f"</tool_calls{_HY}>"),
+        (f"<tool_call{_HY}>", f"<tool_sep{_HY}>", f"</tool_call{_HY}>"),
+        name="hy_v3",
+        models="Hy3",
+        special=True,
+        form=Parameters(
+            open=f"<arg_key{_HY}>",
+            key_end=f"</arg_key{_HY}>",
+            gap="\n",
+            value_open=f"<arg_value{_HY}>",
+            close=f"</arg_value{_HY}>",
+        ),
+    ),
+    _sections(
+        _xtml("tools"),
+        ('<|open|>call tool="', "<|sep|>", "<|close|>call<|sep|>"),
+        line="",
+        name="kimi_k3",
+        models="Kimi K3",
+        special=True,
+        named=r'(?P<name>[\w.:/-]{1,256})"(?: index="\d{1,9}")?\s*',
+        start='<|open|>call tool="{name}" index="{index}"<|sep|>',
+        closes=("<|close|>call<|sep|>", "<|close|>tools<|sep|>", "<|close|>message<|sep|>"),
+        form=Parameters(
+            open='<|open|>argument key="',
+            key_end='"',
+            gap=" ",
+            typed={kind: f'type="{kind}"<|sep|>' for kind in ("string", "number", "boolean", "object", "array", "null")}
+            | {"integer": 'type="number"<|sep|>'},
+            close="<|close|>argument<|sep|>",
+            space="",
+            escaped=True,
+        ),
+    ),
+    TaggedStyle(
+        name="minicpm5",
+        models="MiniCPM 5",
+        begin='<function name="',
+        head_ends=('">',),
+        form=Parameters(open='<param name="', key_end='">', close="</param>", space="", cdata=True),
+        closes=("</function>",),
+        start='<function name="{name}">',
+        finish="</function>",
+        between="\n",
+    ),
+    TaggedStyle(
+        name="solar_open2",
+        models="Solar Open 2",
+        special=True,
+        begin="<|tool_call:start|>",
+        head_ends=("\n", "<|tool_call:end|>"),
+        form=Parameters(open="<|tool_arg:start|>", key_end="<|tool_arg:value|>", close="<|tool_arg:end|>"),
+        closes=("<|tool_call:end|>",),
+        start="<|tool_call:start|>{name}\n",
+        finish="<|tool_call:end|>",
+        between="\n",
+    ),
+    TaggedStyle(
+        name="solar_open",
+        models="Solar Open",
+        special=True,
+        begin="<|tool_call:begin|>",
+        head_ends=("<|tool_call:args|>",),
+        named=r"\s*\w{0,64}<\|tool_call:name\|>(?P<name>[\w.:/-]{1,256})\s*",
+        opens=("<|tool_calls|>",),
+        closes=("<|tool_call:end|>", "<|calls|>"),
+        id_length=10,
+        call_id="{random}",
+        before="<|tool_calls|>",
+        start="<|tool_call:begin|>{index}<|tool_call:name|>{name}<|tool_call:args|>",
+        finish="<|tool_call:end|>",
+        after="<|calls|>",
+    ),
+    _sections(
+        ("<atem:function_calls>", "</atem:function_calls>"),
+        ('<atem:invoke name="', '">', "</atem:invoke>"),
+        name="muse_glimmer",
+        models="Muse Glimmer",
+        special=True,
+        form=Parameters(open='<atem:parameter name="', key_end='">', close="</atem:parameter>"),
+        before="",
+        start=' to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n',
+        finish="</atem:invoke>\n</atem:function_calls>",
+        between="<|eom|><|start|>assistant",
+        after="",
+    ),
+    TaggedStyle(
+        name="functionary_v3_2",
+        models="Functionary 3.2",
+        begin=">>>",
+        head_ends=("\n",),
+        start="{name}\n",
+        finish="",
+        between=">>>",
+    ),
+    TaggedStyle(
+        name="functionary_v3_1",
+        models="Functionary 3.1",
+        begin="<function=",
+        head_ends=(">",),
+        closes=("</function>",),
+        start="<function={name}>",
+        finish="</function>",
     ),
     TaggedStyle(
         name="openai",
@@ -517,6 +666,15 @@ _ALL: Sequence[Style] = (
         before="functools[",
     ),
     _JAMBA,
+    replace(
+        _JAMBA,
+        name="nemotron_json",
+        models="Nemotron Nano 2",
+        marks={"<TOOLCALL>": "any"},
+        end="</TOOLCALL>",
+        before="<TOOLCALL>[",
+        after="]</TOOLCALL>",
+    ),
     replace(_JAMBA, name="hunyuan_a13b", models="Hunyuan A13B"),
     replace(
         _JAMBA, name="minimax", models="MiniMax M1", before="<tool_calls>\n", between="\n", after="\n</tool_calls>"
@@ -560,8 +718,18 @@ _ALL: Sequence[Style] = (
     ),
     _COHERE,
     replace(_COHERE, name="cohere_command4", models="Command A+"),
+    ToolStyle(
+        name="cohere_command_r",
+        models="Command R and R+",
+        marks={"Action:\n```json": "any", "Action: ```json": "any"},
+        end="```",
+        name_key="tool_name",
+        before="Action:\n```json\n[\n    ",
+        start='{"tool_name": "{name}", "parameters": ',
+        between=",\n    ",
+        after="\n]```",
+    ),
     _APERTUS,
-    _MINIMAX_M3,
     _GEMMA,
     _GEMMA4,
     replace(
@@ -593,8 +761,18 @@ def sign_of(template: str | None) -> Style | None:
 _SIGNS: Sequence[tuple[ToolParser, *tuple[str, ...]]] = (
     ("minimax_m2", "<minimax:tool_call>"),
     ("minimax_m3", "]<]minimax[>["),
+    ("hy_v3", ":opensource", "<tool_sep"),
+    ("kimi_k3", "<|open|>", "argument"),
+    ("minicpm5", "<function name=", "<param name="),
+    ("solar_open2", "<|tool_arg:start|>"),
+    ("solar_open", "<|tool_call:args|>"),
+    ("muse_glimmer", "<atem:invoke"),
+    ("functionary_v3_2", ">>>all"),
+    ("functionary_v3_1", "<function=", "<|eom_id|>"),
+    ("nemotron_json", "<TOOLCALL>"),
     ("cohere_command4", "<|START_ACTION|>", "<|START_TEXT|>"),
     ("cohere_command3", "<|START_ACTION|>"),
+    ("cohere_command_r", "<|CHATBOT_TOKEN|>", "Action:", "tool_name"),
     ("apertus", "<|tools_prefix|>"),
     ("deepseek_v32", "｜DSML｜", "function_calls"),
     ("deepseek_v4", "｜DSML｜"),
@@ -700,12 +878,7 @@ def written(arguments: Any, style: Style) -> str:
         return _nested(arguments, form.mark)
     if form is None or not isinstance(arguments, Mapping):
         return _json(arguments)
-    line = "\n" if form.lines else ""
-    return "".join(
-        f"{form.open}{key}{form.key_end}{form.gap}{form.opening(text=isinstance(value, str))}{line}"
-        f"{value if isinstance(value, str) else _json(value)}{line}{form.close}{form.space}"
-        for key, value in arguments.items()
-    )
+    return "".join(form.written(key, value) for key, value in arguments.items())
 
 
 def _noted(value: Any, quote: str) -> str:

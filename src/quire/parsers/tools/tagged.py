@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from quire.parsers.parts import TextPart
 from quire.parsers.tools.call import Value, escaped
 from quire.parsers.tools.emitter import PartEmitter, Tools, schema_of
 from quire.parsers.tools.kinds import Properties, as_json, kinds_of, quoted
-from quire.parsers.tools.styles import Nested, Notation, Parameters, TaggedStyle
+from quire.parsers.tools.styles import CDATA, Nested, Notation, Parameters, TaggedStyle
 from quire.parsers.tools.tape import Reading, Tape
 from quire.types import UNLIMITED
 
@@ -73,11 +74,12 @@ class TaggedReader(PartEmitter):
                 yield from self._parameters(name, style.form, opened=mark == style.form.open)
         elif isinstance(style.form, Notation):
             self._emit_call(name, unclosed=True)
-            yield from _NotationReader(self._tape, style.form.quote, self._emit_arguments, self._emit_content).object()
+            reader = _NotationReader(self._tape, style.form.quote, self._emit_arguments, self._emit_content)
+            self._end((yield from reader.object()))
         elif isinstance(style.form, Nested):
             self._emit_call(name, unclosed=True)
-            reader = _NestedReader(self._tape, style.form.mark, self._emit_arguments, self._emit_content)
-            yield from reader.whole(self._tools.get(name, {}))
+            nested = _NestedReader(self._tape, style.form.mark, self._emit_arguments, self._emit_content)
+            yield from nested.whole(self._tools.get(name, {}))
         else:
             yield from self._json(name, style.begin + head + mark)
 
@@ -108,11 +110,16 @@ class TaggedReader(PartEmitter):
             pieces.clear()
             yield
         self._emit_arguments("".join(pieces))
+        self._end(value.closed)
+
+    def _end(self, valid: bool) -> None:
+        """The arguments of a call have ended. Behind invalid ones all is content, the end mark too."""
+        self._unclosed = self._unclosed and valid
 
     def _parameters(self, tool: str, form: Parameters, *, opened: bool) -> Generator[None]:
         """Tagged parameters as one object. opened: the mark of the first has been read."""
         tape = self._tape
-        openings = tuple(filter(None, (form.text_open, form.value_open)))
+        openings = form.openings
         said = "{"
         while True:
             mark = form.open if opened else (yield from tape.mark((form.open, *self._style.closes)))
@@ -125,10 +132,11 @@ class TaggedReader(PartEmitter):
                 self._emit_arguments(said + ("" if tape.exhausted else "}"))
                 self._emit_content(form.open + key + found)
                 return
-            self._emit_arguments(f"{said}{quoted(key.strip())}: ")
+            key = html.unescape(key.strip()) if form.escaped else key.strip()
+            self._emit_arguments(f"{said}{quoted(key)}: ")
             said = ", "
-            schema = schema_of(self._tools, tool, key.strip())
-            is_text = opening == form.text_open if form.text_open else kinds_of(schema) == {"string"}
+            schema = schema_of(self._tools, tool, key)
+            is_text = opening == form.opening("string") if form.typed else kinds_of(schema) == {"string"}
             if not (yield from self._value(schema, form, is_text=is_text)):
                 return
         # Where the answer is cut off, so are the arguments.
@@ -141,6 +149,8 @@ class TaggedReader(PartEmitter):
         if form.lines:
             yield from tape.optional("\n")
             marks = ("\n" + form.close, form.close)
+        if form.cdata and (yield from tape.optional(CDATA[0])):
+            marks = (CDATA[1] + form.close,)
         if is_text:
             # The only kind whose text is known before it has ended.
             self._emit_arguments('"')
@@ -150,7 +160,7 @@ class TaggedReader(PartEmitter):
         pieces: list[str] = []
         found = yield from tape.until(marks, pieces.append)
         if found:
-            self._emit_arguments(as_json("".join(pieces), schema, marked=bool(form.text_open)))
+            self._emit_arguments(as_json("".join(pieces), schema, marked=bool(form.typed)))
         return bool(found)
 
 

@@ -64,8 +64,8 @@ class Tape:
 
     def mark(self, marks: Sequence[str]) -> Reading:
         """Read one of `marks` if it comes next, behind white space, which is read in any case."""
+        yield from self._skip()
         while True:
-            yield from self._skip()
             for mark in marks:
                 if self._text.startswith(mark, self._at):
                     self._at += len(mark)
@@ -94,11 +94,13 @@ class Tape:
                 return
             yield
 
-    def optional(self, c: str) -> Generator[None]:
-        """Read the character `c` if it comes next."""
-        while self._at == len(self._text) and not self.ended:
+    def optional(self, mark: str) -> Generator[None, None, bool]:
+        """Read `mark` if it comes next. Returns whether it did."""
+        while not self.ended and len(self._text) - self._at < len(mark) and mark.startswith(self._text[self._at :]):
             yield
-        self._at += self._text.startswith(c, self._at)
+        found = self._text.startswith(mark, self._at)
+        self._at += len(mark) * found
+        return found
 
     def head(self, marks: Sequence[str], most: int) -> Generator[None, None, tuple[str, str]]:
         """Read up to one of `marks` within `most` characters: the text before it, and the mark.

@@ -84,7 +84,7 @@ function listenBehind(names) {
 }
 
 function say(is, text) {
-  const name = files.length ? "a saved file" : view.live ? text : "held";
+  const name = files.length ? "a saved file" : view.live ? text : "paused";
   find("state").dataset.is = files.length || !view.live ? "held" : is;
   find("state").textContent = name;
 }

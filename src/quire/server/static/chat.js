@@ -10,7 +10,7 @@ import { tabStore } from "./storage.js";
 import { Turn } from "./turn.js";
 
 const OPEN = "quire-open-conversation";
-const HINT = "Ask for something. What you write is kept in this browser only.";
+const HINT = "Send a message. Conversations are kept in this browser only.";
 
 export class Chat {
   /** own(ids) is called with the ids of an answer and of its request, pick() shows its request, signIn() is called when the server wants a key. */
@@ -225,7 +225,7 @@ export class Chat {
 
   offerStory(turn) {
     this.look?.remove();
-    this.look = element("button", { type: "button", text: "what happened to it" });
+    this.look = element("button", { type: "button", text: "Explain" });
     this.look.addEventListener("click", () => this.pick());
     turn.buttons.append(this.look);
   }

@@ -9,7 +9,7 @@ const POINTS = 60;
 /** [title, name in what `measure` returns, format, whether more is better: 1, -1, 0 neither] */
 const ROWS = [
   ["Tokens/s", "rate", (n) => count(n), 1],
-  ["Tokens made", "generated", (n) => count(n), 0],
+  ["Tokens generated", "generated", (n) => count(n), 0],
   ["Requests ended", "requests", (n) => count(n), 0],
   ["Running, mean", "running", (n) => n.toFixed(1), 0],
   ["Waiting, mean", "waiting", (n) => n.toFixed(1), -1],

@@ -1,4 +1,4 @@
-// The tiles: throughput, who is here, blocks, latencies. Each a number, a line under it, and what it was before.
+// The tiles: throughput, sequences, blocks, latencies. Each a number, a line under it, and what it was before.
 
 import { colour, count, element, percent, some, spark, time } from "./draw.js";
 import { World } from "./world.js";
@@ -7,12 +7,12 @@ const EVERY = 400;
 const POINTS = 48;
 const QUANTILES = [0.5, 0.9, 0.99];
 const MISSING = {
-  seats: "a seat",
-  rows: "a place on its way home",
+  seats: "a free row",
+  rows: "a row of a step in flight",
   pages: "KV blocks",
   budget: "room in a step",
   grammar: "its grammar",
-  gap: "a gap",
+  gap: "an idle engine",
 };
 
 export class Figures {
@@ -42,9 +42,9 @@ export class Figures {
     const spread = (value) => over(world.samples, view, (sample) => value(sample));
     this.throughput(view, spread);
     const waiting = world.now.waiting ? `${count(world.now.waiting)} waiting${this.head(world)}` : "none waiting";
-    const seats = world.facts.seats ? ` of ${count(world.facts.seats)} seats` : "";
-    this.set("running", String(world.now.running), seats, waiting);
-    this.line("running", spread((sample) => sample.running), "decode", world.facts.seats || undefined);
+    const most = world.facts.seats; // max_num_seqs
+    this.set("running", String(world.now.running), most ? ` of at most ${count(most)}` : "", waiting);
+    this.line("running", spread((sample) => sample.running), "decode", most || undefined);
     this.blocks(world, spread);
     this.latency("first", world.firsts, view);
     this.latency("gap", world.gaps, view);
@@ -54,7 +54,7 @@ export class Figures {
   throughput(view, spread) {
     const quiet = view.live && !view.world.now.running && view.at - view.world.at > 2;
     const rate = quiet ? 0 : view.world.rate(view.at);
-    this.set("rate", count(rate), " tokens/s", `${count(view.world.now.generated)} made since the start`);
+    this.set("rate", count(rate), " tokens/s", `${count(view.world.now.generated)} generated since the start`);
     this.line("rate", spread((sample) => sample.rate), "decode");
   }
 

@@ -37,7 +37,7 @@ export class Pages {
   about(page) {
     if (!page) return "";
     const { holders, owners, places, facts } = this.world;
-    if (holders[page] < 0) return `block ${page}: blank`;
+    if (holders[page] < 0) return `block ${page}: empty`;
     const from = places[page] * facts.page_size;
     const whose = `request ${owners[page]}'s tokens ${from} to ${from + facts.page_size - 1}`;
     const held = holders[page] ? some(holders[page], "holder") : "kept for prompts that begin the same";
@@ -109,7 +109,7 @@ export class Pages {
   }
 
   fill(holders, number, depth) {
-    if (holders < 0) return colour("blank");
+    if (holders < 0) return colour("empty");
     if (this.by === "sharing") return holders ? ramp(Math.min(1, Math.log2(holders) / 5)) : faint(0);
     if (this.by === "depth") return holders ? ramp(depth) : faint(depth);
     return owner(number, holders ? 1 : 0.3);
@@ -122,7 +122,7 @@ export class Pages {
     const size = `${some(world.facts.page_size, "token")} each${more}`;
     const used = percent(found.held / Math.max(1, pages));
     const says = `${count(found.held)} held (${used}), ${count(found.shared)} of them shared; ` +
-      `${count(found.cached)} cached, ${count(found.blank)} blank; ${size}`;
+      `${count(found.cached)} cached, ${count(found.empty)} empty; ${size}`;
     if (this.count.textContent !== says) this.count.textContent = says;
     this.canvas.setAttribute("aria-label", `Map of KV blocks: ${says}`);
     const theme = `${this.by} ${colour("ground")}`;
@@ -134,16 +134,16 @@ export class Pages {
     const swatch = (tint, text) => element("span", {}, element("i", { tint }), text);
     const through = (...tints) => `linear-gradient(90deg, ${tints.join(", ")})`;
     const gradient = element("i", { class: "ramp", tint: through(ramp(0), ramp(0.5), ramp(1)) });
-    const blank = swatch(colour("blank"), "blank");
+    const empty = swatch(colour("empty"), "empty");
     const parts = {
       owner: () => [
-        swatch(through(owner(1), owner(2), owner(3)), "a request's own colour"),
+        swatch(through(owner(1), owner(2), owner(3)), "a request"),
         swatch(through(owner(1, 0.3), owner(2, 0.3), owner(3, 0.3)), "cached"),
-        blank,
-        element("span", { text: "a figure: so many hold it" }),
+        empty,
+        element("span", { text: "a number: sequences that hold it" }),
       ],
-      sharing: () => [element("span", {}, "1 holder", gradient, "32"), swatch(faint(0), "cached"), blank],
-      depth: () => [element("span", {}, "prompt's begin", gradient, "deepest"), swatch(faint(0.5), "cached"), blank],
+      sharing: () => [element("span", {}, "1 holder", gradient, "32"), swatch(faint(0), "cached"), empty],
+      depth: () => [element("span", {}, "start of the prompt", gradient, "deepest"), swatch(faint(0.5), "cached"), empty],
     }[this.by]();
     this.key.replaceChildren(...parts);
   }

@@ -108,9 +108,9 @@ export class Steps {
 
   /** How many requests each step fed. */
   foot(to, width, height, view) {
-    const seats = Math.max(view.world.facts?.seats ?? 1, 1);
+    const rows = Math.max(view.world.facts?.seats ?? 1, 1);
     const widest = Math.max(...this.shown.map((step) => step.spans.length), 1);
-    const most = Math.min(seats, widest);
+    const most = Math.min(rows, widest);
     to.fillStyle = colour("soft");
     to.fillText(`batch ${widest}`, 0, height - 4);
     to.fillStyle = colour("waiting");

@@ -94,7 +94,7 @@ export class Story {
       { class: "facts" },
       fact("prompt", some(answer.prompt_tokens, "token")),
       fact("from the cache", `${prefix.hit_tokens}`),
-      fact("made", `${answer.generated_tokens} of at most ${answer.max_tokens}`),
+      fact("generated", `${answer.generated_tokens} of at most ${answer.max_tokens}`),
       fact("first token", time(seconds.first_token)),
       fact("chunks", `${answer.chunks}`),
       fact("preempted", `${answer.preemptions}`),

@@ -93,7 +93,7 @@ export class Timeline {
     this.shown.forEach((row, i) => {
       const y = i * ROW;
       if (row.title) {
-        to.fillStyle = colour("blank");
+        to.fillStyle = colour("empty");
         to.fillRect(0, y, width, ROW);
         if (i === 0) axis(to, view, y, x, width);
       } else if (row.request) bar(to, row.request, view, y, x, width);

@@ -88,7 +88,7 @@ function notes({ role, finish, tokens, first, seconds }) {
   if (finish === "stopped") said.push("Stopped");
   if (finish === "failed") said.push("Incomplete");
   if (tokens) said.push(some(tokens, "token"));
-  if (first) said.push(`first after ${time(first)}`);
+  if (first) said.push(`first token after ${time(first)}`);
   if (tokens > 1 && seconds > first) said.push(`${((tokens - 1) / (seconds - first)).toFixed(1)} tokens/s`);
   return said.join(" · ");
 }

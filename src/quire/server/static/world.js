@@ -166,15 +166,15 @@ export class World {
     }
   }
 
-  /** Pages by what they are: held, by more than one, kept for their contents, blank. */
+  /** Pages by what they are: held, by more than one, kept for their contents, empty. */
   pageCount() {
-    const found = { held: 0, shared: 0, cached: 0, blank: 0 };
+    const found = { held: 0, shared: 0, cached: 0, empty: 0 };
     for (let page = 1; page < this.holders.length; page += 1) {
       const holders = this.holders[page];
       if (holders > 0) found.held += 1;
       if (holders > 1) found.shared += 1;
       if (holders === 0) found.cached += 1;
-      if (holders < 0) found.blank += 1;
+      if (holders < 0) found.empty += 1;
     }
     return found;
   }

@@ -1,0 +1,225 @@
+"""K/V tiers from settings: host memory, a directory, and what says whose blocks a directory has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from quire import __version__
+from quire.config import Settings
+from quire.engine.executor import Executor
+from quire.errors import InvalidConfig
+from quire.executors.block_files import VERSION, BlockFiles
+from quire.executors.block_store import (
+    DeviceCopies,
+    HostCopies,
+    PoolCopies,
+    TieredBlockStore,
+    block_bytes,
+    digest_of,
+    host_lines,
+)
+from quire.executors.local import LocalExecutor
+from quire.model_runner.lookahead_runner import LookaheadRunner
+from quire.model_runner.memory import GIB
+from quire.models.registry import Model
+from quire.scheduler.kv_offload import BlockStore
+from quire.server.folder import lock, make_private, replace_file, usable
+
+log = logging.getLogger(__name__)
+
+OPTION = "--kv-offloading-dir"
+ABOUT = "fingerprint.json"
+
+
+def build_store(settings: Settings, executor: Executor) -> BlockStore | None:
+    """The tiers that the options describe; None for none.
+
+    Raises InvalidConfig for a model or options that they do not go with, for a directory of other blocks, and where
+    there is not enough room.
+    """
+    cache = settings.cache
+    if not cache.kv_offloading_size:
+        return None
+    assert isinstance(executor, LocalExecutor), "other executors refuse these options"
+    _check(settings, executor)
+    runner = executor.runner
+    size = block_bytes(runner.kv)
+    num_slots = int(cache.kv_offloading_size * GIB) // size
+    if not num_slots:
+        raise InvalidConfig(
+            f"--kv-offloading-size {cache.kv_offloading_size:g} GiB does not hold one KV block of {size:,} bytes: "
+            "raise it, or lower --block-size",
+            param="kv_offloading_size",
+        )
+    device = torch.device(executor.describe().device)
+    lines = host_lines(num_slots, size, pinned=device.type == "cuda")
+    copies: PoolCopies = (
+        DeviceCopies(runner.kv, lines, runner.queue, device)
+        if isinstance(runner, LookaheadRunner)
+        else HostCopies(runner.kv, lines)
+    )
+    if cache.kv_offloading_dir is None:
+        return TieredBlockStore(copies, lines)
+    folder = Path(cache.kv_offloading_dir)
+    held, files = open_folder(folder, _about(settings, executor), size)
+    max_files = int(cache.kv_offloading_dir_size * GIB) // files.file_bytes
+    if not max_files:
+        held.close()
+        raise InvalidConfig(
+            f"--kv-offloading-dir-size {cache.kv_offloading_dir_size:g} GiB does not hold one file of "
+            f"{files.file_bytes:,} bytes: raise it",
+            param="kv_offloading_dir_size",
+        )
+    return TieredBlockStore(copies, lines, files, max_files, held.close)
+
+
+def _check(settings: Settings, executor: LocalExecutor) -> None:
+    """Raise InvalidConfig for what K/V tiers do not go with."""
+    about, cache = executor.describe(), settings.cache
+    reason = ""
+    if not cache.enable_prefix_caching:
+        reason = "evicted blocks are found by the prefix cache, which is off: turn --enable-prefix-caching on"
+    elif about.recurrent:
+        reason = "this model has recurrent layers, whose states are kept on the device alone"
+    elif about.bidirectional:
+        reason = "this model attends in both directions, so that no prefix is kept"
+    elif settings.execution.recording_dir is not None:
+        reason = "recordings do not say when blocks came back: leave --recording-dir out"
+    if reason:
+        raise InvalidConfig(f"--kv-offloading-size: {reason}", param="kv_offloading_size")
+
+
+def refuse_tiers(settings: Settings, what: str) -> None:
+    """Raise InvalidConfig where K/V tiers are set for something that has none. what: its name."""
+    if settings.cache.kv_offloading_size:
+        raise InvalidConfig(
+            f"--kv-offloading-size: {what} has no K/V tiers, `quire serve` and LLM have: leave it out",
+            param="kv_offloading_size",
+        )
+
+
+def open_folder(folder: Path, about: dict[str, str], size: int) -> tuple[FileIO, BlockFiles]:
+    """The folder's blocks, and its lock. about: what all its blocks must have in common. size: bytes of a block.
+
+    Raises InvalidConfig for a folder that has something else, or blocks of something else; and names it.
+    """
+    with usable(folder, OPTION):
+        names = {each.name for each in folder.iterdir()} if folder.is_dir() else set[str]()
+        if names and "lock" not in names:
+            raise InvalidConfig(
+                f"{OPTION}: {folder} is not empty, and no server has kept K/V there: name a folder of its own",
+                param="kv_offloading_dir",
+            )
+        make_private(folder)
+    held = lock(folder, "kv", VERSION, OPTION)
+    try:
+        with usable(folder, OPTION):
+            _check_about(folder, about)
+    except BaseException:
+        held.close()
+        raise
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
+    return held, BlockFiles(folder, digest, size)
+
+
+def _check_about(folder: Path, about: dict[str, str]) -> None:
+    path = folder / ABOUT
+    if not path.exists():
+        replace_file(path, json.dumps(about, indent=1, sort_keys=True).encode(), sync=False)
+        return
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = {}
+    differing = [name for name in sorted({*about, *found}) if about.get(name) != found.get(name)]
+    if differing:
+        what = "; ".join(f"{name}: {found.get(name)} there, {about.get(name)} here" for name in differing[:3])
+        raise InvalidConfig(
+            f"{OPTION}: the blocks in {folder} are of another {', '.join(differing)} ({what}): name another folder, "
+            "or remove this one",
+            param="kv_offloading_dir",
+        )
+
+
+def _about(settings: Settings, executor: LocalExecutor) -> dict[str, str]:
+    """What the bits of K/V depend on."""
+    about, model = executor.describe(), cast(Model, executor.runner.model)
+    shapes = [
+        f"{tuple(each.k.shape[1:])} {tuple(each.v.shape[1:])} {each.k.dtype} {each.k_scale} {each.v_scale}"
+        for each in executor.runner.kv
+    ]
+    found, ops = list(tensors_of(model)), sorted(ops_of(model))
+    device = torch.device(about.device)
+    return {
+        "quire": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "kernels": ", ".join(ops),
+        "threads": str(torch.get_num_threads()),
+        "deterministic": str(settings.execution.deterministic),
+        "architecture": model.spec.architecture,
+        "weights": hashlib.sha256(digest_of(found)).hexdigest(),
+        "dtype": about.dtype,
+        "block_size": str(about.block_size),
+        "layers": hashlib.sha256("\n".join(shapes).encode()).hexdigest(),
+    }
+
+
+def tensors_of(model: Any) -> Iterator[Tensor]:
+    """Every tensor of a model: weights, and what was made of them while loading."""
+    return (each for each in _reachable(model) if isinstance(each, Tensor))
+
+
+def ops_of(model: Any) -> set[str]:
+    """The operations that a model computes with: their classes and settings."""
+    found = (each for each in _reachable(model) if _is_ops(each))
+    plain = (str, int, float, bool)
+    return {
+        f"{type(each).__name__}{sorted((k, v) for k, v in vars(each).items() if isinstance(v, plain))}"
+        if hasattr(each, "__dict__")
+        else type(each).__name__
+        for each in found
+    }
+
+
+def _reachable(root: Any) -> Iterator[Any]:
+    """Objects that attributes and collections lead to, in an order that follows from the structure; of operations,
+    which may have buffers, themselves alone."""
+    seen, left = set[int](), [root]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, str | bytes | int | float | type | ModuleType | torch.dtype | None):
+            continue
+        seen.add(id(each))
+        yield each
+        if isinstance(each, Tensor) or _is_ops(each):
+            continue
+        left += reversed(_parts_of(each))
+
+
+def _is_ops(each: Any) -> bool:
+    return type(each).__module__.startswith("quire.ops.") and type(each).__name__.endswith("Ops")
+
+
+def _parts_of(each: Any) -> list[Any]:
+    if isinstance(each, dict):
+        return list(each.values())
+    if isinstance(each, list | tuple):
+        return list(each)
+    if isinstance(each, MethodType):
+        return [each.__self__]
+    if isinstance(each, FunctionType):
+        return [cell.cell_contents for cell in each.__closure__ or ()]
+    slots = [name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ())]
+    held = list(vars(each).values()) if hasattr(each, "__dict__") else []
+    return held + [getattr(each, name) for name in slots if hasattr(each, name)]

@@ -1,0 +1,401 @@
+"""Copies of KV blocks between a device's pool, host memory and files: `scheduler.kv_offload.BlockStore` for a pool of
+torch tensors.
+
+What is saved is taken out of the pool in the order of steps. On a CPU that is a copy of memory. On a GPU blocks are
+gathered into a staging buffer, in order, and from there copied to pinned memory on a stream of their own, so that a
+step waits for the first alone. All else is done by threads: loads, which write to blocks that no step uses, and files.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.executors.block_files import BadBlock, BlockFiles
+from quire.model_runner.graphs import WorkQueue
+from quire.ops.ragged import LayerKV
+from quire.scheduler.kv_offload import NO_FAILURES, Copy, CopyDone
+
+NUM_READERS = 4
+"""Threads that read files: a checksum takes a core for each 1 or 2 GB/s."""
+MAX_GATHERED = 64
+"""Blocks that are gathered at once."""
+LAST_WRITES = 2.0
+"""Seconds for which blocks are written at the end; a server waits 5 for its engine."""
+STAGING_BYTES = 64 << 20
+"""Bytes of a staging buffer on a GPU."""
+
+Pairs = Seq[tuple[int, int]]
+"""Slots of host memory and blocks of the device, in the order from where to where."""
+
+
+def pool_tensors(kv: Seq[LayerKV]) -> list[Tensor]:
+    """The tensors that hold K/V, as [blocks, bytes] each: a block's bytes lie together in each of them."""
+    held = [each for layer in kv for each in (layer.k, layer.v) if each.numel()]
+    return [each.view(torch.uint8).reshape(len(each), -1) for each in held]
+
+
+def block_bytes(kv: Seq[LayerKV]) -> int:
+    """Bytes of a block in all layers."""
+    return sum(each.shape[1] for each in pool_tensors(kv))
+
+
+class PoolCopies(Protocol):
+    """Copies between blocks of a pool and lines of host memory."""
+
+    def save(self, pairs: Pairs) -> Callable[[], None]:
+        """Copy (block, line), after the steps that were launched before and before those launched later. Returns what
+        waits until the lines are written."""
+
+    def load(self, pairs: Pairs) -> None:
+        """Copy (line, block), and wait until the blocks are written. Called by another thread."""
+
+    def fence(self) -> Callable[[], None]:
+        """Called where the steps are launched. What it returns is called before `load`, by its thread."""
+
+
+def _columns(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    first, second = zip(*pairs, strict=True)
+    return torch.tensor(first), torch.tensor(second)
+
+
+def _pieces(pairs: Pairs, most: int) -> list[Pairs]:
+    return [pairs[at : at + most] for at in range(0, len(pairs), most)]
+
+
+class HostCopies:
+    """Copies of a pool on the CPU. lines [slots, bytes] uint8."""
+
+    def __init__(self, kv: Seq[LayerKV], lines: Tensor) -> None:
+        self.parts = _parts(pool_tensors(kv), lines)
+
+    @torch.inference_mode()
+    def save(self, pairs: Pairs) -> Callable[[], None]:
+        """The copy is made here: the blocks may be overwritten at once."""
+        for piece in _pieces(pairs, MAX_GATHERED):
+            blocks, slots = _columns(piece)
+            for part, line in self.parts:
+                line.index_copy_(0, slots, part.index_select(0, blocks))
+        return lambda: None
+
+    @torch.inference_mode()
+    def load(self, pairs: Pairs) -> None:
+        """No step uses the blocks meanwhile."""
+        for piece in _pieces(pairs, MAX_GATHERED):
+            slots, blocks = _columns(piece)
+            for part, line in self.parts:
+                part.index_copy_(0, blocks, line.index_select(0, slots))
+
+    def fence(self) -> Callable[[], None]:
+        """What was saved before has been copied."""
+        return lambda: None
+
+
+def _parts(tensors: Seq[Tensor], lines: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Each tensor [blocks, n] with its columns of `lines` [slots, n], in words of 8 bytes where that is possible."""
+    word = torch.int64 if all(each.shape[1] % 8 == 0 for each in tensors) else torch.uint8
+    parts, lines, at = [], lines.view(word), 0
+    for each in (tensor.view(word) for tensor in tensors):
+        parts.append((each, lines[:, at : at + each.shape[1]]))
+        at += each.shape[1]
+    return parts
+
+
+class DeviceCopies:
+    """Copies of a pool on a GPU, or of one on a CPU as if it were on a GPU. queue: in which steps run. lines: pinned.
+
+    Two staging buffers take turns in each direction: while one is copied over the bus, the other is gathered into.
+    """
+
+    def __init__(self, kv: Seq[LayerKV], lines: Tensor, queue: WorkQueue, device: torch.device) -> None:
+        self.queue, self.device, self.lines = queue, device, lines
+        self.on_gpu = device.type == "cuda"
+        size = max(1, min(MAX_GATHERED, STAGING_BYTES // lines.shape[1]))
+        self.size = size
+        tensors = pool_tensors(kv)
+
+        def buffers() -> list[tuple[Tensor, list[tuple[Tensor, Tensor]]]]:
+            made = [torch.empty((size, lines.shape[1]), dtype=torch.uint8, device=device) for _ in range(2)]
+            return [(each, _parts(tensors, each)) for each in made]
+
+        self.outward, self.inward = buffers(), buffers()
+        self.free: list[torch.cuda.Event | None] = [None, None]
+        self.turn = 0
+        if self.on_gpu:
+            self.save_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @torch.inference_mode()
+    def save(self, pairs: Pairs) -> Callable[[], None]:
+        """Gather in the order of steps; a step waits for the bus only where more is saved than both buffers hold."""
+        done = None
+        for piece in _pieces(pairs, self.size):
+            blocks, _ = _columns(piece)
+            buffer, parts = self.outward[self.turn]
+            with self.queue:
+                if (free := self.free[self.turn]) is not None:
+                    free.wait()
+                chosen = blocks.to(self.device, non_blocking=True)
+                for part, line in parts:
+                    line[: len(piece)].copy_(part.index_select(0, chosen))
+                gathered = self.queue.record()
+            done = self.free[self.turn] = self._to_host(buffer, piece, gathered)
+            self.turn = 1 - self.turn
+        return (lambda: None) if done is None else done.synchronize
+
+    def _to_host(self, buffer: Tensor, piece: Pairs, gathered: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        if gathered is None:
+            for i, (_, slot) in enumerate(piece):
+                self.lines[slot].copy_(buffer[i])
+            return None
+        with torch.cuda.stream(self.save_stream):
+            gathered.wait()
+            for i, (_, slot) in enumerate(piece):
+                self.lines[slot].copy_(buffer[i], non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return done
+
+    @torch.inference_mode()
+    def load(self, pairs: Pairs) -> None:
+        """Over the bus and into the blocks, on a stream of its own."""
+        if self.on_gpu:
+            with torch.cuda.stream(self.load_stream):
+                self._load(pairs, self.load_stream.synchronize)
+        else:
+            self._load(pairs, lambda: None)
+
+    def _load(self, pairs: Pairs, synchronize: Callable[[], None]) -> None:
+        for turn, piece in enumerate(_pieces(pairs, self.size)):
+            _, blocks = _columns(piece)
+            buffer, parts = self.inward[turn % 2]
+            for i, (slot, _) in enumerate(piece):
+                buffer[i].copy_(self.lines[slot], non_blocking=True)
+            chosen = blocks.to(self.device, non_blocking=True)
+            for part, line in parts:
+                part.index_copy_(0, chosen, line[: len(piece)])
+        synchronize()
+
+    def fence(self) -> Callable[[], None]:
+        """Steps and saves that were launched before may still use the blocks: the load's stream waits for them."""
+        with self.queue:
+            event = self.queue.record()
+        if event is None:
+            return lambda: None
+        return lambda: self.load_stream.wait_event(event)
+
+
+class Workers:
+    """Threads that do what is put into their queue, in order. They end with the process, and wait for nothing."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._run, name=f"quire-{name}", daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Do `work` later."""
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+    def close(self, timeout: float) -> None:
+        """End what is in the queue, and then the threads; those that take longer are left behind."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join(timeout)
+
+
+class TieredBlockStore:
+    """A `scheduler.kv_offload.BlockStore`. lines [slots, bytes]: host memory. files: None: there is no directory.
+    close_files: called at the end."""
+
+    def __init__(
+        self,
+        copies: PoolCopies,
+        lines: Tensor,
+        files: BlockFiles | None = None,
+        max_files: int = 0,
+        close_files: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.copies, self.lines, self._files = copies, lines, files
+        self.num_slots, self.block_bytes = lines.shape
+        self.max_files = max_files
+        self._close_files = close_files
+        self._memory = lines.numpy()
+        self._done: deque[CopyDone] = deque()
+        self._wake, self._waker = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._waker, False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._copier = Workers("kv-copies", 1)
+        self._writer = Workers("kv-writes", 1)
+        self._readers = Workers("kv-reads", NUM_READERS if files is not None else 0)
+        self._closed = self._stopped = False
+
+    def files(self) -> Seq[bytes]:
+        """Keys of the files that are there, least recently used first."""
+        return [] if self._files is None else self._files.scan()
+
+    def save(self, ticket: int, copies: Seq[tuple[bytes, int, int]]) -> None:
+        """Take the blocks out of the pool now, and wait for host memory in a thread."""
+        began = time.perf_counter()
+        wait = self.copies.save([(block, slot) for _, block, slot in copies])
+        self._copier.put(lambda: self._run("save", ticket, [key for key, *_ in copies], wait, began))
+
+    def load(self, ticket: int, copies: Seq[tuple[bytes, int, int]]) -> None:
+        """In a thread."""
+        fence, keys = self.copies.fence(), [key for key, *_ in copies]
+
+        def work() -> None:
+            fence()
+            self.copies.load([(slot, block) for _, slot, block in copies])
+
+        self._copier.put(lambda: self._run("load", ticket, keys, work))
+
+    def _run(
+        self, kind: Copy, ticket: int, keys: Seq[bytes], work: Callable[[], None], began: float | None = None
+    ) -> None:
+        began = time.perf_counter() if began is None else began
+        failed = NO_FAILURES
+        try:
+            work()
+        except Exception:  # of whatever class: the blocks are computed again
+            failed = dict.fromkeys(keys, "copy")
+        self._report(CopyDone(kind, ticket, failed, time.perf_counter() - began))
+
+    def read(self, ticket: int, copies: Seq[tuple[bytes, int]]) -> None:
+        """Each file in the next thread that is free."""
+        assert self._files is not None
+        left, failed, began, files = [len(copies)], dict[bytes, str](), time.perf_counter(), self._files
+        lock = threading.Lock()
+
+        def work(key: bytes, slot: int) -> None:
+            reason = _reason(lambda: files.read(key, memoryview(self._memory[slot])))
+            with lock:
+                left[0] -= 1
+                if reason:
+                    failed[key] = reason
+                last = not left[0]
+            if last:
+                self._report(CopyDone("read", ticket, failed, time.perf_counter() - began))
+
+        for key, slot in copies:
+            self._readers.put(partial(work, key, slot))
+
+    def write(self, ticket: int, key: bytes, slot: int) -> None:
+        """In a thread, in the order of calls."""
+        assert self._files is not None
+        files = self._files
+
+        def work() -> None:
+            if self._stopped:
+                return
+            began = time.perf_counter()
+            reason = _reason(lambda: files.write(key, memoryview(self._memory[slot])))
+            failed: Mapping[bytes, str] = {key: reason} if reason else NO_FAILURES
+            self._report(CopyDone("write", ticket, failed, time.perf_counter() - began))
+
+        self._writer.put(work)
+
+    def remove(self, keys: Seq[bytes]) -> None:
+        """In the thread that writes, after what was to be written before."""
+        for key in keys:
+            assert self._files is not None
+            self._writer.put(partial(self._files.remove, key))
+
+    def _report(self, done: CopyDone) -> None:
+        self._done.append(done)
+        with suppress(OSError):  # a full pipe wakes as well
+            os.write(self._waker, b"\0")
+
+    def poll(self) -> Seq[CopyDone]:
+        """What has ended."""
+        with suppress(BlockingIOError):
+            os.read(self._wake, 1 << 16)
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def wait(self, seconds: float) -> None:
+        """Return when there is something to poll, or after so many seconds."""
+        self._selector.select(seconds)
+
+    def fileno(self) -> int:
+        """A descriptor that can be read while there is something to poll."""
+        return self._wake
+
+    def close(self) -> None:
+        """End the threads, within seconds; again: nothing happens."""
+        if self._closed:
+            return
+        self._closed = True
+        self._copier.close(timeout=1.0)
+        self._writer.close(timeout=LAST_WRITES)
+        self._stopped = True
+        self._readers.close(timeout=0.1)
+        self._selector.close()
+        os.close(self._wake)
+        os.close(self._waker)
+        self._close_files()
+
+
+def _reason(work: Callable[[], None]) -> str:
+    """Why `work` failed; empty if it did not."""
+    try:
+        work()
+    except BadBlock as error:
+        return error.reason
+    except Exception:  # of whatever class: the block is computed again
+        return "io"
+    return ""
+
+
+def host_lines(num_slots: int, size: int, *, pinned: bool) -> Tensor:
+    """Host memory for so many blocks [num_slots, size] uint8; pinned: for copies by a GPU.
+
+    Raises MemoryError if there is not that much.
+    """
+    try:
+        return torch.empty((num_slots, size), dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError as error:
+        raise MemoryError(f"{num_slots:,} KV blocks of {size:,} bytes in host memory (--kv-offloading-size)") from error
+
+
+def digest_of(tensors: Seq[Tensor]) -> bytes:
+    """A digest of tensors' shapes, dtypes and bits: sums of their words, as fast as memory is read."""
+    sums = [
+        f"{tuple(each.shape)} {each.dtype} {int(_words(each).sum(dtype=torch.int64))} {_sample(each)}"
+        for each in tensors
+        if each.numel() and not each.is_meta
+    ]
+    return "\n".join(sums).encode()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    dense = tensor.to_dense() if tensor.is_mkldnn else tensor
+    flat = dense.detach().contiguous().view(-1).view(torch.uint8)
+    return flat.view(torch.int32) if len(flat) % 4 == 0 else flat
+
+
+def _sample(tensor: Tensor) -> str:
+    """A few of its words, which tell tensors apart whose words were exchanged."""
+    words = _words(tensor)
+    at = np.linspace(0, len(words) - 1, 16).astype(np.int64)
+    return str(words[torch.from_numpy(at).to(words.device)].tolist())

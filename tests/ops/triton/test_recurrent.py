@@ -1,0 +1,198 @@
+"""Recurrent layers: kernels beside the reference, for spans of any lengths, with states kept in the middle of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops.base import DeltaInputs, DeltaWeights, Norm, Ops, ScanInputs, ScanWeights
+from quire.ops.ragged import LayerState, RaggedBatch, StateSlots
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton.chunked import CHUNK
+from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
+from quire.ops.triton.recurrence import FEW
+from tests.ops.batches import Pages
+from tests.ops.triton.device import DEVICE
+
+OPS, FIXED, REFERENCE = TritonOps(DEVICE), BatchInvariantTritonOps(DEVICE), ReferenceOps()
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+"""The interpreter multiplies no bfloat16."""
+
+SMALL = (4, 2, 12, 10, 4)
+SIZES = [SMALL, *(pytest.param(each, marks=pytest.mark.nightly) for each in ((3, 1, 16, 33, 3), (2, 2, 20, 8, 2)))]
+"""Heads, groups, keys, values, inputs of the convolution."""
+
+SPANS = {
+    "decode": [1, 1, 1],
+    "verify": [3, 1, FEW],
+    "prompts": [FEW + 1, CHUNK, 3, 2 * CHUNK + 7],
+}
+
+
+class Layer:
+    """Random weights and states of a layer. delta: of the gated delta rule."""
+
+    def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype, *, delta: bool) -> None:
+        torch.manual_seed(sum(sizes))
+        self.heads, self.groups, self.keys, self.values, self.width = sizes
+        self.channels, self.inner = self.heads * self.values + 2 * self.groups * self.keys, self.heads * self.values
+        self.dtype, self.delta = dtype, delta
+        convolution, bias = self.noise(self.channels, self.width), self.noise(self.channels)
+        fading, rise, skip = torch.randn(3, self.heads, device=DEVICE)
+        gain = self.noise(self.values if delta else self.inner)
+        if delta:
+            weights: Any = DeltaWeights(convolution, fading, rise, Norm(gain, 1e-6))
+        else:
+            weights = ScanWeights(convolution, bias, fading, rise, skip, Norm(gain, 1e-6), (0.1, 2.0))
+        self.weights = weights
+
+    def noise(self, *shape: int) -> Tensor:
+        return torch.randn(shape).to(self.dtype).to(DEVICE)
+
+    def states(self, slots: int) -> LayerState:
+        window = self.noise(slots, self.width - 1, self.channels)
+        made = LayerState(window, torch.randn(slots, self.heads, self.keys, self.values, device=DEVICE))
+        for each in made:
+            each[0] = 0
+        return made
+
+    def inputs(self, tokens: int) -> tuple[Tensor, ...]:
+        """Some rows apart, as those of one projection are."""
+        mixed = self.noise(tokens, self.channels + 5)[:, : self.channels]
+        gate, small = self.noise(tokens, self.inner), [self.noise(tokens, self.heads) for _ in range(2)]
+        return (mixed, gate, *small)
+
+    def __call__(self, ops: Ops, x: Sequence[Tensor], state: LayerState, batch: RaggedBatch) -> Tensor:
+        mixed, gate, small, rise = x
+        if self.delta:
+            return ops.gated_delta(DeltaInputs(mixed, gate, small, rise), self.weights, state, batch)
+        return ops.selective_scan(ScanInputs(gate, mixed, small), self.weights, state, batch)
+
+
+def batch_of(
+    counts: Sequence[int], source: Sequence[int], target: Sequence[int], snapshot: Sequence[int]
+) -> RaggedBatch:
+    """Spans of so many tokens with these slots."""
+    plain = Pages(400, 16).batch([(s, 0, [1] * n) for s, n in enumerate(counts)])
+    slots = StateSlots(*(torch.tensor(each, device=DEVICE) for each in (source, target, snapshot)))
+    placed = {name: getattr(plain, name).to(DEVICE) for name in ("positions", "query_start", "kv_len")}
+    return replace(plain, **placed, states=slots)
+
+
+def scattered(counts: Sequence[int]) -> tuple[RaggedBatch, int]:
+    """Every second span begins; each keeps the states after its last token, and, of more than two, after its first and
+    two in the middle, one of them in two slots. The batch, and how many slots it needs."""
+    source, target, snapshot, slots = list[int](), list[int](), list[int](), 1
+    for s, n in enumerate(counts):
+        source.append(slots if s % 2 else 0)
+        ends, besides = {n - 1: slots}, dict[int, int]()
+        slots += 1
+        if n > 2:
+            ends |= {0: slots, n // 2: slots + 1}
+            besides = {n // 2: slots + 2, n // 3 + 1: slots + 3}
+            slots += 4
+        target += [ends.get(i, 0) for i in range(n)]
+        snapshot += [besides.get(i, 0) for i in range(n)]
+    return batch_of(counts, source, target, snapshot), slots
+
+
+def close(got: Tensor, want: Tensor, tolerance: float) -> None:
+    """As a share of the largest number."""
+    assert (got.float() - want.float()).abs().max() <= tolerance * want.float().abs().max().clamp(min=1.0)
+
+
+@pytest.mark.parametrize("delta", [True, False], ids=["delta", "scan"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (HALF, 2e-2)], ids=["float32", "half"])
+@pytest.mark.parametrize("counts", SPANS.values(), ids=SPANS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_outputs_and_states_are_those_of_the_reference(
+    sizes: tuple[int, ...], counts: list[int], dtype: torch.dtype, tolerance: float, *, delta: bool
+) -> None:
+    layer, (batch, slots) = Layer(sizes, dtype, delta=delta), scattered(counts)
+    x, ours = layer.inputs(sum(counts)), layer.states(slots)
+    theirs = LayerState(*(each.clone() for each in ours))
+    want = layer(REFERENCE, x, theirs, batch)
+    got = layer(OPS, x, ours, batch)
+    assert got.dtype is want.dtype
+    assert got.shape == want.shape
+    close(got, want, tolerance)
+    close(ours.memory, theirs.memory, tolerance)
+    assert torch.equal(ours.window, theirs.window)
+
+
+@pytest.mark.parametrize("delta", [True, False], ids=["delta", "scan"])
+def test_padding_reads_and_writes_nothing(*, delta: bool) -> None:
+    layer, counts = Layer(SMALL, torch.float32, delta=delta), [2, FEW + 3]
+    batch, slots = scattered(counts)
+    fed, padded = sum(counts), sum(counts) + 7
+    x, ours = layer.inputs(padded), layer.states(slots)
+    theirs = LayerState(*(each.clone() for each in ours))
+    want = layer(REFERENCE, [each[:fed] for each in x], theirs, batch)
+    assert batch.states is not None
+    more = batch.query_start.new_full((3,), fed)
+    states = StateSlots(
+        *(torch.cat((each, each.new_full((n,), 1))) for each, n in zip(batch.states, (3, 7, 7), strict=True))
+    )
+    wide = replace(
+        batch,
+        positions=torch.zeros(padded, dtype=torch.int64, device=DEVICE),
+        query_start=torch.cat((batch.query_start, more)),
+        kv_len=torch.cat((batch.kv_len, batch.kv_len.new_zeros(3))),
+        states=states,
+    )
+    for each in x:
+        each[fed:] = float("nan")
+    got = layer(OPS, x, ours, wide)
+    close(got[:fed], want, 1e-5)
+    assert not got[fed:].any()
+    close(ours.memory, theirs.memory, 1e-5)
+    assert torch.equal(ours.window, theirs.window)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (HALF, 1e-2)], ids=["float32", "half"])
+def test_keys_that_are_all_alike_lose_no_digits(dtype: torch.dtype, tolerance: float) -> None:
+    """A text that repeats one token: nothing fades, and each value replaces the one before."""
+    heads, keys, values, tokens = 1, 16, 16, CHUNK + 16
+    layer = Layer((heads, heads, keys, values, 2), dtype, delta=True)
+    mixed, gate, small, rise = layer.inputs(tokens)
+    small[:], rise[:], mixed[:, : 2 * heads * keys] = 8.0, -40.0, mixed[:1, : 2 * heads * keys]
+    batch = batch_of([tokens], [0], [0] * (tokens - 1) + [1], [0] * tokens)
+    ours, theirs = (LayerState(*(torch.zeros_like(each) for each in layer.states(2))) for _ in "ab")
+    want = layer(FIXED, (mixed, gate, small, rise), theirs, batch)
+    close(layer(OPS, (mixed, gate, small, rise), ours, batch), want, tolerance)
+    close(ours.memory, theirs.memory, tolerance)
+
+
+@pytest.mark.parametrize("delta", [True, False], ids=["delta", "scan"])
+def test_batch_invariant_results_have_the_same_bits_in_any_batch_and_chunk(*, delta: bool) -> None:
+    layer, total = Layer(SMALL, HALF, delta=delta), 27
+    x, neighbour = layer.inputs(total), layer.inputs(18)
+    alone, cut = layer.states(3), layer.states(3)
+    alone.memory[1:], cut.memory[1:] = 0, 0
+    end = lambda n, slot: [0] * (n - 1) + [slot]  # noqa: E731
+    want = layer(FIXED, x, alone, batch_of([total], [0], end(total, 1), [0] * total))
+    parts, start = list[Tensor](), 0
+    for n in (1, 18, 3, 5):
+        both = [torch.cat((b[:n], a[start : start + n])) for a, b in zip(x, neighbour, strict=True)]
+        batch = batch_of([n, n], [0, int(start > 0)], [*end(n, 2), *end(n, 1)], [0] * 2 * n)
+        parts.append(layer(FIXED, both, cut, batch)[n:])
+        start += n
+    assert torch.equal(torch.cat(parts), want)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(alone, cut, strict=True))
+
+
+def test_lists_are_found_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, (batch, slots) = Layer(SMALL, torch.float32, delta=True), scattered([FEW + 1, 2])
+    planned, run = OPS.prepare(batch), partial(layer, OPS, layer.inputs(FEW + 3), layer.states(slots))
+    run(planned)
+    lists = dict(planned.spans)
+    run(planned)
+    assert planned.spans == lists
+    assert lists["token_span"].tolist() == [0] * (FEW + 1) + [1] * 2
+    assert lists["chunks"][: int(lists["chunk_count"])].tolist() == [[0, 16], [16, FEW + 1]]
