@@ -175,9 +175,8 @@ def subject(kind: Kind, base: Path) -> Subject:
     folder = embedded() if kind.shape == "embedded" else base / f"deterministic-{kind.shape}"
     if not folder.exists():
         checkpoints.make(folder, kind.shape)
-    return Subject(
-        load_model(folder, dtype=kind.dtype, quantization=kind.quantization, ops=choose_ops(torch.device("cpu"), True))
-    )  # type: ignore[arg-type]
+    ops = choose_ops(torch.device("cpu"), True)
+    return Subject(load_model(folder, dtype=kind.dtype, quantization=kind.quantization, ops=ops))  # type: ignore[arg-type]
 
 
 SOME = (
