@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.assembly.engine import choose_ops
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor, LocalExecutor
@@ -20,7 +21,6 @@ from quire.model_runner.device_steps import DeviceSteps, TorchSteps
 from quire.model_runner.graphs import WorkQueue
 from quire.model_runner.speculative import NgramDrafter, NgramProposer
 from quire.models.registry import Model
-from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.kv_offload import Offload
@@ -175,7 +175,8 @@ def subject(kind: Kind, base: Path) -> Subject:
     folder = embedded() if kind.shape == "embedded" else base / f"deterministic-{kind.shape}"
     if not folder.exists():
         checkpoints.make(folder, kind.shape)
-    return Subject(load_model(folder, dtype=kind.dtype, quantization=kind.quantization, ops=BatchInvariantOps()))  # type: ignore[arg-type]
+    ops = choose_ops(torch.device("cpu"), True)
+    return Subject(load_model(folder, dtype=kind.dtype, quantization=kind.quantization, ops=ops))  # type: ignore[arg-type]
 
 
 SOME = (
