@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -149,9 +149,17 @@ AXES: dict[str, Sequence[Any]] = {
 }
 
 
-def combinations(axes: dict[str, Sequence[Any]] = AXES) -> Iterator[dict[str, Any]]:
-    for values in itertools.product(*axes.values()):
-        yield dict(zip(axes, values, strict=True))
+def sampled(rng: random.Random, count: int, axes: dict[str, Sequence[Any]] = AXES) -> list[dict[str, Any]]:
+    """`count` different combinations: all of them do not fit in memory."""
+    sizes = [len(values) for values in axes.values()]
+    found = []
+    for number in rng.sample(range(math.prod(sizes)), count):
+        combination = {}
+        for name, values in axes.items():
+            number, at = divmod(number, len(values))
+            combination[name] = values[at]
+        found.append(combination)
+    return found
 
 
 def check(sch: scheduler.Scheduler, dev: HashDevice) -> None:

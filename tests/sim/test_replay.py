@@ -28,10 +28,10 @@ from quire.sim.replay import replay
 from quire.sim.run import SimConfig, simulate
 from quire.sim.workload import uniform
 from quire.types import UNLIMITED
-from tests.lattice import AXES, CoreClasses, Drawn, Run, combinations
+from tests.lattice import AXES, CoreClasses, Drawn, Run, sampled
 from tests.mutants import BUGS, plant
 
-SAMPLE = random.Random(5).sample(list(combinations()), 40)
+SAMPLE = sampled(random.Random(5), 40)
 
 
 class Short(Ring):
@@ -175,7 +175,7 @@ def test_decisions_from_measured_times_are_made_again(tmp_path: Path, combo: dic
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(8))
 def test_the_plans_of_many_lattice_runs_are_made_again(tmp_path: Path, seed: int) -> None:
-    for i, combo in enumerate(random.Random(seed).sample(list(combinations()), 200)):
+    for i, combo in enumerate(sampled(random.Random(seed), 200)):
         run = record(tmp_path / str(i), combo, frames=100)
         files = sorted((tmp_path / str(i)).iterdir())
         for first in range(0, 1 if combo["drafts"] < 0 else len(files), 3):
@@ -197,7 +197,7 @@ def test_the_worked_example_of_the_docs_works(tmp_path: Path, monkeypatch: pytes
 COMBO = dict(
     zip(
         AXES,
-        (1, 4, 1, True, 4, (16, 5), "continuous", 0, False, False, "fcfs", "lru", False, "preempt", 3, None),
+        (1, 4, 1, True, 4, (16, 5), "continuous", 0, False, False, "fcfs", "lru", False, "preempt", 3, None, None),
         strict=True,
     )
 )
