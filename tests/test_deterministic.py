@@ -126,7 +126,7 @@ class Subject:
             got[request.id] = [], [], []
             engine.add(request)
         while engine.has_pending_work:
-            engine.wait(0.1)
+            engine.wait(0.05)
             for event in engine.step():
                 assert event.error is None
                 for told, more in zip(

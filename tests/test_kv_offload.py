@@ -181,7 +181,7 @@ def test_no_salt_finds_the_blocks_of_another_and_the_same_one_finds_its_own(tmp_
         engine.add(Request(id=str(number), prompt=tokens, max_new_tokens=2, cache_salt=salt))
         got = 0
         while engine.has_pending_work:
-            engine.wait(0.1)
+            engine.wait(0.05)
             got += sum(output.num_cached for output in engine.step())
         return got
 

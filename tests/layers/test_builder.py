@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -300,11 +298,10 @@ def test_a_tile_takes_its_matrix_dtype_and_is_packed_when_its_last_part_has_come
     dtype: torch.dtype,
 ) -> None:
     """Two tiles after each other in the same memory, each written in two parts."""
-    matrix: Any = SimpleNamespace(local_shape=(8, 6), dtype=dtype)
     spare: list[torch.Tensor] = []
     for rows in (slice(0, 4), slice(4, 7)):
         done: list[torch.Tensor] = []
-        tile = packed.Tile(rows, matrix, spare, lambda whole, done=done: done.append(whole.clone()))
+        tile = packed.Tile(rows, 6, dtype, spare, lambda whole, done=done: done.append(whole.clone()))
         wanted = torch.arange(6.0 * (rows.stop - rows.start)).view(-1, 6).to(dtype) + rows.start
         assert tile.outline.shape == wanted.shape and tile.outline.nbytes == wanted.nbytes
         for part in (slice(0, 1), slice(1, None)):

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
-from quire.model_runner.row_state import Ints, RowState
+from quire.model_runner.row_state import Ints, RowState, StepShape
 
 
 class ScriptedDrafter:
@@ -15,6 +16,8 @@ class ScriptedDrafter:
 
     wrong: draws the token that replaces one.
     """
+
+    reads_hidden = False
 
     def __init__(
         self, depth: int, texts: Sequence[list[int]], *, share: float, wrong: Callable[[random.Random], int]
@@ -34,6 +37,9 @@ class ScriptedDrafter:
             for i, token in enumerate(found):
                 out[q, i] = self.wrong(self.rng) if self.rng.random() < self.share else token
         return out
+
+    def follow(self, rows: RowState, shape: StepShape, before: Ints, hidden: torch.Tensor | None) -> None:
+        """The texts are known."""
 
     def reset(self) -> None:
         """The texts stay."""

@@ -326,11 +326,11 @@ def test_a_query_attends_to_the_same_bits_whatever_is_attended_with_it(ops: Nati
     k, v = (torch.randn(length, 2, 32).bfloat16() for _ in range(2))
     REFERENCE.write_kv(kv, k, v, whole)
     q = torch.randn(length, 6, 32).bfloat16()
-    wanted = steady.attention(q, kv, steady.prepare(whole), 0.25, **more)  # type: ignore[arg-type]
+    wanted = steady.attention(q, kv, steady.prepare(whole), Scores(0.25, **more))
     for cuts in ((0, 1, 2, 9, 47, 111, 150), (0, 70, 149, 150)):
         for first, last in pairwise(cuts):
             batch = pages.batch([(0, first, [1] * (last - first))])
-            got = steady.attention(q[first:last], kv, steady.prepare(batch), 0.25, **more)  # type: ignore[arg-type]
+            got = steady.attention(q[first:last], kv, steady.prepare(batch), Scores(0.25, **more))
             assert torch.equal(got, wanted[first:last])
 
 

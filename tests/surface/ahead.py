@@ -23,7 +23,9 @@ import pytest
 from quire.assembly.limits import Limits
 from quire.config import Settings
 from quire.engine.executor import Executor
+from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.model_runner.graphs import GraphKey, WorkQueue
+from quire.model_runner.images import ImageRunner
 from quire.model_runner.memory import GIB, LayerShape
 from quire.model_runner.pooling import PoolingHeads
 from quire.models.registry import Model
@@ -46,12 +48,13 @@ def make(
     layers: Sequence[LayerShape],
     *,
     heads: PoolingHeads | None = None,
-    images: None = None,
+    images: ImageRunner | None = None,
+    parallel: ParallelGroup = ONE_RANK,
 ) -> Executor:
     """As `quire.assembly.engine.on_host`, which this stands in for."""
     from quire.assembly import cuda
 
-    return cuda.make_executor(settings, model, torch.device("cpu"), limits, heads)
+    return cuda.make_executor(settings, model, torch.device("cpu"), limits, heads, parallel, images)
 
 
 @contextmanager

@@ -233,7 +233,7 @@ def working_bytes(
             tokens=num_tokens,
             logits=rows,
             hidden=spec.hidden,
-            widest=max(projections),
+            widest=max(projections, default=0),
             vocab_size=spec.vocab,
             dtype=dtype,
         )

@@ -160,6 +160,8 @@ class ModelSpec:
     @property
     def draft_kv_shapes(self) -> tuple[KVShape, ...]:
         """K/V of the layer for multi-token prediction, which attends as the last layer that does; none without it."""
+        if not self.draft_layers:
+            return ()
         return (self.kv_shapes[self.kv_layers[self.last_attention]],) * self.draft_layers
 
     @property

@@ -15,6 +15,7 @@ from quire.assembly.limits import Limits, rows_with_kv
 from quire.assembly.speculate import build_proposer
 from quire.config import Settings
 from quire.executors.local import CudaExecutor
+from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.images import ImageRunner
 from quire.model_runner.memory import LayerShape, plan_blocks
@@ -36,6 +37,7 @@ def interpreted(
     *,
     heads: PoolingHeads | None = None,
     images: ImageRunner | None = None,
+    parallel: ParallelGroup = ONE_RANK,
 ) -> CudaExecutor:
     """As `assembly.cuda.make_executor` builds it for a card."""
     sizes: dict[str, Any] = {"page_size": limits.block_size, "rows": limits.num_rows}

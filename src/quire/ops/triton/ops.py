@@ -327,7 +327,8 @@ class TritonOps(BaseOps):
 
     def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.gated_delta`. No span may read a slot that another writes."""
-        return recurrent.gated_delta(x, weights, state, self.prepare(batch), self.few, self.card)
+        # Chunks of the delta rule are wrong on an H100 (docs/benchmarks/recurrent-h100-2026-11-24.md).
+        return recurrent.gated_delta(x, weights, state, self.prepare(batch), UNLIMITED, self.card)
 
     def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.selective_scan`. No span may read a slot that another writes."""
