@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from quire.executors.rank_loop import RankLink, RankLoop
+from quire.executors.rank_loop import RankLink, RankLoop, die_with
 from quire.executors.ranks import RankReady, RankRefused
 from quire.scheduler.plan import Plan
 from tests.hash_model import HashDevice, HashHandle
@@ -44,8 +44,11 @@ class Faulty(HashDevice):
 
 
 def main() -> None:
+    parent = os.getppid()
     link = RankLink(socket.socket(fileno=int(sys.argv[1])))
     asked = link.first()
+    if asked.dies_with_parent:
+        die_with(parent)
     if asked.settings.get("fault") == "refused" and asked.rank == asked.settings["faulty"]:
         link.send(RankRefused("InvalidModel", "the checkpoint is broken here"))
         signal.pause()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
 from datetime import timedelta
@@ -17,10 +15,9 @@ import torch.distributed as dist
 from quire import heap
 from quire.assembly.ranks import build_rank, device_of
 from quire.errors import QuireError
-from quire.executors.rank_loop import RankLink, RankLoop
+from quire.executors.rank_loop import RankLink, RankLoop, die_with
 from quire.executors.ranks import BuildRank, RankReady, RankRefused
 
-PR_SET_PDEATHSIG = 1
 START_TIMEOUT = timedelta(hours=1)
 """Within which ranks meet: while they load weights, one may be much slower. The engine knows whether they live."""
 
@@ -43,15 +40,6 @@ def main() -> None:
     heap.settled()
     link.send(RankReady(built.executor.describe(), built.limits._asdict(), built.static_gauges))
     RankLoop(built.executor, link, answers=asked.rank == 0).run()
-
-
-def die_with(parent: int) -> None:
-    """Be killed when the thread that started this process ends, even while stopped. On Linux; elsewhere the closed
-    socket ends it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def join(asked: BuildRank) -> None:

@@ -355,7 +355,7 @@ def invariant(ops: BatchInvariantTritonOps) -> None:
     for heads, groups, dim, dtype in [*shapes, (24, 8, 80, BF16), (8, 8, 256, torch.float32)]:
         pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
         for spans, n in ((4, 1), (2, 512)):
-            ops.attention(halves(spans * n, heads, dim, dtype=dtype), pool, batch(spans, n), dim**-0.5)
+            ops.attention(halves(spans * n, heads, dim, dtype=dtype), pool, batch(spans, n), Scores(dim**-0.5))
 
 
 def single(ops: TritonOps) -> None:
