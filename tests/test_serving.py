@@ -168,7 +168,7 @@ def test_a_request_that_ended_by_a_stop_string_says_so_when_asked(live: Live, n:
     for told in story["answers"]:
         assert (told["state"], told["finish_reason"]) == ("finished", "stop")
         [end] = [event["says"] for event in told["events"] if event["what"] == "finished"]
-        assert "stop" in end and end.endswith(f", with {told['generated_tokens']} tokens made")
+        assert "stop" in end and end.endswith(f", with {told['generated_tokens']} tokens generated")
 
 
 @pytest.mark.parametrize(("name", "body", "status", "param"), BAD, ids=[b[0] for b in BAD])
