@@ -316,7 +316,6 @@ TIERS = [
         "",
     ),
     Bug("a failed copy is kept", T, "if entry.key in done.failed and not entry.dropped:", "if False:"),
-    Bug("what arrives after a reset is found", T, "if not copy.cancelled and len(held)", "if len(held)"),
     Bug("saves are forgotten after a reset", T, '            if copy.kind == "save":\n', "            if False:\n"),
     Bug("a slot is given away while a copy uses it", T, "if each.ready and not each.users", "if each.ready"),
     Bug(
@@ -330,7 +329,7 @@ TIERS = [
     Bug("blocks that came back are never free", T, "            pool.decref(block)\n", "            pass\n"),
     Bug("evicted blocks keep their keys", T, "key = self.keys.pop(block, None)", "key = self.keys.get(block)"),
     Bug("evicted blocks count as come back", T, "        self.arrived.pop(block, None)\n        key", "        key"),
-    Bug("more files than allowed", T, "                self._make_room_on_disk(1)\n", ""),
+    Bug("more files than allowed", T, "        self._make_room_on_disk(1)\n", ""),
     Bug("a waiting sequence is forgotten", T, "            freed += copy.waiters\n        for", "        for"),
     Bug(
         "a suspect that waited for blocks is held back from its own trial",

@@ -91,7 +91,6 @@ def test_planted_bug_of_states_is_caught_and_by_combinations_with_states_alone(b
 TIERED = {"reuse": True, "tight": 1, "size": 1, "snapshots": None}
 RARE_TIERS = {
     "a failed copy is kept": 47,
-    "what arrives after a reset is found": 67,
     "saves are forgotten after a reset": 73,
     "a suspect that waited for blocks is held back from its own trial": 217,
 }

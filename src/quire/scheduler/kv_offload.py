@@ -374,12 +374,16 @@ class KVOffload:
                 continue
             wanted -= 1
             if not entry.on_disk:
-                self._make_room_on_disk(1)
-                self.disk[entry.key] = None
-                entry.on_disk = True
-                entry.users += 1
-                self._num_writes += 1
-                self.store.write(self._begin(PendingCopy("write", [entry])), entry.key, entry.slot)
+                self._write(entry)
+
+    def _write(self, entry: HostBlock) -> None:
+        """Start to write a block to a file."""
+        self._make_room_on_disk(1)
+        self.disk[entry.key] = None
+        entry.on_disk = True
+        entry.users += 1
+        self._num_writes += 1
+        self.store.write(self._begin(PendingCopy("write", [entry])), entry.key, entry.slot)
 
     def _make_room_on_disk(self, count: int) -> None:
         """Remove the least recently used files until there is room for `count` more."""
@@ -663,7 +667,5 @@ class KVOffload:
         """End; before, blocks that are in host memory alone are written, as far as time allows, the last used first."""
         for entry in [*reversed(self.host.values())][: self.store.max_files]:
             if entry.ready and not entry.on_disk:
-                self._make_room_on_disk(1)
-                self.disk[entry.key] = None
-                self.store.write(self._begin(PendingCopy("write", [entry])), entry.key, entry.slot)
+                self._write(entry)
         self.store.close()
