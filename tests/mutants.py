@@ -250,7 +250,7 @@ STATES = [
     Bug(
         "a block is evicted without its snapshot",
         N,
-        "        if block in self.snapshots:\n            self._drop(block)\n",
+        "        if block in self.snapshots:\n            self.num_evicted += 1\n            self._drop(block)\n",
         "",
     ),
     Bug(

@@ -39,7 +39,8 @@ def beginning(config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of a model with as many of the first layers as have one of each kind."""
     if "text_config" in config:
         return {**config, "text_config": beginning(config["text_config"])}
-    whole, types = config["num_hidden_layers"], config.get("layer_types")
+    whole, pattern = config["num_hidden_layers"], config.get("hybrid_override_pattern", "")
+    types = config.get("layer_types") or config.get("layers_block_type") or pattern
     count = max(types.index(kind) for kind in types) + 1 if types else 2
     if {
         "sliding_window_pattern",
@@ -48,7 +49,7 @@ def beginning(config: Mapping[str, Any]) -> dict[str, Any]:
         "full_attention_interval",
     } & config.keys():
         count = 4
-    out = {**config, "num_hidden_layers": count}
+    out = {**config, "num_hidden_layers": count} | ({"hybrid_override_pattern": pattern[:count]} if pattern else {})
     if shared := config.get("num_kv_shared_layers"):
         assert shared < whole
         out |= {"num_hidden_layers": 2 * count, "num_kv_shared_layers": count}

@@ -11,7 +11,9 @@ from quire.errors import InvalidConfig
 from quire.models.registry import ARCHITECTURES, DERIVED
 from quire.weights.pooling import read_pooler
 
-WITHOUT_HEAD = [name for name in ARCHITECTURES if name.startswith(("Bert", "Roberta", "XLM", "DistilBert", "Modern", "Nomic"))]
+WITHOUT_HEAD = [
+    name for name in ARCHITECTURES if name.startswith(("Bert", "Roberta", "XLM", "DistilBert", "Modern", "Nomic"))
+]
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *DERIVED])
