@@ -58,8 +58,7 @@ TEXTS = MappingProxyType(
 )
 """Text models that are not named after the multimodal one."""
 
-IMAGES, RANKS, MTP = "images", "several ranks", "layers for drafts"
-RECURRENT = f"{RANKS}; float8 K/V"
+IMAGES, MTP, RECURRENT = "images", "layers for drafts", "float8 K/V"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
         "cohere": "several ranks of models with query and key norms (Command R+)",
@@ -69,7 +68,6 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "ernie4_5_moe": f"`use_bias`; {MTP}",
         "gemma3": "crops of images",
         "gemma4": f"{IMAGES}, audio",
-        "gemma4_text": "several ranks of models with inputs for each layer",
         "gpt2": "quantised checkpoints: matrices are stored transposed",
         "gpt_oss": "other clamps of the gate",
         "bamba": RECURRENT,
@@ -81,15 +79,12 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "qwen3_5_text": RECURRENT,
         "internlm3": "sequences longer than its context",
         "llama4": IMAGES,
-        "minimax_m2": RANKS,
         "mistral3": IMAGES,
         "qwen2_5_vl": "video",
         "qwen3_vl": "video",
         "qwen3_vl_moe": "video",
         "qwen3_next": RECURRENT,
-        "olmo2": RANKS,
-        "olmo3": RANKS,
-        "olmoe": f"`clip_qkv`; {RANKS}",
+        "olmoe": "`clip_qkv`",
     }
 )
 """What is refused by name, or not loaded."""

@@ -21,6 +21,8 @@ from tests.ops.batches import Pages
 from tests.ops.triton.device import DEVICE
 
 OPS, FIXED, REFERENCE = TritonOps(DEVICE), BatchInvariantTritonOps(DEVICE), ReferenceOps()
+if str(DEVICE) == "cpu":
+    OPS.few_delta = FEW  # chunks of the delta rule: right in the interpreter, and not yet on a card
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 """The interpreter multiplies no bfloat16."""
 
