@@ -199,7 +199,7 @@ SITUATIONS = {
 }
 
 
-RECURRENT = (Kind("nemotron_h-gqa", "bfloat16"),)
+RECURRENT = (Kind("nemotron_h-gqa", "bfloat16"), Kind("qwen3_next-shared-keys", "float32"))
 
 
 @pytest.mark.parametrize(

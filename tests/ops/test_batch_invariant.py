@@ -182,3 +182,17 @@ def test_one_token_at_a_time_is_the_same_as_all_at_once(
     assert torch.equal(subject.fed([1] * 140, **kinds), whole)
     monkeypatch.setattr(batch_invariant, "AT_ONCE", 24)
     assert torch.equal(subject.fed([140], **kinds), whole), "a long chunk is cut without changing the answer"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gate_of_a_shared_expert_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    routed, shared, logits = (torch.randn(67, width).to(dtype) for width in (24, 24, 1))
+    ops = BatchInvariantOps()
+    whole = ops.add_shared(routed, shared, 6 * logits)
+    for first in range(67):
+        row = slice(first, first + 1)
+        assert torch.equal(ops.add_shared(routed[row], shared[row], 6 * logits[row]), whole[row])
+    plain = ReferenceOps().add_shared(routed, shared, 6 * logits)
+    torch.testing.assert_close(whole, plain)
+    assert torch.equal(ops.add_shared(routed, shared, None), routed + shared)

@@ -120,6 +120,12 @@ class BatchInvariantOps(ReferenceOps):
         exact = gate.float()
         return (exact / exact.neg().exp_().add_(1.0)).to(up.dtype).mul_(up)
 
+    def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
+        """See `Ops.add_shared`."""
+        if logits is None:
+            return routed + shared
+        return routed + shared * (1.0 / logits.float().neg().exp_().add_(1.0)).to(shared.dtype)
+
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.gelu_mul`."""
         gate, up = gate_up.chunk(2, -1)
