@@ -78,6 +78,10 @@ class Guess:
     """Repeats the history's beginning: drafts that are sometimes right."""
 
     num_drafts = 2
+    reads_hidden = False
+
+    def follow(self, *step: object) -> None:
+        """It knows nothing."""
 
     def propose(self, rows: RowState, which: Ints, depth: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         return rows.tokens[which, :2]
