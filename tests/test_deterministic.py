@@ -213,7 +213,10 @@ def seen_in_every_situation(it: Subject) -> None:
     seen = {name: it.check(s, 3).gauges() for name, s in SITUATIONS.items()}
     assert seen["a warm cache"].prefix_hit > seen["a crowd"].prefix_hit
     assert seen["no memory"].preemptions > 0
-    assert seen["drafts"].draft_totals[2] > 0, "some drafts were right"
+    _, drafted, right = seen["drafts"].draft_totals
+    assert drafted > 0
+    # What the tiny hybrids answer repeats nothing: all of their drafts are taken back.
+    assert right > 0 or it.model.spec.recurrent, "some drafts were right"
     assert seen["drafts"].draft_totals[1] > seen["drafts"].draft_totals[2], "and some wrong"
 
 
