@@ -30,6 +30,7 @@ from quire.types import Request
 from tests.executors.asked import prompts
 from tests.executors.driver import Alternate
 from tests.executors.test_features import FEATURES
+from tests.mtp import make_mtp
 from tests.pairs import pairwise
 
 OPTIONS: Mapping[str, Any] = MappingProxyType(
@@ -167,3 +168,17 @@ def test_what_cannot_be_divided_is_refused_as_by_one_rank(options: dict[str, Any
     with pytest.raises(InvalidConfig, match=said):
         build_engine(Settings.of(**options))
     assert set(ranks()) == before
+
+
+@pytest.mark.nightly
+def test_the_layer_for_multi_token_prediction_drafts_the_same_on_two_ranks(tmp_path: Path) -> None:
+    make_mtp(tmp_path, "deepseek_v3-groups-yarn")
+    sizes: dict[str, Any] = {"max_model_len": 96, "kv_cache_memory_bytes": 1 << 26, "skip_tokenizer_init": True}
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    answers = []
+    for ranks, config in ((1, None), (2, drafts)):
+        with LLM(str(tmp_path), dtype="float32", tensor_parallel_size=ranks, speculative_config=config, **sizes) as llm:
+            asked = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            done = llm.generate([[5, 9, 7, 11, 30], [44, 3, 8]], asked, use_tqdm=False)
+            answers.append([each.outputs[0].token_ids for each in done])
+    assert answers[0] == answers[1]
