@@ -432,7 +432,7 @@ class RequestTimeline(_Frames):
         if first is not None:
             events.append(_event(first - begin, "first_token", f"first token after {first - begin:.3f} s"))
         if story.ended is not None:
-            events.append(_event(until - begin, "finished", f"{story.finish}, with {story.generated} tokens made"))
+            events.append(_event(until - begin, "finished", f"{story.finish}, with {story.generated} tokens generated"))
         where = f"{until - begin:.3f} s in all, most of it at {story.notes[-1].by}" if story.notes else "not sent on"
         return details(
             story,
