@@ -27,6 +27,7 @@ from quire.assembly.speculate import (
     build_proposer,
     draft_layers,
     load_draft,
+    most_drafts,
     speculative_graph_keys,
     wants_mtp,
 )
@@ -87,8 +88,7 @@ def make_executor(
     cache, spec = settings.cache, model.spec
     max_num_seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     draft = load_draft(settings, model, device, make_ops(device), parallel)
-    speculative = parse(settings.scheduler.speculative_config)
-    drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    drafts = most_drafts(settings)
     layers = layer_shapes(spec.kv_shapes, model.dtype, spec.state_shapes) + draft_layers(draft)
     # Loading leaves the memory of repacked matrices in the caching allocator, where it counts as taken.
     torch.cuda.empty_cache()
@@ -96,9 +96,9 @@ def make_executor(
     work = _work(settings, spec, model.dtype, limits, image_tokens if images else (0, 0))
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
     budget, states = cache.kv_cache_memory_bytes or left, limits.num_rows * (1 + drafts)
-    snapshots = snapshot_slots(settings, limits, layers, states, budget)
+    # All ranks have as many of each as the one with the least memory.
+    snapshots = parallel.smallest(snapshot_slots(settings, limits, layers, states, budget))
     sizes: dict[str, Any] = {"page_size": limits.block_size, "rows": limits.num_rows}
-    # All ranks have as many as the one with the least memory.
     sizes["pages"] = blocks = parallel.smallest(_num_blocks(settings, spec, layers, limits, budget, states + snapshots))
     keys = _keys(settings, spec, limits, draft is not None)
     started = time.monotonic()
@@ -132,14 +132,13 @@ def _work(
     settings: Settings, spec: ModelSpec, dtype: torch.dtype, limits: Limits, image_tokens: tuple[int, int]
 ) -> int:
     """Bytes beside weights and K/V."""
-    tokens, speculative = limits.max_num_batched_tokens, parse(settings.scheduler.speculative_config)
-    drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    tokens = limits.max_num_batched_tokens
     work = working_bytes(
         spec,
         dtype,
         tokens=tokens,
         captured=_captured(settings),
-        rows=limits.max_num_seqs * (1 + drafts) if spec.generates else 0,
+        rows=limits.max_num_seqs * (1 + most_drafts(settings)) if spec.generates else 0,
         gathered=gathered_tokens(limits, torch.device("cuda")),
         image_tokens=image_tokens,
     )
@@ -154,14 +153,13 @@ def _captured(settings: Settings) -> int:
 
 def _keys(settings: Settings, spec: ModelSpec, limits: Limits, by_model: bool) -> list[GraphKey]:
     """The steps to prepare at the start. by_model: a model drafts."""
-    tokens, speculative = limits.max_num_batched_tokens, parse(settings.scheduler.speculative_config)
+    tokens = limits.max_num_batched_tokens
     keys = graph_keys(limits.max_num_seqs, tokens, _captured(settings))
     if not spec.generates:
         keys = pooling_keys(keys, "hidden" if spec.bidirectional else "feed")
-    drafts = 0 if speculative is None else speculative.num_speculative_tokens
     fed = keys if wants_mtp(settings) else ()
     largest = min(tokens, LARGEST_GEMM_WORKSPACE)
-    return keys + speculative_graph_keys(limits.max_num_seqs, largest, drafts, by_model, fed)
+    return keys + speculative_graph_keys(limits.max_num_seqs, largest, most_drafts(settings), by_model, fed)
 
 
 def _catch_up(settings: Settings, tokens: int, by_model: bool) -> GraphKey | None:

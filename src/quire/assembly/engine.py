@@ -29,10 +29,9 @@ from quire.assembly.limits import (
     snapshot_slots,
 )
 from quire.assembly.progress import loading
-from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft, wants_mtp
+from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft, most_drafts, wants_mtp
 from quire.assembly.text import build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.config import Settings
-from quire.config.speculative import parse
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
@@ -230,9 +229,7 @@ def paged(
     Raises InvalidConfig when K/V does not fit.
     """
     cache, draft = settings.cache, load_draft(settings, model, device, ReferenceOps(), parallel)
-    speculative = parse(settings.scheduler.speculative_config)
-    drafts = 0 if speculative is None else speculative.num_speculative_tokens
-    states = limits.num_rows * (1 + drafts)
+    states = limits.num_rows * (1 + most_drafts(settings))
     snapshots = parallel.smallest(snapshot_slots(settings, limits, layers, states, budget))
     planned = cache.num_gpu_blocks_override or plan_blocks(
         (*layers, *draft_layers(draft)),

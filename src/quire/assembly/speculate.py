@@ -51,6 +51,12 @@ Draft: TypeAlias = Model | NextTokenLayer
 """A draft model, or the model's own layer for multi-token prediction."""
 
 
+def most_drafts(settings: Settings) -> int:
+    """Drafts a sequence at most; 0 without speculation."""
+    config = parse(settings.scheduler.speculative_config)
+    return 0 if config is None else config.num_speculative_tokens
+
+
 def wants_mtp(settings: Settings) -> bool:
     """Whether the model is loaded with its layer for multi-token prediction."""
     config = parse(settings.scheduler.speculative_config)

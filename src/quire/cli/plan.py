@@ -20,12 +20,12 @@ from quire.assembly.limits import (
     rows_with_kv,
     working_bytes,
 )
+from quire.assembly.speculate import most_drafts
 from quire.cli.base import SettingsCommand
 from quire.cli.inspect import Fact, ModelFacts, keeps_packed, planned_ops, read_facts
 from quire.cli.tables import print_pairs
 from quire.config import OPTIONS, Settings
 from quire.config.option import amount
-from quire.config.speculative import parse
 from quire.errors import InvalidConfig, InvalidModel
 from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.layers.quantization.gguf import StoredBlocks, kept_bytes
@@ -142,8 +142,7 @@ def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device)
         raise InvalidConfig("--kv-cache-dtype does not go with --executor hf", param="kv_cache_dtype")
     layers = facts.layers or () if facts.foreign else layer_shapes(spec.kv_shapes, kept, spec.state_shapes)
     page = max(1, block_bytes((*layers, *layer_shapes(spec.draft_kv_shapes, facts.dtype)), size))
-    speculative = parse(settings.scheduler.speculative_config)
-    slots = limits.num_rows * (1 + (0 if speculative is None else speculative.num_speculative_tokens))
+    slots = limits.num_rows * (1 + most_drafts(settings))
     left = max(0, int(room * (1 if cpu else cache.gpu_memory_utilization)) - held - work)
     pool = min(left, cpu_budget(max(0, room - held))) if cpu else left
     snapshots = plan_snapshots(

@@ -76,18 +76,10 @@ class LocalExecutor:
             block_size=page_size,
             num_rows=rows,
             max_model_len=max_model_len,
-            vocab_size=model.spec.vocab * model.spec.token_types,
             lookahead=depth,
             num_drafts=num_drafts,
             supports_pooling=pools,
-            **facts_of(images),
-            block_bytes=block_bytes(layers, page_size),
-            device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
-            recurrent=recurrent,
-            num_snapshots=snapshots * recurrent,
-            state_bytes=state_bytes(layers),
-            bidirectional=model.spec.bidirectional,
+            **facts_of(model, layers, images, page_size, snapshots, device, dtype),
         )
 
     def describe(self) -> Description:
@@ -112,11 +104,29 @@ class LocalExecutor:
         self.runner.close()
 
 
-def facts_of(images: ImageRunner | None) -> dict[str, Any]:
-    """What a description says of the encoder of images."""
-    if images is None:
-        return {}
-    return {"encoder_layers": images.config.layers, "whole_images": images.config.whole_images}
+def facts_of(
+    model: Model,
+    layers: Sequence[LayerShape],
+    images: ImageRunner | None,
+    page_size: int,
+    snapshots: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """What either executor's description says of its model and of what it keeps."""
+    recurrent = any(each.state for each in layers)
+    encoder = images and {"encoder_layers": images.config.layers, "whole_images": images.config.whole_images}
+    return {
+        "vocab_size": model.spec.vocab * model.spec.token_types,
+        "block_bytes": block_bytes(layers, page_size),
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "recurrent": recurrent,
+        "num_snapshots": snapshots * recurrent,
+        "state_bytes": state_bytes(layers),
+        "bidirectional": model.spec.bidirectional,
+        **(encoder or {}),
+    }
 
 
 class CudaExecutor(LocalExecutor):
@@ -178,19 +188,12 @@ class CudaExecutor(LocalExecutor):
             block_size=page_size,
             num_rows=rows,
             max_model_len=max_model_len,
-            vocab_size=model.spec.vocab * model.spec.token_types,
             lookahead=depth,
             max_step_tokens=tokens,
             num_drafts=num_drafts,
             supports_pooling=True,
-            **facts_of(images),
-            bidirectional=model.spec.bidirectional,
-            block_bytes=bytes_per_block,
+            **facts_of(model, layers, images, page_size, snapshots, device, dtype),
             step_times={pace: self.runner.step_seconds(*pace) for pace in paces},
             draft_kv_share=0.0 if proposer is None else proposer.block_bytes() / max(1, bytes_per_block),
             draft_catch_up_seconds=self.runner.time_keys([catch_up]) / catch_up.tokens if catch_up else 0.0,
-            recurrent=recurrent,
-            num_snapshots=snapshots * recurrent,
-            device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
         )
