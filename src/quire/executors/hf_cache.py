@@ -291,9 +291,13 @@ class PagedCache(Past):
         self.states.clear()
 
 
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""What forwards call their cache, and their outputs too: the first since transformers 5.24."""
+
+
 def named(cache: Any) -> dict[str, Any]:
     """A cache by every name that models have for it."""
-    return {"past_key_values": cache, "cache_params": cache}
+    return dict.fromkeys(CACHE_NAMES, cache)
 
 
 def layer_shape(layer: Any) -> LayerShape:
@@ -379,7 +383,7 @@ class OneByOne(Past):
             self.caches.pop(block, None)
         said = self.feed_model(tokens[None], kept, use_cache=True, state=cache, **named(cache))
         self.caches[block] = next(
-            (said[name] for name in ("past_key_values", "cache_params", "state") if said.get(name) is not None), None
+            (said[name] for name in (*CACHE_NAMES, "state") if said.get(name) is not None), None
         )
         logits: Tensor = said.logits
         return logits
