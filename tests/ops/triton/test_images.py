@@ -29,10 +29,14 @@ EVERY = [{name: value for part in parts for name, value in part.items()} for par
 
 
 NIGHTLY = () if ON_CARD else (pytest.mark.nightly,)
+SLOW = ("moe", "gemma4")
 EACH = [family for family in FAMILIES if family not in RECURRENT]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(each, marks=NIGHTLY if "moe" in each else ()) for each in EACH])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=NIGHTLY if any(slow in each for slow in SLOW) else ()) for each in EACH],
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(tmp_path_factory.mktemp(request.param), request.param)
 
