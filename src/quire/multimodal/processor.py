@@ -28,8 +28,8 @@ class ImageProcessor:
     """What is done with the images of a family of models.
 
     factor: pixels along a side of a token: both sides become multiples. min_pixels, max_pixels: bounds of what an
-    image is resized to. fills: every image becomes as large as max_pixels allows. changes: of `mm_processor_kwargs`,
-    those that it takes. side: every image becomes a square of so many pixels; 0: it keeps its proportions. tokens: of
+    image is resized to. fills: every image becomes as large as max_pixels allows. changes: fields of
+    `mm_processor_kwargs` that apply. side: every image becomes a square of so many pixels; 0: it keeps its proportions. tokens: of
     every image, 0 for one for each `factor` * `factor` pixels. resample: pillow's filter. mean, std, scale: the encoder
     reads (x * scale - mean) / std of each channel of a pixel. image_token: the id of a placeholder. marker, expansion:
     what the chat template writes for an image, and the text that it becomes, with one placeholder.
@@ -38,8 +38,6 @@ class ImageProcessor:
     factor: int
     min_pixels: int = 0
     max_pixels: int = UNLIMITED
-    fills: bool = False
-    changes: tuple[str, ...] = ()
     fills: bool = False
     changes: tuple[str, ...] = ()
     side: int = 0
@@ -94,18 +92,6 @@ def smart_resize(height: int, width: int, factor: int, low: int, high: int) -> t
         grow = math.sqrt(low / (height * width))
         rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
     return rows, columns
-
-
-def fill_resize(height: int, width: int, factor: int, high: int) -> tuple[int, int]:
-    """The largest sides that are multiples of `factor`, with at most `high` pixels in all, nearly in proportion; of a
-    narrow image one is `factor`, and the other no longer than in proportion to it (Gemma 4)."""
-    grow = math.sqrt(high / (height * width))
-    rows, columns = (math.floor(side * grow / factor) for side in (height, width))
-    if not rows:
-        rows, columns = 1, min(width // height, high // factor**2)
-    elif not columns:
-        rows, columns = min(height // width, high // factor**2), 1
-    return rows * factor, columns * factor
 
 
 def fill_resize(height: int, width: int, factor: int, high: int) -> tuple[int, int]:
