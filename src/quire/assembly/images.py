@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,10 +71,10 @@ def build_fetcher(settings: Settings) -> MediaFetcher:
     return MediaFetcher(media.allowed_media_domains, media.max_image_bytes, media.image_fetch_timeout)
 
 
-def fetch_now(settings: Settings) -> Callable[[Sequence[str]], Mapping[str, bytes]]:
+def fetch_now(settings: Settings) -> Callable[[Mapping[str, str]], Mapping[str, bytes]]:
     """As `MediaFetcher.fetch`, for threads: it returns when all files are there."""
 
-    def fetch(urls: Sequence[str]) -> Mapping[str, bytes]:
+    def fetch(urls: Mapping[str, str]) -> Mapping[str, bytes]:
         # In a thread of its own: the caller's may have an event loop that runs.
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(lambda: asyncio.run(_fetched(settings, urls))).result()
@@ -82,5 +82,5 @@ def fetch_now(settings: Settings) -> Callable[[Sequence[str]], Mapping[str, byte
     return fetch
 
 
-async def _fetched(settings: Settings, urls: Sequence[str]) -> Mapping[str, bytes]:
+async def _fetched(settings: Settings, urls: Mapping[str, str]) -> Mapping[str, bytes]:
     return await build_fetcher(settings).fetch(urls)

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, nearest
+from quire.errors import InvalidConfig, InvalidModel, nearest
+from quire.multimodal.refusals import invalid_image
 from quire.types import UNLIMITED
 
 NAMES = ("preprocessor_config.json", "processor_config.json")
@@ -29,10 +30,10 @@ class ImageProcessor:
 
     factor: pixels along a side of a token: both sides become multiples. min_pixels, max_pixels: bounds of what an
     image is resized to. fills: every image becomes as large as max_pixels allows. changes: fields of
-    `mm_processor_kwargs` that apply. side: every image becomes a square of so many pixels; 0: it keeps its proportions. tokens: of
-    every image, 0 for one for each `factor` * `factor` pixels. resample: pillow's filter. mean, std, scale: the encoder
-    reads (x * scale - mean) / std of each channel of a pixel. image_token: the id of a placeholder. marker, expansion:
-    what the chat template writes for an image, and the text that it becomes, with one placeholder.
+    `mm_processor_kwargs` that apply. side: every image becomes a square of so many pixels; 0: it keeps its proportions.
+    tokens: of every image, 0 for one for each `factor` * `factor` pixels. resample: pillow's filter. mean, std, scale:
+    the encoder reads (x * scale - mean) / std of each channel of a pixel. image_token: the id of a placeholder. marker,
+    expansion: what the chat template writes for an image, and the text that it becomes, with one placeholder.
     """
 
     factor: int
@@ -60,11 +61,9 @@ class ImageProcessor:
         if self.fills:
             return fill_resize(height, width, self.factor, self.max_pixels)
         if max(height, width) > MOST_NARROW * min(height, width):
-            raise InvalidRequest(
-                f"{where}: {width} x {height} pixels are too narrow: an image's sides may differ by a factor of "
-                f"{MOST_NARROW}",
-                param="messages",
-                code="invalid_image",
+            raise invalid_image(
+                where,
+                f"{width} x {height} pixels are too narrow: an image's sides may differ by a factor of {MOST_NARROW}",
             )
         return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
 
