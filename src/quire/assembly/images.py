@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quire.assembly import extra
+from quire.assembly.place import place_of
 from quire.config import Settings
 from quire.config.multimodal import max_images, processor_changes
 from quire.errors import InvalidModel
 from quire.frontend.media import MediaFetcher
 from quire.multimodal.inputs import Decoder, ImageInputs, ImageReader, MediaPolicy, NoImages
 from quire.multimodal.processor import ImageProcessor, read_processor
-from quire.weights.locate import locate
 
 NEEDS = ("PIL", "numpy")
 """Packages of the extra `vision`."""
@@ -23,13 +23,13 @@ NEEDS = ("PIL", "numpy")
 
 def find_processor(settings: Settings) -> ImageProcessor | str:
     """The processor of the model's images, or why they are not read. Raises InvalidConfig."""
-    kind, model = settings.executor.executor, settings.model
+    kind = settings.executor.executor
     if settings.upstream.backend != "native":
         return "servers behind this one read them"
     if kind not in ("auto", "local"):
         return f"--executor {kind} reads text only: images are read with --executor local"
     try:
-        folder = locate(model.model, revision=model.revision, cache=model.download_dir)
+        folder = place_of(settings)
         processor = read_processor(folder, processor_changes(settings.multimodal.mm_processor_kwargs))
     except InvalidModel as error:
         return str(error)

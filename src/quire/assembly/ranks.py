@@ -12,7 +12,8 @@ import torch
 
 from quire.assembly.engine import build_local
 from quire.assembly.limits import BuiltExecutor, Limits, choose_device
-from quire.config import OPTIONS, Settings
+from quire.assembly.place import for_child, of_parent
+from quire.config import Settings
 from quire.errors import InvalidConfig
 from quire.executors.ranks import RankedExecutor, Ranks
 from quire.layers.distributed import DistributedGroup
@@ -36,19 +37,18 @@ def make(settings: Settings) -> BuiltExecutor:
             f"--tensor-parallel-size {size}: torch sees {torch.cuda.device_count()} GPUs here; use as many at most",
             param="tensor_parallel_size",
         )
-    options = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
     argv = [sys.executable, "-m", RANK_MODULE]
-    executor = RankedExecutor(lambda: Ranks(argv, options, size, {**ENVIRONMENT, **os.environ}))
+    executor = RankedExecutor(lambda: Ranks(argv, for_child(settings), size, {**ENVIRONMENT, **os.environ}))
     return BuiltExecutor(executor, Limits(**executor.ready.limits), executor.ready.gauges)
 
 
 def device_of(settings: Mapping[str, Any]) -> torch.device:
     """What a rank computes on, without its number."""
-    return choose_device(Settings.of(**settings).execution.device)
+    return choose_device(of_parent(settings).execution.device)
 
 
 def build_rank(settings: Mapping[str, Any]) -> BuiltExecutor:
     """This rank's executor, in a process that has joined the others."""
-    made = Settings.of(**settings)
+    made = of_parent(settings)
     cpu = choose_device(made.execution.device).type == "cpu"
     return build_local(made, DistributedGroup(in_rank_order=cpu or bool(made.execution.deterministic)))
