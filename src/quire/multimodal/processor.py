@@ -129,7 +129,7 @@ def read_processor(folder: Path, changes: Mapping[str, Any] = MappingProxyType({
 
 
 def _changed(processor: ImageProcessor, changes: Mapping[str, Any]) -> ImageProcessor:
-    known, unit, pixels = processor.changes, processor.factor**2, dict[str, int]()
+    known, unit, pixels = processor.changes, processor.factor**2, dict[str, Any]()
     for name, value in changes.items():
         if name not in known:
             which = ", ".join(known) or "none for this model"
