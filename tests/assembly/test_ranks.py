@@ -9,6 +9,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -150,8 +151,11 @@ def test_a_model_of_several_ranks_survives_the_loss_of_one() -> None:
 
 def ranks() -> list[int]:
     """The ranks that this process has started, in order."""
-    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    pids = sorted(int(pid) for task in tasks for pid in (task / "children").read_text().split())
+    pids = list[int]()
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended
+            pids += map(int, (task / "children").read_text().split())
+    pids.sort()
     return [pid for pid in pids if b"rank_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 

@@ -1,4 +1,5 @@
-"""Divided among ranks, every architecture in every format of weights gives the tokens that one rank gives.
+"""Divided among ranks and cut into stages, every architecture in every format of weights gives the tokens that one
+rank gives.
 
 The ranks are threads. CI has one shape of each family at 2 ranks; `make nightly` has all of them, at 2, 3 and 4, and
 every format of every family.
@@ -42,9 +43,11 @@ def answers(model: Model) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], RankThreads]]:
-    made: dict[int, RankThreads] = {}
-    yield lambda size: made.setdefault(size, RankThreads(size))
+def ranks() -> Iterator[Callable[..., RankThreads]]:
+    made: dict[tuple[int, int], RankThreads] = {}
+    yield lambda size, stages=1: made.get((size, stages)) or made.setdefault(
+        (size, stages), RankThreads(size, stages)
+    )
     for each in made.values():
         each.close()
 
@@ -85,7 +88,7 @@ def cases(shapes: Mapping[str, Any] | tuple[str, ...]) -> list[Any]:
 
 @pytest.mark.parametrize(("shape", "size"), cases(tuple(SHAPES)))
 def test_every_architecture_answers_as_on_one_rank(
-    shape: str, size: int, ranks: Callable[[int], RankThreads], tmp_path: Path
+    shape: str, size: int, ranks: Callable[..., RankThreads], tmp_path: Path
 ) -> None:
     make(tmp_path, shape)
     if shape in UNDIVIDED:
@@ -95,9 +98,32 @@ def test_every_architecture_answers_as_on_one_rank(
     same_tokens(ranks(size), tmp_path)
 
 
+STAGES = [
+    pytest.param(shape, size, stages, marks=() if shape in FIRST and (size, stages) == (1, 2) else pytest.mark.nightly)
+    for shape in SHAPES
+    for size, stages in ((1, 2), (1, 3), (2, 2))
+]
+
+
+@pytest.mark.parametrize(("shape", "size", "stages"), STAGES)
+def test_every_architecture_answers_as_in_one_stage(
+    shape: str, size: int, stages: int, ranks: Callable[..., RankThreads], tmp_path: Path
+) -> None:
+    make(tmp_path, shape)
+    if size > 1 and shape in UNDIVIDED:
+        return
+    if stages > len(load_model(tmp_path, dtype="float32").spec.own_layers):
+        with pytest.raises(InvalidModel, match="stages are too many"):
+            divided(ranks(size, stages), tmp_path)
+        return
+    models = same_tokens(ranks(size, stages), tmp_path)
+    layers = [i for model in models[::size] for i in model.spec.own_layers]
+    assert layers == [*range(models[0].spec.layers)], "every layer is on one stage"
+
+
 @pytest.mark.parametrize(("shape", "size"), cases(MIXTURES))
 def test_experts_may_be_spread_over_ranks(
-    shape: str, size: int, ranks: Callable[[int], RankThreads], tmp_path: Path
+    shape: str, size: int, ranks: Callable[..., RankThreads], tmp_path: Path
 ) -> None:
     make(tmp_path, shape)
     spec = load_model(tmp_path, dtype="float32").spec
@@ -118,7 +144,7 @@ FORMAT_CASES = [
 
 @pytest.mark.parametrize(("family", "format", "spread"), FORMAT_CASES)
 def test_every_format_answers_as_on_one_rank(
-    family: str, format: str, spread: bool, ranks: Callable[[int], RankThreads], tmp_path: Path
+    family: str, format: str, spread: bool, ranks: Callable[..., RankThreads], tmp_path: Path
 ) -> None:
     shape = next(shape for shape in SHAPES if shape.split("-")[0] == family)
     fields = SHAPES[shape]
@@ -129,6 +155,8 @@ def test_every_format_answers_as_on_one_rank(
     quantise(tmp_path, format)
     # Rounding activations depends on the part of a token that a rank has.
     same_tokens(ranks(2), tmp_path, expert_parallel=spread, canary=Exact())
+    if not spread:
+        same_tokens(ranks(1, 2), tmp_path, canary=Exact())
 
 
 GGUF_CASES = [
@@ -140,19 +168,20 @@ GGUF_CASES = [
 
 @pytest.mark.parametrize(("kind", "family"), GGUF_CASES)
 def test_every_gguf_type_answers_as_on_one_rank(
-    kind: str, family: str, ranks: Callable[[int], RankThreads], tmp_path: Path
+    kind: str, family: str, ranks: Callable[..., RankThreads], tmp_path: Path
 ) -> None:
     shape = next(shape for shape in SHAPES if shape.split("-")[0] == family)
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
     wide |= {"num_key_value_heads": 2, "num_hidden_layers": 2}
     wide |= {"moe_intermediate_size": 256} if family == "qwen3_moe" else {}
     write(tmp_path / "model.gguf", make(tmp_path / "theirs", shape, **wide), kind)
-    same_tokens(ranks(2), tmp_path / "model.gguf")
+    for divided_among in (ranks(2), ranks(1, 2)):
+        same_tokens(divided_among, tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("ranks_of_mxfp4", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_experts_in_mxfp4_are_cut_between_groups(
-    ranks_of_mxfp4: int, ranks: Callable[[int], RankThreads], tmp_path: Path
+    ranks_of_mxfp4: int, ranks: Callable[..., RankThreads], tmp_path: Path
 ) -> None:
     make(tmp_path, "gpt_oss-gqa-mxfp4", intermediate_size=160)
     models = same_tokens(ranks(ranks_of_mxfp4), tmp_path)

@@ -100,7 +100,8 @@ def resolve(settings: Settings, spec: ModelSpec, device: torch.device, longest: 
     if spec.bidirectional:
         check_whole_prompts(settings, max_model_len)
     max_num_seqs = scheduler.max_num_seqs or (64 if cpu and spec.generates else 256)
-    lookahead = scheduler.lookahead if scheduler.lookahead is not None else (0 if cpu else 1)
+    stages = settings.execution.pipeline_parallel_size
+    lookahead = scheduler.lookahead if scheduler.lookahead is not None else max(stages - 1, 0 if cpu else 1)
     return sized(
         settings,
         default_tokens=(512 if spec.generates else POOLED_TOKENS) if cpu else 8192,
