@@ -249,9 +249,7 @@ class Run:
         self.rng = random.Random(repr(work))
         seed = str(self.rng.random())
         self.groups = c.get("groups", 1)
-        self.dev = HashDevice(
-            self.pages, c["size"], eager=c["eager"], seed=seed, snapshots=slots, groups=self.groups
-        )
+        self.dev = HashDevice(self.pages, c["size"], eager=c["eager"], seed=seed, snapshots=slots, groups=self.groups)
         self.tiers = None
         if c["reuse"] and slots is None and (sizes := c.get("tiers")):
             store = HashStore(self.dev, *sizes, random.Random(f"tiers {work}"), faulty=c["fails"])
@@ -382,8 +380,8 @@ class Run:
             assert ends <= {"error"}, "errors are reported"
         else:
             assert not self.eng.failures, "a step failed: the device's assertions count as failed steps"
-            # A row alone has no step ahead of its own.
-            least = 1 if self.groups > 1 and c["cap"] == 1 else min(c["depth"], 1) + 1
+            # In groups, a row alone has no step ahead of its own.
+            least = 1 if self.groups > 1 else min(c["depth"], 1) + 1
             assert c["depth"] < 0 or least <= dev.deepest <= c["depth"] + 1, "no look-ahead happened"
             if c["depth"] == 0:
                 assert not sch.discarded_spans, "depth 0 wastes nothing"

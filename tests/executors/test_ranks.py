@@ -18,7 +18,17 @@ from quire.engine.engine import Engine
 from quire.engine.protocol import FrameReader, encode_frame
 from quire.errors import InvalidModel, RankLost
 from quire.executors import ranks
-from quire.executors.ranks import FromRank, HandMasks, Launch, LoadImage, RankedExecutor, Ranks, RankShape, StepDone, ToRank
+from quire.executors.ranks import (
+    FromRank,
+    HandMasks,
+    Launch,
+    LoadImage,
+    RankedExecutor,
+    Ranks,
+    RankShape,
+    StepDone,
+    ToRank,
+)
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import EncodeSpan, ImageSpan, NewSequence, Plan, Result, Span
 from quire.scheduler.scheduler import Scheduler

@@ -45,9 +45,7 @@ def answers(model: Model) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[..., RankThreads]]:
     made: dict[tuple[int, int], RankThreads] = {}
-    yield lambda size, stages=1: made.get((size, stages)) or made.setdefault(
-        (size, stages), RankThreads(size, stages)
-    )
+    yield lambda size, stages=1: made.get((size, stages)) or made.setdefault((size, stages), RankThreads(size, stages))
     for each in made.values():
         each.close()
 

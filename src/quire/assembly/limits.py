@@ -115,6 +115,20 @@ def resolve(settings: Settings, spec: ModelSpec, device: torch.device, longest: 
     )
 
 
+def check_stages(settings: Settings, device: torch.device) -> None:
+    """Raise InvalidConfig for what models that are cut into stages are not served with."""
+    stages, kv = settings.execution.pipeline_parallel_size, settings.cache.kv_cache_dtype
+    if stages > 1 and device.type == "cuda":
+        raise InvalidConfig(
+            f"--pipeline-parallel-size {stages} works on a CPU only for now: use --tensor-parallel-size",
+            param="pipeline_parallel_size",
+        )
+    if stages > 1 and kv != "auto":
+        raise InvalidConfig(
+            f"--kv-cache-dtype {kv} does not go with --pipeline-parallel-size: leave it at auto", param="kv_cache_dtype"
+        )
+
+
 def rows_with_kv(spec: ModelSpec, limits: Limits) -> int:
     """Sequences of the full length that may have K/V at once."""
     if not spec.bidirectional:

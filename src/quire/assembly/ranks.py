@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quire.assembly.engine import build_local
-from quire.assembly.limits import BuiltExecutor, Limits, choose_device
+from quire.assembly.limits import BuiltExecutor, Limits, check_stages, choose_device
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.executors.ranks import RankedExecutor, Ranks, RankShape
@@ -41,23 +41,14 @@ def make(settings: Settings) -> BuiltExecutor:
 
 def check(settings: Settings, shape: RankShape) -> None:
     """Raise InvalidConfig for ranks that this host has no room for, and for what several stages do not do."""
-    cuda = choose_device(settings.execution.device).type == "cuda"
-    if cuda and torch.cuda.device_count() < shape.size:
+    device = choose_device(settings.execution.device)
+    check_stages(settings, device)
+    if device.type == "cuda" and torch.cuda.device_count() < shape.size:
         raise InvalidConfig(
             f"--tensor-parallel-size {shape.size}: torch sees {torch.cuda.device_count()} GPUs here; use as many at "
             "most",
             param="tensor_parallel_size",
         )
-    if shape.stages == 1:
-        return
-    refused = {
-        f"--pipeline-parallel-size {shape.stages} works on CPUs only for now: use --tensor-parallel-size": cuda,
-        "--kv-cache-dtype fp8 does not go with --pipeline-parallel-size: leave it at auto": (
-            settings.cache.kv_cache_dtype != "auto"
-        ),
-    }
-    for why in (why for why, true in refused.items() if true):
-        raise InvalidConfig(why, param="pipeline_parallel_size")
 
 
 def device_of(settings: Mapping[str, Any]) -> torch.device:

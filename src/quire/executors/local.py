@@ -33,7 +33,7 @@ class LocalExecutor:
     snapshots: states of recurrent layers that are kept for the prefix cache, beside those of the rows.
     heads: what follows pooling.
     images: the encoder; None: there is none.
-    pipeline: the model's stage. num_drafts: most tokens drafted for a sequence, by the last stage where this is another.
+    pipeline: the model's stage. num_drafts: most tokens that the last stage drafts for a sequence, if this is another.
     """
 
     runner: Runner | LookaheadRunner
@@ -120,8 +120,8 @@ def facts_of(
     dtype: torch.dtype,
     recurrent: bool = False,
 ) -> dict[str, Any]:
-    """What either executor's description says of its model and of what it keeps. recurrent: layers of another stage are,
-    if none is here."""
+    """What either executor's description says of its model and of what it keeps. recurrent: some layers of another
+    stage are."""
     recurrent = recurrent or any(each.state for each in layers)
     encoder = images and {"encoder_layers": images.config.layers, "whole_images": images.config.whole_images}
     return {

@@ -1,10 +1,9 @@
 """Tensor and pipeline parallelism: one process for each rank, which all run every plan. The engine's side; no torch.
 
-A plan goes to every rank over a socket of its own, and the result comes back from the first rank of the last stage. What
-it sampled goes to the stages before it with the next plan. Whatever ends a rank closes
-its socket, and no memory is shared that would have to be cleaned up. A rank that is gone, silent, or alone in
-failing a step takes the others with it: they wait for it in the middle of a sum. All are killed then, and the next step
-starts new ones.
+A plan goes to every rank over a socket of its own, and the result comes back from the first rank of the last stage.
+What that has sampled goes to the stages before it with the next plan. Whatever ends a rank closes its socket, and no
+memory is shared that would have to be cleaned up. A rank that is gone, silent, or alone in failing a step takes the
+others with it: they wait for it in the middle of a sum. All are killed then, and the next step starts new ones.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Pipeline:
     @contextmanager
     def step(self, feeds: bool = True) -> Iterator[None]:
         """Around a forward: what it has not received by its end is dropped, and where it has not sent, the next stage
-        is told that the step failed. feeds: whether the step has tokens to feed."""
+        learns that the step failed. feeds: whether the step has tokens to feed."""
         self._received, self._sent = self.first or not feeds, self.last or not feeds
         try:
             yield

@@ -251,13 +251,12 @@ class Scheduler:
         """
         spans, seqs, new_sequences = list[Span](), list[Sequence](), list[NewSequence]()
         masked, drafts_by_span, new_blocks = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
-        running, slots, i = self.running, UNLIMITED, 0
+        running, slots, i, others = self.running, UNLIMITED, 0, self._other_groups()
         self._out_of_blocks, self._reserved_blocks = False, -1
         self._decisions = [d for d in self._decisions if d.kind == "preempted"] + self.waiting.set_aside()
         tokens_left, speculation = min(self._preempt_background(), max_tokens), self.speculation
         speculation.begin_plan(min(self.max_num_seqs, len(running) + len(self.waiting)))
         self.encoder_cache.begin_plan()
-        others = self._other_groups()
         while tokens_left > 0:
             if i >= len(running):
                 if slots == UNLIMITED:
@@ -266,9 +265,6 @@ class Scheduler:
                     break
                 slots -= 1
             seq = running[i]
-            if seq in others:
-                i += 1
-                continue
             length = len(seq.tokens)
             if length + seq.num_inflight >= seq.max_length:  # sure to end with what is in flight
                 del running[i]
@@ -277,7 +273,7 @@ class Scheduler:
             num_tokens = seq.num_unscheduled + seq.num_drafts
             if num_tokens > self.max_chunk_tokens or num_tokens > tokens_left:
                 num_tokens = min(self.max_chunk_tokens, tokens_left)
-            if seq.pending_images and not (num_tokens := self._limit_to_images(seq, num_tokens)):
+            if seq in others or (seq.pending_images and not (num_tokens := self._limit_to_images(seq, num_tokens))):
                 i += 1
                 continue
             num_samples = max(0, num_tokens - seq.num_unscheduled + 1)

@@ -100,9 +100,7 @@ def load_model(
     checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
     number = choose_dtype(dtype, spec, checkpoint, device, packed=ops.multiplies_integers)
-    if parallel.pipeline.stages > 1:
-        cut = cut_stages(config, spec, quantization, number, entries, parallel.pipeline.stages)
-        spec = replace(spec, stage=cut[parallel.pipeline.stage])
+    spec = of_stage(parallel.pipeline, config, spec, quantization, number, entries)
     plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
     format = choose_format(config, quantization, plain, entries)
     how: dict[str, Any] = {"dtype": number, "device": device, "format": format, "tables": tables}
@@ -120,8 +118,7 @@ def load_model(
         reference = reference_of(canary, build, model, device) if isinstance(format, OnlineQuantization) else None
         build.finalize()
         # Every rank checks if one has quantized weights: the probe passes through all stages.
-        plain = all(stored.quantized is None for stored in build.matrices)
-        if canary and not parallel.smallest(plain):
+        if canary and not parallel.smallest(all(stored.quantized is None for stored in build.matrices)):
             canary.check(model, build.matrices, device, reference)
     return model
 
@@ -167,6 +164,20 @@ def build_outline(
     expect_tensors(build, entries)
     build_model(spec, build)
     return build
+
+
+def of_stage(
+    pipeline: Pipeline,
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    quantization: str,
+    dtype: torch.dtype,
+    entries: Mapping[str, TensorEntry],
+) -> ModelSpec:
+    """`spec` with the layers of this stage. Raises InvalidModel as `cut_stages` does."""
+    if pipeline.stages == 1:
+        return spec
+    return replace(spec, stage=cut_stages(config, spec, quantization, dtype, entries, pipeline.stages)[pipeline.stage])
 
 
 def cut_stages(
