@@ -47,7 +47,7 @@ def main() -> None:
     parent = os.getppid()
     link = RankLink(socket.socket(fileno=int(sys.argv[1])))
     asked = link.first()
-    if asked.dies_with_parent:
+    if asked.place.dies_with_parent:
         die_with(parent)
     if asked.settings.get("fault") == "refused" and asked.rank == asked.settings["faulty"]:
         link.send(RankRefused("InvalidModel", "the checkpoint is broken here"))

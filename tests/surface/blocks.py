@@ -307,6 +307,7 @@ BLOCKS = (
     ),
     Item(LOOK, looked_at, executors=("local",)),
     served(RANKS, executors=("local",)),
+    served(f"{MANY}: quire serve MODEL --pipeline-parallel-size 2 --tensor-parall", executors=("local",)),
     Item(f"{MANY}: ranks", python(f"{MANY}: ranks").run, executors=("local",), ci=()),
     Item(f"{MANY}: quire plan Qwen/Qwen3-32B --device cuda --memory 80GiB --ten", planned, executors=("local",)),
     Item("README.md: serve", serve, part="server", ci=("grpc",)),
@@ -448,6 +449,7 @@ NAMED = (
         "tests/test_images.py::test_the_example_of_the_guide_runs",
     ),
     Named("docs/guides/observability.md: pip install -e '.[otel]'", "needs a collector", "tests/test_tracing.py"),
+    Named(f"{MANY}: pip install 'quire-llm[ray]'", "needs a cluster", "tests/assembly/test_ray_ranks.py"),
     Named("README.md: test", "CI is this", "tests/test_readme.py::test_the_test_command_is_the_one_ci_runs"),
     Named(
         'CONTRIBUTING.md: pip install -e ".[dev]" && pre-commit install',

@@ -90,7 +90,10 @@ TIERS: Mapping[str, str] = MappingProxyType(
 """Options of our own layers, and why other executors do not have them."""
 DIVIDING: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(
-        ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+        (
+            *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+            "distributed_executor_backend",
+        ),
         "it divides Quire's own layers, --executor local",
     )
 )
@@ -147,7 +150,7 @@ def make_executor(settings: Settings) -> BuiltExecutor:
     if kind not in ("local", "grpc"):
         reject_options(settings, kind, DIVIDING)
     try:
-        if kind == "local" and settings.execution.num_ranks > 1:
+        if kind == "local" and settings.execution.ranked:
             return cast(BuiltExecutor, import_module("quire.assembly.ranks").make(settings))
         if kind == "local":
             return build_local(settings, ONE_RANK)

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from quire.assembly import extra
 from quire.assembly.engine import build_local
 from quire.assembly.limits import BuiltExecutor, Limits, check_stages, choose_device
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
-from quire.executors.ranks import RankedExecutor, Ranks, RankShape
+from quire.executors.ranks import RankedExecutor, Ranks, RankShape, StartRanks, child_processes
 from quire.layers.distributed import DistributedGroup
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
@@ -32,23 +33,22 @@ def make(settings: Settings) -> BuiltExecutor:
     Raises InvalidConfig for more ranks than GPUs, and what a rank raises.
     """
     shape = RankShape(settings.execution.tensor_parallel_size, settings.execution.pipeline_parallel_size)
-    check(settings, shape)
-    options = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
-    argv = [sys.executable, "-m", RANK_MODULE]
-    executor = RankedExecutor(lambda: Ranks(argv, options, shape, {**ENVIRONMENT, **os.environ}))
-    return BuiltExecutor(executor, Limits(**executor.ready.limits), executor.ready.gauges)
-
-
-def check(settings: Settings, shape: RankShape) -> None:
-    """Raise InvalidConfig for ranks that this host has no room for, and for what several stages do not do."""
     device = choose_device(settings.execution.device)
     check_stages(settings, device)
-    if device.type == "cuda" and torch.cuda.device_count() < shape.size:
+    cuda, backend = device.type == "cuda", settings.execution.distributed_executor_backend
+    if cuda and backend == "mp" and torch.cuda.device_count() < shape.size:
         raise InvalidConfig(
             f"--tensor-parallel-size {shape.size}: torch sees {torch.cuda.device_count()} GPUs here; use as many at "
             "most",
             param="tensor_parallel_size",
         )
+    options = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
+    if settings.execution.distributed_executor_backend == "ray":
+        start: StartRanks = extra("quire.assembly.ray_ranks", "ray").ray_actors(cuda)
+    else:
+        start = child_processes([sys.executable, "-m", RANK_MODULE], {**ENVIRONMENT, **os.environ})
+    executor = RankedExecutor(lambda: Ranks(start, options, shape))
+    return BuiltExecutor(executor, Limits(**executor.ready.limits), executor.ready.gauges)
 
 
 def device_of(settings: Mapping[str, Any]) -> torch.device:
@@ -56,9 +56,10 @@ def device_of(settings: Mapping[str, Any]) -> torch.device:
     return choose_device(Settings.of(**settings).execution.device)
 
 
-def build_rank(settings: Mapping[str, Any], shape: RankShape, timeout: timedelta) -> BuiltExecutor:
-    """This rank's executor, in a process that has joined the others. timeout: of what ranks exchange."""
+def build_rank(settings: Mapping[str, Any], shape: RankShape, timeout: timedelta, neighbours: int) -> BuiltExecutor:
+    """This rank's executor, in a process that has joined the others. timeout: of what ranks exchange. neighbours: ranks
+    on this host."""
     made = Settings.of(**settings)
     in_order = choose_device(made.execution.device).type == "cpu" or bool(made.execution.deterministic)
-    group = DistributedGroup(shape.tensor, in_rank_order=in_order, timeout=timeout, neighbours=shape.size)
+    group = DistributedGroup(shape.tensor, in_rank_order=in_order, timeout=timeout, neighbours=neighbours)
     return build_local(made, group)

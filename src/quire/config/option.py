@@ -44,6 +44,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
         ),
         "kv_cache_dtype": MappingProxyType({"fp8_e4m3": "fp8"}),
+        "distributed_executor_backend": MappingProxyType({"uni": "mp", "external_launcher": "mp"}),
     }
 )
 """Values that other servers' commands have for the same, by option."""

@@ -620,6 +620,11 @@ class ExecutionConfig:
         low=1,
         high=64,
     )
+    distributed_executor_backend: Literal["mp", "ray"] = option(
+        "mp",
+        "Where several ranks run: mp, processes of this host; ray, actors of a Ray cluster, which may have several "
+        "hosts. It needs the extra ray.",
+    )
     enable_expert_parallel: bool = option(
         False,
         "With several ranks, each has whole experts of a mixture, not a part of every expert; no meaning with one.",
@@ -664,6 +669,11 @@ class ExecutionConfig:
     def num_ranks(self) -> int:
         """Of all stages."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranked(self) -> bool:
+        """Whether ranks have processes of their own. One rank on Ray has."""
+        return self.num_ranks > 1 or self.distributed_executor_backend == "ray"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

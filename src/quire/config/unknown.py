@@ -22,9 +22,7 @@ UNSUPPORTED = _by_name(
             "nnodes node_rank master_addr master_port headless"
         ),
         "start one server for each copy of the model": "data_parallel_size dp",
-        "each rank of --tensor-parallel-size is a process of this host": (
-            "distributed_executor_backend disable_custom_all_reduce"
-        ),
+        "each rank of --tensor-parallel-size is a process of this host": ("disable_custom_all_reduce"),
         "one front process serves all clients; the engine has a process of its own": "api_server_count",
         "it is read from the checkpoint; see --quantization": "quantization_config",
         "say --quantization": "q",

@@ -24,7 +24,6 @@ def _by_name(groups: _Values) -> Mapping[str, tuple[Any, ...]]:
 CONSTRUCTOR = _by_name(
     (
         ((1, None), "data_parallel_size num_scheduler_steps"),
-        ((None, "mp", "uni", "external_launcher"), "distributed_executor_backend"),
         ((0, None), "cpu_offload_gb num_lookahead_slots"),
         (
             (False, None),

@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -64,17 +64,25 @@ class RankShape(msgspec.Struct, frozen=True):
         return range(first, first + self.tensor)
 
 
-class BuildRank(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a rank. settings: by option name. port: of the store by which ranks find each other, on the
-    loopback address; rank 0 listens on descriptor `listener`. dies_with_parent: when the thread that started it
+class RankPlace(msgspec.Struct, frozen=True):
+    """Where a rank is. host, port: of the store by which ranks find each other; rank 0 listens there, on descriptor
+    `listener` if that was inherited. neighbours: ranks on its host. dies_with_parent: when the thread that started it
     ends."""
+
+    host: str
+    port: int
+    neighbours: int
+    listener: int | None = None
+    dies_with_parent: bool = False
+
+
+class BuildRank(msgspec.Struct, tag=True, frozen=True):
+    """The first message to a rank. settings: by option name."""
 
     settings: dict[str, Any]
     rank: int
     shape: RankShape
-    port: int
-    dies_with_parent: bool
-    listener: int | None = None
+    place: RankPlace
 
 
 class Launch(msgspec.Struct, tag=True, frozen=True):
@@ -157,33 +165,103 @@ FromRank = Pong | RankReady | RankRefused | StepDone | StepError
 NO_SPANS: tuple[Span, ...] = ()
 
 
-class Rank:
-    """One process and its socket. heard: when it sent something last; 0: never."""
+class RankProcess(Protocol):
+    """Where a rank runs."""
 
-    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
-        self.process, self.sock = process, sock
-        self.frames = FrameReader(FromRank)
-        self.heard = self.asked = 0.0
+    @property
+    def name(self) -> str:
+        """For people: 'process 4711'."""
 
     def exit_code(self) -> str:
-        """How the process ended, in words."""
+        """How it ended, in words, once its connection is closed."""
+
+    def exit_fd(self) -> int:
+        """A descriptor of the caller's that becomes readable when it ends."""
+
+    def kill(self) -> None:
+        """Make it end, also while it is stopped or waits for others."""
+
+    def wait(self) -> None:
+        """Until it has ended."""
+
+
+class ChildProcess:
+    """A `RankProcess` that this process has started."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+
+    @property
+    def name(self) -> str:
+        """See `RankProcess`."""
+        return f"process {self.process.pid}"
+
+    def exit_code(self) -> str:
+        """See `RankProcess`."""
         try:
             code = self.process.wait(1.0)
         except subprocess.TimeoutExpired:
             return "closed its connection"
         return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
+    def exit_fd(self) -> int:
+        """See `RankProcess`."""
+        return os.pidfd_open(self.process.pid)
+
+    def kill(self) -> None:
+        """See `RankProcess`."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    def wait(self) -> None:
+        """See `RankProcess`."""
+        self.process.wait()
+
+
+class Rank:
+    """One process and its socket. heard: when it sent something last; 0: never."""
+
+    def __init__(self, process: RankProcess, sock: socket.socket) -> None:
+        self.process, self.sock = process, sock
+        self.frames = FrameReader(FromRank)
+        self.heard = self.asked = 0.0
+
+
+StartRanks = Callable[[RankShape], Iterator[tuple[Rank, RankPlace]]]
+"""Starts ranks, in order. What it has begun and not yet given away, it ends where it fails."""
+
+
+def child_processes(argv: Sequence[str], environment: Mapping[str, str]) -> StartRanks:
+    """Ranks as processes of this host. argv: the command that starts one; the number of an inherited socket is
+    appended. environment: their variables."""
+
+    def start(shape: RankShape) -> Iterator[tuple[Rank, RankPlace]]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            host, port = listener.getsockname()
+            for number in range(shape.size):
+                here, there = socket.socketpair()
+                fd = listener.fileno() if number == 0 else None
+                with there:
+                    process = subprocess.Popen(
+                        [*argv, str(there.fileno())],
+                        pass_fds=[there.fileno()] + ([] if fd is None else [fd]),
+                        stdin=subprocess.DEVNULL,
+                        env=dict(environment),
+                        start_new_session=True,  # Ctrl-C is for the engine, which ends them
+                    )
+                own = threading.current_thread() is threading.main_thread()
+                yield Rank(ChildProcess(process), here), RankPlace(host, port, shape.size, fd, own)
+
+    return start
+
 
 class Ranks:
     """The processes of all ranks.
 
-    argv: the command that starts one; the number of an inherited socket is appended. environment: their variables.
     lost: which rank was lost, if any. Raises what a rank raises while it builds its executor, or RankLost.
     """
 
-    def __init__(
-        self, argv: Sequence[str], settings: Mapping[str, Any], shape: RankShape, environment: Mapping[str, str]
-    ):
+    def __init__(self, start: StartRanks, settings: Mapping[str, Any], shape: RankShape):
         self.ranks: list[Rank] = []
         self.shape = shape
         self.lost: RankLost | None = None
@@ -191,32 +269,14 @@ class Ranks:
         self.inbox: deque[tuple[int, Any]] = deque()
         self.ready: dict[int, RankReady] = {}
         try:
-            self._spawn(argv, settings, environment)
+            for number, (rank, place) in enumerate(start(shape)):
+                self.ranks.append(rank)
+                self.selector.register(rank.sock, selectors.EVENT_READ, number)
+                self._send(number, encode_frame(BuildRank(dict(settings), number, shape, place)))
             self._wait_until_ready()
         except BaseException:
             self.kill()
             raise
-
-    def _spawn(self, argv: Sequence[str], settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            for number in range(self.shape.size):
-                here, there = socket.socketpair()
-                shared = [there.fileno()] + ([listener.fileno()] if number == 0 else [])
-                with there:
-                    process = subprocess.Popen(
-                        [*argv, str(there.fileno())],
-                        pass_fds=shared,
-                        stdin=subprocess.DEVNULL,
-                        env=dict(environment),
-                        start_new_session=True,  # Ctrl-C is for the engine, which ends them
-                    )
-                rank = Rank(process, here)
-                self.ranks.append(rank)
-                self.selector.register(here, selectors.EVENT_READ, number)
-                own = threading.current_thread() is threading.main_thread()
-                fd = listener.fileno() if number == 0 else None
-                self._send(number, encode_frame(BuildRank(dict(settings), number, self.shape, port, own, fd)))
 
     def _wait_until_ready(self) -> None:
         began = time.monotonic()
@@ -243,7 +303,7 @@ class Ranks:
         try:
             self.ranks[number].sock.sendall(frame)
         except OSError as error:
-            raise self._lost(number, self.ranks[number].exit_code()) from error
+            raise self._lost(number, self.ranks[number].process.exit_code()) from error
 
     def poll(self, timeout: float) -> None:
         """Read what arrives within `timeout` seconds into `inbox`. Raises RankLost for a rank that has ended."""
@@ -254,7 +314,7 @@ class Ranks:
             except OSError:
                 data = b""
             if not data:
-                raise self._lost(number, rank.exit_code())
+                raise self._lost(number, rank.process.exit_code())
             rank.heard = time.monotonic()
             for message in rank.frames.feed(data):
                 if not isinstance(message, Pong):
@@ -274,8 +334,8 @@ class Ranks:
 
     def _lost(self, number: int, what: str) -> RankLost:
         """The error for a rank without which the others cannot go on."""
-        pid = self.ranks[number].process.pid
-        self.lost = RankLost(f"rank {number} of {len(self.ranks)} (process {pid}) {what}")
+        name = self.ranks[number].process.name
+        self.lost = RankLost(f"rank {number} of {len(self.ranks)} ({name}) {what}")
         return self.lost
 
     def failed(self, number: int, reason: str) -> RankLost:
@@ -285,8 +345,7 @@ class Ranks:
     def kill(self) -> None:
         """End every process, also those that are stopped or wait for others."""
         for rank in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
-                rank.process.kill()
+            rank.process.kill()
         for rank in self.ranks:
             rank.process.wait()
             rank.sock.close()
@@ -343,7 +402,7 @@ class RankedExecutor:
         """Descriptors that become readable when a rank's process ends, for callers that wait; they close them."""
         if self._ranks is None or sys.platform != "linux":
             return []
-        return [os.pidfd_open(rank.process.pid) for rank in self._ranks.ranks]
+        return [rank.process.exit_fd() for rank in self._ranks.ranks]
 
     def launch(self, plan: Plan) -> RankHandle:
         """Send a plan to all ranks, which are started again if they were lost. Raises RankLost."""
