@@ -30,6 +30,7 @@ from tests.ops.batches import Pages, poisoned
 
 REFERENCE = ReferenceOps()
 BEST = best_level()
+PARTS = ("integers.h", "tiled_attention.h")
 HERE = [level for level, number in LEVELS.items() if BEST is not None and number <= LEVELS[BEST]]
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 
@@ -379,7 +380,7 @@ def test_where_the_library_does_not_run_there_is_none(
 def test_the_library_is_built_from_its_source() -> None:
     built = library.load()
     assert built is not None
-    folder, files = library.FILE.parents[4] / "native", ("kernels.h", "kernels.c", "blocks.c", "library.c", "build.sh")
+    folder, files = library.FILE.parents[4] / "native", ("kernels.h", "kernels.c", *PARTS, "blocks.c", "library.c", "build.sh")
     source = hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
     built.quire_source.restype = ctypes.c_char_p
     assert built.quire_source().decode() == source, "run native/build.sh src/quire/ops/native/libquire_cpu.so"

@@ -62,6 +62,7 @@ class NativeOps(ReferenceOps):
             raise RuntimeError("the CPU kernels do not run on this machine")
         library.quire_start(LEVELS[level], parallel_function())
         self.library, self.level = library, level
+        self.many_queries = UNLIMITED if level == "amx" else self.many_queries
 
     def panel_linear(self, x: Tensor, matrix: PanelMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a matrix in panels."""
