@@ -20,7 +20,7 @@ from quire.checks import instead
 from quire.errors import InvalidModel, InvalidRequest
 from quire.tokenization.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from quire.tokenization.infill import find_infill, pieces
-from quire.tokenization.vocabularies import Read, byte_alphabet, load_core
+from quire.tokenization.vocabularies import INSTEAD, Read, byte_alphabet, load_core
 from quire.types import NUMERIC_PARAMETERS, SamplingParams
 
 _LONG = 1 << 14
@@ -392,8 +392,7 @@ def _read(folder: Path) -> Read:
     if found is None:
         raise InvalidModel(
             f"no tokenizer.json in {folder}, nor tokenizer.model, vocab.json with merges.txt, encoder.json with "
-            "vocab.bpe, or *.tiktoken: Quire needs one to turn text into tokens; --tokenizer names another folder, and "
-            "with --skip-tokenizer-init prompts and answers are token ids"
+            f"vocab.bpe, or *.tiktoken: {INSTEAD}"
         )
     return found
 
