@@ -162,7 +162,7 @@ def _open_standard_streams() -> None:
                 os.dup2(opened, number)
                 os.close(opened)
             os.set_inheritable(number, True)
-            setattr(sys, name, open(number, "r" if name == "stdin" else "w"))
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
 
 
 def _discard_output() -> None:
