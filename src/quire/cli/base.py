@@ -16,6 +16,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from quire.__main__ import INTERRUPTED
 from quire.cli.examples import examples_of
 from quire.config import OPTIONS, Option, Settings, load, refuse
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError, nearest
@@ -55,7 +56,6 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 """Where commands of vLLM and Ollama, and commands that moved, are found."""
 
 
-INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
