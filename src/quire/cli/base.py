@@ -16,7 +16,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from quire.__main__ import INTERRUPTED
+from quire import heap
 from quire.cli.examples import examples_of
 from quire.config import OPTIONS, Option, Settings, load, refuse
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError, nearest
@@ -56,6 +56,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 """Where commands of vLLM and Ollama, and commands that moved, are found."""
 
 
+INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -121,6 +122,11 @@ class LazyGroup(click.Group):
 
 class Root(LazyGroup):
     """The command `quire`. `ctx.obj` holds the settings once a subcommand has loaded them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as the command of this process."""
+        heap.in_process_of_its_own()
+        return super().__call__(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a subcommand; errors become a line on stderr and an exit code."""
