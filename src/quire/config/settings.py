@@ -614,6 +614,12 @@ class ExecutionConfig:
         low=1,
         high=64,
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "Stages that the layers of the model are cut into, each on --tensor-parallel-size ranks of its own.",
+        low=1,
+        high=64,
+    )
     enable_expert_parallel: bool = option(
         False,
         "With several ranks, each has whole experts of a mixture, not a part of every expert; no meaning with one.",
@@ -653,6 +659,11 @@ class ExecutionConfig:
     recording_max_bytes: int = option(
         256 << 20, "Largest size of all recordings in that folder: the oldest go first (64MiB works).", low=1 << 20
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
