@@ -171,7 +171,7 @@ FIRST = (
 )
 """Options that a command's help begins with."""
 
-OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "access", "upstream"))
+OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "access", "upstream", "replicas"))
 
 _REST = "quire.rest"
 """Key of `ctx.meta` for the arguments after --."""
