@@ -361,6 +361,11 @@ class Tokenizer:
         """The id of a vocabulary entry by its exact name."""
         return self._core.token_to_id(name)
 
+    @property
+    def added(self) -> frozenset[str]:
+        """The texts of the tokens that were added to the vocabulary, special ones among them."""
+        return frozenset(token.content for token in self._core.get_added_tokens_decoder().values())
+
     def _id(self, role: str) -> int | None:
         return self._core.token_to_id(self.tokens[role]) if role in self.tokens else None
 
