@@ -76,12 +76,25 @@ class Engine:
         except StepFailed as failure:
             self._recover(failure)
         outputs, self._outputs = self._outputs, []
-        return outputs
+        return self.scheduler.kv.offload.outgoing(outputs)
+
+    def _take_incoming(self) -> None:
+        """Add what other engines ask for; end what they no longer want."""
+        offload = self.scheduler.kv.offload
+        for each in offload.incoming():
+            if isinstance(each, str):
+                self.abort(each)
+                continue
+            try:
+                self.add(each)
+            except InvalidRequest:
+                offload.refuse(each.id)
 
     def _step(self) -> None:
         scheduler, flight = self.scheduler, self.inflight
         planned = self.clock.now()
         scheduler.kv.pins.advance(planned)
+        self._take_incoming()
         for seq in scheduler.poll_offload(planned):
             self.recovery.admit(seq)
         budget = self.step_budget

@@ -382,9 +382,7 @@ class OneByOne(Past):
         if not past:
             self.caches.pop(block, None)
         said = self.feed_model(tokens[None], kept, use_cache=True, state=cache, **named(cache))
-        self.caches[block] = next(
-            (said[name] for name in (*CACHE_NAMES, "state") if said.get(name) is not None), None
-        )
+        self.caches[block] = next((said[name] for name in (*CACHE_NAMES, "state") if said.get(name) is not None), None)
         logits: Tensor = said.logits
         return logits
 

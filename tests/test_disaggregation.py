@@ -1,0 +1,218 @@
+"""A prefill/decode split: the same bits as one engine, for every kind of K/V, whatever happens to the other side."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.engine.engine import Engine
+from quire.engine.events import Observer, StepRecord
+from quire.engine.executor import Executor
+from quire.executors.block_store import DeviceCopies, HostCopies, TieredBlockStore, block_bytes, host_lines
+from quire.executors.kv_transfer import Address, TcpPrefillClient, TcpPrefillServer
+from quire.executors.local import LocalExecutor
+from quire.model_runner.lookahead_runner import LookaheadRunner
+from quire.models.registry import Model
+from quire.scheduler.kv_offload import KVOffload, Offload
+from quire.scheduler.kv_transfer import PrefillOffload
+from quire.types import Request
+from tests import checkpoints
+from tests.test_deterministic import Ahead, Answer, Situation, Subject
+from tests.test_kv_offload import Float8, Tiered, model
+
+SIZE = 8
+ABOUT = {"weights": "of a test"}
+SECRET = b"a secret of both sides"
+DECODE, PREFILL = Situation(pages=48, size=SIZE), Situation(pages=40, size=SIZE, budget=24, chunk=16)
+
+
+def store_of(executor: Executor, slots: int) -> TieredBlockStore:
+    assert isinstance(executor, LocalExecutor)
+    runner = executor.runner
+    lines = host_lines(slots, block_bytes(runner.kv), pinned=False)
+    if isinstance(runner, LookaheadRunner):
+        return TieredBlockStore(DeviceCopies(runner.kv, lines, runner.queue, torch.device("cpu")), lines)
+    return TieredBlockStore(HostCopies(runner.kv, lines), lines)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Split(Tiered):
+    """A subject whose answers by one engine count. `make`: the tiers of the engine that is built next."""
+
+    make: Callable[[Executor], Offload] | None = None
+
+    def tiers(self, executor: Executor) -> Offload | None:
+        return None if self.make is None else self.make(executor)
+
+    def built(self, situation: Situation, make: Callable[[Executor], Offload]) -> Engine:
+        self.make = make
+        try:
+            return self.engine(situation)
+        finally:
+            self.make = None
+
+    def prefill(self, address: Address = Address("127.0.0.1", 0), slots: int = 12) -> Prefiller:
+        listener = socket.create_server(address)
+
+        def make(executor: Executor) -> Offload:
+            store = store_of(executor, slots)
+            made = TcpPrefillServer(
+                *(listener, SECRET, ABOUT, store.memory, store.report, store.wake), block_size=SIZE, timeout=5.0
+            )
+            return PrefillOffload(store, SIZE, made)
+
+        return Prefiller(self.built(PREFILL, make), Address(*listener.getsockname()))
+
+    def decode(self, *addresses: Address, timeout: float = 10.0, situation: Situation = DECODE) -> Engine:
+        def make(executor: Executor) -> Offload:
+            store = store_of(executor, 64)
+            return KVOffload(
+                store,
+                SIZE,
+                TcpPrefillClient(
+                    *(addresses, SECRET, ABOUT, store.memory, store.report), min_tokens=SIZE, timeout=timeout
+                ),
+            )
+
+        return self.built(situation, make)
+
+
+class SplitAhead(Split, Ahead):
+    """The same, on the runner of a device."""
+
+
+class SplitFloat8(Split, Float8):
+    """K/V in float8."""
+
+
+class Prefiller:
+    """A prefill engine, run by a thread."""
+
+    def __init__(self, engine: Engine, address: Address) -> None:
+        self.engine, self.address = engine, address
+        offload = engine.scheduler.kv.offload
+        assert isinstance(offload, PrefillOffload)
+        self.offload = offload
+        self._stop = threading.Event()
+        self.paused = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self.paused.is_set():
+                time.sleep(0.005)
+                continue
+            self.engine.wait(0.02)
+            assert self.engine.step() == [], "others' requests have no outputs here"
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.engine.close()
+
+
+@contextmanager
+def ended(*engines: Engine | Prefiller) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def connected(engine: Engine, reason: str = "") -> Engine:
+    """The engine, once its client has a connection, or has none for this reason."""
+    offload = engine.scheduler.kv.offload
+    assert isinstance(offload, KVOffload)
+    client = offload.prefill
+    eventually(lambda: client.unavailable() == reason)
+    return engine
+
+
+def converse(subject: Split, engine: Engine, count: int, seed: int = 1, cancel: bool = False) -> None:
+    """`count` requests, some at a time, each answered as by one engine; of some the client goes away meanwhile."""
+    rng = random.Random(seed)
+    while count > 0:
+        asked = rng.sample(subject.requests, rng.randrange(1, 6))
+        count -= len(asked)
+        if cancel and rng.random() < 0.5:
+            for request in asked:
+                engine.add(request)
+            for _ in range(rng.randrange(4)):
+                engine.step()
+            for request in asked:
+                engine.abort(request.id)
+            while engine.has_pending_work:
+                engine.step()
+            continue
+        assert subject.ask(engine, asked) == {request.id: subject.alone[request.id] for request in asked}
+        if rng.random() < 0.3:
+            engine.reset_prefix_cache()
+
+
+def check_nothing_is_held(*engines: Engine) -> None:
+    """No request, no copy, and no block or slot in use."""
+    for engine in engines:
+        kv = engine.scheduler.kv
+        offload = kv.offload
+        assert isinstance(offload, KVOffload)
+
+        def idle(engine: Engine = engine, offload: KVOffload = offload) -> bool:
+            engine.step()
+            return not offload.pending and not engine.scheduler.sequences
+
+        eventually(idle)
+        assert not any(kv.block_pool.ref_counts) and not offload.held_blocks()
+        assert all(not entry.users for entry in offload.host.values())
+        assert len(offload.free_slots) + len(offload.host) == offload.store.num_slots
+
+
+KINDS = [
+    (Split, "llama-gqa-tied", "float32"),
+    (SplitFloat8, "llama-gqa-tied", "float32"),
+    (SplitAhead, "llama-gqa-tied", "bfloat16"),
+    (Split, "deepseek_v2-groups-yarn", "float32"),
+    (SplitAhead, "deepseek_v3-plain-queries", "bfloat16"),
+    (Split, "gemma2-gqa", "float32"),
+    (SplitAhead, "gpt2-odd-heads", "bfloat16"),
+    (Split, "qwen3_moe-gqa", "float32"),
+]
+EVERY = pytest.mark.parametrize(("kind", "shape", "dtype"), KINDS, ids=lambda each: getattr(each, "__name__", each))
+
+
+@cache
+def subject(kind: type[Split], shape: str, dtype: str, base: Path) -> Split:
+    return kind(model(shape, dtype, base))
+
+
+@EVERY
+def test_answers_have_the_bits_that_one_engine_gives(
+    kind: type[Split], shape: str, dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    it = subject(kind, shape, dtype, tmp_path_factory.getbasetemp())
+    prefiller = it.prefill()
+    engine = connected(it.decode(prefiller.address))
+    with ended(engine, prefiller):
+        converse(it, engine, 25, cancel=True)
+        stats = engine.scheduler.kv.offload.stats
+        assert stats.prefills["done"] > 3 and stats.num_hit["remote"] > 100
+        assert stats.prefills.keys() <= {"done", "cancelled", "no_room"}
+        prefiller.paused.set()
+        check_nothing_is_held(engine, prefiller.engine)
