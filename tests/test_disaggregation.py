@@ -21,16 +21,15 @@ from quire.executors.block_store import DeviceCopies, HostCopies, TieredBlockSto
 from quire.executors.kv_transfer import Address, TcpPrefillClient, TcpPrefillServer
 from quire.executors.local import LocalExecutor
 from quire.model_runner.lookahead_runner import LookaheadRunner
-from quire.models.registry import Model
 from quire.scheduler.kv_offload import KVOffload, Offload
 from quire.scheduler.kv_transfer import PrefillOffload
 from quire.types import Request
-from tests import checkpoints
-from tests.test_deterministic import Ahead, Answer, Situation, Subject
+from tests.test_deterministic import Ahead, Situation
 from tests.test_kv_offload import Float8, Tiered, model
 
 SIZE = 8
 ABOUT = {"weights": "of a test"}
+ANYWHERE = Address("127.0.0.1", 0)
 SECRET = b"a secret of both sides"
 DECODE, PREFILL = Situation(pages=48, size=SIZE), Situation(pages=40, size=SIZE, budget=24, chunk=16)
 
@@ -67,7 +66,7 @@ class Split(Tiered):
         finally:
             self.make = None
 
-    def prefill(self, address: Address = Address("127.0.0.1", 0), slots: int = 12) -> Prefiller:
+    def prefill(self, address: Address = ANYWHERE, slots: int = 12) -> Prefiller:
         listener = socket.create_server(address)
 
         def make(executor: Executor) -> Offload:

@@ -198,8 +198,7 @@ def accept(sock: socket.socket, secret: bytes, about: dict[str, str], timeout: f
         raise LinkLost("secret", "it does not know the secret")
     _sent(sock, _proof(secret, b"server", nonces), timeout)
     link = Link(sock, _proof(secret, b"to client", nonces), _proof(secret, b"to server", nonces), timeout)
-    theirs = _exchange(link, about)
-    _compare(about, theirs)
+    _agree(link, about)
     return link
 
 
@@ -222,8 +221,17 @@ def connect(sock: socket.socket, secret: bytes, about: dict[str, str], timeout: 
     if not hmac.compare_digest(proof, _proof(secret, b"server", nonces)):
         raise LinkLost("secret", "it does not know the secret")
     link = Link(sock, _proof(secret, b"to server", nonces), _proof(secret, b"to client", nonces), timeout)
-    _compare(about, _exchange(link, about))
+    _agree(link, about)
     return link
+
+
+def _agree(link: Link, about: dict[str, str]) -> None:
+    """Raise LinkLost, and free the link, unless the blocks of both sides are of the same."""
+    try:
+        _compare(about, _exchange(link, about))
+    except BaseException:
+        link.close()
+        raise
 
 
 def _exchange(link: Link, about: dict[str, str]) -> dict[str, str]:
