@@ -71,9 +71,7 @@ class Split(Tiered):
 
         def make(executor: Executor) -> Offload:
             store = store_of(executor, slots)
-            made = TcpPrefillServer(
-                *(listener, SECRET, ABOUT, store.memory, store.report, store.wake), block_size=SIZE, timeout=5.0
-            )
+            made = TcpPrefillServer(*(listener, SECRET, ABOUT, store.memory, store.report, store.wake), SIZE, 5.0)
             return PrefillOffload(store, SIZE, made)
 
         return Prefiller(self.built(PREFILL, make), Address(*listener.getsockname()))

@@ -285,9 +285,7 @@ class Serving:
         self.lines = np.zeros((8, BYTES), np.uint8)
         self.done: SimpleQueue[CopyDone] = SimpleQueue()
         self.woken = threading.Event()
-        self.server = TcpPrefillServer(
-            *(listener, SECRET, ABOUT, self.lines, self.done.put, self.woken.set), block_size=SIZE, timeout=1.0
-        )
+        self.server = TcpPrefillServer(*(listener, SECRET, ABOUT, self.lines, self.done.put, self.woken.set), SIZE, 1.0)
 
     def link(self) -> Link:
         return connect(socket.create_connection(self.address, timeout=5.0), SECRET, ABOUT, 5.0)

@@ -16,7 +16,7 @@ import torch
 
 from quire.assembly import extra
 from quire.assembly.images import find_processor, image_tokens
-from quire.assembly.kv_offload import build_offload
+from quire.assembly.kv_offload import build_offload, refuse_tiers
 from quire.assembly.limits import (
     BuiltExecutor,
     Limits,
@@ -145,6 +145,7 @@ def make_executor(settings: Settings) -> BuiltExecutor:
         reject_options(settings, kind, DIVIDING)
     try:
         if kind == "local" and settings.execution.tensor_parallel_size > 1:
+            refuse_tiers(settings, "an engine of several ranks")
             return cast(BuiltExecutor, import_module("quire.assembly.ranks").make(settings))
         if kind == "local":
             return build_local(settings, ONE_RANK)

@@ -58,19 +58,20 @@ def build_offload(settings: Settings, executor: Executor) -> Offload | None:
     mode = settings.disaggregation.disaggregation_mode
     if not settings.cache.kv_offloading_size and mode == "none":
         return None
+    assert isinstance(executor, LocalExecutor), "other executors refuse these options"
     _check(settings, executor)
-    assert isinstance(executor, LocalExecutor)
     about = _about(settings, executor)
     secret = read_secret(settings)
     listener = listen(settings) if mode == "prefill" else None
     store, block_size = _store(settings, executor, about), executor.describe().block_size
-    shared: Any = secret, about, store.memory, store.report
+    shared = secret, about, store.memory, store.report
     config = settings.disaggregation
     if mode == "decode":
-        sizes: Any = {"min_tokens": config.disaggregation_min_tokens, "timeout": config.disaggregation_timeout}
-        return KVOffload(store, block_size, TcpPrefillClient(addresses(settings), *shared, **sizes))
+        least, timeout = config.disaggregation_min_tokens, config.disaggregation_timeout
+        client = TcpPrefillClient(addresses(settings), *shared, min_tokens=least, timeout=timeout)
+        return KVOffload(store, block_size, client)
     if listener is not None:
-        server = TcpPrefillServer(listener, *shared, store.wake, block_size=block_size, timeout=SEND_TIMEOUT)
+        server = TcpPrefillServer(listener, *shared, store.wake, block_size, SEND_TIMEOUT)
         return PrefillOffload(store, block_size, server)
     return KVOffload(store, block_size)
 
@@ -167,13 +168,11 @@ def listen(settings: Settings) -> socket.socket:
         ) from error
 
 
-def _check(settings: Settings, executor: Executor) -> None:
+def _check(settings: Settings, executor: LocalExecutor) -> None:
     """Raise InvalidConfig for what K/V tiers do not go with."""
     about, cache = executor.describe(), settings.cache
     reason, option = "", option_of(settings)
-    if not isinstance(executor, LocalExecutor):
-        reason = "its ranks have parts of each block: leave --tensor-parallel-size at 1"
-    elif not cache.enable_prefix_caching:
+    if not cache.enable_prefix_caching:
         reason = "evicted blocks are found by the prefix cache, which is off: turn --enable-prefix-caching on"
     elif about.recurrent:
         reason = "this model has recurrent layers, whose states are kept on the device alone"

@@ -24,6 +24,9 @@ from quire.types import GREEDY, UNLIMITED, FinishReason, Request, RequestStepOut
 
 _Inflight = tuple[float, float, StepHandle]
 
+_LAST_PREFILLS = 1.5
+"""Seconds for which prompts of other engines are computed at the end; a server waits 5 for its engine."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -385,7 +388,11 @@ class Engine:
             self.scheduler.kv.offload.wait(seconds)
 
     def close(self) -> None:
-        """End what copies blocks, and close the executor."""
+        """Finish what other engines asked for, if it does not take long; end what copies blocks; close the executor."""
+        until = self.clock.now() + _LAST_PREFILLS
+        while self.scheduler.kv.offload.drain() and self.clock.now() < until:
+            self.wait(0.02)
+            self.step()
         self.scheduler.kv.offload.close()
         self.executor.close()
 

@@ -121,7 +121,8 @@ class _Peer:
         self._notify()
 
     def _ask(self, link: Link, ticket: int, prefill: Prefill) -> None:
-        payload = msgspec.msgpack.encode(Wanted(*prefill._replace(id=prefill.id[:128], tokens=list(prefill.tokens))))
+        id, tokens, *rest = prefill
+        payload = msgspec.msgpack.encode((id[:128], list(tokens), *rest))
         if len(payload) > MAX_PREFILL:
             self.end(ticket, "refused")
             return
@@ -341,7 +342,6 @@ class TcpPrefillServer:
         lines: Lines,
         report: Report,
         wake: Callable[[], None],
-        *,
         block_size: int,
         timeout: float,
     ) -> None:
@@ -353,7 +353,7 @@ class TcpPrefillServer:
         self._callers: dict[int, _Caller] = {}
         self._by_id: dict[str, _Caller] = {}
         self._num_callers = self._num_handshakes = 0
-        self._closed = False
+        self._closed = self._draining = False
         self._thread = threading.Thread(target=self._accept, name="quire-kv-accept", daemon=True)
         self._thread.start()
 
@@ -407,6 +407,10 @@ class TcpPrefillServer:
         with self._lock:
             self._by_id.pop(id, None)
             return caller.prompts.pop(id, (0, 0))
+
+    def drain(self) -> None:
+        """Refuse further prompts as busy."""
+        self._draining = True
 
     def close(self) -> None:
         """End all connections."""
@@ -503,7 +507,7 @@ class TcpPrefillServer:
         count, prompts = len(wanted.tokens), list(caller.prompts.values())
         if not 0 <= wanted.first < (count - 1) // self.block_size or len(wanted.id) > 128 or len(wanted.salt) > 1024:
             raise LinkLost("format")
-        if len(prompts) >= MAX_PROMPTS or sum(tokens for _, tokens in prompts) + count > MAX_TOKENS:
+        if self._draining or len(prompts) >= MAX_PROMPTS or sum(tokens for _, tokens in prompts) + count > MAX_TOKENS:
             self._say(caller, number, "busy")
             return
         id = f"prefill-{caller.number}-{number}-{wanted.id}"

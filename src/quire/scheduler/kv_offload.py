@@ -233,6 +233,9 @@ class Offload(Protocol):
     def outgoing(self, outputs: list[RequestStepOutput]) -> list[RequestStepOutput]:
         """Those of this engine's own requests."""
 
+    def drain(self) -> bool:
+        """Take no more requests of other engines. Whether some are left."""
+
     def flush(self) -> None:
         """Start the copies that planning asked for, before the plan is launched."""
 
@@ -303,6 +306,10 @@ class NoOffload:
     def outgoing(self, outputs: list[RequestStepOutput]) -> list[RequestStepOutput]:
         """All of them."""
         return outputs
+
+    def drain(self) -> bool:
+        """There are no other engines."""
+        return False
 
     def flush(self) -> None:
         """Nothing is copied."""

@@ -31,6 +31,9 @@ class PrefillServer(Protocol):
     def done(self, id: str) -> None:
         """All its blocks were given to `send`."""
 
+    def drain(self) -> None:
+        """Refuse further prompts as busy."""
+
     def close(self) -> None:
         """End all."""
 
@@ -188,8 +191,9 @@ class PrefillOffload(KVOffload):
         held = [block for export in self.exports.values() for _, _, block in export.held]
         return [*super().held_blocks(), *held]
 
-    def is_busy(self) -> bool:
-        """Whether others' prompts are being computed or sent."""
+    def drain(self) -> bool:
+        """Whether others' prompts are being computed or sent; more of them are refused."""
+        self.server.drain()
         return bool(self.running or self.exports or any(copy.kind == "send" for copy in self.pending.values()))
 
     def close(self) -> None:
