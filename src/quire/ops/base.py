@@ -35,6 +35,12 @@ Gate = Literal["", "silu", "gelu", "gelu_erf", "clamped", "relu2"]
 """What is done with the halves of a product: nothing (""), or `silu_mul`, `gelu_mul`, `gelu_erf_mul` or `clamped_mul`
 of them; or `relu2` of the whole, which experts without a gate have."""
 
+
+def num_parts(gate: Gate) -> int:
+    """Outputs of a product for each number that a gate makes: 2 where one half multiplies the other."""
+    return 1 if gate in ("", "relu2") else 2
+
+
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
 """See `Ops.clamped_mul`."""
 

@@ -47,6 +47,18 @@ def test_every_family_embeds_as_transformers_does(name: str, tmp_path: Path) -> 
         check(llm, model, SHORT, (encoders.FAMILIES[name].pooling,))
 
 
+@pytest.mark.skipif(not ON_CARD, reason="the interpreter does not compute in bfloat16")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", encoders.FAMILIES)
+def test_every_family_embeds_in_bfloat16(name: str, deterministic: bool, tmp_path: Path) -> None:
+    encoders.write(tmp_path, name)
+    vectors = []
+    for dtype in ("float32", "bfloat16"):
+        with gpu_llm(str(tmp_path), **OPTIONS | {"dtype": dtype}, deterministic=deterministic) as llm:
+            vectors.append(np.array([one.outputs.embedding for one in llm.embed(TEXTS)]))
+    assert (vectors[0] * vectors[1]).sum(-1).min() > 0.99
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", encoders.FAMILIES)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.quantization.scaled import quantize
-from quire.ops.base import CLAMP_LIMIT, NO_BIASES, ExpertBiases, Gate, QuantizedMatrix, Routing, TopK
+from quire.ops.base import CLAMP_LIMIT, NO_BIASES, ExpertBiases, Gate, QuantizedMatrix, Routing, TopK, num_parts
 from quire.ops.quantized import E4M3
 from quire.ops.ragged import RaggedBatch
 from quire.ops.reference import ReferenceOps
@@ -249,6 +249,18 @@ def test_a_mixture_is_that_of_plain_products(
     torch.testing.assert_close(got, REFERENCE.experts(x, routing, gate_up, down, gate), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("gate", ["relu2", "gelu_erf"])
+@pytest.mark.parametrize("how", [ONE, ONE_WHOLE, TILES, ROWS_FIRST, HALVES, DESCRIBED])
+def test_experts_without_a_gate_and_gates_by_the_error_function(how: ExpertConfig, gate: Gate) -> None:
+    x, _, gate_up, down = randoms(11, 5, 40, 24)
+    rise = gate_up[:, : 24 * num_parts(gate)].contiguous()
+    routing, biases = routed(11, 5, 2, [0, 4]), random_biases(5, 40, 24)
+    biases = biases._replace(gate_up=biases.gate_up[:, : 24 * num_parts(gate)].contiguous())
+    for added in (NO_BIASES, biases):
+        got = experts(x, routing, rise, down, gate, how, CARD, added)
+        torch.testing.assert_close(got, REFERENCE.experts(x, routing, rise, down, gate, added), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("how", "tokens"), [(ONE, 2), (ONE_WHOLE, 1), (TILES, 19), (ROWS_FIRST, 40), (HALVES, 12), (DESCRIBED_HALVES, 12)]
 )
@@ -291,7 +303,9 @@ def test_experts_of_float8(how: ExpertConfig, width: int) -> None:
     x, _, gate_up, down = randoms(20, 6, 96, 64)
     routing = routed(20, 6, 2, [0, 2, 5])
     matrices = float8(gate_up, width), float8(down, width)
-    for gate, biases in (("silu", NO_BIASES), ("clamped", random_biases(6, 96, 64))):
+    for gate, biases in (("silu", NO_BIASES), ("clamped", random_biases(6, 96, 64)), ("relu2", NO_BIASES)):
+        if gate == "relu2":
+            matrices = float8(gate_up[:, :64].contiguous(), width), matrices[1]
         got = quantized_experts(x, routing, *matrices, gate, how, CARD, biases)
         want = REFERENCE.quantized_experts(x, routing, *matrices, gate, biases)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)

@@ -48,6 +48,16 @@ def test_a_product_with_bias_gate_and_scale(
     torch.testing.assert_close(got, REFERENCE.linear(x, weight, shift, gate), atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("gate", ["gelu_erf", "clamped", "relu2"])
+@pytest.mark.parametrize(("how", "rows"), [(VECTOR, 1), (MATRIX, 2), (RUNS, 3)], ids=["vector", "tile", "runs"])
+def test_every_gate(how: GemmConfig, rows: int, gate: Gate) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 256, device=DEVICE), torch.randn(24, 256, device=DEVICE)
+    bias = torch.randn(24, device=DEVICE)
+    got = gemv_linear(x, weight, bias, how, CARD, gate, arrived=ARRIVED)
+    torch.testing.assert_close(got, REFERENCE.linear(x, weight, bias, gate), atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize("gate", ["", "silu"])
 @pytest.mark.parametrize(
     ("how", "rows"),

@@ -80,6 +80,16 @@ def test_any_number_of_tokens_and_experts_of_odd_shapes(
 
 
 @pytest.mark.parametrize(("how", "tokens"), [(ONE, 3), (EIGHT, 11), (MANY, 40)])
+@pytest.mark.parametrize("kind", ["zeros", "floats"])
+def test_experts_without_a_gate(how: IntegerExpertConfig, tokens: int, kind: str) -> None:
+    _, down = mixture(kind, 32, 5, 128, 64)
+    rise, _ = mixture(kind, 32, 5, 128, 32)
+    x, routing = inputs(tokens, rise), routed(tokens, 5, 2, [0, 2, 4])
+    got = integer_experts(x, routing, rise, down, "relu2", how, CARD)
+    assert off(got, REFERENCE.quantized_experts(x, routing, rise, down, "relu2")) < 1e-5
+
+
+@pytest.mark.parametrize(("how", "tokens"), [(ONE, 3), (EIGHT, 11), (MANY, 40)])
 @pytest.mark.parametrize(("hidden", "width"), [(128, 64), (96, 160)])
 def test_floats_of_four_bits_with_biases_and_a_clamped_gate(
     how: IntegerExpertConfig, tokens: int, hidden: int, width: int

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import NO_BIASES, ExpertBiases, Gate, IntegerMatrix, Routing, TopK
+from quire.ops.base import NO_BIASES, ExpertBiases, Gate, IntegerMatrix, Routing, TopK, num_parts
 from quire.ops.integer import dequantize_integers, stack_integers
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import integer_gemv as few
@@ -26,7 +26,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=s
 
 def exact(x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
     """The product as the kernel makes it, not rounded at the end."""
-    out = torch.empty(len(x), matrix.outputs // (2 if gate else 1), device=DEVICE)
+    out = torch.empty(len(x), matrix.outputs // num_parts(gate), device=DEVICE)
     few.launch(x, matrix, bias, out, None, few.DENSE, 1, gate, CARD)
     return out
 
@@ -177,6 +177,17 @@ def test_any_number_of_tokens_and_experts(
     x, routing = x.half(), routed(tokens, 9, used, only)
     want = REFERENCE.quantized_experts(x.float(), routing, gate_up, down, gate)
     assert off(both(x, routing, gate_up, down, gate), want) < 3e-3
+
+
+def test_products_and_experts_without_a_gate() -> None:
+    rise, _ = mixture("zeros", 64, 4, 128, 32)
+    _, down = mixture("zeros", 64, 4, 128, 64)
+    x, routing = inputs(3, rise).half(), routed(3, 4, 2, [0, 3])
+    want = REFERENCE.quantized_experts(x.float(), routing, rise, down, "relu2")
+    assert off(both(x, routing, rise, down, "relu2"), want) < 3e-3
+    one = rise.expert(0)
+    want = REFERENCE.linear(x.float(), dequantize_integers(one), None, "relu2")
+    assert off(exact(x, one, None, "relu2"), want) < 3e-5
 
 
 def test_tokens_that_fill_up_a_step_and_idle_experts_are_not_read() -> None:

@@ -23,7 +23,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.base import NO_BIASES, ExpertBiases, ExpertMatrices, Gate, IntegerMatrix, QuantizedMatrix, Routing, TopK
+from quire.ops.base import (
+    NO_BIASES,
+    ExpertBiases,
+    ExpertMatrices,
+    Gate,
+    IntegerMatrix,
+    QuantizedMatrix,
+    Routing,
+    TopK,
+    num_parts,
+)
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton.gemv import GemmConfig, lines, numbers, two
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
@@ -317,24 +327,25 @@ def scale_of(scale, expert, first, number, outputs, count, BLOCK_N: tl.constexpr
 @kernel(do_not_specialize=["room"])
 def experts_kernel(
     x, weight, scale, bias, out, order, tiles, room, outputs, inputs, scales, width, offset,
-    USED: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    ROWS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    HALVES: tl.constexpr, DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
+    USED: tl.constexpr, BY_TOKEN: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, HALVES: tl.constexpr, DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of a tile of rows that use the same expert.
 
-    GATE: x has a row per token, the matrix 2 * outputs rows, and out [slots, outputs] is in the order of `order`: act(x
-    gate) * (x up), F outputs. Else x is in that order, and out [slots, outputs] in that of slots; tiles are from two
-    kernels before, and may be read before the wait. HALVES, DESCRIBED: see `ExpertTile`. FORMAT: see `expert_tile`.
+    BY_TOKEN: x has a row per token, and out [slots, outputs] is in the order of `order`: what ACT makes of x times the
+    matrix, or, if GATE, of the halves of its 2 * outputs rows. Else x is in that order, and out [slots, outputs] in
+    that of slots; tiles are from two kernels before, and may be read before the wait. HALVES, DESCRIBED: see
+    `ExpertTile`. FORMAT: see `expert_tile`.
     SCALED: each row of a matrix has a factor (BY_ROW), or one for each `width` of its columns (BY_BLOCK), as in
     `QuantizedMatrix`; BLOCK_K divides their width and offset.
     """
     tile = tiles + tl.program_id(1)
-    if GATE:
+    if BY_TOKEN:
         wait(DEPENDENT)
     expert, begin, count = tl.load(tile), tl.load(tile + room), tl.load(tile + 2 * room)
-    if not GATE:
+    if not BY_TOKEN:
         wait(DEPENDENT)
     release(DEPENDENT)
     if expert < 0:
@@ -343,22 +354,23 @@ def experts_kernel(
         if count <= ROWS // 2:
             tile_product(
                 x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED,
-                GATE, ACT, BIAS, EVEN, ROWS_FIRST, ROWS // 2, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT,
-                SCALED, PRECISION,
+                BY_TOKEN, GATE, ACT, BIAS, EVEN, ROWS_FIRST, ROWS // 2, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED,
+                FORMAT, SCALED, PRECISION,
             )  # fmt: skip
             return
     tile_product(
-        x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED, GATE,
-        ACT, BIAS, EVEN, ROWS_FIRST, ROWS, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT, SCALED, PRECISION,
+        x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED,
+        BY_TOKEN, GATE, ACT, BIAS, EVEN, ROWS_FIRST, ROWS, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT, SCALED,
+        PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
 def tile_product(
     x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset,
-    USED: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    ROWS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    HALVES: tl.constexpr, DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
+    USED: tl.constexpr, BY_TOKEN: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, HALVES: tl.constexpr, DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of `count` rows from `begin` in the order: see `experts_kernel`. ROWS_FIRST: which factor is first on the matrix
@@ -367,13 +379,13 @@ def tile_product(
     n, k, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
     held = r < count
     slot = tl.load(order + begin + r, mask=held, other=0)
-    row = (slot // USED if GATE else begin + r).to(tl.int64)
+    row = (slot // USED if BY_TOKEN else begin + r).to(tl.int64)
     whole = outputs * 2 if GATE else outputs
     y = tl.zeros([ROWS, BLOCK_N] if ROWS_FIRST else [BLOCK_N, ROWS], tl.float32)
     z = y
     for start in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
         at = start + k
-        if DESCRIBED and not GATE and not HALVES:
+        if DESCRIBED and not BY_TOKEN and not HALVES:
             value = x.load([begin, start])
         else:
             mask = held[:, None] if EVEN else held[:, None] & (at < inputs)[None, :]
@@ -406,9 +418,9 @@ def tile_product(
         y += scale_of(bias, expert, first, 0, whole, 1, BLOCK_N, ROWS_FIRST).to(tl.float32)
         if GATE:
             z += scale_of(bias, expert, first + outputs, 0, whole, 1, BLOCK_N, ROWS_FIRST).to(tl.float32)
-    if GATE:
+    if BY_TOKEN:
         y = apply_gate(y, z, ACT)
-    place = (begin + r if GATE else slot).to(tl.int64) * outputs
+    place = (begin + r if BY_TOKEN else slot).to(tl.int64) * outputs
     if ROWS_FIRST:
         inside = held[:, None] & (n < outputs)[None, :]
         tl.store(out + place[:, None] + n[None, :], y.to(out.dtype.element_ty), mask=inside)
@@ -447,10 +459,11 @@ def combine_kernel(
 @kernel
 def few_gate_up_kernel(
     x, weight, bias, experts, out, width, hidden,
-    USED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr,
+    USED: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N of a slot's gated outputs, out [slots, width], by multiply-adds; there are TIMES * BLOCK_K inputs."""
+    """BLOCK_N of a slot's outputs, out [slots, width], by multiply-adds: see BY_TOKEN in `experts_kernel`. There are
+    TIMES * BLOCK_K inputs."""
     slot = tl.program_id(1).to(tl.int64)
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     wait(DEPENDENT)
@@ -458,26 +471,31 @@ def few_gate_up_kernel(
     expert = tl.load(experts + slot).to(tl.int64)
     if expert < 0:
         return
-    line = weight + (expert * 2 * width + n[:, None]) * hidden + k[None, :]
+    whole = expert * width * 2 if GATE else expert * width
+    line = weight + (whole + n[:, None]) * hidden + k[None, :]
     far = width.to(tl.int64) * hidden
-    gates = (lines(line, n, k, 0, width, hidden, EVEN),)
-    ups = (lines(line + far, n, k, 0, width, hidden, EVEN),)
+    tiles = (lines(line, n, k, 0, width, hidden, EVEN),)
+    ups = (lines(line + far, n, k, 0, width, hidden, EVEN),) if GATE else tiles
     for i in tl.static_range(1, TIMES):
-        gates += (lines(line, n, k, i * BLOCK_K, width, hidden, EVEN),)  # type: ignore[assignment]
-        ups += (lines(line + far, n, k, i * BLOCK_K, width, hidden, EVEN),)  # type: ignore[assignment]
+        tiles += (lines(line, n, k, i * BLOCK_K, width, hidden, EVEN),)  # type: ignore[assignment]
+        if GATE:
+            ups += (lines(line + far, n, k, i * BLOCK_K, width, hidden, EVEN),)  # type: ignore[assignment]
     row = x + slot // USED * hidden
     value = numbers(row, n, k, 0, hidden, APART)
-    y, z = gates[0].to(tl.float32) * value, ups[0].to(tl.float32) * value
+    y = tiles[0].to(tl.float32) * value
+    z = ups[0].to(tl.float32) * value if GATE else y
     for i in tl.static_range(1, TIMES):
         value = numbers(row, n, k, i * BLOCK_K, hidden, APART)
-        y += gates[i].to(tl.float32) * value
-        z += ups[i].to(tl.float32) * value
+        y += tiles[i].to(tl.float32) * value
+        if GATE:
+            z += ups[i].to(tl.float32) * value
     y, z = tl.sum(y, 1), tl.sum(z, 1)
     if BIAS:
-        y += tl.load(bias + expert * 2 * width + n, mask=n < width, other=0.0).to(tl.float32)
-        z += tl.load(bias + (expert * 2 + 1) * width + n, mask=n < width, other=0.0).to(tl.float32)
-    gated = apply_gate(y, z, ACT)
-    tl.store(out + slot * width + n, gated.to(out.dtype.element_ty), mask=n < width)
+        y += tl.load(bias + whole + n, mask=n < width, other=0.0).to(tl.float32)
+        if GATE:
+            z += tl.load(bias + whole + width + n, mask=n < width, other=0.0).to(tl.float32)
+    made = apply_gate(y, z, ACT)
+    tl.store(out + slot * width + n, made.to(out.dtype.element_ty), mask=n < width)
 
 
 @kernel
@@ -724,23 +742,22 @@ def multiply_tiles(
 ) -> Tensor:
     """x times the matrices of its rows' experts: [E, out, in], or those of `count` experts, one below the other.
 
-    With a gate, x is [T, in] and the result [slots, out / 2], in the order of `slots.order`; without, x is [slots, in]
-    in that order and the result [slots, out] in that of slots. bias: [E, out].
+    With a gate, x is [T, in] and the result [slots, out / num_parts(gate)], in the order of `slots.order`; without, x
+    is [slots, in] in that order and the result [slots, out] in that of slots. bias: [E, out].
     """
     weight, scale, sizes, form, scaled = opened(matrices, count, x, card)
-    outputs, inputs = weight.shape[1] // (2 if gate else 1), weight.shape[2]
-    how = how.fitted(card, weight.element_size() * (2 if gate else 1), x.element_size())
+    outputs, inputs = weight.shape[1] // num_parts(gate), weight.shape[2]
+    how = how.fitted(card, weight.element_size() * num_parts(gate), x.element_size())
     how = how._replace(described=how.described and can_describe(card, weight, x))
     out, room = x.new_empty(len(slots.order), outputs), slots.tiles.shape[1]
     experts_kernel[(triton.cdiv(outputs, how.outputs), room)](
         how.descriptor(x, how.rows) if gate == "" and not how.halves else x,
         *(how.descriptor(weight, how.outputs), scale, scale if bias is None else bias, out, slots.order, slots.tiles),
         *(room, outputs, inputs, *sizes),
-        USED=used, GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % how.inputs == 0,
-        ROWS_FIRST=how.rows_first, ROWS=how.rows, BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages,
-        HALVES=how.halves, DESCRIBED=how.described, FORMAT=form, SCALED=scaled, PRECISION=card.precision,
-        DEPENDENT=card.dependent,
-        num_warps=how.warps, **card.options,
+        USED=used, BY_TOKEN=gate != "", GATE=num_parts(gate) == 2, ACT=GATES[gate], BIAS=bias is not None,
+        EVEN=inputs % how.inputs == 0, ROWS_FIRST=how.rows_first, ROWS=how.rows, BLOCK_N=how.outputs,
+        BLOCK_K=how.inputs, STAGES=how.stages, HALVES=how.halves, DESCRIBED=how.described, FORMAT=form, SCALED=scaled,
+        PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
 
@@ -798,13 +815,14 @@ def multiply_gate_up(
     gate: Gate,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """x [T, hidden], weight [E, 2F, hidden], bias [E, 2F] -> [T K, F]: gated outputs of each slot, by multiply-adds."""
-    width, hidden, used = weight.shape[1] // 2, weight.shape[2], routing.experts.shape[1]
+    """x [T, hidden], weight [E, 2F, hidden], bias [E, 2F] -> [T K, F]: outputs of each slot, by multiply-adds. With a
+    gate of one part, weight is [E, F, hidden], bias [E, F]."""
+    width, hidden, used = weight.shape[1] // num_parts(gate), weight.shape[2], routing.experts.shape[1]
     slots = routing.experts.numel()
     out = x.new_empty(slots, width)
     few_gate_up_kernel[(triton.cdiv(width, how.outputs), slots)](
         *(x, weight, x if bias is None else bias, routing.experts, out, width, hidden),
-        USED=used, ACT=GATES[gate], BIAS=bias is not None,
+        USED=used, GATE=num_parts(gate) == 2, ACT=GATES[gate], BIAS=bias is not None,
         EVEN=hidden % how.inputs == 0 and width % how.outputs == 0,
         BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(hidden, how.inputs), APART=apart(how),
         DEPENDENT=card.dependent, num_warps=how.warps, **card.options,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate
+from quire.ops.base import Gate, num_parts
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.rows import GATES, apply_gate
 
@@ -178,12 +178,12 @@ def scaled_padded_rows(inputs: int, gated: bool) -> GemmConfig:
 
 @triton.jit
 def given(y, z, bias, out, place, n, outputs, inside, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr):
-    """Write y, the outputs n, to out + place; with GATE gated by z."""
+    """Write what ACT makes of y, the outputs n, and with GATE of z, to out + place. A negative ACT leaves y alone."""
     if BIAS:
         y += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
         if GATE:
             z += tl.load(bias + outputs + n, mask=n < outputs, other=0.0).to(tl.float32)
-    if GATE:
+    if ACT >= 0:
         y = apply_gate(y.to(out.dtype.element_ty).to(tl.float32), z.to(out.dtype.element_ty).to(tl.float32), ACT)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
@@ -360,14 +360,14 @@ def gemv_linear(
     matrix. arrived: [COUNTERS] int32, zeros; without it, inputs are not split."""
     x = x.contiguous()
     rows, inputs = x.shape
-    outputs = weight.shape[0] // 2 if gate else weight.shape[0]
+    outputs = weight.shape[0] // num_parts(gate)
     out = x.new_empty(rows, outputs)
     shift = x if bias is None else bias
-    same = {"GATE": gate != "", "ACT": GATES[gate], "BIAS": bias is not None, "BLOCK_N": how.outputs,
+    same = {"GATE": num_parts(gate) == 2, "ACT": GATES[gate], "BIAS": bias is not None, "BLOCK_N": how.outputs,
             "BLOCK_K": how.inputs, "SCALED": scale is not None, "DEPENDENT": card.dependent, "num_warps": how.warps,
             **card.options}  # fmt: skip
     columns, factor = triton.cdiv(outputs, how.outputs), x if scale is None else scale
-    how = how.fitted(card, weight.element_size() * (2 if gate else 1), x.element_size())
+    how = how.fitted(card, weight.element_size() * num_parts(gate), x.element_size())
     if not how.stages:
         even, times = inputs % how.inputs == 0 and outputs % how.outputs == 0, triton.cdiv(inputs, how.inputs)
         apart = how.outputs == 1 or how.outputs * how.inputs * weight.element_size() <= 16 * 32 * how.warps

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate
+from quire.ops.base import Gate, num_parts
 from quire.ops.triton.gemv import GemmConfig, given
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.rows import GATES, warps
@@ -107,12 +107,12 @@ def int8_linear(
     """See `Ops.int8_linear`."""
     rounded, steps = quantize_rows(x.contiguous(), card)
     rows, inputs = x.shape
-    outputs = len(weight) // 2 if gate else len(weight)
+    outputs = len(weight) // num_parts(gate)
     out = x.new_empty(rows, outputs)
-    how = how.fitted(card, 2 if gate else 1, 1)
+    how = how.fitted(card, num_parts(gate), 1)
     int8_kernel[(triton.cdiv(rows, how.rows), triton.cdiv(outputs, how.outputs))](
         *(rounded, steps, weight, scale, x if bias is None else bias, out, rows, outputs, inputs),
-        GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % how.inputs == 0, ROWS=how.rows,
+        GATE=num_parts(gate) == 2, ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % how.inputs == 0, ROWS=how.rows,
         BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages, DEPENDENT=card.dependent, num_warps=how.warps,
         **card.options,
     )  # fmt: skip

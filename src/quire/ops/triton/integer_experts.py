@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import NO_BIASES, ExpertBiases, Gate, IntegerKind, IntegerMatrix, Routing
+from quire.ops.base import NO_BIASES, ExpertBiases, Gate, IntegerKind, IntegerMatrix, Routing, num_parts
 from quire.ops.triton.experts import SortedSlots, combine, sort_slots
 from quire.ops.triton.gemv import GemmConfig
 from quire.ops.triton.integer_gemm import (
@@ -48,22 +48,23 @@ def tile_of(tiles, room, SORTED: tl.constexpr):
 @kernel(do_not_specialize=["room"])
 def integer_experts_kernel(
     x, weight, words, supers, bias, out, order, tiles, room, outputs, inputs, numbers, scales, extra,
-    USED: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEP: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    EVEN: tl.constexpr, EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    USED: tl.constexpr, BY_TOKEN: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, SORTED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, EVEN: tl.constexpr, EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of a tile of rows that use the same expert. x, out, order and tiles are as in `experts_kernel`;
     without SORTED, tiles are the experts of slots, each a tile. numbers, scales, extra: how far the next expert's
     `weight`, `words` and `supers` are. AHEAD: inputs asked for before the wait, as the expert is known by then.
     """
-    if GATE:
+    if BY_TOKEN:
         wait(DEPENDENT)
     expert, begin, count = tile_of(tiles, room, SORTED)
     first = tl.program_id(0) * BLOCK_N
     whole = outputs * 2 if GATE else outputs
     weight += expert.to(tl.int64) * numbers
-    if not GATE:
+    if not BY_TOKEN:
         if AHEAD > 0:
             if expert >= 0:
                 ask_for(weight, first, expert * 0, 0, whole, BITS, BLOCK_N, AHEAD, 1, False)
@@ -81,7 +82,7 @@ def integer_experts_kernel(
     slot = begin + r
     if SORTED:
         slot = tl.load(order + begin + r, mask=held, other=0)
-    row = slot // USED if GATE else begin + r
+    row = slot // USED if BY_TOKEN else begin + r
     line = x + row.to(tl.int64) * inputs
     y = tl.zeros([BLOCK_N, ROWS], tl.float32)
     z = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -105,9 +106,9 @@ def integer_experts_kernel(
         y += tl.load(line).to(tl.float32)[:, None]
         if GATE:
             z += tl.load(line + outputs).to(tl.float32)[:, None]
-    if GATE:
+    if BY_TOKEN:
         y = apply_gate(y, z, ACT)
-    place = (begin + r if GATE else slot).to(tl.int64) * outputs
+    place = (begin + r if BY_TOKEN else slot).to(tl.int64) * outputs
     tl.store(out + place[None, :] + n[:, None], y.to(out.dtype.element_ty), mask=held[None, :] & (n < outputs)[:, None])
 
 
@@ -178,8 +179,8 @@ def multiply_integer_tiles(
 ) -> Tensor:
     """As `multiply_tiles`, with matrices of all experts. slots: int32 [T, K], the experts of slots that are not
     sorted."""
-    outputs, inputs = matrix.outputs // (2 if gate else 1), matrix.inputs
-    how = fitted(how, matrix, card, x.element_size(), gate != "")
+    outputs, inputs = matrix.outputs // num_parts(gate), matrix.inputs
+    how = fitted(how, matrix, card, x.element_size(), num_parts(gate) == 2)
     step = step_inputs(matrix, how.inputs)
     order, tiles = (slots.order, slots.tiles) if isinstance(slots, SortedSlots) else (slots, slots)
     count, room = order.numel(), tiles.shape[1] if isinstance(slots, SortedSlots) else order.numel()
@@ -188,7 +189,8 @@ def multiply_integer_tiles(
     integer_experts_kernel[(triton.cdiv(outputs, how.outputs), room)](
         *(x, matrix.weight, matrix.words, supers, x if bias is None else bias, out, order, tiles, room),
         *(outputs, inputs, matrix.weight.stride(0), matrix.words.stride(0), supers.stride(0)),
-        USED=used, GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None, BITS=matrix.bits, KIND=int(matrix.kind),
+        USED=used, BY_TOKEN=gate != "", GATE=num_parts(gate) == 2, ACT=GATES[gate], BIAS=bias is not None,
+        BITS=matrix.bits, KIND=int(matrix.kind),
         GROUP=matrix.group, HALF=matrix.half, SORTED=isinstance(slots, SortedSlots), ROWS=how.rows, BLOCK_N=how.outputs,
         STEP=step, TIMES=how.inputs // step, STAGES=how.stages,
         AHEAD=min(how.ahead, how.inputs) if even and any(card.capability) else 0, EVEN=inputs % how.inputs == 0,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate, IntegerKind, IntegerMatrix
+from quire.ops.base import Gate, IntegerKind, IntegerMatrix, num_parts
 from quire.ops.triton.gemv import GemmConfig, added_up, cut, given, handed_in, two
 from quire.ops.triton.launch import HOPPER, DeviceInfo, fetch, kernel, release, wait
 from quire.ops.triton.rows import GATES
@@ -635,9 +635,9 @@ def integer_linear(
     zeros."""
     x = ordered(x, matrix)
     rows, inputs = x.shape
-    outputs = matrix.outputs // 2 if gate else matrix.outputs
+    outputs = matrix.outputs // num_parts(gate)
     out = x.new_empty(rows, outputs)
-    how = fitted(how, matrix, card, x.element_size(), gate != "")
+    how = fitted(how, matrix, card, x.element_size(), num_parts(gate) == 2)
     step = step_inputs(matrix, how.inputs)
     tiles, columns = triton.cdiv(rows, how.rows // how.chunks), triton.cdiv(outputs, how.outputs)
     length, runs, ahead = cut(how._replace(inputs=how.inputs * how.chunks), matrix.padded, tiles * columns)
@@ -649,7 +649,7 @@ def integer_linear(
     integer_kernel[(tiles, columns, runs)](
         *(x, matrix.weight, matrix.words, supers_of(matrix), x if bias is None else bias, out, parts, arrived),
         *(rows, outputs, inputs, length),
-        GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None, BITS=matrix.bits, KIND=int(matrix.kind),
+        GATE=num_parts(gate) == 2, ACT=GATES[gate], BIAS=bias is not None, BITS=matrix.bits, KIND=int(matrix.kind),
         GROUP=matrix.group, HALF=matrix.half, ROWS=how.rows, BLOCK_N=how.outputs, CHUNKS=how.chunks, STEP=step,
         TIMES=how.inputs // step, STAGES=how.stages, SPLITS=runs, AHEAD=ahead, EVEN=inputs % how.inputs == 0,
         EVEN_N=even, FAST=fast, PRECISION=card.precision, DEPENDENT=card.dependent,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate, IntegerMatrix, Routing
+from quire.ops.base import Gate, IntegerMatrix, Routing, num_parts
 from quire.ops.triton.gemv import given, two
 from quire.ops.triton.integer_gemm import (
     FLOATS,
@@ -618,7 +618,7 @@ def takes(x: Tensor, card: DeviceInfo, *matrices: IntegerMatrix) -> bool:
 
 def integer_gemv(x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, card: DeviceInfo, gate: Gate = "") -> Tensor:
     """x [T, in] times the matrix [out, in] -> [T, out], or [T, out / 2] with a gate; T up to MAX_ROWS, see `takes`."""
-    out = x.new_empty(len(x), matrix.outputs // 2 if gate else matrix.outputs)
+    out = x.new_empty(len(x), matrix.outputs // num_parts(gate))
     launch(x, matrix, bias, out, None, DENSE, 1, gate, card)
     return out
 
@@ -626,8 +626,9 @@ def integer_gemv(x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, card: De
 def multiply_slots(
     x: Tensor, routing: Routing, matrix: IntegerMatrix, gate: Gate, card: DeviceInfo, bias: Tensor | None = None
 ) -> Tensor:
-    """x [T, in] times the matrices of its tokens' experts [E, 2 out, in], plus bias [E, 2 out] -> gated [T K, out]."""
-    out = x.new_empty(routing.experts.numel(), matrix.outputs // 2)
+    """x [T, in] times the matrices of its tokens' experts [E, 2 out, in], plus bias [E, 2 out] -> gated [T K, out]; [E,
+    out, in] and [E, out] with a gate of one part."""
+    out = x.new_empty(routing.experts.numel(), matrix.outputs // num_parts(gate))
     launch(x, matrix, bias, out, routing, SLOT, len(out), gate, card)
     return out
 
@@ -645,7 +646,7 @@ def add_slots(
 
 def num_warps(units: int, rows: int, bits: int, gate: Gate) -> int:
     """Warps that share units: so many that what is written out of each stays short, and none without any."""
-    written = units * (bits // 4) * (2 if gate else 1)
+    written = units * (bits // 4) * num_parts(gate)
     wanted = min(MOST_WARPS, max(LEAST_WARPS, block(triton.cdiv(written, UNROLLED))))
     return min(wanted, two(triton.cdiv(units * rows, 8)))
 
@@ -671,11 +672,11 @@ def launch(
     units = own * used if mode.value == TOKEN.value else own
     warps = num_warps(units, padded, matrix.bits, gate)
     batches = triton.cdiv(units * padded, 8 * warps)
-    registers = 8 // padded * matrix.bits * (2 if gate else 1) * (4 if warps == MOST_WARPS else 1)
+    registers = 8 // padded * matrix.bits * num_parts(gate) * (4 if warps == MOST_WARPS else 1)
     integer_gemv_kernel[(triton.cdiv(outputs, 16), count)](
         *(x.view(torch.int64), matrix.weight.view(torch.int64), matrix.words, supers, x if bias is None else bias, out),
         *(experts, weights, rows, outputs, matrix.inputs, *strides),
-        MODE=mode.value, USED=used, UNITS=own, GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None,
+        MODE=mode.value, USED=used, UNITS=own, GATE=num_parts(gate) == 2, ACT=GATES[gate], BIAS=bias is not None,
         BITS=matrix.bits, KIND=int(matrix.kind), GROUP=matrix.group, HALF=matrix.half, ROWS=padded, WARPS=warps,
         BATCHES=batches, DEPTH=max(1, REGISTERS // registers), EVEN=units * padded == 8 * warps * batches,
         EVEN_N=outputs % 16 == 0, FLOAT16=x.dtype is torch.float16, FAST=any(card.capability),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate
+from quire.ops.base import Gate, num_parts
 from quire.ops.triton.gemv import GemmConfig, added_up, given, handed_in, num_runs, part
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.rows import GATES
@@ -90,9 +90,9 @@ def invariant_linear(
     zeros."""
     x = x.contiguous()
     rows, inputs = x.shape
-    outputs = weight.shape[0] // 2 if gate else weight.shape[0]
-    how = tile_of(rows, outputs, gate != "").fitted(card, weight.element_size() * (2 if gate else 1), x.element_size())
-    length, runs = runs_of(outputs, inputs, gate != "")
+    outputs, gated = weight.shape[0] // num_parts(gate), num_parts(gate) == 2
+    how = tile_of(rows, outputs, gated).fitted(card, weight.element_size() * num_parts(gate), x.element_size())
+    length, runs = runs_of(outputs, inputs, gated)
     across, columns = triton.cdiv(rows, how.rows), triton.cdiv(outputs, how.outputs)
     split = runs > 1 and across * columns < BUSY
     out = x.new_empty(rows, outputs)
@@ -100,7 +100,7 @@ def invariant_linear(
     parts = x.new_empty(size, dtype=torch.float32) if split else x
     invariant_kernel[(across, columns, runs if split else 1)](
         *(x, weight, x if bias is None else bias, out, parts, arrived, rows, outputs, inputs, length),
-        GATE=gate != "", ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % RUN == 0, ROWS=how.rows,
+        GATE=gated, ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % RUN == 0, ROWS=how.rows,
         BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages, RUNS=runs, SPLIT=split,
         PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
     )  # fmt: skip

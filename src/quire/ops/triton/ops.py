@@ -34,6 +34,7 @@ from quire.ops.base import (
     ScanWeights,
     Scores,
     TopK,
+    num_parts,
 )
 from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import GemmAutotuner, on_the_card
@@ -106,7 +107,7 @@ class TritonOps(BaseOps):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.linear`."""
-        how = gemv.gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+        how = gemv.gemm_config(len(x), len(weight) // num_parts(gate), x.shape[-1], num_parts(gate) == 2)
         if how is not None and x.dtype is torch.bfloat16:
             return gemv.gemv_linear(x, weight, bias, how, self.card, gate, arrived=self.arrived)
         return self.apply_gate(self.gemm.linear(x, weight, bias), gate)
@@ -141,9 +142,7 @@ class TritonOps(BaseOps):
         gate: Gate,
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
-        """See `Ops.experts`. Kernels have gates; without one, every expert computes every token."""
-        if gate == "relu2":
-            return super().experts(x, routing, gate_up, down, gate, biases)
+        """See `Ops.experts`."""
         how = self.expert_config(routing, down)
         return mixture.experts(x, routing, gate_up, down, gate, how, self.card, biases)
 
@@ -163,8 +162,6 @@ class TritonOps(BaseOps):
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
-        if gate == "relu2":
-            return super().quantized_experts(x, routing, gate_up, down, gate, biases)
         if isinstance(gate_up, IntegerMatrix) and isinstance(down, IntegerMatrix):
             if integer_gemv.takes(x, self.card, gate_up, down):
                 inner = integer_gemv.multiply_slots(x, routing, gate_up, gate, self.card, biases.gate_up)
@@ -221,14 +218,14 @@ class TritonOps(BaseOps):
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gate: Gate = ""
     ) -> Tensor:
         """See `Ops.int8_linear`."""
-        how = int8_gemm.int8_gemm_config(len(x), gated=gate != "")
+        how = int8_gemm.int8_gemm_config(len(x), gated=num_parts(gate) == 2)
         return int8_gemm.int8_linear(x, weight, scale, bias, how, self.card, gate)
 
     def integer_linear(self, x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`. For many rows the matrix is dequantized first."""
         if integer_gemv.takes(x, self.card, matrix):
             return integer_gemv.integer_gemv(integer_gemm.ordered(x, matrix), matrix, bias, self.card, gate)
-        how = integer_gemm.integer_gemm_config(len(x), matrix, self.card, gated=gate != "")
+        how = integer_gemm.integer_gemm_config(len(x), matrix, self.card, gated=num_parts(gate) == 2)
         if how is None or x.dtype is torch.float32:
             if not gate and matrix.outputs > MOST_OUTPUTS:
                 return self.in_pieces(x, matrix, bias)
@@ -250,7 +247,7 @@ class TritonOps(BaseOps):
         on the way, or, for more rows than MAX_FUSED_ROWS, all of them beforehand."""
         weight, scale = matrix.weight, matrix.scale
         if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
-            quick = gemv.scaled_gemm_config(len(x), len(weight) // (2 if gate else 1), x.shape[-1], gate != "")
+            quick = gemv.scaled_gemm_config(len(x), len(weight) // num_parts(gate), x.shape[-1], num_parts(gate) == 2)
             if quick is not None:
                 return gemv.gemv_linear(x, weight, bias, quick, self.card, gate, scale, self.arrived)
             if len(x) > gemv.MAX_GEMV_ROWS and quantized_gemm.supports_fp8(weight, self.card):
@@ -259,7 +256,7 @@ class TritonOps(BaseOps):
         how = quantized_gemm.quantized_gemm_config(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.is_int4)
         if how is None or x.dtype is torch.float32:
             return self.linear(x, quantized_gemm.dequantize(matrix, x.shape[-1], x.dtype, self.card), bias, gate)
-        how = quantized_gemm.gated_config(how) if gate and not matrix.is_int4 else how
+        how = quantized_gemm.gated_config(how) if num_parts(gate) == 2 and not matrix.is_int4 else how
         return quantized_gemm.quantized_linear(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -286,6 +283,10 @@ class TritonOps(BaseOps):
         """See `Ops.gelu_mul`."""
         return rows.activation(gate_up, self.card, rows.GELU, gated=True)
 
+    def gelu_erf_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.gelu_erf_mul`."""
+        return rows.activation(gate_up, self.card, rows.GELU_ERF, gated=True)
+
     def clamped_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.clamped_mul`."""
         return rows.activation(gate_up, self.card, rows.CLAMPED, gated=True)
@@ -293,6 +294,10 @@ class TritonOps(BaseOps):
     def gelu(self, x: Tensor) -> Tensor:
         """See `Ops.gelu`."""
         return rows.activation(x, self.card, rows.GELU, gated=False)
+
+    def gelu_erf(self, x: Tensor) -> Tensor:
+        """See `Ops.gelu_erf`."""
+        return rows.activation(x, self.card, rows.GELU_ERF, gated=False)
 
     def relu2(self, x: Tensor) -> Tensor:
         """See `Ops.relu2`."""

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from quire.ops.base import Gate, QuantizedMatrix
+from quire.ops.base import Gate, QuantizedMatrix, num_parts
 from quire.ops.triton.gemv import COUNTERS, GemmConfig, added_up, given, handed_in, settled, settles, two
 from quire.ops.triton.launch import ADA, HOPPER, DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.rows import GATES
@@ -254,16 +254,16 @@ def quantized_linear(
     zeros."""
     x = x.contiguous()
     rows, inputs = x.shape
-    outputs = len(matrix.weight) // 2 if gate else len(matrix.weight)
+    outputs = len(matrix.weight) // num_parts(gate)
     out = x.new_empty(rows, outputs)
     weight, scale = matrix.weight, matrix.scale
     halved, (zero, groups) = matrix.is_int4, zero_and_groups(matrix)
     fast, kind = uses_fast_conversion(x, matrix, card) and how.inputs == RUN, scales(matrix, how.inputs)
     # What waits in shared memory for a number of the matrix, its scale and zero point included, and for one of x.
-    how = how.fitted(card, (2 if gate else 1) * (1 + 4 * (kind == 2) + 8 * halved), x.element_size())
-    same = {"GATE": gate != "", "ACT": GATES[gate], "BIAS": bias is not None, "HALVED": halved, "SCALES": kind,
-            "ROWS": how.rows, "BLOCK_N": how.outputs, "BLOCK_K": how.inputs, "DEPENDENT": card.dependent,
-            "num_warps": how.warps, **card.options}  # fmt: skip
+    how = how.fitted(card, num_parts(gate) * (1 + 4 * (kind == 2) + 8 * halved), x.element_size())
+    same = {"GATE": num_parts(gate) == 2, "ACT": GATES[gate], "BIAS": bias is not None, "HALVED": halved,
+            "SCALES": kind, "ROWS": how.rows, "BLOCK_N": how.outputs, "BLOCK_K": how.inputs,
+            "DEPENDENT": card.dependent, "num_warps": how.warps, **card.options}  # fmt: skip
     sizes = (outputs, inputs, scale.shape[1], matrix.width, matrix.offset)
     columns = triton.cdiv(outputs, how.outputs)
     given = (zero, groups, x if bias is None else bias, out)
@@ -272,7 +272,7 @@ def quantized_linear(
         return out
     tiles = triton.cdiv(rows, how.rows)
     runs = (
-        num_splits(how, tiles * columns * (2 if gate else 1), inputs, card)
+        num_splits(how, tiles * columns * num_parts(gate), inputs, card)
         if tiles * columns <= COUNTERS and not halved
         else 1
     )
@@ -395,13 +395,13 @@ def fp8_linear(
 ) -> Tensor:
     """x [T, in], weight e4m3 [out, in], scale [out, 1] -> [T, out], or [T, out / 2] with a gate. one: 1, float32."""
     x = x.contiguous()
-    outputs = len(weight) // 2 if gate else len(weight)
+    outputs = len(weight) // num_parts(gate)
     out = x.new_empty(len(x), outputs)
     for some, into in zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
         halves, unit = fp8_split(some, card)
         y = F.scaled_mm(halves, weight.t(), one, TENSOR, one, TENSOR, output_dtype=torch.float32)
         fp8_join_kernel[(triton.cdiv(outputs, 1024), len(some))](
-            y, unit, scale, x if bias is None else bias, into, outputs, len(weight), GATE=gate != "",
+            y, unit, scale, x if bias is None else bias, into, outputs, len(weight), GATE=num_parts(gate) == 2,
             ACT=GATES[gate], BIAS=bias is not None, BLOCK=1024, DEPENDENT=card.dependent, num_warps=4,
             **card.options,
         )  # fmt: skip

@@ -73,31 +73,37 @@ def tanh(x):
     return 1.0 - 2.0 / (tl.exp2(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL) * 2.885390081777927) + 1.0)
 
 
-SILU, GELU, RELU2, CLAMPED = 0, 1, 2, 3
+SILU, GELU, RELU2, CLAMPED, GELU_ERF = range(5)
 """Activations."""
 
-GATES: Mapping[str, int] = MappingProxyType({"": SILU, "silu": SILU, "gelu": GELU, "clamped": CLAMPED})
-"""Those of gates, see `Gate`."""
+GATES: Mapping[str, int] = MappingProxyType(
+    {"": -1, "silu": SILU, "gelu": GELU, "gelu_erf": GELU_ERF, "clamped": CLAMPED, "relu2": RELU2}
+)
+"""Those of gates, see `Gate`; negative: none."""
 
 ALPHA, LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """silu, gelu by its tanh approximation, or max(x, 0)^2, as numbered above; x float32."""
+    """silu, gelu by its tanh approximation or exactly, or max(x, 0)^2, as numbered above; x float32."""
     if KIND == 1:
         return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     elif KIND == 2:
         rest = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return rest * rest
+    elif KIND == 4:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
         return x / (1.0 + tl.exp2(-1.4426950408889634 * tl.maximum(x, -80.0)))
 
 
 @triton.jit
 def apply_gate(y, z, KIND: tl.constexpr):
-    """What a gate makes of its halves y and z, float32: see `Gate`."""
-    if KIND == 3:
+    """What a gate makes of its halves y and z, or of y alone if it has one part, float32: see `Gate`."""
+    if KIND == 2:
+        return activate(y, KIND)
+    elif KIND == 3:
         y = tl.minimum(y, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         z = tl.minimum(tl.maximum(z, -LIMIT, propagate_nan=tl.PropagateNan.ALL), LIMIT, tl.PropagateNan.ALL)
         return activate(ALPHA * y, 0) / ALPHA * (z + 1.0)
