@@ -717,12 +717,12 @@ class KVOffload(NoOffload):
                 self._forget_file(copy.entries[0].key)
         for entry in copy.entries:
             if copy.kind in ("save", "read", "receive"):
-                entry.ready = not entry.dropped and entry.key not in done.failed
                 self._may_write = True
                 if entry.key in done.failed and copy.kind == "read":
                     self._forget_file(entry.key)
                 if entry.key in done.failed and not entry.dropped:
                     self._drop(entry)
+                entry.ready = not entry.dropped
             self._release(entry)
         self._may_write = self._may_write or (copy.kind == "write" and not done.failed)
 
