@@ -38,9 +38,9 @@ _LEAVE = """        if self.inflight:
         else:
             self._free(seq)"""
 
-_MASKS = """            while len(flight) > 1:
+_MASKS = """            while not scheduler.masks_ready:
                 self._commit()
-            _as_step_failure(flight[0][2].sample, _as_step_failure(scheduler.masks))"""
+            _as_step_failure(flight[-1][2].sample, _as_step_failure(scheduler.masks))"""
 
 S, K, B, Q = "scheduler.scheduler", "scheduler.kv_cache", "scheduler.block_pool", "scheduler.sequence"
 P, N, T = "scheduler.pins", "scheduler.snapshots", "scheduler.kv_offload"
@@ -120,7 +120,7 @@ BUGS = [
         "masks made before the step ahead is committed",
         E,
         _MASKS,
-        "            scheduler.inflight.rotate(1)\n            masks = scheduler.masks()\n            scheduler.inflight.rotate(-1)\n            flight[-1][2].sample(masks)",
+        "            flight[-1][2].sample(scheduler.masks())",
     ),
     Bug("masks do not walk the drafts", S, "seq.draft_tokens[:num_drafts] if num_drafts else ()\n", "[]\n"),
     Bug(

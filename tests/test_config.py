@@ -105,7 +105,7 @@ def test_secrets_are_never_shown() -> None:
     ("values", "words"),
     [
         ({"max_num_seq": 3}, ["max_num_seq", "Did you mean 'max_num_seqs'?"]),
-        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size", "see --tensor-parallel-size"]),
+        ({"nnodes": 2}, ["nnodes", "see --tensor-parallel-size"]),
         ({"tensor_parallel_size": 0}, ["tensor_parallel_size", "1 to 64"]),
         ({"port": 70000}, ["port", "0 to 65535", "70000"]),
         ({"dtype": "floot32"}, ["dtype", "bfloat16", "Did you mean 'float32'?"]),
@@ -156,7 +156,7 @@ def test_sections_made_by_hand_are_checked_too() -> None:
     ("environ", "hint"),
     [
         ({"QUIRE_PROT": "1"}, "Did you mean 'QUIRE_PORT'?"),
-        ({"QUIRE_PIPELINE_PARALLEL_SIZE": "2"}, "see --tensor-parallel-size"),
+        ({"QUIRE_NNODES": "2"}, "see --tensor-parallel-size"),
         ({"QUIRE_PORT": "x"}, "environment QUIRE_PORT"),
     ],
 )

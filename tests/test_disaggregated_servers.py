@@ -174,6 +174,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a recording": ({**MODE, "recording_dir": "rec"}, "leave --recording-dir out"),
     "prefill in an LLM": ({"disaggregation_mode": "prefill"}, "start `quire serve` for it"),
     "ranks": ({**MODE, "tensor_parallel_size": 2}, "an engine of several ranks has no K/V tiers"),
+    "stages": ({**MODE, "pipeline_parallel_size": 2}, "an engine of several ranks has no K/V tiers"),
+    "replicas": ({**MODE, "replicas": 2}, "start a server for each engine"),
     "onnx": ({**MODE, "executor": "onnx"}, "--disaggregation-mode does not go with --executor onnx"),
 }
 

@@ -41,6 +41,32 @@ def test_pins_expire_somewhere_in_the_sample() -> None:
     assert sum(r.expired for r in runs) > 20
 
 
+def grouped(seed: str, count: int, **fixed: object) -> list[dict[str, object]]:
+    """As `_sample`, for pipelines of several stages."""
+    turns = itertools.cycle(lattice.GROUPS)
+    return [
+        combo | {"groups": groups, "depth": depth}
+        for combo, (groups, depth) in zip(_sample(seed, count, **fixed), turns, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(900, marks=pytest.mark.nightly)])
+def test_rows_in_groups_give_the_naive_loops_tokens(count: int) -> None:
+    runs = [lattice.run(combo) for combo in grouped("groups", count)]
+    assert sum(run.dev.deepest > 1 for run in runs) > count / 2
+
+
+FED_TOO_SOON = Bug(
+    "a row in flight is fed", "scheduler.scheduler", "*(seq for seq in self.running if seq.num_inflight)", ""
+)
+
+
+def test_planted_bug_of_groups_is_caught() -> None:
+    classes = plant(FED_TOO_SOON)
+    with pytest.raises(AssertionError, match="tokens of"):
+        lattice.run(grouped("caught", 1, fails=False, cap=UNLIMITED)[0], classes)
+
+
 RARE = {
     "a background request is not preempted": 100,
     "followers forgotten when their leader is preempted": 3,

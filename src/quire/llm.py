@@ -85,7 +85,7 @@ class LLM:
     """A model in this process. Arguments are the options of `quire serve`, by name; or whole `settings`.
 
     Arguments of vLLM's `LLM` and of its methods that are none here are taken with values that change nothing
-    (`pipeline_parallel_size=1`, `lora_request=None`); others are refused by name. See docs/clients.md.
+    (`data_parallel_size=1`, `lora_request=None`); others are refused by name. See docs/clients.md.
 
     May be used from any number of threads: their requests run in the same steps. A signal never interrupts a step, so
     after Ctrl-C the next call works as any other. Raises InvalidConfig or InvalidModel; its methods raise Closed after

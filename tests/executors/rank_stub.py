@@ -56,7 +56,7 @@ def main() -> None:
         os._exit(7)
     device = Faulty(asked.rank, asked.settings)
     link.send(RankReady(device.describe(), {}, {}))
-    RankLoop(device, link, answers=asked.rank == 0).run()
+    RankLoop(device, link, asked.rank, asked.shape).run()
 
 
 if __name__ == "__main__":

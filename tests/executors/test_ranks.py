@@ -18,7 +18,17 @@ from quire.engine.engine import Engine
 from quire.engine.protocol import FrameReader, encode_frame
 from quire.errors import InvalidModel, RankLost
 from quire.executors import ranks
-from quire.executors.ranks import FromRank, HandMasks, Launch, LoadImage, RankedExecutor, Ranks, StepDone, ToRank
+from quire.executors.ranks import (
+    FromRank,
+    HandMasks,
+    Launch,
+    LoadImage,
+    RankedExecutor,
+    Ranks,
+    RankShape,
+    StepDone,
+    ToRank,
+)
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import EncodeSpan, ImageSpan, NewSequence, Plan, Result, Span
 from quire.scheduler.scheduler import Scheduler
@@ -43,7 +53,7 @@ class Started:
         if self.count > 1:
             ranks.SILENCE = 60.0  # nobody is stopped any more: a busy machine must not look like it
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-        made = Ranks([sys.executable, "-m", "tests.executors.rank_stub"], settings, self.size, environment)
+        made = Ranks([sys.executable, "-m", "tests.executors.rank_stub"], settings, RankShape(self.size), environment)
         self.pids += [rank.process.pid for rank in made.ranks]
         return made
 

@@ -518,6 +518,21 @@ NAMED = (
         PARSED,
     ),
     Named(
+        "docs/guides/replicas.md: pip install 'quire-llm[ray]'",
+        "Ray takes half a minute to start",
+        "tests/replicas/test_deployment.py",
+    ),
+    Named(
+        "docs/guides/replicas.md: quire serve --replicas 1 --max-replicas 3",
+        "it grows and shrinks in minutes",
+        "tests/replicas/test_deployment.py",
+    ),
+    Named(
+        "docs/guides/replicas.md: applications:",
+        "a file of Ray Serve",
+        "tests/replicas/test_application.py",
+    ),
+    Named(
         "docs/guides/upstream.md: quire serve --backend vllm --model Qwen/Qwen2.5-7B-Instruct",
         "needs vLLM",
         "tests/frontend/test_supervisor.py",

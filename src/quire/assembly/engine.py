@@ -40,7 +40,7 @@ from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
 from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.model_runner.images import ImageRunner, Normalization
-from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
+from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads, unchanged
 from quire.models.registry import (
     ARCHITECTURES,
@@ -89,7 +89,10 @@ TIERS: Mapping[str, str] = MappingProxyType(
 )
 """Options of our own layers, and why other executors do not have them."""
 DIVIDING: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(("tensor_parallel_size", "enable_expert_parallel"), "it divides Quire's own layers, --executor local")
+    dict.fromkeys(
+        ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+        "it divides Quire's own layers, --executor local",
+    )
 )
 """Options of several ranks, likewise."""
 
@@ -144,7 +147,7 @@ def make_executor(settings: Settings) -> BuiltExecutor:
     if kind not in ("local", "grpc"):
         reject_options(settings, kind, DIVIDING)
     try:
-        if kind == "local" and settings.execution.tensor_parallel_size > 1:
+        if kind == "local" and settings.execution.num_ranks > 1:
             refuse_tiers(settings, "an engine of several ranks")
             return cast(BuiltExecutor, import_module("quire.assembly.ranks").make(settings))
         if kind == "local":
@@ -168,7 +171,7 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     pooler = pooler_of(settings)
     processor = find_processor(settings)
     model = _load(settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor))
-    threads = settings.execution.threads or max(1, choose_threads(parameters(model.spec)) // parallel.size)
+    threads = settings.execution.threads or max(1, choose_threads(parameters(model.spec)) // parallel.neighbours)
     torch.set_num_threads(threads)
     limits = resolve(settings, model.spec, device, pooler.max_length)
     heads = pooling_heads(model, pooler, device)
@@ -198,7 +201,7 @@ def on_host(
 
     Raises InvalidConfig when K/V does not fit.
     """
-    cpu, free = torch.device("cpu"), cpu_budget(host_bytes()) // parallel.size
+    cpu, free = torch.device("cpu"), cpu_budget(host_bytes()) // parallel.neighbours
     budget = settings.cache.kv_cache_memory_bytes or free
     return paged(settings, model, limits, layers, cpu, budget, heads=heads, images=images, parallel=parallel)
 
@@ -229,9 +232,12 @@ def paged(
 
     Raises InvalidConfig when K/V does not fit.
     """
-    cache, draft = settings.cache, load_draft(settings, model, device, ReferenceOps(), parallel)
+    cache, last = settings.cache, parallel.pipeline.last
+    draft = load_draft(settings, model, device, ReferenceOps(), parallel) if last else None
     states = limits.num_rows * (1 + most_drafts(settings))
-    snapshots = parallel.smallest(snapshot_slots(settings, limits, layers, states, budget))
+    # Where no layer is recurrent, there is room for any number.
+    slots = snapshot_slots(settings, limits, layers, states, budget) if state_bytes(layers) else UNLIMITED
+    snapshots = parallel.smallest(slots) * bool(model.spec.recurrent)
     planned = cache.num_gpu_blocks_override or plan_blocks(
         (*layers, *draft_layers(draft)),
         page_size=limits.block_size,
@@ -248,7 +254,9 @@ def paged(
         max_model_len=limits.max_model_len,
         dtype=model.dtype,
         device=device,
-        drafter=build_drafter(settings, draft, device=device, **sizes),
+        drafter=build_drafter(settings, draft, device=device, **sizes) if last else None,
+        num_drafts=most_drafts(settings),
+        pipeline=parallel.pipeline,
         depth=limits.lookahead,
         layers=layers,
         pools=pools,
@@ -317,8 +325,9 @@ def build_scheduler(
         policy=policy,
         speculation=build_speculation(settings, description),
         # Ranks have memory of their own: here, a context on a GPU would only take some.
-        compute_masks=ParallelMasks(pinned=torch.cuda.is_available() and settings.execution.tensor_parallel_size == 1),
+        compute_masks=ParallelMasks(pinned=torch.cuda.is_available() and settings.execution.num_ranks == 1),
         encoder_cache=build_encoder_cache(settings, description, limits),
+        groups=min(settings.execution.pipeline_parallel_size, 1 + limits.lookahead),
     )
 
 
@@ -355,7 +364,7 @@ def _load(
 ) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
-    with nullcontext(quiet) if parallel.rank else loading(model.model) as progress:
+    with nullcontext(quiet) if parallel.rank or parallel.pipeline.stage else loading(model.model) as progress:
         return load_model(
             locate(model.model, revision=model.revision, cache=model.download_dir),
             dtype=model.dtype,
@@ -370,7 +379,7 @@ def _load(
             canary=canary,
             seed=model.seed,
             progress=progress,
-            room=host_bytes() // parallel.size if device.type == "cpu" else math.inf,
+            room=host_bytes() // parallel.neighbours if device.type == "cpu" else math.inf,
             max_model_len=model.max_model_len,
             pools=not pooler.generates,
             overrides=hf_overrides(settings),

@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel executor: `python -m quire.assembly.rank_child FD`, with a socket from the engine."""
+"""One rank of an executor: `python -m quire.assembly.rank_child FD`, with a socket from the engine."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def main() -> None:
         logging.disable(logging.WARNING)  # rank 0 says the same
     try:
         join(asked)
-        built = build_rank(asked.settings)
+        built = build_rank(asked.settings, asked.shape, START_TIMEOUT)
     except QuireError as error:
         link.send(RankRefused(type(error).__name__, str(error)))
         os._exit(2)
     heap.settled()
     link.send(RankReady(built.executor.describe(), built.limits._asdict(), built.static_gauges))
-    RankLoop(built.executor, link, answers=asked.rank == 0).run()
+    RankLoop(built.executor, link, asked.rank, asked.shape).run()
 
 
 def join(asked: BuildRank) -> None:
@@ -52,7 +52,7 @@ def join(asked: BuildRank) -> None:
         "127.0.0.1", asked.port, is_master=asked.rank == 0, wait_for_workers=False, timeout=START_TIMEOUT, **listener
     )
     dist.init_process_group(
-        "nccl" if cuda else "gloo", store=store, rank=asked.rank, world_size=asked.size, timeout=START_TIMEOUT
+        "nccl" if cuda else "gloo", store=store, rank=asked.rank, world_size=asked.shape.size, timeout=START_TIMEOUT
     )
 
 

@@ -1,20 +1,21 @@
-"""Tensor parallelism from settings: the engine's side, and what each rank builds."""
+"""Tensor and pipeline parallelism from settings: the engine's side, and what each rank builds."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from quire.assembly.engine import build_local
-from quire.assembly.limits import BuiltExecutor, Limits, choose_device
+from quire.assembly.limits import BuiltExecutor, Limits, check_stages, choose_device
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
-from quire.executors.ranks import RankedExecutor, Ranks
+from quire.executors.ranks import RankedExecutor, Ranks, RankShape
 from quire.layers.distributed import DistributedGroup
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
@@ -30,16 +31,24 @@ def make(settings: Settings) -> BuiltExecutor:
 
     Raises InvalidConfig for more ranks than GPUs, and what a rank raises.
     """
-    size = settings.execution.tensor_parallel_size
-    if choose_device(settings.execution.device).type == "cuda" and torch.cuda.device_count() < size:
-        raise InvalidConfig(
-            f"--tensor-parallel-size {size}: torch sees {torch.cuda.device_count()} GPUs here; use as many at most",
-            param="tensor_parallel_size",
-        )
+    shape = RankShape(settings.execution.tensor_parallel_size, settings.execution.pipeline_parallel_size)
+    check(settings, shape)
     options = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
     argv = [sys.executable, "-m", RANK_MODULE]
-    executor = RankedExecutor(lambda: Ranks(argv, options, size, {**ENVIRONMENT, **os.environ}))
+    executor = RankedExecutor(lambda: Ranks(argv, options, shape, {**ENVIRONMENT, **os.environ}))
     return BuiltExecutor(executor, Limits(**executor.ready.limits), executor.ready.gauges)
+
+
+def check(settings: Settings, shape: RankShape) -> None:
+    """Raise InvalidConfig for ranks that this host has no room for, and for what several stages do not do."""
+    device = choose_device(settings.execution.device)
+    check_stages(settings, device)
+    if device.type == "cuda" and torch.cuda.device_count() < shape.size:
+        raise InvalidConfig(
+            f"--tensor-parallel-size {shape.size}: torch sees {torch.cuda.device_count()} GPUs here; use as many at "
+            "most",
+            param="tensor_parallel_size",
+        )
 
 
 def device_of(settings: Mapping[str, Any]) -> torch.device:
@@ -47,8 +56,9 @@ def device_of(settings: Mapping[str, Any]) -> torch.device:
     return choose_device(Settings.of(**settings).execution.device)
 
 
-def build_rank(settings: Mapping[str, Any]) -> BuiltExecutor:
-    """This rank's executor, in a process that has joined the others."""
+def build_rank(settings: Mapping[str, Any], shape: RankShape, timeout: timedelta) -> BuiltExecutor:
+    """This rank's executor, in a process that has joined the others. timeout: of what ranks exchange."""
     made = Settings.of(**settings)
-    cpu = choose_device(made.execution.device).type == "cpu"
-    return build_local(made, DistributedGroup(in_rank_order=cpu or bool(made.execution.deterministic)))
+    in_order = choose_device(made.execution.device).type == "cpu" or bool(made.execution.deterministic)
+    group = DistributedGroup(shape.tensor, in_rank_order=in_order, timeout=timeout, neighbours=shape.size)
+    return build_local(made, group)

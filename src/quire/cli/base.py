@@ -16,6 +16,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from quire import heap
 from quire.cli.examples import examples_of
 from quire.config import OPTIONS, Option, Settings, load, refuse
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError, nearest
@@ -122,6 +123,11 @@ class LazyGroup(click.Group):
 class Root(LazyGroup):
     """The command `quire`. `ctx.obj` holds the settings once a subcommand has loaded them."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as the command of this process."""
+        heap.in_process_of_its_own()
+        return super().__call__(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run a subcommand; errors become a line on stderr and an exit code."""
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
@@ -165,7 +171,7 @@ FIRST = (
 )
 """Options that a command's help begins with."""
 
-OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "access", "upstream"))
+OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "access", "upstream", "replicas"))
 
 _REST = "quire.rest"
 """Key of `ctx.meta` for the arguments after --."""

@@ -18,8 +18,9 @@ def _by_name(names: Mapping[str, str]) -> Mapping[str, str]:
 
 UNSUPPORTED = _by_name(
     {
-        "layers are divided among the ranks of one host, see --tensor-parallel-size; stages on several hosts are not "
-        "supported": "pipeline_parallel_size pp nnodes node_rank master_addr master_port headless",
+        "ranks are started by one server, see --tensor-parallel-size and --pipeline-parallel-size": (
+            "nnodes node_rank master_addr master_port headless"
+        ),
         "start one server for each copy of the model": "data_parallel_size dp",
         "each rank of --tensor-parallel-size is a process of this host": (
             "distributed_executor_backend disable_custom_all_reduce"
@@ -145,6 +146,7 @@ ELSEWHERE = _by_name(
         "--kv-cache-dtype": "cache_type_k",
         "--device": "n_gpu_layers ngl",
         "--tensor-parallel-size": "tp tp_size num_shard",
+        "--pipeline-parallel-size": "pp pp_size",
     }
 )
 """Options of SGLang, llama.cpp and TGI, by name, and Quire's."""

@@ -113,9 +113,9 @@ class Engine:
         elif flight:
             self._commit()  # nothing to add: wait for a step in flight
         if plan and plan.masked_spans:  # masks need every token before them
-            while len(flight) > 1:
+            while not scheduler.masks_ready:
                 self._commit()
-            _as_step_failure(flight[0][2].sample, _as_step_failure(scheduler.masks))
+            _as_step_failure(flight[-1][2].sample, _as_step_failure(scheduler.masks))
         while len(flight) > self.lookahead:
             self._commit()
 

@@ -156,20 +156,22 @@ class Gemma4(Gemma):
         """See `registry.Model`."""
         batch = self.ops.prepare(batch)
         angles = {rope: rotary(batch.positions) for rope, rotary in self.rotaries.items()}
-        residual = self.embedding(batch.tokens)
+        residual, spec = self.enter(batch), self.spec
         inputs = self.layer_inputs(batch.tokens, residual)
         stream = residual.new_zeros(residual.shape), residual, self.nothing
-        for i, block in enumerate(self.layers):
-            output = batch.output_indices if i == len(self.layers) - 1 else None
-            cache, rope = kv[self.spec.kv_layers[i]], self.spec.layer_ropes[i]
+        for i, block in zip(spec.own_layers, self.layers, strict=True):
+            output = batch.output_indices if i == spec.layers - 1 else None
+            cache, rope = kv[spec.kv_layers[i]], spec.layer_ropes[i]
             stream = block.run(stream, angles[rope], batch, cache, output, inputs[i])
-        return batch.select_outputs(self.norm.add(*stream)[0])
+        return self.leave(batch, *stream)
 
-    def layer_inputs(self, tokens: Tensor, embedded: Tensor) -> Sequence[Tensor | None]:
-        """Per layer, its inputs [T, n], of the tokens and their embeddings [T, hidden]."""
+    def layer_inputs(self, tokens: Tensor, entered: Tensor) -> Sequence[Tensor | None]:
+        """Per layer, its inputs [T, n]. entered: what `enter` returned, which is the tokens' embeddings in the first
+        stage; others look them up."""
         spec, width = self.spec, self.spec.layer_inputs
         if not width:
             return [None] * spec.layers
+        embedded = entered if self.pipeline.first else self.embedding(tokens)
         made = self.ops.norm((self.projection(embedded) * spec.hidden**-0.5).view(-1, width), self.input_norm)
         whole = (made.view(len(tokens), -1) + self.inputs(tokens)) * 0.5**0.5
         return list(whole.view(len(tokens), -1, width).unbind(1))

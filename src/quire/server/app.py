@@ -51,6 +51,7 @@ from quire.server.response_store import ResponseStore
 from quire.server.responses import ResponseChunks, ResponsesRequest
 from quire.server.stream import Chunks, EventStream, answer_all, unless_gone
 from quire.server.tools import make_tool_set
+from quire.server.upstream_pages import LivePage, UpstreamPages
 from quire.weights.details import ModelDetails
 
 T = TypeVar("T")
@@ -298,13 +299,14 @@ def create_app(
     tokenizer_info: Mapping[str, Any] | None = None,
     details: Callable[[], ModelDetails] = ModelDetails,
     state: ResponseState | None = None,
+    pages: Sequence[LivePage] = (),
 ) -> ASGIApp:
     """The ASGI application of a backend, a batch service and stored responses, which the caller starts and closes.
 
     view: what the live page shows. recording: the folder of the flight recorder's files. hosts: the names by which the
     server may be asked, any by default. origins: those whose pages may use it (CORS). tokenizer_info: what
     /tokenizer_info answers, None to refuse it. details: what /api/tags and /api/show say of the checkpoint. state: of
-    responses, by default in memory.
+    responses, by default in memory. pages: of engines behind this server, which the live page shows, too.
     """
     limits = Limits() if limits is None else limits
     keys = Keys() if keys is None else keys
@@ -338,6 +340,7 @@ def create_app(
         get_json("/openapi.json", partial(Raw, openapi.document(version))),
         *health_routes(backend, version),
         *(_no_batch_routes() if batch_service is None else batch_service.routes()),
+        *(UpstreamPages(pages).routes() if pages else ()),
         *page.routes(),
     ]
     return build_app(routes, keys, page, rates, hosts, origins)
