@@ -134,7 +134,7 @@ class Link:
         self.payload_into(scratch[:0])
 
     def shutdown(self) -> None:
-        """End it, from any thread: whoever sends or receives raises LinkLost."""
+        """End it, from any thread: threads that send or receive raise LinkLost."""
         with suppress(OSError):
             self._in.shutdown(socket.SHUT_RDWR)
 
