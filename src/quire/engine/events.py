@@ -110,7 +110,7 @@ class EngineStats:
         self.completed: deque[Completed] = deque(maxlen=keep)
         self.num_finished = self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
         self.num_host_tokens = self.num_disk_tokens = self.num_remote_tokens = 0
-        self.num_steps = self.num_spans = self.max_batch_size = self.num_fed_tokens = 0
+        self.num_steps = self.num_spans = self.max_batch_size = 0
 
     def on_submit(self, seq: Sequence, now: float) -> None:
         """A request is queued."""
