@@ -184,7 +184,11 @@ def test_a_frame_cut_short_ends_the_recording_there(tmp_path: Path, cut: int) ->
 
 
 def _flip(data: bytes) -> bytes:
-    at = len(data) // 2
+    """A bit of the contents of the frame in the middle: one of its length would cut it."""
+    head, at, middle = recording_format.HEAD, len(recording_format.MAGIC), len(data) // 2
+    while (end := at + head.size + head.unpack_from(data, at)[0]) <= middle:
+        at = end
+    at += head.size
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
