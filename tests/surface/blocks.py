@@ -343,6 +343,19 @@ NAMED = (
         )
     ),
     *(
+        Named(f"docs/guides/disaggregation.md: {first}", "two servers", f"tests/test_disaggregated_servers.py::{place}")
+        for first, place in (
+            (
+                "CUDA_VISIBLE_DEVICES=0 quire serve MODEL --port 8001 --disag",
+                "test_two_servers_answer_as_one_and_say_what_was_sent",
+            ),
+            (
+                "openssl rand -hex 32 > /etc/quire/split-secret",
+                "test_two_servers_answer_as_one_and_say_what_was_sent",
+            ),
+        )
+    ),
+    *(
         Named(f"docs/guides/simulate.md: {first}", "no engine of a setting", f"tests/bench/test_simulate.py::{place}")
         for first, place in (
             *(

@@ -36,7 +36,7 @@ from quire.observability.tracing import Traces, build_traces
 from quire.server.access import BATCHES, Hosts, Keys, Rates, loopback
 from quire.server.app import create_app
 from quire.server.batch_api.runner import BatchService
-from quire.server.connection import Timeouts
+from quire.server.connection import Timeouts, raise_descriptor_limit
 from quire.server.endpoints import answerer
 from quire.server.limits import Limits
 from quire.server.response_state import ResponseState
@@ -177,6 +177,7 @@ def run(
     """
     server, access = settings.server, settings.access
     check_files(access)
+    raise_descriptor_limit()  # before the event loop takes some
     running = serve_app(
         app,
         backend,

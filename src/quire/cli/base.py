@@ -130,6 +130,7 @@ class Root(LazyGroup):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a subcommand; errors become a line on stderr and an exit code."""
+        _open_standard_streams()
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             # A model may say what a terminal's encoding lacks.
             sys.stdout.reconfigure(errors="replace")
@@ -150,6 +151,18 @@ class Root(LazyGroup):
             _print_traceback(ctx)
             asked_for = isinstance(error, InvalidConfig | InvalidModel | InvalidRequest)
             raise (Refusal if asked_for else Failure)(error) from error
+
+
+def _open_standard_streams() -> None:
+    """Open those that the parent closed: a socket would have their numbers, and get what is written to them."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
 
 
 def _discard_output() -> None:

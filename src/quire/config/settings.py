@@ -1,4 +1,4 @@
-"""The options themselves: ten frozen sections, and what must hold between their fields.
+"""The options themselves: eleven frozen sections, and what must hold between their fields.
 
 Names are vLLM's where users know them. None means 'auto' (or, where `unset` says so, 'none'): the composition
 root resolves it when it knows the device and the checkpoint.
@@ -403,6 +403,11 @@ def check_replicas(settings: Settings) -> None:
             "replicas have executors of their own, but executor grpc is one for all: leave one of the two out",
             param="replicas",
         )
+    if settings.disaggregation.disaggregation_mode != "none":
+        raise InvalidConfig(
+            "disaggregation_mode is for one engine, but there are several replicas: start a server for each engine",
+            param="disaggregation_mode",
+        )
     if settings.execution.recording_dir is not None:
         raise InvalidConfig(
             "recording_dir is for the recording of one engine, but there are several replicas: leave one of the two "
@@ -753,6 +758,63 @@ class ExecutionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DisaggregationConfig:
+    """Prefill and decode in different engines."""
+
+    disaggregation_mode: Literal["none", "prefill", "decode"] = option(
+        "none",
+        "Split prefill and decode: decode, long prompts are computed by a prefill engine, which sends their K/V; "
+        "prefill, compute prompts for decode engines.",
+    )
+    disaggregation_address: tuple[str, ...] = option(
+        (),
+        "HOST:PORT where a prefill engine listens for decode engines, or where a decode engine reaches its prefill "
+        "engines (several are allowed). Unset: 127.0.0.1:8998.",
+        metavar="HOST:PORT",
+    )
+    disaggregation_secret_file: str | None = option(
+        None, "File with a secret that both sides share, of 16 bytes or more. Unset: only over loopback."
+    )
+    disaggregation_min_tokens: int = option(
+        256,
+        "Prompt tokens not found in the cache from which on a decode engine asks a prefill engine.",
+        low=1,
+        high=UNLIMITED,
+    )
+    disaggregation_timeout: float = option(
+        10.0,
+        "Seconds that a decode engine waits for the next part of a prompt's K/V before it computes the rest itself.",
+        low=0.1,
+        high=3600,
+    )
+
+
+ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+def check_disaggregation(config: DisaggregationConfig) -> None:
+    """Raise InvalidConfig for a bad address, and for options without a mode, or not of this mode."""
+    mode = config.disaggregation_mode
+    for entry in fields(config)[1:]:
+        of_decode = entry.name.endswith(("min_tokens", "timeout"))
+        if getattr(config, entry.name) != entry.default and (mode == "none" or (of_decode and mode == "prefill")):
+            raise InvalidConfig(
+                f"{entry.name} is for disaggregation_mode {'decode' if of_decode else 'prefill and decode'}, and that "
+                f"is {mode}",
+                param=entry.name,
+            )
+    for address in config.disaggregation_address:
+        found = ADDRESS.fullmatch(address)
+        if found is None or not 0 < int(found[2]) < 1 << 16:
+            raise InvalidConfig(f"disaggregation_address: {address!r} is not HOST:PORT", param="disaggregation_address")
+    if mode == "prefill" and len(config.disaggregation_address) > 1:
+        raise InvalidConfig(
+            "disaggregation_address: a prefill engine listens at one address; give it one",
+            param="disaggregation_address",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All sections, validated one by one and together. sources: where each value came from, by name.
 
@@ -768,6 +830,7 @@ class Settings:
     server: ServerConfig = field(default_factory=ServerConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
+    disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -832,6 +895,7 @@ def _check_together(settings: Settings) -> None:
     check_upstream(settings.upstream)
     check_access(settings.access, settings.upstream.backend)
     check_executor(settings.executor)
+    check_disaggregation(settings.disaggregation)
     check_replicas(settings)
     budget, rows, longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len
     if budget and rows and budget < rows:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from quire.errors import InvalidRequest, QuireError, Unavailable, nearest
 from quire.frontend.interface import Backend, Delta, ModelCard, ResultStream, Service
 from quire.observability.recording_format import SUFFIX, written_bytes
-from quire.parsers.tools.styles import STYLES
+from quire.parsers.tools.styles import tool_style
 from quire.server import error_responses, openapi, outputs, prompts, schemas
 from quire.server.access import CrossOrigin, Guard, Hosts, Keys, Rates, refuse_cross_site, trace_context
 from quire.server.batch_api.runner import BatchService
@@ -223,7 +223,7 @@ class Api:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if request.messages is not None:
-            tools = make_tool_set(request.tools, None, None, STYLES[card.tool_parser], limits).for_template
+            tools = make_tool_set(request.tools, None, None, tool_style(card.tool_parser), limits).for_template
             messages = limits.prompt_header.remove(request.messages).messages
             tokens = prompts.render(messages, request, self._backend, limits.images, tools).ids
         else:
