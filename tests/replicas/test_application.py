@@ -51,8 +51,8 @@ def test_a_deployment_that_grows_has_the_autoscaler() -> None:
 
 
 def test_an_engine_gets_no_secrets() -> None:
-    sent = engine_options(Settings.of(replicas=2, api_key=["secret"], admin_key=["secret"]))
-    assert "secret" not in str(sent)
+    sent = engine_options(Settings.of(replicas=2, api_key=["hunter2"], admin_key=["hunter2"]))
+    assert "hunter2" not in str(sent)
 
 
 def test_a_replica_takes_the_gpus_of_its_ranks() -> None:
@@ -66,6 +66,11 @@ def test_a_replica_takes_the_gpus_of_its_ranks() -> None:
         ({"replicas": 3, "max_replicas": 2}, "max_replicas .2. is below replicas"),
         ({"replicas": 2, "backend": "openai", "upstream": ["http://a:1"]}, "replicas are of our own engine"),
         ({"replicas": 2, "executor": "grpc", "executor_address": "a:1"}, "executor grpc is one for all"),
+        (
+            {"replicas": 2, "disaggregation_mode": "prefill", "disaggregation_address": ["127.0.0.1:1"]},
+            "disaggregation_mode is for one engine",
+        ),
+        ({"replicas": 2, "pipeline_parallel_size": 2}, "replicas of such engines are not supported"),
         ({"max_replicas": 2, "recording_dir": "x"}, "recording_dir is for the recording of one engine"),
     ],
 )

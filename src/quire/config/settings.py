@@ -408,6 +408,11 @@ def check_replicas(settings: Settings) -> None:
             "disaggregation_mode is for one engine, but there are several replicas: start a server for each engine",
             param="disaggregation_mode",
         )
+    if settings.execution.pipeline_parallel_size > 1:
+        raise InvalidConfig(
+            "pipeline_parallel_size divides one engine, and replicas of such engines are not supported: leave one out",
+            param="pipeline_parallel_size",
+        )
     if settings.execution.recording_dir is not None:
         raise InvalidConfig(
             "recording_dir is for the recording of one engine, but there are several replicas: leave one of the two "
