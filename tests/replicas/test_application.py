@@ -85,6 +85,7 @@ def test_the_environment_of_an_image_is_no_mistake(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("QUIRE_ADDRESS_FILE", "/tmp/quire.address")
     made = options_of(app({"replicas": 2}))
     assert made.name == SERVER and made.num_replicas == 1
+    assert made.ray_actor_options["num_cpus"] == 0  # it runs where engines take all cores
 
 
 def applications() -> list[dict[str, Any]]:

@@ -166,7 +166,7 @@ def app(options: dict[str, Any]) -> serve.Application:
         name=SERVER,
         num_replicas=1,
         max_ongoing_requests=_MOST_CALLS,
-        ray_actor_options={"num_cpus": 1},
+        ray_actor_options={"num_cpus": 0},  # engines are what needs them
         graceful_shutdown_timeout_s=settings.server.shutdown_timeout + _SPARE,
         health_check_period_s=_HEALTH_PERIOD,
     )
