@@ -145,7 +145,8 @@ AXES: dict[str, Sequence[Any]] = {
     "pressure": ("preempt", "foresee", "reserve"),
     "pins": (0, 3, UNLIMITED),
     "snapshots": (None, None, (0, UNLIMITED), (1, 4), (3, UNLIMITED), (40, 8)),  # None: no state; slots and interval
-    "tiers": (None, (1, 0), (4, 6), (40, 2), (500, 0)),  # slots of host memory and files; not with states
+    # slots of host memory, files, and tokens from which on a prefill engine computes prompts; not with states
+    "tiers": (None, (1, 0), (4, 6), (40, 2), (500, 0), (6, 3, 1), (60, 0, 9)),
 }
 GROUPS = ((2, 1), (2, 2), (3, 2))
 """(groups of rows, depth): of pipelines of two and three stages."""
@@ -252,8 +253,10 @@ class Run:
         self.dev = HashDevice(self.pages, c["size"], eager=c["eager"], seed=seed, snapshots=slots, groups=self.groups)
         self.tiers = None
         if c["reuse"] and slots is None and (sizes := c.get("tiers")):
-            store = HashStore(self.dev, *sizes, random.Random(f"tiers {work}"), faulty=c["fails"])
-            self.tiers = classes.KVOffload(store, c["size"])
+            slots, files, least = (*sizes, UNLIMITED)[:3]
+            rng = random.Random(f"tiers {work}")
+            store = HashStore(self.dev, slots, files, rng, faulty=c["fails"], min_tokens=least)
+            self.tiers = classes.KVOffload(store, c["size"], store)
         kv = classes.KVCacheManager(self.pages, c["size"], index, eviction, **bounds, offload=self.tiers)
         budget, chunk = c["feed"]
         self.sch: scheduler.Scheduler = classes.Scheduler(

@@ -346,6 +346,29 @@ TIERS = [
 ]
 """Bugs of K/V tiers."""
 
+PREFILLS = [
+    Bug(
+        "blocks of a prefill engine are counted from the wrong one",
+        T,
+        "size, first = self.block_size, num_held + len(run)",
+        "size, first = self.block_size, len(run)",
+    ),
+    Bug("a block is received into a second slot", T, "if key in self.host or (slot :=", "if (slot :="),
+    Bug(
+        "blocks that are received are found before they come",
+        T,
+        'if copy.kind in ("load", "read", "receive"):',
+        'if copy.kind in ("load", "read"):',
+    ),
+    Bug(
+        "a block that did not come is used",
+        T,
+        "if entry.key in done.failed and not entry.dropped:",
+        'if entry.key in done.failed and not entry.dropped and copy.kind != "receive":',
+    ),
+]
+"""Bugs of blocks that a prefill engine sends."""
+
 HARMLESS = [
     Bug("span reused though prompt logits are wanted", S, " or span.num_logits != num_logits", ""),
     Bug(

@@ -94,6 +94,14 @@ def test_an_empty_key_is_refused_for_it_would_look_like_one(name: str, given: Se
     assert f"{name}: must be text, or a list of texts, none of them empty" in refusal(**{name: given})
 
 
+@pytest.mark.parametrize("value", ["m\udcff", "a\0b"])
+def test_text_that_cannot_be_sent_to_the_engine_is_refused_by_its_option(value: str) -> None:
+    """Such as an argument in Latin-1."""
+    for name in ("model", "served_model_name", "chat_template", "api_key"):
+        with pytest.raises(InvalidConfig, match=rf"{name}.*in UTF-8 and without zero bytes"):
+            Settings.of(**{name: value})
+
+
 def test_secrets_are_never_shown() -> None:
     settings = Settings.of(api_key="sesame")
     shown = [known.show(settings.get(name)) for name, known in OPTIONS.items()]

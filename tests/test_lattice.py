@@ -9,7 +9,7 @@ import pytest
 
 from quire.types import UNLIMITED
 from tests import lattice
-from tests.mutants import BUGS, HARMLESS, STATES, TIERS, Bug, plant
+from tests.mutants import BUGS, HARMLESS, PREFILLS, STATES, TIERS, Bug, plant
 
 SHARES = 8
 PER_SHARE = 90
@@ -123,14 +123,14 @@ RARE_TIERS = {
 """As `RARE`: combinations that are passed over."""
 
 
-@pytest.mark.parametrize("bug", TIERS, ids=lambda b: b.name)
+@pytest.mark.parametrize("bug", [*TIERS, *PREFILLS], ids=lambda b: b.name)
 def test_planted_bug_of_tiers_is_caught_and_by_combinations_with_tiers_alone(bug: Bug) -> None:
     classes = plant(bug)
     for combo in _sample(bug.name, 3, tiers=None):
         lattice.run(combo, classes)
     draws = [
         _sample(bug.name, 40, tiers=tiers, fails=fails, **TIERED)
-        for tiers in ((40, 2), (4, 6), (30, 500))
+        for tiers in (((40, 2), (4, 6), (30, 500)) if bug in TIERS else ((40, 2, 1), (6, 3, 1)))
         for fails in (False, True)
     ]
     for combo in itertools.islice(itertools.chain(*zip(*draws, strict=True)), RARE_TIERS.get(bug.name, 0), None):

@@ -24,6 +24,7 @@ from rich.progress import Progress
 from quire import errors
 from quire.assembly.engine import build_engine
 from quire.assembly.images import build_images, fetch_now
+from quire.assembly.kv_offload import refuse_prefill
 from quire.assembly.limits import choose_device
 from quire.assembly.pooled import PoolingReader
 from quire.assembly.prompts import Message, Prompt, PromptReader, ReadPrompt, check_list, last_text, listed, suffixes
@@ -99,6 +100,7 @@ class LLM:
         self._grammars_lock = threading.Lock()
         if choose_device(self.settings.execution.device).type == "cuda":
             self._grammars.warm_up()
+        refuse_prefill(self.settings, "an LLM")
         self._engine = build_engine(self.settings)
         self._seeds = random.Random(self.settings.model.seed)
         self._names = itertools.count()

@@ -344,6 +344,19 @@ NAMED = (
         )
     ),
     *(
+        Named(f"docs/guides/disaggregation.md: {first}", "two servers", f"tests/test_disaggregated_servers.py::{place}")
+        for first, place in (
+            (
+                "CUDA_VISIBLE_DEVICES=0 quire serve MODEL --port 8001 --disag",
+                "test_two_servers_answer_as_one_and_say_what_was_sent",
+            ),
+            (
+                "openssl rand -hex 32 > /etc/quire/split-secret",
+                "test_two_servers_answer_as_one_and_say_what_was_sent",
+            ),
+        )
+    ),
+    *(
         Named(f"docs/guides/simulate.md: {first}", "no engine of a setting", f"tests/bench/test_simulate.py::{place}")
         for first, place in (
             *(
@@ -505,6 +518,21 @@ NAMED = (
         "docs/guides/speculative-decoding.md: quire serve Qwen/Qwen3-Next-80B-A3B-Instruct --speculative-c",
         "needs more memory than there is",
         PARSED,
+    ),
+    Named(
+        "docs/guides/replicas.md: pip install 'quire-llm[ray]'",
+        "Ray takes half a minute to start",
+        "tests/replicas/test_deployment.py",
+    ),
+    Named(
+        "docs/guides/replicas.md: quire serve --replicas 1 --max-replicas 3",
+        "it grows and shrinks in minutes",
+        "tests/replicas/test_deployment.py",
+    ),
+    Named(
+        "docs/guides/replicas.md: applications:",
+        "a file of Ray Serve",
+        "tests/replicas/test_application.py",
     ),
     Named(
         "docs/guides/upstream.md: quire serve --backend vllm --model Qwen/Qwen2.5-7B-Instruct",

@@ -16,7 +16,7 @@ import torch
 
 from quire.assembly import extra
 from quire.assembly.images import find_processor, image_tokens
-from quire.assembly.kv_offload import build_store
+from quire.assembly.kv_offload import build_offload, refuse_tiers
 from quire.assembly.limits import (
     BuiltExecutor,
     Limits,
@@ -62,7 +62,7 @@ from quire.ops.reference import ReferenceOps
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.encoder_cache import EncoderCache
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
-from quire.scheduler.kv_offload import BlockStore, KVOffload
+from quire.scheduler.kv_offload import Offload
 from quire.scheduler.policy import SchedulingPolicy, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.structured_output.llguidance import ParallelMasks
@@ -83,7 +83,7 @@ PLACING: Mapping[str, str] = MappingProxyType(
 
 TIERS: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(
-        ("kv_offloading_size", "kv_offloading_dir"),
+        ("kv_offloading_size", "kv_offloading_dir", "disaggregation_mode"),
         "blocks are copied from and to Quire's own layers, --executor local",
     )
 )
@@ -116,7 +116,7 @@ def build_engine(
     policy = build_policy(settings)
     target = settings.scheduler.latency_target_ms
     executor, limits, static_gauges, plan_delay = make_executor(settings)
-    store = build_store(settings, executor)
+    offload = build_offload(settings, executor)
     executor = wrap(executor)
     if executor.describe().bidirectional:
         # It bounds what prompts cost answers, and may cut prompts for that.
@@ -128,7 +128,7 @@ def build_engine(
             param="recording_dir",
         )
     engine = make(
-        build_scheduler(settings, executor.describe(), limits, policy, store),
+        build_scheduler(settings, executor.describe(), limits, policy, offload),
         executor,
         lookahead=limits.lookahead,
         observers=observers,
@@ -151,6 +151,7 @@ def make_executor(settings: Settings) -> BuiltExecutor:
         reject_options(settings, kind, DIVIDING)
     try:
         if kind == "local" and settings.execution.ranked:
+            refuse_tiers(settings, "an engine of several ranks")
             return cast(BuiltExecutor, import_module("quire.assembly.ranks").make(settings))
         if kind == "local":
             return build_local(settings, ONE_RANK)
@@ -300,9 +301,9 @@ def build_scheduler(
     description: Description,
     limits: Limits,
     policy: SchedulingPolicy,
-    store: BlockStore | None = None,
+    offload: Offload | None = None,
 ) -> Scheduler:
-    """The scheduler for an executor of this description. store: where evicted blocks go; None: nowhere."""
+    """The scheduler for an executor of this description. offload: where evicted blocks go; None: nowhere."""
     cache = settings.cache
     chunk, tokens = limits.max_chunk_tokens, limits.max_num_batched_tokens
     return Scheduler(
@@ -317,7 +318,7 @@ def build_scheduler(
             EVICTION_POLICIES[cache.eviction_policy](),
             max_pinned_blocks=int(description.num_blocks * cache.max_pinned_share),
             snapshot_interval=cache.snapshot_interval,
-            offload=None if store is None else KVOffload(store, description.block_size),
+            offload=offload,
         ),
         rows=description.num_rows,
         max_num_seqs=limits.max_num_seqs,

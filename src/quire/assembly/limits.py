@@ -227,7 +227,8 @@ def working_bytes(
     gathered: int = 0,
     image_tokens: tuple[int, int] = (0, 0),
 ) -> int:
-    """Bytes for activations of the largest step, for those of the largest captured step, and for graphs.
+    """Bytes for activations of the largest step, for those of the largest captured step, and for graphs. A layer for
+    multi-token prediction reads the hidden states of every token once the step has sampled.
 
     captured: most tokens of a captured step, 0 without graphs; graphs keep memory of their own. rows: rows of logits.
     gathered: see `gathered_tokens`. image_tokens: of the largest image, and of all whose embeddings are kept.
@@ -261,7 +262,8 @@ def working_bytes(
         made = kept * own.out * (1 + len(own.feature_layers))
         images = (patches * (6 * own.hidden + 2 * own.mlp) + made) * dtype.itemsize
     graphs = step_bytes(min(tokens, captured)) + GRAPH_BYTES if captured else 0
-    return images + step_bytes(tokens) + graphs + gathered * a_token
+    kept = tokens * spec.hidden * spec.draft_layers * dtype.itemsize
+    return images + step_bytes(tokens) + graphs + gathered * a_token + kept
 
 
 def host_bytes(root: Path = Path("/")) -> int:

@@ -145,12 +145,10 @@ def need_of(
         facts.dtype,
         tokens=limits.max_num_batched_tokens,
         captured=captured,
-        rows=limits.max_num_seqs if spec.generates else 0,
+        rows=limits.max_num_seqs * (1 + most_drafts(settings)) if spec.generates else 0,
         gathered=gathered_tokens(limits, device),
         image_tokens=image_tokens(settings, find_processor(settings)) if spec.vision is not None else (0, 0),
     )
-    # On a GPU, drafting keeps the hidden states of a step.
-    work += 0 if cpu else limits.max_num_batched_tokens * spec.hidden * spec.draft_layers * facts.dtype.itemsize
     kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else facts.dtype
     size = limits.max_model_len if facts.whole else limits.block_size
     if facts.foreign and kept is not facts.dtype:

@@ -64,7 +64,10 @@ UNSUPPORTED = _by_name(
             "disable_cascade_attn use_v2_block_manager disable_async_output_proc"
         ),
         "see --executor": "worker_cls",
-        "K/V stays in the server that made it": "kv_transfer_config",
+        "see --disaggregation-mode and --disaggregation-address": (
+            "kv_transfer_config disaggregation_bootstrap_port disaggregation_transfer_backend "
+            "disaggregation_ib_device disaggregation_decode_dp"
+        ),
         "see /ui and /v1/requests": "kv_events_config",
         "every option has a name of its own": "additional_config",
         "there is no compile step": (

@@ -535,6 +535,7 @@ class Scheduler:
             cache_written=seq.num_cache_written,
             cached_host=seq.num_from_host,
             cached_disk=seq.num_from_disk,
+            cached_remote=seq.num_from_remote,
         )
 
     # ---------------------------------------------------------------- after a failed step
