@@ -23,13 +23,13 @@ types:
 
 # One thread a worker: two workers that each use every core spend their time waiting for each other.
 test:
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --durations=30
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal --durations=30
 
 bench:
 	$(PYTHON) -m quire bench engine --requests 1000
 
 nightly:
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 -m nightly
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal -m nightly
 
 # Minutes to hours: --paths, --count and --seconds bound it.
 mutation:

@@ -20,10 +20,16 @@ typedef int8_t vsb __attribute__((vector_size(16), aligned(1)));
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE vf zero(void) { return (vf){0}; }
-INLINE vf all(float x) { return zero() + x; }
+INLINE vf all(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 INLINE vf loadf(const void *p) { return *(const vfu *)p; }
 INLINE void storef(float *p, vf x) { *(vfu *)p = x; }
-INLINE vf wide(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
+INLINE vf wide(vh x) {
+#ifdef __AVX512F__
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16); /* the compiler's way takes five steps */
+#else
+    return (vf)(__builtin_convertvector(x, vu) << 16);
+#endif
+}
 INLINE vf loadb(const void *p) { return wide(*(const vh *)p); }
 
 /* To bfloat16, halves to even; NaN stays NaN. */
@@ -181,7 +187,12 @@ INLINE vf number(const struct matrix *m, vf values, vi word, int i, int kind) {
 }
 
 INLINE vf bytes(const void *p, int is_signed) {
+#ifdef __AVX512F__
+    __m128i few = _mm_loadu_si128(p);
+    return (vf)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(few) : _mm512_cvtepu8_epi32(few));
+#else
     return is_signed ? __builtin_convertvector(*(const vsb *)p, vf) : __builtin_convertvector(*(const vb *)p, vf);
+#endif
 }
 
 /* The scale of a group of a panel, and what is subtracted of each of its columns. */
@@ -587,14 +598,6 @@ static void pieces_amx(const struct linear *a, const void *const *weight, const 
 }
 #endif
 
-/* ---------------------------------------------------------------- integers by integers
-
-   A quantized matrix times rows in bfloat16: each row is brought to int8 in blocks of 32 columns (scale: the largest
-   number / 127, as llama.cpp's Q8_0), blocks are summed in int32, which is exact, and scaled sums are added up in float
-   in the order of columns. No step depends on how many rows or threads there are. */
-
-#define BLOCK 32
-
 /* a * b + c, rounded once. By name: whether the compiler fuses them by itself differs from one loop to the next. */
 INLINE vf fused(vf a, vf b, vf c) {
 #ifdef __AVX512F__
@@ -607,406 +610,15 @@ INLINE vf fused(vf a, vf b, vf c) {
 #endif
 }
 
-/* Rows as int8: q [rows][k] in the order in which the kind's words have columns, the scale of each block, the sum of
-   the numbers of each 16 columns, and the sums of the groups of the matrix in float. */
-struct bytes_of_rows {
-    const int8_t *q;
-    const float *scale;
-    const int32_t *sum;
-    const float *group_sum;
-};
-
-/* Column c of 8 of a word of INT4 is the low or the high half of byte c / 2: even ones are multiplied first. */
-static const uint8_t EVEN_ODD[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-
-static void to_bytes(const struct matrix *m, const float *x, int8_t *q, float *scale, int32_t *sums) {
-    for (int64_t b = 0; b < m->k / BLOCK; b++, x += BLOCK, q += BLOCK, sums += 2) {
-        vf low = loadf(x), high = loadf(x + LANES);
-        const vi magnitude = (vi){0} + 0x7fffffff;
-        vf most = maximum((vf)((vi)low & magnitude), (vf)((vi)high & magnitude));
-        float top = 0;
-        for (int i = 0; i < LANES; i++)
-            top = most[i] > top ? most[i] : top;
-        float by = top > 0 ? 127.0f / top : 0.0f;
-        scale[b] = top / 127.0f + sum(low * 0.0f + high * 0.0f); /* NaN and infinity stay seen */
-        vi rounded[2] = {(vi)(low * by + 12582912.0f) - 0x4b400000, (vi)(high * by + 12582912.0f) - 0x4b400000};
-        for (int h = 0; h < 2; h++) {
-            int32_t total = 0;
-            for (int i = 0; i < LANES; i++) {
-                int at = LANES * h + i;
-                total += rounded[h][i];
-                q[m->kind == INT4 ? at / 8 * 8 + EVEN_ODD[at % 8] : at] = (int8_t)rounded[h][i];
-            }
-            sums[h] = total;
-        }
-    }
-}
-
-static struct bytes_of_rows bytes_of(const struct linear *a) {
-    const struct matrix *m = a->matrix;
-    int64_t rows = a->rows, k = m->k, blocks = k / BLOCK, groups = k / m->group;
-    const float *x = floats(a);
-    size_t sizes[4] = {rows * k, 4 * rows * blocks, 8 * rows * blocks, has_less(m) ? 4 * rows * groups : 0}, at[4], all_of = 0;
-    for (int i = 0; i < 4; i++) {
-        at[i] = all_of;
-        all_of += (sizes[i] + 63) / 64 * 64;
-    }
-    char *held = room(1, all_of);
-    int8_t *q = (int8_t *)held;
-    float *scale = (float *)(held + at[1]), *group_sum = (float *)(held + at[3]);
-    int32_t *sum = (int32_t *)(held + at[2]);
-    for (int64_t r = 0; r < rows; r++) {
-        to_bytes(m, x + r * k, q + r * k, scale + r * blocks, sum + 2 * r * blocks);
-        for (int64_t g = 0; has_less(m) && g < groups; g++) {
-            float total = 0;
-            for (int64_t c = g * m->group; c < (g + 1) * m->group; c += 16)
-                total = fmaf((float)sum[(r * k + c) / 16], scale[r * blocks + c / BLOCK], total);
-            group_sum[r * groups + g] = total;
-        }
-    }
-    return (struct bytes_of_rows){q, scale, sum, group_sum};
-}
-
-#ifdef __AVX512VNNI__
-#define SHIFT 128 /* the instruction multiplies unsigned bytes by signed ones: signed codes are shifted */
-#else
-#define SHIFT 0
-#endif
-
-/* A number is (code - offset) * part; of 4 bits the code is the number itself or what `table` has for it. */
-struct codes { int32_t offset; float part; int use_table; vb table; };
-
-static struct codes codes_of(const struct matrix *m) {
-    struct codes c = {SHIFT, 1.0f, 0, {0}};
-    if (m->kind == INT8)
-        return c;
-    int linear = 1, whole = 1;
-    for (int i = 0; i < 16; i++) {
-        linear &= m->values[i] == m->values[0] + i;
-        whole &= m->values[i] == (float)(int)m->values[i];
-    }
-    if (linear) {
-        c.offset = (int32_t)-m->values[0];
-        return c;
-    }
-    c.use_table = 1;
-    c.part = whole ? 1.0f : 0.5f;
-    for (int i = 0; i < 16; i++)
-        c.table[i] = (uint8_t)(SHIFT + (int)(m->values[i] / c.part));
-    return c;
-}
-
-#ifdef __AVX512VNNI__
-INLINE vi dot(vi sum, vi codes, vi x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x); }
-INLINE vi look_up(vb table, vi codes) {
-    return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)codes);
-}
-#else
-union halves_of_vector { vi whole; __m256i half[2]; };
-/* Magnitudes by numbers with the codes' signs: sums of two products fit 16 bits. */
-INLINE __m256i dot_256(__m256i sum, __m256i codes, __m256i x) {
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
-INLINE vi dot(vi sum, vi codes, vi x) {
-    union halves_of_vector s = {sum}, c = {codes}, y = {x};
-    s.half[0] = dot_256(s.half[0], c.half[0], y.half[0]);
-    s.half[1] = dot_256(s.half[1], c.half[1], y.half[1]);
-    return s.whole;
-}
-INLINE vi look_up(vb table, vi codes) {
-    __m256i both = _mm256_broadcastsi128_si256((__m128i)table);
-    union halves_of_vector c = {codes};
-    c.half[0] = _mm256_shuffle_epi8(both, c.half[0]);
-    c.half[1] = _mm256_shuffle_epi8(both, c.half[1]);
-    return c.whole;
-}
-#endif
-
-INLINE vi word_at(const int8_t *q) {
-    int32_t found;
-    memcpy(&found, q, 4);
-    return (vi){0} + found;
-}
-
-/* Sums of 16 or 32 columns from `column` on: of each panel and row, with the codes' offset taken off. */
-INLINE void block_sums(const struct matrix *m, const struct codes *codes, const int64_t *panel, int count,
-                       const struct bytes_of_rows *x, int64_t row, int rows, int64_t column, int columns, int kind,
-                       vi (*sum)[8]) {
-    int each = kind == INT4 ? 8 : 4;
-    int64_t words = m->k / each;
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) {
-        const int32_t *of = x->sum + ((row + r) * m->k + column) / 16;
-        int32_t total = columns == 32 ? of[0] + of[1] : of[0];
-#pragma GCC unroll 8
-        for (int p = 0; p < count; p++)
-            sum[p][r] = (vi){0} - codes->offset * total;
-    }
-#pragma GCC unroll 8
-    for (int w = 0; w < columns / each; w++)
-#pragma GCC unroll 8
-        for (int p = 0; p < count; p++) {
-            vi word = (vi) * (const vuu *)((const uint32_t *)m->weight + (panel[p] * words + column / each + w) * LANES);
-            if (kind == INT8) {
-                vi code = word ^ (vi)((vu){0} + SHIFT * 0x01010101u);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++)
-                    sum[p][r] = dot(sum[p][r], code, word_at(x->q + (row + r) * m->k + column + 4 * w));
-                continue;
-            }
-            vi even = word & 0x0f0f0f0f, odd = (vi)((vu)word >> 4) & 0x0f0f0f0f;
-            if (codes->use_table) {
-                even = look_up(codes->table, even);
-                odd = look_up(codes->table, odd);
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                const int8_t *q = x->q + (row + r) * m->k + column + 8 * w;
-                sum[p][r] = dot(dot(sum[p][r], even, word_at(q)), odd, word_at(q + 4));
-            }
-        }
-}
-
-/* Products of `rows` rows with `count` panels -> out [count][rows]. */
-INLINE void integers(const struct matrix *m, const struct codes *codes, const int64_t *panel, int count,
-                     const struct bytes_of_rows *x, int64_t row, int rows, vf (*out)[8], int kind, int columns) {
-    int64_t groups = m->k / m->group, blocks = m->k / BLOCK;
-#pragma GCC unroll 8
-    for (int p = 0; p < count; p++)
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-            out[p][r] = zero();
-    for (int64_t g = 0; g < groups; g++) {
-        vf part[PANELS][8], less[PANELS], scale[PANELS];
-#pragma GCC unroll 8
-        for (int p = 0; p < count; p++) {
-            scale[p] = scale_of(m, panel[p], g, &less[p]) * codes->part;
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++)
-                part[p][r] = zero();
-        }
-        for (int64_t c = g * m->group; c < (g + 1) * m->group; c += columns) {
-            vi sum[PANELS][8];
-            block_sums(m, codes, panel, count, x, row, rows, c, columns, kind, sum);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                float by = x->scale[(row + r) * blocks + c / BLOCK];
-#pragma GCC unroll 8
-                for (int p = 0; p < count; p++)
-                    part[p][r] = fused(__builtin_convertvector(sum[p][r], vf), all(by), part[p][r]);
-            }
-        }
-#pragma GCC unroll 8
-        for (int p = 0; p < count; p++)
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                out[p][r] = fused(part[p][r], scale[p], out[p][r]);
-                if (has_less(m))
-                    out[p][r] = fused(-less[p], all(x->group_sum[(row + r) * groups + g]), out[p][r]);
-            }
-    }
-}
-
-#define INTEGERS(COUNT, ROWS) \
-    do { \
-        if (m->kind == INT8 && m->group >= BLOCK) \
-            integers(m, codes, panel, COUNT, x, row, ROWS, out, INT8, BLOCK); \
-        else if (m->kind == INT8) \
-            integers(m, codes, panel, COUNT, x, row, ROWS, out, INT8, 16); \
-        else if (m->group >= BLOCK) \
-            integers(m, codes, panel, COUNT, x, row, ROWS, out, INT4, BLOCK); \
-        else \
-            integers(m, codes, panel, COUNT, x, row, ROWS, out, INT4, 16); \
-        return; \
-    } while (0)
-
-static __attribute__((noinline)) void some_integers(const struct matrix *m, const struct codes *codes,
-                                                    const int64_t *panel, int count, const struct bytes_of_rows *x,
-                                                    int64_t row, int rows, vf (*out)[8]) {
-#ifdef __AVX512F__
-    if (rows == 1 && count == 4) INTEGERS(4, 1);
-    if (rows == 4 && count == 2) INTEGERS(2, 4);
-    if (rows == 8) INTEGERS(1, 8);
-    if (rows == 4) INTEGERS(1, 4);
-    if (rows == 2) INTEGERS(1, 2);
-#else
-    if (rows == 1 && count == 2) INTEGERS(2, 1);
-    if (rows == 2) INTEGERS(1, 2);
-#endif
-    INTEGERS(1, 1);
-}
-
-static void pieces_integers(const struct linear *a, const struct codes *codes, const int64_t *panel, int count,
-                            const struct bytes_of_rows *x) {
-    for (int64_t r = 0; r < a->rows;) {
-        int64_t left = a->rows - r;
-        int now = left >= AT_ONCE ? AT_ONCE : left >= 4 && AT_ONCE >= 4 ? 4 : left >= 2 ? 2 : 1;
-        int most = AT_ONCE == 8 ? (now == 1 ? 4 : now == 4 ? 2 : 1) : now == 1 ? 2 : 1;
-        vf out[PANELS][8];
-        for (int p = 0; p < count;) {
-            int here = count - p >= most ? most : 1;
-            some_integers(a->matrix, codes, panel + p, here, x, r, now, out + p);
-            p += here;
-        }
-        finish_all(a, panel, count, r, now, out);
-        r += now;
-    }
-}
-
-#ifdef __AMX_INT8__
-#define TILES 4 /* blocks of columns multiplied one after the other, each in a tile of its own */
-
-static void configure_bytes(int rows, int columns) {
-    struct tile_config c = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        c.rows[i] = i < 6 ? rows : columns / 4;
-        c.bytes[i] = i < 4 || i > 5 ? 64 : columns;
-    }
-    _tile_loadconfig(&c);
-}
-
-/* One panel's numbers as signed bytes [k / 4][16][4]; of 8 bits they are that already. which: of two
-   buffers. */
-static const int8_t *signed_codes(const struct matrix *m, const struct codes *codes, int64_t panel, int which) {
-    const uint32_t *words = (const uint32_t *)m->weight + panel * m->k / (m->kind == INT4 ? 8 : 4) * LANES;
-    if (m->kind == INT8)
-        return (const int8_t *)words;
-    int8_t *out = (int8_t *)room(2, 2 * m->k * LANES) + which * m->k * LANES;
-    const __m512i low = _mm512_set1_epi8(15), offset = _mm512_set1_epi8((char)codes->offset);
-    for (int64_t w = 0; w < m->k / 8; w++) {
-        __m512i word = _mm512_loadu_si512(words + w * LANES);
-        vi even = (vi)_mm512_and_si512(word, low), odd = (vi)_mm512_and_si512(_mm512_srli_epi32(word, 4), low);
-        if (codes->use_table) {
-            even = look_up(codes->table, even);
-            odd = look_up(codes->table, odd);
-        }
-        _mm512_storeu_si512(out + w * 128, _mm512_sub_epi8((__m512i)even, offset));
-        _mm512_storeu_si512(out + w * 128 + 64, _mm512_sub_epi8((__m512i)odd, offset));
-    }
-    return out;
-}
-
-#define ONE_TILE(I, A, B) \
-    _tile_zero(I); \
-    _tile_loadd(A, x + (I) * columns, k); \
-    _tile_loadd(B, weight + (I) * columns * LANES, 64); \
-    _tile_dpbssd(I, A, B); \
-    _tile_stored(I, sums + 256 * (I), 64)
-
-/* Sums of 16 rows and TILES blocks of columns -> sums [TILES][16][16]. */
-INLINE void four_blocks(const int8_t *weight, const int8_t *x, int64_t k, int columns, int32_t *sums) {
-    ONE_TILE(0, 4, 6);
-    ONE_TILE(1, 5, 7);
-    ONE_TILE(2, 4, 6);
-    ONE_TILE(3, 5, 7);
-}
-
-/* One panel by `rows` rows from `row` on, of 16 at most -> out [16]: scaled as by `integers`, to the bit. single: a
-   group is no longer than a block. */
-INLINE void panel_tile(const struct matrix *m, const struct codes *codes, int64_t panel, const int8_t *weight,
-                       const struct bytes_of_rows *x, int64_t row, int rows, int columns, int single, vf *out) {
-    int64_t k = m->k, blocks = k / BLOCK, groups = k / m->group, each = m->group / columns;
-    int32_t sums[TILES * 256] __attribute__((aligned(64)));
-    vf part[LANES];
-    for (int r = 0; r < LANES; r++)
-        out[r] = part[r] = zero();
-    for (int64_t b = 0; b < k / columns; b++) {
-        if (b % TILES == 0)
-            four_blocks(weight + b * columns * LANES, x->q + row * k + b * columns, k, columns, sums);
-        const int32_t *sum = sums + b % TILES * 256;
-        const float *by = x->scale + row * blocks + b * columns / BLOCK;
-        if (single) {
-            vf less, scale = scale_of(m, panel, b, &less) * codes->part;
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-                vf scaled = fused(__builtin_convertvector(*(const vi *)(sum + r * LANES), vf), all(by[r * blocks]), zero());
-                out[r] = fused(scaled, scale, out[r]);
-                if (has_less(m))
-                    out[r] = fused(-less, all(x->group_sum[(row + r) * groups + b]), out[r]);
-            }
-            continue;
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++)
-            part[r] = fused(__builtin_convertvector(*(const vi *)(sum + r * LANES), vf), all(by[r * blocks]), part[r]);
-        if ((b + 1) % each)
-            continue;
-        vf less, scale = scale_of(m, panel, b / each, &less) * codes->part;
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            out[r] = fused(part[r], scale, out[r]);
-            part[r] = zero();
-            if (has_less(m))
-                out[r] = fused(-less, all(x->group_sum[(row + r) * groups + b / each]), out[r]);
-        }
-    }
-}
-
-static __attribute__((noinline)) void panel_rows(const struct matrix *m, const struct codes *codes, int64_t panel,
-                                                 const int8_t *weight, const struct bytes_of_rows *x, int64_t row,
-                                                 int rows, vf *out) {
-    if (m->group == BLOCK && rows == LANES)
-        panel_tile(m, codes, panel, weight, x, row, LANES, BLOCK, 1, out);
-    else if (m->group > BLOCK && rows == LANES)
-        panel_tile(m, codes, panel, weight, x, row, LANES, BLOCK, 0, out);
-    else if (m->group < BLOCK && rows == LANES)
-        panel_tile(m, codes, panel, weight, x, row, LANES, 16, 1, out);
-    else
-        panel_tile(m, codes, panel, weight, x, row, rows, m->group < BLOCK ? 16 : BLOCK, m->group <= BLOCK, out);
-}
-
-static void pieces_bytes(const struct linear *a, const struct codes *codes, const int64_t *panel, int count,
-                         const struct bytes_of_rows *x) {
-    const struct matrix *m = a->matrix;
-    int step = a->gate ? 2 : 1, set = -1;
-    for (int p = 0; p < count; p += step) {
-        const int8_t *weight[2] = {signed_codes(m, codes, panel[p], 0), NULL};
-        if (a->gate)
-            weight[1] = signed_codes(m, codes, panel[p + 1], 1);
-        for (int64_t r = 0; r < a->rows; r += LANES) {
-            int now = a->rows - r < LANES ? a->rows - r : LANES;
-            if (set != now)
-                configure_bytes(set = now, m->group < BLOCK ? 16 : BLOCK);
-            vf out[2][LANES];
-            for (int i = 0; i < step; i++)
-                panel_rows(m, codes, panel[p + i], weight[i], x, r, now, out[i]);
-            for (int i = 0; i < now; i++)
-                finish(a, r + i, panel[p], out[0][i], a->gate ? out[1][i] : zero());
-        }
-    }
-    _tile_release();
-}
-#endif
+#include "integers.h"
 
 #define FEW 8 /* rows up to which numbers are multiplied as they are read */
 
 #ifdef __AMX_BF16__
-#define MANY 64 /* rows above which tiles of bfloat16 pay for decoding a matrix: three times as many products a second */
+#define MANY 64 /* rows above which tiles of bfloat16 pay for decoding a matrix: twice as many products a second */
 #else
 #define MANY INT64_MAX
 #endif
-
-/* A quantized matrix by rows in bfloat16, which become int8. */
-static void integer_linear(const struct linear *a, int64_t *next) {
-    int64_t width = a->gate ? a->matrix->n / 2 : a->matrix->n, last = (width + LANES - 1) / LANES;
-    int task = a->gate ? PANELS / 2 : PANELS;
-    struct bytes_of_rows x = bytes_of(a);
-    struct codes codes = codes_of(a->matrix);
-    for (;;) {
-        int64_t first = __atomic_fetch_add(next, task, __ATOMIC_RELAXED), panel[PANELS];
-        if (first >= last)
-            return;
-        int count = list_panels(a, first, task, panel);
-#ifdef __AMX_INT8__
-        if (a->rows > FEW) {
-            pieces_bytes(a, &codes, panel, count, &x);
-            continue;
-        }
-#endif
-        pieces_integers(a, &codes, panel, count, &x);
-    }
-}
 
 static void linear(const struct linear *a, int64_t *next) {
     if (a->x_bf16 && a->matrix->kind >= INT8 && (a->rows <= MANY || a->invariant)) {
@@ -1225,16 +837,21 @@ static void values(const struct attention *a, int64_t span, int64_t group, int64
     }
 }
 
+/* The first position of the chunk that a query is in. */
+INLINE int64_t chunk_of(const struct attention *a, int64_t query) {
+    return query < a->chunk ? 0 : query / a->chunk * a->chunk;
+}
+
 /* Scores of positions that a query does not see become -inf. */
 static void hide(const struct attention *a, int64_t past, int64_t at, int64_t count, int64_t rows, float *score) {
     int64_t share = a->heads / a->groups, last = past + (rows - 1) / share;
-    if (at + count - 1 <= past && at > last - a->window && at >= last / a->chunk * a->chunk)
+    if (at + count - 1 <= past && at > last - a->window && at >= chunk_of(a, last))
         return;
     for (int64_t r = 0; r < rows; r++) {
-        int64_t query = past + r / share;
+        int64_t query = past + r / share, chunk = chunk_of(a, query);
         for (int64_t j = 0; j < count; j++) {
             int64_t position = at + j;
-            if (position > query || position <= query - a->window || position < query / a->chunk * a->chunk)
+            if (position > query || position <= query - a->window || position < chunk)
                 score[r * KEYS + j] = -INFINITY;
         }
     }
@@ -1262,7 +879,7 @@ static void attend(const struct attention *a, int64_t span, int64_t group, int64
         top[r] = a->sinks ? a->sinks[head] : -INFINITY;
         weight[r] = a->sinks ? 1.0f : 0.0f;
     }
-    int64_t lowest = past + 1 - a->window, begin = past / a->chunk * a->chunk;
+    int64_t lowest = past + 1 - a->window, begin = chunk_of(a, past);
     int64_t start = lowest > begin ? lowest : begin;
     for (int64_t at = start < 0 ? 0 : start; at < length;) {
         int64_t lead = at % KEYS, stop = at - lead + KEYS, count = (stop < length ? stop : length) - at;
@@ -1304,14 +921,26 @@ static void attend(const struct attention *a, int64_t span, int64_t group, int64
     }
 }
 
-/* Tasks are a span's groups times its pieces of QUERIES, in the order of spans. */
+#ifdef __AMX_BF16__
+#include "tiled_attention.h"
+#endif
+
+/* Tasks are a span's groups times its pieces of queries, in the order of spans. */
 static void attention(const struct attention *a, int64_t *next) {
-    int64_t span = 0, before = 0;
+    int64_t span = 0, before = 0, queries = QUERIES;
+    void (*attends)(const struct attention *, int64_t, int64_t, int64_t, int64_t) = attend;
+#ifdef __AMX_BF16__
+    if (is_tiled(a)) {
+        int64_t many = TILED_ROWS * a->groups / a->heads;
+        queries = many > LANES ? many : LANES;
+        attends = attend_tiled;
+    }
+#endif
     for (;;) {
         int64_t task = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED), n = 0, pieces = 0;
         for (; span < a->spans; span++) {
             n = a->query_start[span + 1] - a->query_start[span];
-            pieces = n > a->most ? 0 : (n + QUERIES - 1) / QUERIES;
+            pieces = n > a->most ? 0 : (n + queries - 1) / queries;
             if (task < before + pieces * a->groups)
                 break;
             before += pieces * a->groups;
@@ -1319,13 +948,17 @@ static void attention(const struct attention *a, int64_t *next) {
         if (span >= a->spans)
             return;
         /* The last pieces first: they take longest. */
-        int64_t piece = pieces - 1 - (task - before) / a->groups, from = piece * QUERIES;
-        attend(a, span, (task - before) % a->groups, from, from + QUERIES < n ? from + QUERIES : n);
+        int64_t piece = pieces - 1 - (task - before) / a->groups, from = piece * queries;
+        attends(a, span, (task - before) % a->groups, from, from + queries < n ? from + queries : n);
     }
 }
 
 /* One row: residual + x scaled, rounded as it is stored, and its norm. */
-static void norm_row(const struct norm *a, int64_t row) {
+INLINE void norm_row(const struct norm *from_arguments, int64_t row, int bf16, int weight_bf16) {
+    struct norm held = *from_arguments;
+    held.bf16 = bf16;
+    held.weight_bf16 = weight_bf16;
+    const struct norm *a = &held;
     int64_t size = a->size, at = row * size, even = size / LANES * LANES;
     vf squares = zero(), totals = zero();
     float square = 0, total = 0;
@@ -1385,39 +1018,60 @@ static void norm(const struct norm *a, int64_t *next) {
         int64_t row = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
         if (row >= a->rows)
             return;
-        norm_row(a, row);
+        if (a->bf16 && a->weight_bf16)
+            norm_row(a, row, 1, 1);
+        else if (!a->bf16 && !a->weight_bf16)
+            norm_row(a, row, 0, 0);
+        else
+            norm_row(a, row, a->bf16, a->weight_bf16);
     }
 }
 
 /* One head: normed where there is a weight, rotated, in floats. */
 static void turn(const struct rope *a, const void *x, int64_t at, const void *weight, float eps, int64_t token,
                  float *out) {
-    int64_t dim = a->dim, half = a->half;
+    int64_t dim = a->dim, half = a->half, even = dim / LANES * LANES, i = 0;
+    vf squares = zero();
     float square = 0;
-    for (int64_t i = 0; i < dim; i++) {
+    for (; i < even; i += LANES) {
+        vf part = get16(x, at + i, a->bf16);
+        storef(out + i, part);
+        squares += part * part;
+    }
+    for (; i < dim; i++) {
         out[i] = get(x, at + i, a->bf16);
         square += out[i] * out[i];
     }
     if (weight) {
-        float by = 1.0f / sqrtf(square / dim + eps);
-        for (int64_t i = 0; i < dim; i++) {
+        float by = 1.0f / sqrtf((sum(squares) + square) / dim + eps);
+        for (i = 0; i < even; i += LANES) {
+            vf part = loadf(out + i) * by * get16(weight, i, a->weight_bf16);
+            storef(out + i, a->bf16 ? wide(narrow(part)) : part);
+        }
+        for (; i < dim; i++) {
             out[i] = out[i] * by * get(weight, i, a->weight_bf16);
             out[i] = a->bf16 ? from_bf16(to_bf16(out[i])) : out[i];
         }
     }
     const float *cos = a->cos + token * half, *sin = a->sin + token * half;
     if (a->interleaved)
-        for (int64_t i = 0; i < half; i++) {
+        for (i = 0; i < half; i++) {
             float first = out[2 * i], second = out[2 * i + 1];
             out[2 * i] = first * cos[i] - second * sin[i];
             out[2 * i + 1] = first * sin[i] + second * cos[i];
         }
-    else
-        for (int64_t i = 0; i < half; i++) {
+    else {
+        for (i = 0; i + LANES <= half; i += LANES) {
+            vf first = loadf(out + i), second = loadf(out + i + half), c = loadf(cos + i), s = loadf(sin + i);
+            storef(out + i, first * c - second * s);
+            storef(out + i + half, first * s + second * c);
+        }
+        for (; i < half; i++) {
             float first = out[i], second = out[i + half];
             out[i] = first * cos[i] - second * sin[i];
             out[i + half] = first * sin[i] + second * cos[i];
         }
+    }
 }
 
 static void store(void *to, int64_t at, int bf16, const float *x, int64_t size) {

@@ -20,6 +20,9 @@ int quire_version(void) { return VERSION; }
 /* Of the files it is built from: see build.sh. */
 const char *quire_source(void) { return SOURCE; }
 
+/* ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA: asks the kernel for the tiles' registers. */
+static int tiles_permitted(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
 /* The best instruction set of this processor; -1: none that is supported. */
 int quire_best(void) {
     __builtin_cpu_init();
@@ -34,13 +37,14 @@ int quire_best(void) {
     unsigned eax = 7, ebx, ecx = 0, edx;
     __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
     const int has_amx = (edx >> 25 & 1) && (edx >> 24 & 1) && (edx >> 22 & 1);
-    /* ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA: asks the kernel for the tiles' registers. */
-    return has_amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? AMX : AVX512_BF16;
+    return has_amx && tiles_permitted() ? AMX : AVX512_BF16;
 }
 
 /* `run` is GOMP_parallel, or NULL for one thread. */
 void quire_start(int level, void *run) {
     static const struct kernels *const tables[] = {&kernels_avx2, &kernels_avx512, &kernels_avx512_bf16, &kernels_amx};
+    if (level == AMX)
+        tiles_permitted();
     chosen = tables[level];
     parallel = run;
 }

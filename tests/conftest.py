@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of pytest-xdist would fight over the cores otherwise
+# Several threads of one test wait for each other without taking the core from the other worker.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -12,3 +15,10 @@ import torch
 
 if not torch.cuda.is_available():  # chosen before any kernel is defined, whichever test module imports one first
     os.environ["TRITON_INTERPRET"] = "1"
+
+gc.set_threshold(50_000)  # what collecting the tests leaves would be scanned again and again otherwise
+
+
+def pytest_collection_finish() -> None:
+    """Exclude all modules and tests from garbage collection: they stay, and scanning them takes half a second."""
+    gc.freeze()

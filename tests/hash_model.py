@@ -96,7 +96,8 @@ class HashHandle:
 class HashDevice:
     """`hot` pages are those that launched, unread steps may still write: no other sequence may get them.
 
-    snapshots: slots of states; None: the model has no recurrent layers.
+    snapshots: slots of states; None: the model has no recurrent layers. groups: with several, as with several stages,
+    a row must not be fed again before what it sampled has been read.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class HashDevice:
         rows: int = 64,
         seed: str = "",
         snapshots: int | None = None,
+        groups: int = 1,
     ) -> None:
+        self.groups = groups
         self.size, self.eager, self.pages, self.places = page_size, eager, pages, rows
         self.num_snapshots, self.restored = snapshots, 0
         self.rng = random.Random(seed)
@@ -165,6 +168,9 @@ class HashDevice:
             assert 0 not in pages, "the spare page was given out"
             self.tables[row][1].extend(pages)
         assert len({s.row for s in plan.spans}) == len(plan.spans), "one row, two spans"
+        if self.groups > 1:
+            unknown = {self.tables[s.row][0] for h in self.unread for s in h.plan.spans if s.num_samples}
+            assert not unknown & {self.tables[s.row][0] for s in plan.spans}, "a row is fed before its sample is known"
         handle.uids = [self.tables[s.row] for s in plan.spans]
         self.queue.append(handle)
         self.unread.append(handle)

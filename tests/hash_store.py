@@ -1,22 +1,35 @@
 """A store of K/V tiers for `HashDevice`: copies end when it pleases, files are lost now and then, and every copy moves
-what is really there at the time."""
+what is really there at the time. It is also the client of a prefill engine, which sends some blocks, or all."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 
-from quire.scheduler.kv_offload import NO_FAILURES, CopyDone
-from tests.hash_model import HashDevice
+from quire.scheduler.kv_offload import NO_FAILURES, CopyDone, Prefill
+from quire.types import UNLIMITED
+from tests.hash_model import POISON, SICK, HashDevice
 
 GARBAGE = -9
 Contents = tuple[int | None, ...]
 
 
 class HashStore:
-    """slots, max_files: how many blocks each tier holds. faulty: whether copies and files fail."""
+    """slots, max_files: how many blocks each tier holds. faulty: whether copies and files fail. min_tokens: of prompts
+    that a prefill engine computes."""
 
-    def __init__(self, device: HashDevice, slots: int, max_files: int, rng: random.Random, *, faulty: bool) -> None:
+    def __init__(
+        self,
+        device: HashDevice,
+        slots: int,
+        max_files: int,
+        rng: random.Random,
+        *,
+        faulty: bool,
+        min_tokens: int = UNLIMITED,
+    ) -> None:
+        self.min_tokens = min_tokens
+        self.cancelled = set[int]()
         self.device, self.rng, self.faulty = device, rng, faulty
         self.num_slots, self.max_files, self.block_bytes = slots, max_files, 8 * device.size
         self.memory: dict[int, tuple[bytes, Contents]] = {}
@@ -94,6 +107,32 @@ class HashStore:
             return CopyDone("read", ticket, failed, 1e-6)
 
         self._later(CopyDone("read", ticket), work)
+
+    def unavailable(self) -> str:
+        return "down" if self.rng.random() < 0.1 else ""
+
+    def receive(self, ticket: int, prefill: Prefill, copies: Sequence[tuple[bytes, int]]) -> None:
+        size = self.device.size
+        assert len(prefill.tokens) == (prefill.first + len(copies)) * size + 1, "the token after the blocks"
+        for _, slot in copies:
+            assert not self.busy.get(slot), "a slot is written while a copy uses it"
+            self.busy[slot] = 1
+        ill = {POISON, SICK}.intersection(prefill.tokens)  # its steps fail there, too
+        lost = {key for key, _ in copies if ill or self._fails()}
+
+        def work() -> CopyDone:
+            reason = "cancelled" if ticket in self.cancelled else "closed"
+            failed = dict.fromkeys([key for key, _ in copies] if ticket in self.cancelled else lost, reason)
+            for number, (key, slot) in enumerate(copies, prefill.first):
+                self.busy[slot] = 0
+                tokens = tuple(prefill.tokens[number * size : (number + 1) * size])
+                self.memory[slot] = key, (GARBAGE,) * size if key in failed else tokens
+            return CopyDone("receive", ticket, failed, 1e-6, "a prefill engine")
+
+        self._later(CopyDone("receive", ticket), work)
+
+    def cancel(self, ticket: int) -> None:
+        self.cancelled.add(ticket)
 
     def write(self, ticket: int, key: bytes, slot: int) -> None:
         held, contents = self.memory[slot]

@@ -145,8 +145,11 @@ AXES: dict[str, Sequence[Any]] = {
     "pressure": ("preempt", "foresee", "reserve"),
     "pins": (0, 3, UNLIMITED),
     "snapshots": (None, None, (0, UNLIMITED), (1, 4), (3, UNLIMITED), (40, 8)),  # None: no state; slots and interval
-    "tiers": (None, (1, 0), (4, 6), (40, 2), (500, 0)),  # slots of host memory and files; not with states
+    # slots of host memory, files, and tokens from which on a prefill engine computes prompts; not with states
+    "tiers": (None, (1, 0), (4, 6), (40, 2), (500, 0), (6, 3, 1), (60, 0, 9)),
 }
+GROUPS = ((2, 1), (2, 2), (3, 2))
+"""(groups of rows, depth): of pipelines of two and three stages."""
 
 
 def sampled(rng: random.Random, count: int, axes: dict[str, Sequence[Any]] = AXES) -> list[dict[str, Any]]:
@@ -242,16 +245,18 @@ class Run:
         eviction = EVICTION_POLICIES[c["eviction"]]()
         bounds = {"min_shared_tokens": 4, "max_pinned_blocks": c["pins"], "snapshot_interval": interval}
         self.want = WANT[slots is not None]
-        work = sorted(
-            (axis, value) for axis, value in combo.items() if axis not in ("pressure", "pins", "snapshots", "tiers")
-        )  # the same
+        apart = ("pressure", "pins", "snapshots", "tiers", "groups")  # the same whatever these are
+        work = sorted((axis, value) for axis, value in combo.items() if axis not in apart)
         self.rng = random.Random(repr(work))
         seed = str(self.rng.random())
-        self.dev = HashDevice(self.pages, c["size"], eager=c["eager"], seed=seed, snapshots=slots)
+        self.groups = c.get("groups", 1)
+        self.dev = HashDevice(self.pages, c["size"], eager=c["eager"], seed=seed, snapshots=slots, groups=self.groups)
         self.tiers = None
         if c["reuse"] and slots is None and (sizes := c.get("tiers")):
-            store = HashStore(self.dev, *sizes, random.Random(f"tiers {work}"), faulty=c["fails"])
-            self.tiers = classes.KVOffload(store, c["size"])
+            slots, files, least = (*sizes, UNLIMITED)[:3]
+            rng = random.Random(f"tiers {work}")
+            store = HashStore(self.dev, slots, files, rng, faulty=c["fails"], min_tokens=least)
+            self.tiers = classes.KVOffload(store, c["size"], store)
         kv = classes.KVCacheManager(self.pages, c["size"], index, eviction, **bounds, offload=self.tiers)
         budget, chunk = c["feed"]
         self.sch: scheduler.Scheduler = classes.Scheduler(
@@ -263,6 +268,7 @@ class Run:
             max_chunk_tokens=chunk,
             policy=make_policy(c["order"], batching=c["admit"], pressure=c["pressure"]),
             speculation=Drawn(c["drafts"], random.Random(7)) if c["drafts"] < 0 else FixedDrafts(c["drafts"]),
+            groups=self.groups,
         )
         if c["fails"]:
             self.dev.hiccup = self._hiccup
@@ -377,7 +383,9 @@ class Run:
             assert ends <= {"error"}, "errors are reported"
         else:
             assert not self.eng.failures, "a step failed: the device's assertions count as failed steps"
-            assert c["depth"] < 0 or min(c["depth"], 1) + 1 <= dev.deepest <= c["depth"] + 1, "no look-ahead happened"
+            # In groups, a row alone has no step ahead of its own.
+            least = 1 if self.groups > 1 else min(c["depth"], 1) + 1
+            assert c["depth"] < 0 or least <= dev.deepest <= c["depth"] + 1, "no look-ahead happened"
             if c["depth"] == 0:
                 assert not sch.discarded_spans, "depth 0 wastes nothing"
         if c["drafts"] == 0:

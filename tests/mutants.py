@@ -38,9 +38,9 @@ _LEAVE = """        if self.inflight:
         else:
             self._free(seq)"""
 
-_MASKS = """            while len(flight) > 1:
+_MASKS = """            while not scheduler.masks_ready:
                 self._commit()
-            _as_step_failure(flight[0][2].sample, _as_step_failure(scheduler.masks))"""
+            _as_step_failure(flight[-1][2].sample, _as_step_failure(scheduler.masks))"""
 
 S, K, B, Q = "scheduler.scheduler", "scheduler.kv_cache", "scheduler.block_pool", "scheduler.sequence"
 P, N, T = "scheduler.pins", "scheduler.snapshots", "scheduler.kv_offload"
@@ -120,7 +120,7 @@ BUGS = [
         "masks made before the step ahead is committed",
         E,
         _MASKS,
-        "            scheduler.inflight.rotate(1)\n            masks = scheduler.masks()\n            scheduler.inflight.rotate(-1)\n            flight[-1][2].sample(masks)",
+        "            flight[-1][2].sample(scheduler.masks())",
     ),
     Bug("masks do not walk the drafts", S, "seq.draft_tokens[:num_drafts] if num_drafts else ()\n", "[]\n"),
     Bug(
@@ -345,6 +345,29 @@ TIERS = [
     ),
 ]
 """Bugs of K/V tiers."""
+
+PREFILLS = [
+    Bug(
+        "blocks of a prefill engine are counted from the wrong one",
+        T,
+        "size, first = self.block_size, num_held + len(run)",
+        "size, first = self.block_size, len(run)",
+    ),
+    Bug("a block is received into a second slot", T, "if key in self.host or (slot :=", "if (slot :="),
+    Bug(
+        "blocks that are received are found before they come",
+        T,
+        'if copy.kind in ("load", "read", "receive"):',
+        'if copy.kind in ("load", "read"):',
+    ),
+    Bug(
+        "a block that did not come is used",
+        T,
+        "if entry.key in done.failed and not entry.dropped:",
+        'if entry.key in done.failed and not entry.dropped and copy.kind != "receive":',
+    ),
+]
+"""Bugs of blocks that a prefill engine sends."""
 
 HARMLESS = [
     Bug("span reused though prompt logits are wanted", S, " or span.num_logits != num_logits", ""),

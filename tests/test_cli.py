@@ -64,7 +64,7 @@ def test_keys_are_repeatable_and_never_printed() -> None:
     [
         (["--max-num-sqs", "3"], "'--max-num-seqs'"),
         (["--max-num-sqs=3"], "'--max-num-seqs'"),
-        (["--pipeline-parallel-size", "2"], "see --tensor-parallel-size"),
+        (["--nnodes", "2"], "see --tensor-parallel-size"),
         (["-tp", "2"], "here it is --tensor-parallel-size"),
         (["-q", "fp8"], "-q is not supported: say --quantization"),
         (["-O3"], "-O3 is not supported: there is no compile step"),

@@ -94,6 +94,14 @@ def test_an_empty_key_is_refused_for_it_would_look_like_one(name: str, given: Se
     assert f"{name}: must be text, or a list of texts, none of them empty" in refusal(**{name: given})
 
 
+@pytest.mark.parametrize("value", ["m\udcff", "a\0b"])
+def test_text_that_cannot_be_sent_to_the_engine_is_refused_by_its_option(value: str) -> None:
+    """Such as an argument in Latin-1."""
+    for name in ("model", "served_model_name", "chat_template", "api_key"):
+        with pytest.raises(InvalidConfig, match=rf"{name}.*in UTF-8 and without zero bytes"):
+            Settings.of(**{name: value})
+
+
 def test_secrets_are_never_shown() -> None:
     settings = Settings.of(api_key="sesame")
     shown = [known.show(settings.get(name)) for name, known in OPTIONS.items()]
@@ -105,7 +113,7 @@ def test_secrets_are_never_shown() -> None:
     ("values", "words"),
     [
         ({"max_num_seq": 3}, ["max_num_seq", "Did you mean 'max_num_seqs'?"]),
-        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size", "see --tensor-parallel-size"]),
+        ({"nnodes": 2}, ["nnodes", "see --tensor-parallel-size"]),
         ({"tensor_parallel_size": 0}, ["tensor_parallel_size", "1 to 64"]),
         ({"port": 70000}, ["port", "0 to 65535", "70000"]),
         ({"dtype": "floot32"}, ["dtype", "bfloat16", "Did you mean 'float32'?"]),
@@ -156,7 +164,7 @@ def test_sections_made_by_hand_are_checked_too() -> None:
     ("environ", "hint"),
     [
         ({"QUIRE_PROT": "1"}, "Did you mean 'QUIRE_PORT'?"),
-        ({"QUIRE_PIPELINE_PARALLEL_SIZE": "2"}, "see --tensor-parallel-size"),
+        ({"QUIRE_NNODES": "2"}, "see --tensor-parallel-size"),
         ({"QUIRE_PORT": "x"}, "environment QUIRE_PORT"),
     ],
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -35,3 +37,21 @@ def test_what_there_is_is_not_looked_through_again_and_what_comes_is() -> None:
     gc.collect()
     assert not any(type(one) is Knot for one in gc.get_objects())
     assert gc.get_threshold()[0] > 700
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("triton", [False, True])
+def test_what_lives_at_the_end_is_collected_only_where_it_would_be_reported(
+    monkeypatch: pytest.MonkeyPatch, triton: bool
+) -> None:
+    registered: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    if triton:
+        monkeypatch.setitem(sys.modules, "triton", sys)
+    else:
+        monkeypatch.delitem(sys.modules, "triton", raising=False)
+    gc.freeze()
+    known = [Knot()]
+    heap.in_process_of_its_own()
+    registered[0]()
+    assert (known[0] in gc.get_objects()) == triton

@@ -137,9 +137,10 @@ def test_answers_are_those_of_transformers_in_every_setting(family: Family, opti
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("divided", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("options", FEW, ids=range(len(FEW)))
-def test_answers_of_two_ranks_are_those_of_transformers(family: Family, options: dict[str, Any]) -> None:
-    same_answers(family, {**options, "tensor_parallel_size": 2})
+def test_answers_of_two_ranks_are_those_of_transformers(family: Family, options: dict[str, Any], divided: str) -> None:
+    same_answers(family, {**options, divided: 2})
 
 
 @pytest.fixture(scope="module")

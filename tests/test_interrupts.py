@@ -383,6 +383,54 @@ def test_ctrl_c_ends_generate_and_not_with_a_traceback() -> None:
     assert process.returncode in (0, 130) and b"Traceback" not in said and b"Aborted" not in said
 
 
+COMMANDS = {
+    "serve": ("serve", "--port", "0"),
+    "generate": ("generate", "Once"),
+    "chat": ("chat",),
+    "bench": ("bench", "latency"),
+}
+AT_IMPORT = """
+import signal, sys
+wanted = sys.argv.pop(1)
+class Finder:
+    seen = 0
+    def find_spec(self, name, path=None, target=None):
+        Finder.seen += 1
+        if name == wanted or str(Finder.seen) == wanted:
+            signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder())
+from quire.__main__ import main
+main()
+"""
+
+
+def interrupted_at(import_: str, command: str) -> tuple[int, str]:
+    """The exit code and what is said when Ctrl-C comes as a module, or the module of a number, is imported."""
+    argv = [sys.executable, "-c", AT_IMPORT, import_, *COMMANDS[command]]
+    done = subprocess.run(argv, check=False, stdin=subprocess.DEVNULL, capture_output=True, timeout=10 * GUARD)
+    return done.returncode, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        *(("serve", module) for module in ("quire.cli", "click", "quire.types", "quire.cli.serve", "uvicorn")),
+        *(("generate", module) for module in ("quire.cli.chat", "torch", "torch._C")),
+        *(("chat", "quire.config.settings"), ("bench", "quire.bench.latency")),
+    ],
+)
+def test_ctrl_c_during_an_import_ends_a_command_with_130_and_no_traceback(command: str, module: str) -> None:
+    assert interrupted_at(module, command) == (130, "")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_during_any_import_ends_a_command_with_130_and_no_traceback(command: str) -> None:
+    for number in range(3, 400, 13):
+        assert interrupted_at(str(number), command) == (130, ""), number
+
+
 @pytest.mark.parametrize("where", ["before the first piece", "between pieces", "while a piece is shown"])
 def test_ctrl_c_stops_an_answer_of_chat_and_keeps_the_session(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Screen(io.StringIO):

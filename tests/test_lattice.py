@@ -9,7 +9,7 @@ import pytest
 
 from quire.types import UNLIMITED
 from tests import lattice
-from tests.mutants import BUGS, HARMLESS, STATES, TIERS, Bug, plant
+from tests.mutants import BUGS, HARMLESS, PREFILLS, STATES, TIERS, Bug, plant
 
 SHARES = 8
 PER_SHARE = 90
@@ -39,6 +39,32 @@ def test_pressure_preempts_and_reuse_hits_somewhere_in_the_sample() -> None:
 def test_pins_expire_somewhere_in_the_sample() -> None:
     runs = [lattice.run(c) for c in _sample("pins", 30, pins=UNLIMITED, reuse=True, size=4)]
     assert sum(r.expired for r in runs) > 20
+
+
+def grouped(seed: str, count: int, **fixed: object) -> list[dict[str, object]]:
+    """As `_sample`, for pipelines of several stages."""
+    turns = itertools.cycle(lattice.GROUPS)
+    return [
+        combo | {"groups": groups, "depth": depth}
+        for combo, (groups, depth) in zip(_sample(seed, count, **fixed), turns, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(900, marks=pytest.mark.nightly)])
+def test_rows_in_groups_give_the_naive_loops_tokens(count: int) -> None:
+    runs = [lattice.run(combo) for combo in grouped("groups", count)]
+    assert sum(run.dev.deepest > 1 for run in runs) > count / 2
+
+
+FED_TOO_SOON = Bug(
+    "a row in flight is fed", "scheduler.scheduler", "*(seq for seq in self.running if seq.num_inflight)", ""
+)
+
+
+def test_planted_bug_of_groups_is_caught() -> None:
+    classes = plant(FED_TOO_SOON)
+    with pytest.raises(AssertionError, match="tokens of"):
+        lattice.run(grouped("caught", 1, fails=False, cap=UNLIMITED)[0], classes)
 
 
 RARE = {
@@ -97,14 +123,14 @@ RARE_TIERS = {
 """As `RARE`: combinations that are passed over."""
 
 
-@pytest.mark.parametrize("bug", TIERS, ids=lambda b: b.name)
+@pytest.mark.parametrize("bug", [*TIERS, *PREFILLS], ids=lambda b: b.name)
 def test_planted_bug_of_tiers_is_caught_and_by_combinations_with_tiers_alone(bug: Bug) -> None:
     classes = plant(bug)
     for combo in _sample(bug.name, 3, tiers=None):
         lattice.run(combo, classes)
     draws = [
         _sample(bug.name, 40, tiers=tiers, fails=fails, **TIERED)
-        for tiers in ((40, 2), (4, 6), (30, 500))
+        for tiers in (((40, 2), (4, 6), (30, 500)) if bug in TIERS else ((40, 2, 1), (6, 3, 1)))
         for fails in (False, True)
     ]
     for combo in itertools.islice(itertools.chain(*zip(*draws, strict=True)), RARE_TIERS.get(bug.name, 0), None):

@@ -27,7 +27,7 @@ LAYERS = (
     ("frontend",),
     ("server",),
     ("assembly",),
-    ("sim", "llm", "async_llm"),
+    ("sim", "llm", "async_llm", "replicas"),
     ("cli",),
     ("bench",),
 )

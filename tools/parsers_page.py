@@ -9,9 +9,11 @@ from quire.server.calls import EFFORTS
 _TOOLS = """# Parsers
 
 Written by `make docs` from `src/quire/parsers`; do not edit. The names are those of vLLM; `nemotron_json` is
-that of NVIDIA's plugin for it, and `gemma`, `cohere_command_r`, `functionary_v3_1`, `functionary_v3_2`, `muse_glimmer`,
-`solar_open` and `apriel` are our own. `functionary_v3_2`, `muse_glimmer` and `solar_open` go together with the
-reasoning parser of the same name, as `openai` does with `openai_gptoss`.
+that of NVIDIA's plugin for it, and `gemma`, `cohere_command_r`, `functionary_v3_1`, `functionary_v3_2`,
+`solar_open` and `apriel` are our own. `functionary_v3_2`, `inkling`, `muse`, `muse_glimmer` and `solar_open` go
+together with the reasoning parser of the same name, as `openai` does with `openai_gptoss`. Of vLLM 0.33's, `hf` and
+`beam` are not here: they read a response template that a checkpoint brings; name the parser of the model's family. The
+marks of `hy_v3` and `hy_v4` have the suffix that the checkpoint's vocabulary has.
 
 ## Tool calls
 

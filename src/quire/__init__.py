@@ -1,7 +1,7 @@
 """Quire: an LLM inference engine and OpenAI-compatible server that is small enough to be read.
 
-`import quire` is light and needs no torch; `quire.LLM` and `quire.AsyncLLM` load what it takes to run
-a model when first asked for.
+`import quire` loads nothing: a name is imported when it is first asked for, and those of `quire.LLM` and
+`quire.AsyncLLM` alone take torch.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import QuireError
-from quire.types import (
-    CompletionOutput,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-    StructuredOutputsParams,
-)
-
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.config.vllm import EngineArgs
+    from quire.errors import QuireError
     from quire.frontend.beam_search import BeamSearchParams
     from quire.llm import LLM
+    from quire.types import (
+        CompletionOutput,
+        RequestOutput,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
     AsyncEngineArgs = EngineArgs
     AsyncLLMEngine = AsyncLLM
@@ -54,11 +53,21 @@ _LOADED: Mapping[str, tuple[str, str]] = {
     "BeamSearchParams": ("quire.frontend.beam_search", "BeamSearchParams"),
     "EngineArgs": ("quire.config.vllm", "EngineArgs"),
     "AsyncEngineArgs": ("quire.config.vllm", "EngineArgs"),
+    "QuireError": ("quire.errors", "QuireError"),
+    "CompletionOutput": ("quire.types", "CompletionOutput"),
+    "RequestOutput": ("quire.types", "RequestOutput"),
+    "RequestOutputKind": ("quire.types", "RequestOutputKind"),
+    "SamplingParams": ("quire.types", "SamplingParams"),
+    "StructuredOutputsParams": ("quire.types", "StructuredOutputsParams"),
 }
 """Module and name of what is loaded when it is first asked for; two of them under vLLM's other name as well."""
+_MODULES = ("errors", "types")
+"""Modules that `import quire` is enough for."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"quire.{name}")
     if name not in _LOADED:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     module, attribute = _LOADED[name]

@@ -24,6 +24,7 @@ from rich.progress import Progress
 from quire import errors
 from quire.assembly.engine import build_engine
 from quire.assembly.images import build_images, fetch_now
+from quire.assembly.kv_offload import refuse_prefill
 from quire.assembly.limits import choose_device
 from quire.assembly.place import located
 from quire.assembly.pooled import PoolingReader
@@ -85,7 +86,7 @@ class LLM:
     """A model in this process. Arguments are the options of `quire serve`, by name; or whole `settings`.
 
     Arguments of vLLM's `LLM` and of its methods that are none here are taken with values that change nothing
-    (`pipeline_parallel_size=1`, `lora_request=None`); others are refused by name. See docs/clients.md.
+    (`data_parallel_size=1`, `lora_request=None`); others are refused by name. See docs/clients.md.
 
     May be used from any number of threads: their requests run in the same steps. A signal never interrupts a step, so
     after Ctrl-C the next call works as any other. Raises InvalidConfig or InvalidModel; its methods raise Closed after
@@ -100,6 +101,7 @@ class LLM:
         self._grammars_lock = threading.Lock()
         if choose_device(self.settings.execution.device).type == "cuda":
             self._grammars.warm_up()
+        refuse_prefill(self.settings, "an LLM")
         self._engine = build_engine(self.settings)
         self._seeds = random.Random(self.settings.model.seed)
         self._names = itertools.count()

@@ -380,7 +380,8 @@ class PromptReport(NamedTuple):
     otherwise. pinned: for each of the request's pins, the tokens that are pinned now. queued, prefill: seconds from
     submission to a place on the device, and from there to the first token. cache_written: tokens of the prompt that
     this request put into the prefix cache since it last got its place: whole blocks that were not there. cached_host,
-    cached_disk: of the tokens whose K/V was cached, those that came back from host memory and from disk for it.
+    cached_disk, cached_remote: of the tokens whose K/V was cached, those that came for it from host memory, from disk
+    and from a prefill engine.
     """
 
     diverged_at: int | None = None
@@ -390,6 +391,7 @@ class PromptReport(NamedTuple):
     cache_written: int = 0
     cached_host: int = 0
     cached_disk: int = 0
+    cached_remote: int = 0
 
 
 class RequestStepOutput(NamedTuple):

@@ -1,4 +1,5 @@
-"""Two ranks in processes of their own, over gloo, answer as one rank does, whatever is asked and whatever happens.
+"""Two ranks or stages in processes of their own, over gloo, answer as one rank does, whatever is asked and whatever
+happens.
 
 The processes are started once; engines with other settings take turns on their executor.
 """
@@ -8,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,23 +59,44 @@ AXES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 PAIRS = pairwise(AXES)
+SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "ranks": {"tensor_parallel_size": 2},
+        "stages": {"pipeline_parallel_size": 2},
+        "both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    }
+)
+IN_CI = {"ranks": 7, "stages": 14, "both": 1 << 20}
+"""One in so many situations."""
 CASES = [
-    pytest.param(situation, id="-".join(map(str, situation.values())), marks=() if at % 7 == 0 else pytest.mark.nightly)
+    pytest.param(
+        kind,
+        situation,
+        id="-".join(map(str, (kind, *situation.values()))),
+        marks=() if at % IN_CI[kind] == 0 and kind != "both" else pytest.mark.nightly,
+    )
+    for kind in SIZES
     for at, situation in enumerate(sorted(PAIRS, key=lambda each: each["asked"] == "every prompt_logprob"))
 ]
 
 
 @pytest.fixture(scope="module")
-def executors() -> Iterator[tuple[Executor, Executor]]:
-    """Of one rank and of two."""
-    one, two = (make_executor(Settings.of(**OPTIONS, tensor_parallel_size=size)).executor for size in (1, 2))
-    assert isinstance(two, RankedExecutor)
-    yield one, two
-    one.close()
-    two.close()
+def executors() -> Iterator[Callable[[str], Executor]]:
+    """By the kind of ranks; "": one. They are started when they are first used."""
+    made: dict[str, Executor] = {}
+
+    def start(kind: str) -> Executor:
+        if kind not in made:
+            made[kind] = make_executor(Settings.of(**OPTIONS, **SIZES.get(kind, {}))).executor
+            assert isinstance(made[kind], RankedExecutor) == bool(kind)
+        return made[kind]
+
+    yield start
+    for each in made.values():
+        each.close()
 
 
-def engine(executor: Executor, situation: Mapping[str, Any]) -> Engine:
+def engine(executor: Executor, situation: Mapping[str, Any], stages: int) -> Engine:
     about = executor.describe()
     executor.reset()
     blocks = min(situation["blocks"], about.num_blocks)
@@ -84,6 +107,7 @@ def engine(executor: Executor, situation: Mapping[str, Any]) -> Engine:
         max_num_batched_tokens=situation["tokens"],
         max_chunk_tokens=situation["tokens"] // 4,
         speculation=FixedDrafts(situation["drafts"]),
+        groups=min(stages, 1 + situation["lookahead"]),
     )
     return Engine(scheduler, executor, lookahead=situation["lookahead"])
 
@@ -107,9 +131,12 @@ def answers(it: Engine, name: str) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("situation", CASES)
-def test_two_ranks_answer_as_one_does(situation: Mapping[str, Any], executors: tuple[Executor, Executor]) -> None:
-    one, two = (answers(engine(executor, situation), situation["asked"]) for executor in executors)
+@pytest.mark.parametrize(("kind", "situation"), CASES)
+def test_several_ranks_answer_as_one_does(
+    kind: str, situation: Mapping[str, Any], executors: Callable[[str], Executor]
+) -> None:
+    stages = SIZES[kind].get("pipeline_parallel_size", 1)
+    one, two = (answers(engine(executors(each), situation, stages), situation["asked"]) for each in ("", kind))
     for id, (tokens, *scores) in two.items():
         assert tokens == one[id][0]
         for got, want in zip(scores, one[id][1:], strict=True):
@@ -121,10 +148,11 @@ def test_two_ranks_answer_as_one_does(situation: Mapping[str, Any], executors: t
             assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
-def test_a_model_of_several_ranks_survives_the_loss_of_one() -> None:
+@pytest.mark.parametrize("kind", ["ranks", pytest.param("stages", marks=pytest.mark.nightly)])
+def test_a_model_of_several_ranks_survives_the_loss_of_one(kind: str) -> None:
     """The requests on it fail by name, others run on new ranks, and nothing is left when it is closed."""
     others = set(ranks())
-    llm = LLM(tensor_parallel_size=2, **OPTIONS)
+    llm = LLM(**SIZES[kind], **OPTIONS)
     try:
         before = sorted(set(ranks()) - others)
         assert len(before) == 2
@@ -150,8 +178,11 @@ def test_a_model_of_several_ranks_survives_the_loss_of_one() -> None:
 
 def ranks() -> list[int]:
     """The ranks that this process has started, in order."""
-    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    pids = sorted(int(pid) for task in tasks for pid in (task / "children").read_text().split())
+    pids = list[int]()
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended
+            pids += map(int, (task / "children").read_text().split())
+    pids.sort()
     return [pid for pid in pids if b"rank_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
@@ -161,6 +192,8 @@ def ranks() -> list[int]:
         ({"tensor_parallel_size": 2, "max_model_len": 1 << 20}, "max_model_len"),
         ({"tensor_parallel_size": 2, "executor": "onnx"}, "--tensor-parallel-size does not go with --executor onnx"),
         ({"tensor_parallel_size": 2, "executor": "hf"}, "--tensor-parallel-size does not go with --executor hf"),
+        ({"pipeline_parallel_size": 2, "executor": "hf"}, "--pipeline-parallel-size does not go with --executor hf"),
+        ({"pipeline_parallel_size": 2, "kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 does not go with --pipeline"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_as_by_one_rank(options: dict[str, Any], said: str) -> None:
@@ -171,13 +204,15 @@ def test_what_cannot_be_divided_is_refused_as_by_one_rank(options: dict[str, Any
 
 
 @pytest.mark.nightly
-def test_the_layer_for_multi_token_prediction_drafts_the_same_on_two_ranks(tmp_path: Path) -> None:
-    make_mtp(tmp_path, "deepseek_v3-groups-yarn")
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("shape", ["deepseek_v3-groups-yarn", "qwen3_next-shared-keys"])
+def test_the_layer_for_multi_token_prediction_drafts_the_same(shape: str, kind: str, tmp_path: Path) -> None:
+    make_mtp(tmp_path, shape)
     sizes: dict[str, Any] = {"max_model_len": 96, "kv_cache_memory_bytes": 1 << 26, "skip_tokenizer_init": True}
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
     answers = []
-    for ranks, config in ((1, None), (2, drafts)):
-        with LLM(str(tmp_path), dtype="float32", tensor_parallel_size=ranks, speculative_config=config, **sizes) as llm:
+    for divided, config in (({}, None), (SIZES[kind], drafts)):
+        with LLM(str(tmp_path), dtype="float32", speculative_config=config, **divided, **sizes) as llm:
             asked = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
             done = llm.generate([[5, 9, 7, 11, 30], [44, 3, 8]], asked, use_tqdm=False)
             answers.append([each.outputs[0].token_ids for each in done])

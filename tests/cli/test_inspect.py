@@ -21,7 +21,7 @@ from quire.cli.diff import FAR, Layer, compare, departs
 from quire.cli.inspect import count, read_facts
 from quire.cli.plan import need, plan_lines, weights
 from quire.config import Settings
-from quire.errors import InvalidModel
+from quire.errors import InvalidConfig, InvalidModel
 from quire.weights.files import SINGLE
 from quire.weights.load import load_model
 from tests.checkpoints import make
@@ -141,6 +141,12 @@ def test_what_transformers_cannot_load_is_one_line_too(tmp_path: Path, monkeypat
     result = run("diff", tmp_path)
     assert result.exit_code == 2
     assert result.stderr == "Error: transformers cannot load it, so there is nothing to compare with: nothing here\n"
+
+
+def test_layers_of_mixtures_of_any_width_are_compared(tmp_path: Path) -> None:
+    """transformers' products of several matrices need rows of 16 bytes; its loop over experts does not."""
+    make(tmp_path, "mixtral-gqa")
+    assert "no layer differs" in run("diff", tmp_path).stdout
 
 
 CPU = torch.device("cpu")
@@ -356,3 +362,23 @@ def test_a_plan_says_what_each_rank_takes_and_how_many_gpus_are_enough(tmp_path:
     assert "GPUs" not in dict(plan_lines(settings, looked, 1 << 32, CPU))
     with pytest.raises(InvalidModel, match="cannot be divided among"):
         need(settings.changed(tensor_parallel_size=64), looked, 1 << 32, cuda)
+
+
+def test_a_plan_for_stages_says_what_the_one_with_least_room_takes(tmp_path: Path) -> None:
+    make(tmp_path, "qwen3_moe-gqa", hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    settings = Settings.of(model=str(tmp_path), device="cpu", max_num_seqs=4)
+    looked = read_facts(settings)
+    one = need(settings, looked, 1 << 33, CPU)
+    stages, both = (
+        need(settings.changed(pipeline_parallel_size=2, tensor_parallel_size=size), looked, 1 << 34, CPU)
+        for size in (1, 2)
+    )
+    layers = looked.spec.layers
+    assert stages.page == one.page * -(-layers // 2) // layers and both.page == stages.page // 2
+    assert one.weights / 2 < stages.weights < one.weights * 0.8, "an end and about half of the layers"
+    plan = dict(plan_lines(settings.changed(pipeline_parallel_size=2, tensor_parallel_size=2), looked, 1 << 34, CPU))
+    assert plan["ranks"] == "4, in 2 stages; what follows is of one in the stage with least room for K/V"
+    with pytest.raises(InvalidModel, match="stages are too many"):
+        need(settings.changed(pipeline_parallel_size=64), looked, 1 << 33, CPU)
+    with pytest.raises(InvalidConfig, match="works on a CPU only"):
+        need(settings.changed(pipeline_parallel_size=2), looked, 1 << 33, torch.device("cuda"))

@@ -32,6 +32,16 @@ def test_a_full_disk_is_one_line(words: tuple[str, ...]) -> None:
     assert (done.returncode, done.stderr) == (1, b"Error: cannot write: No space left on device\n")
 
 
+def test_streams_that_the_parent_closed_are_open_and_inherited() -> None:
+    """Of a server that was started without stderr the engine's socket had its number, and got the engine's log."""
+    started = (
+        "import subprocess, sys; from quire.cli import base; base._open_standard_streams();"
+        "sys.exit(subprocess.call(['sh', '-c', ': <&0 >&1 2>&2']) or sys.stderr.fileno() - 2)"
+    )
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", started]
+    assert subprocess.run(closed, env=environment(), timeout=120, check=False).returncode == 0
+
+
 def test_ctrl_c_ends_a_command_as_shells_have_it() -> None:
     argv = [*QUIRE, "demo", "--delay", "5"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:

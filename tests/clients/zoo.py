@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,37 +26,47 @@ SCRIPTED = ("tools", "cancel")
 
 @dataclass(frozen=True)
 class Client:
-    """A Python client. requires: what pip installs, the client itself first and with its version."""
+    """A client in Python, or in JavaScript where its requirements have npm's form (`name@version`).
+
+    requires: what pip or npm installs, the client itself first and with its version.
+    """
 
     name: str
     requires: tuple[str, ...]
 
     @property
     def version(self) -> str:
-        return self.requires[0].partition("==")[2]
+        return self.requires[0].rpartition("@" if self.npm else "==")[2]
 
     @property
-    def script(self) -> Path:
-        return HERE / f"run/with_{self.name.replace('-', '_')}.py"
+    def npm(self) -> bool:
+        return "==" not in self.requires[0]
 
     @cached_property
-    def python(self) -> Path:
-        """The environment's interpreter; the environment is made if it is not there with these pins."""
+    def command(self) -> list[str]:
+        """What runs the client's script; its environment is made if it is not there with these pins."""
         folder = ENVIRONMENTS / self.name
-        pins = folder / "pins.txt"
+        pins, script = folder / "pins.txt", f"with_{self.name.replace('-', '_')}"
         if not pins.exists() or pins.read_text().split("\n") != [*self.requires]:
-            subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-            install = [str(folder / "bin/python"), "-m", "pip", "install", "-q", *self.requires]
-            subprocess.run(install, check=True, timeout=1800)
+            install = ["npm", "install", "--silent", "--prefix", str(folder)]
+            if not self.npm:
+                subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+                install = [str(folder / "bin/python"), "-m", "pip", "install", "-q"]
+            folder.mkdir(parents=True, exist_ok=True)
+            subprocess.run([*install, *self.requires], check=True, timeout=1800)
             pins.write_text("\n".join(self.requires))
-        return folder / "bin/python"
+        if not self.npm:
+            return [str(folder / "bin/python"), str(HERE / f"run/{script}.py")]
+        # Node looks for packages beside the script.
+        for file in (HERE / "run").glob("*.mjs"):
+            shutil.copy(file, folder)
+        return ["node", str(folder / f"{script}.mjs")]
 
     def run(self, url: str) -> Iterator[tuple[str, str]]:
         """Each cell of the script, as soon as it has run, and its outcome."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OPENAI_", "ANTHROPIC_"))}
         own = {"NO_PROXY": "*", "no_proxy": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
-        line = [str(self.python), str(self.script), url]
-        with subprocess.Popen(line, env=kept | own, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen([*self.command, url], env=kept | own, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for told in process.stdout:
                 if told.startswith('{"cell"'):

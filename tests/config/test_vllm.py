@@ -17,7 +17,7 @@ from quire.errors import InvalidConfig, InvalidRequest
 from tests.live import ROOT
 
 SCRIPT = {
-    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
     "trust_remote_code": False,
     "tokenizer_mode": "auto",
     "swap_space": 4,
@@ -45,8 +45,8 @@ def test_what_would_change_something_is_refused_by_name_and_value(name: str, val
 
 
 def test_true_is_not_one() -> None:
-    with pytest.raises(InvalidConfig, match="pipeline_parallel_size=True"):
-        options_of({"pipeline_parallel_size": True})
+    with pytest.raises(InvalidConfig, match="data_parallel_size=True"):
+        options_of({"data_parallel_size": True})
     with pytest.raises(InvalidConfig, match="tensor_parallel_size"):
         Settings.of(**options_of({"tensor_parallel_size": True}))
     with pytest.raises(InvalidConfig, match="trust_remote_code=0"):
@@ -105,8 +105,8 @@ def test_engine_args_are_arguments_that_were_checked() -> None:
     args.max_num_seqs = 4
     assert args.given()["max_num_seqs"] == 4 and args.dtype is None and args.trust_remote_code is None
     assert pickle.loads(pickle.dumps(args)).given() == copy.copy(args).given() == args.given()
-    with pytest.raises(InvalidConfig, match="pipeline_parallel_size=2"):
-        EngineArgs(pipeline_parallel_size=2)
+    with pytest.raises(InvalidConfig, match="data_parallel_size=2"):
+        EngineArgs(data_parallel_size=2)
     with pytest.raises(InvalidConfig, match="max_num_seqs"):
         EngineArgs(max_num_seq=2)
     with pytest.raises(AttributeError, match="max_num_seqs"):

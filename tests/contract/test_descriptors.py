@@ -12,6 +12,7 @@ import pytest
 
 from quire.assembly.server import connection_timeouts
 from quire.config import ServerConfig
+from quire.errors import InvalidConfig
 from quire.server import connection
 from tests.contract.limited import LIMIT
 from tests.contract.wire import HOST, answers, ask
@@ -75,6 +76,12 @@ def test_an_infinite_limit_that_is_not_granted_is_raised_to_a_usual_one(monkeypa
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", grant)
     assert connection.raise_descriptor_limit() == 10240 and granted == [10240]
+
+
+def test_a_limit_of_descriptors_that_no_server_can_run_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (12, 12))
+    with pytest.raises(InvalidConfig, match=r"12 descriptors open, and a server takes 24: .*ulimit -n"):
+        connection.raise_descriptor_limit()
 
 
 @pytest.mark.parametrize("limit", [1, 64, 256, 1024, 20_000, 1 << 20])

@@ -40,9 +40,12 @@ def ask(live: Live, tokens: int) -> Any:
     return live.http.post("/v1/completions", json=body)
 
 
+@pytest.mark.parametrize("divided", ["--tensor-parallel-size", "--pipeline-parallel-size"])
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "has not answered for")])
-def test_a_lost_rank_is_named_and_the_server_answers_again(number: signal.Signals, said: str, tmp_path: Path) -> None:
-    with serving(tmp_path, "--tensor-parallel-size", "2") as live:
+def test_a_lost_rank_is_named_and_the_server_answers_again(
+    number: signal.Signals, said: str, divided: str, tmp_path: Path
+) -> None:
+    with serving(tmp_path, divided, "2") as live:
         wanted = ask(live, 8).json()["choices"][0]["text"]
         before = ranks(live)
         assert len(before) == 2

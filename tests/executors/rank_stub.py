@@ -47,7 +47,7 @@ def main() -> None:
     parent = os.getppid()
     link = RankLink(socket.socket(fileno=int(sys.argv[1])))
     asked = link.first()
-    if asked.dies_with_parent:
+    if asked.place.dies_with_parent:
         die_with(parent)
     if asked.settings.get("fault") == "refused" and asked.rank == asked.settings["faulty"]:
         link.send(RankRefused("InvalidModel", "the checkpoint is broken here"))
@@ -56,7 +56,7 @@ def main() -> None:
         os._exit(7)
     device = Faulty(asked.rank, asked.settings)
     link.send(RankReady(device.describe(), {}, {}))
-    RankLoop(device, link, answers=asked.rank == 0).run()
+    RankLoop(device, link, asked.rank, asked.shape).run()
 
 
 if __name__ == "__main__":

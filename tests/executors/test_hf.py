@@ -24,7 +24,7 @@ from quire.assembly.hf import placing
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, StepFailed
-from quire.executors.hf import HfModel
+from quire.executors.hf import HfModel, load
 from quire.executors.hf_cache import OneByOne, PagedCache, Places
 from quire.frontend.pooling import check_task
 from quire.types import Request, SamplingParams
@@ -251,6 +251,19 @@ def test_code_of_a_checkpoint_is_not_run(checkpoint: Any, tmp_path: Path) -> Non
     with pytest.raises(InvalidModel, match="transformers cannot load own"):
         built(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_gguf_file_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InvalidModel, match=r"model.gguf is a file, and transformers loads folders"):
+        load(tmp_path / "model.gguf", "float32", torch.device("cpu"))
+
+
+def test_a_model_that_transformers_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
+    """Its products of several matrices need rows of 16 bytes."""
+    checkpoints.make(tmp_path, "qwen3_next-shared-keys")
+    with pytest.raises(InvalidModel, match="transformers cannot run Qwen3NextForCausalLM here: strides"):
+        HfModel(load(tmp_path, "float32", torch.device("cpu")), torch.device("cpu"))
 
 
 FEATURES: list[dict[str, Any]] = [

@@ -18,7 +18,19 @@ from quire.engine.engine import Engine
 from quire.engine.protocol import FrameReader, encode_frame
 from quire.errors import InvalidModel, RankLost
 from quire.executors import ranks
-from quire.executors.ranks import FromRank, HandMasks, Launch, LoadImage, RankedExecutor, Ranks, StepDone, ToRank
+from quire.executors.ranks import (
+    ChildProcess,
+    FromRank,
+    HandMasks,
+    Launch,
+    LoadImage,
+    RankedExecutor,
+    Ranks,
+    RankShape,
+    StepDone,
+    ToRank,
+    child_processes,
+)
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.plan import EncodeSpan, ImageSpan, NewSequence, Plan, Result, Span
 from quire.scheduler.scheduler import Scheduler
@@ -43,8 +55,9 @@ class Started:
         if self.count > 1:
             ranks.SILENCE = 60.0  # nobody is stopped any more: a busy machine must not look like it
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-        made = Ranks([sys.executable, "-m", "tests.executors.rank_stub"], settings, self.size, environment)
-        self.pids += [rank.process.pid for rank in made.ranks]
+        start = child_processes([sys.executable, "-m", "tests.executors.rank_stub"], environment)
+        made = Ranks(start, settings, RankShape(self.size))
+        self.pids += [rank.process.process.pid for rank in made.ranks if isinstance(rank.process, ChildProcess)]
         return made
 
     def left(self) -> list[int]:

@@ -108,6 +108,28 @@ def test_each_failure_is_recorded_with_its_own_cause_and_place(tmp_path: Path) -
     ]
 
 
+def test_an_engine_that_abandons_its_requests_ends_the_recording_and_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `LLM.close` does, and `LLM` after a failure: what is asked later is a recording of its own."""
+    engine = SimConfig(pages=16, page_size=4, depth=1).build(VirtualClock(), make=recorded(tmp_path))
+    for turn in range(2):
+        for i in range(3):
+            engine.submit((1, 2, i), 9, id=f"{turn} {i}")
+        for _ in range(4):
+            engine.step()
+        engine.abandon()
+    engine.close()
+    assert "failed" not in caplog.text
+    reader = recording_format.RecordingReader([tmp_path])
+    runs = []
+    while reader.next is not None:
+        out = replay(reader)
+        assert out.divergence is None and out.crash is None
+        runs.append(out.began.run)
+    assert len(set(runs)) == 2
+
+
 def test_names_keep_beginnings_and_nothing_else() -> None:
     one, other = Anonymizer(4), Anonymizer(4)
     tokens = [5, 6, 7, 8, 5, 6, 7, 8, 9]
@@ -162,7 +184,11 @@ def test_a_frame_cut_short_ends_the_recording_there(tmp_path: Path, cut: int) ->
 
 
 def _flip(data: bytes) -> bytes:
-    at = len(data) // 2
+    """A bit of the contents of the frame in the middle: one of its length would cut it."""
+    head, at, middle = recording_format.HEAD, len(recording_format.MAGIC), len(data) // 2
+    while (end := at + head.size + head.unpack_from(data, at)[0]) <= middle:
+        at = end
+    at += head.size
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 

@@ -30,6 +30,7 @@ from tests.ops.batches import Pages, poisoned
 
 REFERENCE = ReferenceOps()
 BEST = best_level()
+SOURCES = ("kernels.h", "kernels.c", "integers.h", "tiled_attention.h", "blocks.c", "library.c", "build.sh")
 HERE = [level for level, number in LEVELS.items() if BEST is not None and number <= LEVELS[BEST]]
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 
@@ -210,10 +211,11 @@ def test_blocks_of_a_gguf_file_become_panels_of_the_same_numbers(ops: NativeOps,
     stored, rows, columns = next(each for each in KINDS.values() if each.name == kind), 40, 512
     for narrow in (columns, columns - 32) if stored.block == 32 else (columns,):
         raw = raw_blocks(kind, rows, narrow)
-        matrix = ops.empty_blocks(kind, rows, narrow)
-        assert matrix is not None
+        panels = ops.empty_blocks(kind, rows, narrow)
+        assert panels is not None
         for first in (32, 0):  # tiles may arrive in any order
-            ops.write_blocks(matrix, kind, first, raw[first : first + 32])
+            panels.write(first, raw[first : first + 32])
+        matrix = panels.matrix
         wanted = BLOCKS[kind](raw.view(-1, stored.size)).values().view(rows, narrow)
         assert torch.equal(matrix.values_of(), wanted)
         for dtype in DTYPES:
@@ -300,7 +302,13 @@ SCORES: dict[str, Callable[[int], dict[str, object]]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", SCORES)
 def test_spans_of_any_length_attend(ops: NativeOps, how: str, dtype: torch.dtype) -> None:
-    for heads, groups, dim, value_dim in ((6, 2, 16, 16), (3, 3, 48, 32), (8, 1, 64, 64), (2, 1, 528, 16)):
+    for heads, groups, dim, value_dim in (
+        (6, 2, 16, 16),
+        (3, 3, 48, 32),
+        (8, 1, 64, 64),
+        (3, 1, 96, 48),
+        (2, 1, 528, 16),
+    ):
         scores = Scores(0.25, **SCORES[how](heads))  # type: ignore[arg-type]
         pages = Pages(80, 4)
         kv = poisoned(80, groups, 4, dim, dtype, value_dim=value_dim)
@@ -379,8 +387,8 @@ def test_where_the_library_does_not_run_there_is_none(
 def test_the_library_is_built_from_its_source() -> None:
     built = library.load()
     assert built is not None
-    folder, files = library.FILE.parents[4] / "native", ("kernels.h", "kernels.c", "blocks.c", "library.c", "build.sh")
-    source = hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
+    folder = library.FILE.parents[4] / "native"
+    source = hashlib.sha256(b"".join((folder / name).read_bytes() for name in SOURCES)).hexdigest()
     built.quire_source.restype = ctypes.c_char_p
     assert built.quire_source().decode() == source, "run native/build.sh src/quire/ops/native/libquire_cpu.so"
     assert library.FILE.stat().st_size < 2 << 20

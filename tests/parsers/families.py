@@ -102,6 +102,16 @@ _XTML_KIND = (
 )
 _HERMES = _LOOP + "\n<tool_call>\n" + _object("arguments") + "\n</tool_call>" + _END
 
+_ATEM = (
+    _LOOP
+    + _xml(
+        '<atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n',
+        '<atem:parameter name="{{ k }}">VALUE</atem:parameter>\n',
+        "</atem:invoke>\n</atem:function_calls>",
+    )
+    + _END
+)
+
 TEMPLATES: Mapping[ToolParser, str] = {
     "hermes": _HERMES,
     "granite4": _HERMES,
@@ -154,6 +164,29 @@ TEMPLATES: Mapping[ToolParser, str] = {
     "jamba": "<tool_calls>[" + _listed("arguments") + "]</tool_calls>",
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
+    "deepseek_v41": _dsml("calls").replace("｜DSML｜", "｜DSML｜ "),
+    "dots": "<dots_function_call>\n"
+    + _LOOP
+    + _xml('<invoke name="{{ f.name }}">\n', '<parameter name="{{ k }}">VALUE</parameter>\n', "</invoke>\n")
+    + _END
+    + "</dots_function_call>",
+    "inkling": _LOOP + "<|content_invoke_tool_json|>" + _object("args") + "<|end_message|>" + _END,
+    "k2_horizon": _elements(
+        "<ifm|tool_calls>\n",
+        "<ifm|tool_call>",
+        "\n",
+        "<ifm|arg_key>{{ k }}</ifm|arg_key>\n<ifm|arg_value>VALUE</ifm|arg_value>\n",
+        "</ifm|tool_call>\n",
+        "</ifm|tool_calls>",
+    ),
+    "plamo3": "<|plamo:begin_tool_requests:plamo|>"
+    + _LOOP
+    + "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>{{ f.name }}<|plamo:end_tool_name:plamo|>"
+    "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{{ f.arguments | tojson }}"
+    "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>" + _END + "<|plamo:end_tool_requests:plamo|>",
+    "qwen3_json": _HERMES,
+    "ling3": _GLM47,
+    "step5": _QWEN_CODER,
     "longcat": _HERMES.replace("tool_call>", "longcat_tool_call>"),
     "mimo": _QWEN_CODER.replace(">\nVALUE\n<", ">VALUE<"),
     "step3p5": _QWEN_CODER,
@@ -198,6 +231,14 @@ TEMPLATES: Mapping[ToolParser, str] = {
         f"</tool_call{_HY}>\n",
         f"</tool_calls{_HY}>",
     ),
+    "hy_v4": _elements(
+        f"<tool_calls{_HY}>\n",
+        f"<tool_call{_HY}>",
+        "",
+        f"<arg_key{_HY}>{{{{ k }}}}</arg_key{_HY}><arg_value{_HY}>VALUE</arg_value{_HY}>",
+        f"</tool_call{_HY}>\n",
+        f"</tool_calls{_HY}>",
+    ),
     "kimi_k3": _XTML_KIND
     + "<|open|>tools<|sep|>"
     + _LOOP
@@ -219,13 +260,7 @@ TEMPLATES: Mapping[ToolParser, str] = {
     + _LOOP
     + "<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>{{ f.name }}<|tool_call:args|>{{ f.arguments | tojson }}"
     "<|tool_call:end|>" + _END + "<|calls|>",
-    "muse_glimmer": _LOOP
-    + _xml(
-        '<atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n',
-        '<atem:parameter name="{{ k }}">VALUE</atem:parameter>\n',
-        "</atem:invoke>\n</atem:function_calls>",
-    )
-    + _END,
+    **dict.fromkeys(("muse_glimmer", "muse", "musespark1x"), _ATEM),
     "functionary_v3_1": _LOOP + "<function={{ f.name }}>{{ f.arguments | tojson }}</function>" + _END,
     "functionary_v3_2": _LOOP + ">>>{{ f.name }}\n{{ f.arguments | tojson }}" + _END,
     "nemotron_json": "<TOOLCALL>[" + _listed("arguments") + "]</TOOLCALL>",

@@ -52,15 +52,19 @@ deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 functiongemma gemma4 gigachat3
 granite-20b-fc granite4 hermes hunyuan_a13b internlm jamba kimi_k2 lfm2 llama3_json llama4_json llama4_pythonic longcat
 mimo minimax minimax_m2 mistral olmo3 openai phi4_mini_json pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5
 xlam ernie45 cohere_command3 cohere_command4 apertus minimax_m3 hy_v3 kimi_k3
-minicpm5 poolside_v1 solar_open2"""
+minicpm5 poolside_v1 solar_open2 deepseek_v41 dots hy_v4 inkling k2_horizon ling3 muse musespark1x muse_glimmer plamo3
+qwen3_json step5"""
 VLLM_REASONING = """
 deepseek_r1 deepseek_v3 deepseek_v4 gemma4 glm45 glm47 granite kimi_k2 mimo minimax_m2 mistral
 nemotron_v3 olmo3 openai_gptoss qwen3 seed_oss step3 step3p5 ernie45 cohere_command3 cohere_command4 apertus
-minimax_m3 holo2 hunyuan_a13b hy_v3 kimi_k3 minimax_m2_append_think poolside_v1 solar_open2"""
-"""Keys of vLLM's registries of parsers, as those who come from there spell them."""
+minimax_m3 holo2 hunyuan_a13b hy_v3 kimi_k3 minimax_m2_append_think poolside_v1 solar_open2
+deepseek_v41 granite_thinking_parser hy_v4 inkling k2_horizon ling3 minicpmv muse musespark1x muse_glimmer plamo3
+step5"""
+"""Keys of vLLM's registries of parsers, as those who come from there spell them; all of 0.33's but `hf` and `beam`,
+which read a checkpoint's own response template."""
 
-OWN = "gemma nemotron_json cohere_command_r functionary_v3_1 functionary_v3_2 muse_glimmer solar_open"
-OWN_REASONING = "apriel functionary_v3_2 muse_glimmer solar_open"
+OWN = "gemma nemotron_json cohere_command_r functionary_v3_1 functionary_v3_2 solar_open"
+OWN_REASONING = "apriel functionary_v3_2 solar_open"
 """Names that it does not have."""
 
 
@@ -190,6 +194,11 @@ def test_reading_takes_steps_in_proportion_to_the_text(name: ToolParser, filling
 
 SIGNS: list[tuple[str, ToolParser, ReasoningParser]] = [
     ("'<tool_calls{}>'.format(':opensource') <tool_sep{}> <think{}>", "hy_v3", "hy_v3"),
+    ("<|content_text|><|content_thinking|><|content_invoke_tool_json|>", "inkling", "inkling"),
+    ("<dots_function_call>", "dots", "none"),
+    ("<ifm|tool_calls><ifm|think>", "k2_horizon", "k2_horizon"),
+    ("<|plamo:begin_tool_requests:plamo|><|plamo:begin_think:plamo|>", "plamo3", "plamo3"),
+    ("<｜DSML｜ calls></think>", "deepseek_v41", "deepseek_v4"),
     ("<|open|>think<|sep|> argument <|close|>", "kimi_k3", "kimi_k3"),
     ('<function name="f"><param name="k">v</param></function></think>', "minicpm5", "qwen3"),
     ("<|tool_call:start|><|tool_arg:start|><|think:start|>", "solar_open2", "solar_open2"),
@@ -291,6 +300,9 @@ WRITTEN: list[tuple[ReasoningParser, bool, str, str]] = [
     ("hunyuan_a13b", False, "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>", "Hm."),
     ("hy_v3", True, "Hm.</think:opensource>Yes.", "Hm."),
     ("solar_open2", True, "Hm.<|think:end|>Yes.", "Hm."),
+    ("hy_v4", True, "Hm.</think:opensource>Yes.", "Hm."),
+    ("k2_horizon", False, "<ifm|think_fast>Hm.</ifm|think_fast>Yes.", "Hm."),
+    ("plamo3", True, "Hm.<|plamo:end_think:plamo|>Yes.", "Hm."),
     ("apriel", True, "Hm.\n[BEGIN FINAL RESPONSE]\nYes.", "Hm."),
     (
         "kimi_k3",
@@ -314,6 +326,34 @@ def test_thoughts_of_each_family_are_found(name: str, inside: bool, text: str, t
 
 
 CHANNELS: list[tuple[str, str, list[TextPart]]] = [
+    (
+        "inkling",
+        "<|content_thinking|>Hm.<|end_message|><|message_model|><|content_text|>Yes.<|end_message|><|message_model|>"
+        'now<|content_invoke_tool_json|>{"name": "now", "args": {}}<|end_message|><|message_model|>'
+        '<|content_invoke_tool_json|>{"name": "now", "args": {}}<|end_message|><|content_model_end_sampling|>',
+        [
+            TextPart("reasoning", "Hm."),
+            TextPart("content", "Yes."),
+            TextPart("call", "now"),
+            TextPart("arguments", "{}"),
+            TextPart("call", "now", 1),
+            TextPart("arguments", "{}", 1),
+        ],
+    ),
+    ("inkling", "Yes.<|end_message|>", [TextPart("content", "Yes.")]),
+    ("inkling", "Yes. " * 200 + "<|end_message|><|message_model|>No.", [TextPart("content", "Yes. " * 200 + "No.")]),
+    (
+        "muse",
+        "<|message|>Hm.<|eom|><|start|>assistant to=developer<|message|> So.<|eom|><|start|>assistant to=commentary"
+        '<|message|>Yes.<|eom|><|start|>assistant to=now<|message|><atem:function_calls>\n<atem:invoke name="now">\n'
+        "</atem:invoke>\n</atem:function_calls><|eot|>",
+        [
+            TextPart("reasoning", "Hm. So."),
+            TextPart("content", "Yes."),
+            TextPart("call", "now"),
+            TextPart("arguments", "{}"),
+        ],
+    ),
     (
         "muse_glimmer",
         " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.<|eom|><|start|>assistant to=now"

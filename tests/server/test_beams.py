@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams
 from quire.server.access import Rates
-from tests.live import Live, serving
+from tests.live import Behind, Live, serving
 from tests.server.doubles import check_error, served
 
 PROMPT = "Once upon a time"
@@ -146,6 +147,62 @@ def test_a_client_that_leaves_ends_its_beams(live: Live) -> None:
             leave()
     live.settled()
     assert live.stats()["active_requests"] == live.stats()["waiting_requests"] == 0
+
+
+@pytest.fixture(scope="module")
+def relayed(live: Live, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """`live` through a server that passes requests on."""
+    options = ("--backend", "openai", "--upstream", live.url)
+    with serving(tmp_path_factory.mktemp("relay"), *options) as front:
+        yield Behind(front, live)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 3},
+        {"n": 2, "best_of": 4, "length_penalty": -1.0, "early_stopping": True},
+        {"prompt": [PROMPT, "The little dog"], "n": 2, "echo": True},
+    ],
+)
+def test_a_search_behind_another_server_gives_the_same_answers(live: Live, relayed: Live, fields: Any) -> None:
+    own, found = completed(live, **fields), completed(relayed, **fields)
+    assert found["choices"] == own["choices"]
+    assert found["usage"]["completion_tokens"] == own["usage"]["completion_tokens"]
+    body = {**BEAMS, "prompt": PROMPT, "max_tokens": 9, **fields, "stream": True}
+    streamed = [""] * len(own["choices"])
+    with relayed.http.stream("POST", "/v1/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    streamed[choice["index"]] += choice["text"]
+    assert streamed == [choice["text"] for choice in own["choices"]]
+
+
+def test_what_is_refused_behind_another_server_is_refused_alike(live: Live, relayed: Live) -> None:
+    for fields in ({"n": 64}, {"temperature": 0.5}, {"n": 3, "best_of": 2}):
+        assert completed(relayed, **fields) == completed(live, **fields)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("where", ["native", "upstream"])
+def test_a_client_that_leaves_in_the_middle_of_a_search_ends_it(
+    live: Live, relayed: Live, where: str, stream: bool
+) -> None:
+    there = live if where == "native" else relayed
+    body = {**BEAMS, "prompt": PROMPT, "n": 4, "max_tokens": 240, "ignore_eos": True, "stream": stream}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+    made, port = "vllm:generation_tokens_total", int(there.url.rpartition(":")[2])
+    before, aborted = live.metric(made), live.metric("vllm:request_success_total", finished_reason="abort")
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(head.encode() + b"\r\n\r\n" + data)
+        while live.metric(made) < before + 20:
+            time.sleep(0.005)
+    live.settled()
+    assert live.metric(made) < before + 4 * 240, "the search ran to its end"
+    assert live.metric("vllm:request_success_total", finished_reason="abort") > aborted
+    assert completed(there, n=3)["choices"] == completed(live, n=3)["choices"]
 
 
 def test_others_are_answered_while_beams_run(live: Live) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from anthropic import APIStatusError, AsyncAnthropic, BadRequestError
+from anthropic import APIStatusError, AsyncAnthropic, BadRequestError, beta_async_tool
 
 from quire.types import RequestStepOutput
 from tests.server.doubles import ANSWER, TOKENIZER, Served, served
@@ -45,6 +45,27 @@ async def test_a_message_has_anthropics_shape() -> None:
         assert (request.max_new_tokens, request.sampling.temperature) == (64, 0.5)
         assert made.usage.input_tokens + (made.usage.cache_read_input_tokens or 0) == len(request.prompt)
         assert made.usage.output_tokens == len(TOKENIZER.encode(ANSWER)) + 1
+
+
+async def test_tool_runners_go_on_without_a_thread() -> None:
+    """Anthropic's runner asks for a thread first, and sends the whole conversation where there is none."""
+
+    @beta_async_tool
+    async def now() -> str:
+        """The time."""
+        return "noon"
+
+    ask: Any = {"model": "tiny", "max_tokens": 64, "messages": HI}
+    async with speaking_with(speaking("It is noon."), room=1024) as (server, client):
+        made = await client.beta.messages.tool_runner(**ask, tools=[now]).until_done()
+        assert made.content[0].text == "It is noon." and len(server.port.submitted) == 1
+        thread = client.beta.messages.thread(**ask)
+        with pytest.raises(BadRequestError, match="send the whole conversation") as caught:
+            await thread.send()
+        assert caught.value.body["error"]["details"] == {  # type: ignore[index]
+            "error_code": "thread_unsupported_request",
+            "unsupported": ["thread"],
+        }
 
 
 async def test_the_stop_reason_is_anthropics() -> None:

@@ -156,13 +156,14 @@ async def test_a_body_of_ten_megabytes_is_refused_and_the_next_request_served() 
         assert response.json()["choices"][0]["text"] == ANSWER
 
 
-async def test_a_signal_drains() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_drains(number: signal.Signals) -> None:
     async with running(None) as (server, where, task), httpx.AsyncClient() as http:
         body = {"prompt": "a", "stream": True}
         old = asyncio.ensure_future(http.post(where + "/v1/completions", json=body))
         while not server.port.submitted:
             await asyncio.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         while (await http.get(where + "/health/ready")).status_code == 200:
             await asyncio.sleep(0.005)
         new = await http.post(where + "/v1/completions", json=body)
@@ -175,6 +176,18 @@ async def test_a_signal_drains() -> None:
         assert server.port.closed
         with pytest.raises(httpx.ConnectError):
             await http.get(where + "/health")
+
+
+async def test_a_hang_up_that_is_ignored_stays_so() -> None:
+    """As nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        async with running() as (_, where, task), httpx.AsyncClient() as http:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert (await http.get(where + "/health/ready")).status_code == 200 and not task.done()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_a_second_signal_does_not_wait() -> None:

@@ -89,7 +89,7 @@ def test_masks_that_the_library_wrote_hold_up_to_the_first_draft_that_is_not_all
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("mark", ["</think>", "<|channel|>", "[THINK]"])
+@pytest.mark.parametrize("mark", ["</think>", "<|channel|>", "[THINK]", "</think:6124c78e>", "<tool_sep>"])
 def test_marks_that_are_tokens_are_text_in_grammars(mark: str, special: bool) -> None:
     """Qwen 3's `</think>` is one token, and not special; the library takes anything of the form <...> for special."""
     core = byte_level()

@@ -307,6 +307,7 @@ BLOCKS = (
     ),
     Item(LOOK, looked_at, executors=("local",)),
     served(RANKS, executors=("local",)),
+    served(f"{MANY}: quire serve MODEL --pipeline-parallel-size 2 --tensor-parall", executors=("local",)),
     Item(f"{MANY}: ranks", python(f"{MANY}: ranks").run, executors=("local",), ci=()),
     Item(f"{MANY}: quire plan Qwen/Qwen3-32B --device cuda --memory 80GiB --ten", planned, executors=("local",)),
     Item("README.md: serve", serve, part="server", ci=("grpc",)),
@@ -340,6 +341,19 @@ NAMED = (
         for first, place in (
             ("quire serve --kv-offloading-size 8", "test_a_server_says_where_a_prefix_came_from"),
             ("from quire import LLM, SamplingParams", "test_the_guides_conversations_come_back"),
+        )
+    ),
+    *(
+        Named(f"docs/guides/disaggregation.md: {first}", "two servers", f"tests/test_disaggregated_servers.py::{place}")
+        for first, place in (
+            (
+                "CUDA_VISIBLE_DEVICES=0 quire serve MODEL --port 8001 --disag",
+                "test_two_servers_answer_as_one_and_say_what_was_sent",
+            ),
+            (
+                "openssl rand -hex 32 > /etc/quire/split-secret",
+                "test_two_servers_answer_as_one_and_say_what_was_sent",
+            ),
         )
     ),
     *(
@@ -448,6 +462,7 @@ NAMED = (
         "tests/test_images.py::test_the_example_of_the_guide_runs",
     ),
     Named("docs/guides/observability.md: pip install -e '.[otel]'", "needs a collector", "tests/test_tracing.py"),
+    Named(f"{MANY}: pip install 'quire-llm[ray]'", "needs a cluster", "tests/assembly/test_ray_ranks.py"),
     Named("README.md: test", "CI is this", "tests/test_readme.py::test_the_test_command_is_the_one_ci_runs"),
     Named(
         'CONTRIBUTING.md: pip install -e ".[dev]" && pre-commit install',
@@ -503,6 +518,21 @@ NAMED = (
         "docs/guides/speculative-decoding.md: quire serve Qwen/Qwen3-Next-80B-A3B-Instruct --speculative-c",
         "needs more memory than there is",
         PARSED,
+    ),
+    Named(
+        "docs/guides/replicas.md: pip install 'quire-llm[ray]'",
+        "Ray takes half a minute to start",
+        "tests/replicas/test_deployment.py",
+    ),
+    Named(
+        "docs/guides/replicas.md: quire serve --replicas 1 --max-replicas 3",
+        "it grows and shrinks in minutes",
+        "tests/replicas/test_deployment.py",
+    ),
+    Named(
+        "docs/guides/replicas.md: applications:",
+        "a file of Ray Serve",
+        "tests/replicas/test_application.py",
     ),
     Named(
         "docs/guides/upstream.md: quire serve --backend vllm --model Qwen/Qwen2.5-7B-Instruct",

@@ -26,6 +26,7 @@ from quire.weights.load import load_model
 from quire.weights.locate import embedded
 from quire.weights.quantize import FILE_TYPES, Written, quantize
 from tests.checkpoints import make
+from tests.mtp import make_mtp
 from tests.weights.test_gguf import SHAPES
 
 CPU = torch.device("cpu")
@@ -122,6 +123,12 @@ def test_every_family_is_written_exactly_or_refused_by_name(tmp_path: Path, shap
         return
     made = written(tmp_path / "s", tmp_path / "m.gguf", "f32", vocabulary=False)
     assert made.quality is not None and made.quality.kl < 1e-9 and made.quality.agreement == 1.0
+
+
+def test_layers_that_draft_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_mtp(tmp_path / "drafting", "glm4_moe-groups")
+    written(tmp_path / "drafting", tmp_path / "made.gguf", "f32", vocabulary=False, check=False)
+    assert "55 tensors of a layer for multi-token prediction are not written: model.layers.2.eh_proj" in caplog.text
 
 
 def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

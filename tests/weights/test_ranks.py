@@ -1,4 +1,5 @@
-"""Divided among ranks, every architecture in every format of weights gives the tokens that one rank gives.
+"""Divided among ranks and cut into stages, every architecture in every format of weights gives the tokens that one
+rank gives.
 
 The ranks are threads. CI has one shape of each family at 2 ranks; `make nightly` has all of them, at 2, 3 and 4, and
 every format of every family.
@@ -13,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.models.registry import Model
@@ -41,11 +43,23 @@ def answers(model: Model) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], RankThreads]]:
-    made: dict[int, RankThreads] = {}
-    yield lambda size: made.setdefault(size, RankThreads(size))
+def ranks() -> Iterator[Callable[..., RankThreads]]:
+    made: dict[tuple[int, int], RankThreads] = {}
+    yield lambda size, stages=1: made.get((size, stages)) or made.setdefault((size, stages), RankThreads(size, stages))
     for each in made.values():
         each.close()
+
+
+class Staged:
+    """A stage's model, whose logits are the last stage's, so that every rank feeds the same tokens."""
+
+    def __init__(self, model: Model, ranks: RankThreads, rank: int) -> None:
+        self.model, self.meeting, self.rank = model, ranks.meeting, rank
+        self.spec, self.dtype, self.forward = model.spec, model.dtype, model.forward
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        last = self.model.spec.own_layers.stop == self.model.spec.layers
+        return self.meeting.exchange(self.rank, self.model.logits(hidden) if last else None)[-1].clone()
 
 
 def divided(ranks: RankThreads, folder: Path, **how: Any) -> list[Model]:
@@ -57,7 +71,7 @@ def same_tokens(ranks: RankThreads, folder: Path, **how: Any) -> list[Model]:
     whole = answers(load_model(folder, dtype="float32", **{k: v for k, v in how.items() if k != "expert_parallel"}))
     assert len({token for answer in whole for token in answer}) > 2
     models = divided(ranks, folder, **how)
-    assert ranks.run(lambda rank: answers(models[rank])) == [whole] * len(models)
+    assert ranks.run(lambda rank: answers(Staged(models[rank], ranks, rank))) == [whole] * len(models)
     return models
 
 
@@ -72,7 +86,7 @@ def cases(shapes: Mapping[str, Any] | tuple[str, ...]) -> list[Any]:
 
 @pytest.mark.parametrize(("shape", "size"), cases(tuple(SHAPES)))
 def test_every_architecture_answers_as_on_one_rank(
-    shape: str, size: int, ranks: Callable[[int], RankThreads], tmp_path: Path
+    shape: str, size: int, ranks: Callable[..., RankThreads], tmp_path: Path
 ) -> None:
     make(tmp_path, shape)
     if shape in UNDIVIDED:
@@ -82,9 +96,32 @@ def test_every_architecture_answers_as_on_one_rank(
     same_tokens(ranks(size), tmp_path)
 
 
+STAGES = [
+    pytest.param(shape, size, stages, marks=() if shape in FIRST and (size, stages) == (1, 2) else pytest.mark.nightly)
+    for shape in SHAPES
+    for size, stages in ((1, 2), (1, 3), (2, 2))
+]
+
+
+@pytest.mark.parametrize(("shape", "size", "stages"), STAGES)
+def test_every_architecture_answers_as_in_one_stage(
+    shape: str, size: int, stages: int, ranks: Callable[..., RankThreads], tmp_path: Path
+) -> None:
+    make(tmp_path, shape)
+    if size > 1 and shape in UNDIVIDED:
+        return
+    if stages > len(load_model(tmp_path, dtype="float32").spec.own_layers):
+        with pytest.raises(InvalidModel, match="stages are too many"):
+            divided(ranks(size, stages), tmp_path)
+        return
+    models = same_tokens(ranks(size, stages), tmp_path)
+    layers = [i for model in models[::size] for i in model.spec.own_layers]
+    assert layers == [*range(models[0].spec.layers)], "every layer is on one stage"
+
+
 @pytest.mark.parametrize(("shape", "size"), cases(MIXTURES))
 def test_experts_may_be_spread_over_ranks(
-    shape: str, size: int, ranks: Callable[[int], RankThreads], tmp_path: Path
+    shape: str, size: int, ranks: Callable[..., RankThreads], tmp_path: Path
 ) -> None:
     make(tmp_path, shape)
     spec = load_model(tmp_path, dtype="float32").spec
@@ -105,7 +142,7 @@ FORMAT_CASES = [
 
 @pytest.mark.parametrize(("family", "format", "spread"), FORMAT_CASES)
 def test_every_format_answers_as_on_one_rank(
-    family: str, format: str, spread: bool, ranks: Callable[[int], RankThreads], tmp_path: Path
+    family: str, format: str, spread: bool, ranks: Callable[..., RankThreads], tmp_path: Path
 ) -> None:
     shape = next(shape for shape in SHAPES if shape.split("-")[0] == family)
     fields = SHAPES[shape]
@@ -116,6 +153,8 @@ def test_every_format_answers_as_on_one_rank(
     quantise(tmp_path, format)
     # Rounding activations depends on the part of a token that a rank has.
     same_tokens(ranks(2), tmp_path, expert_parallel=spread, canary=Exact())
+    if not spread:
+        same_tokens(ranks(1, 2), tmp_path, canary=Exact())
 
 
 GGUF_CASES = [
@@ -127,19 +166,20 @@ GGUF_CASES = [
 
 @pytest.mark.parametrize(("kind", "family"), GGUF_CASES)
 def test_every_gguf_type_answers_as_on_one_rank(
-    kind: str, family: str, ranks: Callable[[int], RankThreads], tmp_path: Path
+    kind: str, family: str, ranks: Callable[..., RankThreads], tmp_path: Path
 ) -> None:
     shape = next(shape for shape in SHAPES if shape.split("-")[0] == family)
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
     wide |= {"num_key_value_heads": 2, "num_hidden_layers": 2}
     wide |= {"moe_intermediate_size": 256} if family == "qwen3_moe" else {}
     write(tmp_path / "model.gguf", make(tmp_path / "theirs", shape, **wide), kind)
-    same_tokens(ranks(2), tmp_path / "model.gguf")
+    for divided_among in (ranks(2), ranks(1, 2)):
+        same_tokens(divided_among, tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("ranks_of_mxfp4", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_experts_in_mxfp4_are_cut_between_groups(
-    ranks_of_mxfp4: int, ranks: Callable[[int], RankThreads], tmp_path: Path
+    ranks_of_mxfp4: int, ranks: Callable[..., RankThreads], tmp_path: Path
 ) -> None:
     make(tmp_path, "gpt_oss-gqa-mxfp4", intermediate_size=160)
     models = same_tokens(ranks(ranks_of_mxfp4), tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 from quire.assembly.place import for_child
 from quire.assembly.text import Text
 from quire.config import Settings
-from quire.engine.client import EngineProcess
+from quire.engine.client import EngineClient, EngineProcess
 from quire.frontend.interface import ModelCard
 from quire.frontend.native import NativeBackend
 from quire.observability import engine_metrics
@@ -28,7 +28,7 @@ STANDBY_DELAY = 10.0
 """Seconds after the engine is ready until a standby process is started."""
 
 
-def build_backend(settings: Settings, text: Text, engine: EngineProcess, **more: Any) -> NativeBackend:
+def build_backend(settings: Settings, text: Text, engine: EngineClient, **more: Any) -> NativeBackend:
     """A backend that answers with the model's text and this engine. more: further fields of NativeBackend."""
     name, *aliases = model_names(settings)
     card = ModelCard(

@@ -132,18 +132,15 @@ def _work(
     settings: Settings, spec: ModelSpec, dtype: torch.dtype, limits: Limits, image_tokens: tuple[int, int]
 ) -> int:
     """Bytes beside weights and K/V."""
-    tokens = limits.max_num_batched_tokens
-    work = working_bytes(
+    return working_bytes(
         spec,
         dtype,
-        tokens=tokens,
+        tokens=limits.max_num_batched_tokens,
         captured=_captured(settings),
         rows=limits.max_num_seqs * (1 + most_drafts(settings)) if spec.generates else 0,
         gathered=gathered_tokens(limits, torch.device("cuda")),
         image_tokens=image_tokens,
     )
-    # The layer for multi-token prediction reads hidden states of every token once the step has sampled.
-    return work + tokens * spec.hidden * dtype.itemsize * wants_mtp(settings)
 
 
 def _captured(settings: Settings) -> int:

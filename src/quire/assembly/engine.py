@@ -16,7 +16,7 @@ import torch
 
 from quire.assembly import extra
 from quire.assembly.images import find_processor, image_tokens
-from quire.assembly.kv_offload import build_store
+from quire.assembly.kv_offload import build_offload, refuse_tiers
 from quire.assembly.limits import (
     BuiltExecutor,
     Limits,
@@ -41,7 +41,7 @@ from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
 from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.model_runner.images import ImageRunner, Normalization
-from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks
+from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads, unchanged
 from quire.models.registry import (
     ARCHITECTURES,
@@ -63,7 +63,7 @@ from quire.ops.reference import ReferenceOps
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.encoder_cache import EncoderCache
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
-from quire.scheduler.kv_offload import BlockStore, KVOffload
+from quire.scheduler.kv_offload import Offload
 from quire.scheduler.policy import SchedulingPolicy, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.structured_output.llguidance import ParallelMasks
@@ -84,13 +84,19 @@ PLACING: Mapping[str, str] = MappingProxyType(
 
 TIERS: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(
-        ("kv_offloading_size", "kv_offloading_dir"),
+        ("kv_offloading_size", "kv_offloading_dir", "disaggregation_mode"),
         "blocks are copied from and to Quire's own layers, --executor local",
     )
 )
 """Options of our own layers, and why other executors do not have them."""
 DIVIDING: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(("tensor_parallel_size", "enable_expert_parallel"), "it divides Quire's own layers, --executor local")
+    dict.fromkeys(
+        (
+            *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+            "distributed_executor_backend",
+        ),
+        "it divides Quire's own layers, --executor local",
+    )
 )
 """Options of several ranks, likewise."""
 
@@ -111,7 +117,7 @@ def build_engine(
     policy = build_policy(settings)
     target = settings.scheduler.latency_target_ms
     executor, limits, static_gauges, plan_delay = make_executor(settings)
-    store = build_store(settings, executor)
+    offload = build_offload(settings, executor)
     executor = wrap(executor)
     if executor.describe().bidirectional:
         # It bounds what prompts cost answers, and may cut prompts for that.
@@ -123,7 +129,7 @@ def build_engine(
             param="recording_dir",
         )
     engine = make(
-        build_scheduler(settings, executor.describe(), limits, policy, store),
+        build_scheduler(settings, executor.describe(), limits, policy, offload),
         executor,
         lookahead=limits.lookahead,
         observers=observers,
@@ -145,7 +151,8 @@ def make_executor(settings: Settings) -> BuiltExecutor:
     if kind not in ("local", "grpc"):
         reject_options(settings, kind, DIVIDING)
     try:
-        if kind == "local" and settings.execution.tensor_parallel_size > 1:
+        if kind == "local" and settings.execution.ranked:
+            refuse_tiers(settings, "an engine of several ranks")
             return cast(BuiltExecutor, import_module("quire.assembly.ranks").make(settings))
         if kind == "local":
             return build_local(settings, ONE_RANK)
@@ -168,7 +175,7 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     pooler = pooler_of(settings)
     processor = find_processor(settings)
     model = _load(settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor))
-    threads = settings.execution.threads or max(1, choose_threads(parameters(model.spec)) // parallel.size)
+    threads = settings.execution.threads or max(1, choose_threads(parameters(model.spec)) // parallel.neighbours)
     torch.set_num_threads(threads)
     limits = resolve(settings, model.spec, device, pooler.max_length)
     heads = pooling_heads(model, pooler, device)
@@ -198,7 +205,7 @@ def on_host(
 
     Raises InvalidConfig when K/V does not fit.
     """
-    cpu, free = torch.device("cpu"), cpu_budget(host_bytes()) // parallel.size
+    cpu, free = torch.device("cpu"), cpu_budget(host_bytes()) // parallel.neighbours
     budget = settings.cache.kv_cache_memory_bytes or free
     return paged(settings, model, limits, layers, cpu, budget, heads=heads, images=images, parallel=parallel)
 
@@ -229,9 +236,12 @@ def paged(
 
     Raises InvalidConfig when K/V does not fit.
     """
-    cache, draft = settings.cache, load_draft(settings, model, device, ReferenceOps(), parallel)
+    cache, last = settings.cache, parallel.pipeline.last
+    draft = load_draft(settings, model, device, ReferenceOps(), parallel) if last else None
     states = limits.num_rows * (1 + most_drafts(settings))
-    snapshots = parallel.smallest(snapshot_slots(settings, limits, layers, states, budget))
+    # Where no layer is recurrent, there is room for any number.
+    slots = snapshot_slots(settings, limits, layers, states, budget) if state_bytes(layers) else UNLIMITED
+    snapshots = parallel.smallest(slots) * bool(model.spec.recurrent)
     planned = cache.num_gpu_blocks_override or plan_blocks(
         (*layers, *draft_layers(draft)),
         page_size=limits.block_size,
@@ -248,7 +258,9 @@ def paged(
         max_model_len=limits.max_model_len,
         dtype=model.dtype,
         device=device,
-        drafter=build_drafter(settings, draft, device=device, **sizes),
+        drafter=build_drafter(settings, draft, device=device, **sizes) if last else None,
+        num_drafts=most_drafts(settings),
+        pipeline=parallel.pipeline,
         depth=limits.lookahead,
         layers=layers,
         pools=pools,
@@ -290,9 +302,9 @@ def build_scheduler(
     description: Description,
     limits: Limits,
     policy: SchedulingPolicy,
-    store: BlockStore | None = None,
+    offload: Offload | None = None,
 ) -> Scheduler:
-    """The scheduler for an executor of this description. store: where evicted blocks go; None: nowhere."""
+    """The scheduler for an executor of this description. offload: where evicted blocks go; None: nowhere."""
     cache = settings.cache
     chunk, tokens = limits.max_chunk_tokens, limits.max_num_batched_tokens
     return Scheduler(
@@ -307,7 +319,7 @@ def build_scheduler(
             EVICTION_POLICIES[cache.eviction_policy](),
             max_pinned_blocks=int(description.num_blocks * cache.max_pinned_share),
             snapshot_interval=cache.snapshot_interval,
-            offload=None if store is None else KVOffload(store, description.block_size),
+            offload=offload,
         ),
         rows=description.num_rows,
         max_num_seqs=limits.max_num_seqs,
@@ -317,8 +329,9 @@ def build_scheduler(
         policy=policy,
         speculation=build_speculation(settings, description),
         # Ranks have memory of their own: here, a context on a GPU would only take some.
-        compute_masks=ParallelMasks(pinned=torch.cuda.is_available() and settings.execution.tensor_parallel_size == 1),
+        compute_masks=ParallelMasks(pinned=torch.cuda.is_available() and settings.execution.num_ranks == 1),
         encoder_cache=build_encoder_cache(settings, description, limits),
+        groups=min(settings.execution.pipeline_parallel_size, 1 + limits.lookahead),
     )
 
 
@@ -355,7 +368,7 @@ def _load(
 ) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
-    with nullcontext(quiet) if parallel.rank else loading(model.model) as progress:
+    with nullcontext(quiet) if parallel.rank or parallel.pipeline.stage else loading(model.model) as progress:
         return load_model(
             place_of(settings),
             dtype=model.dtype,
@@ -370,7 +383,7 @@ def _load(
             canary=canary,
             seed=model.seed,
             progress=progress,
-            room=host_bytes() // parallel.size if device.type == "cpu" else math.inf,
+            room=host_bytes() // parallel.neighbours if device.type == "cpu" else math.inf,
             max_model_len=model.max_model_len,
             pools=not pooler.generates,
             overrides=hf_overrides(settings),

@@ -15,7 +15,7 @@ from quire.executors.grpc_server import Credentials, ExecutorServer
 
 SERVER_OPTIONS = (
     *("deterministic", "device", "threads", "enforce_eager", "tensor_parallel_size"),
-    "enable_expert_parallel",
+    *("pipeline_parallel_size", "enable_expert_parallel", "distributed_executor_backend"),
     *("dtype", "load_format", "quantization", "max_model_len", "canary", "canary_min_agreement", "canary_max_kl"),
     *("block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization", "kv_cache_dtype"),
     "lookahead",
@@ -74,6 +74,12 @@ def host(settings: Settings, address: str, credentials: Credentials | None = Non
     One step more than locally is launched ahead of results, to hide the way there and back.
     """
     refuse_tiers(settings, "`quire executor`")
+    if settings.execution.pipeline_parallel_size > 1:
+        raise InvalidConfig(
+            "--pipeline-parallel-size does not go with `quire executor`: use --executor local, or "
+            "--tensor-parallel-size",
+            param="pipeline_parallel_size",
+        )
     if settings.scheduler.lookahead is None:
         lookahead = 1 if choose_device(settings.execution.device).type == "cpu" else 2
         settings = settings.changed(lookahead=lookahead)

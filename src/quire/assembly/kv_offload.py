@@ -1,10 +1,11 @@
-"""K/V tiers from settings: host memory, a directory, and what says whose blocks a directory has."""
+"""K/V tiers from settings: host memory, a directory, other engines, and what says whose blocks they have."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import socket
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire import __version__
-from quire.config import Settings
+from quire.config import OPTIONS, Settings
 from quire.engine.executor import Executor
 from quire.errors import InvalidConfig
 from quire.executors.block_files import VERSION, BlockFiles
@@ -28,41 +29,74 @@ from quire.executors.block_store import (
     digest_of,
     host_lines,
 )
+from quire.executors.kv_transfer import Address, TcpPrefillClient, TcpPrefillServer
 from quire.executors.local import LocalExecutor
 from quire.model_runner.lookahead_runner import LookaheadRunner
 from quire.model_runner.memory import GIB
 from quire.models.registry import Model
-from quire.scheduler.kv_offload import BlockStore
+from quire.scheduler.kv_offload import KVOffload, Offload
+from quire.scheduler.kv_transfer import PrefillOffload
+from quire.server.access import loopback
 from quire.server.folder import lock, make_private, replace_file, usable
 
 log = logging.getLogger(__name__)
 
 OPTION = "--kv-offloading-dir"
 ABOUT = "fingerprint.json"
+DEFAULT_ADDRESS = "127.0.0.1:8998"
+MIN_SECRET = 16
+SEND_TIMEOUT = 10.0
+"""Seconds in which a decode engine must take a block."""
 
 
-def build_store(settings: Settings, executor: Executor) -> BlockStore | None:
+def build_offload(settings: Settings, executor: Executor) -> Offload | None:
     """The tiers that the options describe; None for none.
 
-    Raises InvalidConfig for a model or options that they do not go with, for a directory of other blocks, and where
-    there is not enough room.
+    Raises InvalidConfig for a model or options that they do not go with, for a directory of other blocks, where there
+    is not enough room, and where a prefill engine cannot listen.
     """
-    cache = settings.cache
-    if not cache.kv_offloading_size:
+    mode = settings.disaggregation.disaggregation_mode
+    if not settings.cache.kv_offloading_size and mode == "none":
         return None
     assert isinstance(executor, LocalExecutor), "other executors refuse these options"
     _check(settings, executor)
-    runner = executor.runner
-    size = block_bytes(runner.kv)
+    about = _about(settings, executor)
+    secret = read_secret(settings)
+    listener = listen(settings) if mode == "prefill" else None
+    store, block_size = _store(settings, executor, about), executor.describe().block_size
+    shared = secret, about, store.memory, store.report
+    config = settings.disaggregation
+    if mode == "decode":
+        least, timeout = config.disaggregation_min_tokens, config.disaggregation_timeout
+        client = TcpPrefillClient(addresses(settings), *shared, min_tokens=least, timeout=timeout)
+        return KVOffload(store, block_size, client)
+    if listener is not None:
+        server = TcpPrefillServer(listener, *shared, store.wake, block_size, SEND_TIMEOUT)
+        return PrefillOffload(store, block_size, server)
+    return KVOffload(store, block_size)
+
+
+def _num_slots(settings: Settings, executor: LocalExecutor, size: int) -> int:
+    """Blocks of host memory. With other engines at least enough for two of the longest prompts."""
+    cache, about = settings.cache, executor.describe()
     num_slots = int(cache.kv_offloading_size * GIB) // size
+    if not cache.kv_offloading_size:
+        return 2 * min(-(-about.max_model_len // about.block_size), about.num_blocks)
     if not num_slots:
         raise InvalidConfig(
             f"--kv-offloading-size {cache.kv_offloading_size:g} GiB does not hold one KV block of {size:,} bytes: "
             "raise it, or lower --block-size",
             param="kv_offloading_size",
         )
+    return num_slots
+
+
+def _store(settings: Settings, executor: LocalExecutor, about: dict[str, str]) -> TieredBlockStore:
+    """Host memory, and the directory if there is one."""
+    cache, runner = settings.cache, executor.runner
+    size = block_bytes(runner.kv)
     device = torch.device(executor.describe().device)
-    lines = host_lines(num_slots, size, pinned=device.type == "cuda")
+    lines = host_lines(_num_slots(settings, executor, size), size, pinned=device.type == "cuda")
     copies: PoolCopies = (
         DeviceCopies(runner.kv, lines, runner.queue, device)
         if isinstance(runner, LookaheadRunner)
@@ -71,7 +105,7 @@ def build_store(settings: Settings, executor: Executor) -> BlockStore | None:
     if cache.kv_offloading_dir is None:
         return TieredBlockStore(copies, lines)
     folder = Path(cache.kv_offloading_dir)
-    held, files = open_folder(folder, _about(settings, executor), size)
+    held, files = open_folder(folder, about, size)
     max_files = int(cache.kv_offloading_dir_size * GIB) // files.file_bytes
     if not max_files:
         held.close()
@@ -83,10 +117,61 @@ def build_store(settings: Settings, executor: Executor) -> BlockStore | None:
     return TieredBlockStore(copies, lines, files, max_files, held.close)
 
 
+# -------------------------------------------------------------------- other engines
+
+
+def addresses(settings: Settings) -> list[Address]:
+    """Where prefill engines listen. Raises InvalidConfig for one that others can reach, without a secret."""
+    config, found = settings.disaggregation, list[Address]()
+    for text in config.disaggregation_address or (DEFAULT_ADDRESS,):
+        host, _, port = text.rpartition(":")
+        found.append(Address(host.strip("[]"), int(port)))
+        if config.disaggregation_secret_file is None and not loopback(found[-1].host):
+            raise InvalidConfig(
+                f"--disaggregation-address {text} is not a loopback address: name a file with a secret that both sides "
+                "share, with --disaggregation-secret-file",
+                param="disaggregation_secret_file",
+            )
+    return found
+
+
+def read_secret(settings: Settings) -> bytes:
+    """The secret of both sides; empty without one. Raises InvalidConfig for a file that has none."""
+    name = settings.disaggregation.disaggregation_secret_file
+    if name is None:
+        return b""
+    try:
+        secret = Path(name).read_bytes().strip()
+    except OSError as error:
+        raise InvalidConfig(
+            f"--disaggregation-secret-file {name}: {error.strerror or error}", param="disaggregation_secret_file"
+        ) from error
+    if len(secret) < MIN_SECRET:
+        raise InvalidConfig(
+            f"--disaggregation-secret-file {name} has {len(secret)} bytes: a secret needs {MIN_SECRET} or more, of "
+            "`openssl rand -hex 32` for example",
+            param="disaggregation_secret_file",
+        )
+    return secret
+
+
+def listen(settings: Settings) -> socket.socket:
+    """A socket that decode engines can connect to. Raises InvalidConfig where that is not possible."""
+    (address,) = addresses(settings)
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server(address, family=family, backlog=64)
+    except OSError as error:
+        raise InvalidConfig(
+            f"--disaggregation-address {address}: cannot listen there: {error.strerror or error}",
+            param="disaggregation_address",
+        ) from error
+
+
 def _check(settings: Settings, executor: LocalExecutor) -> None:
     """Raise InvalidConfig for what K/V tiers do not go with."""
     about, cache = executor.describe(), settings.cache
-    reason = ""
+    reason, option = "", option_of(settings)
     if not cache.enable_prefix_caching:
         reason = "evicted blocks are found by the prefix cache, which is off: turn --enable-prefix-caching on"
     elif about.recurrent:
@@ -96,15 +181,29 @@ def _check(settings: Settings, executor: LocalExecutor) -> None:
     elif settings.execution.recording_dir is not None:
         reason = "recordings do not say when blocks came back: leave --recording-dir out"
     if reason:
-        raise InvalidConfig(f"--kv-offloading-size: {reason}", param="kv_offloading_size")
+        raise InvalidConfig(f"{OPTIONS[option].flag}: {reason}", param=option)
+
+
+def option_of(settings: Settings) -> str:
+    """The name of the option by which blocks leave the device."""
+    return "kv_offloading_size" if settings.cache.kv_offloading_size else "disaggregation_mode"
 
 
 def refuse_tiers(settings: Settings, what: str) -> None:
     """Raise InvalidConfig where K/V tiers are set for something that has none. what: its name."""
-    if settings.cache.kv_offloading_size:
+    option = option_of(settings)
+    if settings.get(option) != OPTIONS[option].default:
         raise InvalidConfig(
-            f"--kv-offloading-size: {what} has no K/V tiers, `quire serve` and LLM have: leave it out",
-            param="kv_offloading_size",
+            f"{OPTIONS[option].flag}: {what} has no K/V tiers, `quire serve` and LLM have: leave it out", param=option
+        )
+
+
+def refuse_prefill(settings: Settings, what: str) -> None:
+    """Raise InvalidConfig for a prefill engine that none would run between its own requests. what: its name."""
+    if settings.disaggregation.disaggregation_mode == "prefill":
+        raise InvalidConfig(
+            f"--disaggregation-mode prefill: {what} runs only while it is called; start `quire serve` for it",
+            param="disaggregation_mode",
         )
 
 

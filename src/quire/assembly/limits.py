@@ -100,7 +100,8 @@ def resolve(settings: Settings, spec: ModelSpec, device: torch.device, longest: 
     if spec.bidirectional:
         check_whole_prompts(settings, max_model_len)
     max_num_seqs = scheduler.max_num_seqs or (64 if cpu and spec.generates else 256)
-    lookahead = scheduler.lookahead if scheduler.lookahead is not None else (0 if cpu else 1)
+    stages = settings.execution.pipeline_parallel_size
+    lookahead = scheduler.lookahead if scheduler.lookahead is not None else max(stages - 1, 0 if cpu else 1)
     return sized(
         settings,
         default_tokens=(512 if spec.generates else POOLED_TOKENS) if cpu else 8192,
@@ -112,6 +113,20 @@ def resolve(settings: Settings, spec: ModelSpec, device: torch.device, longest: 
         num_rows=max_num_seqs * (1 + lookahead),
         lookahead=lookahead,
     )
+
+
+def check_stages(settings: Settings, device: torch.device) -> None:
+    """Raise InvalidConfig for what models that are cut into stages are not served with."""
+    stages, kv = settings.execution.pipeline_parallel_size, settings.cache.kv_cache_dtype
+    if stages > 1 and device.type == "cuda":
+        raise InvalidConfig(
+            f"--pipeline-parallel-size {stages} works on a CPU only for now: use --tensor-parallel-size",
+            param="pipeline_parallel_size",
+        )
+    if stages > 1 and kv != "auto":
+        raise InvalidConfig(
+            f"--kv-cache-dtype {kv} does not go with --pipeline-parallel-size: leave it at auto", param="kv_cache_dtype"
+        )
 
 
 def rows_with_kv(spec: ModelSpec, limits: Limits) -> int:
@@ -212,7 +227,8 @@ def working_bytes(
     gathered: int = 0,
     image_tokens: tuple[int, int] = (0, 0),
 ) -> int:
-    """Bytes for activations of the largest step, for those of the largest captured step, and for graphs.
+    """Bytes for activations of the largest step, for those of the largest captured step, and for graphs. A layer for
+    multi-token prediction reads the hidden states of every token once the step has sampled.
 
     captured: most tokens of a captured step, 0 without graphs; graphs keep memory of their own. rows: rows of logits.
     gathered: see `gathered_tokens`. image_tokens: of the largest image, and of all whose embeddings are kept.
@@ -246,7 +262,8 @@ def working_bytes(
         made = kept * own.out * (1 + len(own.feature_layers))
         images = (patches * (6 * own.hidden + 2 * own.mlp) + made) * dtype.itemsize
     graphs = step_bytes(min(tokens, captured)) + GRAPH_BYTES if captured else 0
-    return images + step_bytes(tokens) + graphs + gathered * a_token
+    kept = tokens * spec.hidden * spec.draft_layers * dtype.itemsize
+    return images + step_bytes(tokens) + graphs + gathered * a_token + kept
 
 
 def host_bytes(root: Path = Path("/")) -> int:

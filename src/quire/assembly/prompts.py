@@ -11,7 +11,7 @@ from quire.checks import token_ids
 from quire.errors import InvalidRequest
 from quire.multimodal.inputs import ImageInputs, MediaNeeded, NoImages
 from quire.parsers.parts import PLAIN, Splitter
-from quire.parsers.reasoning import THOUGHTS, bounded, thoughts_ahead
+from quire.parsers.reasoning import bounded, thought_style, thoughts_ahead
 from quire.tokenization.no_tokenizer import needs_text
 from quire.types import PromptImage, SamplingParams
 
@@ -122,7 +122,7 @@ class PromptReader:
         """What splits an answer to a conversation rendered as `text` into reasoning and content, and `params` with
         which the marks between them are there to be seen."""
         parser = self._text.reasoning_parser
-        style = THOUGHTS.get(parser)
+        style = thought_style(parser)
         if style is None:
             return PLAIN, params
         inside = thoughts_ahead(parser, text) == "open"
@@ -133,7 +133,7 @@ class PromptReader:
         which are bounded too. begun: what the answer goes on with. off: thinking is disabled."""
         parser, form = self._text.reasoning_parser, params.structured_outputs
         ahead = thoughts_ahead(parser, text, begun, off=off)
-        style = THOUGHTS.get(parser)
+        style = thought_style(parser)
         form = form and replace(form, begin="" if style is None else style.answer)
         return replace(params, structured_outputs=bounded(form, parser, ahead, params.thinking_token_budget))
 

@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel executor: `python -m quire.assembly.rank_child FD`, with a socket from the engine."""
+"""One rank of an executor: `python -m quire.assembly.rank_child FD`, with a socket from the engine."""
 
 from __future__ import annotations
 
@@ -27,32 +27,40 @@ def main() -> None:
     parent = os.getppid()
     link = RankLink(socket.socket(fileno=int(sys.argv[1])))
     asked = link.first()
-    if asked.dies_with_parent:
+    if asked.place.dies_with_parent:
         die_with(parent)
+    run(link, asked, asked.place.listener)
+
+
+def run(link: RankLink, asked: BuildRank, listener: int | None) -> None:
+    """As a rank, until the engine closes the link, which ends the process. listener: rank 0's descriptor, on which the
+    others find it."""
     if asked.rank:
         logging.disable(logging.WARNING)  # rank 0 says the same
     try:
-        join(asked)
-        built = build_rank(asked.settings)
+        join(asked, listener)
+        built = build_rank(asked.settings, asked.shape, START_TIMEOUT, asked.place.neighbours)
     except QuireError as error:
         link.send(RankRefused(type(error).__name__, str(error)))
         os._exit(2)
     heap.settled()
     link.send(RankReady(built.executor.describe(), built.limits._asdict(), built.static_gauges))
-    RankLoop(built.executor, link, answers=asked.rank == 0).run()
+    RankLoop(built.executor, link, asked.rank, asked.shape).run()
 
 
-def join(asked: BuildRank) -> None:
+def join(asked: BuildRank, listener: int | None) -> None:
     """Meet the other ranks."""
     cuda = device_of(asked.settings).type == "cuda"
     if cuda:
-        torch.cuda.set_device(asked.rank)
-    listener: dict[str, Any] = {} if asked.listener is None else {"master_listen_fd": asked.listener}
+        # Of those that this process sees: Ray shows each rank its own.
+        torch.cuda.set_device(asked.rank % torch.cuda.device_count())
+    listens: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener}
+    place, timeout = asked.place, START_TIMEOUT
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", asked.port, is_master=asked.rank == 0, wait_for_workers=False, timeout=START_TIMEOUT, **listener
+        place.host, place.port, is_master=asked.rank == 0, wait_for_workers=False, timeout=timeout, **listens
     )
     dist.init_process_group(
-        "nccl" if cuda else "gloo", store=store, rank=asked.rank, world_size=asked.size, timeout=START_TIMEOUT
+        "nccl" if cuda else "gloo", store=store, rank=asked.rank, world_size=asked.shape.size, timeout=timeout
     )
 
 

@@ -1,21 +1,23 @@
-"""Tensor parallelism from settings: the engine's side, and what each rank builds."""
+"""Tensor and pipeline parallelism from settings: the engine's side, and what each rank builds."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from quire.assembly import extra
 from quire.assembly.engine import build_local
-from quire.assembly.limits import BuiltExecutor, Limits, choose_device
+from quire.assembly.limits import BuiltExecutor, Limits, check_stages, choose_device
 from quire.assembly.place import for_child, of_parent
 from quire.config import Settings
 from quire.errors import InvalidConfig
-from quire.executors.ranks import RankedExecutor, Ranks
+from quire.executors.ranks import RankedExecutor, Ranks, RankShape, StartRanks, child_processes
 from quire.layers.distributed import DistributedGroup
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
@@ -31,14 +33,21 @@ def make(settings: Settings) -> BuiltExecutor:
 
     Raises InvalidConfig for more ranks than GPUs, and what a rank raises.
     """
-    size = settings.execution.tensor_parallel_size
-    if choose_device(settings.execution.device).type == "cuda" and torch.cuda.device_count() < size:
+    shape = RankShape(settings.execution.tensor_parallel_size, settings.execution.pipeline_parallel_size)
+    device = choose_device(settings.execution.device)
+    check_stages(settings, device)
+    cuda, backend = device.type == "cuda", settings.execution.distributed_executor_backend
+    if cuda and backend == "mp" and torch.cuda.device_count() < shape.size:
         raise InvalidConfig(
-            f"--tensor-parallel-size {size}: torch sees {torch.cuda.device_count()} GPUs here; use as many at most",
+            f"--tensor-parallel-size {shape.size}: torch sees {torch.cuda.device_count()} GPUs here; use as many at "
+            "most",
             param="tensor_parallel_size",
         )
-    argv = [sys.executable, "-m", RANK_MODULE]
-    executor = RankedExecutor(lambda: Ranks(argv, for_child(settings), size, {**ENVIRONMENT, **os.environ}))
+    if settings.execution.distributed_executor_backend == "ray":
+        start: StartRanks = extra("quire.assembly.ray_ranks", "ray").ray_actors(cuda)
+    else:
+        start = child_processes([sys.executable, "-m", RANK_MODULE], {**ENVIRONMENT, **os.environ})
+    executor = RankedExecutor(lambda: Ranks(start, for_child(settings), shape))
     return BuiltExecutor(executor, Limits(**executor.ready.limits), executor.ready.gauges)
 
 
@@ -47,8 +56,10 @@ def device_of(settings: Mapping[str, Any]) -> torch.device:
     return choose_device(of_parent(settings).execution.device)
 
 
-def build_rank(settings: Mapping[str, Any]) -> BuiltExecutor:
-    """This rank's executor, in a process that has joined the others."""
+def build_rank(settings: Mapping[str, Any], shape: RankShape, timeout: timedelta, neighbours: int) -> BuiltExecutor:
+    """This rank's executor, in a process that has joined the others. timeout: of what ranks exchange. neighbours: ranks
+    on this host."""
     made = of_parent(settings)
-    cpu = choose_device(made.execution.device).type == "cpu"
-    return build_local(made, DistributedGroup(in_rank_order=cpu or bool(made.execution.deterministic)))
+    in_order = choose_device(made.execution.device).type == "cpu" or bool(made.execution.deterministic)
+    group = DistributedGroup(shape.tensor, in_rank_order=in_order, timeout=timeout, neighbours=neighbours)
+    return build_local(made, group)

@@ -8,10 +8,10 @@ import math
 import shlex
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import uvloop
 from starlette.types import ASGIApp
@@ -24,6 +24,7 @@ from quire.assembly.text import Text, build_text
 from quire.config import Settings
 from quire.config.option import amount
 from quire.config.settings import ServerConfig, check_files
+from quire.engine.client import EngineClient, LiveViewClient
 from quire.engine.executor import Description
 from quire.frontend.native import NativeBackend
 from quire.frontend.upstream import UpstreamBackend
@@ -36,17 +37,33 @@ from quire.observability.tracing import Traces, build_traces
 from quire.server.access import BATCHES, Hosts, Keys, Rates, loopback
 from quire.server.app import create_app
 from quire.server.batch_api.runner import BatchService
-from quire.server.connection import Timeouts
+from quire.server.connection import Timeouts, raise_descriptor_limit
 from quire.server.endpoints import answerer
 from quire.server.limits import Limits
 from quire.server.response_state import ResponseState
 from quire.server.response_store import ResponseStore
 from quire.server.serve import listen
 from quire.server.serve import serve as serve_app
+from quire.server.upstream_pages import LivePage
 from quire.tokenization.prompt_header import PromptHeader
 from quire.weights.details import read_details
 
 log = logging.getLogger("uvicorn.error")
+
+
+class Server(NamedTuple):
+    """What answers HTTP, before it listens: the application, its backend, and what runs beside them."""
+
+    app: ASGIApp
+    backend: NativeBackend
+    traces: Traces | None
+    batch_service: BatchService | None
+    state: ResponseState
+    log_ready: Callable[[str], None]
+
+
+class Engine(EngineClient, LiveViewClient, Protocol):
+    """An engine and its live view."""
 
 
 def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
@@ -57,9 +74,33 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
     started = time.monotonic()
     settings = located(settings)
     text = build_text(settings)
+    serve_built(settings, build_server(settings, text, engine_process(settings, child), started))
+
+
+def serve_built(settings: Settings, server: Server) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    sock = listen(settings.server.host, settings.server.port)
+    run(
+        settings,
+        server.app,
+        server.backend,
+        sock,
+        server.log_ready,
+        server.traces,
+        batch_service=server.batch_service,
+        state=server.state,
+    )
+
+
+def build_server(
+    settings: Settings, text: Text, engine: Engine, started: float, pages: Sequence[LivePage] = ()
+) -> Server:
+    """The server of an engine, wherever that runs.
+
+    started: the clock's time when its start began. pages: live pages of its parts, which the live page shows.
+    """
     server, scheduler = settings.server, settings.scheduler
     name = model_names(settings)[0]
-    engine = engine_process(settings, child)
     traces = build_traces(server.otlp_traces_endpoint, engine.explain, model=name)
     observer = build_observer(settings, name, traces)
     backend = build_backend(
@@ -70,19 +111,7 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
         max_queued=scheduler.max_num_queued_reqs,
         max_image_bytes=settings.multimodal.max_pending_image_bytes,
     )
-    limits = Limits(
-        max_body_bytes=server.max_body_bytes,
-        max_n=server.max_n,
-        max_answers=min(1024, scheduler.max_num_queued_reqs),
-        priorities=scheduler.reads_priorities,
-        closed_schemas=server.closed_schemas,
-        strict_tools=server.strict_tools,
-        prompt_header=PromptHeader(server.prompt_header),
-        max_new_tokens=server.max_new_tokens,
-        default_max_new_tokens=server.default_max_new_tokens,
-        images=build_images(settings),
-        fetch_media=build_fetcher(settings).fetch,
-    )
+    limits = build_limits(settings)
     state_dir = None if server.state_dir is None else Path(server.state_dir).expanduser()
     stored = ResponseStore(server.max_stored_responses, server.max_stored_bytes, state_dir, observer)
     state = ResponseState(stored, limits)
@@ -96,11 +125,27 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
     recording = recording_folder(settings.execution.recording_dir)
     info = text.info() if server.enable_tokenizer_info_endpoint else None
     details = partial(read_details, text.folder)
-    parts |= {"batch_service": batches, "state": state, "recording": recording}
+    parts |= {"batch_service": batches, "state": state, "recording": recording, "pages": pages}
     app = create_app(backend, **parts, tokenizer_info=info, details=details)
-    on_ready = partial(_log_ready, text, backend, started)
-    sock = listen(server.host, server.port)
-    run(settings, app, backend, sock, on_ready, traces, batch_service=batches, state=state)
+    return Server(app, backend, traces, batches, state, partial(_log_ready, text, backend, started))
+
+
+def build_limits(settings: Settings) -> Limits:
+    """What requests may ask for."""
+    server, scheduler = settings.server, settings.scheduler
+    return Limits(
+        max_body_bytes=server.max_body_bytes,
+        max_n=server.max_n,
+        max_answers=min(1024, scheduler.max_num_queued_reqs),
+        priorities=scheduler.reads_priorities,
+        closed_schemas=server.closed_schemas,
+        strict_tools=server.strict_tools,
+        prompt_header=PromptHeader(server.prompt_header),
+        max_new_tokens=server.max_new_tokens,
+        default_max_new_tokens=server.default_max_new_tokens,
+        images=build_images(settings),
+        fetch_media=build_fetcher(settings).fetch,
+    )
 
 
 def app_parts(settings: Settings, keys: Keys, limits: Limits, view: Broadcaster) -> dict[str, Any]:
@@ -134,6 +179,7 @@ def run(
     """
     server, access = settings.server, settings.access
     check_files(access)
+    raise_descriptor_limit()  # before the event loop takes some
     running = serve_app(
         app,
         backend,
@@ -148,14 +194,26 @@ def run(
         address_file=server.address_file,
         on_ready=on_ready,
     )
+    running = beside(settings, running, backend, traces, state)
+    heap.settled()
+    uvloop.run(running)
+
+
+def beside(
+    settings: Settings,
+    running: Coroutine[Any, Any, None],
+    backend: NativeBackend | UpstreamBackend,
+    traces: Traces | None,
+    state: ResponseState | None,
+) -> Coroutine[Any, Any, None]:
+    """`running`, with what runs beside a server to its end: stored responses, traces, and statistics in the log."""
     if state is not None:
         running = state.run(running)
     if traces is not None:
         running = traces.run(running)
-    if not server.disable_log_stats:
+    if not settings.server.disable_log_stats:
         running = run_with_stats(running, backend.stats, log)
-    heap.settled()
-    uvloop.run(running)
+    return running
 
 
 def build_observer(settings: Settings, model: str, traces: Traces | None) -> ObserverGroup:

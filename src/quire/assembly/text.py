@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, cast
 from quire.assembly.place import place_of
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidModel
-from quire.parsers.reasoning import ReasoningParser, parser_of
-from quire.parsers.tools.styles import STYLES, ToolParser, sign_of, style_of
+from quire.parsers.reasoning import parser_of
+from quire.parsers.suffix import named
+from quire.parsers.tools.styles import STYLES, sign_of, style_of
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.no_tokenizer import NoTokenizer
 from quire.tokenization.tokenizer import Tokenizer, read_eos, sampling_defaults
@@ -34,8 +35,8 @@ class Text(NamedTuple):
     tokenizer: Tokenizer
     template: ChatTemplate | None
     defaults: Mapping[str, Any]
-    tool_parser: ToolParser
-    reasoning_parser: ReasoningParser
+    tool_parser: str
+    reasoning_parser: str
     tools_from: str
     pooler: PoolerConfig
 
@@ -74,8 +75,8 @@ def build_text(settings: Settings) -> Text:
         tokenizer,
         template,
         sampling_defaults(folder),
-        (style or style_of(source)).name,
-        parser_of(source) if reasoning == "auto" else reasoning,
+        named((style or style_of(source)).name, tokenizer.added),
+        named(parser_of(source) if reasoning == "auto" else reasoning, tokenizer.added),
         "as set" if style else "by the chat template" if sign_of(source) else "the chat template names no format",
         pooler_of(settings),
     )

@@ -16,6 +16,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from quire import heap
 from quire.cli.examples import examples_of
 from quire.config import OPTIONS, Option, Settings, load, refuse
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError, nearest
@@ -122,8 +123,14 @@ class LazyGroup(click.Group):
 class Root(LazyGroup):
     """The command `quire`. `ctx.obj` holds the settings once a subcommand has loaded them."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as the command of this process."""
+        heap.in_process_of_its_own()
+        return super().__call__(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run a subcommand; errors become a line on stderr and an exit code."""
+        _open_standard_streams()
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             # A model may say what a terminal's encoding lacks.
             sys.stdout.reconfigure(errors="replace")
@@ -146,6 +153,18 @@ class Root(LazyGroup):
             raise (Refusal if asked_for else Failure)(error) from error
 
 
+def _open_standard_streams() -> None:
+    """Open those that the parent closed: a socket would have their numbers, and get what is written to them."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
+
+
 def _discard_output() -> None:
     """Let nothing be written when the interpreter flushes standard output at its end, which would fail again."""
     with suppress(OSError, ValueError):
@@ -165,7 +184,7 @@ FIRST = (
 )
 """Options that a command's help begins with."""
 
-OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "access", "upstream"))
+OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "access", "upstream", "replicas"))
 
 _REST = "quire.rest"
 """Key of `ctx.meta` for the arguments after --."""

@@ -112,6 +112,7 @@ def reference(folder: Path, tokens: Sequence[int]) -> list[Tensor]:
             folder.parent if folder.is_file() else folder,
             dtype=torch.float32,
             attn_implementation="eager",
+            experts_implementation="eager",
             trust_remote_code=False,
             **where,
         ).eval()

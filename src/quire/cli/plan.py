@@ -14,6 +14,7 @@ import torch
 from quire.assembly.images import find_processor, image_tokens
 from quire.assembly.limits import (
     LARGEST_GEMM_WORKSPACE,
+    check_stages,
     gathered_tokens,
     host_bytes,
     resolve,
@@ -30,9 +31,11 @@ from quire.config.option import amount
 from quire.errors import InvalidConfig, InvalidModel
 from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.layers.quantization.gguf import StoredBlocks, kept_bytes
+from quire.layers.stages import Pipeline
 from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, plan_snapshots, state_bytes, usable_blocks
+from quire.models.spec import ModelSpec
 from quire.ops.reference import ReferenceOps
-from quire.weights.load import build_outline, stored_blocks
+from quire.weights.load import build_outline, cut_stages, stored_blocks
 from quire.weights.schemes import AUTO, ONLINE, read_scheme
 
 SHORTEST = 256
@@ -118,31 +121,42 @@ def free(device: torch.device) -> int:
 
 
 def need(settings: Settings, facts: ModelFacts, room: int, device: torch.device) -> MemoryPlan:
-    """What these settings take of `room` bytes. Raises InvalidConfig for a context the model does not have."""
-    size, cache = settings.execution.tensor_parallel_size, settings.cache
-    spec = replace(facts.spec, ranks=size)
+    """What these settings take of `room` bytes, of the rank with least room for blocks. Raises InvalidConfig for a
+    context the model does not have, InvalidModel for more ranks or stages than it can be divided among."""
+    check_stages(settings, device)
+    every = weights(settings, facts)
+    if settings.execution.num_ranks == 1:
+        return need_of(settings, facts, facts.spec, every, room, device)
+    parts = shares(settings, facts)
+    asked = [need_of(settings, facts, spec, int(every * share), room, device) for spec, share in parts]
+    return min(asked, key=lambda each: (each.blocks, -each.weights))
+
+
+def need_of(
+    settings: Settings, facts: ModelFacts, spec: ModelSpec, held: int, room: int, device: torch.device
+) -> MemoryPlan:
+    """As `need`, of a rank with `held` bytes of weights. spec: of its part."""
+    cache = settings.cache
     limits, cpu = resolve(settings, spec, device, facts.pooler.max_length), device.type == "cpu"
     captured = 0 if cpu or settings.execution.enforce_eager else LARGEST_GEMM_WORKSPACE
     # Ranks on a CPU share its memory.
-    room = room // size if cpu else room
-    held = weights(settings, facts) if size == 1 else int(weights(settings, facts) * largest_share(settings, facts))
+    room = room // settings.execution.num_ranks if cpu else room
     work = working_bytes(
         spec,
         facts.dtype,
         tokens=limits.max_num_batched_tokens,
         captured=captured,
-        rows=limits.max_num_seqs if spec.generates else 0,
+        rows=limits.max_num_seqs * (1 + most_drafts(settings)) if spec.generates else 0,
         gathered=gathered_tokens(limits, device),
         image_tokens=image_tokens(settings, find_processor(settings)) if spec.vision is not None else (0, 0),
     )
-    # On a GPU, drafting keeps the hidden states of a step.
-    work += 0 if cpu else limits.max_num_batched_tokens * spec.hidden * spec.draft_layers * facts.dtype.itemsize
     kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else facts.dtype
     size = limits.max_model_len if facts.whole else limits.block_size
     if facts.foreign and kept is not facts.dtype:
         raise InvalidConfig("--kv-cache-dtype does not go with --executor hf", param="kv_cache_dtype")
     layers = facts.layers or () if facts.foreign else layer_shapes(spec.kv_shapes, kept, spec.state_shapes)
-    page = max(1, block_bytes((*layers, *layer_shapes(spec.draft_kv_shapes, facts.dtype)), size))
+    drafts = spec.draft_kv_shapes if spec.own_layers.stop == spec.layers else ()
+    page = max(1, block_bytes((*layers, *layer_shapes(drafts, facts.dtype)), size))
     slots = limits.num_rows * (1 + most_drafts(settings))
     left = max(0, int(room * (1 if cpu else cache.gpu_memory_utilization)) - held - work)
     pool = min(left, cpu_budget(max(0, room - held))) if cpu else left
@@ -196,29 +210,33 @@ def weights(settings: Settings, facts: ModelFacts) -> int:
     return int(heads * facts.dtype.itemsize + (facts.parameters - heads) * size)
 
 
-def largest_share(settings: Settings, facts: ModelFacts) -> float:
-    """The part of the weights that the rank with the most of them has. Raises InvalidModel where ranks are too many."""
-    whole, part = (
-        build_outline(
-            facts.config,
-            facts.spec,
-            settings.model.quantization,
-            facts.dtype,
-            {} if facts.checkpoint is None else facts.checkpoint.entries,
-            group,
-            settings.execution.enable_expert_parallel,
-        ).slots
-        for group in (ONE_RANK, LastRank(settings.execution.tensor_parallel_size))
+def shares(settings: Settings, facts: ModelFacts) -> list[tuple[ModelSpec, float]]:
+    """Of each stage, the shape of a rank's part and its share of the weights, of the rank that has most. Raises
+    InvalidModel where ranks or stages are too many."""
+    execution, quantization = settings.execution, settings.model.quantization
+    entries = {} if facts.checkpoint is None else facts.checkpoint.entries
+    size, stages = execution.tensor_parallel_size, execution.pipeline_parallel_size
+    cut = [None] if stages == 1 else cut_stages(facts.config, facts.spec, quantization, facts.dtype, entries, stages)
+    groups = [(facts.spec, ONE_RANK)]
+    groups += [(replace(facts.spec, ranks=size, stage=own), LastRank(size, i, stages)) for i, own in enumerate(cut)]
+    whole, *parts = (
+        sum(place.target.nbytes for places in build.slots.values() for place in places)
+        for build in (
+            build_outline(
+                facts.config, spec, quantization, facts.dtype, entries, group, execution.enable_expert_parallel
+            )
+            for spec, group in groups
+        )
     )
-    sizes = [sum(place.target.nbytes for places in slots.values() for place in places) for slots in (whole, part)]
-    return sizes[1] / sizes[0]
+    return [(spec, part / whole) for (spec, _), part in zip(groups[1:], parts, strict=True)]
 
 
 class LastRank(ParallelGroup):
-    """The rank that has one thing more than others where they cannot be divided evenly; it only says what it has."""
+    """The rank of a stage that has one thing more than others where they cannot be divided evenly; it only says what it
+    has."""
 
-    def __init__(self, size: int) -> None:
-        self.rank, self.size = size - 1, size
+    def __init__(self, size: int, stage: int = 0, stages: int = 1) -> None:
+        self.rank, self.size, self.pipeline = size - 1, size, Pipeline(stage, stages)
 
 
 MOST_CARDS = (1, 2, 4, 8, 16, 32, 64)
@@ -253,8 +271,10 @@ def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.d
     if facts.foreign:
         rest = "" if facts.layers is not None and not facts.whole else "; states and K/V of its own are not counted"
         yield "run by", f"transformers (--executor hf){rest}"
-    size = settings.execution.tensor_parallel_size
-    if size > 1:
+    size, stages = settings.execution.num_ranks, settings.execution.pipeline_parallel_size
+    if stages > 1:
+        yield "ranks", f"{size}, in {stages} stages; what follows is of one in the stage with least room for K/V"
+    elif size > 1:
         yield "ranks", f"{size}; what follows is of each"
     room_each = room // size if device.type == "cpu" else room
     yield "memory", f"{amount(room_each)} ({device.type})"

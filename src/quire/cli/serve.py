@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
+from quire.assembly import extra
 from quire.assembly.proxy import relay
 from quire.assembly.server import serve
 from quire.cli.base import SettingsCommand
 from quire.config import Settings
+from quire.replicas.environment import prepare
 from quire.server.access import loopback
 
 
@@ -16,7 +20,11 @@ def command(settings: Settings) -> None:
     """Serve MODEL over HTTP, in OpenAI's API, until SIGTERM or Ctrl-C."""
     for line in warnings(settings):
         click.secho(f"WARNING: {line}", err=True, fg="red", bold=True)
-    (serve if settings.upstream.backend == "native" else relay)(settings)
+    if settings.replicas.several:
+        prepare(os.environ)
+        extra("quire.replicas.local", "ray").serve(settings)
+    else:
+        (serve if settings.upstream.backend == "native" else relay)(settings)
 
 
 def warnings(settings: Settings) -> list[str]:

@@ -44,6 +44,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
         ),
         "kv_cache_dtype": MappingProxyType({"fp8_e4m3": "fp8"}),
+        "distributed_executor_backend": MappingProxyType({"uni": "mp", "external_launcher": "mp"}),
     }
 )
 """Values that other servers' commands have for the same, by option."""
@@ -122,6 +123,8 @@ class Option:
             wrong = ": leave it out where there is none"
         elif self.choices and value not in self.choices and not (self.registry and ":" in value):
             wrong = f", not {value!r}.{nearest(value, self.choices)}"
+        elif not is_encodable(value):
+            wrong = f", in UTF-8 and without zero bytes, not {self._quote(value)}"
         elif self.kind in ("whole", "number") and not self.low <= value <= self.high:
             wrong = f", not {value}"
         else:
@@ -148,6 +151,12 @@ class Option:
 
     def _quote(self, value: object) -> str:
         return "that" if self.secret else repr(value)
+
+
+def is_encodable(value: object) -> bool:
+    """False for text that Python made of bytes that are no UTF-8, or that no path may hold: neither can be sent on."""
+    texts = value if isinstance(value, tuple) else (value,)
+    return not any(re.search("[\x00\ud800-\udfff]", text) for text in texts if isinstance(text, str))
 
 
 def options(section: str, config: type) -> Iterator[Option]:

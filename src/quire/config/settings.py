@@ -1,4 +1,4 @@
-"""The options themselves: nine frozen sections, and what must hold between their fields.
+"""The options themselves: eleven frozen sections, and what must hold between their fields.
 
 Names are vLLM's where users know them. None means 'auto' (or, where `unset` says so, 'none'): the composition
 root resolves it when it knows the device and the checkpoint.
@@ -22,6 +22,7 @@ from quire.errors import InvalidConfig
 from quire.parsers.reasoning import ReasoningParser
 from quire.parsers.tools.styles import ToolParser
 from quire.scheduler.policy import POLICIES, Batching, Pressure
+from quire.scheduler.routing import MAX_IMBALANCE
 from quire.types import UNLIMITED
 
 
@@ -327,6 +328,101 @@ def check_upstream(config: UpstreamConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasConfig:
+    """Several engines behind one server, on Ray Serve: see docs/guides/replicas.md."""
+
+    replicas: int = option(
+        1,
+        "Engines behind this server, each of them a replica with a whole model, on Ray Serve; 1: one engine, without "
+        "Ray. More need quire-llm[ray].",
+        low=1,
+        high=1024,
+    )
+    max_replicas: int | None = option(
+        None,
+        "Most replicas: more than --replicas run while prompts wait (autoscaling); none: always --replicas.",
+        low=1,
+        high=1024,
+        unset="none",
+    )
+    replica_policy: Literal["longest_prefix", "least_loaded", "round_robin", "prefix_hash"] = option(
+        "longest_prefix",
+        "Which replica gets a request: the one that was sent the longest beginning of its prompt; the one with the "
+        "fewest requests; each in turn; or by a hash of the prompt's first block. The first and the last only while "
+        "that one is not much busier.",
+    )
+    replica_max_imbalance: int = option(
+        MAX_IMBALANCE,
+        "Requests that a replica chosen for its prefix cache may have beyond those of the least loaded one.",
+        low=0,
+        high=UNLIMITED,
+    )
+    replica_queued_tokens: int = option(
+        8192, "Prompt tokens that may wait at each replica; for more, others are started.", low=1, high=UNLIMITED
+    )
+    replica_up_delay: float = option(
+        10.0, "Seconds for which more replicas must be wanted until they are started.", low=0, high=86400
+    )
+    replica_down_delay: float = option(
+        300.0, "Seconds for which fewer replicas must be wanted until some are stopped.", low=0, high=86400
+    )
+    replica_drain_timeout: float = option(
+        600.0, "Seconds that a replica which is to stop may take to end its requests.", low=0, high=86400
+    )
+    ray_dashboard: bool = option(False, "Start Ray's dashboard with the replicas, at 127.0.0.1:8265.")
+
+    @property
+    def most(self) -> int:
+        """Replicas that there may be."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be more than one, so that Ray Serve runs them."""
+        return self.most > 1
+
+
+def check_replicas(settings: Settings) -> None:
+    """Raise InvalidConfig for options that do not go with several replicas, or not with each other."""
+    config = settings.replicas
+    if config.max_replicas is not None and config.max_replicas < config.replicas:
+        raise InvalidConfig(
+            f"max_replicas ({config.max_replicas}) is below replicas ({config.replicas}), which is how many run at "
+            "least: raise the first or lower the second",
+            param="max_replicas",
+        )
+    if not config.several:
+        return
+    if settings.upstream.backend != "native":
+        raise InvalidConfig(
+            f"replicas are of our own engine, but backend is {settings.upstream.backend}: name several upstreams, or "
+            "leave one of the two out",
+            param="replicas",
+        )
+    if settings.executor.executor == "grpc":
+        raise InvalidConfig(
+            "replicas have executors of their own, but executor grpc is one for all: leave one of the two out",
+            param="replicas",
+        )
+    if settings.disaggregation.disaggregation_mode != "none":
+        raise InvalidConfig(
+            "disaggregation_mode is for one engine, but there are several replicas: start a server for each engine",
+            param="disaggregation_mode",
+        )
+    if settings.execution.pipeline_parallel_size > 1:
+        raise InvalidConfig(
+            "pipeline_parallel_size divides one engine, and replicas of such engines are not supported: leave one out",
+            param="pipeline_parallel_size",
+        )
+    if settings.execution.recording_dir is not None:
+        raise InvalidConfig(
+            "recording_dir is for the recording of one engine, but there are several replicas: leave one of the two "
+            "out",
+            param="recording_dir",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Which model, and how it is read."""
 
@@ -615,6 +711,17 @@ class ExecutionConfig:
         low=1,
         high=64,
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "Stages that the layers of the model are cut into, each on --tensor-parallel-size ranks of its own.",
+        low=1,
+        high=64,
+    )
+    distributed_executor_backend: Literal["mp", "ray"] = option(
+        "mp",
+        "Where several ranks run: mp, processes of this host; ray, actors of a Ray cluster, which may have several "
+        "hosts. It needs the extra ray.",
+    )
     enable_expert_parallel: bool = option(
         False,
         "With several ranks, each has whole experts of a mixture, not a part of every expert; no meaning with one.",
@@ -655,6 +762,73 @@ class ExecutionConfig:
         256 << 20, "Largest size of all recordings in that folder: the oldest go first (64MiB works).", low=1 << 20
     )
 
+    @property
+    def num_ranks(self) -> int:
+        """Of all stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranked(self) -> bool:
+        """Whether ranks have processes of their own. One rank on Ray has."""
+        return self.num_ranks > 1 or self.distributed_executor_backend == "ray"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisaggregationConfig:
+    """Prefill and decode in different engines."""
+
+    disaggregation_mode: Literal["none", "prefill", "decode"] = option(
+        "none",
+        "Split prefill and decode: decode, long prompts are computed by a prefill engine, which sends their K/V; "
+        "prefill, compute prompts for decode engines.",
+    )
+    disaggregation_address: tuple[str, ...] = option(
+        (),
+        "HOST:PORT where a prefill engine listens for decode engines, or where a decode engine reaches its prefill "
+        "engines (several are allowed). Unset: 127.0.0.1:8998.",
+        metavar="HOST:PORT",
+    )
+    disaggregation_secret_file: str | None = option(
+        None, "File with a secret that both sides share, of 16 bytes or more. Unset: only over loopback."
+    )
+    disaggregation_min_tokens: int = option(
+        256,
+        "Prompt tokens not found in the cache from which on a decode engine asks a prefill engine.",
+        low=1,
+        high=UNLIMITED,
+    )
+    disaggregation_timeout: float = option(
+        10.0,
+        "Seconds that a decode engine waits for the next part of a prompt's K/V before it computes the rest itself.",
+        low=0.1,
+        high=3600,
+    )
+
+
+ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+def check_disaggregation(config: DisaggregationConfig) -> None:
+    """Raise InvalidConfig for a bad address, and for options without a mode, or not of this mode."""
+    mode = config.disaggregation_mode
+    for entry in fields(config)[1:]:
+        of_decode = entry.name.endswith(("min_tokens", "timeout"))
+        if getattr(config, entry.name) != entry.default and (mode == "none" or (of_decode and mode == "prefill")):
+            raise InvalidConfig(
+                f"{entry.name} is for disaggregation_mode {'decode' if of_decode else 'prefill and decode'}, and that "
+                f"is {mode}",
+                param=entry.name,
+            )
+    for address in config.disaggregation_address:
+        found = ADDRESS.fullmatch(address)
+        if found is None or not 0 < int(found[2]) < 1 << 16:
+            raise InvalidConfig(f"disaggregation_address: {address!r} is not HOST:PORT", param="disaggregation_address")
+    if mode == "prefill" and len(config.disaggregation_address) > 1:
+        raise InvalidConfig(
+            "disaggregation_address: a prefill engine listens at one address; give it one",
+            param="disaggregation_address",
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -673,6 +847,8 @@ class Settings:
     server: ServerConfig = field(default_factory=ServerConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
+    disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     place: Path | None = field(default=None, compare=False, repr=False)
 
@@ -737,6 +913,8 @@ def _check_together(settings: Settings) -> None:
     check_upstream(settings.upstream)
     check_access(settings.access, settings.upstream.backend)
     check_executor(settings.executor)
+    check_disaggregation(settings.disaggregation)
+    check_replicas(settings)
     budget, rows, longest = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, model.max_model_len
     if budget and rows and budget < rows:
         raise InvalidConfig(

@@ -24,7 +24,7 @@ class SpeculativeConfig:
 
     num_speculative_tokens: the most drafted a step; how many are is measured (0 where drafting does not pay), unless
     adaptive is false. prompt_lookup_max, prompt_lookup_min: lengths of suffixes that ngram looks for. quantization: of
-    the draft's plain weights while loading, one of `--quantization`'s first four. synthetic_acceptance_rate: for
+    the draft's plain weights while loading, one of ONLINE_FORMATS. synthetic_acceptance_rate: for
     benchmarks on random weights, whose drafts are never right: the share of drafts that is to be accepted where
     num_speculative_tokens are drafted.
     """

@@ -18,12 +18,11 @@ def _by_name(names: Mapping[str, str]) -> Mapping[str, str]:
 
 UNSUPPORTED = _by_name(
     {
-        "layers are divided among the ranks of one host, see --tensor-parallel-size; stages on several hosts are not "
-        "supported": "pipeline_parallel_size pp nnodes node_rank master_addr master_port headless",
-        "start one server for each copy of the model": "data_parallel_size dp",
-        "each rank of --tensor-parallel-size is a process of this host": (
-            "distributed_executor_backend disable_custom_all_reduce"
+        "ranks are started by one server, see --tensor-parallel-size and --pipeline-parallel-size": (
+            "nnodes node_rank master_addr master_port headless"
         ),
+        "start one server for each copy of the model": "data_parallel_size dp",
+        "each rank of --tensor-parallel-size is a process of this host": ("disable_custom_all_reduce"),
         "one front process serves all clients; the engine has a process of its own": "api_server_count",
         "it is read from the checkpoint; see --quantization": "quantization_config",
         "say --quantization": "q",
@@ -65,7 +64,10 @@ UNSUPPORTED = _by_name(
             "disable_cascade_attn use_v2_block_manager disable_async_output_proc"
         ),
         "see --executor": "worker_cls",
-        "K/V stays in the server that made it": "kv_transfer_config",
+        "see --disaggregation-mode and --disaggregation-address": (
+            "kv_transfer_config disaggregation_bootstrap_port disaggregation_transfer_backend "
+            "disaggregation_ib_device disaggregation_decode_dp"
+        ),
         "see /ui and /v1/requests": "kv_events_config",
         "every option has a name of its own": "additional_config",
         "there is no compile step": (
@@ -142,6 +144,7 @@ ELSEWHERE = _by_name(
         "--kv-cache-dtype": "cache_type_k",
         "--device": "n_gpu_layers ngl",
         "--tensor-parallel-size": "tp tp_size num_shard",
+        "--pipeline-parallel-size": "pp pp_size",
     }
 )
 """Options of SGLang, llama.cpp and TGI, by name, and Quire's."""

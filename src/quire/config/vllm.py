@@ -23,8 +23,7 @@ def _by_name(groups: _Values) -> Mapping[str, tuple[Any, ...]]:
 
 CONSTRUCTOR = _by_name(
     (
-        ((1, None), "pipeline_parallel_size data_parallel_size num_scheduler_steps"),
-        ((None, "mp", "uni", "external_launcher"), "distributed_executor_backend"),
+        ((1, None), "data_parallel_size num_scheduler_steps"),
         ((0, None), "cpu_offload_gb num_lookahead_slots"),
         (
             (False, None),

@@ -166,7 +166,7 @@ class EngineProcess:
         self._pending_explanations: dict[int, asyncio.Future[bytes]] = {}
         self._link: _EngineConnection | None = None
         self._stats: Mapping[str, Any] = {}
-        self._metrics: Mapping[str, Any] | None = None
+        self._metrics: Mapping[str, Any] = {}
         self._closing = False
         self._restart: asyncio.Task[None] | None = None
         self._backoff, self._began = RestartBackoff(backoff), 0.0
@@ -320,9 +320,13 @@ class EngineProcess:
         """The counters of the last update that had them."""
         return self._stats
 
+    def metrics(self) -> Mapping[str, Any]:
+        """The metrics of the last update that had them, empty before the first."""
+        return self._metrics
+
     def prometheus(self) -> bytes:
-        """The metrics of the last update that had them, rendered."""
-        return self.render(self._metrics) if self._metrics is not None else b""
+        """See EngineClient."""
+        return self.render(self._metrics) if self._metrics else b""
 
     def ready(self) -> bool:
         """Whether an engine is connected and built."""

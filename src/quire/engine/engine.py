@@ -24,6 +24,9 @@ from quire.types import GREEDY, UNLIMITED, FinishReason, Request, RequestStepOut
 
 _Inflight = tuple[float, float, StepHandle]
 
+_LAST_PREFILLS = 1.5
+"""Seconds for which prompts of other engines are computed at the end; a server waits 5 for its engine."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -76,12 +79,25 @@ class Engine:
         except StepFailed as failure:
             self._recover(failure)
         outputs, self._outputs = self._outputs, []
-        return outputs
+        return self.scheduler.kv.offload.outgoing(outputs)
+
+    def _take_incoming(self) -> None:
+        """Add what other engines ask for; end what they no longer want."""
+        offload = self.scheduler.kv.offload
+        for each in offload.incoming():
+            if isinstance(each, str):
+                self.abort(each)
+                continue
+            try:
+                self.add(each)
+            except InvalidRequest:
+                offload.refuse(each.id)
 
     def _step(self) -> None:
         scheduler, flight = self.scheduler, self.inflight
         planned = self.clock.now()
         scheduler.kv.pins.advance(planned)
+        self._take_incoming()
         for seq in scheduler.poll_offload(planned):
             self.recovery.admit(seq)
         budget = self.step_budget
@@ -97,9 +113,9 @@ class Engine:
         elif flight:
             self._commit()  # nothing to add: wait for a step in flight
         if plan and plan.masked_spans:  # masks need every token before them
-            while len(flight) > 1:
+            while not scheduler.masks_ready:
                 self._commit()
-            _as_step_failure(flight[0][2].sample, _as_step_failure(scheduler.masks))
+            _as_step_failure(flight[-1][2].sample, _as_step_failure(scheduler.masks))
         while len(flight) > self.lookahead:
             self._commit()
 
@@ -372,7 +388,11 @@ class Engine:
             self.scheduler.kv.offload.wait(seconds)
 
     def close(self) -> None:
-        """End what copies blocks, and close the executor."""
+        """Finish what other engines asked for, if it does not take long; end what copies blocks; close the executor."""
+        until = self.clock.now() + _LAST_PREFILLS
+        while self.scheduler.kv.offload.drain() and self.clock.now() < until:
+            self.wait(0.02)
+            self.step()
         self.scheduler.kv.offload.close()
         self.executor.close()
 

@@ -109,8 +109,8 @@ class EngineStats:
         self.requests_by_id: dict[str, RequestTimes] = {}
         self.completed: deque[Completed] = deque(maxlen=keep)
         self.num_finished = self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
-        self.num_host_tokens = self.num_disk_tokens = 0
-        self.num_steps = self.num_spans = self.max_batch_size = self.num_fed_tokens = 0
+        self.num_host_tokens = self.num_disk_tokens = self.num_remote_tokens = 0
+        self.num_steps = self.num_spans = self.max_batch_size = 0
 
     def on_submit(self, seq: Sequence, now: float) -> None:
         """A request is queued."""
@@ -139,6 +139,7 @@ class EngineStats:
                     self.num_cached_tokens += cached
                     self.num_host_tokens += times.seq.num_from_host
                     self.num_disk_tokens += times.seq.num_from_disk
+                    self.num_remote_tokens += times.seq.num_from_remote
                     events[i] = times.reported(events[i])
             if finish is not None:
                 ended.append(self.on_finish(id, finish, now))

@@ -239,7 +239,8 @@ class TieredBlockStore:
         self.num_slots, self.block_bytes = lines.shape
         self.max_files = max_files
         self._close_files = close_files
-        self._memory = lines.numpy()
+        self.memory = lines.numpy()
+        """The lines [slots, bytes], for others that copy from and to them."""
         self._done: deque[CopyDone] = deque()
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._wake, False)
@@ -280,7 +281,7 @@ class TieredBlockStore:
             work()
         except Exception:  # of whatever class: the blocks are computed again
             failed = dict.fromkeys(keys, "copy")
-        self._report(CopyDone(kind, ticket, failed, time.perf_counter() - began))
+        self.report(CopyDone(kind, ticket, failed, time.perf_counter() - began))
 
     def read(self, ticket: int, copies: Seq[tuple[bytes, int]]) -> None:
         """Each file in the next thread that is free."""
@@ -289,14 +290,14 @@ class TieredBlockStore:
         lock = threading.Lock()
 
         def work(key: bytes, slot: int) -> None:
-            reason = _reason(lambda: files.read(key, memoryview(self._memory[slot])))
+            reason = _reason(lambda: files.read(key, memoryview(self.memory[slot])))
             with lock:
                 left[0] -= 1
                 if reason:
                     failed[key] = reason
                 last = not left[0]
             if last:
-                self._report(CopyDone("read", ticket, failed, time.perf_counter() - began))
+                self.report(CopyDone("read", ticket, failed, time.perf_counter() - began))
 
         for key, slot in copies:
             self._readers.put(partial(work, key, slot))
@@ -310,9 +311,9 @@ class TieredBlockStore:
             if self._stopped:
                 return
             began = time.perf_counter()
-            reason = _reason(lambda: files.write(key, memoryview(self._memory[slot])))
+            reason = _reason(lambda: files.write(key, memoryview(self.memory[slot])))
             failed: Mapping[bytes, str] = {key: reason} if reason else NO_FAILURES
-            self._report(CopyDone("write", ticket, failed, time.perf_counter() - began))
+            self.report(CopyDone("write", ticket, failed, time.perf_counter() - began))
 
         self._writer.put(work)
 
@@ -322,10 +323,16 @@ class TieredBlockStore:
             assert self._files is not None
             self._writer.put(partial(self._files.remove, key))
 
-    def _report(self, done: CopyDone) -> None:
+    def report(self, done: CopyDone) -> None:
+        """A copy has ended. Called by any thread."""
         self._done.append(done)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the engine's thread poll. Called by any thread."""
         with suppress(OSError):  # a full pipe wakes as well
-            os.write(self._waker, b"\0")
+            if not self._closed:
+                os.write(self._waker, b"\0")
 
     def poll(self) -> Seq[CopyDone]:
         """What has ended."""

@@ -123,7 +123,14 @@ class HfModel:
         """The first way whose logits are those of the model without a past. Raises InvalidModel if there is none."""
         with torch.inference_mode():
             asked = [torch.arange(3 + i, 3 + i + n) * 7 % self.spec.vocab for i, n in enumerate(PROBE)]
-            want = [self(tokens[None], use_cache=False).logits[0].float().cpu() for tokens in asked]
+            try:
+                want = [self(tokens[None], use_cache=False).logits[0].float().cpu() for tokens in asked]
+            except RuntimeError as error:
+                if "out of memory" in str(error):
+                    raise
+                raise InvalidModel(
+                    f"transformers cannot run {self.spec.architecture} here: {str(error).splitlines()[0]}"
+                ) from error
             for past in self._variants(ways):
                 if self._agrees(past, asked, want):
                     log.info("transformers runs %s; %s", self.spec.architecture, past.about)
@@ -200,6 +207,11 @@ def load(folder: Path, dtype: str, device: torch.device, **placing: Any) -> Any:
 
     placing: device_map and max_memory, as from_pretrained takes them. Raises InvalidModel.
     """
+    if folder.is_file():
+        raise InvalidModel(
+            f"{folder.name} is a file, and transformers loads folders: name the folder of the checkpoint that it was "
+            "made of, or use --executor local"
+        )
     number = "auto" if dtype == "auto" else getattr(torch, dtype)
     own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire.engine.executor import Description
+from quire.layers.stages import ONE_STAGE, Pipeline
 from quire.model_runner.device_steps import DeviceSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.images import ImageRunner
@@ -32,6 +33,7 @@ class LocalExecutor:
     snapshots: states of recurrent layers that are kept for the prefix cache, beside those of the rows.
     heads: what follows pooling.
     images: the encoder; None: there is none.
+    pipeline: the model's stage. num_drafts: most tokens that the last stage drafts for a sequence, if this is another.
     """
 
     runner: Runner | LookaheadRunner
@@ -53,9 +55,12 @@ class LocalExecutor:
         snapshots: int = 0,
         heads: PoolingHeads | None = None,
         images: ImageRunner | None = None,
+        pipeline: Pipeline = ONE_STAGE,
+        num_drafts: int = 0,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes) if layers is None else layers
-        num_drafts = 0 if drafter is None else drafter.num_drafts
+        num_drafts = num_drafts if drafter is None else drafter.num_drafts
+        elsewhere = pipeline.stages > 1 and bool(model.spec.recurrent)
         recurrent = any(each.state for each in layers)
         held = RowState(rows, max_model_len, page_size, num_drafts, recurrent=recurrent)
         self.runner = Runner(
@@ -69,6 +74,7 @@ class LocalExecutor:
             torch.device(device),
             heads,
             images,
+            pipeline,
         )
         self.images = images
         self._description = Description(
@@ -79,7 +85,7 @@ class LocalExecutor:
             lookahead=depth,
             num_drafts=num_drafts,
             supports_pooling=pools,
-            **facts_of(model, layers, images, page_size, snapshots, device, dtype),
+            **facts_of(model, layers, images, page_size, snapshots, device, dtype, elsewhere),
         )
 
     def describe(self) -> Description:
@@ -112,9 +118,11 @@ def facts_of(
     snapshots: int,
     device: torch.device | str,
     dtype: torch.dtype,
+    recurrent: bool = False,
 ) -> dict[str, Any]:
-    """What either executor's description says of its model and of what it keeps."""
-    recurrent = any(each.state for each in layers)
+    """What either executor's description says of its model and of what it keeps. recurrent: some layers of another
+    stage are."""
+    recurrent = recurrent or any(each.state for each in layers)
     encoder = images and {"encoder_layers": images.config.layers, "whole_images": images.config.whole_images}
     return {
         "vocab_size": model.spec.vocab * model.spec.token_types,

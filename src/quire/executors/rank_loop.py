@@ -1,4 +1,4 @@
-"""The process of one rank: plans in, and from rank 0 results out. The other side is `executors.ranks`."""
+"""The process of one rank: plans in, and from one rank results out. The other side is `executors.ranks`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 from quire.engine.executor import Executor, ImageExecutor, StepHandle
 from quire.engine.protocol import FrameReader, encode_frame
@@ -25,12 +25,15 @@ from quire.executors.ranks import (
     LoadImage,
     Ping,
     Pong,
+    RankShape,
     Reset,
     StepDone,
     StepError,
     ToRank,
 )
-from quire.scheduler.plan import Span
+from quire.scheduler.plan import Span, StepSamples
+
+ONE_RANK = RankShape()
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
@@ -75,6 +78,15 @@ class RankLink:
         return message
 
 
+class FollowingStep(StepHandle, Protocol):
+    """A step of a stage before the last: `model_runner.runner.LaunchedStep`."""
+
+    failure: Exception | None
+
+    def follow(self, sampled: StepSamples) -> None:
+        """What the last stage has sampled, which `result` waits for."""
+
+
 class Running(NamedTuple):
     """A launched step. handle: or why it could not be launched."""
 
@@ -86,11 +98,13 @@ class RankLoop:
     """Runs an executor by the engine's messages, until the engine closes the link.
 
     All messages that have arrived are handled before a result is waited for, so that as many steps as the engine sends
-    ahead are launched. answers: whether results are sent, as rank 0 does; failures always are.
+    ahead are launched. A rank of a stage before the last waits for none: what was sampled comes with later plans. One
+    rank sends results, and all send failures.
     """
 
-    def __init__(self, executor: Executor, link: RankLink, *, answers: bool) -> None:
-        self.executor, self.link, self.answers = executor, link, answers
+    def __init__(self, executor: Executor, link: RankLink, rank: int, shape: RankShape = ONE_RANK) -> None:
+        self.executor, self.link = executor, link
+        self.answers, self.follows = rank == shape.answering, rank < shape.answering
         self.epoch = 0
         self._forget()
 
@@ -102,11 +116,11 @@ class RankLoop:
     def run(self) -> None:
         """Does not return: `RankLink` ends the process."""
         while True:
-            due = bool(self.inflight) and self.inflight[0].step not in self.unmasked
+            due = bool(self.inflight) and not self.follows and self.inflight[0].step not in self.unmasked
             try:
                 message = self.link.inbox.get(block=not due)
             except queue.Empty:
-                self._answer()
+                self._answer(self.inflight.popleft())
                 continue
             self._handle(message)
 
@@ -123,17 +137,31 @@ class RankLoop:
             self.epoch = message.epoch
 
     def _launch(self, message: Launch) -> None:
-        while self.inflight and self.inflight[0].step < message.num_received:
-            self._answer()
+        self._catch_up(message)
         plan = message.plan._replace(spans=self.spans) if message.same_spans else message.plan
         self.spans = plan.spans
         try:
             handle: StepHandle | str = self.executor.launch(plan)
         except Exception as error:  # the engine finds out whose fault it is
             handle = reason(error)
-        self.inflight.append(Running(message.step, handle))
+        running = Running(message.step, handle)
+        if self.follows and (isinstance(handle, str) or cast(FollowingStep, handle).failure):
+            self._answer(running)
+            return
+        self.inflight.append(running)
         if plan.masked_spans and not isinstance(handle, str):
             self.unmasked.add(message.step)
+
+    def _catch_up(self, message: Launch) -> None:
+        """Be done with the steps whose results the engine has."""
+        if self.follows:
+            for samples in message.samples:
+                running = self.inflight.popleft()
+                cast(FollowingStep, running.handle).follow(samples)
+                self._answer(running)
+            return
+        while self.inflight and self.inflight[0].step < message.num_received:
+            self._answer(self.inflight.popleft())
 
     def _sample(self, message: HandMasks) -> None:
         for place, (step, handle) in enumerate(self.inflight):
@@ -144,8 +172,8 @@ class RankLoop:
                 except Exception as error:
                     self.inflight[place] = Running(step, reason(error))
 
-    def _answer(self) -> None:
-        step, handle = self.inflight.popleft()
+    def _answer(self, running: Running) -> None:
+        step, handle = running
         if isinstance(handle, str):
             self.link.send(StepError(self.epoch, step, handle))
             return
@@ -155,7 +183,7 @@ class RankLoop:
             self.link.send(StepError(self.epoch, step, reason(error)))
             return
         if self.answers:
-            self.link.send(StepDone(self.epoch, step, result))
+            self.link.send(StepDone(self.epoch, step, result, getattr(handle, "sampled", None)))
 
 
 def reason(error: Exception) -> str:

@@ -1,9 +1,9 @@
-"""Tensor parallelism: one process for each rank, which all run every plan. The engine's side; no torch.
+"""Tensor and pipeline parallelism: one process for each rank, which all run every plan. The engine's side; no torch.
 
-A plan goes to every rank over a socket of its own, and the result comes back from rank 0. Whatever ends a rank closes
-its socket, and no memory is shared that would have to be cleaned up. A rank that is gone, silent, or alone in
-failing a step takes the others with it: they wait for it in the middle of a sum. All are killed then, and the next step
-starts new ones.
+A plan goes to every rank over a socket of its own, and the result comes back from the first rank of the last stage.
+What that has sampled goes to the stages before it with the next plan. Whatever ends a rank closes its socket, and no
+memory is shared that would have to be cleaned up. A rank that is gone, silent, or alone in failing a step takes the
+others with it: they wait for it in the middle of a sum. All are killed then, and the next step starts new ones.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -26,7 +26,7 @@ from quire import errors
 from quire.engine.executor import Description
 from quire.engine.protocol import FrameReader, encode_frame
 from quire.errors import QuireError, RankLost, StepFailed
-from quire.scheduler.plan import Mask, Plan, Result, Span
+from quire.scheduler.plan import Mask, Plan, Result, Span, StepSamples
 from quire.types import PromptImage
 
 PING_INTERVAL = 1.0
@@ -42,28 +42,60 @@ CONNECT = 180.0
 """Seconds within which a new process must say something: it imports torch first."""
 
 
-class BuildRank(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a rank. settings: by option name. port: of the store by which ranks find each other, on the
-    loopback address; rank 0 listens on descriptor `listener`. dies_with_parent: when the thread that started it
+class RankShape(msgspec.Struct, frozen=True):
+    """How ranks are numbered: `tensor` ranks of the first of `stages`, then those of the next."""
+
+    tensor: int = 1
+    stages: int = 1
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.tensor * self.stages
+
+    @property
+    def answering(self) -> int:
+        """The rank that sends results: the first of the last stage."""
+        return self.tensor * (self.stages - 1)
+
+    def stage_of(self, rank: int) -> range:
+        """The ranks of a rank's stage."""
+        first = rank // self.tensor * self.tensor
+        return range(first, first + self.tensor)
+
+
+class RankPlace(msgspec.Struct, frozen=True):
+    """Where a rank is. host, port: of the store by which ranks find each other; rank 0 listens there, on descriptor
+    `listener` if that was inherited. neighbours: ranks on its host. dies_with_parent: when the thread that started it
     ends."""
+
+    host: str
+    port: int
+    neighbours: int
+    listener: int | None = None
+    dies_with_parent: bool = False
+
+
+class BuildRank(msgspec.Struct, tag=True, frozen=True):
+    """The first message to a rank. settings: by option name."""
 
     settings: dict[str, Any]
     rank: int
-    size: int
-    port: int
-    dies_with_parent: bool
-    listener: int | None = None
+    shape: RankShape
+    place: RankPlace
 
 
 class Launch(msgspec.Struct, tag=True, frozen=True):
     """Run a plan. same_spans: its spans are the object that the plan before had, and are not sent. num_received: steps
-    whose results the engine has, so that their blocks may be in use again: every rank must be past them."""
+    whose results the engine has, so that their blocks may be in use again: every rank must be past them. samples: of
+    those that it has received since the last plan, for stages before the last."""
 
     epoch: int
     step: int
     plan: Plan
     same_spans: bool
     num_received: int
+    samples: list[StepSamples] = []
 
 
 class HandMasks(msgspec.Struct, tag=True, frozen=True):
@@ -111,11 +143,12 @@ class RankRefused(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepDone(msgspec.Struct, tag=True, frozen=True):
-    """What a step computed; only rank 0 says so."""
+    """What a step computed; only the rank that answers says so. samples: with several stages."""
 
     epoch: int
     step: int
     result: Result
+    samples: StepSamples | None = None
 
 
 class StepError(msgspec.Struct, tag=True, frozen=True):
@@ -132,65 +165,118 @@ FromRank = Pong | RankReady | RankRefused | StepDone | StepError
 NO_SPANS: tuple[Span, ...] = ()
 
 
-class Rank:
-    """One process and its socket. heard: when it sent something last; 0: never."""
+class RankProcess(Protocol):
+    """Where a rank runs."""
 
-    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
-        self.process, self.sock = process, sock
-        self.frames = FrameReader(FromRank)
-        self.heard = self.asked = 0.0
+    @property
+    def name(self) -> str:
+        """For people: 'process 4711'."""
 
     def exit_code(self) -> str:
-        """How the process ended, in words."""
+        """How it ended, in words, once its connection is closed."""
+
+    def exit_fd(self) -> int:
+        """A descriptor of the caller's that becomes readable when it ends."""
+
+    def kill(self) -> None:
+        """Make it end, also while it is stopped or waits for others."""
+
+    def wait(self) -> None:
+        """Until it has ended."""
+
+
+class ChildProcess:
+    """A `RankProcess` that this process has started."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+
+    @property
+    def name(self) -> str:
+        """See `RankProcess`."""
+        return f"process {self.process.pid}"
+
+    def exit_code(self) -> str:
+        """See `RankProcess`."""
         try:
             code = self.process.wait(1.0)
         except subprocess.TimeoutExpired:
             return "closed its connection"
         return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
+    def exit_fd(self) -> int:
+        """See `RankProcess`."""
+        return os.pidfd_open(self.process.pid)
+
+    def kill(self) -> None:
+        """See `RankProcess`."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    def wait(self) -> None:
+        """See `RankProcess`."""
+        self.process.wait()
+
+
+class Rank:
+    """One process and its socket. heard: when it sent something last; 0: never."""
+
+    def __init__(self, process: RankProcess, sock: socket.socket) -> None:
+        self.process, self.sock = process, sock
+        self.frames = FrameReader(FromRank)
+        self.heard = self.asked = 0.0
+
+
+StartRanks = Callable[[RankShape], Iterator[tuple[Rank, RankPlace]]]
+"""Starts ranks, in order. What it has begun and not yet given away, it ends where it fails."""
+
+
+def child_processes(argv: Sequence[str], environment: Mapping[str, str]) -> StartRanks:
+    """Ranks as processes of this host. argv: the command that starts one; the number of an inherited socket is
+    appended. environment: their variables."""
+
+    def start(shape: RankShape) -> Iterator[tuple[Rank, RankPlace]]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            host, port = listener.getsockname()
+            for number in range(shape.size):
+                here, there = socket.socketpair()
+                fd = listener.fileno() if number == 0 else None
+                with there:
+                    process = subprocess.Popen(
+                        [*argv, str(there.fileno())],
+                        pass_fds=[there.fileno()] + ([] if fd is None else [fd]),
+                        stdin=subprocess.DEVNULL,
+                        env=dict(environment),
+                        start_new_session=True,  # Ctrl-C is for the engine, which ends them
+                    )
+                own = threading.current_thread() is threading.main_thread()
+                yield Rank(ChildProcess(process), here), RankPlace(host, port, shape.size, fd, own)
+
+    return start
+
 
 class Ranks:
     """The processes of all ranks.
 
-    argv: the command that starts one; the number of an inherited socket is appended. environment: their variables.
     lost: which rank was lost, if any. Raises what a rank raises while it builds its executor, or RankLost.
     """
 
-    def __init__(self, argv: Sequence[str], settings: Mapping[str, Any], size: int, environment: Mapping[str, str]):
+    def __init__(self, start: StartRanks, settings: Mapping[str, Any], shape: RankShape):
         self.ranks: list[Rank] = []
+        self.shape = shape
         self.lost: RankLost | None = None
         self.selector = selectors.DefaultSelector()
         self.inbox: deque[tuple[int, Any]] = deque()
         self.ready: dict[int, RankReady] = {}
         try:
-            self._spawn(argv, settings, size, environment)
+            for number, (rank, place) in enumerate(start(shape)):
+                self.ranks.append(rank)
+                self.selector.register(rank.sock, selectors.EVENT_READ, number)
+                self._send(number, encode_frame(BuildRank(dict(settings), number, shape, place)))
             self._wait_until_ready()
         except BaseException:
             self.kill()
             raise
-
-    def _spawn(
-        self, argv: Sequence[str], settings: Mapping[str, Any], size: int, environment: Mapping[str, str]
-    ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            for number in range(size):
-                here, there = socket.socketpair()
-                shared = [there.fileno()] + ([listener.fileno()] if number == 0 else [])
-                with there:
-                    process = subprocess.Popen(
-                        [*argv, str(there.fileno())],
-                        pass_fds=shared,
-                        stdin=subprocess.DEVNULL,
-                        env=dict(environment),
-                        start_new_session=True,  # Ctrl-C is for the engine, which ends them
-                    )
-                rank = Rank(process, here)
-                self.ranks.append(rank)
-                self.selector.register(here, selectors.EVENT_READ, number)
-                own = threading.current_thread() is threading.main_thread()
-                asked = BuildRank(dict(settings), number, size, port, own, listener.fileno() if number == 0 else None)
-                self._send(number, encode_frame(asked))
 
     def _wait_until_ready(self) -> None:
         began = time.monotonic()
@@ -217,7 +303,7 @@ class Ranks:
         try:
             self.ranks[number].sock.sendall(frame)
         except OSError as error:
-            raise self._lost(number, self.ranks[number].exit_code()) from error
+            raise self._lost(number, self.ranks[number].process.exit_code()) from error
 
     def poll(self, timeout: float) -> None:
         """Read what arrives within `timeout` seconds into `inbox`. Raises RankLost for a rank that has ended."""
@@ -228,7 +314,7 @@ class Ranks:
             except OSError:
                 data = b""
             if not data:
-                raise self._lost(number, rank.exit_code())
+                raise self._lost(number, rank.process.exit_code())
             rank.heard = time.monotonic()
             for message in rank.frames.feed(data):
                 if not isinstance(message, Pong):
@@ -248,8 +334,8 @@ class Ranks:
 
     def _lost(self, number: int, what: str) -> RankLost:
         """The error for a rank without which the others cannot go on."""
-        pid = self.ranks[number].process.pid
-        self.lost = RankLost(f"rank {number} of {len(self.ranks)} (process {pid}) {what}")
+        name = self.ranks[number].process.name
+        self.lost = RankLost(f"rank {number} of {len(self.ranks)} ({name}) {what}")
         return self.lost
 
     def failed(self, number: int, reason: str) -> RankLost:
@@ -259,8 +345,7 @@ class Ranks:
     def kill(self) -> None:
         """End every process, also those that are stopped or wait for others."""
         for rank in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
-                rank.process.kill()
+            rank.process.kill()
         for rank in self.ranks:
             rank.process.wait()
             rank.sock.close()
@@ -302,21 +387,22 @@ class RankedExecutor:
     def __init__(self, start: Callable[[], Ranks]) -> None:
         self._start = start
         self._ranks: Ranks | None = start()
-        self.ready = self._ranks.ready[0]
+        self.ready = self._ranks.ready[self._ranks.shape.answering]
         self._epoch = self._step = self._num_received = 0
+        self._samples: list[StepSamples] = []
         self._spans = NO_SPANS
-        self._results: dict[tuple[int, int], Result] = {}
+        self._results: dict[tuple[int, int], StepDone] = {}
         self._errors: dict[tuple[int, int], dict[int, str]] = {}
 
     def describe(self) -> Description:
-        """Rank 0's; all have as many blocks."""
+        """That of the rank that answers; all have as many blocks."""
         return self.ready.about
 
     def exit_fds(self) -> list[int]:
         """Descriptors that become readable when a rank's process ends, for callers that wait; they close them."""
         if self._ranks is None or sys.platform != "linux":
             return []
-        return [os.pidfd_open(rank.process.pid) for rank in self._ranks.ranks]
+        return [rank.process.exit_fd() for rank in self._ranks.ranks]
 
     def launch(self, plan: Plan) -> RankHandle:
         """Send a plan to all ranks, which are started again if they were lost. Raises RankLost."""
@@ -325,7 +411,8 @@ class RankedExecutor:
             self._begin()
         same = plan.spans is self._spans
         sent = plan._replace(spans=NO_SPANS) if same else plan
-        self.send(Launch(self._epoch, self._step, sent, same, self._num_received))
+        self.send(Launch(self._epoch, self._step, sent, same, self._num_received, self._samples))
+        self._samples = []
         handle = RankHandle(self, self._epoch, self._step)
         self._spans, self._step = plan.spans, self._step + 1
         return handle
@@ -354,7 +441,8 @@ class RankedExecutor:
         return (epoch, step) in self._results or any(self._errors)
 
     def receive(self, epoch: int, step: int) -> Result:
-        """Rank 0's result. Raises StepFailed where every rank failed the step, and RankLost where only some did."""
+        """The step's result. Raises StepFailed where every rank of a stage failed it, and RankLost where only some
+        did."""
         key = epoch, step
         while key not in self._results:
             self._read(PING_INTERVAL)
@@ -365,7 +453,10 @@ class RankedExecutor:
         if self._errors:
             self._raise_failure()
         self._num_received = step + 1
-        return self._results.pop(key)
+        done = self._results.pop(key)
+        if done.samples is not None:
+            self._samples.append(done.samples)
+        return done.result
 
     def _read(self, timeout: float) -> None:
         ranks = self._alive()
@@ -373,21 +464,26 @@ class RankedExecutor:
         while ranks.inbox:
             number, message = ranks.inbox.popleft()
             if isinstance(message, StepDone) and message.epoch == self._epoch:
-                self._results[message.epoch, message.step] = message.result
+                self._results[message.epoch, message.step] = message
             elif isinstance(message, StepError) and message.epoch == self._epoch:
                 self._errors.setdefault((message.epoch, message.step), {})[number] = message.reason
 
     def _raise_failure(self) -> None:
-        """Wait a moment for what the other ranks say of the first step that failed."""
+        """Wait a moment for what the other ranks of the first stage that failed a step say: later ones fail with it."""
         ranks, key = self._alive(), min(self._errors)
         deadline = time.monotonic() + AGREE
-        while len(self._errors[key]) < len(ranks.ranks) and (left := deadline - time.monotonic()) > 0:
+        while not self._agreed(key) and (left := deadline - time.monotonic()) > 0:
             self._read(left)
         failed = self._errors[key]
         number = min(failed)
-        if len(failed) < len(ranks.ranks):
+        if not self._agreed(key):
             raise ranks.failed(number, failed[number])
         raise StepFailed(failed[number])
+
+    def _agreed(self, key: tuple[int, int]) -> bool:
+        """Whether all ranks of a stage, and of none before it, failed a step."""
+        failed = self._errors[key]
+        return failed.keys() >= {*self._alive().shape.stage_of(min(failed))}
 
     def reset(self) -> None:
         """Begin a new epoch; where a rank is lost, kill the others: the next step starts new ones."""
@@ -403,6 +499,7 @@ class RankedExecutor:
         self._step = self._num_received = 0
         self._results.clear()
         self._errors.clear()
+        self._samples = []
         self.send(Reset(self._epoch))
 
     def close(self) -> None:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from quire.frontend.beam_search import BeamSearchParams
-from quire.parsers.reasoning import ReasoningParser
-from quire.parsers.tools.styles import ToolParser
 from quire.tokenization.prompt_header import HeaderOutcome
 from quire.tokenization.tokenizer import PoolingText, PoolingTokens
 from quire.types import NO_TRACE_CONTEXT, Pin, PromptImage, PromptReport, SamplingParams, TokenLogprobs, TraceContext
@@ -164,8 +162,8 @@ class ModelCard:
     vocab_size: int = 0
     root: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    tool_parser: ToolParser = "hermes"
-    reasoning_parser: ReasoningParser = "none"
+    tool_parser: str = "hermes"
+    reasoning_parser: str = "none"
     pools: bool = False
     template_arguments: frozenset[str] = frozenset()
     aliases: tuple[str, ...] = ()

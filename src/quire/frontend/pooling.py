@@ -14,7 +14,7 @@ import numpy.typing as npt
 from quire.engine.executor import Description
 from quire.errors import InvalidRequest
 from quire.frontend.processor import embedding_vector
-from quire.tokenization.tokenizer import PoolingText, PoolingTokens, Tokenizer
+from quire.tokenization.tokenizer import PoolingText, PoolingTokens
 from quire.types import Pooling, SamplingParams
 from quire.weights.pooling import Activation, PoolerConfig
 
@@ -231,8 +231,3 @@ def matched(first: Sequence[str], second: Sequence[str], names: tuple[str, str])
             param=names[1],
         )
     return list(zip(first, second, strict=True))
-
-
-def encoder_of(tokenizer: Tokenizer) -> Encode:
-    """`Tokenizer.encode_inputs` of a tokenizer."""
-    return tokenizer.encode_inputs

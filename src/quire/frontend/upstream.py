@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 
@@ -118,6 +119,14 @@ class Upstream:
             raise UpstreamDown(f"no answer within {_CHECK_TIMEOUT:g} s") from error
         except ConnectionLost as error:
             raise UpstreamDown(str(error)) from error
+
+    def frames(self) -> AsyncGenerator[bytes, None]:
+        """The frames of its live page, as long as it sends them. Raises UpstreamDown."""
+        return self.events("/ui/events")
+
+    async def explanation(self, id: str) -> tuple[int, bytes]:
+        """Status and body of its `/v1/requests/{id}/explain`. Raises UpstreamDown."""
+        return await self.get(f"/v1/requests/{quote(id, safe='')}/explain")
 
     async def check(self) -> None:
         """Update `healthy`. Any status below 500 counts, since a server may have no /health."""

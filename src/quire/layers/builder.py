@@ -6,7 +6,7 @@ part of this rank, in which format. The loader then only matches names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
@@ -131,7 +131,7 @@ class ModelBuilder:
         tables: Tables = no_table,
         expert_parallel: bool = False,
     ) -> None:
-        self.expert_parallel = expert_parallel
+        self.expert_parallel, self.pipeline = expert_parallel, parallel.pipeline
         self.elsewhere: set[str] = set()
         self.ops, self.parallel, self.dtype, self.device, self.format = ops, parallel, dtype, device, format
         self.tables = tables
@@ -159,6 +159,24 @@ class ModelBuilder:
         inner = copy(self)
         inner.parallel = ONE_RANK
         return inner
+
+    def here(self, present: bool, *names: str) -> ModelBuilder:
+        """This builder, or where not `present`, one whose layers another stage has: they take no memory here, and
+        tensors of the modules `names` are not loaded."""
+        if present:
+            return self
+        self.ignore(*(f"{name}.*" for name in names))
+        absent = copy(self)
+        absent.device, absent.format, absent.tables = torch.device("meta"), Plain, no_table
+        absent.slots, absent.matrices, absent.embeddings = {}, [], []
+        absent.unjoined, absent.stacks = [], []
+        return absent
+
+    def each_layer(self, name: str, count: int, own: range) -> Iterator[tuple[int, ModelBuilder]]:
+        """(number, builder) of the layers that this stage has of `count`. name: of the list of layers."""
+        self.ignore(*(f"{name}.{i}.*" for i in range(count) if i not in own))
+        for i in own:
+            yield i, self.scope(f"{name}.{i}")
 
     def for_heads(self, heads: int, kv_heads: int) -> ModelBuilder:
         """The builder of an attention layer: this one, or `replicated` where its heads cannot be divided."""

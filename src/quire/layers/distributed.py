@@ -1,34 +1,77 @@
-"""Tensor-parallel groups of several processes, over torch.distributed: gloo between CPUs, NCCL between GPUs."""
+"""Tensor-parallel groups and pipelines of several processes, over torch.distributed: gloo between CPUs, NCCL between
+GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from quire.layers.linear import ParallelGroup
+from quire.layers.stages import Pipeline
 
-gather_single: Callable[[Tensor, Tensor], object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+gather_single: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Every rank's tensor, one after the other: the second name is that of torch before 2.13."""
 
 Reduce = Callable[[Tensor], Tensor]
 """The sum of every rank's tensor, on every rank."""
 
 
+class DistributedPipeline(Pipeline):
+    """A stage whose neighbours are the ranks of torch.distributed's default group that have the same part of layers.
+
+    Sends return at once: what is sent is kept until it has arrived, at the latest until the next one.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(dist.get_rank() // size, dist.get_world_size() // size)
+        self._before, self._next = dist.get_rank() - size, dist.get_rank() + size
+        self._device = _device()
+        self._sent_last: list[tuple[dist.Work | None, Tensor]] = []
+
+    def _header(self) -> int:
+        size = torch.zeros(1, dtype=torch.int64, device=self._device)
+        dist.recv(size, self._before)
+        return int(size)
+
+    def _take(self, into: Tensor) -> None:
+        dist.recv(into, self._before)
+
+    def _put(self, x: Tensor | None) -> None:
+        for work, _ in self._sent_last:
+            if work is not None:
+                work.wait()
+        sent = [torch.tensor([0 if x is None else x.nbytes], dtype=torch.int64, device=self._device)]
+        sent += [] if x is None else [x.contiguous()]
+        self._sent_last = [(dist.isend(each, self._next), each) for each in sent]
+
+
+def _device() -> torch.device:
+    """Where what is exchanged must be."""
+    cuda = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
 class DistributedGroup(ParallelGroup):
-    """The ranks of torch.distributed's default process group, which is initialized.
+    """The ranks of one stage among those of torch.distributed's default process group, which is initialized. size: of a
+    stage. neighbours: ranks on this host.
 
     in_rank_order: sums add up the ranks' tensors in float32, rank 0's first, so that an element's sum does not depend
     on how many elements are sent with it, as it does in a ring. Otherwise the library sums, which moves fewer bytes. A
     faster sum (of symmetric memory, say) would be another `Reduce` in place of these two.
     """
 
-    def __init__(self, *, in_rank_order: bool) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._reduce: Reduce = self._sum_in_rank_order if in_rank_order else _library_sum
-        self._device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
+    def __init__(self, size: int, *, in_rank_order: bool, timeout: timedelta, neighbours: int) -> None:
+        self.size, self.rank, self.neighbours = size, dist.get_rank() % size, neighbours
+        self.pipeline = DistributedPipeline(size)
+        # Every rank must make every group.
+        stages = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
+        groups = [dist.new_group(list(each), timeout=timeout) for each in stages]
+        self._group = groups[self.pipeline.stage]
+        self._reduce: Reduce = self._sum_in_rank_order if in_rank_order else self._library_sum
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `ParallelGroup`."""
@@ -42,14 +85,14 @@ class DistributedGroup(ParallelGroup):
 
     def smallest(self, value: int) -> int:
         """See `ParallelGroup`."""
-        held = torch.tensor(value, dtype=torch.int64, device=self._device)
+        held = torch.tensor(value, dtype=torch.int64, device=_device())
         dist.all_reduce(held, dist.ReduceOp.MIN)
         return int(held)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """[ranks, *x.shape]."""
         parts = x.new_empty((self.size, *x.shape))
-        gather_single(parts.view(-1), x.contiguous().view(-1))
+        gather_single(parts.view(-1), x.contiguous().view(-1), group=self._group)
         return parts
 
     def _sum_in_rank_order(self, x: Tensor) -> Tensor:
@@ -59,8 +102,7 @@ class DistributedGroup(ParallelGroup):
             total = total + part
         return total.to(x.dtype)
 
-
-def _library_sum(x: Tensor) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total)
-    return total
+    def _library_sum(self, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self._group)
+        return total

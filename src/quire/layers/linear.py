@@ -12,16 +12,21 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.quantization.base import WeightStorage
+from quire.layers.stages import ONE_STAGE, Pipeline
 from quire.ops.base import Gate
 
 
 class ParallelGroup:
     """A tensor-parallel group (Shoeybi et al. 2019), `rank` being from 0 to `size` - 1. This one has one rank: what is
     communicated is what was given. Others are in `layers.distributed`. Every rank makes the same calls in one order.
+
+    pipeline: the stage whose layers the group divides. neighbours: ranks of all stages that share this host.
     """
 
     rank: int = 0
     size: int = 1
+    neighbours: int = 1
+    pipeline: Pipeline = ONE_STAGE
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's x, on every rank, of the same bits."""
@@ -32,7 +37,7 @@ class ParallelGroup:
         return x
 
     def smallest(self, value: int) -> int:
-        """The least of every rank's value."""
+        """The least of every rank's value, in all stages."""
         return value
 
 

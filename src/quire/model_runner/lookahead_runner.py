@@ -456,6 +456,8 @@ class LookaheadRunner(BaseRunner):
 
     def _forward(self, step: LaunchedStep) -> None:
         """Nothing: `launch` has run it."""
+        if self.failure is not None:
+            raise self.failure
 
     def _complete(self, step: LaunchedStep) -> None:
         rows, shape = self.rows, step.shape

@@ -9,6 +9,7 @@ import torch
 
 from quire.errors import InvalidConfig
 from quire.ops.ragged import KVShape, LayerKV, LayerState, StateShape
+from quire.types import UNLIMITED
 
 GIB = 1 << 30
 
@@ -79,7 +80,8 @@ def plan_blocks(
             "max_num_seqs or state_snapshots, or give more memory"
         )
     budget -= held
-    pages = min(budget // each - 1, usable_blocks(rows, max_model_len, page_size))
+    # A stage of a pipeline may have recurrent layers alone.
+    pages = min(budget // each - 1 if each else UNLIMITED, usable_blocks(rows, max_model_len, page_size))
     need = usable_blocks(1, max_model_len, page_size)
     if pages < need:
         fits, less = "no", "give"

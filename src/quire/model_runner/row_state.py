@@ -212,8 +212,24 @@ class RowState:
         them. Returns how many of its samples each sampling span keeps [Q], those before a bad one, and which sample
         failed it [Q] (-1: none). The drafts of the next step are written after the history.
         """
+        self.advance_chunks(shape)
+        return self.advance_samples(shape, sampled, bad, draft_matches)
+
+    def advance_chunks(self, shape: StepShape) -> None:
+        """The part of `advance` that waits for no sample: prompt chunks."""
         chunked = shape.row[shape.prompt_spans]
         self.num_computed[chunked] += shape.num_tokens[shape.prompt_spans]
+        if self.recurrent:
+            self.state[chunked] = self.first_state(chunked)
+
+    def advance_samples(
+        self,
+        shape: StepShape,
+        sampled: Ints,
+        bad: npt.NDArray[np.bool_],
+        draft_matches: npt.NDArray[np.bool_] | None = None,
+    ) -> tuple[Ints, Ints]:
+        """The rest of `advance`."""
         row, first = shape.sampling_row, shape.first_sample
         position = self.num_known[shape.sample_row] + shape.sample_offset
         if len(first) == len(sampled) and not bad.any():
@@ -234,7 +250,6 @@ class RowState:
         self.num_known[row] = num_known
         self.num_computed[row] = num_known - 1
         if self.recurrent:
-            self.state[chunked] = self.first_state(chunked)
             self.state[row] = self.first_state(row) + np.maximum(num_kept, 1) - 1
         return num_kept, failed
 

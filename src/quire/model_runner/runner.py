@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import StepFailed
+from quire.layers.stages import ONE_STAGE, Pipeline
 from quire.model_runner.graphs import GraphKey
 from quire.model_runner.images import ImageRunner
 from quire.model_runner.pooling import Pooled, PoolingHeads, PromptPooler, with_pooled
@@ -33,7 +34,7 @@ from quire.model_runner.step_io import (
     step_result,
 )
 from quire.ops.ragged import LayerKV
-from quire.scheduler.plan import Mask, Plan, Result
+from quire.scheduler.plan import Mask, Plan, Result, StepSamples
 from quire.types import TokenLogprobs
 
 NO_SPANS = StepShape.of(())
@@ -49,6 +50,7 @@ class LaunchedStep:
     sampled; host_scores [R, SCORE_WIDTH], their log-probabilities; host_drafts [masked spans, drafts], made by the
     step; logits [rows with SCORED_WIDE, V]. prompt_scores: of prompt tokens. features: of its rows. drafting: what is
     run once the step has sampled. event: reached when all that has arrived; None where work is done as it is launched.
+    sampled: of a step of a pipeline, what the last stage has sampled: set there, and handed in where this is another.
     """
 
     runner: BaseRunner
@@ -69,6 +71,11 @@ class LaunchedStep:
     prompt_scores: PromptScores | None = None
     drafting: Sequence[GraphKey] = ()
     event: torch.cuda.Event | None = None
+    sampled: StepSamples | None = None
+
+    def follow(self, sampled: StepSamples) -> None:
+        """Hand in what the last stage has sampled, for which `result` waits in the others, where it is empty."""
+        self.sampled = sampled
 
     def sample(self, masks: Sequence[Sequence[Mask]]) -> None:
         """Hand in the masks of `plan.masked_spans`, in order: one mask per sampled row."""
@@ -131,16 +138,18 @@ class BaseRunner(ABC):
         while self.inflight and step.outcome is None and step.failure is None:
             first = self.inflight[0]
             try:
-                if self.failure is not None:
-                    raise self.failure
                 self._forward(first)
-                if first.plan.masked_spans and first.masks is None:
+                if self._waits(first):
                     return
                 self._complete(first)
             except Exception as failure:
                 # Of whatever class it is: the engine finds out which request causes it.
                 self.failure = first.failure = failure
             self.inflight.popleft()
+
+    def _waits(self, step: LaunchedStep) -> bool:
+        """Whether something is missing without which a step is not completed."""
+        return bool(step.plan.masked_spans) and step.masks is None
 
     def reset(self) -> None:
         """Forget every row and step."""
@@ -158,7 +167,7 @@ class BaseRunner(ABC):
 
     @abstractmethod
     def _forward(self, step: LaunchedStep) -> None:
-        """Run the step's forward, unless that is done."""
+        """Run the step's forward, unless that is done. Raises what an earlier step failed with."""
 
     @abstractmethod
     def _complete(self, step: LaunchedStep) -> None:
@@ -174,7 +183,11 @@ class BaseRunner(ABC):
 
 
 class Runner(BaseRunner):
-    """Runs each step as it is launched. device: where batches are put."""
+    """Runs each step as it is launched. device: where batches are put.
+
+    pipeline: the stage of the model. One before the last runs forwards only, of which several may be in flight; its
+    rows learn what was sampled by `LaunchedStep.follow`. So no row may have a span before that is known.
+    """
 
     def __init__(
         self,
@@ -186,20 +199,28 @@ class Runner(BaseRunner):
         device: torch.device,
         heads: PoolingHeads | None = None,
         images: ImageRunner | None = None,
+        pipeline: Pipeline = ONE_STAGE,
     ) -> None:
         super().__init__(model, kv, rows, sampler, heads, images)
-        self.drafter, self.device = drafter, device
+        self.drafter, self.device, self.pipeline = drafter, device, pipeline
 
+    @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
-        """Run a plan as far as its masks allow."""
+        """Run a plan as far as its masks allow, or in a stage before the last, its forward."""
         step = LaunchedStep(self, plan)
         self.inflight.append(step)
-        self.complete(step)
+        if self.pipeline.last:
+            self.complete(step)
+            return step
+        try:
+            self._forward(step)
+        except Exception as failure:
+            self.failure = step.failure = failure
         return step
 
     def complete(self, step: LaunchedStep) -> None:
         """Complete every step as far as its masks are there: waiting gains nothing on a CPU."""
-        super().complete(self.inflight[-1] if self.inflight else step)
+        super().complete(self.inflight[-1] if self.inflight and self.pipeline.last else step)
 
     def reset(self) -> None:
         """Forget every row and step."""
@@ -207,9 +228,18 @@ class Runner(BaseRunner):
         if self.drafter is not None:
             self.drafter.reset()
 
+    def _waits(self, step: LaunchedStep) -> bool:
+        return super()._waits(step) if self.pipeline.last else step.sampled is None
+
     def _forward(self, step: LaunchedStep) -> None:
         if step.logits is not None:
             return
+        with self.pipeline.step(bool(step.plan.spans)):
+            if self.failure is not None:
+                raise self.failure
+            self._feed(step)
+
+    def _feed(self, step: LaunchedStep) -> None:
         rows, pool = self.rows, self.pool
         shape = step.shape = rows.apply_plan(step.plan)
         pool.apply_plan(step.plan)
@@ -231,6 +261,10 @@ class Runner(BaseRunner):
             wanted = torch.from_numpy(indices.astype(np.int32)).to(self.device)
             batch = replace(batch, output_indices=wanted)
         hidden = self.model.forward(batch, self.kv)
+        if not self.pipeline.last:
+            step.logits = hidden.new_empty((0, self.sampler.vocab_size))
+            rows.advance_chunks(shape)
+            return
         step.hidden = hidden if shape.scored_spans or reads else None
         selected = hidden
         if samples < len(hidden):
@@ -247,7 +281,10 @@ class Runner(BaseRunner):
         rows, shape, plan = self.rows, step.shape, step.plan
         assert step.logits is not None
         if not shape.spans:
-            step.outcome = Result([], [])
+            step.outcome, step.sampled = Result([], []), StepSamples([], [], [])
+            return
+        if not self.pipeline.last:
+            self._follow(step)
             return
         hidden, before = step.hidden, rows.num_computed.copy()
         scores = self._score_prompts(step, shape.scored_spans)
@@ -263,6 +300,24 @@ class Runner(BaseRunner):
             rows.set_drafts(shape.sampling_row, drafts, num_drafts)
         done = step_result(plan, shape, sampled, keep, failed, scores, rows)
         step.outcome = with_pooled(done, step.pooled)
+        if not self.pipeline.first:
+            drafted = [rows.drafts_of(row) for row in shape.sampling_row.tolist()] if plan.num_drafts else []
+            step.sampled = StepSamples(sampled.tokens.tolist(), np.flatnonzero(sampled.bad).tolist(), drafted)
+
+    def _follow(self, step: LaunchedStep) -> None:
+        """Advance the rows of a step that the last stage has sampled."""
+        rows, shape, sampled = self.rows, step.shape, step.sampled
+        assert sampled is not None
+        bad = np.zeros(len(sampled.tokens), np.bool_)
+        bad[sampled.bad] = True
+        rows.advance_samples(shape, np.array(sampled.tokens, np.intp), bad)
+        if sampled.drafts:
+            counts = np.array([len(each) for each in sampled.drafts], np.intp)
+            drafts = np.zeros((len(counts), int(counts.max())), np.int32)
+            for line, each in zip(drafts, sampled.drafts, strict=True):
+                line[: len(each)] = each
+            rows.set_drafts(shape.sampling_row, drafts, counts)
+        step.outcome = Result([], [])
 
 
 def nothing_sampled(count: int) -> Sampled:

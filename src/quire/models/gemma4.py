@@ -161,15 +161,15 @@ class Gemma4(Gemma):
         causal = self.ops.prepare(replace(batch, last_visible=None))
         batch = causal if batch.last_visible is None else self.ops.prepare(batch)
         angles = {rope: rotary(batch.positions) for rope, rotary in self.rotaries.items()}
-        residual = batch.with_images(self.embedding(batch.tokens))
-        inputs = self.layer_inputs(self.own_tokens(batch), residual)
+        residual, spec = self.enter(batch), self.spec
+        inputs = self.layer_inputs(batch, residual)
         stream = residual.new_zeros(residual.shape), residual, self.nothing
-        for i, block in enumerate(self.layers):
-            output = batch.output_indices if i == len(self.layers) - 1 else None
-            cache, rope = kv[self.spec.kv_layers[i]], self.spec.layer_ropes[i]
-            seen = causal if self.spec.windows[i] == UNLIMITED else batch
+        for i, block in zip(spec.own_layers, self.layers, strict=True):
+            output = batch.output_indices if i == spec.layers - 1 else None
+            cache, rope = kv[spec.kv_layers[i]], spec.layer_ropes[i]
+            seen = causal if spec.windows[i] == UNLIMITED else batch
             stream = block.run(stream, angles[rope], seen, cache, output, inputs[i])
-        return batch.select_outputs(self.norm.add(*stream)[0])
+        return self.leave(batch, *stream)
 
     def own_tokens(self, batch: RaggedBatch) -> Tensor:
         """The tokens [T] of which layers have inputs: that of padding in the places of images."""
@@ -177,14 +177,16 @@ class Gemma4(Gemma):
             return batch.tokens
         return batch.tokens.index_fill(0, batch.images.rows, self.spec.vision.pad_token)
 
-    def layer_inputs(self, tokens: Tensor, embedded: Tensor) -> Sequence[Tensor | None]:
-        """Per layer, its inputs [T, n], of the tokens and their embeddings [T, hidden]."""
+    def layer_inputs(self, batch: RaggedBatch, entered: Tensor) -> Sequence[Tensor | None]:
+        """Per layer, its inputs [T, n]. entered: what `enter` returned, which is the embeddings of tokens and images in
+        the first stage; others look them up."""
         spec, width = self.spec, self.spec.layer_inputs
         if not width:
             return [None] * spec.layers
+        embedded = entered if self.pipeline.first else batch.with_images(self.embedding(batch.tokens))
         made = self.ops.norm((self.projection(embedded) * spec.hidden**-0.5).view(-1, width), self.input_norm)
-        whole = (made.view(len(tokens), -1) + self.inputs(tokens)) * 0.5**0.5
-        return list(whole.view(len(tokens), -1, width).unbind(1))
+        whole = (made.view(len(embedded), -1) + self.inputs(self.own_tokens(batch))) * 0.5**0.5
+        return list(whole.view(len(embedded), -1, width).unbind(1))
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:

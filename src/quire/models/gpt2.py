@@ -12,6 +12,7 @@ from quire.errors import InvalidModel
 from quire.layers.basic import NO_ROPE, Heads
 from quire.layers.builder import ModelBuilder
 from quire.models.heads import lm_head, next_token_logits, score_head
+from quire.models.llama import received
 from quire.models.spec import Config, ModelSpec, check_layers, read_stop
 from quire.ops.base import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -52,13 +53,15 @@ class GPT2:
         self.dtype = build.dtype
         body = build.scope("transformer")
         body.ignore("h.*.attn.bias", "h.*.attn.masked_bias")
-        self.embedding = body.embedding("wte", spec.vocab, spec.hidden)
-        self.positions = body.replicated().embedding("wpe", spec.context, spec.hidden)
+        self.pipeline = build.pipeline
+        first, last = self.pipeline.first, self.pipeline.last
+        self.embedding = body.here(first or (last and spec.tie), "wte").embedding("wte", spec.vocab, spec.hidden)
+        self.positions = body.here(first, "wpe").replicated().embedding("wpe", spec.context, spec.hidden)
         self.no_rope = body.rotary(spec.rope)
-        self.blocks = [Block(spec, body.scope(f"h.{i}")) for i in range(spec.layers)]
-        self.norm = build.norm_layer(body.layer_norm("ln_f", spec.hidden, spec.norm_eps))
-        self.head = lm_head(spec, build, self.embedding)
-        self.classify = score_head(spec, build)
+        self.blocks = [Block(spec, each) for _, each in body.each_layer("h", spec.layers, spec.own_layers)]
+        self.norm = build.norm_layer(body.here(last, "ln_f").layer_norm("ln_f", spec.hidden, spec.norm_eps))
+        self.head = lm_head(spec, build.here(last, "lm_head"), self.embedding)
+        self.classify = score_head(spec, build.here(last, "score"))
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -98,10 +101,13 @@ class GPT2:
         """See `registry.Model`."""
         batch = self.ops.prepare(batch)
         angles = self.no_rope(batch.positions)
-        x = self.embedding(batch.tokens) + self.positions(batch.positions)
-        for block, cache in zip(self.blocks, kv, strict=True):
-            x = block(x, angles, batch, cache, batch.output_indices if block is self.blocks[-1] else None)
-        return batch.select_outputs(self.norm(x))
+        if self.pipeline.first:
+            x = self.embedding(batch.tokens) + self.positions(batch.positions)
+        else:
+            x = self.pipeline.receive(received(batch, self.spec, self.dtype))
+        for i, block in zip(self.spec.own_layers, self.blocks, strict=True):
+            x = block(x, angles, batch, kv[i], batch.output_indices if i == self.spec.layers - 1 else None)
+        return batch.select_outputs(self.norm(x)) if self.pipeline.last else self.pipeline.send(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `registry.Model`."""

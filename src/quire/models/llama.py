@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from quire.layers.basic import Attention, Heads, NormLayer
@@ -22,6 +23,11 @@ from quire.models.heads import lm_head, next_token_logits, score_head
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
+
+
+def received(batch: RaggedBatch, spec: ModelSpec, dtype: torch.dtype) -> Tensor:
+    """Where the residual stream of another stage is put, [T, hidden]."""
+    return torch.empty(len(batch.tokens), spec.hidden, dtype=dtype, device=batch.tokens.device)
 
 
 class MLPFunction(Protocol):
@@ -113,14 +119,17 @@ class Llama:
         self.dtype = build.dtype
         body = build.scope("model")
         body.ignore("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq")
-        self.embedding = body.embedding("embed_tokens", spec.vocab, spec.hidden, scale=spec.embedding_scale)
+        self.pipeline, last = build.pipeline, build.pipeline.last
+        embeds = self.pipeline.first or bool(spec.layer_inputs) or (last and (spec.tie or bool(spec.draft_layers)))
+        table = body.here(embeds, "embed_tokens")
+        self.embedding = table.embedding("embed_tokens", spec.vocab, spec.hidden, scale=spec.embedding_scale)
         self.rotaries = {rope: body.rotary(rope) for rope in dict.fromkeys(spec.layer_ropes)}
-        self.blocks = [self.make_block(body.scope(f"layers.{i}"), i) for i in range(spec.layers)]
+        self.blocks = [self.make_block(each, i) for i, each in body.each_layer("layers", spec.layers, spec.own_layers)]
         self.nothing = build.norm_layer(None)
-        self.norm = build.norm_layer(self.make_norm(body, "norm"))
+        self.norm = build.norm_layer(self.make_norm(body.here(last, "norm"), "norm"))
         scales = {"soft_cap": spec.logit_cap, "scale": spec.logit_scale}
-        self.head = lm_head(spec, build, self.embedding, bias=spec.head_bias, **scales)
-        self.classify = score_head(spec, build)
+        self.head = lm_head(spec, build.here(last, "lm_head"), self.embedding, bias=spec.head_bias, **scales)
+        self.classify = score_head(spec, build.here(last, "score"))
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -189,17 +198,28 @@ class Llama:
         """See `registry.Model`."""
         batch = self.ops.prepare(batch)
         angles = {rope: rotary(batch.positions, batch.rope_positions) for rope, rotary in self.rotaries.items()}
-        residual = batch.with_images(self.embedding(batch.tokens))
+        residual = self.enter(batch)
         x = residual.new_zeros(residual.shape)
-        after = self.nothing
-        for i, (block, rope, own) in enumerate(
-            zip(self.blocks, self.spec.layer_ropes, self.spec.kv_layers, strict=True)
-        ):
-            output = batch.output_indices if block is self.blocks[-1] else None
-            x, residual = block(x, residual, after, angles[rope], batch, kv[own], output)
+        after, spec = self.nothing, self.spec
+        for i, block in zip(spec.own_layers, self.blocks, strict=True):
+            output = batch.output_indices if i == spec.layers - 1 else None
+            x, residual = block(x, residual, after, angles[spec.layer_ropes[i]], batch, kv[spec.kv_layers[i]], output)
             residual = batch.add_features(i, residual)
             after = block.after_mlp
-        return batch.select_outputs(self.norm.add(x, residual, after)[0])
+        return self.leave(batch, x, residual, after)
+
+    def enter(self, batch: RaggedBatch) -> Tensor:
+        """The residual stream [T, hidden] before this stage's layers."""
+        if self.pipeline.first:
+            return batch.with_images(self.embedding(batch.tokens))
+        return self.pipeline.receive(received(batch, self.spec, self.dtype))
+
+    def leave(self, batch: RaggedBatch, x: Tensor, residual: Tensor, after: NormLayer) -> Tensor:
+        """What `forward` returns of the last layer's results, see `Block`: hidden states of the outputs, or in a stage
+        before the last, the residual stream, which is sent."""
+        if self.pipeline.last:
+            return batch.select_outputs(self.norm.add(x, residual, after)[0])
+        return self.pipeline.send(self.nothing.add(x, residual, after)[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `registry.Model`."""

@@ -101,9 +101,12 @@ class NextTokenLayer:
 
 
 def make_mtp(target: Llama, build: ModelBuilder, names: MTPNames) -> NextTokenLayer | None:
-    """The layer, if it is to be loaded; else its tensors are skipped."""
+    """The layer, if it is to be loaded, in the last stage; else its tensors are skipped."""
     if target.spec.draft_layers:
-        return NextTokenLayer(target, build, names)
+        if build.pipeline.last:
+            return NextTokenLayer(target, build, names)
+        build.ignore(f"{names.prefix}.*")
+        return None
     build.skip_drafts(f"{names.prefix}.*")
     return None
 

@@ -49,7 +49,8 @@ class ModelSpec:
     classifier_pooling: which hidden states the classifier reads: cls, mean or last.
     draft_layers: layers for multi-token prediction to be loaded, see `models/mtp.py`.
     dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids. vision: its encoder of
-    images; None where it has none, or is to be used without. ranks: among how many layers are divided.
+    images; None where it has none, or is to be used without. ranks: among how many layers are divided. stage: the
+    layers of this stage of a pipeline; None: all.
     """
 
     architecture: str
@@ -102,6 +103,12 @@ class ModelSpec:
     stop: tuple[int, ...] = ()
     vision: VisionConfig | None = None
     ranks: int = 1
+    stage: range | None = None
+
+    @property
+    def own_layers(self) -> range:
+        """The layers of this stage."""
+        return range(self.layers) if self.stage is None else self.stage
 
     def for_length(self, length: int | None) -> ModelSpec:
         """The same for sequences of at most `length` tokens, None for its context: LongRoPE has other factors for short
@@ -134,16 +141,17 @@ class ModelSpec:
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """Per layer that stores K/V: its shape, of one of `ranks`. One layer's serves all where attention is
-        bidirectional: it is read in the layer that writes it, and never again."""
-        if self.latent is not None:
-            return (KVShape(1, self.latent.rotated, self.latent.latents),) * self.layers
+        """Per layer that stores K/V: its shape, of one of `ranks`, without heads where it is another stage's. One
+        layer's serves all where attention is bidirectional: it is read in the layer that writes it, and never again."""
         layers = 1 if self.bidirectional else self.layers - self.shared_kv
-        own = self.each_heads[:layers]
-        return tuple(
-            KVShape(0 if i in self.recurrent else self._rank_heads(heads), dim, dim)
-            for i, (heads, dim) in enumerate(own)
-        )
+        return tuple(self._kv_shape(i, i in self.own_layers) for i in range(layers))
+
+    def _kv_shape(self, layer: int, here: bool) -> KVShape:
+        """K/V of a layer, of no heads where it is recurrent, or another stage's."""
+        if self.latent is not None:
+            return KVShape(int(here), self.latent.rotated, self.latent.latents)
+        heads, dim = self.each_heads[layer]
+        return KVShape(self._rank_heads(heads) if here and layer not in self.recurrent else 0, dim, dim)
 
     def _rank_heads(self, kv_heads: int) -> int:
         """K/V heads of a layer that one of `ranks` has."""
@@ -162,13 +170,14 @@ class ModelSpec:
         """K/V of the layer for multi-token prediction, which attends as the last layer that does; none without it."""
         if not self.draft_layers:
             return ()
-        return (self.kv_shapes[self.kv_layers[self.last_attention]],) * self.draft_layers
+        return (self._kv_shape(self.kv_layers[self.last_attention], True),) * self.draft_layers
 
     @property
     def state_shapes(self) -> tuple[StateShape | None, ...]:
         """Per layer that `kv_shapes` has, what it keeps of a sequence; None where that is K/V."""
         shape = next((each.state for each in (self.delta, self.mamba) if each is not None), None)
-        return tuple(shape if i in self.recurrent else None for i in range(len(self.kv_shapes)))
+        here = self.recurrent & {*self.own_layers}
+        return tuple(shape if i in here else None for i in range(len(self.kv_shapes)))
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of a sequence's states, all layers, at `itemsize` bytes a number of the model's dtype."""
@@ -187,6 +196,11 @@ class ModelSpec:
         own, kinds = self.layers - self.shared_kv, tuple(zip(self.windows, self.each_heads, strict=True))
         last = {kind: i for i, kind in enumerate(kinds[:own])}
         return tuple(i if i < own else last[kind] for i, kind in enumerate(kinds))
+
+    @property
+    def uncut(self) -> frozenset[int]:
+        """Layers before which no stage may begin: later ones read K/V of those before."""
+        return frozenset(cut for i, own in enumerate(self.kv_layers) for cut in range(own + 1, i + 1))
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of K/V a token takes, all layers, at `itemsize` bytes a number."""

@@ -17,7 +17,7 @@ from quire.types import UNLIMITED
 NAMES = ("preprocessor_config.json", "processor_config.json")
 """Files of processors. The newer one has the images' in a section."""
 
-BILINEAR, BICUBIC, LANCZOS = 2, 3, 1
+BILINEAR, BICUBIC = 2, 3
 """Pillow's numbers of filters."""
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

@@ -116,7 +116,7 @@ _SPECIAL: Mapping[str, frozenset[str]] = {
     "Sequence": frozenset(
         {
             *("request", "tokens", "constraint", "inflight_prefix", "draft_tokens", "pending_images", "prefix_prompt"),
-            *("block_keys", "num_fetches", "num_from_host", "num_from_disk"),
+            *("block_keys", "num_fetches", "num_from_host", "num_from_disk", "num_from_remote", "transfer"),
         }
     ),
 }

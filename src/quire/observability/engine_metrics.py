@@ -28,19 +28,31 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:num_preemptions": ("", "Sequences that lost their KV blocks to another and were queued again."),
     "vllm:prefix_cache_queries": ("", "Tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": ("", "Tokens found there."),
-    "vllm:external_prefix_cache_queries": ("", "Tokens looked up in host memory and on disk."),
+    "vllm:external_prefix_cache_queries": ("", "Tokens looked up in host memory, on disk and at prefill engines."),
     "vllm:external_prefix_cache_hits": ("", "Tokens whose K/V came back from there and was used."),
     "quire:kv_offload_copied_bytes": (
         "copy",
-        "Bytes of KV blocks copied: from the device to host memory (save), back (load), to files (write), back (read).",
+        "Bytes of KV blocks copied: from the device to host memory (save), back (load), to files (write), back (read), "
+        "to a decode engine (send), from a prefill engine (receive).",
     ),
     "quire:kv_offload_evictions": ("tier", "KV blocks that left host memory or the disk for others."),
     "quire:kv_offload_failures": (
         "reason",
         "KV blocks that did not come back or were not kept: bad files (checksum, truncated, format, fingerprint, "
-        "missing), io, copy, no_room (all of host memory is in use), timeout. They are computed again.",
+        "missing), io, copy, no_room (all of host memory is in use), timeout, or what quire:remote_prefills names. "
+        "They are computed again.",
     ),
     "quire:kv_offload_declined": ("", "Times that computing a prefix was predicted to be faster than copying it."),
+    "quire:remote_prefills": (
+        "outcome",
+        "Prompts that a prefill engine was to compute: done, or why it did not, or not all: down, closed, timeout, "
+        "secret, version, fingerprint, format, checksum, refused, busy, failed, cancelled, no_room, images. The rest "
+        "was computed here.",
+    ),
+    "quire:remote_prefill_seconds": (
+        "",
+        "Seconds from asking prefill engines to the last block, all prompts; of a prefill engine, seconds of sending.",
+    ),
     "vllm:mm_cache_queries": ("", "Images looked up among those whose embeddings are kept."),
     "vllm:mm_cache_hits": ("", "Images found there."),
     "quire:images_encoded": ("", "Images that the encoder was run for."),
@@ -260,7 +272,7 @@ class EngineMetrics(Observer):
     def _sources(self, engine: Engine) -> dict[str, Any]:
         """Where the K/V of prompts came from."""
         stats = engine.stats
-        tiers = stats.num_host_tokens + stats.num_disk_tokens
+        tiers = stats.num_host_tokens + stats.num_disk_tokens + stats.num_remote_tokens
         found = stats.num_cached_tokens - tiers
         return {
             "vllm:prompt_tokens_by_source": {
@@ -272,6 +284,7 @@ class EngineMetrics(Observer):
                 "device": found,
                 "host": stats.num_host_tokens,
                 "disk": stats.num_disk_tokens,
+                "remote": stats.num_remote_tokens,
             },
         }
 
@@ -286,6 +299,8 @@ class EngineMetrics(Observer):
             "quire:kv_offload_evictions": dict(stats.evicted),
             "quire:kv_offload_failures": dict(stats.failures),
             "quire:kv_offload_declined": stats.num_declined,
+            "quire:remote_prefills": dict(stats.prefills),
+            "quire:remote_prefill_seconds": stats.prefill_seconds,
         }
 
     def _gauges(self, engine: Engine) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.observability.history import History, Note, RequestHistory
+from quire.scheduler.sequence import Transfer
 
 MISSING: Mapping[str, str] = {
     "seats": "a free row: max_num_seqs sequences were running",
@@ -14,7 +15,7 @@ MISSING: Mapping[str, str] = {
     "pages": "free KV blocks",
     "budget": "a step with room for the whole prompt",
     "grammar": "its grammar to be compiled",
-    "tier": "its K/V to come back from host memory or disk",
+    "tier": "its K/V to come from host memory, disk or a prefill engine",
     "gap": "an idle engine: it runs only while no other request can",
 }
 
@@ -173,12 +174,35 @@ def _prefix(history: History, story: RequestHistory) -> dict[str, Any]:
 
 def _with_tiers(story: RequestHistory, found: dict[str, Any]) -> dict[str, Any]:
     """What `_prefix` found, with where it came from, if not all of it was on the device."""
-    tiers = {"host memory": story.from_host, "disk": story.from_disk}
+    tiers = {"host memory": story.from_host, "disk": story.from_disk, "a prefill engine": story.from_remote}
     came = " and ".join(f"{count} from {tier}" for tier, count in tiers.items() if count)
-    if not came:
-        return found
-    why = f"{found['why']}; of the tokens found, K/V came back of {came}"
-    return {**found, "host_tokens": story.from_host, "disk_tokens": story.from_disk, "why": why}
+    if came:
+        why = f"{found['why']}; of the tokens found, K/V came back of {came}"
+        found = {**found, "host_tokens": story.from_host, "disk_tokens": story.from_disk, "why": why}
+    return found if story.transfer is None else _with_transfer(story.transfer, story.from_remote, found)
+
+
+def _with_transfer(transfer: Transfer, used: int, found: dict[str, Any]) -> dict[str, Any]:
+    """What `_prefix` found, with what came of asking a prefill engine."""
+    peer, seconds = transfer.peer, short(transfer.seconds)
+    if not transfer.failed:
+        why = f"{peer} computed {transfer.tokens} tokens and sent {transfer.num_bytes:,} bytes in {_time(seconds)}"
+    elif not peer:
+        why = f"no prefill engine computed {transfer.tokens} tokens ({transfer.failed}), so they were computed here"
+    else:
+        why = (
+            f"{peer} sent K/V of {transfer.received} of {transfer.tokens} tokens in {_time(seconds)} "
+            f"({transfer.failed}); the rest was computed here"
+        )
+    about = {
+        "from": peer or None,
+        "tokens": transfer.tokens,
+        "received_tokens": transfer.received,
+        "bytes": transfer.num_bytes,
+        "seconds": seconds,
+        "failed": transfer.failed or None,
+    }
+    return {**found, "remote_tokens": used, "transfer": about, "why": f"{found['why']}; {why}"}
 
 
 def _closest(history: History, story: RequestHistory) -> tuple[int, RequestHistory | None]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from quire.engine.events import Completed, Observer, StepRecord
 from quire.scheduler.kv_cache import KVCacheManager
+from quire.scheduler.sequence import Transfer
 from quire.scheduler.snapshots import NoSnapshots
 from quire.types import Request
 
@@ -64,6 +65,10 @@ class RequestHistory:
     from_host: int = 0
     """Of those tokens, how many came back from host memory."""
     from_disk: int = 0
+    from_remote: int = 0
+    """From a prefill engine."""
+    transfer: Transfer | None = None
+    """What came of asking one."""
     chunks: int = 0
     preemptions: int = 0
     generated: int = 0
@@ -188,6 +193,7 @@ class History(Observer):
                     if (seq := sequences.get(row)) is not None:
                         story.diverged_at = seq.diverged_at
                         story.from_host, story.from_disk = seq.num_from_host, seq.num_from_disk
+                        story.from_remote, story.transfer = seq.num_from_remote, seq.transfer
                 self._rows[row] = story
                 if story.opened is None:
                     story.opened = record.planned

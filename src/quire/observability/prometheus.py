@@ -61,23 +61,28 @@ class Metrics(NamedTuple):
         values: by name, a number; a number by value of the label, or all labels if the metric has none; or a
         histogram's counts and sum.
         """
-        return bytes(generate_latest(_Families(self, values, {"model_name": model, "engine": engine})))
+        return self.text_of({engine: values}, model)
+
+    def text_of(self, engines: Mapping[str, Mapping[str, Any]], model: str) -> bytes:
+        """Prometheus text of several engines: the values of each by the label `engine`."""
+        return bytes(generate_latest(_Families(self, engines, model)))
 
 
 @dataclass
 class _Families(Collector):
     metrics: Metrics
-    values: Mapping[str, Any]
-    labels: Mapping[str, str]
+    engines: Mapping[str, Mapping[str, Any]]
+    model: str
 
     def collect(self) -> Iterator[Metric]:
         """All metrics that have a value."""
         for kind, table in zip(("counter", "gauge", "histogram"), self.metrics, strict=True):
             for name, (about, help) in table.items():
-                if name in self.values:
-                    family = Metric(name, help, kind)
-                    for suffix, labels, value in _samples(kind, about, self.values[name]):
-                        family.add_sample(name + suffix, {**self.labels, **labels}, value)
+                family = Metric(name, help, kind)
+                for engine, values in self.engines.items():
+                    for suffix, labels, value in _samples(kind, about, values[name]) if name in values else ():
+                        family.add_sample(name + suffix, {"model_name": self.model, "engine": engine, **labels}, value)
+                if any(name in values for values in self.engines.values()):
                     yield family
 
 

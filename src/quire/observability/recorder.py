@@ -67,7 +67,8 @@ class Recorder(Observer):
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self.on = True
-        self.run = secrets.token_hex(8)
+        self.run = ""
+        """The name of the recording that goes on; empty when it is over, until `begin`."""
         self.frames = self.steps = self.lookahead = 0
         self.at: list[float] = []
         self._counts: list[int] = []
@@ -86,19 +87,26 @@ class Recorder(Observer):
 
     @_safely
     def write(self, frame: recording_format.RecordFrame) -> None:
-        """Append a frame."""
+        """Append a frame, unless the recording is over."""
+        if not self.run:
+            return
         self.frames += 1
         self.at = []
         self.ring.write(recording_format.encode(frame))
 
     @_safely
     def begin(self, clock: float, about: Description, state: Callable[[], dict[str, Any]]) -> None:
-        """Begin a segment, which can be read without those before it."""
+        """Begin a segment, which can be read without those before it; of a new recording if the last one is over."""
+        self.run = self.run or secrets.token_hex(8)
         sizes = {"vocab_size": about.vocab_size, "max_model_len": about.max_model_len}
         sizes |= {"page_size": about.block_size, "pages": about.num_blocks, "rows": about.num_rows}
         head = (recording_format.VERSION, __version__, self.run, self.ring.segments, time.time(), clock, sizes)
         self.ring.begin(recording_format.encode(recording_format.Began([], *head, pack(state(), self.anonymizer))))
         self._spans = None
+
+    def end(self) -> None:
+        """The recording is over."""
+        self.run, self._landing = "", False
 
     # ---------------------------------------------------------------- inputs and results
 
@@ -154,8 +162,9 @@ class Recorder(Observer):
     def reset(self) -> None:
         """Record that all steps in flight failed."""
         self._landing, self._spans = False, None
-        self.write(recording_format.Reset(self.at, *self._failed))
-        log.warning("the events before the failed step are recorded in %s", self.ring.path)
+        if self.run:
+            self.write(recording_format.Reset(self.at, *self._failed))
+            log.warning("the events before the failed step are recorded in %s", self.ring.path)
         self._failed = ("masks", "", False)
 
     @_safely
@@ -319,6 +328,8 @@ class RecordedEngine(Engine):
 
     def add(self, request: Request, constraint: Constraint = FREE) -> None:
         """As `Engine.add`, recorded."""
+        if not self.recorder.run:
+            self._begin()
         self._clock.deciding = self.recorder.on
         try:
             super().add(request, constraint)
@@ -339,6 +350,13 @@ class RecordedEngine(Engine):
     def fail(self, id: str, error: QuireError) -> None:
         """As `Engine.fail`, recorded unless the engine calls it itself."""
         self._end_request(id, "error", super().fail, error)
+
+    def abandon(self) -> None:
+        """As `Engine.abandon`, recorded as the end of each request and of the recording: `add` begins another."""
+        for id in list(self.scheduler.sequences):
+            self.abort(id)
+        self.recorder.end()
+        super().abandon()
 
     def reset_prefix_cache(self) -> None:
         """As `Engine.reset_prefix_cache`, recorded."""

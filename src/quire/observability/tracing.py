@@ -73,7 +73,7 @@ class Traces(FrontendObserver):
         # An engine that has just died explains nothing.
         except Exception:
             explained = {}
-        seconds = {answer["choice"]: answer["seconds"] for answer in explained.get("answers", [])}
+        seconds = {answer["choice"]: _seconds(answer) for answer in explained.get("answers", [])}
         first = answers[0][1]
         headers = {"traceparent": first.origin.traceparent, "tracestate": first.origin.tracestate}
         operation = "chat" if first.id.startswith(_CHAT) else "text_completion"
@@ -92,6 +92,12 @@ class Traces(FrontendObserver):
         root.end(end_time=max(at for at, _ in answers))
 
 
+def _seconds(answer: Mapping[str, Any]) -> dict[str, float | None]:
+    """Those of an explanation, with those of its transfer from a prefill engine, if there was one."""
+    transfer = answer.get("prefix", {}).get("transfer") or {}
+    return {**answer["seconds"], "transfer": transfer.get("seconds")}
+
+
 def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
@@ -104,6 +110,8 @@ def _parts(at: int, ended: FinishedRequest, seconds: Mapping[str, float | None])
     first = at if ended.first is None else begin + _ns(ended.first)
     if queued is not None:
         yield "queue", begin, opened
+        if seconds.get("transfer"):
+            yield "kv_transfer", max(begin, opened - _ns(seconds["transfer"] or 0.0)), opened
         if seconds.get("prefill") is not None:
             yield "prefill", opened, max(opened, first)
     if ended.first is not None:

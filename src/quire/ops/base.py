@@ -31,6 +31,17 @@ class Angles(NamedTuple):
     query_gain: Tensor | None = None
 
 
+class BlockPanels(NamedTuple):
+    """A matrix of GGUF's blocks, and what fills it.
+
+    write: of rows from a number on, a multiple of 16, given as uint8 [rows, bytes of a row] on the CPU. Called from
+    several threads, each for rows of its own.
+    """
+
+    matrix: PanelMatrix
+    write: Callable[[int, Tensor], None]
+
+
 Gate = Literal["", "silu", "gelu", "gelu_erf", "clamped", "relu2"]
 """What is done with the halves of a product: nothing (""), or `silu_mul`, `gelu_mul`, `gelu_erf_mul` or `clamped_mul`
 of them; or `relu2` of the whole, which experts without a gate have."""
@@ -355,13 +366,9 @@ class Ops(Protocol):
     def arranged(self, matrix: AnyMatrix) -> AnyMatrix:
         """The same matrix as these products read it fastest. Called once, when it is loaded."""
 
-    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> PanelMatrix | None:
-        """A matrix of GGUF's blocks of a type, whose rows `write_blocks` fills; None where blocks are repacked all at
-        once, by `arranged`."""
-
-    def write_blocks(self, matrix: PanelMatrix, kind: str, first: int, raw: Tensor) -> None:
-        """Fill rows from number `first` on, a multiple of 16, of a matrix of `empty_blocks`. raw: uint8 [rows, bytes of
-        a row], on the CPU. Called from several threads, each for rows of its own."""
+    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> BlockPanels | None:
+        """A matrix of GGUF's blocks of a type, to be filled; None where blocks are repacked all at once, by
+        `arranged`."""
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a quantized matrix."""

@@ -21,6 +21,7 @@ from quire.ops.base import (
     NO_BIASES,
     Angles,
     AnyMatrix,
+    BlockPanels,
     DeltaInputs,
     DeltaWeights,
     ExpertBiases,
@@ -287,13 +288,9 @@ class BaseOps(ABC):
         """See `Ops.arranged`."""
         return matrix
 
-    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> PanelMatrix | None:
+    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> BlockPanels | None:
         """See `Ops.empty_blocks`."""
         return None
-
-    def write_blocks(self, matrix: PanelMatrix, kind: str, first: int, raw: Tensor) -> None:
-        """See `Ops.write_blocks`."""
-        raise NotImplementedError
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""

@@ -1,7 +1,6 @@
 """Splits an answer into reasoning, such as `<think>...</think>`, and content.
 
-The names of parsers are those of vLLM's registry, which has none for `apriel`, `functionary_v3_2`, `muse_glimmer` and
-`solar_open`.
+The names of parsers are those of vLLM's registry, which has none for `apriel`, `functionary_v3_2` and `solar_open`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.parsers.parts import PLAIN, Splitter, TextPart, possible
+from quire.parsers.suffix import DECLARED, styled
 from quire.parsers.tools.tape import Tape
 from quire.types import Ahead, StructuredOutputsParams
 
@@ -51,6 +51,17 @@ ReasoningParser = Literal[
     "functionary_v3_2",
     "muse_glimmer",
     "solar_open",
+    "deepseek_v41",
+    "granite_thinking_parser",
+    "hy_v4",
+    "inkling",
+    "k2_horizon",
+    "ling3",
+    "minicpmv",
+    "muse",
+    "musespark1x",
+    "plamo3",
+    "step5",
 ]
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -62,9 +73,9 @@ class ChannelMarks:
 
     begun: the beginning of a header, where prompts end with it. first: what may follow at the very beginning of an
     answer, within a header that the prompt has begun. heads: what headers begin with; ends: what they end with, which
-    may be the whole header. closes: marks that end a message. header: what is one; anything else is content. thought:
-    headers of thoughts. call: headers of messages to tools, of which `passed` with the name is content, for the tool
-    parser, as is the message's closing mark.
+    may be the whole header. closes: marks that end a message. header: what is one; anything else is content, if `bare`
+    without the marks around it. thought: headers of thoughts. call: headers of messages to tools, of which `passed`
+    with the name is content, for the tool parser, as is the message's closing mark.
     """
 
     begun: str = ""
@@ -73,6 +84,7 @@ class ChannelMarks:
     ends: tuple[str, ...]
     closes: tuple[str, ...]
     header: str = ""
+    bare: bool = False
     thought: str = "(?!)"
     call: str = "(?!)"
     passed: str = ""
@@ -113,7 +125,42 @@ class ThoughtStyle:
 
 
 _QWEN3 = ThoughtStyle(name="qwen3", models="Qwen 3")
+_INKLING = tuple(
+    f"<|content_{kind}|>" for kind in ("thinking", "text", "invoke_tool_json", "invoke_tool_text", "tool_error")
+)
+_INKLING_CLOSES = ("<|end_message|>", "<|content_model_end_sampling|>")
 _RESPONSE = ("<response>", "</response>")
+_HY3 = replace(
+    _QWEN3, name="hy_v3", models="Hy3", opens=(f"<think{DECLARED}>",), closes=(f"</think{DECLARED}>",), special=True
+)
+_GLIMMER = ThoughtStyle(
+    name="muse_glimmer",
+    models="Muse Glimmer",
+    opens=("to=self<|message|>",),
+    closes=("<|eom|>",),
+    special=True,
+    between="<|start|>assistant",
+    answer=" to=user<|message|>",
+    channels=ChannelMarks(
+        first=("to=",),
+        heads=("<|start|>",),
+        ends=("<|message|>",),
+        closes=("<|eom|>", "<|eot|>"),
+        thought=r"\bto=self<",
+    ),
+)
+_MUSE = replace(
+    _GLIMMER,
+    name="muse",
+    models="Muse Spark: messages without a recipient, or to the developer, are thoughts",
+    channels=ChannelMarks(
+        first=("to=", "<|message|>"),
+        heads=("<|start|>",),
+        ends=("<|message|>",),
+        closes=("<|eom|>", "<|eot|>"),
+        thought=r"(?s)^(?!.*\bto=)|\bto=(self|developer)<",
+    ),
+)
 _COHERE = ThoughtStyle(
     name="cohere_command3",
     models="Command R7B, Command A",
@@ -156,14 +203,8 @@ THOUGHTS: Mapping[str, ThoughtStyle] = {
             models="Hunyuan A13B",
             around=(("<answer>", "</answer>"),),
         ),
-        replace(
-            _QWEN3,
-            name="hy_v3",
-            models="Hy3",
-            opens=("<think:opensource>",),
-            closes=("</think:opensource>",),
-            special=True,
-        ),
+        _HY3,
+        replace(_HY3, name="hy_v4", models="Hy4", first="open"),
         replace(
             _QWEN3,
             name="kimi_k3",
@@ -190,6 +231,31 @@ THOUGHTS: Mapping[str, ThoughtStyle] = {
             opens=("Here are my reasoning steps:",),
             closes=("[BEGIN FINAL RESPONSE]",),
             finish=("[END FINAL RESPONSE]",),
+        ),
+        replace(_QWEN3, name="ling3", models="Ling 3", ends=("<tool_call>",)),
+        replace(_QWEN3, name="deepseek_v41", models="DeepSeek V4.1"),
+        replace(_QWEN3, name="granite_thinking_parser", models="Granite 4.2"),
+        replace(_QWEN3, name="minicpmv", models="MiniCPM-V 4.5"),
+        replace(_QWEN3, name="step5", models="Step 5", first="open"),
+        replace(
+            _QWEN3,
+            name="k2_horizon",
+            models="K2 Horizon",
+            opens=("<ifm|think>", "<ifm|think_fast>", "<ifm|think_faster>"),
+            closes=("</ifm|think>", "</ifm|think_fast>", "</ifm|think_faster>"),
+            ends=("<ifm|tool_calls>",),
+            first="open",
+            special=True,
+        ),
+        replace(
+            _QWEN3,
+            name="plamo3",
+            models="PLaMo 3",
+            opens=("<|plamo:begin_think:plamo|>",),
+            closes=("<|plamo:end_think:plamo|>",),
+            ends=("<|plamo:begin_tool_requests:plamo|>",),
+            first="open",
+            special=True,
         ),
         replace(_QWEN3, name="olmo3", models="OLMo 3 Think", first="open"),
         replace(_QWEN3, name="seed_oss", models="Seed-OSS", opens=("<seed:think>",), closes=("</seed:think>",)),
@@ -236,20 +302,28 @@ THOUGHTS: Mapping[str, ThoughtStyle] = {
                 passed="<|channel|>commentary to={name}<|message|>",
             ),
         ),
+        _GLIMMER,
+        _MUSE,
+        replace(_MUSE, name="musespark1x"),
         ThoughtStyle(
-            name="muse_glimmer",
-            models="Muse Glimmer",
-            opens=("to=self<|message|>",),
-            closes=("<|eom|>",),
+            name="inkling",
+            models="Inkling",
+            opens=("<|content_thinking|>",),
+            closes=("<|end_message|>",),
             special=True,
-            between="<|start|>assistant",
-            answer=" to=user<|message|>",
+            between="<|message_model|>",
+            answer="<|content_text|>",
             channels=ChannelMarks(
-                first=("to=",),
-                heads=("<|start|>",),
-                ends=("<|message|>",),
-                closes=("<|eom|>", "<|eot|>"),
-                thought=r"\bto=self<",
+                begun="<|message_model|>",
+                heads=("<|message_model|>", *_INKLING, *_INKLING_CLOSES),
+                ends=(*_INKLING, *_INKLING_CLOSES),
+                closes=_INKLING_CLOSES,
+                header=r"<\|content_(?!model_end)\w+\|>$",
+                bare=True,
+                thought=r"<\|content_thinking\|>",
+                # A name may stand before the mark, and stands in the call.
+                call=r"([\w.:/-]*)<\|content_invoke_tool_json\|>",
+                passed="<|content_invoke_tool_json|>",
             ),
         ),
         ThoughtStyle(
@@ -288,9 +362,18 @@ THOUGHTS: Mapping[str, ThoughtStyle] = {
 }
 """By the parser's name."""
 
+
+def thought_style(parser: str) -> ThoughtStyle | None:
+    """The style of a parser's name, which may have a suffix (`parsers.suffix`); None for "none"."""
+    return styled(THOUGHTS, parser)
+
+
 _SIGNS: Sequence[tuple[ReasoningParser, *tuple[str, ...]]] = (
     ("kimi_k3", "<|open|>", "<|close|>", "think"),
-    ("hy_v3", ":opensource", "think"),
+    ("inkling", "<|content_thinking|>"),
+    ("k2_horizon", "<ifm|think"),
+    ("plamo3", "plamo:begin_think"),
+    ("hy_v3", "<tool_sep", "think"),
     ("muse_glimmer", "<|message|>", "to=self"),
     ("solar_open2", "<|think:start|>"),
     ("solar_open", "<|think|>", "<|content|>"),
@@ -329,14 +412,14 @@ def parser_of(template: str | None) -> ReasoningParser:
     return next(found, "none")
 
 
-def thoughts_ahead(parser: ReasoningParser, prompt: str, begun: str = "", *, off: bool = False) -> Ahead:
+def thoughts_ahead(parser: str, prompt: str, begun: str = "", *, off: bool = False) -> Ahead:
     """Which reasoning may precede an answer to `prompt`.
 
     begun: the part of the answer that is already there, when an answer is continued. off: the client disabled
     reasoning. The last mark in `begun`, or a mark at the end of the prompt, decides; without one, DeepSeek's models
     always reason first, and Qwen's may write an opening mark.
     """
-    style = THOUGHTS.get(parser)
+    style = thought_style(parser)
     if style is None:
         return "none"
     if begun:
@@ -351,7 +434,7 @@ def thoughts_ahead(parser: ReasoningParser, prompt: str, begun: str = "", *, off
 
 
 def bounded(
-    structure: StructuredOutputsParams | None, parser: ReasoningParser, ahead: Ahead, budget: int | None
+    structure: StructuredOutputsParams | None, parser: str, ahead: Ahead, budget: int | None
 ) -> StructuredOutputsParams | None:
     """`structure` behind the thoughts that may come `ahead`, at most `budget` tokens of them; None or -1: any."""
     budget = None if budget == -1 or ahead == "none" else budget
@@ -360,7 +443,8 @@ def bounded(
     if structure is None:
         structure = StructuredOutputsParams(thought_budget=budget, param="thinking_token_budget")
     if ahead == "none":
-        begin = structure.begin if parser != "none" and not THOUGHTS[parser].opens else ""
+        style = thought_style(parser)
+        begin = structure.begin if style is not None and not style.opens else ""
         return replace(structure, thoughts=ahead, thought_budget=budget, begin=begin)
     return replace(structure, thoughts=ahead, reasoning_parser=parser, thought_budget=budget)
 
@@ -509,8 +593,8 @@ class Shown(ThoughtSplitter):
     __slots__ = ("_begun", "_thinking", "state")
 
     def __init__(self, thinking: Thinking, begun: str) -> None:
-        self._thinking = thinking
         self._begun = begun
+        self._thinking = thinking
         self.state: State = thinking.state
 
     def feed(self, text: str) -> Sequence[TextPart]:
@@ -577,7 +661,7 @@ class Channels(ThoughtSplitter):
             head, end = ("", mark) if mark in marks.ends else (yield from tape.head(marks.ends, _LONGEST_HEADER))
             whole = mark + head + (end if head or end != mark else "")
             if not end or not re.search(marks.header, whole):
-                self._content(whole)
+                self._content(head if marks.bare else whole)
                 self.state = "answer"
                 continue
             yield from self._message(whole)

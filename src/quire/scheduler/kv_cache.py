@@ -172,6 +172,7 @@ class KVCacheManager:
                 seq.num_cache_written += size if seq.next_cache_at <= seq.prompt_length else 0
             seq.next_cache_at += size
         self.snapshots.commit(seq)
+        self.offload.computed(seq)
         if was_registered:
             self._add_inflight_prefix(seq)
 

@@ -1,5 +1,5 @@
 """K/V tiers: evicted blocks go to host memory and from there to a directory, and come back where that is faster than
-computing them.
+computing them. Another engine, which computes prompts for this one, is a tier as well: blocks are received from it.
 
 A block is known by the hash of its tokens, of all tokens before it and of the salt. Blocks that come back are put into
 the prefix cache once they have arrived, so everything else sees them as blocks that were computed here. Nothing waits
@@ -16,18 +16,20 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.pins import Pins
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.sequence import Sequence, Transfer
 from quire.scheduler.step_time import LineFit, StepTimeModel
+from quire.types import UNLIMITED, Request, RequestStepOutput
 
-Tier = Literal["host", "disk"]
-Copy = Literal["save", "load", "read", "write"]
-"""save: from the device to host memory; load: back; write: from host memory to a file; read: back."""
+Tier = Literal["host", "disk", "remote"]
+Copy = Literal["save", "load", "read", "write", "receive", "send"]
+"""save: from the device to host memory; load: back; write: from host memory to a file; read: back; receive: from a
+prefill engine to host memory; send: from host memory to a decode engine."""
 
-FILES_TRIED, ALL_TRIED = 1, 2
+FILES_TRIED, PREFILL_TRIED, ALL_TRIED = 1, 2, 3
 """Values of `Sequence.num_fetches`."""
 LONGEST_WAIT = 1.0
 """Seconds that a sequence waits for blocks at least, before it computes them after all; or twice the time of that."""
@@ -40,12 +42,14 @@ NO_FAILURES: Mapping[bytes, str] = MappingProxyType({})
 
 
 class CopyDone(NamedTuple):
-    """A copy has ended. failed: what went wrong, by the key of the block: none of the others did. seconds: it took."""
+    """A copy has ended. failed: what went wrong, by the key of the block: none of the others did. seconds: it took.
+    peer: address of the other engine, if there was one."""
 
     kind: Copy
     ticket: int
     failed: Mapping[bytes, str] = NO_FAILURES
     seconds: float = 0.0
+    peer: str = ""
 
 
 class BlockStore(Protocol):
@@ -89,6 +93,60 @@ class BlockStore(Protocol):
         """End; copies that have not ended are dropped."""
 
 
+class Prefill(NamedTuple):
+    """A prompt that another engine is to compute, and whose blocks it sends as they are computed.
+
+    id: of the request. tokens: those of the blocks, and the one after them. first: number of the first block that is
+    wanted; those before are known. salt, priority: as the request's.
+    """
+
+    id: str
+    tokens: Seq[int]
+    first: int
+    salt: str
+    priority: int
+
+
+class PrefillClient(Protocol):
+    """The transport to prefill engines: where another one than TCP fits. Copies end through `BlockStore.poll`.
+
+    min_tokens: least tokens that a prefill engine is asked to compute; UNLIMITED: it is asked for none.
+    """
+
+    min_tokens: int
+
+    def unavailable(self) -> str:
+        """Why no prefill engine can be asked now; empty if one can."""
+
+    def receive(self, ticket: int, prefill: Prefill, copies: Seq[tuple[bytes, int]]) -> None:
+        """Ask for blocks, each into (key, slot), in order. It ends in bounded time, whatever the other side does."""
+
+    def cancel(self, ticket: int) -> None:
+        """End it soon, and have the other side forget it; no effect if it has ended."""
+
+    def close(self) -> None:
+        """End all."""
+
+
+class NoPrefillClient:
+    """There are no prefill engines."""
+
+    min_tokens = UNLIMITED
+
+    def unavailable(self) -> str:
+        """There is none."""
+        return "none"
+
+    def receive(self, ticket: int, prefill: Prefill, copies: Seq[tuple[bytes, int]]) -> None:
+        """Never called."""
+
+    def cancel(self, ticket: int) -> None:
+        """Nothing was asked for."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 @dataclass(eq=False, slots=True)
 class HostBlock:
     """A block in host memory. on_disk: a file has it, too. origin: where it came from when it came here last. users:
@@ -123,14 +181,17 @@ class PendingCopy:
 class OffloadStats:
     """Totals since the start, in blocks. copied: by kind of copy. evicted: by tier. failures: by reason. num_declined:
     prefixes that were computed since that was predicted to be faster. num_queried, num_hit: tokens looked up, and
-    tokens that came back and were used, by tier."""
+    tokens that came back and were used, by tier. prefills: prompts that prefill engines were to compute, by what came
+    of it: done, or why some of their blocks are computed here. prefill_seconds: those took, together."""
 
-    copied: dict[Copy, int] = field(default_factory=lambda: {"save": 0, "load": 0, "write": 0, "read": 0})
+    copied: dict[Copy, int] = field(default_factory=lambda: dict.fromkeys(get_args(Copy), 0))
     evicted: dict[Tier, int] = field(default_factory=lambda: {"host": 0, "disk": 0})
     failures: dict[str, int] = field(default_factory=dict)
     num_declined: int = 0
     num_queried: int = 0
-    num_hit: dict[Tier, int] = field(default_factory=lambda: {"host": 0, "disk": 0})
+    num_hit: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(get_args(Tier), 0))
+    prefills: dict[str, int] = field(default_factory=dict)
+    prefill_seconds: float = 0.0
 
     def fail(self, reason: str, count: int = 1) -> None:
         """Count a failure."""
@@ -148,6 +209,9 @@ class Offload(Protocol):
     def cached(self, block: int, seq: Sequence, index: int) -> None:
         """Block number `index` of a sequence is in the prefix cache as `block`."""
 
+    def computed(self, seq: Sequence) -> None:
+        """Its blocks are written as far as `num_computed`, by a step that is committed."""
+
     def evict(self, block: int) -> None:
         """`block` is about to be overwritten."""
 
@@ -159,6 +223,18 @@ class Offload(Protocol):
 
     def poll(self, now: float) -> Seq[Sequence]:
         """Take what has ended. Returns the sequences that wait no longer."""
+
+    def incoming(self) -> Seq[Request | str]:
+        """Requests that other engines have made of this one, and ids of those that they no longer want."""
+
+    def refuse(self, id: str) -> None:
+        """An incoming request cannot run here."""
+
+    def outgoing(self, outputs: list[RequestStepOutput]) -> list[RequestStepOutput]:
+        """Those of this engine's own requests."""
+
+    def drain(self) -> bool:
+        """Take no more requests of other engines. Whether some are left."""
 
     def flush(self) -> None:
         """Start the copies that planning asked for, before the plan is launched."""
@@ -203,6 +279,9 @@ class NoOffload:
     def cached(self, block: int, seq: Sequence, index: int) -> None:
         """Nothing is kept."""
 
+    def computed(self, seq: Sequence) -> None:
+        """Nothing is sent."""
+
     def evict(self, block: int) -> None:
         """Nothing is kept."""
 
@@ -216,6 +295,21 @@ class NoOffload:
     def poll(self, now: float) -> Seq[Sequence]:
         """None waits."""
         return ()
+
+    def incoming(self) -> Seq[Request | str]:
+        """There are no other engines."""
+        return ()
+
+    def refuse(self, id: str) -> None:
+        """There are no other engines."""
+
+    def outgoing(self, outputs: list[RequestStepOutput]) -> list[RequestStepOutput]:
+        """All of them."""
+        return outputs
+
+    def drain(self) -> bool:
+        """There are no other engines."""
+        return False
 
     def flush(self) -> None:
         """Nothing is copied."""
@@ -267,17 +361,18 @@ def next_key(key: bytes, tokens: Seq[int]) -> bytes:
         return hashlib.sha256(key + b"t" + ",".join(map(str, tokens)).encode()).digest()
 
 
-class KVOffload:
-    """Which block is on which tier, and what is copied when.
+class KVOffload(NoOffload):
+    """Which block is on which tier, and what is copied when. prefill: the engines that compute prompts for this one.
 
     A block that is evicted from the device is copied to host memory, unless it is there. From a full host memory the
     least recently used one goes; half of it is kept in files as well, or free, so that none is lost for want of a
     file. Of files, too, the least recently used goes. A block that comes back stays on the tiers that it was on.
     """
 
-    def __init__(self, store: BlockStore, block_size: int) -> None:
+    def __init__(self, store: BlockStore, block_size: int, prefill: PrefillClient | None = None) -> None:
+        super().__init__()
         self.store, self.block_size = store, block_size
-        self.stats = OffloadStats()
+        self.prefill: PrefillClient = NoPrefillClient() if prefill is None else prefill
         self.keys: dict[int, bytes] = {}
         """By block of the device, if it is in the prefix cache."""
         self.arrived: dict[int, Tier] = {}
@@ -401,7 +496,8 @@ class KVOffload:
     # ---------------------------------------------------------------- back to the device
 
     def fetch(self, seq: Sequence, known: Seq[int], step_times: StepTimeModel, max_tokens: int) -> bool:
-        """First what is on disk is read, then all of it is loaded, each if that is predicted to pay."""
+        """First what is on disk is read, then what is on no tier is computed by a prefill engine, then all of it is
+        loaded; reads and loads if that is predicted to pay."""
         if seq.num_fetches >= ALL_TRIED:
             return False
         size, salt = self.block_size, seq.request.cache_salt
@@ -410,9 +506,6 @@ class KVOffload:
         run = self._present(wanted)
         if not seq.num_fetches:
             self.stats.num_queried += len(wanted) * size
-        if not run:
-            seq.num_fetches = ALL_TRIED
-            return False
         if (ticket := next((self._lookup[key] for key in run if key in self._lookup), None)) is not None:
             self.pending[ticket].waiters.append(seq)
             return True
@@ -420,6 +513,10 @@ class KVOffload:
         if not seq.num_fetches:
             seq.num_fetches = FILES_TRIED
             if self._read(seq, run, compute):
+                return True
+        if seq.num_fetches < PREFILL_TRIED:
+            seq.num_fetches = PREFILL_TRIED
+            if self._receive(seq, run, wanted, len(held)):
                 return True
         run = run[: next((i for i, key in enumerate(run) if key not in self.host), len(run))]
         rest = -(-len(seq.tokens) // size) - len(held)
@@ -487,11 +584,46 @@ class KVOffload:
         self.store.read(ticket, [(each.key, each.slot) for each in entries])
         return True
 
+    def _receive(self, seq: Sequence, run: Seq[bytes], wanted: Seq[bytes], num_held: int) -> bool:
+        """Have a prefill engine compute the blocks behind `run`, of one prompt as many as half the slots."""
+        size, first = self.block_size, num_held + len(run)
+        keys = wanted[len(run) :][: self.store.num_slots // 2]
+        if len(keys) * size < self.prefill.min_tokens:
+            return False
+        reason = "images" if seq.request.images else self.prefill.unavailable()
+        entries = list[HostBlock]()
+        for key in run:
+            if key in self.host:
+                self.host.move_to_end(key)
+        for key in () if reason else keys:
+            if key in self.host or (slot := self._take_slot()) is None:
+                break
+            entries.append(HostBlock(key, slot, key in self.disk, "remote"))
+            self.host[key] = entries[-1]
+        if not entries:
+            self._end_prefill([seq], Transfer("", len(keys) * size, 0, 0, 0.0, reason or "no_room"))
+            return False
+        ticket = self._begin(PendingCopy("receive", entries, [seq]))
+        self._lookup |= dict.fromkeys((each.key for each in entries), ticket)
+        tokens, request = seq.tokens[: (first + len(entries)) * size + 1], seq.request
+        prefill = Prefill(request.id, tokens, first, request.cache_salt, request.priority)
+        self.prefill.receive(ticket, prefill, [(each.key, each.slot) for each in entries])
+        return True
+
+    def _end_prefill(self, waiters: Seq[Sequence], transfer: Transfer) -> None:
+        """Note what came of it."""
+        outcome = transfer.failed or "done"
+        self.stats.prefills[outcome] = self.stats.prefills.get(outcome, 0) + 1
+        self.stats.prefill_seconds += transfer.seconds
+        for seq in waiters:
+            seq.transfer = transfer
+
     def _load(self, seq: Sequence, run: Seq[bytes], known: Seq[int], held: list[int], compute: float) -> bool:
         """Start to copy a run of blocks that are in host memory behind the blocks `held` of the same prefix."""
-        if self._declined(self._copy_seconds("load", len(run)), compute):
-            return False
         pool, entries = self.pool, [self.host[key] for key in run]
+        received = any(each.origin == "remote" for each in entries)
+        if not received and self._declined(self._copy_seconds("load", len(run)), compute):
+            return False
         for block in held:
             pool.incref(block)
         for entry in reversed(entries):
@@ -518,12 +650,10 @@ class KVOffload:
         """Count what came back for it: the first sequence that uses a block counts it."""
         seq.num_fetches = 0
         came = [self.arrived.pop(block, None) for block in seq.blocks]
-        seq.num_from_host, seq.num_from_disk = (
-            came.count("host") * self.block_size,
-            came.count("disk") * self.block_size,
-        )
-        self.stats.num_hit["host"] += seq.num_from_host
-        self.stats.num_hit["disk"] += seq.num_from_disk
+        found: dict[Tier, int] = {tier: came.count(tier) * self.block_size for tier in get_args(Tier)}
+        seq.num_from_host, seq.num_from_disk, seq.num_from_remote = found["host"], found["disk"], found["remote"]
+        for tier, count in found.items():
+            self.stats.num_hit[tier] += count
 
     # ---------------------------------------------------------------- copies start and end
 
@@ -542,7 +672,7 @@ class KVOffload:
             self._write_ahead()
 
     def poll(self, now: float) -> Seq[Sequence]:
-        """Take what has ended, and let those go on that have waited too long."""
+        """Take what has ended, let those go on that have waited too long, and give up what none waits for."""
         self.now = now
         if not self.pending:
             return ()
@@ -551,7 +681,10 @@ class KVOffload:
             copy = self.pending.pop(done.ticket)
             self._end(copy, done)
             freed += copy.waiters
-        for copy in self.pending.values():
+        for ticket, copy in self.pending.items():
+            if copy.kind == "receive" and copy.waiters and all(seq.finish_reason for seq in copy.waiters):
+                copy.waiters = []
+                self.prefill.cancel(ticket)
             if copy.due <= now and copy.waiters:
                 self.stats.fail("timeout")
                 for seq in copy.waiters:
@@ -569,7 +702,11 @@ class KVOffload:
         if copy.kind in self.times and moved:
             self._optimism = 1.0
             self.times[copy.kind].add(moved, done.seconds)
-        if copy.kind in ("load", "read"):
+        if copy.kind == "receive":
+            reason, size = next(iter(done.failed.values()), ""), self.block_size
+            sizes = len(copy.entries) * size, moved * size, moved * self.store.block_bytes
+            self._end_prefill(copy.waiters, Transfer(done.peer, *sizes, done.seconds, reason))
+        if copy.kind in ("load", "read", "receive"):
             for entry in copy.entries:
                 self._lookup.pop(entry.key, None)
         if copy.kind == "load":
@@ -579,13 +716,13 @@ class KVOffload:
             if done.failed and not copy.entries[0].dropped:
                 self._forget_file(copy.entries[0].key)
         for entry in copy.entries:
-            if copy.kind in ("save", "read"):
-                entry.ready = True
+            if copy.kind in ("save", "read", "receive"):
                 self._may_write = True
                 if entry.key in done.failed and copy.kind == "read":
                     self._forget_file(entry.key)
                 if entry.key in done.failed and not entry.dropped:
                     self._drop(entry)
+                entry.ready = not entry.dropped
             self._release(entry)
         self._may_write = self._may_write or (copy.kind == "write" and not done.failed)
 
@@ -668,4 +805,5 @@ class KVOffload:
         for entry in [*reversed(self.host.values())][: self.store.max_files]:
             if entry.ready and not entry.on_disk:
                 self._write(entry)
+        self.prefill.close()
         self.store.close()

@@ -109,3 +109,15 @@ class Result(NamedTuple):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # noqa: RUF012
     errors: dict[int, str] = {}  # noqa: RUF012
     pooled: dict[int, bytes] = {}  # noqa: RUF012
+
+
+class StepSamples(NamedTuple):
+    """What stages of a pipeline before the last need of a step that the last has sampled.
+
+    tokens: of all samples, of which those at `bad` have no answer. drafts: by span that samples, what its row feeds
+    next; empty where nothing is drafted.
+    """
+
+    tokens: list[int]
+    bad: list[int]
+    drafts: list[list[int]]

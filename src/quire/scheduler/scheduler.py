@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
 from quire.errors import InvalidRequest
@@ -124,7 +125,8 @@ class Scheduler:
     max_background_tokens: of a step of background requests. max_chunk_tokens: prompt tokens of a span (UNLIMITED: whole
     prompts). policy: admission, order, victims and reservations. speculation: how many tokens to draft, for which
     sequences. compute_masks: makes the masks of constrained sequences. encoder_cache: the encoder's work; None: there
-    is no encoder, and no request has images.
+    is no encoder, and no request has images. groups: steps in flight that share the decoding rows, one for each stage
+    of a pipeline, whose first stage learns what a row has sampled only when the step is committed.
     """
 
     def __init__(
@@ -140,8 +142,9 @@ class Scheduler:
         speculation: SpeculationPolicy | None = None,
         compute_masks: ComputeMasks = one_by_one,
         encoder_cache: EncoderCache | None = None,
+        groups: int = 1,
     ) -> None:
-        self.kv = kv
+        self.kv, self.groups = kv, groups
         self.encoder_cache = EncoderCache() if encoder_cache is None else encoder_cache
         self.compute_masks = compute_masks
         self.max_num_seqs = min(max_num_seqs, rows)
@@ -248,7 +251,7 @@ class Scheduler:
         """
         spans, seqs, new_sequences = list[Span](), list[Sequence](), list[NewSequence]()
         masked, drafts_by_span, new_blocks = list[int](), list[int](), list[tuple[int, tuple[int, ...]]]()
-        running, slots, i = self.running, UNLIMITED, 0
+        running, slots, i, others = self.running, UNLIMITED, 0, self._other_groups()
         self._out_of_blocks, self._reserved_blocks = False, -1
         self._decisions = [d for d in self._decisions if d.kind == "preempted"] + self.waiting.set_aside()
         tokens_left, speculation = min(self._preempt_background(), max_tokens), self.speculation
@@ -270,7 +273,7 @@ class Scheduler:
             num_tokens = seq.num_unscheduled + seq.num_drafts
             if num_tokens > self.max_chunk_tokens or num_tokens > tokens_left:
                 num_tokens = min(self.max_chunk_tokens, tokens_left)
-            if seq.pending_images and not (num_tokens := self._limit_to_images(seq, num_tokens)):
+            if seq in others or (seq.pending_images and not (num_tokens := self._limit_to_images(seq, num_tokens))):
                 i += 1
                 continue
             num_samples = max(0, num_tokens - seq.num_unscheduled + 1)
@@ -305,6 +308,15 @@ class Scheduler:
         self.inflight.append(InflightStep(plan, seqs, [seqs[j] for j in masked], [], self._decisions))
         self._decisions = []
         return plan
+
+    def _other_groups(self) -> Collection[Sequence]:
+        """Running sequences that sit this step out: those that steps in flight sample, and of the others that decode
+        all but an even share, so that each group has as many."""
+        if self.groups == 1:
+            return ()
+        share = -(-len(self.running) // self.groups)
+        decoding = [seq for seq in self.running if not seq.num_inflight and seq.num_unscheduled == 1]
+        return {*decoding[share:], *(seq for seq in self.running if seq.num_inflight)}
 
     def _limit_to_images(self, seq: Sequence, num_tokens: int) -> int:
         """How many of its next tokens are before an image that is not encoded yet."""
@@ -434,9 +446,14 @@ class Scheduler:
 
     # ---------------------------------------------------------------- masks and results
 
+    @property
+    def masks_ready(self) -> bool:
+        """Whether every token before the newest step's samples is committed. Groups share no row."""
+        return self.groups > 1 or len(self.inflight) == 1
+
     def masks(self) -> SequenceOf[SequenceOf[Mask]]:
-        """For the oldest step in flight, by masked span. Every token before its samples must be committed."""
-        step = self.inflight[0]
+        """For the newest step in flight, by masked span, when they are ready."""
+        step = self.inflight[-1]
         requests: list[MaskRequest] = []
         for seq, j in zip(step.masked_seqs, step.plan.masked_spans, strict=True):
             num_drafts = step.plan.spans[j].num_samples - 1
@@ -518,6 +535,7 @@ class Scheduler:
             cache_written=seq.num_cache_written,
             cached_host=seq.num_from_host,
             cached_disk=seq.num_from_disk,
+            cached_remote=seq.num_from_remote,
         )
 
     # ---------------------------------------------------------------- after a failed step

@@ -19,6 +19,18 @@ PrefixKey: TypeAlias = tuple[int, BlockKey]
 NO_SPAN = Span(-1, 0, 0, 0)
 
 
+class Transfer(NamedTuple):
+    """K/V of a prompt that was to come from a prefill engine. peer: its address; empty: none was asked. tokens: asked
+    for. received, num_bytes: tokens and bytes that came. seconds: from asking to the end. failed: why not all came."""
+
+    peer: str
+    tokens: int
+    received: int
+    num_bytes: int
+    seconds: float
+    failed: str
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """Tokens known and tokens computed; each step lets the second catch up with the first. Only the scheduler changes
@@ -93,10 +105,14 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)
     """Keys of its first blocks, see `scheduler/kv_offload.py`."""
     num_fetches: int = 0
-    """What has been tried to bring back its blocks since it was last admitted: 1: reading files, 2: all."""
+    """What has been tried to bring back its blocks since it was last admitted: 1: reading files, 2: a prefill engine,
+    3: all."""
     num_from_host: int = 0
     """Of `num_cached`, tokens that came back from host memory for it."""
     num_from_disk: int = 0
+    num_from_remote: int = 0
+    transfer: Transfer | None = None
+    """What came of the last time that a prefill engine was to compute it; None: there was none."""
 
     @property
     def prefix_tokens(self) -> list[int]:
@@ -175,7 +191,7 @@ class Decision(NamedTuple):
     kind: opened (n: cached tokens), follows (n: tokens of its prompt that `cause` is computing), waits, preempted,
     sat-out. cause: the request for whose sake it happened, or what is missing: seats (max_num_seqs), rows (one is still
     in use by a step in flight), pages (KV blocks), budget (tokens of the step), gap (other requests run), grammar (it
-    is being compiled), image (it is being encoded), tier (K/V comes back from host memory or disk).
+    is being compiled), image (it is being encoded), tier (K/V comes from host memory, disk or a prefill engine).
     """
 
     kind: str

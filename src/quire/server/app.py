@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from quire.errors import InvalidRequest, QuireError, Unavailable, nearest
 from quire.frontend.interface import Backend, Delta, ModelCard, ResultStream, Service
 from quire.observability.recording_format import SUFFIX, written_bytes
-from quire.parsers.tools.styles import STYLES
+from quire.parsers.tools.styles import tool_style
 from quire.server import error_responses, openapi, outputs, prompts, schemas
 from quire.server.access import CrossOrigin, Guard, Hosts, Keys, Rates, refuse_cross_site, trace_context
 from quire.server.batch_api.runner import BatchService
@@ -51,6 +51,7 @@ from quire.server.response_store import ResponseStore
 from quire.server.responses import ResponseChunks, ResponsesRequest
 from quire.server.stream import Chunks, EventStream, answer_all, unless_gone
 from quire.server.tools import make_tool_set
+from quire.server.upstream_pages import LivePage, UpstreamPages
 from quire.weights.details import ModelDetails
 
 T = TypeVar("T")
@@ -222,7 +223,7 @@ class Api:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if request.messages is not None:
-            tools = make_tool_set(request.tools, None, None, STYLES[card.tool_parser], limits).for_template
+            tools = make_tool_set(request.tools, None, None, tool_style(card.tool_parser), limits).for_template
             messages = limits.prompt_header.remove(request.messages).messages
             tokens = prompts.render(messages, request, self._backend, limits.images, tools).ids
         else:
@@ -298,13 +299,14 @@ def create_app(
     tokenizer_info: Mapping[str, Any] | None = None,
     details: Callable[[], ModelDetails] = ModelDetails,
     state: ResponseState | None = None,
+    pages: Sequence[LivePage] = (),
 ) -> ASGIApp:
     """The ASGI application of a backend, a batch service and stored responses, which the caller starts and closes.
 
     view: what the live page shows. recording: the folder of the flight recorder's files. hosts: the names by which the
     server may be asked, any by default. origins: those whose pages may use it (CORS). tokenizer_info: what
     /tokenizer_info answers, None to refuse it. details: what /api/tags and /api/show say of the checkpoint. state: of
-    responses, by default in memory.
+    responses, by default in memory. pages: of engines behind this server, which the live page shows, too.
     """
     limits = Limits() if limits is None else limits
     keys = Keys() if keys is None else keys
@@ -338,6 +340,7 @@ def create_app(
         get_json("/openapi.json", partial(Raw, openapi.document(version))),
         *health_routes(backend, version),
         *(_no_batch_routes() if batch_service is None else batch_service.routes()),
+        *(UpstreamPages(pages).routes() if pages else ()),
         *page.routes(),
     ]
     return build_app(routes, keys, page, rates, hosts, origins)

@@ -21,8 +21,8 @@ from quire.frontend.interface import Backend, Call, Delta, ModelCard
 from quire.frontend.processor import bad_words, hashed_salt, max_new_tokens
 from quire.multimodal.inputs import ImageInputs
 from quire.parsers.parts import Splitter, TextPart
-from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, ThoughtStyle, bounded, thoughts_ahead
-from quire.parsers.tools.styles import STYLES
+from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, ThoughtStyle, bounded, thought_style, thoughts_ahead
+from quire.parsers.tools.styles import tool_style
 from quire.server import beams, cache_control
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
 from quire.server.prompts import Rendered, encode, in_vocabulary, model, prompts, render
@@ -190,11 +190,11 @@ def chat(
         [*(request.tools or ()), *searched],
         request.tool_choice,
         request.parallel_tool_calls,
-        STYLES[card.tool_parser],
+        tool_style(card.tool_parser),
         limits,
     )
     tools = replace(tools, calls_before=sum(map(_num_calls, request.messages)))
-    style = THOUGHTS.get(card.reasoning_parser)
+    style = thought_style(card.reasoning_parser)
     removal = limits.prompt_header.remove(request.messages)
     request = msgspec.structs.replace(request, messages=removal.messages)
     (text, whole, images), pins = _prompt(request, backend, limits, tools.for_template, context)

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from quire.errors import InvalidRequest, TooLarge, Unavailable
+from quire.errors import InvalidConfig, InvalidRequest, TooLarge, Unavailable
 from quire.server import error_responses
 from quire.server.access import UNLIMITED_PATHS
 
@@ -49,6 +49,9 @@ _SPARE_SHARE = 1 / 8
 
 # Connections that may wait to be accepted, at most.
 _BACKLOG = 2048
+
+# Descriptors that a server with one client takes: its own, the engine's and the event loop's.
+_LEAST = 24
 
 # Limits to try where a process may not have its hard limit: macOS calls it infinite, and grants OPEN_MAX.
 _USUAL_LIMITS = (1 << 20, 1 << 16, 10240)
@@ -95,7 +98,7 @@ def connection_limits(wanted: int, limit: int | None, each: int) -> ConnectionLi
 def raise_descriptor_limit() -> int | None:
     """Raise this process's limit on descriptors (RLIMIT_NOFILE) as far as it goes, also for its children.
 
-    Returns the limit; None: there is none.
+    Returns the limit; None: there is none. Raises InvalidConfig where no server could run.
     """
     if sys.platform == "win32":
         return None
@@ -107,6 +110,10 @@ def raise_descriptor_limit() -> int | None:
                 limits = [infinity if limit == math.inf else int(limit) for limit in (wanted, hard)]
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0], limits[1]))
                 soft = wanted
+    if soft < _LEAST:
+        raise InvalidConfig(
+            f"this process may have {soft} descriptors open, and a server takes {_LEAST}: raise the limit (ulimit -n)"
+        )
     return None if soft == math.inf else int(soft)
 
 

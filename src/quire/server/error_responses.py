@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from quire.errors import InvalidRequest, Overloaded, QuireError, TooLarge, Unauthorized, Unavailable, nearest
 from quire.frontend.offload import offload
+from quire.server.fields import NO_THREADS
 
 JSON = "application/json"
 
@@ -73,7 +74,8 @@ def body(
     """The error object that clients of `path` expect: Anthropic's, Ollama's or OpenAI's. kind: of OpenAI's."""
     if "/v1/messages" in path:
         kind = _KINDS.get(status, InvalidRequest.kind if status < 500 else "api_error")
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+        details = {"details": {"error_code": code, "unsupported": [param]}} if code == NO_THREADS else {}
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message, **details}})
     if path.endswith(OLLAMA_PATHS):
         return msgspec.json.encode({"error": message})
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})

@@ -13,10 +13,15 @@ from quire.errors import InvalidRequest, nearest
 
 
 class Refusal(NamedTuple):
-    """Why a field is not supported, and the values that would change nothing (None never does)."""
+    """Why a field is not supported, the values that would change nothing (None never does), and the error's code."""
 
     why: str
     no_op: tuple[Any, ...] = ()
+    code: str = "unsupported_field"
+
+
+NO_THREADS = "thread_unsupported_request"
+"""Anthropic's code, for which the tool runners of its clients go on with the whole conversation in each request."""
 
 
 NO_OPS: Mapping[str, str] = {
@@ -107,7 +112,7 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "conversation": Refusal("conversations have no ids here: /v1/responses has previous_response_id"),
     "background": Refusal("it is for /v1/responses; /v1/batches works in the background, too", (False,)),
     "background_options": Refusal("there are no options of work in the background", ({},)),
-    "thread": Refusal("threads have no ids here: send the whole conversation"),
+    "thread": Refusal("threads have no ids here: send the whole conversation", code=NO_THREADS),
     "diagnostics": Refusal("/v1/requests/{id}/explain says what the prefix cache found, and why not more"),
     "personality": Refusal("put it into instructions, or a system message"),
     "compaction": Refusal("prompts are never edited: send the part that matters"),
@@ -167,7 +172,7 @@ def check(
         elif name in refused:
             refusal = refused[name]
             if value not in refusal.no_op:
-                raise InvalidRequest(f"{where}{name}: {refusal.why}", param=where + name, code="unsupported_field")
+                raise InvalidRequest(f"{where}{name}: {refusal.why}", param=where + name, code=refusal.code)
         elif name not in no_ops:
             path = where + name[:64]
             hint = nearest(name[:64], known) if where else _hint(name, known)

@@ -90,10 +90,12 @@ class Usage:
         """Prompt tokens that were put into the prefix cache. Of n choices only the first counts, as in `cached`."""
         return sum(report.cache_written for index, report in self._reports.items() if index % n == 0)
 
-    def _from_tiers(self, n: int) -> tuple[int, int]:
-        """Of `cached`, tokens that came back from host memory, and from disk."""
+    def _from_tiers(self, n: int) -> dict[str, int]:
+        """Of `cached`, tokens that came from host memory, from disk, and from a prefill engine if any did."""
         first = [report for index, report in self._reports.items() if index % n == 0]
-        return sum(each.cached_host for each in first), sum(each.cached_disk for each in first)
+        remote = sum(each.cached_remote for each in first)
+        found = {"host": sum(each.cached_host for each in first), "disk": sum(each.cached_disk for each in first)}
+        return {**found, "remote": remote} if remote else found
 
     def pinned(self, n: int) -> int:
         """Prompt tokens that are pinned in the prefix cache now."""
@@ -119,9 +121,8 @@ class Usage:
             "created_cache_tokens": written,
         }
         details |= self._details
-        if sum(tiers := self._from_tiers(n)):
-            device = details["cached_tokens"] - sum(tiers)
-            details["cached_tokens_details"] = dict(zip(("device", "host", "disk"), (device, *tiers), strict=True))
+        if total := sum((tiers := self._from_tiers(n)).values()):
+            details["cached_tokens_details"] = {"device": details["cached_tokens"] - total, **tiers}
         if self._pins:
             details["pinned_tokens"] = self.pinned(n)
         if self._cache_details:

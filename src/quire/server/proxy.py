@@ -412,6 +412,6 @@ def create_relay_app(
     """The ASGI application of upstream servers, which the caller starts and closes. view: what the live page shows."""
     page = Page(view, keys, limits)
     relay = Relay(backend, limits, rates, keys=keys)
-    pages = UpstreamPages(backend)
+    pages = UpstreamPages(backend.upstreams)
     routes = [*health_routes(backend, version), *pages.routes(), *page.routes(), *relay.routes()]
     return build_app(routes, keys, page, rates, hosts, origins)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -75,7 +77,7 @@ async def serve(
     address_file: str | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Start `backend`, serve `app` on `sock`, and return after SIGTERM or Ctrl-C, when everything has ended.
+    """Start `backend`, serve `app` on `sock`, and return after SIGTERM, SIGHUP or Ctrl-C, when all has ended.
 
     After the signal new requests get 503 and Retry-After; those running may take `shutdown_timeout` seconds.
     tls: files of the private key and of the certificate. batch_service: starts after the backend, and ends before it
@@ -173,6 +175,20 @@ class _Server(uvicorn.Server):
         if counter % 100 == 50:
             await asyncio.to_thread(heap.trim)
         return await super().on_tick(counter)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's; besides, the end of the terminal drains the server, unless that is ignored (nohup)."""
+        with super().capture_signals():
+            before = signal.getsignal(signal.SIGHUP)
+            hangs_up = threading.current_thread() is threading.main_thread() and before is signal.SIG_DFL
+            if hangs_up:
+                signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                if hangs_up:
+                    signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler, which may run in any thread. The signal is not kept, so that the exit code is 0."""

@@ -1,13 +1,14 @@
-"""The engines behind a relay on its live page: frames of their own pages, all in one stream.
+"""The engines behind a server on its live page: frames of their own pages, all in one stream.
 
-A browser may connect to the page's own server only, by the page's content policy; so the relay fetches them.
+A browser may connect to the page's own server only, by the page's content policy; so the server fetches them.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from urllib.parse import quote
+from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import Overloaded, Unavailable
-from quire.frontend.upstream import Upstream, UpstreamBackend, UpstreamDown
+from quire.frontend.upstream import UpstreamDown
 from quire.server.error_responses import JSON, NotFound
 from quire.server.stream import HEADERS, KEEP_ALIVE, cancel, event, unless_gone
 
@@ -35,11 +36,25 @@ _SILENCE = 15.0
 """Seconds between the comments of a stream without frames."""
 
 
-class UpstreamPages:
-    """The handlers below `/ui/servers`. Upstreams go by their index in the options."""
+class LivePage(Protocol):
+    """The live page of an engine behind this server: an upstream's, or a replica's."""
 
-    def __init__(self, backend: UpstreamBackend) -> None:
-        self._upstreams = backend.upstreams
+    @property
+    def name(self) -> str:
+        """What errors call the engine."""
+
+    def frames(self) -> AsyncGenerator[bytes, None]:
+        """Its frames as they come; empty ones mean nothing. Raises UpstreamDown and Overloaded."""
+
+    async def explanation(self, id: str) -> tuple[int, bytes]:
+        """Status and body of its `/v1/requests/{id}/explain`. Raises UpstreamDown and Unavailable."""
+
+
+class UpstreamPages:
+    """The handlers below `/ui/servers`, where pages go by their index."""
+
+    def __init__(self, pages: Sequence[LivePage]) -> None:
+        self._pages = pages
         self._viewers = 0
 
     def routes(self) -> list[Route]:
@@ -49,12 +64,12 @@ class UpstreamPages:
     async def explain(self, request: Request) -> Response:
         """`GET /ui/servers/{number}/requests/{id}/explain`: as `/v1/requests/{id}/explain` of that upstream."""
         number, id = request.path_params["number"], request.path_params["id"]
-        if number >= len(self._upstreams):
-            raise NotFound(f"there is no upstream {number}: there are {len(self._upstreams)}, from 0")
+        if number >= len(self._pages):
+            raise NotFound(f"there is no upstream {number}: there are {len(self._pages)}, from 0")
         try:
-            status, body = await self._upstreams[number].get(f"/v1/requests/{quote(id, safe='')}/explain")
+            status, body = await self._pages[number].explanation(id)
         except UpstreamDown as error:
-            raise Unavailable(f"upstream {self._upstreams[number].origin}: {error}") from error
+            raise Unavailable(f"upstream {self._pages[number].name}: {error}") from error
         return Response(body, status, media_type=JSON)
 
     async def events(self, request: Request) -> ASGIApp:
@@ -73,8 +88,8 @@ class UpstreamPages:
         self._viewers += 1
         async with AsyncExitStack() as stack:
             stack.callback(self._leave)
-            for number, upstream in enumerate(self._upstreams):
-                stack.push_async_callback(cancel, asyncio.ensure_future(_follow(number, upstream, frames)))
+            for number, page in enumerate(self._pages):
+                stack.push_async_callback(cancel, asyncio.ensure_future(_follow(number, page, frames)))
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             data = KEEP_ALIVE
             while True:
@@ -89,15 +104,16 @@ class UpstreamPages:
         self._viewers -= 1
 
 
-async def _follow(number: int, upstream: Upstream, frames: asyncio.Queue[bytes]) -> None:
+async def _follow(number: int, page: LivePage, frames: asyncio.Queue[bytes]) -> None:
     """Put an upstream's frames into the queue until cancelled; after each failure, why it sends none."""
     while True:
         why = "its stream of frames ended"
         try:
-            async with aclosing(upstream.events("/ui/events")) as events:
+            async with aclosing(page.frames()) as events:
                 async for frame in events:
-                    await frames.put(b"%d %b" % (number, frame))
-        except UpstreamDown as error:
+                    if frame:
+                        await frames.put(b"%d %b" % (number, frame))
+        except (UpstreamDown, Overloaded) as error:
             why = str(error)
         await frames.put(b"%d %b" % (number, msgspec.json.encode({"why": why})))
         await asyncio.sleep(_RETRY)

@@ -19,7 +19,8 @@ import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from quire.errors import InvalidModel, InvalidRequest
-from quire.parsers.reasoning import THOUGHTS
+from quire.parsers.reasoning import THOUGHTS, ThoughtStyle, thought_style
+from quire.parsers.suffix import declared
 from quire.parsers.tools.styles import STYLES, TaggedStyle
 from quire.scheduler.constraint import FREE, Constraint, MaskRequest, one_by_one
 from quire.scheduler.plan import Mask
@@ -69,7 +70,7 @@ class LlguidanceCompiler:
         with self._lock:
             tokenizer = self._tokenizer
         rules = BudgetRules(
-            THOUGHTS[structure.reasoning_parser],
+            _style(structure),
             structure.thoughts,
             structure.thought_budget,
             piece=lambda token: tokenizer.token_text(token)[1],
@@ -163,7 +164,7 @@ def _after_thoughts(structure: StructuredOutputsParams) -> str:
     if ahead == "none":
         only = f"start: {json.dumps(structure.begin)} @answer"
         return json.dumps({"grammars": [{"lark_grammar": only}, {**answer, "name": "answer"}]})
-    style = THOUGHTS[structure.reasoning_parser]
+    style = _style(structure)
     opens = " | ".join(map(json.dumps, style.opens))
     ends = "".join(f" & ~/(?s:.*){escaped(mark)}(?s:.*)/" for mark in style.ends)
     lines = [
@@ -174,6 +175,12 @@ def _after_thoughts(structure: StructuredOutputsParams) -> str:
         "SPACE: /\\n{0,2}/",
     ]
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, {**answer, "name": "answer"}]})
+
+
+def _style(structure: StructuredOutputsParams) -> ThoughtStyle:
+    style = thought_style(structure.reasoning_parser)
+    assert style is not None, "a structure behind thoughts has a parser of them"
+    return style
 
 
 def _refusal(structure: StructuredOutputsParams, why: str) -> InvalidRequest:
@@ -487,13 +494,16 @@ def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
         own = own if same else None
     # Marks of calls and thoughts are text for grammars, which are written in text. The library takes any token of the
     # form <...> that was added to a vocabulary for special.
-    marks = {
-        token for token in special - tokenizer.eos if pieces[token] and pieces[token].decode(errors="replace") in _MARKS
-    }
+    marks = {token for token in special - tokenizer.eos if pieces[token] and _is_mark(pieces[token])}
     if own is not None and not marks:
         return own
     adapter = _TokenizerAdapter(tokenizer, pieces, marks, None if own is None else own.tokenize_bytes)
     return LLTokenizer(TokenizerWrapper(adapter), eos_token=eos)
+
+
+def _is_mark(piece: bytes) -> bool:
+    text = piece.decode(errors="replace")
+    return text in _MARKS or declared(text) in _MARKS
 
 
 _MARKS = "\n".join(

@@ -54,6 +54,11 @@ class NoTokenizer(Tokenizer):
         return ""
 
     @property
+    def added(self) -> frozenset[str]:
+        """None."""
+        return frozenset()
+
+    @property
     def exact(self) -> bool:
         """Whether a text is the concatenation of its tokens' bytes."""
         return False

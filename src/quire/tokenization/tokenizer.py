@@ -20,7 +20,7 @@ from quire.checks import instead
 from quire.errors import InvalidModel, InvalidRequest
 from quire.tokenization.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from quire.tokenization.infill import find_infill, pieces
-from quire.tokenization.vocabularies import Read, byte_alphabet, load_core
+from quire.tokenization.vocabularies import INSTEAD, Read, byte_alphabet, load_core
 from quire.types import NUMERIC_PARAMETERS, SamplingParams
 
 _LONG = 1 << 14
@@ -361,6 +361,11 @@ class Tokenizer:
         """The id of a vocabulary entry by its exact name."""
         return self._core.token_to_id(name)
 
+    @property
+    def added(self) -> frozenset[str]:
+        """The texts of the tokens that were added to the vocabulary, special ones among them."""
+        return frozenset(token.content for token in self._core.get_added_tokens_decoder().values())
+
     def _id(self, role: str) -> int | None:
         return self._core.token_to_id(self.tokens[role]) if role in self.tokens else None
 
@@ -392,8 +397,7 @@ def _read(folder: Path) -> Read:
     if found is None:
         raise InvalidModel(
             f"no tokenizer.json in {folder}, nor tokenizer.model, vocab.json with merges.txt, encoder.json with "
-            "vocab.bpe, or *.tiktoken: Quire needs one to turn text into tokens; --tokenizer names another folder, and "
-            "with --skip-tokenizer-init prompts and answers are token ids"
+            f"vocab.bpe, or *.tiktoken: {INSTEAD}"
         )
     return found
 

@@ -26,6 +26,12 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 UNIGRAM, BPE = 1, 2
 
+INSTEAD = (
+    "Quire needs one to turn text into tokens; --tokenizer names another folder, and with --skip-tokenizer-init "
+    "prompts and answers are token ids"
+)
+"""What to do about a checkpoint without a tokenizer."""
+
 
 @dataclass(slots=True)
 class SentencePieceModel:
@@ -332,7 +338,7 @@ def _from_gguf(facts: Mapping[str, Any]) -> Read:
 
     pieces, kind = fact("tokens"), fact("model")
     if not pieces:
-        raise InvalidModel("the file holds no tokenizer: name one with --tokenizer")
+        raise InvalidModel(f"the file holds no tokenizer: {INSTEAD}")
     if kind not in ("gpt2", "llama", "gemma4"):
         raise InvalidModel(
             f"the file's tokenizer is {kind!r}: 'gpt2', 'llama' and 'gemma4' are read; name one with --tokenizer"

@@ -42,7 +42,7 @@ def family_of(architecture: str) -> tuple[str, Family]:
         for family in variants.values():
             if family.architecture == architecture:
                 return name, family
-    known = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
+    known = ", ".join(sorted({family.architecture for name, family in FAMILIES.items() if name not in RECURRENT}))
     raise InvalidModel(
         f"{architecture} has no name in GGUF that is known here: not written (known: {known}); "
         "`quire serve --quantization` quantizes a model while it is loaded"

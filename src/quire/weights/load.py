@@ -22,6 +22,7 @@ from quire.layers.quantization.base import Format, Plain, WeightSlot
 from quire.layers.quantization.gguf import GgufFormat, OnlineBlocks, StoredBlocks, Tables, no_table
 from quire.layers.quantization.packed import SMALL, Panels, packed_if_large
 from quire.layers.quantization.scaled import OnlineQuantization, OnlineQuantized
+from quire.layers.stages import Pipeline, cut_layers
 from quire.models.registry import Model, build_model, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
@@ -99,6 +100,7 @@ def load_model(
     checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
     number = choose_dtype(dtype, spec, checkpoint, device, packed=ops.multiplies_integers)
+    spec = of_stage(parallel.pipeline, config, spec, quantization, number, entries)
     plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
     format = choose_format(config, quantization, plain, entries)
     how: dict[str, Any] = {"dtype": number, "device": device, "format": format, "tables": tables}
@@ -115,7 +117,8 @@ def load_model(
         canary = None if checkpoint is None or not spec.generates else canary
         reference = reference_of(canary, build, model, device) if isinstance(format, OnlineQuantization) else None
         build.finalize()
-        if canary and any(stored.quantized is not None for stored in build.matrices):
+        # Every rank checks if one has quantized weights: the probe passes through all stages.
+        if canary and not parallel.smallest(all(stored.quantized is None for stored in build.matrices)):
             canary.check(model, build.matrices, device, reference)
     return model
 
@@ -161,6 +164,49 @@ def build_outline(
     expect_tensors(build, entries)
     build_model(spec, build)
     return build
+
+
+def of_stage(
+    pipeline: Pipeline,
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    quantization: str,
+    dtype: torch.dtype,
+    entries: Mapping[str, TensorEntry],
+) -> ModelSpec:
+    """`spec` with the layers of this stage. Raises InvalidModel as `cut_stages` does."""
+    if pipeline.stages == 1:
+        return spec
+    return replace(spec, stage=cut_stages(config, spec, quantization, dtype, entries, pipeline.stages)[pipeline.stage])
+
+
+def cut_stages(
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    quantization: str,
+    dtype: torch.dtype,
+    entries: Mapping[str, TensorEntry],
+    stages: int,
+) -> list[range]:
+    """The layers of each stage of a pipeline, by bytes of weights. Raises InvalidModel for too many stages, and for
+    encoders of texts."""
+    if spec.bidirectional:
+        raise InvalidModel(
+            f"{spec.architecture} is an encoder, whose layers are not cut into stages: leave out "
+            "--pipeline-parallel-size"
+        )
+
+    def size(stage: int, layers: range) -> int:
+        alone = ParallelGroup()
+        alone.pipeline = Pipeline(stage, 3)
+        slots = build_outline(config, replace(spec, stage=layers, ranks=1), quantization, dtype, entries, alone).slots
+        return sum(place.target.nbytes for places in slots.values() for place in places)
+
+    every = range(spec.layers)
+    # What is on every stage, as an encoder of images is, does not matter.
+    common = size(1, every[:0])
+    sizes = [size(1, every[i : i + 1]) - common for i in every]
+    return cut_layers(sizes, (size(0, every[:0]) - common, size(2, every[:0]) - common), stages, spec.uncut)
 
 
 def open_checkpoint(folder: Path, words: tuple[int, int] | None) -> Checkpoint:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,13 +21,15 @@ from quire.tokenization.tokenizer import Tokenizer, sampling_defaults
 from quire.tokenization.vocabularies import from_gguf as read_vocabulary
 from quire.weights.canary import PROBE, Quality, answers, compare, probe
 from quire.weights.entries import TensorEntry, file_entry
-from quire.weights.files import Checkpoint, read_config
+from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import Gguf, find_gguf, read_gguf
 from quire.weights.gguf_export import constant, differences, export
 from quire.weights.gguf_model import FACTORS, PLAIN, block_entry, gguf_config
 from quire.weights.gguf_write import KIND_BY_NAME, NewTensor, write_gguf
 from quire.weights.load import Progress, build_outline, load_model, match, named, quiet
 from quire.weights.schemes import AUTO
+
+log = logging.getLogger(__name__)
 
 NAMES: Mapping[str, str] = MappingProxyType({"q4_k": "q4_k_m", "q5_k": "q5_k_m"})
 """Short names of mixtures."""
@@ -198,6 +202,8 @@ def from_checkpoint(
     build = build_outline(config, spec, AUTO, torch.bfloat16, checkpoint.entries)
     held = named(build, checkpoint)
     match(build, folder.name, held)
+    if left := [key for pattern in build.skipped for key in held if fnmatchcase(key, pattern)]:
+        log.warning("%d tensors of a layer for multi-token prediction are not written: %s", len(left), listed(left))
     entries: dict[str, TensorEntry] = {key: entry for key, entry in held.items() if key in build.slots}
     made = export(spec, Config({**config, **(config.get("text_config") or {})}), entries)
     facts = {"general.architecture": made.architecture, "general.type": "model", "general.name": name or folder.name}

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from anthropic import Anthropic
-from cells import ASK, BOAT, MODEL, ON_AND_ON, check_loop, main, weather
+from anthropic import Anthropic, beta_tool
+from cells import ASK, BOAT, CALLED, MODEL, ON_AND_ON, check_loop, main, weather
 from people import PROMPTS, Person
 
 TOOL: Any = {
@@ -44,6 +44,9 @@ def tools(url: str) -> None:
         ]
         asked["messages"] += [{"role": "assistant", "content": made.content}, {"role": "user", "content": results}]
     check_loop(made.content[0].text)
+    CALLED.clear()
+    asked = {**said(ASK, 4000), "tools": [beta_tool(weather)]}
+    check_loop(client(url).beta.messages.tool_runner(**asked).until_done().content[0].text)
 
 
 def structured(url: str) -> None:

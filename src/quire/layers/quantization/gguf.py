@@ -23,7 +23,7 @@ from quire.layers.quantization.base import (
 )
 from quire.layers.quantization.packed import Tile, tiled, tiles
 from quire.layers.quantization.scaled import OnlineQuantization
-from quire.ops.base import Gate, IntegerMatrix, MixedMatrix, Ops
+from quire.ops.base import BlockPanels, Gate, IntegerMatrix, MixedMatrix, Ops
 from quire.ops.gguf_blocks import PACKED
 from quire.ops.gguf_encode import encode
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
@@ -53,7 +53,7 @@ def kept_bytes(kind: StoredBlocks, ops: Ops) -> float:
     if panels is None:
         raw = torch.zeros(rows, kind.bytes_of(slice(0, columns)).stop, dtype=torch.uint8)
         return kind.packed(raw).nbytes / (rows * columns)
-    return panels.nbytes / (rows * columns)
+    return panels.matrix.nbytes / (rows * columns)
 
 
 class BlockRows:
@@ -105,7 +105,7 @@ class BlockTiles(BlockRows):
         parts: Sequence[MatrixPart],
         matrix: Matrix,
         ops: Ops,
-        panels: PanelMatrix,
+        panels: BlockPanels,
         spare: list[Tensor],
     ) -> None:
         self.panels, self.spare = panels, spare
@@ -119,7 +119,7 @@ class BlockTiles(BlockRows):
 
     def pack(self, rows: slice, raw: Tensor) -> None:
         """Repack the bytes of a tile."""
-        self.ops.write_blocks(self.panels, self.kind.kind, rows.start, raw)
+        self.panels.write(rows.start, raw)
 
     def slots(self) -> Iterator[WeightSlot]:
         """See `BlockRows`."""
@@ -129,7 +129,7 @@ class BlockTiles(BlockRows):
     def finish(self) -> PanelMatrix:
         """See `BlockRows`."""
         self.spare.clear()
-        return self.panels
+        return self.panels.matrix
 
 
 def block_rows(
@@ -250,8 +250,8 @@ class OnlineBlocks(Plain):
         raw = torch.cat([encode(kind, each.float().view(-1, block)).view(len(each), -1) for each in rows])
         panels = self.ops.empty_blocks(kind, *self.weight.shape)
         if panels is not None:
-            self.ops.write_blocks(panels, kind, 0, raw)
-        made = self.ops.arranged(self.blocks.packed(raw)) if panels is None else panels
+            panels.write(0, raw)
+        made = self.ops.arranged(self.blocks.packed(raw)) if panels is None else panels.matrix
         self.quantized = QuantizedWeight(self.ops, made, self.bias)
         del self.weight
 

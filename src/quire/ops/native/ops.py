@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.ops.base import (
     Angles,
     AnyMatrix,
+    BlockPanels,
     Gate,
     IntegerMatrix,
     MixedMatrix,
@@ -62,6 +63,7 @@ class NativeOps(ReferenceOps):
             raise RuntimeError("the CPU kernels do not run on this machine")
         library.quire_start(LEVELS[level], parallel_function())
         self.library, self.level = library, level
+        self.many_queries = UNLIMITED if level == "amx" else self.many_queries
 
     def panel_linear(self, x: Tensor, matrix: PanelMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a matrix in panels."""
@@ -98,13 +100,10 @@ class NativeOps(ReferenceOps):
         found = integers_of(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
         return in_panels(found) if isinstance(found, IntegerMatrix) else matrix
 
-    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> PanelMatrix | None:
+    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> BlockPanels | None:
         """See `Ops.empty_blocks`."""
-        return empty_blocks(kind, outputs, inputs)
-
-    def write_blocks(self, matrix: PanelMatrix, kind: str, first: int, raw: Tensor) -> None:
-        """See `Ops.write_blocks`."""
-        write_blocks(self.library, matrix, kind, first, raw)
+        made = empty_blocks(kind, outputs, inputs)
+        return BlockPanels(made, partial(write_blocks, self.library, made, kind))
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""

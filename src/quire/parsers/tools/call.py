@@ -128,12 +128,12 @@ _ESCAPES: Mapping[str, str] = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 
-_ARGUMENTS = ("arguments", "parameters")
+_ARGUMENTS = ("arguments", "parameters", "args")
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call as a JSON object with a `name` and `arguments` (or `parameters`), in any order, among other keys.
+    """A call as a JSON object with a `name` and `arguments` (`parameters`, `args`), in any order, among other keys.
 
     accept: whether a tool of this name may be called. bare: an object without arguments is not a call. name_key: the
     key of the name; empty where the only key is the name, and its value the arguments.

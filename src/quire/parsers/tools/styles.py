@@ -1,7 +1,7 @@
 """How each family of models writes tool calls, and prompts that ask a model without its own format to do so.
 
 The names are those of vLLM's registry, and `nemotron_json` is that of NVIDIA's plugin for it. vLLM has none for
-`gemma`, `cohere_command_r`, `functionary_v3_1`, `functionary_v3_2`, `muse_glimmer` and `solar_open`.
+`gemma`, `cohere_command_r`, `functionary_v3_1`, `functionary_v3_2` and `solar_open`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from quire.parsers.suffix import DECLARED, styled
 from quire.parsers.tools.kinds import kind_of
 from quire.types import UNLIMITED
 
@@ -69,6 +70,17 @@ ToolParser = Literal[
     "functionary_v3_2",
     "muse_glimmer",
     "solar_open",
+    "deepseek_v41",
+    "dots",
+    "hy_v4",
+    "inkling",
+    "k2_horizon",
+    "ling3",
+    "muse",
+    "musespark1x",
+    "plamo3",
+    "qwen3_json",
+    "step5",
 ]
 
 Form = Literal["any", "known", "python"]
@@ -349,16 +361,6 @@ _DEEPSEEK_V31 = TaggedStyle(
     after="<｜tool▁calls▁end｜>",
 )
 
-_DSML_INVOKE = ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>")
-_DSML = Parameters(
-    open='<｜DSML｜parameter name="',
-    key_end='"',
-    gap=" ",
-    value_open='string="false">',
-    typed={"string": 'string="true">'},
-    close="</｜DSML｜parameter>",
-)
-
 _GEMMA4 = TaggedStyle(
     name="gemma4",
     models="Gemma 4",
@@ -399,7 +401,20 @@ _APERTUS = ToolStyle(
 
 _M3 = "]<]minimax[>["
 
-_HY = ":opensource"
+_HY = DECLARED
+
+
+def _dsml(space: str) -> tuple[tuple[str, str, str], Parameters]:
+    """A call of DeepSeek's: what it begins with, what its name ends with, and its end; and its parameters."""
+    call = (f'<｜DSML｜{space}invoke name="', '">', f"</｜DSML｜{space}invoke>")
+    return call, Parameters(
+        open=f'<｜DSML｜{space}parameter name="',
+        key_end='"',
+        gap=" ",
+        value_open='string="false">',
+        typed={"string": 'string="true">'},
+        close=f"</｜DSML｜{space}parameter>",
+    )
 
 
 def _xtml(tag: str) -> tuple[str, str]:
@@ -407,8 +422,40 @@ def _xtml(tag: str) -> tuple[str, str]:
     return f"<|open|>{tag}<|sep|>", f"<|close|>{tag}<|sep|>"
 
 
+(_DSML_INVOKE, _DSML), (_DSML41_INVOKE, _DSML41) = _dsml(""), _dsml(" ")
+
+_HY3 = _sections(
+    (f"<tool_calls{_HY}>", f"</tool_calls{_HY}>"),
+    (f"<tool_call{_HY}>", f"<tool_sep{_HY}>", f"</tool_call{_HY}>"),
+    name="hy_v3",
+    models="Hy3",
+    special=True,
+    form=Parameters(
+        open=f"<arg_key{_HY}>",
+        key_end=f"</arg_key{_HY}>",
+        gap="\n",
+        value_open=f"<arg_value{_HY}>",
+        close=f"</arg_value{_HY}>",
+    ),
+)
+
+_GLIMMER = _sections(
+    ("<atem:function_calls>", "</atem:function_calls>"),
+    ('<atem:invoke name="', '">', "</atem:invoke>"),
+    name="muse_glimmer",
+    models="Muse Glimmer",
+    special=True,
+    form=Parameters(open='<atem:parameter name="', key_end='">', close="</atem:parameter>"),
+    before="",
+    start=' to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n',
+    finish="</atem:invoke>\n</atem:function_calls>",
+    between="<|eom|><|start|>assistant",
+    after="",
+)
+
 _ALL: Sequence[Style] = (
     HERMES,
+    replace(HERMES, name="qwen3_json", models="Qwen 3"),
     replace(HERMES, name="granite4", models="Granite 4"),
     replace(HERMES, name="ernie45", models="ERNIE 4.5"),
     replace(
@@ -425,6 +472,7 @@ _ALL: Sequence[Style] = (
     replace(_QWEN3_CODER, name="qwen3_xml"),
     replace(_QWEN3_CODER, name="mimo", models="MiMo V2"),
     replace(_QWEN3_CODER, name="step3p5", models="Step 3.5"),
+    replace(_QWEN3_CODER, name="step5", models="Step 5"),
     TaggedStyle(
         name="step3",
         models="Step 3",
@@ -504,9 +552,17 @@ _ALL: Sequence[Style] = (
         models="DeepSeek V4",
         form=_DSML,
     ),
+    _sections(
+        ("<｜DSML｜ calls>", "</｜DSML｜ calls>"),
+        _DSML41_INVOKE,
+        name="deepseek_v41",
+        models="DeepSeek V4.1",
+        form=_DSML41,
+    ),
     _GLM45,
     _GLM47,
     replace(_GLM47, name="poolside_v1", models="Laguna"),
+    replace(_GLM47, name="ling3", models="Ling 3"),
     TaggedStyle(
         name="kimi_k2",
         models="Kimi K2",
@@ -538,18 +594,19 @@ _ALL: Sequence[Style] = (
         form=Nested(_M3),
         start=f'{_M3}<invoke name="{{name}}">',
     ),
-    _sections(
-        (f"<tool_calls{_HY}>", f"</tool_calls{_HY}>"),
-        (f"<tool_call{_HY}>", f"<tool_sep{_HY}>", f"</tool_call{_HY}>"),
-        name="hy_v3",
-        models="Hy3",
-        special=True,
+    _HY3,
+    replace(
+        _HY3,
+        name="hy_v4",
+        models="Hy4",
+        head_ends=(f"<arg_key{_HY}>", f"</tool_call{_HY}>"),
+        start=f"<tool_call{_HY}>{{name}}",
         form=Parameters(
             open=f"<arg_key{_HY}>",
             key_end=f"</arg_key{_HY}>",
-            gap="\n",
             value_open=f"<arg_value{_HY}>",
             close=f"</arg_value{_HY}>",
+            space="",
         ),
     ),
     _sections(
@@ -612,18 +669,60 @@ _ALL: Sequence[Style] = (
         finish="<|tool_call:end|>",
         after="<|calls|>",
     ),
-    _sections(
-        ("<atem:function_calls>", "</atem:function_calls>"),
-        ('<atem:invoke name="', '">', "</atem:invoke>"),
-        name="muse_glimmer",
-        models="Muse Glimmer",
+    _GLIMMER,
+    replace(_GLIMMER, name="muse", models="Muse Spark"),
+    replace(_GLIMMER, name="musespark1x", models="Muse Spark"),
+    ToolStyle(
+        name="inkling",
+        models="Inkling",
         special=True,
-        form=Parameters(open='<atem:parameter name="', key_end='">', close="</atem:parameter>"),
-        before="",
-        start=' to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n',
-        finish="</atem:invoke>\n</atem:function_calls>",
-        between="<|eom|><|start|>assistant",
-        after="",
+        marks={"<|content_invoke_tool_json|>": "any"},
+        end="<|end_message|>",
+        start='{name}<|content_invoke_tool_json|>{"name": "{name}", "args": ',
+        finish="}<|end_message|>",
+        between="<|message_model|>",
+    ),
+    _sections(
+        ("<dots_function_call>", "</dots_function_call>"),
+        ('<invoke name="', '">', "</invoke>"),
+        name="dots",
+        models="dots",
+        form=Parameters(open='<parameter name="', key_end='">', close="</parameter>"),
+    ),
+    _sections(
+        ("<ifm|tool_calls>", "</ifm|tool_calls>"),
+        ("<ifm|tool_call>", "\n", "</ifm|tool_call>"),
+        name="k2_horizon",
+        models="K2 Horizon, with its template's `tool_call_format` left at `xml`",
+        special=True,
+        head_ends=("\n", "<ifm|arg_key>", "</ifm|tool_call>"),
+        start="<ifm|tool_call>{name}\n",
+        form=Parameters(
+            open="<ifm|arg_key>",
+            key_end="</ifm|arg_key>",
+            gap="\n",
+            value_open="<ifm|arg_value>",
+            close="</ifm|arg_value>",
+        ),
+    ),
+    TaggedStyle(
+        name="plamo3",
+        models="PLaMo 3",
+        special=True,
+        begin="<|plamo:begin_tool_request:plamo|>",
+        head_ends=("<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",),
+        named=r"\s*<\|plamo:begin_tool_name:plamo\|>(?P<name>[\w.:/-]{1,256})<\|plamo:end_tool_name:plamo\|>\s*",
+        opens=("<|plamo:begin_tool_requests:plamo|>",),
+        closes=(
+            "<|plamo:end_tool_arguments:plamo|>",
+            "<|plamo:end_tool_request:plamo|>",
+            "<|plamo:end_tool_requests:plamo|>",
+        ),
+        before="<|plamo:begin_tool_requests:plamo|>",
+        start="<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>{name}<|plamo:end_tool_name:plamo|>"
+        "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
+        finish="<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
+        after="<|plamo:end_tool_requests:plamo|>",
     ),
     TaggedStyle(
         name="functionary_v3_2",
@@ -747,6 +846,14 @@ _ALL: Sequence[Style] = (
 STYLES: Mapping[ToolParser, Style] = {style.name: style for style in _ALL}
 
 
+def tool_style(parser: str) -> Style:
+    """The style of a parser's name, which may have a suffix (`parsers.suffix`). Raises KeyError."""
+    style = styled(cast("Mapping[str, Style]", STYLES), parser)
+    if style is None:
+        raise KeyError(parser)
+    return style
+
+
 def style_of(template: str | None) -> Style:
     """The style of a chat template; Hermes where the template does not show one."""
     return sign_of(template) or HERMES
@@ -761,7 +868,12 @@ def sign_of(template: str | None) -> Style | None:
 _SIGNS: Sequence[tuple[ToolParser, *tuple[str, ...]]] = (
     ("minimax_m2", "<minimax:tool_call>"),
     ("minimax_m3", "]<]minimax[>["),
-    ("hy_v3", ":opensource", "<tool_sep"),
+    ("hy_v3", "<tool_sep"),
+    ("inkling", "<|content_invoke_tool_json|>"),
+    ("dots", "<dots_function_call>"),
+    ("k2_horizon", "<ifm|tool_call"),
+    ("plamo3", "plamo:begin_tool_request"),
+    ("deepseek_v41", "｜DSML｜ calls"),
     ("kimi_k3", "<|open|>", "argument"),
     ("minicpm5", "<function name=", "<param name="),
     ("solar_open2", "<|tool_arg:start|>"),

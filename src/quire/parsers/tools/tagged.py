@@ -67,7 +67,8 @@ class TaggedReader(PartEmitter):
             return
         name = named["name"]
         if isinstance(style.form, Parameters):
-            self._emit_call(name, unclosed=mark not in style.closes)
+            # A section's end mark is still to come.
+            self._emit_call(name, unclosed=mark not in style.closes or bool(style.opens))
             if mark in style.closes:
                 self._emit_arguments("{}")
             else:

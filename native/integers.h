@@ -1,0 +1,508 @@
+/* A quantized matrix times rows in bfloat16: included by kernels.c.
+
+   Each row is brought to int8 in blocks of 32 columns (scale: the largest number / 127, as llama.cpp's Q8_0), blocks are
+   summed in int32, which is exact, and scaled sums are added up in float in the order of columns. No step depends on how
+   many rows or threads there are, so a row has the same bits in any batch. */
+
+#define BLOCK 32
+#define AHEAD 2048 /* bytes that are fetched ahead: the processor's own prefetcher stops at each page */
+
+/* Rows as int8, `height` of them side by side: their numbers [rows / height][blocks][height][32] in the order in which
+   the kind's words have columns; the scale of each block; what sums of its codes begin with, two for a block of groups
+   of 16 columns; and for matrices with zero points or minima the sums of the matrix's groups in float,
+   [rows / height][groups][height]. */
+struct bytes_of_rows {
+    int64_t height, blocks, groups;
+    int8_t *q;
+    float *scale;
+    int32_t *sum;
+    float *group_sum;
+};
+
+INLINE int64_t place_of(const struct bytes_of_rows *x, int64_t row, int64_t count, int64_t i) {
+    return (row / x->height * count + i) * x->height + row % x->height;
+}
+
+/* Column c of 8 of a word of INT4 is the low or the high half of byte c / 2: even ones are multiplied first. */
+#define EVEN_ODD 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15
+
+/* One block of a row to int8; returns its scale. NaN and infinity stay seen. */
+INLINE float to_bytes(const void *x, int bf16, int four_bits, int8_t *q, int32_t *sums) {
+    vf part[2] = {get16(x, 0, bf16), get16(x, LANES, bf16)};
+    const vi magnitude = (vi){0} + 0x7fffffff;
+    vf most = maximum((vf)((vi)part[0] & magnitude), (vf)((vi)part[1] & magnitude)), seen = (part[0] + part[1]) * 0.0f;
+    vi wrong = seen != seen;
+#ifdef __AVX512F__
+    float top = _mm512_reduce_max_ps((__m512)most);
+    int bad = _mm512_test_epi32_mask((__m512i)wrong, (__m512i)wrong) != 0;
+    float by = top > 0 ? 127.0f / top : 0.0f;
+    for (int h = 0; h < 2; h++) {
+        __m512i whole = _mm512_cvtps_epi32((__m512)(part[h] * by));
+        __m128i made = _mm512_cvtepi32_epi8(whole);
+        sums[h] = _mm512_reduce_add_epi32(whole);
+        _mm_storeu_si128((__m128i *)q + h, four_bits ? _mm_shuffle_epi8(made, _mm_setr_epi8(EVEN_ODD)) : made);
+    }
+#else
+    const int8_t order[16] = {EVEN_ODD};
+    float top = 0;
+    int bad = 0;
+    for (int i = 0; i < LANES; i++) {
+        top = most[i] > top ? most[i] : top;
+        bad |= wrong[i];
+    }
+    float by = top > 0 ? 127.0f / top : 0.0f;
+    for (int h = 0; h < 2; h++) {
+        vi rounded = (vi)(part[h] * by + 12582912.0f) - 0x4b400000;
+        sums[h] = 0;
+        for (int i = 0; i < LANES; i++) {
+            sums[h] += rounded[i];
+            q[LANES * h + i] = (int8_t)rounded[four_bits ? order[i] : i];
+        }
+    }
+#endif
+    return bad ? NAN : top / 127.0f;
+}
+
+static void row_to_bytes(const struct linear *a, int64_t row, const struct bytes_of_rows *x) {
+    size_t each = a->x_bf16 ? 2 : 4;
+    const char *from = (const char *)a->x + row * a->x_stride * each;
+    for (int64_t b = 0; b < x->blocks; b++) {
+        int64_t at = place_of(x, row, x->blocks, b), left = a->inputs - b * BLOCK;
+        float held[BLOCK];
+        const void *block = from + b * BLOCK * each;
+        if (left < BLOCK) {
+            memset(held, 0, sizeof(held));
+            memcpy(held, block, left > 0 ? left * each : 0);
+            block = held;
+        }
+        x->scale[at] = to_bytes(block, a->x_bf16, a->matrix->kind == INT4, x->q + at * BLOCK, x->sum + 2 * at);
+    }
+}
+
+#ifdef __AVX512VNNI__
+#define SHIFT 128 /* the instruction multiplies unsigned bytes by signed ones: signed codes are shifted */
+#else
+#define SHIFT 0
+#endif
+
+/* A number is (code - offset) * part; of 4 bits the code is the number itself or what `table` has for it. */
+struct codes { int32_t offset; float part; int use_table; vb table; };
+
+static struct codes codes_of(const struct matrix *m) {
+    struct codes c = {SHIFT, 1.0f, 0, {0}};
+    if (m->kind == INT8)
+        return c;
+    int linear = 1, whole = 1;
+    for (int i = 0; i < 16; i++) {
+        linear &= m->values[i] == m->values[0] + i;
+        whole &= m->values[i] == (float)(int)m->values[i];
+    }
+    if (linear) {
+        c.offset = (int32_t)-m->values[0];
+        return c;
+    }
+    c.use_table = 1;
+    c.part = whole ? 1.0f : 0.5f;
+    for (int i = 0; i < 16; i++)
+        c.table[i] = (uint8_t)(SHIFT + (int)(m->values[i] / c.part));
+    return c;
+}
+
+static struct bytes_of_rows bytes_of(const struct linear *a, const struct codes *codes) {
+    const struct matrix *m = a->matrix;
+    int64_t height = a->rows < LANES ? a->rows : LANES, rows = (a->rows + height - 1) / height * height;
+    struct bytes_of_rows x = {height, m->k / BLOCK, m->k / m->group};
+    /* A vector of scales may be read from any row. */
+    size_t sizes[4] = {rows * m->k, 4 * (rows * x.blocks + LANES), 8 * rows * x.blocks, 4 * (rows * x.groups + LANES)};
+    size_t at[4], whole = 0;
+    for (int i = 0; i < 4; i++) {
+        at[i] = whole;
+        whole += (sizes[i] + 63) / 64 * 64;
+    }
+    char *held = room(1, whole);
+    x.q = (int8_t *)held;
+    x.scale = (float *)(held + at[1]);
+    x.sum = (int32_t *)(held + at[2]);
+    x.group_sum = (float *)(held + at[3]);
+    for (int64_t r = 0; r < a->rows; r++) {
+        row_to_bytes(a, r, &x);
+        for (int64_t g = 0; has_less(m) && g < x.groups; g++) {
+            float total = 0;
+            for (int64_t c = g * m->group; c < (g + 1) * m->group; c += 16) {
+                int64_t block = place_of(&x, r, x.blocks, c / BLOCK);
+                total = fmaf((float)x.sum[2 * block + c / 16 % 2], x.scale[block], total);
+            }
+            x.group_sum[place_of(&x, r, x.groups, g)] = total;
+        }
+    }
+    /* The codes' offset, taken off. */
+    for (int64_t i = 0; i < 2 * rows * x.blocks; i += 2) {
+        int32_t second = x.sum[i + 1];
+        x.sum[i] = -codes->offset * (m->group < BLOCK ? x.sum[i] : x.sum[i] + second);
+        x.sum[i + 1] = -codes->offset * second;
+    }
+    return x;
+}
+
+#ifdef __AVX512VNNI__
+INLINE vi dot(vi sum, vi codes, vi x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x); }
+INLINE vi look_up(vb table, vi codes) {
+    return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)codes);
+}
+#else
+union halves_of_vector { vi whole; __m256i half[2]; };
+/* Magnitudes by numbers with the codes' signs: sums of two products fit 16 bits. */
+INLINE __m256i dot_256(__m256i sum, __m256i codes, __m256i x) {
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+INLINE vi dot(vi sum, vi codes, vi x) {
+    union halves_of_vector s = {sum}, c = {codes}, y = {x};
+    s.half[0] = dot_256(s.half[0], c.half[0], y.half[0]);
+    s.half[1] = dot_256(s.half[1], c.half[1], y.half[1]);
+    return s.whole;
+}
+INLINE vi look_up(vb table, vi codes) {
+    __m256i both = _mm256_broadcastsi128_si256((__m128i)table);
+    union halves_of_vector c = {codes};
+    c.half[0] = _mm256_shuffle_epi8(both, c.half[0]);
+    c.half[1] = _mm256_shuffle_epi8(both, c.half[1]);
+    return c.whole;
+}
+#endif
+
+INLINE vi word_at(const int8_t *q) {
+    int32_t found;
+    memcpy(&found, q, 4);
+    return (vi){0} + found;
+}
+
+/* The scales of a panel, and what is subtracted of each column of a group, in float [groups][16]. */
+struct scales { float *scale, *less; };
+
+static struct scales scales_of(const struct matrix *m, int64_t panel, float part, float *held) {
+    int64_t groups = m->k / m->group;
+    struct scales made = {held, held + groups * LANES};
+    if (m->scale_kind != SCALE_U8 && m->scale_kind != SCALE_I8) {
+        for (int64_t g = 0; g < groups; g++) {
+            vf less, scale = scale_of(m, panel, g, &less);
+            storef(made.scale + g * LANES, scale * part);
+            if (m->has_zeros)
+                storef(made.less + g * LANES, less);
+        }
+        return made;
+    }
+    const uint8_t *scale = (const uint8_t *)m->scale + panel * groups * LANES;
+    const uint8_t *zero_point = (const uint8_t *)m->zero + panel * groups * LANES;
+    const uint16_t *by = (const uint16_t *)m->super + panel * (m->k / 256) * 2 * LANES;
+    float *to = made.scale, *less = made.less;
+    for (int64_t block = 0; block < m->k / 256; block++, by += 2 * LANES) {
+        vf whole = half_to_float(*(const vh *)by) * part, whole_less = half_to_float(*(const vh *)(by + LANES));
+        for (int g = 0; g < 256 / m->group; g++, to += LANES, less += LANES, scale += LANES, zero_point += LANES) {
+            storef(to, bytes(scale, m->scale_kind == SCALE_I8) * whole);
+            if (m->scale_kind == SCALE_U8)
+                storef(less, bytes(zero_point, 0) * whole_less);
+        }
+    }
+    return made;
+}
+
+/* Room for the scales of one panel. */
+INLINE int64_t scales_size(const struct matrix *m) { return 2 * LANES * (m->k / m->group); }
+
+/* out + a sum of a group, scaled: the one way, to the bit, in which all kernels add up. */
+INLINE vf add_group(vf out, vf part, const struct scales *s, int64_t g, float group_sum, int less) {
+    out = fused(part, loadf(s->scale + g * LANES), out);
+    return less ? fused(-loadf(s->less + g * LANES), all(group_sum), out) : out;
+}
+
+/* The bytes of a word of a matrix, as they are multiplied: of 4 bits the lower and the upper halves. */
+INLINE void bytes_of_word(const uint32_t *words, const struct codes *codes, int kind, int table, vi *even, vi *odd) {
+    vi word = (vi)*(const vuu *)words;
+    __builtin_prefetch((const char *)words + AHEAD);
+    if (kind == INT8) {
+        *even = *odd = word ^ (vi)((vu){0} + SHIFT * 0x01010101u);
+        return;
+    }
+    *even = word & 0x0f0f0f0f;
+    *odd = (vi)((vu)word >> 4) & 0x0f0f0f0f;
+    if (table) {
+        *even = look_up(codes->table, *even);
+        *odd = look_up(codes->table, *odd);
+    }
+}
+
+/* Products of `rows` rows, of one height, with a panel -> out [rows]. columns: summed as integers, 16 or 32. single: a
+   group is no longer than those. */
+INLINE void integers(const struct matrix *m, const struct codes *codes, int64_t panel, const struct scales *scales,
+                     const struct bytes_of_rows *x, int64_t row, int rows, int kind, int columns, int single, int less,
+                     int table, vf *to) {
+    int64_t at = place_of(x, row, x->blocks, 0), height = x->height, each = single ? 1 : m->group / columns;
+    const uint32_t *words = (const uint32_t *)m->weight + panel * (m->k / (kind == INT4 ? 8 : 4)) * LANES;
+    const int8_t *q = x->q + at * BLOCK;
+    const float *by = x->scale + at, *group_sum = x->group_sum + place_of(x, row, x->groups, 0);
+    const int32_t *start = x->sum + 2 * at;
+    struct scales s = *scales;
+    vf part[8], out[8];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        out[r] = part[r] = zero();
+    for (int64_t block = 0, left = each; block < x->blocks; block++) {
+#pragma GCC unroll 2
+        for (int h = 0; h < BLOCK / columns; h++) {
+            vi sum[8];
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+                sum[r] = (vi){0} + start[2 * r + h];
+#pragma GCC unroll 8
+            for (int w = 0; w < columns; w += kind == INT4 ? 8 : 4, words += LANES) {
+                vi even, odd;
+                bytes_of_word(words, codes, kind, table, &even, &odd);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) {
+                    const int8_t *of = q + r * BLOCK + h * columns + w;
+                    sum[r] = dot(sum[r], even, word_at(of));
+                    if (kind == INT4)
+                        sum[r] = dot(sum[r], odd, word_at(of + 4));
+                }
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                vf made = __builtin_convertvector(sum[r], vf);
+                part[r] = single ? made * all(by[r]) : fused(made, all(by[r]), part[r]);
+            }
+            if (!single && --left)
+                continue;
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                out[r] = add_group(out[r], part[r], &s, 0, less ? group_sum[r] : 0, less);
+                part[r] = zero();
+            }
+            left = each;
+            group_sum += height;
+            s.scale += LANES;
+            s.less += LANES;
+        }
+        q += height * BLOCK;
+        by += height;
+        start += 2 * height;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        to[r] = out[r];
+}
+
+#define INTEGERS(ROWS, KIND, COLUMNS, SINGLE, LESS, TABLE) \
+    do { \
+        integers(m, codes, panel, scales, x, row, ROWS, KIND, COLUMNS, SINGLE, LESS, TABLE, out); \
+        return; \
+    } while (0)
+
+#define INTEGERS_OF(ROWS) \
+    do { \
+        int less = has_less(m); \
+        if (m->group < BLOCK && m->kind == INT8) INTEGERS(ROWS, INT8, 16, 1, 0, 0); \
+        if (m->group < BLOCK) INTEGERS(ROWS, INT4, 16, 1, 0, codes->use_table); \
+        if (m->group > BLOCK && m->kind == INT8) INTEGERS(ROWS, INT8, BLOCK, 0, less, 0); \
+        if (m->group > BLOCK) INTEGERS(ROWS, INT4, BLOCK, 0, less, codes->use_table); \
+        if (m->kind == INT8 && !less) INTEGERS(ROWS, INT8, BLOCK, 1, 0, 0); \
+        if (m->kind == INT8) INTEGERS(ROWS, INT8, BLOCK, 1, 1, 0); \
+        if (less) INTEGERS(ROWS, INT4, BLOCK, 1, 1, codes->use_table); \
+        if (codes->use_table) INTEGERS(ROWS, INT4, BLOCK, 1, 0, 1); \
+        INTEGERS(ROWS, INT4, BLOCK, 1, 0, 0); \
+    } while (0)
+
+static __attribute__((noinline)) void some_integers(const struct matrix *m, const struct codes *codes, int64_t panel,
+                                                    const struct scales *scales, const struct bytes_of_rows *x,
+                                                    int64_t row, int rows, vf *out) {
+#ifdef __AVX512F__
+    if (rows == 8) INTEGERS_OF(8);
+    if (rows == 4) INTEGERS_OF(4);
+#endif
+    if (rows == 2) INTEGERS_OF(2);
+    INTEGERS_OF(1);
+}
+
+static void pieces_integers(const struct linear *a, const struct codes *codes, const int64_t *panel,
+                            const struct scales *scales, int count, const struct bytes_of_rows *x) {
+    for (int64_t r = 0; r < a->rows;) {
+        int64_t left = a->rows - r;
+        int now = left >= AT_ONCE ? AT_ONCE : left >= 4 && AT_ONCE >= 4 ? 4 : left >= 2 ? 2 : 1;
+        vf out[PANELS][8];
+        for (int p = 0; p < count; p++)
+            some_integers(a->matrix, codes, panel[p], scales + p, x, r, now, out[p]);
+        finish_all(a, panel, count, r, now, out);
+        r += now;
+    }
+}
+
+#ifdef __AMX_INT8__
+#define TILES 4 /* blocks of columns multiplied one after the other, each in a tile of its own */
+
+static void configure_bytes(int rows, int columns) {
+    struct tile_config c = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        c.rows[i] = i < 6 ? rows : columns / 4;
+        c.bytes[i] = i < 4 || i > 5 ? 64 : columns;
+    }
+    _tile_loadconfig(&c);
+}
+
+/* One panel's numbers as signed bytes [k / 4][16][4]; of 8 bits they are that already. */
+static const int8_t *signed_codes(const struct matrix *m, const struct codes *codes, int64_t panel, int8_t *out) {
+    const uint32_t *words = (const uint32_t *)m->weight + panel * m->k / (m->kind == INT4 ? 8 : 4) * LANES;
+    if (m->kind == INT8)
+        return (const int8_t *)words;
+    const __m512i low = _mm512_set1_epi8(15), offset = _mm512_set1_epi8((char)codes->offset);
+    for (int64_t w = 0; w < m->k / 8; w++) {
+        __m512i word = _mm512_loadu_si512(words + w * LANES);
+        __builtin_prefetch((const char *)(words + w * LANES) + AHEAD);
+        vi even = (vi)_mm512_and_si512(word, low), odd = (vi)_mm512_and_si512(_mm512_srli_epi32(word, 4), low);
+        if (codes->use_table) {
+            even = look_up(codes->table, even);
+            odd = look_up(codes->table, odd);
+        }
+        _mm512_storeu_si512(out + w * 128, _mm512_sub_epi8((__m512i)even, offset));
+        _mm512_storeu_si512(out + w * 128 + 64, _mm512_sub_epi8((__m512i)odd, offset));
+    }
+    return out;
+}
+
+#define ONE_TILE(I, A, B, X) \
+    if ((I) < count) { \
+        _tile_zero(I); \
+        _tile_loadd(A, X, BLOCK); \
+        _tile_loadd(B, weight + (I) * columns * LANES, 64); \
+        _tile_dpbssd(I, A, B); \
+        _tile_stored(I, sums + 256 * (I), 64); \
+    }
+
+/* Sums of a height of rows and `count` runs of columns, TILES at most -> sums [TILES][16][16]. Two runs of 16 columns
+   lie in one block. */
+INLINE void some_runs(const int8_t *weight, const int8_t *x, int64_t height, int columns, int64_t count, int32_t *sums) {
+    int64_t one = columns == BLOCK ? height * BLOCK : 16, two = columns == BLOCK ? 2 * one : height * BLOCK;
+    for (int i = 0; i < TILES * columns / 4; i++)
+        __builtin_prefetch(weight + 64 * i + AHEAD);
+    ONE_TILE(0, 4, 6, x)
+    ONE_TILE(1, 5, 7, x + one)
+    ONE_TILE(2, 4, 6, x + two)
+    ONE_TILE(3, 5, 7, x + two + one)
+}
+
+/* One panel by `rows` rows of the height that begins at `row` -> out, scaled as by `integers`, to the bit. single: a
+   group is no longer than a run of columns. Tiles are multiplied while the sums of those before are scaled. */
+INLINE void panel_tile(const struct matrix *m, const int8_t *weight, const struct scales *scales,
+                       const struct bytes_of_rows *x, int64_t row, int rows, int columns, int single, int less, vf *to) {
+    int64_t height = x->height, runs = m->k / columns, each = m->group / columns;
+    int64_t first = row / height;
+    const int8_t *q = x->q + first * x->blocks * height * BLOCK;
+    const float *scale = x->scale + first * x->blocks * height, *group_sum = x->group_sum + first * x->groups * height;
+    int32_t sums[2][TILES * 256] __attribute__((aligned(64)));
+    vf part[LANES], out[LANES];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+        out[r] = part[r] = zero();
+    some_runs(weight, q, height, columns, runs, sums[0]);
+    for (int64_t run = 0; run < runs; run++) {
+        int64_t ahead = run + TILES;
+        if (run % TILES == 0 && ahead < runs)
+            some_runs(weight + ahead * columns * LANES, q + ahead * columns / BLOCK * height * BLOCK, height, columns,
+                      runs - ahead, sums[run / TILES % 2 ^ 1]);
+        const int32_t *sum = sums[run / TILES % 2] + run % TILES * 256;
+        const float *by = scale + run * columns / BLOCK * height;
+        int64_t g = single ? run : run / each;
+        int ends = single || (run + 1) % each == 0;
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            vf made = __builtin_convertvector(*(const vi *)(sum + r * LANES), vf);
+            if (single)
+                out[r] = add_group(out[r], made * all(by[r]), scales, g, less ? group_sum[g * height + r] : 0, less);
+            else
+                part[r] = fused(made, all(by[r]), part[r]);
+        }
+        if (single || !ends)
+            continue;
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            out[r] = add_group(out[r], part[r], scales, g, less ? group_sum[g * height + r] : 0, less);
+            part[r] = zero();
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+        to[r] = out[r];
+}
+
+#define PANEL_TILE(ROWS) \
+    do { \
+        int less = has_less(m); \
+        if (m->group < BLOCK) \
+            panel_tile(m, weight, scales, x, row, ROWS, 16, 1, 0, out); \
+        else if (m->group == BLOCK && less) \
+            panel_tile(m, weight, scales, x, row, ROWS, BLOCK, 1, 1, out); \
+        else if (m->group == BLOCK) \
+            panel_tile(m, weight, scales, x, row, ROWS, BLOCK, 1, 0, out); \
+        else \
+            panel_tile(m, weight, scales, x, row, ROWS, BLOCK, 0, less, out); \
+    } while (0)
+
+static __attribute__((noinline)) void panel_rows(const struct matrix *m, const int8_t *weight, const struct scales *scales,
+                                                 const struct bytes_of_rows *x, int64_t row, int rows, vf *out) {
+    if (rows > 8)
+        PANEL_TILE(16);
+    else if (rows > 4)
+        PANEL_TILE(8);
+    else
+        PANEL_TILE(4);
+}
+
+static void pieces_bytes(const struct linear *a, const int64_t *panel, const int8_t *const *weight,
+                         const struct scales *scales, int count, const struct bytes_of_rows *x) {
+    int step = a->gate ? 2 : 1, set = -1;
+    for (int64_t r = 0; r < a->rows; r += LANES) {
+        int now = a->rows - r < LANES ? a->rows - r : LANES;
+        if (set != now)
+            configure_bytes(set = now, a->matrix->group < BLOCK ? 16 : BLOCK);
+        for (int p = 0; p < count; p += step) {
+            vf out[2][LANES];
+            for (int i = 0; i < step; i++)
+                panel_rows(a->matrix, weight[p + i], scales + p + i, x, r, now, out[i]);
+            for (int i = 0; i < now; i++)
+                finish(a, r + i, panel[p], out[0][i], a->gate ? out[1][i] : zero());
+        }
+    }
+    _tile_release();
+}
+#endif
+
+#define BY_TILES 9 /* rows from which tiles are faster */
+
+/* A quantized matrix by rows in bfloat16, which become int8. */
+static void integer_linear(const struct linear *a, int64_t *next) {
+    const struct matrix *m = a->matrix;
+    int64_t width = a->gate ? m->n / 2 : m->n, last = (width + LANES - 1) / LANES, size = scales_size(m);
+    int task = a->gate ? PANELS / 2 : PANELS;
+    struct codes codes = codes_of(m);
+    struct bytes_of_rows x = bytes_of(a, &codes);
+    float *held = room(2, PANELS * (sizeof(float) * size + m->k * LANES));
+    for (;;) {
+        int64_t first = __atomic_fetch_add(next, task, __ATOMIC_RELAXED), panel[PANELS];
+        if (first >= last)
+            return;
+        int count = list_panels(a, first, task, panel);
+        struct scales scales[PANELS];
+        for (int p = 0; p < count; p++)
+            scales[p] = scales_of(m, panel[p], codes.part, held + p * size);
+#ifdef __AMX_INT8__
+        if (a->rows >= BY_TILES) {
+            const int8_t *weight[PANELS];
+            int8_t *buffer = (int8_t *)(held + PANELS * size);
+            for (int p = 0; p < count; p++)
+                weight[p] = signed_codes(m, &codes, panel[p], buffer + p * m->k * LANES);
+            pieces_bytes(a, panel, weight, scales, count, &x);
+            continue;
+        }
+#endif
+        pieces_integers(a, &codes, panel, scales, count, &x);
+    }
+}

@@ -1,0 +1,221 @@
+/* Attention by tiles of AMX, q and K/V in bfloat16: included by kernels.c.
+
+   Blocks of KEYS positions, at multiples of KEYS, are weighed by an online softmax in base 2; weights are rounded to
+   bfloat16 before values are multiplied by them. Each row of a tile is computed alone, and a block that a query does
+   not see adds exact zeros: so a query has the same bits whatever is attended with it, a prompt as a single token. */
+
+#define TILED_ROWS 128 /* of a task */
+
+INLINE int is_tiled(const struct attention *a) {
+    return a->q_bf16 && a->kv_bf16 && a->dim % 32 == 0 && a->value_dim % 16 == 0;
+}
+
+/* 2 to the power x, to 3 units in the last place. */
+INLINE vf power_of_two(vf x) {
+    __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vf r = x - (vf)whole;
+    r = (vf)_mm512_mask_blend_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-150.0f), _CMP_GE_OQ),
+                                 _mm512_setzero_ps(), (__m512)r); /* -inf - -inf */
+    vf p = all(1.33336e-3f);
+    p = fused(p, r, all(9.6184373e-3f));
+    p = fused(p, r, all(5.5503324e-2f));
+    p = fused(p, r, all(2.4022648e-1f));
+    p = fused(p, r, all(6.9314718e-1f));
+    p = fused(p, r, all(1.0f));
+    return (vf)_mm512_scalef_ps((__m512)p, whole);
+}
+
+/* What a task works with. */
+struct tiled {
+    uint16_t *q, *keys, *values, *weights;
+    float *scores, *total, *top, *weight;
+};
+
+static struct tiled tiled_room(const struct attention *a, int64_t rows) {
+    size_t sizes[8] = {2 * rows * a->dim, 2 * KEYS * a->dim, 2 * KEYS * a->value_dim, 2 * LANES * KEYS,
+                       4 * LANES * KEYS, 4 * rows * a->value_dim, 4 * rows, 4 * rows};
+    size_t at[8], whole = 0;
+    for (int i = 0; i < 8; i++) {
+        at[i] = whole;
+        whole += (sizes[i] + 63) / 64 * 64;
+    }
+    char *held = room(0, whole);
+    return (struct tiled){(uint16_t *)held, (uint16_t *)(held + at[1]), (uint16_t *)(held + at[2]), (uint16_t *)(held + at[3]),
+                          (float *)(held + at[4]), (float *)(held + at[5]), (float *)(held + at[6]), (float *)(held + at[7])};
+}
+
+/* Positions `from` to `to` of the block at `at`, others being zeros: keys as tiles [KEYS / 16][dim / 32][16][16][2],
+   values as tiles [KEYS / 32][value_dim / 16][16][16][2], pairs of numbers and of positions being neighbours. */
+static void read_block(const struct attention *a, int64_t span, int64_t group, int64_t at, int64_t from, int64_t to,
+                       const struct tiled *t) {
+    const uint16_t *key[KEYS], *value[KEYS];
+    for (int64_t j = 0; j < KEYS; j++) {
+        int inside = at + j >= from && at + j < to;
+        key[j] = inside ? (const uint16_t *)a->k + place(a, span, group, at + j, a->dim) : NULL;
+        value[j] = inside ? (const uint16_t *)a->v + place(a, span, group, at + j, a->value_dim) : NULL;
+    }
+    vu *keys = (vu *)t->keys;
+    for (int64_t j = 0; j < KEYS; j += LANES)
+        for (int64_t i = 0; i < a->dim / 32; i++, keys += LANES) {
+            vu x[LANES];
+            for (int l = 0; l < LANES; l++)
+                x[l] = key[j + l] ? *(const vuu *)(key[j + l] + 32 * i) : (vu){0};
+            swap(x, 8);
+            swap(x, 4);
+            swap(x, 2);
+            swap(x, 1);
+            for (int l = 0; l < LANES; l++)
+                keys[l] = x[l];
+        }
+    int64_t tiles = a->value_dim / LANES;
+    const __m512i order = interleave();
+    for (int64_t j = 0; j < KEYS; j += 2)
+        for (int64_t i = 0; i < tiles; i++) {
+            __m256i first = value[j] ? _mm256_loadu_si256((const __m256i *)(value[j] + 16 * i)) : _mm256_setzero_si256();
+            __m256i second =
+                value[j + 1] ? _mm256_loadu_si256((const __m256i *)(value[j + 1] + 16 * i)) : _mm256_setzero_si256();
+            __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+            _mm512_store_si512((vu *)t->values + (j / 32 * tiles + i) * LANES + j / 2 % LANES,
+                               _mm512_permutexvar_epi16(order, both));
+        }
+}
+
+/* Scores of 16 rows of q with a block -> scores [16][KEYS]. */
+static void tiled_scores(const struct attention *a, const uint16_t *q, const struct tiled *t) {
+    int64_t steps = a->dim / 32;
+    const char *keys = (const char *)t->keys;
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (int64_t i = 0; i < steps; i++) {
+        _tile_loadd(4, q + 32 * i, 2 * a->dim);
+        _tile_loadd(6, keys + 1024 * i, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, keys + 1024 * (steps + i), 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, keys + 1024 * (2 * steps + i), 64);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, keys + 1024 * (3 * steps + i), 64);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, t->scores, 4 * KEYS);
+    _tile_stored(1, t->scores + LANES, 4 * KEYS);
+    _tile_stored(2, t->scores + 2 * LANES, 4 * KEYS);
+    _tile_stored(3, t->scores + 3 * LANES, 4 * KEYS);
+}
+
+/* Weights of one row, which sees positions `low` to `high` of the block -> weights [KEYS]; returns what the sums of
+   the blocks before are multiplied by. */
+INLINE float tiled_softmax(const struct attention *a, const float *s, int64_t low, int64_t high, float *top,
+                           float *weight, uint16_t *weights) {
+    const vf lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const float log2e = 1.44269504088896341f;
+    vf x[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        x[i] = a->soft_cap > 0 ? capped(a, loadf(s + i * LANES) * a->scale) * log2e : loadf(s + i * LANES) * (a->scale * log2e);
+    if (low > 0 || high < KEYS - 1) {
+        vf least = all(low), most = all(high);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            vf at = lane + (float)(i * LANES);
+            vi seen = (at >= least) & (at <= most);
+            x[i] = (vf)(((vi)x[i] & seen) | ((vi)all(-INFINITY) & ~seen));
+        }
+    }
+    float best = _mm512_reduce_max_ps((__m512)maximum(maximum(x[0], x[1]), maximum(x[2], x[3])));
+    best = *top > best ? *top : best;
+    float base = best == -INFINITY ? 0.0f : best;
+    float shrink = power_of_two(all(*top - base))[0];
+    vf added = zero();
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        vf w = power_of_two(x[i] - base);
+        added += w;
+        *(vh *)(weights + i * LANES) = narrow(w);
+    }
+    *weight = *weight * shrink + sum(added);
+    *top = best;
+    return shrink;
+}
+
+/* total [16][value_dim] times shrink [16], plus weights [16][KEYS] times the block's values. */
+static void tiled_values(const struct attention *a, const struct tiled *t, const float *shrink, int rows, float *total) {
+    int64_t tiles = a->value_dim / LANES;
+    float made[2 * 256] __attribute__((aligned(64)));
+    for (int64_t i = 0; i < tiles; i += 2) {
+        const char *values = (const char *)t->values + 1024 * i, *next = values + 1024 * (i + 1 < tiles);
+        _tile_zero(0); _tile_zero(1);
+        _tile_loadd(4, t->weights, 2 * KEYS);
+        _tile_loadd(6, values, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, next, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, t->weights + 32, 2 * KEYS);
+        _tile_loadd(6, values + 1024 * tiles, 64);
+        _tile_dpbf16ps(0, 5, 6);
+        _tile_loadd(7, next + 1024 * tiles, 64);
+        _tile_dpbf16ps(1, 5, 7);
+        _tile_stored(0, made, 64);
+        _tile_stored(1, made + 256, 64);
+        for (int r = 0; r < rows; r++) {
+            float *to = total + r * a->value_dim + i * LANES;
+            storef(to, fused(loadf(to), all(shrink[r]), loadf(made + r * LANES)));
+            if (i + 1 < tiles)
+                storef(to + LANES, fused(loadf(to + LANES), all(shrink[r]), loadf(made + 256 + r * LANES)));
+        }
+    }
+}
+
+static void configure_attention(int rows) {
+    struct tile_config c = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        c.bytes[i] = 64;
+        c.rows[i] = i < 6 ? rows : 16;
+    }
+    _tile_loadconfig(&c);
+}
+
+/* As `attend`. */
+static void attend_tiled(const struct attention *a, int64_t span, int64_t group, int64_t from, int64_t to) {
+    int64_t share = a->heads / a->groups, first = a->query_start[span] + from, n = to - from;
+    int64_t whole = a->query_start[span + 1] - a->query_start[span], past = a->kv_len[span] - whole + from;
+    int64_t rows = n * share, length = past + n;
+    int height = rows < LANES ? rows : LANES;
+    struct tiled t = tiled_room(a, (rows + LANES - 1) / LANES * LANES);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t head = group * share + r % share;
+        memcpy(t.q + r * a->dim, (const uint16_t *)a->q + (first + r / share) * a->q_stride + head * a->dim, 2 * a->dim);
+        t.top[r] = a->sinks ? a->sinks[head] * 1.44269504088896341f : -INFINITY;
+        t.weight[r] = a->sinks ? 1.0f : 0.0f;
+    }
+    memset(t.q + rows * a->dim, 0, 2 * a->dim * (-rows & (LANES - 1)));
+    memset(t.total, 0, 4 * a->value_dim * rows);
+    configure_attention(height);
+    int64_t lowest = past + 1 - a->window, begin = chunk_of(a, past);
+    int64_t start = lowest > begin ? lowest : begin;
+    start = start < 0 ? 0 : start;
+    for (int64_t at = start / KEYS * KEYS; at < length; at += KEYS) {
+        read_block(a, span, group, at, start, length, &t);
+        for (int64_t r = 0; r < rows; r += LANES) {
+            int now = rows - r < height ? rows - r : height;
+            if (past + (r + now - 1) / share < at)
+                continue; /* none of them sees it */
+            float shrink[LANES];
+            tiled_scores(a, t.q + r * a->dim, &t);
+            for (int i = 0; i < now; i++) {
+                int64_t query = past + (r + i) / share, low = query - a->window + 1, chunk = chunk_of(a, query);
+                low = (low > chunk ? low : chunk) - at;
+                int64_t high = query - at;
+                shrink[i] = tiled_softmax(a, t.scores + i * KEYS, low < 0 ? 0 : low > KEYS ? KEYS : low,
+                                          high > KEYS - 1 ? KEYS - 1 : high < -1 ? -1 : high, t.top + r + i,
+                                          t.weight + r + i, t.weights + i * KEYS);
+            }
+            tiled_values(a, &t, shrink, now, t.total + r * a->value_dim);
+        }
+    }
+    _tile_release();
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t head = group * share + r % share, out = ((first + r / share) * a->heads + head) * a->value_dim;
+        for (int64_t i = 0; i < a->value_dim; i += LANES)
+            put16(a->out, out + i, 1, loadf(t.total + r * a->value_dim + i) / t.weight[r]);
+    }
+}
