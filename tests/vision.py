@@ -198,6 +198,7 @@ def gemma4() -> PreTrainedModel:
 def gemma4_small() -> PreTrainedModel:
     """As the small ones: inputs of layers, shared K/V and clipped products."""
     text = {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2}
+    text |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
     return gemma4_of({**text, "use_double_wide_mlp": True}, {"use_clipped_linears": True})
 
 
