@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.errors import InvalidConfig, InvalidRequest
 from tests.checkpoints import make as make_text
-from tests.vision import FAMILIES, IDS, make, picture, theirs
+from tests.vision import FAMILIES, make, picture, place_of, theirs
 
-MARKS = {"gemma3": "<start_of_image>"}
+MARKS = {"gemma3": "<start_of_image>", "gemma4": "<|image|>", "gemma4-small": "<|image|>"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
@@ -109,8 +109,8 @@ FEW = [
 
 def same_answers(family: Family, options: dict[str, Any]) -> None:
     """Alone, all together, twice, from threads at once, and several answers each."""
-    if family.family == "gemma3" and "max_num_batched_tokens" in options:
-        options = {**options, "max_num_batched_tokens": 10}
+    if family.family in ("gemma3", "gemma4") and "max_num_batched_tokens" in options:
+        options = {**options, "max_num_batched_tokens": 14}  # an image must fit
     with family.llm(**options) as llm:
         inputs, wanted = family.inputs(), family.answers
         assert said(llm.generate(inputs, GREEDY)) == wanted
@@ -240,7 +240,7 @@ def test_a_text_model_refuses_images_by_name(tmp_path: Path) -> None:
 
 
 def test_token_ids_hold_one_place_for_each_image(family: Family, plain: LLM) -> None:
-    own = IDS["<image_soft_token>" if family.family == "gemma3" else "<|image_pad|>"]
+    own = place_of(family.family)
     prompt = {"prompt_token_ids": [70, own, 71], "multi_modal_data": {"image": [family.pictures[0]]}}
     [out] = plain.generate(prompt, GREEDY)
     assert said([out]) == [family.greedy(out.prompt_token_ids, family.pictures[:1])]

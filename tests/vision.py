@@ -16,6 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -29,12 +31,14 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4 import image_processing_pil_gemma4
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 SPECIAL = (
     *("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>", "<start_of_turn>", "<end_of_turn>"),
+    *("<|image>", "<|image|>", "<image|>"),
 )
 IDS = {token: 256 + i for i, token in enumerate(SPECIAL)}
 VOCAB = 256 + len(SPECIAL)
@@ -51,6 +55,7 @@ GEMMA_TEMPLATE = (
     "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
+GEMMA4_TEMPLATE = GEMMA_TEMPLATE.replace("<start_of_image>", "<|image|>")
 
 TEXT = MappingProxyType(
     {
@@ -171,6 +176,31 @@ def gemma3() -> PreTrainedModel:
     )
 
 
+def gemma4_of(text: Mapping[str, Any], vision: Mapping[str, Any]) -> PreTrainedModel:
+    local = {"global_head_dim": 16, "head_dim": 12, "sliding_window": 9, "num_hidden_layers": 4}
+    local |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2}
+    sizes |= {"position_embedding_size": 40}
+    ids = {"image_token_id": IDS["<|image|>"], "boi_token_id": IDS["<|image>"], "eoi_token_id": IDS["<image|>"]}
+    return Gemma4ForConditionalGeneration(
+        Gemma4Config(text_config={**TEXT, **local, **text}, vision_config={**sizes, **vision}, **ids)
+    )
+
+
+def gemma4() -> PreTrainedModel:
+    """As the large ones: experts, and images whose tokens see each other."""
+    text = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
+    text |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+    return gemma4_of({**text, "use_bidirectional_attention": "vision"}, {"standardize": True})
+
+
+def gemma4_small() -> PreTrainedModel:
+    """As the small ones: inputs of layers, shared K/V and clipped products."""
+    text = {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2}
+    return gemma4_of({**text, "use_double_wide_mlp": True}, {"use_clipped_linears": True})
+
+
 FAMILIES: Mapping[str, Any] = MappingProxyType(
     {
         "qwen2.5-vl": qwen25,
@@ -179,6 +209,8 @@ FAMILIES: Mapping[str, Any] = MappingProxyType(
         "qwen3.5": qwen35,
         "qwen3.5-moe": qwen35_moe,
         "gemma3": gemma3,
+        "gemma4": gemma4,
+        "gemma4-small": gemma4_small,
     }
 )
 
@@ -186,17 +218,40 @@ RECURRENT = ("qwen3.5", "qwen3.5-moe")
 """Those that run on a CPU only."""
 
 
+GEMMA4_TOKENS = 12
+"""Most tokens of an image, fewer than published models have."""
+image_processing_pil_gemma4._SUPPORTED_SOFT_TOKENS = (GEMMA4_TOKENS,)
+
+
 def processor_of(family: str) -> Any:
     """transformers' processor of images, without torchvision."""
     if family == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
+    if family.startswith("gemma4"):
+        return image_processing_pil_gemma4.Gemma4ImageProcessorPil(
+            patch_size=4, pooling_kernel_size=2, max_soft_tokens=GEMMA4_TOKENS
+        )
     return Qwen2VLImageProcessorPil(
         size={"shortest_edge": 8 * 8 * 2, "longest_edge": 8 * 8 * 40}, patch_size=4, merge_size=2
     )
 
 
+TEMPLATES = {"gemma3": GEMMA_TEMPLATE, "gemma4": GEMMA4_TEMPLATE, "gemma4-small": GEMMA4_TEMPLATE}
+
 UNSHIFTED = ("linear_attn.norm.weight", "A_log", "dt_bias")
 """Of recurrent layers, what is not a norm of 1 + w."""
+
+
+GEMMA4_BUFFERS = MappingProxyType(
+    {
+        "std_bias": (0.0, 1.0),
+        "std_scale": (1.0, 0.3),
+        "layer_scalar": (0.8, 0.1),
+        "put_min": (-1.2, 0.2),
+        "put_max": (1.2, 0.2),
+    }
+)
+"""Mean and deviation of what is not a parameter, by the end of its name."""
 
 
 def make(folder: Path, family: str, seed: int = 0) -> PreTrainedModel:
@@ -204,9 +259,16 @@ def make(folder: Path, family: str, seed: int = 0) -> PreTrainedModel:
     model = FAMILIES[family]().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if own := next((each for ends, each in GEMMA4_BUFFERS.items() if name.endswith(ends)), None):
+                buffer.copy_(own[0] + own[1] * torch.randn(buffer.shape, generator=generator))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
+            if "gemma4" in family and "language_model" in name and "post_" in name:
+                parameter.copy_(noise + 5.0)  # or embeddings, which are large, would repeat themselves
+            elif "gemma4" in family and name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.copy_(0.2 * noise + 0.5)  # scores have no scale of their own
+            elif parameter.dim() == 1:
                 shifted = family in ("gemma3", *RECURRENT) and "vis" not in name and not name.endswith(UNSHIFTED)
                 parameter.copy_(0.2 * noise + (0.0 if name.endswith("bias") or shifted else 1.0))
             else:
@@ -215,8 +277,10 @@ def make(folder: Path, family: str, seed: int = 0) -> PreTrainedModel:
                     size = parameter.shape[-1]
                 # Recurrent layers would make rounding errors larger from layer to layer.
                 parameter.copy_(noise * (0.9 if "linear_attn" in name else 1.5) * size**-0.5)
+        if "gemma4" in family:  # or the head, which is tied to it, might say it, which no model does
+            model.get_input_embeddings().weight[place_of(family)] = 0.0
     model.save_pretrained(folder)
-    write_tokenizer(folder, QWEN_TEMPLATE if "qwen" in family else GEMMA_TEMPLATE)
+    write_tokenizer(folder, QWEN_TEMPLATE if "qwen" in family else TEMPLATES[family])
     processor_of(family).save_pretrained(folder)
     return model
 
@@ -247,17 +311,23 @@ def png(image: Image.Image, format: str = "PNG") -> bytes:
     return buffer.getvalue()
 
 
+def place_of(family: str) -> int:
+    """The id of a placeholder."""
+    return IDS[{"gemma3": "<image_soft_token>"}.get(family, "<|image|>" if "gemma4" in family else "<|image_pad|>")]
+
+
 def theirs(model: PreTrainedModel, family: str, ids: Sequence[int], images: Sequence[Image.Image]) -> torch.Tensor:
     """transformers' logits [T, V] of a prompt with images whose placeholders are expanded."""
     tokens = torch.tensor([list(ids)])
     fields: dict[str, Any] = {}
     if images:
         read = processor_of(family)(list(images), return_tensors="pt")
-        own = IDS["<image_soft_token>" if family == "gemma3" else "<|image_pad|>"]
-        types = (tokens == own).int()
+        types = (tokens == place_of(family)).int()
         fields["pixel_values"] = read["pixel_values"]
         if family == "gemma3":
             fields["token_type_ids"] = types
+        elif family.startswith("gemma4"):
+            fields |= {"image_position_ids": read["image_position_ids"], "mm_token_type_ids": types}
         else:
             fields |= {"image_grid_thw": read["image_grid_thw"], "mm_token_type_ids": types}
     with torch.no_grad():

@@ -18,6 +18,7 @@ from typing import Any, Self, cast
 
 from quire.assembly.backend import build_backend, engine_process
 from quire.assembly.images import build_images, fetch_now
+from quire.assembly.place import located
 from quire.assembly.pooled import PooledPrompts, PoolingReader
 from quire.assembly.prompts import Message, Prompt, PromptReader, ReadPrompt, suffixes
 from quire.assembly.text import build_text
@@ -129,7 +130,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
-        self.settings = Settings.of(model=model, **options_of(options)) if settings is None else settings
+        self.settings = located(Settings.of(model=model, **options_of(options)) if settings is None else settings)
         self._text = build_text(self.settings)
         self._prompts = PromptReader(self._text, build_images(self.settings), fetch_now(self.settings))
         seeds = random.Random(self.settings.model.seed)

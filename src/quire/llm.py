@@ -26,6 +26,7 @@ from quire.assembly.engine import build_engine
 from quire.assembly.images import build_images, fetch_now
 from quire.assembly.kv_offload import refuse_prefill
 from quire.assembly.limits import choose_device
+from quire.assembly.place import located
 from quire.assembly.pooled import PoolingReader
 from quire.assembly.prompts import Message, Prompt, PromptReader, ReadPrompt, check_list, last_text, listed, suffixes
 from quire.assembly.text import build_text
@@ -93,7 +94,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
-        self.settings = Settings.of(model=model, **options_of(options)) if settings is None else settings
+        self.settings = located(Settings.of(model=model, **options_of(options)) if settings is None else settings)
         self._text = build_text(self.settings)
         self._prompts = PromptReader(self._text, build_images(self.settings), fetch_now(self.settings))
         self._grammars = GrammarCompiler(LlguidanceCompiler(lambda: self._text.tokenizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.assembly import engine, engine_child, grpc, hf, limits, onnx, speculate
+from quire.assembly import engine, engine_child, grpc, hf, limits, onnx, place, speculate
 from quire.config import Settings
 from quire.engine.executor import Description
 from quire.engine.protocol import BuildFailed
@@ -60,6 +61,11 @@ def tried(calls: Calls, title: str, work: Callable[[], object]) -> None:
         calls.say("made", made)
 
 
+def of(**options: Any) -> Settings:
+    """Settings as a start has them: with the place of the model."""
+    return place.located(Settings.of(**options))
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Calls:
     """Nothing is loaded or allocated; the host has 6 GiB, and a card of 80 has 70."""
@@ -81,7 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     monkeypatch.setattr(speculate, "load_model", noted.to("load_draft", draft))
     monkeypatch.setattr(speculate, "allocate", noted.to("allocate", ["pools"]))
     monkeypatch.setattr(engine, "LocalExecutor", noted.to("LocalExecutor", "executor"))
-    for module in (engine, speculate, hf):
+    for module in (place, speculate):
         monkeypatch.setattr(
             module, "locate", lambda name, **rest: noted.say("located", [name, rest]) or Path(f"found/{name}")
         )
@@ -131,7 +137,7 @@ def test_executors_on_a_host_are_made_as_written_down(
     monkeypatch.setattr(engine, "float8_layers", float8)
     monkeypatch.setattr(engine, "best_level", lambda: None)
     for options in ON_HOST:
-        tried(calls, f"quire serve {options}", lambda options=options: engine.make_executor(Settings.of(**options)))
+        tried(calls, f"quire serve {options}", lambda options=options: engine.make_executor(of(**options)))
         calls.lines += [f"logged {each.levelname} {each.getMessage()}" for each in caplog.records]
         caplog.clear()
     check(EXPECTED / "builds-host.txt", "\n".join(calls.lines))
@@ -165,8 +171,10 @@ def test_executors_on_a_card_are_made_as_written_down(
         monkeypatch.setattr(speculate, name, calls.to(name, name))
     monkeypatch.setattr(cuda, "CudaExecutor", calls.to("CudaExecutor", "executor"))
     for options in ON_A_CARD:
-        tried(calls, f"quire serve {options}", lambda options=options: engine.make_executor(Settings.of(**options)))
-        said = [each.getMessage().partition("; beside")[0] for each in caplog.records]
+        tried(calls, f"quire serve {options}", lambda options=options: engine.make_executor(of(**options)))
+        said = [
+            re.sub(r"in \d+\.\d s", "in 0.0 s", each.getMessage().partition("; beside")[0]) for each in caplog.records
+        ]
         calls.lines += [f"logged {line}" for line in said]
         caplog.clear()
     check(EXPECTED / "builds-card.txt", "\n".join(calls.lines))
@@ -209,7 +217,7 @@ def test_engines_are_put_together_as_written_down(
         calls.lines += ["", str(options)]
         if "recording_dir" in options:
             options = {**options, "recording_dir": str(tmp_path)}
-        it = engine.build_engine(Settings.of(**options), observers=["observer"], keep=4, wrap=lambda each: each)  # type: ignore[list-item]
+        it = engine.build_engine(of(**options), observers=["observer"], keep=4, wrap=lambda each: each)  # type: ignore[list-item]
         calls.lines.append(type(it).__name__)
         calls.members("engine", it, without=("clock", "scheduler", "observers"))
         calls.say("observers", it.observers[:1])
@@ -259,7 +267,7 @@ def test_connections_to_executors_are_made_as_written_down(
     built = limits.BuiltExecutor(remote, None, {})  # type: ignore[arg-type]
     monkeypatch.setattr(grpc, "make_executor", lambda made: calls.say("lookahead", made.scheduler.lookahead) or built)
     for given in ({}, {"lookahead": 0}, {"lookahead": 3}):
-        tried(calls, f"quire executor {given}", lambda given=given: grpc.host(Settings.of(**given), "a:0", None))
+        tried(calls, f"quire executor {given}", lambda given=given: grpc.host(of(**given), "a:0", None))
     check(EXPECTED / f"builds-grpc-{device}.txt", "\n".join(calls.lines).replace(str(tmp_path), "FOLDER"))
 
 
@@ -286,7 +294,6 @@ FOREIGN: list[dict[str, Any]] = [
 def test_foreign_executors_are_made_as_written_down(
     kind: str, calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    module: Any = {"onnx": onnx, "hf": hf}[kind]
     foreign = SimpleNamespace(
         spec=spec(),
         dtype=torch.float32,
@@ -294,7 +301,7 @@ def test_foreign_executors_are_made_as_written_down(
         layers=["layer"],
         past=SimpleNamespace(whole=False, about="kept"),
     )
-    monkeypatch.setattr(module, "locate", lambda name, **rest: calls.say("located", rest) or tmp_path)
+    monkeypatch.setattr(place, "locate", lambda name, **rest: calls.say("located", rest) or tmp_path)
     if kind == "hf":
         monkeypatch.setattr(hf, "choose_device", lambda name: torch.device("cuda" if name == "cuda" else "cpu"))
         monkeypatch.setattr(hf, "HfModel", calls.to("HfModel", foreign))
@@ -307,12 +314,12 @@ def test_foreign_executors_are_made_as_written_down(
         monkeypatch.setattr(onnx, "read_spec", lambda config: foreign.spec)
         for config in (None, {}, {"quire_onnx_format": 0}):
             monkeypatch.setattr(onnx, "read_config", lambda folder, config=config: config)
-            settings = Settings.of(executor=kind, model="m")
+            settings = of(executor=kind, model="m")
             tried(calls, f"of {config}", lambda settings=settings: engine.make_executor(settings))
             (tmp_path / "body.onnx").touch()
         monkeypatch.setattr(onnx, "read_config", lambda folder: {"quire_onnx_format": onnx.ONNX_FORMAT})
     for options in FOREIGN:
-        settings = Settings.of(executor=kind, **options)
+        settings = of(executor=kind, **options)
         tried(calls, f"quire serve {options}", lambda settings=settings: engine.make_executor(settings))
     check(EXPECTED / f"builds-{kind}.txt", "\n".join(calls.lines).replace(str(tmp_path), "FOLDER"))
 

@@ -82,6 +82,11 @@ async def loopback(host: str, port: int) -> Sequence[str]:
     return ["127.0.0.1"]
 
 
+def places(*urls: str) -> dict[str, str]:
+    """Addresses with where they stand."""
+    return {url: f"input[0].content[{i}]" for i, url in enumerate(urls)}
+
+
 def fetcher(**changes: Any) -> MediaFetcher:
     """One that takes loopback for public, as the tests' sites are there."""
     fields: dict[str, Any] = {"domains": ("pictures.test", "*.cdn.test"), "max_bytes": 1000, "timeout": 5.0}
@@ -97,7 +102,7 @@ def test_files_are_fetched_in_one_go_and_redirects_followed() -> None:
     async def test() -> None:
         async with site({"/a?b=c%20d": ok(b"one"), "/b": to("/c"), "/c": ok(b"two")}) as web:
             first, second = web.url("/a?b=c d"), web.url("/b", "x.cdn.test")
-            assert await fetcher().fetch([first, second]) == {first: b"one", second: b"two"}
+            assert await fetcher().fetch(places(first, second)) == {first: b"one", second: b"two"}
             assert any(f"host: pictures.test:{web.port}" in head for head in web.asked)
             assert not any("cookie" in head or "authorization" in head for head in web.asked)
 
@@ -122,7 +127,7 @@ def test_hosts_that_are_not_named_are_not_asked(host: str) -> None:
     async def test() -> None:
         async with site({"/": ok(b"secret")}) as web:
             with pytest.raises(InvalidRequest, match="images are not fetched from") as caught:
-                await fetcher().fetch([web.url("/", host)])
+                await fetcher().fetch(places(web.url("/", host)))
             assert caught.value.code == "media_not_allowed" and not web.asked
 
     run(test())
@@ -134,7 +139,7 @@ def test_private_addresses_are_not_asked_even_where_they_are_named(host: str) ->
         async with site({"/": ok(b"secret")}) as web:
             own = MediaFetcher((host.strip("[]"),), 1000, 5.0)
             with pytest.raises(InvalidRequest, match=r"an address that is not public|not known"):
-                await own.fetch([web.url("/", host)])
+                await own.fetch(places(web.url("/", host)))
             assert not web.asked
 
     run(test())
@@ -148,7 +153,7 @@ def test_redirects_lead_nowhere_else(where: str) -> None:
         async with site({"/x": ok(b"secret")}) as inner, site({"/": b""}) as web:
             web.answers["/"] = to(where.format(port=inner.port))
             with pytest.raises(InvalidRequest, match=r"not fetched from|not http or https"):
-                await fetcher().fetch([web.url("/")])
+                await fetcher().fetch(places(web.url("/")))
             assert not inner.asked
 
     run(test())
@@ -161,7 +166,7 @@ def test_a_redirect_to_a_name_with_a_private_address_is_refused() -> None:
 
         async with site({"/": to("http://inner.cdn.test/")}) as web:
             with pytest.raises(InvalidRequest, match="not public"):
-                await fetcher(resolve=public_first).fetch([web.url("/")])
+                await fetcher(resolve=public_first).fetch(places(web.url("/")))
 
     run(test())
 
@@ -175,7 +180,7 @@ def test_a_name_that_changes_its_answer_is_asked_at_the_address_that_was_checked
     async def test() -> None:
         async with site({"/": to("/again"), "/again": ok(b"secret")}) as web:
             with pytest.raises(InvalidRequest, match="not public"):
-                await fetcher(resolve=changing).fetch([web.url("/")])
+                await fetcher(resolve=changing).fetch(places(web.url("/")))
             assert len(web.asked) == 1 and not answers
 
     run(test())
@@ -188,7 +193,7 @@ def test_a_name_of_which_one_address_is_private_is_refused() -> None:
     async def test() -> None:
         async with site({"/": ok(b"x")}) as web:
             with pytest.raises(InvalidRequest, match="not public"):
-                await fetcher(resolve=both).fetch([web.url("/")])
+                await fetcher(resolve=both).fetch(places(web.url("/")))
             assert not web.asked
 
     run(test())
@@ -199,7 +204,7 @@ def test_redirects_to_damaged_addresses_are_refused(where: str) -> None:
     async def test() -> None:
         async with site({"/": to(where)}) as web:
             with pytest.raises(InvalidRequest, match="redirected to a damaged address"):
-                await fetcher().fetch([web.url("/")])
+                await fetcher().fetch(places(web.url("/")))
 
     run(test())
 
@@ -208,7 +213,7 @@ def test_redirects_end() -> None:
     async def test() -> None:
         async with site({"/": to("/")}) as web:
             with pytest.raises(InvalidRequest, match=f"more than {MAX_REDIRECTS} times"):
-                await fetcher().fetch([web.url("/")])
+                await fetcher().fetch(places(web.url("/")))
             assert len(web.asked) == 1 + MAX_REDIRECTS
 
     run(test())
@@ -240,7 +245,7 @@ def test_large_bodies_are_not_read_to_their_end() -> None:
             for paths in (["/"], ["/announced"], ["/half", "/half?again"]):
                 web.answers["/half?again"] = web.answers["/half"]
                 with pytest.raises(TooLarge, match="more than 1,000 bytes"):
-                    await fetcher().fetch([web.url(path) for path in paths])
+                    await fetcher().fetch(places(*map(web.url, paths)))
 
     run(test())
 
@@ -250,7 +255,7 @@ def test_slow_servers_are_given_up(answer: Handle) -> None:
     async def test() -> None:
         async with site({"/": answer}) as web:
             with pytest.raises(InvalidRequest, match=r"did not come within 0.2 s \(--image-fetch-timeout\)"):
-                await fetcher(timeout=0.2).fetch([web.url("/")])
+                await fetcher(timeout=0.2).fetch(places(web.url("/")))
 
     run(test())
 
@@ -270,7 +275,7 @@ def test_other_answers_are_refused(answer: bytes, error: str) -> None:
     async def test() -> None:
         async with site({"/": answer}) as web:
             with pytest.raises(InvalidRequest, match=error):
-                await fetcher().fetch([web.url("/")])
+                await fetcher().fetch(places(web.url("/")))
 
     run(test())
 
@@ -280,6 +285,6 @@ def test_a_host_that_does_not_answer_is_named_no_further() -> None:
         raise OSError("private details")
 
     with pytest.raises(InvalidRequest, match=r"its host is not known$"):
-        asyncio.run(fetcher(resolve=unknown).fetch(["http://pictures.test/"]))
+        asyncio.run(fetcher(resolve=unknown).fetch(places("http://pictures.test/")))
     with pytest.raises(InvalidRequest, match=r"its host does not answer$"):
-        asyncio.run(fetcher().fetch(["http://pictures.test:9/"]))
+        asyncio.run(fetcher().fetch(places("http://pictures.test:9/")))

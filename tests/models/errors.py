@@ -67,7 +67,7 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "deepseek_v32": "sequences longer than `index_topk` (2,048): sparse attention",
         "ernie4_5_moe": f"`use_bias`; {MTP}",
         "gemma3": "crops of images",
-        "gemma4": f"{IMAGES}, audio",
+        "gemma4": "video, audio",
         "gpt2": "quantised checkpoints: matrices are stored transposed",
         "gpt_oss": "other clamps of the gate",
         "bamba": RECURRENT,

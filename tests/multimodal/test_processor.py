@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.layers.vision import VisionConfig
 from quire.model_runner.images import Normalization
 from quire.multimodal.pixels import opened, resized
-from quire.multimodal.processor import ImageProcessor, read_processor
+from quire.multimodal.processor import SOFT_TOKENS, ImageProcessor, read_processor
 from tests.vision import FAMILIES, make, picture, png, processor_of
 
 MOST = 1 << 24
@@ -57,6 +58,15 @@ def test_pixels_are_those_of_transformers(pair: tuple[str, ImageProcessor], mode
     read = processor_of(family)([image], return_tensors="pt")
     if family == "gemma3":
         assert (mine - read["pixel_values"][0]).abs().max() < 1e-5
+        return
+    if family.startswith("gemma4"):
+        [count] = read["num_soft_tokens_per_image"]
+        assert processor.num_tokens(*mine.shape[1:]) == int(count)
+        config = VisionConfig(hidden=8, layers=1, heads=1, mlp=1, patch=4, merge=2, out=1, image_token=1)
+        assert config.num_tokens(*mine.shape[1:]) == int(count)
+        rows = mine.reshape(3, mine.shape[1] // 4, 4, -1, 4).permute(1, 3, 2, 4, 0).reshape(-1, 48)
+        theirs = read["pixel_values"][0, : len(rows)]
+        assert (rows - (2 * theirs - 1)).abs().max() < 1e-5  # the encoder does that
         return
     assert (patches(mine, 4, 2, 2) - read["pixel_values"]).abs().max() < 1e-5
     rows, columns = (read["image_grid_thw"][0, 1:] // 2).tolist()
@@ -153,6 +163,17 @@ def test_changes_are_checked(tmp_path: Path) -> None:
 def test_files_that_cannot_be_used_are_refused_by_name(tmp_path: Path, config: Any, fields: Any, error: str) -> None:
     with pytest.raises(InvalidModel, match=error):
         read_processor(qwen(tmp_path, config, fields))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 10_000), (10_000, 1), (4000, 3000), (700, 13), (48, 48)])
+@pytest.mark.parametrize("most", SOFT_TOKENS)
+def test_sizes_of_gemma_4_are_those_of_transformers(tmp_path: Path, size: tuple[int, int], most: int) -> None:
+    gemma = {"architectures": ["Gemma4ForConditionalGeneration"], "vision_config": {}}
+    processor = read_processor(qwen(tmp_path, gemma, {}), {"max_soft_tokens": most})
+    assert processor.most_tokens == most
+    assert processor.size(*size) == get_aspect_ratio_preserving_size(*size, 16, most * 9, 3)
+    with pytest.raises(InvalidConfig, match="max_soft_tokens must be one of 70, 140, 280, 560, 1120"):
+        read_processor(tmp_path, {"max_soft_tokens": most + 1})
 
 
 def test_an_image_that_is_too_narrow_is_refused(tmp_path: Path) -> None:

@@ -129,6 +129,64 @@ def test_what_is_not_read_is_refused_by_name(live: Live, part: dict[str, Any], e
     assert answer.status_code == 400 and error in answer.json()["error"]["message"]
 
 
+BAD = "data:image/png;base64,AAAA"
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "1"}
+USED = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+TOLD = {"type": "tool_result", "tool_use_id": "c", "content": "1"}
+
+
+def responses_with(url: str) -> dict[str, Any]:
+    content = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": url}]
+    return {"model": "m", "instructions": "hm", "input": [CALL, RESULT, {"role": "user", "content": content}]}
+
+
+def messages_with(url: str) -> dict[str, Any]:
+    kind, _, data = url.partition("base64,")
+    source = {"type": "base64", "media_type": "image/png", "data": data} if data else {"type": "url", "url": kind}
+    talk = [
+        {"role": "assistant", "content": [USED]},
+        {"role": "user", "content": [TOLD, {"type": "image", "source": source}]},
+    ]
+    return {"model": "m", "max_tokens": 1, "system": "hm", "messages": talk}
+
+
+def ollama_with(url: str) -> dict[str, Any]:
+    return {"model": "m", "system": "hm", "prompt": "a", "images": [DATA, url.partition("base64,")[2]]}
+
+
+def ollama_chat_with(url: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "a", "images": ollama_with(url)["images"]}]}
+
+
+@pytest.mark.parametrize(
+    ("url", "status"),
+    [(BAD, 400), ("http://127.0.0.1/x", 400), ("data:image/png;base64,", 413)],
+    ids=["damaged", "elsewhere", "enormous"],
+)
+@pytest.mark.parametrize(
+    ("path", "body", "where", "param"),
+    [
+        ("/v1/chat/completions", lambda url: chat(image(), image(url)), "messages[0].content[1]", "messages"),
+        ("/v1/responses", responses_with, "input[2].content[1]", "input"),
+        ("/v1/messages", messages_with, "messages[1].content[1]", None),
+        ("/api/chat", ollama_chat_with, "messages[0].images[1]", None),
+        ("/api/generate", ollama_with, "images[1]", None),
+    ],
+)
+def test_errors_name_the_field_that_the_client_sent(
+    live: Live, path: str, body: Any, where: str, param: str | None, url: str, status: int
+) -> None:
+    if url.endswith(","):
+        url += base64.b64encode(bomb(60_000, 60_000)).decode()
+    answer = live.http.post(path, json=body(url))
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert message.startswith(f"{where}: "), message
+    assert param is None or error["param"] == param
+
+
 def test_truncation_and_raw_prompts_are_refused_with_images(live: Live) -> None:
     answer = live.http.post("/v1/chat/completions", json=chat(image(), truncate_prompt_tokens=20))
     assert answer.status_code == 400 and "would cut images" in answer.text

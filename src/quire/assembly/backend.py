@@ -8,8 +8,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from quire.assembly.place import for_child
 from quire.assembly.text import Text
-from quire.config import OPTIONS, Settings
+from quire.config import Settings
 from quire.engine.client import EngineClient, EngineProcess
 from quire.frontend.interface import ModelCard
 from quire.frontend.native import NativeBackend
@@ -58,10 +59,9 @@ def engine_process(settings: Settings, child: str = ENGINE_MODULE) -> EngineProc
 
     child: the module that it runs.
     """
-    options = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
     return EngineProcess(
         [sys.executable, "-m", child],
-        options,
+        for_child(settings),
         partial(engine_metrics.METRICS.text, model=model_names(settings)[0]),
         environment=ENGINE_ENVIRONMENT,
         standby_after=STANDBY_DELAY if settings.server.standby_engine else None,

@@ -28,6 +28,7 @@ from quire.assembly.limits import (
     rows_with_kv,
     snapshot_slots,
 )
+from quire.assembly.place import place_of
 from quire.assembly.progress import loading
 from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft, most_drafts, wants_mtp
 from quire.assembly.text import build_tokenizer, hf_overrides, pooler_of, word_ids
@@ -70,7 +71,7 @@ from quire.types import UNLIMITED, Pooling
 from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.files import read_config
 from quire.weights.load import load_model, quiet
-from quire.weights.locate import EMBEDDED, locate
+from quire.weights.locate import EMBEDDED
 from quire.weights.pooling import GENERATES, PoolerConfig, overridden
 from quire.weights.pooling_layers import read_dense_layers
 
@@ -274,10 +275,10 @@ def choose_executor(settings: Settings) -> str:
 
     Raises InvalidModel for one that neither has, and where transformers is not installed.
     """
-    kind, model = settings.executor.executor, settings.model
+    kind = settings.executor.executor
     if kind != "auto":
         return kind
-    folder = locate(model.model, revision=model.revision, cache=model.download_dir)
+    folder = place_of(settings)
     fields = read_config(folder)
     name = architecture_name(overridden(fields, hf_overrides(settings)))
     if name in ARCHITECTURES or name in DERIVED:
@@ -369,7 +370,7 @@ def _load(
     by_default = model.model == EMBEDDED and model.dtype == "auto"
     with nullcontext(quiet) if parallel.rank or parallel.pipeline.stage else loading(model.model) as progress:
         return load_model(
-            locate(model.model, revision=model.revision, cache=model.download_dir),
+            place_of(settings),
             dtype=model.dtype,
             device=device,
             ops=choose_ops(

@@ -13,6 +13,7 @@ from functools import partial
 from quire import heap
 from quire.assembly.engine import build_engine, count_compiles
 from quire.assembly.limits import choose_device
+from quire.assembly.place import of_parent
 from quire.assembly.text import build_tokenizer
 from quire.config import Settings
 from quire.engine.executor import Description, Executor
@@ -92,7 +93,7 @@ def _settings(link: socket.socket) -> Settings:
     frames = FrameReader(Configure)
     while data := link.recv(1 << 16):
         for message in frames.feed(data):
-            return Settings.of(**message.settings)
+            return of_parent(message.settings)
     raise QuireError("the frontend exited before it sent the settings")
 
 

@@ -13,12 +13,12 @@ import torch
 
 from quire.assembly.engine import paged
 from quire.assembly.limits import BuiltExecutor, choose_device, host_bytes, reject_options, resolve
+from quire.assembly.place import place_of
 from quire.assembly.progress import loading
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.executors.hf import HfModel, load
 from quire.model_runner.memory import LayerShape, block_bytes, cpu_budget
-from quire.weights.locate import locate
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def make(settings: Settings) -> BuiltExecutor:
     """
     reject_options(settings, "hf", FIXED)
     config, device = settings.model, choose_device(settings.execution.device)
-    folder = locate(config.model, revision=config.revision, cache=config.download_dir)
+    folder = place_of(settings)
     if settings.execution.threads:
         torch.set_num_threads(settings.execution.threads)
     with loading(config.model):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 from quire.assembly import extra
+from quire.assembly.place import place_of
 from quire.config import Settings
 from quire.config.multimodal import max_images, processor_changes
 from quire.errors import InvalidModel
 from quire.frontend.media import MediaFetcher
 from quire.multimodal.inputs import Decoder, ImageInputs, ImageReader, MediaPolicy, NoImages
 from quire.multimodal.processor import ImageProcessor, read_processor
-from quire.weights.locate import locate
 
 NEEDS = ("PIL", "numpy")
 """Packages of the extra `vision`."""
@@ -23,13 +23,13 @@ NEEDS = ("PIL", "numpy")
 
 def find_processor(settings: Settings) -> ImageProcessor | str:
     """The processor of the model's images, or why they are not read. Raises InvalidConfig."""
-    kind, model = settings.executor.executor, settings.model
+    kind = settings.executor.executor
     if settings.upstream.backend != "native":
         return "servers behind this one read them"
     if kind not in ("auto", "local"):
         return f"--executor {kind} reads text only: images are read with --executor local"
     try:
-        folder = locate(model.model, revision=model.revision, cache=model.download_dir)
+        folder = place_of(settings)
         processor = read_processor(folder, processor_changes(settings.multimodal.mm_processor_kwargs))
     except InvalidModel as error:
         return str(error)
@@ -71,10 +71,10 @@ def build_fetcher(settings: Settings) -> MediaFetcher:
     return MediaFetcher(media.allowed_media_domains, media.max_image_bytes, media.image_fetch_timeout)
 
 
-def fetch_now(settings: Settings) -> Callable[[Sequence[str]], Mapping[str, bytes]]:
+def fetch_now(settings: Settings) -> Callable[[Mapping[str, str]], Mapping[str, bytes]]:
     """As `MediaFetcher.fetch`, for threads: it returns when all files are there."""
 
-    def fetch(urls: Sequence[str]) -> Mapping[str, bytes]:
+    def fetch(urls: Mapping[str, str]) -> Mapping[str, bytes]:
         # In a thread of its own: the caller's may have an event loop that runs.
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(lambda: asyncio.run(_fetched(settings, urls))).result()
@@ -82,5 +82,5 @@ def fetch_now(settings: Settings) -> Callable[[Sequence[str]], Mapping[str, byte
     return fetch
 
 
-async def _fetched(settings: Settings, urls: Sequence[str]) -> Mapping[str, bytes]:
+async def _fetched(settings: Settings, urls: Mapping[str, str]) -> Mapping[str, bytes]:
     return await build_fetcher(settings).fetch(urls)

@@ -9,13 +9,13 @@ import torch
 
 from quire.assembly.engine import on_host
 from quire.assembly.limits import BuiltExecutor, choose_threads, reject_options, resolve
+from quire.assembly.place import place_of
 from quire.config import Settings
 from quire.errors import InvalidConfig
 from quire.executors.onnx import OnnxModel
 from quire.model_runner.memory import layer_shapes
 from quire.models.registry import parameters, read_spec
 from quire.weights.files import ONNX_FORMAT, read_config
-from quire.weights.locate import locate
 
 FIXED: Mapping[str, str] = MappingProxyType(
     {
@@ -40,7 +40,7 @@ def make(settings: Settings) -> BuiltExecutor:
     if settings.execution.device == "cuda":
         raise InvalidConfig("--executor onnx runs on a CPU: leave --device at auto", param="device")
     config = settings.model
-    folder = locate(config.model, revision=config.revision, cache=config.download_dir)
+    folder = place_of(settings)
     if not (folder / "body.onnx").is_file():
         raise InvalidConfig(
             f"{config.model} has no graph: `quire export-onnx {config.model} FOLDER` writes one, to serve instead",

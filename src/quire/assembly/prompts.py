@@ -33,14 +33,14 @@ class ReadPrompt(NamedTuple):
 class PromptReader:
     """Turns prompts into token ids. May be used from any thread; methods raise InvalidRequest naming the argument.
 
-    images: how images are read. fetch: reads files of other servers, by their addresses.
+    images: how images are read. fetch: reads files of other servers, see `MediaFetcher.fetch`.
     """
 
     def __init__(
         self,
         text: Text,
         images: ImageInputs | None = None,
-        fetch: Callable[[Sequence[str]], Mapping[str, bytes]] | None = None,
+        fetch: Callable[[Mapping[str, str]], Mapping[str, bytes]] | None = None,
     ) -> None:
         self._text = text
         self._images: ImageInputs = NoImages() if images is None else images

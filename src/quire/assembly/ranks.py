@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from quire.assembly import extra
 from quire.assembly.engine import build_local
 from quire.assembly.limits import BuiltExecutor, Limits, check_stages, choose_device
-from quire.config import OPTIONS, Settings
+from quire.assembly.place import for_child, of_parent
+from quire.config import Settings
 from quire.errors import InvalidConfig
 from quire.executors.ranks import RankedExecutor, Ranks, RankShape, StartRanks, child_processes
 from quire.layers.distributed import DistributedGroup
@@ -42,24 +44,24 @@ def make(settings: Settings) -> BuiltExecutor:
             "most",
             param="tensor_parallel_size",
         )
-    options = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
-    if settings.execution.distributed_executor_backend == "ray":
+    if backend == "ray":
         start: StartRanks = extra("quire.assembly.ray_ranks", "ray").ray_actors(cuda)
+        settings = replace(settings, place=None)  # another host may keep the model elsewhere
     else:
         start = child_processes([sys.executable, "-m", RANK_MODULE], {**ENVIRONMENT, **os.environ})
-    executor = RankedExecutor(lambda: Ranks(start, options, shape))
+    executor = RankedExecutor(lambda: Ranks(start, for_child(settings), shape))
     return BuiltExecutor(executor, Limits(**executor.ready.limits), executor.ready.gauges)
 
 
 def device_of(settings: Mapping[str, Any]) -> torch.device:
     """What a rank computes on, without its number."""
-    return choose_device(Settings.of(**settings).execution.device)
+    return choose_device(of_parent(settings).execution.device)
 
 
 def build_rank(settings: Mapping[str, Any], shape: RankShape, timeout: timedelta, neighbours: int) -> BuiltExecutor:
     """This rank's executor, in a process that has joined the others. timeout: of what ranks exchange. neighbours: ranks
     on this host."""
-    made = Settings.of(**settings)
+    made = of_parent(settings)
     in_order = choose_device(made.execution.device).type == "cpu" or bool(made.execution.deterministic)
     group = DistributedGroup(shape.tensor, in_rank_order=in_order, timeout=timeout, neighbours=neighbours)
     return build_local(made, group)

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from quire import __version__, heap
 from quire.assembly.backend import ENGINE_MODULE, build_backend, engine_process, model_names
 from quire.assembly.images import build_fetcher, build_images
+from quire.assembly.place import located
 from quire.assembly.text import Text, build_text
 from quire.config import Settings
 from quire.config.option import amount
@@ -71,6 +72,7 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
     child: the module that the engine's process runs.
     """
     started = time.monotonic()
+    settings = located(settings)
     text = build_text(settings)
     serve_built(settings, build_server(settings, text, engine_process(settings, child), started))
 

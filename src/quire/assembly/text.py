@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from quire.assembly.place import place_of
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidModel
 from quire.parsers.reasoning import parser_of
@@ -51,7 +52,7 @@ def build_text(settings: Settings) -> Text:
     Raises InvalidModel, also for a broken or hostile template: better now than at the first request.
     """
     model = settings.model
-    folder = locate(model.model, revision=model.revision, cache=model.download_dir)
+    folder = place_of(settings)
     check(folder)
     tokenizer_folder = _tokenizer_folder(settings)
     try:
@@ -90,7 +91,7 @@ def pooler_of(settings: Settings) -> PoolerConfig:
     """How the model's prompts become vectors. Raises InvalidConfig and InvalidModel."""
     model = settings.model
     found = read_pooler(
-        locate(model.model, revision=model.revision, cache=model.download_dir),
+        place_of(settings),
         runner=model.runner,
         convert=model.convert,
         overrides=hf_overrides(settings),
@@ -176,4 +177,4 @@ def _tokenizer_folder(settings: Settings) -> Path:
     model = settings.model
     if model.tokenizer is not None:
         return locate(model.tokenizer, cache=model.download_dir)
-    return locate(model.model, revision=model.revision, cache=model.download_dir)
+    return place_of(settings)

@@ -12,6 +12,7 @@ import torch
 
 from quire.assembly import extra
 from quire.assembly.engine import choose_executor, choose_ops
+from quire.assembly.place import place_of
 from quire.assembly.speculate import wants_mtp
 from quire.assembly.text import Text, build_text, build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.cli.base import SettingsCommand
@@ -30,7 +31,6 @@ from quire.weights.files import Checkpoint, read_config
 from quire.weights.gguf import KINDS
 from quire.weights.load import build_outline, choose_dtype, match, named, open_checkpoint
 from quire.weights.locate import check as holds_a_model
-from quire.weights.locate import locate
 from quire.weights.pooling import GENERATES, PoolerConfig, overridden
 from quire.weights.schemes import read_scheme
 
@@ -61,8 +61,7 @@ class ModelFacts(NamedTuple):
 
 def read_facts(settings: Settings) -> ModelFacts:
     """Raises InvalidModel where not even config.json can be read."""
-    model = settings.model
-    folder = locate(model.model, revision=model.revision, cache=model.download_dir)
+    model, folder = settings.model, place_of(settings)
     holds_a_model(folder)
     config = read_config(folder)
     if choose_executor(settings) == "hf":

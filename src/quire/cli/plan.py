@@ -21,6 +21,7 @@ from quire.assembly.limits import (
     rows_with_kv,
     working_bytes,
 )
+from quire.assembly.place import located
 from quire.assembly.speculate import most_drafts
 from quire.cli.base import SettingsCommand
 from quire.cli.inspect import Fact, ModelFacts, keeps_packed, planned_ops, read_facts
@@ -88,7 +89,7 @@ def command(settings: Settings, memory: str | None) -> None:
 
     The exit status says which: 0, it fits; 1, it does not.
     """
-    device = device_of(settings)
+    settings, device = located(settings), device_of(settings)
     rows = list(plan_lines(settings, read_facts(settings), free(device) if memory is None else size_of(memory), device))
     print_pairs(rows)
     # That line is there only if it does not fit.

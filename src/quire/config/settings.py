@@ -10,6 +10,7 @@ import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
 
@@ -831,7 +832,8 @@ def check_disaggregation(config: DisaggregationConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All sections, validated one by one and together. sources: where each value came from, by name.
+    """All sections, validated one by one and together. sources: where each value came from, by name. place: where the
+    model is on this disk, once it has been found.
 
     Raises InvalidConfig on construction, naming the field, or both fields of two that cannot go together.
     """
@@ -848,6 +850,7 @@ class Settings:
     disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    place: Path | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for known in OPTIONS.values():
@@ -893,7 +896,7 @@ class Settings:
 
 
 SECTIONS: Mapping[str, type] = MappingProxyType(
-    {name: kind for name, kind in get_type_hints(Settings).items() if name != "sources"}
+    {name: kind for name, kind in get_type_hints(Settings).items() if name not in ("sources", "place")}
 )
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(

@@ -17,7 +17,8 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from quire.errors import InvalidRequest
 from quire.frontend.http_client import Connection, ConnectionLost
-from quire.multimodal.inputs import check_domain, too_many_bytes
+from quire.multimodal.inputs import check_domain
+from quire.multimodal.refusals import refusal, too_many_bytes
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
@@ -25,9 +26,6 @@ MAX_REDIRECTS = 3
 
 AT_ONCE = 8
 """Requests whose images are fetched at the same time; others wait."""
-
-WHERE = "image_url"
-"""What errors name."""
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 
@@ -84,63 +82,62 @@ class MediaFetcher:
     allowed: Callable[[str], bool] = is_public
     _gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
-    async def fetch(self, urls: Sequence[str]) -> Mapping[str, bytes]:
-        """The files at these addresses. Raises InvalidRequest, and TooLarge, naming what is wrong."""
+    async def fetch(self, urls: Mapping[str, str]) -> Mapping[str, bytes]:
+        """The files at these addresses, each given with where it stands in the request. Raises InvalidRequest, and
+        TooLarge, naming what is wrong."""
         left = Allowance(self.max_bytes)
         try:
             async with asyncio.timeout(self.timeout), self._gate, asyncio.TaskGroup() as group:
-                tasks = {url: group.create_task(self._fetch(url, left)) for url in urls}
+                tasks = {url: group.create_task(self._fetch(url, where, left)) for url, where in urls.items()}
         except TimeoutError as error:
-            raise _failed(f"it did not come within {self.timeout:g} s (--image-fetch-timeout)") from error
+            first = next(iter(urls.values()))
+            raise _failed(first, f"it did not come within {self.timeout:g} s (--image-fetch-timeout)") from error
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
         return {url: task.result() for url, task in tasks.items()}
 
-    async def _fetch(self, url: str, left: Allowance) -> bytes:
+    async def _fetch(self, url: str, where: str, left: Allowance) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):
-            target = self._target(url)
-            connection = await self._connect(target)
+            target = self._target(url, where)
+            connection = await self._connect(target, where)
             try:
                 connection.send(_request(target))
                 await connection.headed()
                 fields = dict(connection.headers)
                 if connection.status in _REDIRECTS:
-                    url = _redirected(url, fields.get(b"location", b"").decode("latin-1"))
+                    url = _redirected(url, fields.get(b"location", b"").decode("latin-1"), where)
                     continue
-                return await _body(connection, fields, left)
+                return await _body(connection, fields, left, where)
             except ConnectionLost as error:
-                raise _failed(str(error)) from error
+                raise _failed(where, str(error)) from error
             finally:
                 connection.close()
-        raise _failed(f"it was redirected more than {MAX_REDIRECTS} times")
+        raise _failed(where, f"it was redirected more than {MAX_REDIRECTS} times")
 
-    def _target(self, url: str) -> Target:
+    def _target(self, url: str, where: str) -> Target:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https"):
-            raise _failed("it was redirected to something that is not http or https")
-        host = check_domain(url, self.domains, WHERE)
+            raise _failed(where, "it was redirected to something that is not http or https")
+        host = check_domain(url, self.domains, where)
         path = quote(parts.path or "/", safe=_PATH) + ("?" + quote(parts.query, safe=_PATH) if parts.query else "")
         return Target(parts.scheme, host, parts.port or (443 if parts.scheme == "https" else 80), path)
 
-    async def _connect(self, target: Target) -> Connection:
+    async def _connect(self, target: Target, where: str) -> Connection:
         """A connection to an address that was checked: all of a name's must be allowed."""
         try:
             addresses = await self.resolve(target.host, target.port)
         except (OSError, UnicodeError) as error:
-            raise _failed("its host is not known") from error
+            raise _failed(where, "its host is not known") from error
         if not addresses or not all(self.allowed(address) for address in addresses):
-            raise InvalidRequest(
-                f"{WHERE}: images are not fetched from {target.host[:80]!r}: it has an address that is not public",
-                param="messages",
-                code="media_not_allowed",
-            )
+            why = f"images are not fetched from {target.host[:80]!r}: it has an address that is not public"
+            raise refusal(where, why, "media_not_allowed")
         tls = ssl.create_default_context() if target.scheme == "https" else None
         try:
             _, connection = await asyncio.get_running_loop().create_connection(
                 Connection, addresses[0], target.port, ssl=tls, server_hostname=target.host if tls else None
             )
         except OSError as error:
-            raise _failed("its host does not answer") from error
+            raise _failed(where, "its host does not answer") from error
         return connection
 
 
@@ -151,20 +148,20 @@ class Allowance:
     whole: int
     used: int = 0
 
-    def take(self, count: int) -> None:
-        """Raises TooLarge where there are not so many left."""
+    def take(self, count: int, where: str) -> None:
+        """Raises TooLarge, naming `where`, where there are not so many left."""
         self.used += count
         if self.used > self.whole:
-            raise too_many_bytes(WHERE, self.whole)
+            raise too_many_bytes(where, self.whole)
 
 
-def _redirected(url: str, location: str) -> str:
+def _redirected(url: str, location: str, where: str) -> str:
     """Where a redirect leads. Raises InvalidRequest for what is no address."""
     try:
         there = urljoin(url, location)
         urlsplit(there)
     except ValueError as error:
-        raise _failed(f"it was redirected to a damaged address: {error}") from error
+        raise _failed(where, f"it was redirected to a damaged address: {error}") from error
     return there
 
 
@@ -182,22 +179,20 @@ def _request(target: Target) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii", "replace")
 
 
-async def _body(connection: Connection, fields: Mapping[bytes, bytes], left: Allowance) -> bytes:
+async def _body(connection: Connection, fields: Mapping[bytes, bytes], left: Allowance, where: str) -> bytes:
     if connection.status != 200:
-        raise _failed(f"its host answered with status {connection.status}")
+        raise _failed(where, f"its host answered with status {connection.status}")
     if fields.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise _failed("its host sent it compressed")
+        raise _failed(where, "its host sent it compressed")
     length = fields.get(b"content-length", b"0")
     if length.isdigit() and int(length[:20]) > left.whole:
-        left.take(left.whole + 1)
+        left.take(left.whole + 1, where)
     parts = list[bytes]()
     while data := await connection.read():
-        left.take(len(data))
+        left.take(len(data), where)
         parts.append(data)
     return b"".join(parts)
 
 
-def _failed(why: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{WHERE}: the image could not be fetched: {why}", param="messages", code="media_fetch_failed"
-    )
+def _failed(where: str, why: str) -> InvalidRequest:
+    return refusal(where, f"the image could not be fetched: {why}", "media_fetch_failed")

@@ -28,7 +28,9 @@ class VisionConfig:
     along a side of the windows of layers that are not in `full_layers`; 0: all are full. feature_layers: layers after
     which features for the text model's first layers are made. pooled: tokens along a side of every image; 0: as many
     as its size makes. whole_images: an image's tokens attend to each other in both directions. theta: base of the
-    rotary embedding. multi_axis: the text model rotates by positions in time, height and width.
+    rotary embedding. multi_axis: the text model rotates by positions in time, height and width. pad_token: the id whose
+    inputs of layers an image's tokens have (Gemma 4). clipped: matrices clip inputs and outputs. standardized: pooled
+    patches are shifted and scaled.
     """
 
     hidden: int
@@ -50,6 +52,9 @@ class VisionConfig:
     whole_images: bool = False
     theta: float = 10_000.0
     multi_axis: bool = False
+    pad_token: int = 0
+    clipped: bool = False
+    standardized: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -129,17 +134,21 @@ class VisionBlock:
 
 
 class Patches:
-    """Cuts an image into patches and embeds each. weight [hidden, 3 * frames * patch * patch]."""
+    """Cuts an image into patches and embeds each. weight [hidden, 3 * frames * patch * patch], with channels first or
+    last among the inputs."""
 
-    def __init__(self, config: VisionConfig, weight: Tensor, bias: Tensor | None, ops: Ops) -> None:
+    def __init__(
+        self, config: VisionConfig, weight: Tensor, bias: Tensor | None, ops: Ops, *, channels_last: bool = False
+    ) -> None:
         self.config, self.weight, self.bias, self.ops = config, weight, bias, ops
+        self.order = (1, 4, 2, 5, 3, 6, 0) if channels_last else (1, 4, 2, 5, 0, 3, 6)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """pixels [3, H, W] -> [P, hidden], those that become one token next to each other."""
         merge, patch, frames = self.config.merge, self.config.patch, self.config.frames
         channels, height, width = pixels.shape
         rows, columns = height // (patch * merge), width // (patch * merge)
-        cut = pixels.view(channels, rows, merge, patch, columns, merge, patch).permute(1, 4, 2, 5, 0, 3, 6)
+        cut = pixels.view(channels, rows, merge, patch, columns, merge, patch).permute(self.order)
         flat = cut[..., None, :, :].expand(-1, -1, -1, -1, -1, frames, -1, -1).reshape(-1, self.weight.shape[1])
         return self.ops.linear(flat.to(self.weight.dtype), self.weight, self.bias)
 

@@ -1,8 +1,9 @@
-"""The text models of Gemma 4 (Gemma Team 2026): dense, with experts beside the MLP, and with inputs for each layer.
+"""Gemma 4 (Gemma Team 2026): dense, with experts beside the MLP, and with inputs for each layer. It may read images.
 
 As in Gemma 3, attention and MLP stand between two norms each and local layers alternate with global ones. Values are
 normed, too; global layers have larger heads, of which few pairs of dimensions are rotated, and may use keys as values;
 each layer multiplies the stream by a number at its end. In the small models the last layers read K/V of earlier ones.
+In the large ones an image's tokens see each other in both directions, in local layers alone.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from quire.layers.basic import Attention, Heads, NormLayer
 from quire.layers.builder import ExpertNames, ModelBuilder
 from quire.layers.moe import MoE, MoEConfig
 from quire.models.gemma import Gemma, cap
+from quire.models.gemma4_vision import Gemma4Vision, read_gemma4_vision
 from quire.models.llama import Block, MLPFunction
-from quire.models.multimodal import nested
+from quire.models.multimodal import nested, rename_vision
 from quire.models.spec import Config, ModelSpec, read_context, read_decoder, read_locals, read_rope, read_windows
 from quire.ops.base import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -99,7 +101,7 @@ class Gemma4Block(Block):
 
 
 class Gemma4(Gemma):
-    """Gemma 4. Of multimodal checkpoints the decoder is loaded."""
+    """Gemma 4. Of multimodal checkpoints the decoder and the encoder of images are loaded."""
 
     architectures = MappingProxyType({"Gemma4ForCausalLM": "gemma4_text", "Gemma4ForConditionalGeneration": "gemma4"})
     expert_names = ExpertNames(
@@ -110,7 +112,9 @@ class Gemma4(Gemma):
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         self.layers = list[Gemma4Block]()
+        rename_vision(build)
         super().__init__(spec, build)
+        self.vision = None if spec.vision is None else Gemma4Vision(spec.vision, build)
         body, width = build.scope("model"), spec.layer_inputs
         if width:
             whole = spec.layers * width
@@ -154,24 +158,33 @@ class Gemma4(Gemma):
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         """See `registry.Model`."""
-        batch = self.ops.prepare(batch)
+        causal = self.ops.prepare(replace(batch, last_visible=None))
+        batch = causal if batch.last_visible is None else self.ops.prepare(batch)
         angles = {rope: rotary(batch.positions) for rope, rotary in self.rotaries.items()}
         residual, spec = self.enter(batch), self.spec
-        inputs = self.layer_inputs(batch.tokens, residual)
+        inputs = self.layer_inputs(batch, residual)
         stream = residual.new_zeros(residual.shape), residual, self.nothing
         for i, block in zip(spec.own_layers, self.layers, strict=True):
             output = batch.output_indices if i == spec.layers - 1 else None
             cache, rope = kv[spec.kv_layers[i]], spec.layer_ropes[i]
-            stream = block.run(stream, angles[rope], batch, cache, output, inputs[i])
+            seen = causal if spec.windows[i] == UNLIMITED else batch
+            stream = block.run(stream, angles[rope], seen, cache, output, inputs[i])
         return self.leave(batch, *stream)
 
-    def layer_inputs(self, tokens: Tensor, entered: Tensor) -> Sequence[Tensor | None]:
-        """Per layer, its inputs [T, n]. entered: what `enter` returned, which is the tokens' embeddings in the first
-        stage; others look them up."""
+    def own_tokens(self, batch: RaggedBatch) -> Tensor:
+        """The tokens [T] of which layers have inputs: that of padding in the places of images."""
+        if batch.images is None or self.spec.vision is None:
+            return batch.tokens
+        return batch.tokens.index_fill(0, batch.images.rows, self.spec.vision.pad_token)
+
+    def layer_inputs(self, batch: RaggedBatch, entered: Tensor) -> Sequence[Tensor | None]:
+        """Per layer, its inputs [T, n]. entered: what `enter` returned, which is the tokens' and images' embeddings in
+        the first stage; others look them up."""
         spec, width = self.spec, self.spec.layer_inputs
         if not width:
             return [None] * spec.layers
-        embedded = entered if self.pipeline.first else self.embedding(tokens)
+        tokens = self.own_tokens(batch)
+        embedded = entered if self.pipeline.first else batch.with_images(self.embedding(batch.tokens))
         made = self.ops.norm((self.projection(embedded) * spec.hidden**-0.5).view(-1, width), self.input_norm)
         whole = (made.view(len(tokens), -1) + self.inputs(tokens)) * 0.5**0.5
         return list(whole.view(len(tokens), -1, width).unbind(1))
@@ -179,9 +192,9 @@ class Gemma4(Gemma):
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
-        config = nested(config).with_defaults(head_dim=256, tie_word_embeddings=True)
+        whole, config = config, nested(config).with_defaults(head_dim=256, tie_word_embeddings=True)
         if config.get(str, "use_bidirectional_attention", default="vision") != "vision":
-            raise InvalidModel("config.json: use_bidirectional_attention: only causal attention is supported")
+            raise InvalidModel("config.json: use_bidirectional_attention must be 'vision' or null")
         spec = read_decoder(config, architecture)
         spec = read_layers(config.with_defaults(sliding_window=512), spec)
         if spec.layer_inputs and config.get(int, "vocab_size_per_layer_input", default=spec.vocab) != spec.vocab:
@@ -190,6 +203,7 @@ class Gemma4(Gemma):
         wide = config.get(bool, "use_double_wide_mlp", default=False)
         return replace(
             spec,
+            vision=read_gemma4_vision(whole, config, spec),
             activation=config.get(str, "hidden_activation", default="gelu_pytorch_tanh"),
             scale=1.0,
             qk_norm="each",

@@ -37,6 +37,7 @@ VISION_NAMES = MappingProxyType(
         "vision_tower.vision_model.": "vision_tower.",
         "model.vision_tower.": "vision_tower.",
         "model.multi_modal_projector.": "multi_modal_projector.",
+        "model.embed_vision.": "embed_vision.",
     }
 )
 """Names of an encoder's tensors, whichever release of transformers wrote them."""

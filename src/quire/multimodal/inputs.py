@@ -16,8 +16,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from quire.errors import InvalidRequest, TooLarge
+from quire.errors import InvalidRequest
 from quire.multimodal.processor import ImageProcessor
+from quire.multimodal.refusals import invalid_image, refusal, too_many_bytes
 from quire.types import PromptImage
 
 Messages = Sequence[Mapping[str, Any]]
@@ -31,15 +32,23 @@ _DETAILS = ("auto", "high", "original")
 """Values of `detail` that ask for what is done anyway: images are read at the size that the checkpoint says."""
 
 
+class ImagePart(dict[str, Any]):
+    """A part of a chat message that another API's request became. where: the image stands in that request."""
+
+    def __init__(self, url: Any, where: str, **fields: Any) -> None:
+        super().__init__(type="image_url", image_url=url, **fields)
+        self.where = where
+
+
 class MediaNeeded(Exception):
     """These addresses must be fetched before the request can go on, none where its images have only to be decoded.
 
-    Nothing has been changed.
+    urls: each with where it stands. Nothing has been changed.
     """
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, urls: Mapping[str, str]) -> None:
         super().__init__(", ".join(urls))
-        self.urls = tuple(urls)
+        self.urls = urls
 
 
 class MediaPolicy(NamedTuple):
@@ -104,7 +113,7 @@ class NoImages:
         """See `ImageInputs`. Raises InvalidRequest for the first image."""
         for where, part in _parts(messages):
             if part.get("type") in IMAGE_PARTS:
-                raise self._refusal(f"{where}: images are not read here")
+                raise self._refusal(where)
         return messages, ()
 
     def check_context(self, tokens: Sequence[int]) -> None:
@@ -113,7 +122,7 @@ class NoImages:
     def load(self, images: Sequence[Any], where: str) -> tuple[PromptImage, ...]:
         """See `ImageInputs`. Raises InvalidRequest."""
         if images:
-            raise self._refusal(f"{where}: images are not read here")
+            raise self._refusal(where)
         return ()
 
     def marked(self, text: str, images: Sequence[PromptImage]) -> str:
@@ -126,8 +135,8 @@ class NoImages:
         """See `ImageInputs`."""
         return tokens, ()
 
-    def _refusal(self, what: str) -> InvalidRequest:
-        return InvalidRequest(f"{what}: {self.why}", param="messages", code="no_images")
+    def _refusal(self, where: str) -> InvalidRequest:
+        return refusal(where, f"images are not read here: {self.why}", "no_images")
 
 
 class Decoder(NamedTuple):
@@ -169,13 +178,12 @@ class ImageReader:
             return messages, ()
         self._check_count(len(found), found[-1][0])
         sources = [(where, source_of(part, where)) for where, part in found]
-        needed = [
-            source
-            for where, source in sources
-            if isinstance(source, str) and self._remote(source, where) and source not in self.fetched
-        ]
+        needed = dict[str, str]()
+        for where, source in sources:
+            if isinstance(source, str) and self._remote(source, where) and source not in self.fetched:
+                needed.setdefault(source, where)
         if needed or not self.decodes:
-            raise MediaNeeded(list(dict.fromkeys(needed)))
+            raise MediaNeeded(needed)
         images = tuple(self._image(source, where) for where, source in sources)
         return [_without_sources(message) for message in messages], images
 
@@ -221,11 +229,8 @@ class ImageReader:
 
     def _check_count(self, count: int, where: str) -> None:
         if count > self.policy.max_images:
-            raise InvalidRequest(
-                f"{where}: {count} images, and at most {self.policy.max_images} are read in a prompt "
-                "(--limit-mm-per-prompt)",
-                param="messages",
-            )
+            most = self.policy.max_images
+            raise refusal(where, f"{count} images, and at most {most} are read in a prompt (--limit-mm-per-prompt)")
 
     def _remote(self, source: str, where: str) -> bool:
         """Whether a source has to be fetched. Raises InvalidRequest for one that may not be."""
@@ -233,10 +238,7 @@ class ImageReader:
         if scheme in ("data", "file"):
             return False
         if scheme not in ("http", "https"):
-            raise InvalidRequest(
-                f"{where}: the image's url must begin with data:, http: or https:, not {source[:20]!r}",
-                param="messages",
-            )
+            raise refusal(where, f"the image's url must begin with data:, http: or https:, not {source[:20]!r}")
         check_domain(source, self.policy.domains, where)
         return True
 
@@ -267,9 +269,7 @@ class ImageReader:
         """A file of the folder that may be named. Links are followed before it is checked."""
         folder = self.policy.folder
         if folder is None:
-            raise InvalidRequest(
-                f"{where}: files are not read: start the server with --allowed-local-media-path", param="messages"
-            )
+            raise refusal(where, "files are not read: start the server with --allowed-local-media-path")
         parts = urlsplit(url)
         try:
             path = Path(unquote(parts.path)).resolve(strict=True)
@@ -278,20 +278,13 @@ class ImageReader:
             with path.open("rb") as file:
                 return file.read(self.policy.max_bytes + 1)
         except (OSError, ValueError) as error:
-            raise InvalidRequest(
-                f"{where}: there is no such file in the folder that may be read", param="messages"
-            ) from error
-
-
-def too_many_bytes(where: str, most: int) -> TooLarge:
-    """The error for a file of too many bytes."""
-    return TooLarge(f"{where}: the image's file has more than {most:,} bytes", param="messages", code="image_too_large")
+            raise refusal(where, "there is no such file in the folder that may be read") from error
 
 
 def _parts(messages: Messages) -> list[tuple[str, Mapping[str, Any]]]:
     """The parts of messages that are lists, each with where it stands."""
     return [
-        (f"messages[{i}].content[{j}]", part)
+        (getattr(part, "where", f"messages[{i}].content[{j}]"), part)
         for i, message in enumerate(messages)
         if isinstance(content := message.get("content"), list | tuple)
         for j, part in enumerate(content)
@@ -314,24 +307,22 @@ def source_of(part: Mapping[str, Any], where: str) -> Any:
     kind = part["type"]
     if kind in ("image", "image_pil"):
         if part.get(kind) is None:
-            raise InvalidRequest(f"{where}.{kind} is required", param="messages")
+            raise refusal(f"{where}.{kind}", "it is required")
         return part[kind]
     given: Any = part.get("image_url")
     detail = part.get("detail")
     if isinstance(given, Mapping):
         if unknown := given.keys() - {"url", "detail"}:
-            raise InvalidRequest(
-                f"{where}.image_url has unknown fields: {', '.join(sorted(unknown))}", param="messages"
-            )
+            raise refusal(f"{where}.image_url", f"unknown fields: {', '.join(sorted(unknown))}")
         given, detail = given.get("url"), given.get("detail", detail)
     if detail is not None and detail not in _DETAILS:
-        raise InvalidRequest(
-            f"{where}: detail must be one of {', '.join(_DETAILS)}: how many pixels are read is for the server to say "
+        raise refusal(
+            where,
+            f"detail must be one of {', '.join(_DETAILS)}: how many pixels are read is for the server to say "
             "(--mm-processor-kwargs)",
-            param="messages",
         )
     if not isinstance(given, str) or not given:
-        raise InvalidRequest(f"{where}.image_url needs a url, as text", param="messages")
+        raise refusal(f"{where}.image_url", "a url is needed, as text")
     return given
 
 
@@ -339,18 +330,14 @@ def read_data_url(url: str, where: str) -> bytes:
     """The bytes of a data URL (RFC 2397). Raises InvalidRequest."""
     head = _DATA_URL.match(url)
     if head is None:
-        raise _invalid(f"{where}: the data URL must look like data:image/png;base64,...")
+        raise invalid_image(where, "the data URL must look like data:image/png;base64,...")
     body = url[head.end() :]
     if ";base64" not in head["parameters"].lower():
         return unquote_to_bytes(body)
     try:
         return base64.b64decode(body.translate(SPACES), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _invalid(f"{where}: the data URL is not base64: {error}") from error
-
-
-def _invalid(what: str) -> InvalidRequest:
-    return InvalidRequest(what, param="messages", code="invalid_image")
+        raise invalid_image(where, f"the image is not base64: {error}") from error
 
 
 SPACES: Mapping[int, None] = MappingProxyType(dict.fromkeys(map(ord, " \t\r\n")))
@@ -362,15 +349,11 @@ def check_domain(url: str, domains: Sequence[str], where: str) -> str:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").rstrip(".").lower(), parts.port
     except ValueError as error:
-        raise InvalidRequest(f"{where}: the image's url is damaged: {error}", param="messages") from error
+        raise refusal(where, f"the image's url is damaged: {error}") from error
     allowed = any(
         host == domain or (domain.startswith("*.") and host.endswith(domain[1:])) for domain in map(str.lower, domains)
     )
     if not host or parts.username is not None or port == 0 or not allowed:
         why = "it names a user" if parts.username is not None else "--allowed-media-domains names the hosts that may be"
-        raise InvalidRequest(
-            f"{where}: images are not fetched from {host[:80] or 'nowhere'!r}: {why}",
-            param="messages",
-            code="media_not_allowed",
-        )
+        raise refusal(where, f"images are not fetched from {host[:80] or 'nowhere'!r}: {why}", "media_not_allowed")
     return host

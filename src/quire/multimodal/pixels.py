@@ -12,6 +12,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from quire.errors import InvalidRequest, TooLarge
 from quire.multimodal.processor import ImageProcessor
+from quire.multimodal.refusals import invalid_image, refusal, too_large
 from quire.types import PromptImage
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -35,36 +36,28 @@ def opened(data: bytes, where: str, max_pixels: int) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise _too_many(where, max_pixels) from error
     except UnidentifiedImageError as error:
-        raise InvalidRequest(
-            f"{where}: this is no image of a known format ({', '.join(FORMATS)})",
-            param="messages",
-            code="invalid_image",
-        ) from error
+        raise invalid_image(where, f"this is no image of a known format ({', '.join(FORMATS)})") from error
     # Of whatever class: pillow's decoders raise many for damaged files.
     except Exception as error:
         why = str(error).split("\n")[0][:120] or type(error).__name__
-        raise InvalidRequest(f"{where}: the image is damaged: {why}", param="messages", code="invalid_image") from error
+        raise invalid_image(where, f"the image is damaged: {why}") from error
 
 
 def _check_pixels(image: Image.Image, where: str, max_pixels: int) -> None:
     if image.width * image.height > max_pixels:
         raise _too_many(where, max_pixels, f"{image.width} x {image.height} pixels are ")
     if not image.width * image.height:
-        raise InvalidRequest(f"{where}: the image has no pixels", param="messages", code="invalid_image")
+        raise invalid_image(where, "the image has no pixels")
 
 
 def _too_many(where: str, max_pixels: int, what: str = "") -> TooLarge:
-    return TooLarge(
-        f"{where}: {what}more than the {max_pixels:,} that are read of an image: send a smaller one",
-        param="messages",
-        code="image_too_large",
-    )
+    return too_large(where, f"{what}more than the {max_pixels:,} that are read of an image: send a smaller one")
 
 
 def resized(image: Any, processor: ImageProcessor, where: str, max_pixels: int) -> PromptImage:
     """An image as the encoder reads it, without its place in the prompt. Raises InvalidRequest and TooLarge."""
     if not isinstance(image, Image.Image):
-        raise InvalidRequest(f"{where} must be an image of pillow, not {type(image).__name__}", param="messages")
+        raise refusal(where, f"it must be an image of pillow, not {type(image).__name__}")
     _check_pixels(image, where, max_pixels)
     rgb = image.convert("RGB")
     height, width = processor.size(rgb.height, rgb.width, where)

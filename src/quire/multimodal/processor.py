@@ -10,7 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, nearest
+from quire.errors import InvalidConfig, InvalidModel, nearest
+from quire.multimodal.refusals import invalid_image
 from quire.types import UNLIMITED
 
 NAMES = ("preprocessor_config.json", "processor_config.json")
@@ -28,15 +29,18 @@ class ImageProcessor:
     """What is done with the images of a family of models.
 
     factor: pixels along a side of a token: both sides become multiples. min_pixels, max_pixels: bounds of what an
-    image is resized to. side: every image becomes a square of so many pixels; 0: it keeps its proportions. tokens: of
-    every image, 0 for one for each `factor` * `factor` pixels. resample: pillow's filter. mean, std, scale: the encoder
-    reads (x * scale - mean) / std of each channel of a pixel. image_token: the id of a placeholder. marker, expansion:
-    what the chat template writes for an image, and the text that it becomes, with one placeholder.
+    image is resized to. fills: every image becomes as large as max_pixels allows. changes: fields of
+    `mm_processor_kwargs` that apply. side: every image becomes a square of so many pixels; 0: it keeps its proportions.
+    tokens: of every image, 0 for one for each `factor` * `factor` pixels. resample: pillow's filter. mean, std, scale:
+    the encoder reads (x * scale - mean) / std of each channel of a pixel. image_token: the id of a placeholder. marker,
+    expansion: what the chat template writes for an image, and the text that it becomes, with one placeholder.
     """
 
     factor: int
     min_pixels: int = 0
     max_pixels: int = UNLIMITED
+    fills: bool = False
+    changes: tuple[str, ...] = ()
     side: int = 0
     tokens: int = 0
     resample: int = BICUBIC
@@ -54,12 +58,12 @@ class ImageProcessor:
         """
         if self.side:
             return self.side, self.side
+        if self.fills:
+            return fill_resize(height, width, self.factor, self.max_pixels)
         if max(height, width) > MOST_NARROW * min(height, width):
-            raise InvalidRequest(
-                f"{where}: {width} x {height} pixels are too narrow: an image's sides may differ by a factor of "
-                f"{MOST_NARROW}",
-                param="messages",
-                code="invalid_image",
+            raise invalid_image(
+                where,
+                f"{width} x {height} pixels are too narrow: an image's sides may differ by a factor of {MOST_NARROW}",
             )
         return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
 
@@ -89,6 +93,18 @@ def smart_resize(height: int, width: int, factor: int, low: int, high: int) -> t
     return rows, columns
 
 
+def fill_resize(height: int, width: int, factor: int, high: int) -> tuple[int, int]:
+    """The largest sides that are multiples of `factor`, with at most `high` pixels in all, nearly in proportion; of a
+    narrow image one is `factor`, and the other no longer than in proportion to it (Gemma 4)."""
+    grow = math.sqrt(high / (height * width))
+    rows, columns = (math.floor(grow * side / factor) for side in (height, width))
+    if not rows:
+        rows, columns = 1, min(width // height, high // factor**2)
+    elif not columns:
+        rows, columns = min(height // width, high // factor**2), 1
+    return rows * factor, columns * factor
+
+
 def read_processor(folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> ImageProcessor:
     """The processor of a checkpoint's images. changes: `mm_processor_kwargs`.
 
@@ -113,23 +129,27 @@ def read_processor(folder: Path, changes: Mapping[str, Any] = MappingProxyType({
 
 
 def _changed(processor: ImageProcessor, changes: Mapping[str, Any]) -> ImageProcessor:
-    known = () if processor.side else ("min_pixels", "max_pixels")
+    known, unit, pixels = processor.changes, processor.factor**2, dict[str, Any]()
     for name, value in changes.items():
         if name not in known:
             which = ", ".join(known) or "none for this model"
-            raise InvalidConfig(
-                f"mm_processor_kwargs: {name!r} is not supported (known: {which}).{nearest(name, known)}",
-                param="mm_processor_kwargs",
-            )
-        if type(value) is not int or not processor.factor**2 <= value < UNLIMITED:
-            raise InvalidConfig(
-                f"mm_processor_kwargs: {name} must be a number of pixels of at least {processor.factor**2}",
-                param="mm_processor_kwargs",
-            )
-    made = replace(processor, **changes)
+            raise _refused(f"{name!r} is not supported (known: {which}).{nearest(name, known)}")
+        if name == "max_soft_tokens":
+            if value not in SOFT_TOKENS:
+                raise _refused(f"{name} must be one of {', '.join(map(str, SOFT_TOKENS))}")
+            pixels["max_pixels"] = value * unit
+        elif type(value) is not int or not unit <= value < UNLIMITED:
+            raise _refused(f"{name} must be a number of pixels of at least {unit}")
+        else:
+            pixels[name] = value
+    made = replace(processor, **pixels)
     if made.min_pixels > made.max_pixels:
-        raise InvalidConfig("mm_processor_kwargs: min_pixels is above max_pixels", param="mm_processor_kwargs")
+        raise _refused("min_pixels is above max_pixels")
     return made
+
+
+def _refused(what: str) -> InvalidConfig:
+    return InvalidConfig(f"mm_processor_kwargs: {what}", param="mm_processor_kwargs")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -181,6 +201,7 @@ def _qwen(config: Mapping[str, Any], fields: Mapping[str, Any]) -> ImageProcesso
         factor=patch * merge,
         min_pixels=low,
         max_pixels=max(low, high),
+        changes=("min_pixels", "max_pixels"),
         resample=_whole(fields, "resample", BICUBIC),
         mean=_three(fields.get("image_mean"), CLIP_MEAN),
         std=_three(fields.get("image_std"), CLIP_STD),
@@ -216,6 +237,37 @@ def _gemma3(config: Mapping[str, Any], fields: Mapping[str, Any]) -> ImageProces
     )
 
 
+SOFT_TOKENS = (70, 140, 280, 560, 1120)
+"""Most tokens of an image that Gemma 4 was trained with."""
+
+
+def _gemma4(config: Mapping[str, Any], fields: Mapping[str, Any]) -> ImageProcessor:
+    """Gemma 4."""
+    _same(fields, STEPS[:2])
+    vision = config.get("vision_config") or {}
+    patch = _whole(fields, "patch_size", _whole(vision, "patch_size", 16))
+    merge = _whole(fields, "pooling_kernel_size", _whole(vision, "pooling_kernel_size", 3))
+    most = _whole(fields, "max_soft_tokens", 280)
+    # The encoder scales what the processor leaves from -1 to 1.
+    normed = fields.get("do_normalize") is True
+    mean, std = (_three(fields.get(name), same) if normed else same for name, same in _IDENTITY)
+    return ImageProcessor(
+        factor=patch * merge,
+        max_pixels=most * (patch * merge) ** 2,
+        fills=True,
+        changes=("max_soft_tokens",),
+        resample=_whole(fields, "resample", BICUBIC),
+        mean=_three([low + high / 2 for low, high in zip(mean, std, strict=True)], HALF),
+        std=_three([each / 2 for each in std], HALF),
+        scale=float(fields.get("rescale_factor", 1 / 255)),
+        image_token=_whole(config, "image_token_id", 258_880),
+        marker="<|image|>",
+        expansion="<|image><|image|><image|>",
+    )
+
+
+_IDENTITY = (("image_mean", (0.0, 0.0, 0.0)), ("image_std", (1.0, 1.0, 1.0)))
+
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageProcessor]] = MappingProxyType(
     {
         "Qwen2_5_VLForConditionalGeneration": _qwen,
@@ -224,6 +276,7 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImagePro
         "Qwen3_5ForConditionalGeneration": _qwen,
         "Qwen3_5MoeForConditionalGeneration": _qwen,
         "Gemma3ForConditionalGeneration": _gemma3,
+        "Gemma4ForConditionalGeneration": _gemma4,
     }
 )
 """By architecture."""

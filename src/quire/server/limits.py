@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from quire.tokenization.prompt_header import PromptHeader
 
 _CONTAINERS = frozenset({dict, list})
 
-FetchMedia = Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
+FetchMedia = Callable[[Mapping[str, str]], Awaitable[Mapping[str, bytes]]]
 """From addresses to files. Raises InvalidRequest."""
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from quire.errors import InvalidRequest
 from quire.frontend.offload import offload, offload_slow
 from quire.multimodal.inputs import MediaNeeded
+from quire.multimodal.refusals import refusal
 from quire.server.limits import Limits
 
 T = TypeVar("T")
@@ -26,6 +26,6 @@ async def offload_reading(size: int, limits: Limits, work: Callable[[Limits], T]
     except MediaNeeded as needed:
         urls = needed.urls
     if urls and limits.fetch_media is None:
-        raise InvalidRequest("image_url: images are not fetched here", param="messages")
+        raise refusal(next(iter(urls.values())), "images are not fetched here")
     fetched = await limits.fetch_media(urls) if urls and limits.fetch_media is not None else {}
     return await offload_slow(partial(work, replace(limits, images=limits.images.begin(fetched))))

@@ -10,6 +10,7 @@ import msgspec
 from quire.errors import InvalidRequest
 from quire.frontend.interface import Delta, ModelCard
 from quire.frontend.offload import PER_TOKEN
+from quire.multimodal.inputs import ImagePart
 from quire.parsers.parts import TextPart
 from quire.server import error_responses
 from quire.server.cache_control import LIFETIMES, longest_mark
@@ -108,7 +109,7 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
             check_nested(block, "text", at)
             chat["content"].append({"type": "text", "text": require_text(block, "text", at)})
         elif kind == "image" and role == "user":
-            chat["content"].append({"type": "image_url", "image_url": _image_url(block, at)})
+            chat["content"].append(ImagePart(_image_url(block, at), at))
         elif kind == "tool_result" and role == "user":
             check_nested(block, "messages.tool_result", at)
             inner = block.get("content") or ""

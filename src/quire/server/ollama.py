@@ -14,6 +14,7 @@ from quire.errors import InvalidRequest
 from quire.frontend.interface import Backend, Delta, ModelCard
 from quire.frontend.offload import PER_SCORE, PER_TOKEN
 from quire.frontend.processor import embedding_vector
+from quire.multimodal.inputs import ImagePart
 from quire.server import calls, error_responses
 from quire.server.calls import Job
 from quire.server.embeddings import Embedding, EmbeddingsRequest
@@ -304,7 +305,7 @@ def _with_images(text: str, images: Any, where: str) -> str | list[dict[str, Any
         return text
     if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
         raise InvalidRequest(f"{where} must be a list of images in base64", param=where.partition("[")[0])
-    parts = [{"type": "image_url", "image_url": f"data:image/unknown;base64,{one}"} for one in images]
+    parts = [ImagePart(f"data:image/unknown;base64,{one}", f"{where}[{i}]") for i, one in enumerate(images)]
     return [*parts, {"type": "text", "text": text}]
 
 

@@ -13,6 +13,7 @@ import msgspec
 from quire.errors import InvalidRequest, QuireError
 from quire.frontend.interface import Delta, ModelCard
 from quire.frontend.offload import PER_SCORE, PER_TOKEN
+from quire.multimodal.inputs import ImagePart
 from quire.parsers.parts import TextPart
 from quire.server import error_responses
 from quire.server.calls import Job
@@ -192,7 +193,7 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
         return content
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be text or a list of parts", param="input")
-    parts = []
+    parts = list[dict[str, Any]]()
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "input_image":
@@ -200,8 +201,8 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
             if part.get("file_id"):
                 what = f"{where}[{i}].file_id: files are not images here: send an image_url"
                 raise InvalidRequest(what, param="input")
-            kept = {name: part[name] for name in ("image_url", "detail", "cache_control") if part.get(name) is not None}
-            parts.append({"type": "image_url", **kept})
+            kept = {name: part[name] for name in ("detail", "cache_control") if part.get(name) is not None}
+            parts.append(ImagePart(part.get("image_url"), f"{where}[{i}]", **kept))
             continue
         if kind not in ("input_text", "output_text", "text"):
             raise InvalidRequest(
