@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 
@@ -22,3 +23,4 @@ gc.set_threshold(50_000)  # what collecting the tests leaves would be scanned ag
 def pytest_collection_finish() -> None:
     """Exclude all modules and tests from garbage collection: they stay, and scanning them takes half a second."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries that look for leaks at the end find all of it

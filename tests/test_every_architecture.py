@@ -1,6 +1,6 @@
 """Every architecture's greedy answers are those of transformers, whatever happens around a request.
 
-CI asks the first shape of each architecture in chunks and in two of the other situations by turns, `make nightly` all
+CI asks the first shape of each architecture in chunks and in one of the other situations by turns, `make nightly` all
 of them in all situations. `tests/ops/triton/test_executor.py` does the
 same with the GPU's executor and interpreted kernels.
 """
@@ -49,7 +49,7 @@ def cases() -> list[Any]:
             id=f"{shape}-{situation}",
             marks=()
             if shape in FIRST
-            and (situation == "chunked" or (turns.index(situation) - 2 * firsts.index(shape)) % len(turns) < 2)
+            and (situation == "chunked" or (turns.index(situation) - 2 * firsts.index(shape)) % len(turns) < 1)
             else pytest.mark.nightly,
         )
         for shape in SHAPES

@@ -125,7 +125,14 @@ def same_answers(family: Family, options: dict[str, Any]) -> None:
             assert llm._engine.scheduler.num_preemptions, "the blocks were to run out"
 
 
-@pytest.mark.parametrize("options", FEW, ids=range(len(FEW)))
+IN_TURN = [
+    pytest.param(family, options, marks=() if (at + turn) % 2 == 0 else pytest.mark.nightly, id=f"{family}-{turn}")
+    for at, family in enumerate(FAMILIES)
+    for turn, options in enumerate(FEW)
+]
+
+
+@pytest.mark.parametrize(("family", "options"), IN_TURN, indirect=["family"], scope="module")
 def test_answers_are_those_of_transformers(family: Family, options: dict[str, Any]) -> None:
     same_answers(family, options)
 

@@ -56,6 +56,20 @@ def test_commands_and_options_are_completed(typed: str, offered: set[str]) -> No
     assert offered <= {each.strip('"') for each in fish.replace(",", "\n").replace("\t", "\n").split()}
 
 
+def test_names_are_completed_without_importing_the_commands() -> None:
+    code = "import atexit, sys; atexit.register(lambda: print(*sys.modules)); "
+    code += "from quire.cli import main; main(prog_name='quire')"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "_QUIRE_COMPLETE": "bash_complete", "COMP_WORDS": "quire ", "COMP_CWORD": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "plain,serve" in found.stdout and "quire.cli.base" in found.stdout.split()
+    assert not {"torch", "quire.cli.serve"} & set(found.stdout.split())
+
+
 def test_bash_completes_once_its_script_is_read(tmp_path: Path) -> None:
     command = tmp_path / "quire"
     command.write_text(f"#!{sys.executable}\nfrom quire.cli import main\nmain(prog_name='quire')\n")

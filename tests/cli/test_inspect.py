@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -331,10 +329,8 @@ def test_broken_and_hostile_input_is_one_clear_line_and_exit_code_2_and_nothing_
 ) -> None:
     spoil(tmp_path, how)
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"]
-    served = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    inspected = run("inspect", tmp_path)
-    for code, said in (served.returncode, served.stderr), (inspected.exit_code, inspected.stderr):
+    served, inspected = run("serve", tmp_path, "--port", "0"), run("inspect", tmp_path)
+    for code, said in (served.exit_code, served.stderr), (inspected.exit_code, inspected.stderr):
         assert code == 2, said
         assert SAID[how] in said
         assert said.count("\n") == 1

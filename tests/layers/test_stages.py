@@ -105,8 +105,9 @@ def test_a_stage_that_fails_fails_the_later_ones_and_no_other_step(stage: int, w
         raise ZeroDivisionError("here")
 
     works[stage] = failing
+    before = threading.active_count()
     for number, found in enumerate(steps(works)):
         assert isinstance(found[0], Tensor) and isinstance(found[2], Tensor)
         wanted = "here" if number == stage else "an earlier stage could not run the step"
         assert found[1] == wanted if number >= stage else isinstance(found[1], Tensor)
-    assert threading.active_count() < 20
+    assert threading.active_count() <= before

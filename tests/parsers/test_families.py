@@ -184,7 +184,7 @@ def test_reading_takes_steps_in_proportion_to_the_text(name: ToolParser, filling
     """What a reader holds back does not grow with the text, but for values whose type is known at their end."""
     style = STYLES[name]
     reader = reader_of(style, TOOLS)
-    text = ("" if style.bare else "a") + filling * 3_000
+    text = ("" if style.bare else "a") + filling * 1_000
     for c in text:
         reader.feed(c)
     tape = getattr(reader, "_tape", None)

@@ -89,8 +89,9 @@ def test_w8a8_rounds_each_token_by_its_largest_number(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("awq", "gptq", "gptq-act-order", "int4-packed", "int4-packed-zeros"),
-        *("gptq-8", "int8-packed-zeros", "int8-w8a16", "int8-w8a16-packed"),
+        *("gptq-act-order", "int4-packed-zeros", "gptq-8", "int8-w8a16-packed"),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("awq", "gptq", "int4-packed")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("int8-packed-zeros", "int8-w8a16")),
     ],
 )
 def test_kernels_read_integers_in_groups_of_32_or_rows_in_their_own_layout(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -43,8 +44,9 @@ def make(settings: Settings) -> BuiltExecutor:
             "most",
             param="tensor_parallel_size",
         )
-    if settings.execution.distributed_executor_backend == "ray":
+    if backend == "ray":
         start: StartRanks = extra("quire.assembly.ray_ranks", "ray").ray_actors(cuda)
+        settings = replace(settings, place=None)  # another host may keep the model elsewhere
     else:
         start = child_processes([sys.executable, "-m", RANK_MODULE], {**ENVIRONMENT, **os.environ})
     executor = RankedExecutor(lambda: Ranks(start, for_child(settings), shape))

@@ -112,12 +112,20 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the members without importing them."""
-        rows = [
+        with formatter.section("Commands"):
+            formatter.write_dl(self._short_help())
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete names of members, without importing them, and of options."""
+        found = [CompletionItem(name, help=text) for name, text in self._short_help() if name.startswith(incomplete)]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
+
+    def _short_help(self) -> list[tuple[str, str]]:
+        """Each member's name and line of help."""
+        return [
             (name, member[1] if isinstance(member, tuple) else member.get_short_help_str())
             for name, member in self.members.items()
         ]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
 
 
 class Root(LazyGroup):

@@ -29,14 +29,11 @@ EVERY = [{name: value for part in parts for name, value in part.items()} for par
 
 
 NIGHTLY = () if ON_CARD else (pytest.mark.nightly,)
-SLOW = ("moe", "gemma4")
+BY_DAY = ("qwen3-vl", "gemma3")
 EACH = [family for family in FAMILIES if family not in RECURRENT]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(each, marks=NIGHTLY if any(slow in each for slow in SLOW) else ()) for each in EACH],
-)
+@pytest.fixture(scope="module", params=[pytest.param(each, marks=() if each in BY_DAY else NIGHTLY) for each in EACH])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(tmp_path_factory.mktemp(request.param), request.param)
 
