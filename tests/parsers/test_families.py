@@ -201,6 +201,7 @@ SIGNS: list[tuple[str, ToolParser, ReasoningParser]] = [
     ("<｜DSML｜ calls></think>", "deepseek_v41", "deepseek_v4"),
     ("<|open|>think<|sep|> argument <|close|>", "kimi_k3", "kimi_k3"),
     ('<function name="f"><param name="k">v</param></function></think>', "minicpm5", "qwen3"),
+    ('<function name="f"><param name="k">v</param></function></think> <tool_sep>', "minicpm5", "qwen3"),
     ("<|tool_call:start|><|tool_arg:start|><|think:start|>", "solar_open2", "solar_open2"),
     ("<|begin|>assistant<|think|><|content|><|tool_call:args|>", "solar_open", "solar_open"),
     ('<|start|>assistant to=self<|message|><atem:invoke name="f">', "muse_glimmer", "muse_glimmer"),

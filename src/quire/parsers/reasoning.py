@@ -373,6 +373,7 @@ _SIGNS: Sequence[tuple[ReasoningParser, *tuple[str, ...]]] = (
     ("inkling", "<|content_thinking|>"),
     ("k2_horizon", "<ifm|think"),
     ("plamo3", "plamo:begin_think"),
+    ("qwen3", CLOSE, "<function name=", "<param name="),
     ("hy_v3", "<tool_sep", "think"),
     ("muse_glimmer", "<|message|>", "to=self"),
     ("solar_open2", "<|think:start|>"),

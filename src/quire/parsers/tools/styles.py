@@ -868,6 +868,8 @@ def sign_of(template: str | None) -> Style | None:
 _SIGNS: Sequence[tuple[ToolParser, *tuple[str, ...]]] = (
     ("minimax_m2", "<minimax:tool_call>"),
     ("minimax_m3", "]<]minimax[>["),
+    # The template of MiniCPM 5 names Hy3's marks, too.
+    ("minicpm5", "<function name=", "<param name="),
     ("hy_v3", "<tool_sep"),
     ("inkling", "<|content_invoke_tool_json|>"),
     ("dots", "<dots_function_call>"),
@@ -875,7 +877,6 @@ _SIGNS: Sequence[tuple[ToolParser, *tuple[str, ...]]] = (
     ("plamo3", "plamo:begin_tool_request"),
     ("deepseek_v41", "｜DSML｜ calls"),
     ("kimi_k3", "<|open|>", "argument"),
-    ("minicpm5", "<function name=", "<param name="),
     ("solar_open2", "<|tool_arg:start|>"),
     ("solar_open", "<|tool_call:args|>"),
     ("muse_glimmer", "<atem:invoke"),
