@@ -106,7 +106,7 @@ def test_planted_bug_of_states_is_caught_and_by_combinations_with_states_alone(b
         lattice.run(combo, classes)
     few = _sample(bug.name, 40, reuse=True, snapshots=(3, UNLIMITED))
     one = _sample(bug.name, 40, snapshots=(1, 4), **PRESSED)
-    for combo in itertools.chain(*zip(few, one, strict=True), _sample(f"{bug.name} 7", 8, **DRAFTED)):
+    for combo in itertools.chain(*zip(few, one, strict=True), _sample(f"{bug.name} 2", 20, **DRAFTED)):
         try:
             lattice.run(combo, classes)
         except Exception:

@@ -129,6 +129,7 @@ class Made:
             self.calls.lines.append(f"  an engine of {settings.model.model} with seed {settings.model.seed}")
             return SimpleNamespace(description=about)
 
+        monkeypatch.setattr(llm, "located", lambda settings: settings)
         monkeypatch.setattr(llm, "build_text", lambda settings: text)
         monkeypatch.setattr(llm, "build_engine", build)
         monkeypatch.setattr(llm, "EngineThread", thread)
