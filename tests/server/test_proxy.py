@@ -238,8 +238,13 @@ async def test_a_head_request_waits_for_no_body() -> None:
 
 async def test_silence_is_filled_with_comments_between_events() -> None:
     async with stub() as server, relaying(server, limits=Limits(keep_alive=0.05)) as relay:
-        asyncio.get_running_loop().call_later(0.2, server.hold.set)
-        text = await relay.text("one")
+        text = ""
+        body = {"model": "m", "prompt": "one", "stream": True}
+        async with relay.client.stream("POST", "/v1/completions", json=body) as answer:
+            async for piece in answer.aiter_text():
+                text += piece
+                if text.count(": keep-alive\n\n") == 2:
+                    server.hold.set()
         assert text.count(": keep-alive\n\n") >= 2 and text.replace(": keep-alive\n\n", "") == STREAM
 
 
