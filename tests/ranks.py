@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.engine.executor import Description, Executor, StepHandle
 from quire.layers.linear import ParallelGroup
-from quire.layers.stages import Pipeline
+from quire.layers.stages import LinkedPipeline
 from quire.scheduler.plan import Mask, Plan, Result
 
 R = TypeVar("R")
@@ -41,7 +41,7 @@ class Meeting:
         return found
 
 
-class ThreadPipeline(Pipeline):
+class ThreadPipeline(LinkedPipeline):
     """One thread's stage. received, sent: queues from the stage before and to the next one."""
 
     def __init__(self, stage: int, stages: int, received: Passed, sent: Passed) -> None:

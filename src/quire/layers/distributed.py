@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.layers.linear import ParallelGroup
-from quire.layers.stages import Pipeline
+from quire.layers.stages import LinkedPipeline
 
 gather_single: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Every rank's tensor, one after the other: the second name is that of torch before 2.13."""
@@ -20,7 +20,7 @@ Reduce = Callable[[Tensor], Tensor]
 """The sum of every rank's tensor, on every rank."""
 
 
-class DistributedPipeline(Pipeline):
+class DistributedPipeline(LinkedPipeline):
     """A stage whose neighbours are the ranks of torch.distributed's default group that have the same part of layers.
 
     Sends return at once: what is sent is kept until it has arrived, at the latest until the next one.

@@ -6,6 +6,7 @@ plans. Without pipeline parallelism there is one stage, which has all layers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,20 +18,40 @@ from quire.errors import InvalidModel, StepFailed
 
 
 class Pipeline:
-    """The stage of this rank. Others, which send, are in `layers.distributed`.
-
-    In each step a stage receives once and sends once, also where it fails: the next stage would wait for ever.
-    """
+    """A stage, by its number. This one is alone, or only looked at: it receives nothing and sends nothing."""
 
     def __init__(self, stage: int = 0, stages: int = 1) -> None:
         self.stage, self.stages = stage, stages
         self.first, self.last = stage == 0, stage == stages - 1
+
+    @contextmanager
+    def step(self, feeds: bool = True) -> Iterator[None]:
+        """Around a forward. feeds: whether the step has tokens to feed."""
+        yield
+
+    def receive(self, into: Tensor) -> Tensor:
+        """`into`, filled by the stage before. Raises StepFailed where that failed."""
+        return into
+
+    def send(self, x: Tensor) -> Tensor:
+        """Give x to the next stage. Returns x."""
+        return x
+
+
+class LinkedPipeline(Pipeline, ABC):
+    """A stage that has neighbours.
+
+    In each step a stage receives once and sends once, also where it fails: the next stage would wait for ever.
+    """
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(stage, stages)
         self._received = self._sent = True
 
     @contextmanager
     def step(self, feeds: bool = True) -> Iterator[None]:
-        """Around a forward: what it has not received by its end is dropped, and where it has not sent, the next stage
-        learns that the step failed. feeds: whether the step has tokens to feed."""
+        """See `Pipeline`. What it has not received by its end is dropped, and where it has not sent, the next stage
+        learns that the step failed."""
         self._received, self._sent = self.first or not feeds, self.last or not feeds
         try:
             yield
@@ -41,7 +62,7 @@ class Pipeline:
                 self._put(None)
 
     def receive(self, into: Tensor) -> Tensor:
-        """`into`, filled by the stage before. Raises StepFailed where that failed."""
+        """See `Pipeline`."""
         self._received = True
         if not self._header():
             raise StepFailed("an earlier stage could not run the step")
@@ -49,20 +70,22 @@ class Pipeline:
         return into
 
     def send(self, x: Tensor) -> Tensor:
-        """Give x to the next stage. Returns x."""
+        """See `Pipeline`."""
         self._sent = True
         self._put(x)
         return x
 
+    @abstractmethod
     def _header(self) -> int:
         """Bytes of what follows; 0: the stage before failed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, into: Tensor) -> None:
-        raise NotImplementedError
+        """Receive what follows."""
 
+    @abstractmethod
     def _put(self, x: Tensor | None) -> None:
-        raise NotImplementedError
+        """Send a header and x; None: this stage failed."""
 
 
 ONE_STAGE = Pipeline()
