@@ -92,7 +92,9 @@ TIERS: Mapping[str, str] = MappingProxyType(
 DIVIDING: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(
         (
-            *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "enable_expert_parallel",
             "distributed_executor_backend",
         ),
         "it divides Quire's own layers, --executor local",

@@ -27,9 +27,14 @@ def place_of(settings: Settings) -> Path:
     return settings.place or locate(model.model, revision=model.revision, cache=model.download_dir)
 
 
+def without_secrets(settings: Settings) -> dict[str, Any]:
+    """The settings as a process on any host gets them: as plain values by name. It looks for the model itself."""
+    return {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
+
+
 def for_child(settings: Settings) -> dict[str, Any]:
-    """The settings as a process that this one starts gets them: as plain values by name, without secrets."""
-    options = {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}
+    """As `without_secrets`, and where the model is: for a process on this host."""
+    options = without_secrets(settings)
     return options if settings.place is None else {**options, _PLACE: str(settings.place)}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from quire.assembly import extra
 from quire.assembly.engine import build_local
 from quire.assembly.limits import BuiltExecutor, Limits, check_stages, choose_device
-from quire.assembly.place import for_child, of_parent
+from quire.assembly.place import for_child, of_parent, without_secrets
 from quire.config import Settings
 from quire.errors import InvalidConfig
 from quire.executors.ranks import RankedExecutor, Ranks, RankShape, StartRanks, child_processes
@@ -46,10 +45,11 @@ def make(settings: Settings) -> BuiltExecutor:
         )
     if backend == "ray":
         start: StartRanks = extra("quire.assembly.ray_ranks", "ray").ray_actors(cuda)
-        settings = replace(settings, place=None)  # another host may keep the model elsewhere
+        sent = without_secrets(settings)
     else:
         start = child_processes([sys.executable, "-m", RANK_MODULE], {**ENVIRONMENT, **os.environ})
-    executor = RankedExecutor(lambda: Ranks(start, for_child(settings), shape))
+        sent = for_child(settings)
+    executor = RankedExecutor(lambda: Ranks(start, sent, shape))
     return BuiltExecutor(executor, Limits(**executor.ready.limits), executor.ready.gauges)
 
 

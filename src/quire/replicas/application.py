@@ -15,9 +15,10 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from starlette.types import ASGIApp
 
 from quire.assembly.backend import ENGINE_MODULE, model_names
+from quire.assembly.place import without_secrets
 from quire.assembly.server import Server, beside, build_server
 from quire.assembly.text import Text, build_text
-from quire.config import OPTIONS, Settings, load
+from quire.config import Settings, load
 from quire.errors import InvalidConfig
 from quire.observability.engine_metrics import METRICS
 from quire.observability.live_view import RequestTimeline
@@ -84,8 +85,7 @@ every 6 and every 10."""
 
 def engine_options(settings: Settings) -> dict[str, Any]:
     """The options of one replica's engine: no secrets, no other replicas."""
-    alone = {"replicas": 1, "max_replicas": None}
-    return {name: value for name, value in settings.flat().items() if not OPTIONS[name].secret} | alone
+    return without_secrets(settings) | {"replicas": 1, "max_replicas": None}
 
 
 def resources(settings: Settings) -> dict[str, Any]:
