@@ -133,6 +133,13 @@ _RESPONSE = ("<response>", "</response>")
 _HY3 = replace(
     _QWEN3, name="hy_v3", models="Hy3", opens=(f"<think{DECLARED}>",), closes=(f"</think{DECLARED}>",), special=True
 )
+_MESSAGES = ChannelMarks(
+    first=("to=",),
+    heads=("<|start|>",),
+    ends=("<|message|>",),
+    closes=("<|eom|>", "<|eot|>"),
+    thought=r"\bto=self<",
+)
 _GLIMMER = ThoughtStyle(
     name="muse_glimmer",
     models="Muse Glimmer",
@@ -141,25 +148,13 @@ _GLIMMER = ThoughtStyle(
     special=True,
     between="<|start|>assistant",
     answer=" to=user<|message|>",
-    channels=ChannelMarks(
-        first=("to=",),
-        heads=("<|start|>",),
-        ends=("<|message|>",),
-        closes=("<|eom|>", "<|eot|>"),
-        thought=r"\bto=self<",
-    ),
+    channels=_MESSAGES,
 )
 _MUSE = replace(
     _GLIMMER,
     name="muse",
     models="Muse Spark: messages without a recipient, or to the developer, are thoughts",
-    channels=ChannelMarks(
-        first=("to=", "<|message|>"),
-        heads=("<|start|>",),
-        ends=("<|message|>",),
-        closes=("<|eom|>", "<|eot|>"),
-        thought=r"(?s)^(?!.*\bto=)|\bto=(self|developer)<",
-    ),
+    channels=replace(_MESSAGES, first=("to=", "<|message|>"), thought=r"(?s)^(?!.*\bto=)|\bto=(self|developer)<"),
 )
 _COHERE = ThoughtStyle(
     name="cohere_command3",
