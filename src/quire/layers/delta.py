@@ -58,10 +58,8 @@ def split_by_head(config: DeltaConfig, made: Sequence[Tensor]) -> DeltaInputs:
     wide, small = (torch.unflatten(each, -1, (config.key_heads, -1)) for each in made)
     sizes = [config.key, config.key, share * config.value, share * config.value]
     *mixed, gate = torch.split(wide, sizes, -1)
-    beta, rise = small.chunk(2, -1)
-    return DeltaInputs(
-        torch.cat([each.flatten(1) for each in mixed], -1), gate.flatten(1), beta.flatten(1), rise.flatten(1)
-    )
+    beta, rise = (each.flatten(1).contiguous() for each in small.chunk(2, -1))  # of one value head a view, 2 apart
+    return DeltaInputs(torch.cat([each.flatten(1) for each in mixed], -1), gate.flatten(1), beta, rise)
 
 
 def split_by_kind(config: DeltaConfig, made: Sequence[Tensor]) -> DeltaInputs:

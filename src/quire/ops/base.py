@@ -293,7 +293,8 @@ class Scores(NamedTuple):
 
 class DeltaInputs(NamedTuple):
     """What a layer of the gated delta rule makes of the residual stream: mixed [T, C], what queries, keys and values
-    are made of, in this order; gate [T, H V] of its results; beta and rise [T, H], before their functions."""
+    are made of, in this order; gate [T, H V] of its results; beta and rise [T, H], before their functions. Rows may lie
+    apart, the numbers of a row not."""
 
     mixed: Tensor
     gate: Tensor
