@@ -33,6 +33,7 @@ Row = dict[str, Any]
 @click.argument("names", nargs=-1, type=click.Choice(list(WORKLOADS)))
 @click.option("--repeat", default=3, show_default=True, help="Runs of each; bursts show the best, others the median.")
 @click.option("--eager", is_flag=True, help="Without CUDA graphs.")
+@click.option("--deterministic", is_flag=True, help="Answers that do not depend on the batch.")
 @click.option("--max-num-batched-tokens", default=0, help="Tokens a step; 0: the default.")
 @click.option("--latency-target-ms", default=0.0, show_default=True, help="Bound on what prompts may cost others.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Also store figures and traces there.")
@@ -40,6 +41,7 @@ def command(
     names: tuple[str, ...],
     repeat: int,
     eager: bool,
+    deterministic: bool,
     max_num_batched_tokens: int,
     latency_target_ms: float,
     path: Path | None,
@@ -47,7 +49,7 @@ def command(
     """Run workloads offline, through `LLM`, and print their speed."""
     needed("for a CPU there is `quire bench cpu`")
     found: list[Row] = []
-    options = {"enforce_eager": eager, "latency_target_ms": latency_target_ms} | (
+    options = {"enforce_eager": eager, "deterministic": deterministic, "latency_target_ms": latency_target_ms} | (
         {"max_num_batched_tokens": max_num_batched_tokens} if max_num_batched_tokens else {}
     )
     with tempfile.TemporaryDirectory() as folder:

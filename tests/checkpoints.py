@@ -833,7 +833,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "linear_num_key_heads": 1,
             "linear_num_value_heads": 3,
             "layer_types": ["full_attention", "linear_attention", "linear_attention"],
-            "moe_intermediate_size": 24,
+            "moe_intermediate_size": 28,
             "shared_expert_intermediate_size": 24,
             "num_experts": 6,
             "num_experts_per_tok": 2,

@@ -26,8 +26,9 @@ from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.recurrence import COLUMNS, UNIT_EPS, Rule, gates_of, load_state, put_state
 
-CHUNK, EXACT_CHUNK = 64, 16
-"""Tokens of a chunk, and in float32, which takes more registers and shared memory."""
+CHUNK, DELTA_CHUNK, EXACT_CHUNK = 64, 32, 16
+"""Tokens of a chunk: of Mamba 2; of the delta rule, since Triton 3.6 makes of its chunks of 64 asynchronous products
+(wgmma) with wrong results on an H100; and in float32, which takes more registers and shared memory."""
 
 
 class Chunks(NamedTuple):
@@ -189,7 +190,7 @@ def scan(
     """Spans of more than `few` tokens: out [T, H, V] float32; writes memories [M, H, K, V]."""
     (_, heads, keys, values), tokens = memory.shape, len(out)
     exact = rule.mixed.dtype is torch.float32
-    size = EXACT_CHUNK if exact else CHUNK
+    size = EXACT_CHUNK if exact else DELTA_CHUNK if rule.delta else CHUNK
     columns = min(COLUMNS, block(values, 16))
     same = {
         "HEADS": heads, "GROUPS": rule.groups, "KEYS": keys, "VALUES": values, "SIZE": size,

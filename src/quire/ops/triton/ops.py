@@ -89,9 +89,6 @@ class TritonOps(BaseOps):
     dense: DenseAttention | None
     few = FEW
     """Tokens of a span up to which recurrent layers compute it token by token."""
-    few_delta = UNLIMITED
-    """The same of the delta rule, whose chunks gave wrong numbers on an H100: see
-    docs/benchmarks/recurrent-h100-2026-11-24.md."""
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         """dependent: use programmatic dependent launch where the GPU has it."""
@@ -335,7 +332,7 @@ class TritonOps(BaseOps):
 
     def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.gated_delta`. No span may read a slot that another writes."""
-        return recurrent.gated_delta(x, weights, state, self.prepare(batch), self.few_delta, self.card)
+        return recurrent.gated_delta(x, weights, state, self.prepare(batch), self.few, self.card)
 
     def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """See `Ops.selective_scan`. No span may read a slot that another writes."""
