@@ -44,7 +44,10 @@ ERRORS = {
 """Root mean square errors of normal numbers, relative to them."""
 
 REFUSED = ("granitemoe-gqa", "granitemoeshared-gqa", "llama4_text-gqa", "gpt_oss-gqa", "gemma4_text-mixture")
-REFUSED += ("gemma4_text-inputs-of-layers",)
+REFUSED += ("gemma4_text-inputs-of-layers", "ministral3-gqa", "ministral3-mha-tied", "apertus-gqa", "apertus-mha-tied")
+REFUSED += ("granitemoehybrid-mamba", "granitemoehybrid-mamba-experts", "granitemoehybrid-mamba-tied", "bamba-gqa")
+REFUSED += ("nemotron_h-gqa", "nemotron_h-attention-last", "nemotron_h-experts", "nemotron_h-latent-experts")
+REFUSED += ("qwen3_next-shared-keys", "qwen3_next-one-key-head")
 """Shapes that are read from GGUF files and not written."""
 
 
