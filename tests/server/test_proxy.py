@@ -523,6 +523,8 @@ STATE: list[tuple[str, str, dict[str, Any] | None, str]] = [
     ("POST", "/v1/responses", {"input": "a", "background": True}, "background"),
     ("POST", "/v1/responses", {"input": "a", "conversation": "conv_1"}, "conversation"),
     ("POST", "/v1/responses/input_tokens", {"input": "a", "previous_response_id": "r"}, "previous_response_id"),
+    ("POST", "/v1/responses", {"input": [{"role": "user"}, {"type": "item_reference", "id": "msg_1"}]}, "input"),
+    ("POST", "/v1/responses", {"input": [{"id": "msg_1"}]}, "input"),
 ]
 
 

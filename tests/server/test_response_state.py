@@ -128,6 +128,8 @@ async def test_a_server_that_stores_nothing_says_so() -> None:
         for field in ({"previous_response_id": made.id}, {"background": True}):
             refused = await here.ask("POST", "/v1/responses", model="tiny", input="hi", **field)
             check_error(refused, 400, next(iter(field)), "this server stores no responses")
+        refused = await here.ask("POST", "/v1/responses", input=[{"type": "item_reference", "id": made.output[0].id}])
+        check_error(refused, 400, "input", "input[0]: an item by reference (item_reference) needs stored responses")
         check_error(await here.ask("GET", f"/v1/responses/{made.id}"), 404, "id")
 
 
@@ -193,6 +195,17 @@ async def test_a_continued_response_is_asked_as_the_whole_conversation_is(
         assert here.server.port.submitted[-1].prompt == continued
         counted = await client.responses.input_tokens.count(input="more", previous_response_id=second.id, **rest)
         assert third.usage is not None and counted.input_tokens == third.usage.input_tokens == len(continued)
+        # What the AI SDK sends: the ids of what responses gave.
+        named: Any = [item if "id" not in item else {"type": "item_reference", "id": item["id"]} for item in items]
+        assert [each for each in named if each.get("type") == "item_reference"]
+        by_name = await client.responses.create(model="tiny", input=named, **rest)
+        assert here.server.port.submitted[-1].prompt == continued
+        counted = await client.responses.input_tokens.count(input=named, **rest)
+        assert counted.input_tokens == len(continued)
+        for id in (first.id, second.id, third.id):
+            await client.responses.delete(id)
+        await client.responses.create(model="tiny", input="and?", previous_response_id=by_name.id, **rest)
+        assert here.server.port.submitted[-1].prompt[: len(continued) - 8] == continued[:-8], "items are stored whole"
 
 
 async def test_a_conversation_that_lost_its_beginning_says_so(folder: Path | None) -> None:
@@ -205,6 +218,53 @@ async def test_a_conversation_that_lost_its_beginning_says_so(folder: Path | Non
         refused = await here.ask("POST", "/v1/responses", **asked)
         error = check_error(refused, 404, "previous_response_id", "no longer stored: send the whole conversation")
         assert first.id in error["message"] and error["code"] == "response_not_found"
+
+
+async def test_items_of_an_input_are_referred_to_by_the_ids_that_are_listed(folder: Path | None) -> None:
+    async with stateful(template=SHOWS, folder=folder) as here:
+        client = here.client()
+        first = await client.responses.create(model="tiny", input="one")
+        [listed] = (await client.responses.input_items.list(first.id)).data
+        given: Any = [{"id": listed.id}, {"id": first.output[0].id, "type": None}, {"role": "user", "content": "two"}]
+        await client.responses.create(model="tiny", input=given)
+        by_id = here.server.port.submitted[-1].prompt
+        await client.responses.create(model="tiny", input="two", previous_response_id=first.id)
+        assert by_id == here.server.port.submitted[-1].prompt
+
+
+async def test_items_that_cannot_be_referred_to_are_named(folder: Path | None) -> None:
+    """Of nobody, of another key, deleted, in progress, twice, or too large together."""
+    limits = Limits(max_body_bytes=4000)
+    async with stateful(folder=folder, keys=("mine", "theirs"), limits=limits) as here:
+        made = await here.client("mine").responses.create(model="tiny", input="x" * 300)
+        gone = await here.client("mine").responses.create(model="tiny", input="x", store=False)
+        reference = lambda id: {"type": "item_reference", "id": id}  # noqa: E731
+        mine, absent = made.output[0].id, [gone.output[0].id, made.output[0].id + "0", "msg_1", "", "x" * 500]
+        said = set[str]()
+        for key, id in [("theirs", mine), *(("mine", id) for id in absent)]:
+            for path in ("/v1/responses", "/v1/responses/input_tokens"):
+                refused = await here.ask("POST", path, key, input=[reference(id)])
+                error = check_error(refused, 404, "input", "is stored for this key")
+                assert error["code"] == "item_not_found"
+                said.add(error["message"].replace(repr(id[:80]), "ID"))
+        assert len(said) == 1
+        twice = await here.ask("POST", "/v1/responses", "mine", input=[reference(mine)] * 2)
+        check_error(twice, 400, "input", "input[1]: item 'msg_")
+        for wrong in ({"type": "item_reference"}, {"type": "item_reference", "id": 3}, {"id": []}):
+            check_error(
+                await here.ask("POST", "/v1/responses", "mine", input=[wrong]), 400, "input", "the id of an item"
+            )
+        long = [reference(mine), {"role": "user", "content": "y" * 3600}]
+        check_error(await here.ask("POST", "/v1/responses", "mine", input=long), 400, "input", "--max-body-bytes")
+
+
+async def test_an_item_of_a_response_in_progress_is_not_there_yet() -> None:
+    async with stateful(port=slow()) as here:
+        running = await here.client().responses.create(model="tiny", input="one", background=True)
+        item = f"msg_{running.id.removeprefix('resp_')}10000"
+        asked: dict[str, Any] = {"input": [{"type": "item_reference", "id": item}]}
+        check_error(await here.ask("POST", "/v1/responses", **asked), 404, "input", "is not complete")
+        here.server.port.stepping.set()
 
 
 async def test_a_conversation_is_bound_as_a_body_is() -> None:

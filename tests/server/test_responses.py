@@ -152,7 +152,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "input is empty"),
     ({"messages": []}, "messages", "unknown field"),
     ({"input": 3}, "input", "expected"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item_reference"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
     ({"include": ["everything"]}, "include", "is not available"),
     ({"tools": [{"type": "window"}]}, "tools", "window"),

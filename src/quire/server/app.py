@@ -41,6 +41,7 @@ from quire.server.endpoints import (
     gather,
 )
 from quire.server.error_responses import GONE, JSON, NotFound, json_response, offloaded_json
+from quire.server.item_references import references
 from quire.server.limits import AdmissionGate, Limits, deadline, read_body
 from quire.server.live_page import LiveSource, Page
 from quire.server.media import offload_reading
@@ -118,12 +119,13 @@ class Api:
         began = time.perf_counter()
         owner = request.scope["owner"]
         with self._gate.slot() as slot:
-            size, parsed = await self._read(request, ResponsesRequest, lambda parsed, _: parsed, slot)
-            earlier = self._state.earlier(parsed, owner, size)
+            size, (parsed, referred) = await self._read(request, ResponsesRequest, _with_references, slot)
+            earlier = self._state.earlier(parsed, referred, owner, size)
             size += earlier.size
 
             def prepare(limits: Limits) -> tuple[Job, Record | None, ResponseChunks]:
                 items = earlier.items and earlier.items()
+                parsed.input = earlier.resolve(parsed.input)
                 job = self._job(continuing(RESPONSES, items), parsed, request, began, limits)
                 record = self._state.record(job, owner, earlier.entry)
                 return job, record, _response_chunks(job, record)
@@ -205,11 +207,12 @@ class Api:
 
     async def count_input(self, request: Request) -> Response:
         """`POST /v1/responses/input_tokens`, with what the request continues."""
-        size, parsed = await self._read(request, ResponsesRequest, lambda parsed, _: parsed)
-        earlier = self._state.earlier(parsed, request.scope["owner"], size)
+        size, (parsed, referred) = await self._read(request, ResponsesRequest, _with_references)
+        earlier = self._state.earlier(parsed, referred, request.scope["owner"], size)
 
         def count(limits: Limits) -> bytes:
             items = earlier.items and earlier.items()
+            parsed.input = earlier.resolve(parsed.input)
             return msgspec.json.encode(self._count(continuing(RESPONSE_INPUT_TOKENS, items), parsed, limits))
 
         return Response(await offload_reading(size + earlier.size, self._limits, count), media_type=JSON)
@@ -266,6 +269,11 @@ class Api:
         paths = sorted(self._recording.glob(f"*{SUFFIX}"))
         headers = {"Content-Disposition": f'attachment; filename="recording{SUFFIX}"'}
         return StreamingResponse(_segments(paths), media_type="application/octet-stream", headers=headers)
+
+
+def _with_references(parsed: ResponsesRequest, limits: Limits) -> tuple[ResponsesRequest, dict[str | None, str]]:
+    """A request and the stored responses that its input refers to."""
+    return parsed, references(parsed.input)
 
 
 def _response_chunks(job: Job, record: Record | None) -> ResponseChunks:

@@ -27,6 +27,7 @@ from quire.server.app import METRICS, build_app, health_routes
 from quire.server.calls import ONE_NAME
 from quire.server.endpoints import GENERATE_PATHS
 from quire.server.error_responses import GONE, JSON, NotFound, offloaded_json
+from quire.server.item_references import is_reference
 from quire.server.limits import Limits, deadline, read_body
 from quire.server.live_page import LiveSource, Page
 from quire.server.outputs import generate_answer
@@ -86,6 +87,7 @@ class _PeekedState(msgspec.Struct):
     previous_response_id: Any = None
     background: Any = None
     conversation: Any = None
+    input: Any = None
 
 
 _peek = msgspec.json.Decoder(_PeekedFields)
@@ -121,6 +123,8 @@ def state_field(path: str, body: bytes) -> str | None:
         peeked = _peek_state.decode(body)
     except (msgspec.DecodeError, RecursionError):
         return None
+    items = peeked.input if isinstance(peeked.input, list) else []
+    peeked.input = any(isinstance(each, dict) and is_reference(each) for each in items)
     return next((name for name in peeked.__struct_fields__ if getattr(peeked, name) not in (None, False)), None)
 
 

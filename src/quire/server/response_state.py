@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -21,8 +21,9 @@ from quire.frontend.interface import Delta, ResultStream
 from quire.frontend.offload import offload
 from quire.server.access import refuse_cross_site
 from quire.server.calls import Job
-from quire.server.error_responses import JSON, json_response
+from quire.server.error_responses import JSON, NotFound, json_response
 from quire.server.folder import WriteFailed
+from quire.server.item_references import input_id, missing, resolved
 from quire.server.limits import Limits
 from quire.server.listing import oldest_first, page
 from quire.server.response_store import INTERRUPTED, Content, Entry, ResponseStore, as_items
@@ -32,6 +33,8 @@ from quire.server.stream import EVENTS, Chunks, EventStream, event
 log = logging.getLogger("uvicorn.error")
 
 T = TypeVar("T")
+
+Input = str | list[dict[str, Any]]
 
 _json = msgspec.json.Encoder().encode
 
@@ -45,14 +48,17 @@ _CANCELLED, _DELETED, _SHUTDOWN = "cancelled", "deleted", "shutdown"
 
 
 class Earlier(NamedTuple):
-    """The conversation that a request continues. entry: its last response, None if it begins one. size: of its items.
+    """The conversation that a request continues. entry: its last response, None if it begins one. size: of its items,
+    and of the responses whose items the input refers to.
 
-    items: reads them; None where nothing is stored. Blocking.
+    items: reads them; None where nothing is stored. resolve: the input with items in place of references. Both are
+    blocking, and raise NotFound for what is gone meanwhile.
     """
 
     entry: Entry | None
     size: int
     items: Callable[[], list[dict[str, Any]]] | None
+    resolve: Callable[[Input], Input]
 
 
 class Record:
@@ -277,18 +283,23 @@ class ResponseState:
 
     # ---------------------------------------------------------------- creating
 
-    def earlier(self, request: ResponsesRequest, owner: str, size: int) -> Earlier:
-        """What a request of `size` bytes continues. Takes the same time for any conversation.
+    def earlier(self, request: ResponsesRequest, referred: Mapping[str | None, str], owner: str, size: int) -> Earlier:
+        """What a request of `size` bytes continues. Takes the same time for any conversation. referred: see
+        `item_references.references`.
 
         Raises InvalidRequest for a response that cannot be continued, and NotFound.
         """
         if request.background and request.store is False:
             raise InvalidRequest("background needs store: true, to be fetched later", param="background")
         if not self._store.most:
-            return Earlier(None, 0, None)
+            return Earlier(None, 0, None, lambda given: given)
+        sources = [self._source(id, item, owner) for id, item in referred.items()]
+        cost = sum(max(each.bytes, self._store.read_cost) for each in sources)
+        resolve = partial(self._resolved, sources)
+        self._check_size("the responses that input refers to", "input", size + sum(map(_own, sources)))
         id = request.previous_response_id
         if id is None:
-            return Earlier(None, 0, list)
+            return Earlier(None, cost, list, resolve)
         entry = self._store.find(id, owner, "previous_response_id")
         if entry.status not in ("completed", "incomplete"):
             raise InvalidRequest(
@@ -296,14 +307,36 @@ class ResponseState:
                 param="previous_response_id",
                 code="response_not_complete",
             )
-        if entry.items + size > self._limits.max_body_bytes:
+        before = f"the conversation up to {entry.id}"
+        self._check_size(before, "previous_response_id", size + sum(map(_own, sources)) + entry.items)
+        cost += max(entry.items, self._store.read_cost)
+        return Earlier(entry, cost, partial(self._store.conversation, entry), resolve)
+
+    def _check_size(self, before: str, param: str, size: int) -> None:
+        """Raise InvalidRequest where a request and what it names are too large together."""
+        if size > self._limits.max_body_bytes:
             raise InvalidRequest(
-                f"the conversation up to {entry.id} and this request have {entry.items + size} bytes, and this server "
-                f"takes {self._limits.max_body_bytes} (--max-body-bytes)",
-                param="previous_response_id",
+                f"{before} and this request have {size} bytes, and this server takes {self._limits.max_body_bytes} "
+                "(--max-body-bytes)",
+                param=param,
                 code="conversation_too_large",
             )
-        return Earlier(entry, max(entry.items, self._store.read_cost), partial(self._store.conversation, entry))
+
+    def _source(self, id: str | None, item: str, owner: str) -> Entry:
+        """The response that an item is of. Raises NotFound."""
+        try:
+            return missing(item) if id is None else self._store.find(id, owner, "input")
+        except NotFound:
+            missing(item)
+
+    def _resolved(self, sources: Sequence[Entry], given: Input) -> Input:
+        """See Earlier. Blocking."""
+        known = dict[str, dict[str, Any]]()
+        for entry in sources:
+            content = self._store.used(entry, "input")
+            known |= {item["id"]: item for item in _shown_input(entry, content)}
+            known |= {item["id"]: item for item in msgspec.json.decode(content.output)}
+        return resolved(given, known)
 
     def record(self, job: Job, owner: str, earlier: Entry | None) -> Record | None:
         """Where the response of a job is stored, None if it is not to be."""
@@ -367,12 +400,8 @@ class ResponseState:
         entry, asc = self._find(request), oldest_first(request)
 
         def items() -> list[dict[str, Any]]:
-            given = as_items(msgspec.json.decode(self._store.read(entry).input))
-            shown = {}
-            for i, item in enumerate(given):
-                one = _shown_item(item, f"{entry.id.removeprefix('resp_')}{i:04x}")
-                # Of items with one id, which clients may send, pages have the last.
-                shown[one["id"]] = one
+            # Of items with one id, which clients may send, pages have the last.
+            shown = {one["id"]: one for one in _shown_input(entry, self._store.read(entry))}
             return list(shown.values()) if asc else list(shown.values())[::-1]
 
         return await page(request, items, max(entry.bytes, self._store.read_cost), most=100, default=20)
@@ -417,6 +446,17 @@ def _stream_query(query: Mapping[str, str]) -> tuple[bool, int]:
 
 def _events_from(at: int, content: Content) -> bytes:
     return b"".join(_split(zlib.decompress(content.events))[at:]) if content.events else b""
+
+
+def _own(entry: Entry) -> int:
+    """Bytes of the items of a response alone."""
+    return entry.items - entry.earlier
+
+
+def _shown_input(entry: Entry, content: Content) -> Iterator[dict[str, Any]]:
+    """The items of a response's input as OpenAI lists them."""
+    for i, item in enumerate(as_items(msgspec.json.decode(content.input))):
+        yield _shown_item(item, input_id(entry.id, i))
 
 
 def _shown_item(item: Mapping[str, Any], number: str) -> dict[str, Any]:

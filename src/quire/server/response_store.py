@@ -265,11 +265,16 @@ class ResponseStore:
                 ) from None
         items: list[dict[str, Any]] = []
         for one in reversed(chain):
-            content = self.read(one, param)
+            content = self.used(one, param)
             items += as_items(msgspec.json.decode(content.input)) + msgspec.json.decode(content.output)
-            with self._mutex, suppress(KeyError):
-                self._owned[one.owner].move_to_end(one.id)
         return items
+
+    def used(self, entry: Entry, param: str) -> Content:
+        """The content of a response that counts as used now. Raises NotFound."""
+        content = self.read(entry, param)
+        with self._mutex, suppress(KeyError):
+            self._owned[entry.owner].move_to_end(entry.id)
+        return content
 
     # ---------------------------------------------------------------- changing
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from quire.parsers.parts import TextPart
 from quire.server import error_responses
 from quire.server.calls import Job
 from quire.server.fields import check, require_text
+from quire.server.item_references import output_id, reference_of
 from quire.server.nested import check_nested
 from quire.server.outputs import ChoiceBuilder, Usage, chat_logprobs_of, timings
 from quire.server.response_store import as_items
@@ -176,6 +176,12 @@ def _item(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]]) -
                 check_nested(part, "item.reasoning.part", f"{where}.content[{i}]")
         texts = [part.get("text") for part in thoughts if isinstance(part, dict)]
         _assistant(messages)["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))
+    elif reference_of(item) is not None:
+        raise InvalidRequest(
+            f"{where}: an item by reference (item_reference) needs stored responses, and there are none here: send the "
+            "item itself",
+            param="input",
+        )
     else:
         raise InvalidRequest(f"{where}.type {str(kind)[:40]!r} is not supported here", param="input")
 
@@ -430,7 +436,7 @@ class ResponseChunks(Chunks[Delta]):
 
     def _begin_item(self, part: TextPart) -> Iterator[_Event]:
         """A new item without the text of its first part, which comes as a delta."""
-        status, id = "in_progress", uuid.uuid4().hex
+        status, id = "in_progress", output_id(self._job.id, len(self._output))
         content: dict[str, Any] = {}
         item: dict[str, Any]
         if part.kind == "call":

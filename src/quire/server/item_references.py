@@ -1,0 +1,86 @@
+"""Items of stored responses that a request names by id alone (`item_reference`), as clients of OpenAI send what a
+response gave them while responses are stored.
+
+An item's id says which response it is of, so that no index of items is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Never
+
+from quire.errors import InvalidRequest
+from quire.server.error_responses import NotFound
+
+RESPONSE = "resp_"
+
+_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4,12}")
+
+
+def input_id(response: str, number: int) -> str:
+    """The part after the kind's prefix of the id of an item of a response's input."""
+    return f"{response.removeprefix(RESPONSE)}{number:04x}"
+
+
+def output_id(response: str, number: int) -> str:
+    """The same of its output."""
+    return f"{response.removeprefix(RESPONSE)}1{number:04x}"
+
+
+def response_of(item: str) -> str | None:
+    """The id of the response that an item with this id is of; None: no response has such items."""
+    found = _ID.fullmatch(item)
+    return found and RESPONSE + found[1]
+
+
+def is_reference(item: Mapping[str, Any]) -> bool:
+    """Whether an item of an input is a reference to one. Its type may be left out."""
+    return item.get("type") == "item_reference" or (
+        item.get("type") is None and item.keys() <= {"id", "type"} and "id" in item
+    )
+
+
+def reference_of(item: Mapping[str, Any]) -> str | None:
+    """The id that an item of an input refers to; None: it is an item itself. Raises InvalidRequest."""
+    if not is_reference(item):
+        return None
+    if not isinstance(id := item.get("id"), str):
+        raise InvalidRequest("input: an item_reference must have the id of an item", param="input")
+    return id
+
+
+def references(given: str | list[dict[str, Any]]) -> dict[str | None, str]:
+    """The responses that items of an input refer to, None for ids that no item has, with the first of the ids of each.
+
+    Raises InvalidRequest for an id that comes twice: an input would grow without bound.
+    """
+    seen, found = set[str](), dict[str | None, str]()
+    for i, item in enumerate([] if isinstance(given, str) else given):
+        if (id := reference_of(item)) is None:
+            continue
+        if id in seen:
+            raise InvalidRequest(f"input[{i}]: item {id[:80]!r} is referred to twice: once is enough", param="input")
+        seen.add(id)
+        found.setdefault(response_of(id), id)
+    return found
+
+
+def resolved(given: str | list[dict[str, Any]], known: Mapping[str, dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """An input with the items in place of references to them. Raises NotFound."""
+    if isinstance(given, str):
+        return given
+    ids = map(reference_of, given)
+    return [
+        item if id is None else known[id] if id in known else missing(id) for id, item in zip(ids, given, strict=True)
+    ]
+
+
+def missing(id: str) -> Never:
+    """Raise NotFound. One message for all reasons: it must not say what other keys have."""
+    raise NotFound(
+        f"no item {id[:80]!r} is stored for this key: its response was evicted, deleted, not to be stored (store: "
+        "false), is not complete, or never existed. Send the item itself",
+        param="input",
+        code="item_not_found",
+    )
