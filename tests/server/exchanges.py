@@ -110,7 +110,7 @@ class _Names:
         def number(found: re.Match[str]) -> str:
             return f"{found[1]}#{self.known.setdefault(found[0], len(self.known))}"
 
-        text = re.sub(r"\b((?:[a-z]+[-_])?)(?:[0-9a-f]{32}|[0-9a-f]{24})\b", number, text)
+        text = re.sub(r"\b((?:[a-z]+[-_])?)(?:[0-9a-f]{32}(?:1[0-9a-f]{4})?|[0-9a-f]{24})\b", number, text)
         text = re.sub(r'(?<=")()[0-9a-f]{9}(?=")', number, text)
         text = re.sub(r'"(p50|p99)":[\d.]+', r'"\1":0.0', text)
         text = re.sub(r'"(created|created_at)":\d+', r'"\1":0', text)

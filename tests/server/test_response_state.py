@@ -232,37 +232,40 @@ async def test_items_of_an_input_are_referred_to_by_the_ids_that_are_listed(fold
         assert by_id == here.server.port.submitted[-1].prompt
 
 
+def referring(id: str) -> dict[str, Any]:
+    return {"type": "item_reference", "id": id}
+
+
 async def test_items_that_cannot_be_referred_to_are_named(folder: Path | None) -> None:
-    """Of nobody, of another key, deleted, in progress, twice, or too large together."""
+    """Of another key, not stored, of nobody, twice, without an id, or too large together."""
     limits = Limits(max_body_bytes=4000)
     async with stateful(folder=folder, keys=("mine", "theirs"), limits=limits) as here:
-        made = await here.client("mine").responses.create(model="tiny", input="x" * 300)
-        gone = await here.client("mine").responses.create(model="tiny", input="x", store=False)
-        reference = lambda id: {"type": "item_reference", "id": id}  # noqa: E731
+        made: Any = await here.client("mine").responses.create(model="tiny", input="x" * 300)
+        gone: Any = await here.client("mine").responses.create(model="tiny", input="x", store=False)
         mine, absent = made.output[0].id, [gone.output[0].id, made.output[0].id + "0", "msg_1", "", "x" * 500]
         said = set[str]()
         for key, id in [("theirs", mine), *(("mine", id) for id in absent)]:
             for path in ("/v1/responses", "/v1/responses/input_tokens"):
-                refused = await here.ask("POST", path, key, input=[reference(id)])
+                refused = await here.ask("POST", path, key, input=[referring(id)])
                 error = check_error(refused, 404, "input", "is stored for this key")
                 assert error["code"] == "item_not_found"
                 said.add(error["message"].replace(repr(id[:80]), "ID"))
         assert len(said) == 1
-        twice = await here.ask("POST", "/v1/responses", "mine", input=[reference(mine)] * 2)
+        twice = await here.ask("POST", "/v1/responses", "mine", input=[referring(mine)] * 2)
         check_error(twice, 400, "input", "input[1]: item 'msg_")
-        for wrong in ({"type": "item_reference"}, {"type": "item_reference", "id": 3}, {"id": []}):
+        wrongs: list[dict[str, Any]] = [{"type": "item_reference"}, {"type": "item_reference", "id": 3}, {"id": []}]
+        for wrong in wrongs:
             check_error(
                 await here.ask("POST", "/v1/responses", "mine", input=[wrong]), 400, "input", "the id of an item"
             )
-        long = [reference(mine), {"role": "user", "content": "y" * 3600}]
+        long = [referring(mine), {"role": "user", "content": "y" * 3600}]
         check_error(await here.ask("POST", "/v1/responses", "mine", input=long), 400, "input", "--max-body-bytes")
 
 
 async def test_an_item_of_a_response_in_progress_is_not_there_yet() -> None:
     async with stateful(port=slow()) as here:
-        running = await here.client().responses.create(model="tiny", input="one", background=True)
-        item = f"msg_{running.id.removeprefix('resp_')}10000"
-        asked: dict[str, Any] = {"input": [{"type": "item_reference", "id": item}]}
+        running: Any = await here.client().responses.create(model="tiny", input="one", background=True)
+        asked: dict[str, Any] = {"input": [referring(f"msg_{running.id.removeprefix('resp_')}10000")]}
         check_error(await here.ask("POST", "/v1/responses", **asked), 404, "input", "is not complete")
         here.server.port.stepping.set()
 
