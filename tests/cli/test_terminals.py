@@ -49,7 +49,8 @@ def test_ctrl_c_ends_a_command_as_shells_have_it() -> None:
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (INTERRUPTED, b"\n")
+    assert process.returncode == INTERRUPTED
+    assert said in (b"\n", b"")  # nothing where it came during an import
 
 
 def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

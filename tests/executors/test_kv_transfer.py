@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -288,7 +288,12 @@ class Serving:
         self.server = TcpPrefillServer(*(listener, SECRET, ABOUT, self.lines, self.done.put, self.woken.set), SIZE, 1.0)
 
     def link(self) -> Link:
-        return connect(socket.create_connection(self.address, timeout=5.0), SECRET, ABOUT, 5.0)
+        sock = socket.create_connection(self.address, timeout=5.0)
+        with ExitStack() as undo:
+            undo.callback(sock.close)
+            made = connect(sock, SECRET, ABOUT, 5.0)
+            undo.pop_all()
+        return made
 
     def heard(self) -> Prefill | str:
         deadline = time.monotonic() + 20
