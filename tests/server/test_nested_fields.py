@@ -144,7 +144,7 @@ def hint(path: str) -> bool:
 async def outcome(server: Served, path: str, body: Body) -> tuple[str | None, Any]:
     """(the error's message, None) of a refused request, or (None, what came of it)."""
     answer = await server.post(path, **body)
-    if answer.status_code in (400, 404):
+    if answer.status_code == 400 or '"code":"item_not_found"' in answer.text:
         error = answer.json()["error"]
         return str(error["message"]), error.get("param")
     assert answer.status_code == 200, answer.text

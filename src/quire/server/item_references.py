@@ -12,6 +12,10 @@ from typing import Any, Never
 
 from quire.errors import InvalidRequest
 from quire.server.error_responses import NotFound
+from quire.server.response_store import as_items
+
+Input = str | list[dict[str, Any]]
+"""Of a request: a text, or items."""
 
 RESPONSE = "resp_"
 
@@ -50,13 +54,13 @@ def reference_of(item: Mapping[str, Any]) -> str | None:
     return id
 
 
-def references(given: str | list[dict[str, Any]]) -> dict[str | None, str]:
+def references(given: Input) -> dict[str | None, str]:
     """The responses that items of an input refer to, None for ids that no item has, with the first of the ids of each.
 
     Raises InvalidRequest for an id that comes twice: an input would grow without bound.
     """
     seen, found = set[str](), dict[str | None, str]()
-    for i, item in enumerate([] if isinstance(given, str) else given):
+    for i, item in enumerate(as_items(given)):
         if (id := reference_of(item)) is None:
             continue
         if id in seen:
@@ -66,7 +70,7 @@ def references(given: str | list[dict[str, Any]]) -> dict[str | None, str]:
     return found
 
 
-def resolved(given: str | list[dict[str, Any]], known: Mapping[str, dict[str, Any]]) -> str | list[dict[str, Any]]:
+def resolved(given: Input, known: Mapping[str, dict[str, Any]]) -> Input:
     """An input with the items in place of references to them. Raises NotFound."""
     if isinstance(given, str):
         return given

@@ -23,7 +23,7 @@ from quire.server.access import refuse_cross_site
 from quire.server.calls import Job
 from quire.server.error_responses import JSON, NotFound, json_response
 from quire.server.folder import WriteFailed
-from quire.server.item_references import input_id, missing, resolved
+from quire.server.item_references import Input, input_id, missing, resolved
 from quire.server.limits import Limits
 from quire.server.listing import oldest_first, page
 from quire.server.response_store import INTERRUPTED, Content, Entry, ResponseStore, as_items
@@ -33,8 +33,6 @@ from quire.server.stream import EVENTS, Chunks, EventStream, event
 log = logging.getLogger("uvicorn.error")
 
 T = TypeVar("T")
-
-Input = str | list[dict[str, Any]]
 
 _json = msgspec.json.Encoder().encode
 
@@ -296,7 +294,8 @@ class ResponseState:
         sources = [self._source(id, item, owner) for id, item in referred.items()]
         cost = sum(max(each.bytes, self._store.read_cost) for each in sources)
         resolve = partial(self._resolved, sources)
-        self._check_size("the responses that input refers to", "input", size + sum(map(_own, sources)))
+        size += sum(each.items - each.earlier for each in sources)
+        self._check_size("the responses that input refers to", "input", size)
         id = request.previous_response_id
         if id is None:
             return Earlier(None, cost, list, resolve)
@@ -307,8 +306,7 @@ class ResponseState:
                 param="previous_response_id",
                 code="response_not_complete",
             )
-        before = f"the conversation up to {entry.id}"
-        self._check_size(before, "previous_response_id", size + sum(map(_own, sources)) + entry.items)
+        self._check_size(f"the conversation up to {entry.id}", "previous_response_id", size + entry.items)
         cost += max(entry.items, self._store.read_cost)
         return Earlier(entry, cost, partial(self._store.conversation, entry), resolve)
 
@@ -446,11 +444,6 @@ def _stream_query(query: Mapping[str, str]) -> tuple[bool, int]:
 
 def _events_from(at: int, content: Content) -> bytes:
     return b"".join(_split(zlib.decompress(content.events))[at:]) if content.events else b""
-
-
-def _own(entry: Entry) -> int:
-    """Bytes of the items of a response alone."""
-    return entry.items - entry.earlier
 
 
 def _shown_input(entry: Entry, content: Content) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ from quire.parsers.parts import TextPart
 from quire.server import error_responses
 from quire.server.calls import Job
 from quire.server.fields import check, require_text
-from quire.server.item_references import output_id, reference_of
+from quire.server.item_references import is_reference, output_id
 from quire.server.nested import check_nested
 from quire.server.outputs import ChoiceBuilder, Usage, chat_logprobs_of, timings
 from quire.server.response_store import as_items
@@ -176,7 +176,7 @@ def _item(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]]) -
                 check_nested(part, "item.reasoning.part", f"{where}.content[{i}]")
         texts = [part.get("text") for part in thoughts if isinstance(part, dict)]
         _assistant(messages)["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))
-    elif reference_of(item) is not None:
+    elif is_reference(item):
         raise InvalidRequest(
             f"{where}: an item by reference (item_reference) needs stored responses, and there are none here: send the "
             "item itself",
