@@ -46,8 +46,8 @@ def test_ctrl_c_ends_a_command_as_shells_have_it() -> None:
     argv = [*QUIRE, "demo", "--delay", "5"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
         assert process.stdout is not None
-        while not process.stdout.readline().startswith(b"step 1"):
-            pass  # rendering imports; after a step, which is written at once, it sleeps
+        # Rendering imports; after a step, which is written at once, it sleeps.
+        assert any(line.startswith(b"step 1") for line in process.stdout)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (INTERRUPTED, b"\n")
