@@ -36,13 +36,13 @@ from quire.ops.ragged import RaggedBatch
 class MoEConfig:
     """Experts of a layer: `num_experts` MLPs of inner `width`, of which each token uses `num_experts_per_token`.
 
-    normalize_weights, sigmoid, groups, used_groups, group_best, scale, floor, margin: see `TopK`. corrected: the
-    router has a correction, see `Ops.select_experts`. weighs_inputs: what an expert reads is multiplied by its weight,
-    not what it makes (Llama 4). shared: inner width of an MLP that every token uses too, 0 for none; gated_shared: it
-    is multiplied by the sigmoid of a number made of the token. gained: each expert's weights are multiplied by a
-    number. biased: router and experts have biases. gated: experts have three matrices, else two. latent: how many
-    numbers experts read and make, projected from and to the residual stream's; 0: as many as that has. dense_layers:
-    layers without experts.
+    normalize_weights, sigmoid, groups, used_groups, group_best, scale, floor, margin: see `TopK`. corrected: the router
+    has a correction, see `Ops.select_experts`. weighs_inputs: what an expert reads is multiplied by its weight, not
+    what it makes (Llama 4). shared: inner width of an MLP that every token uses too, 0 for none; gated_shared: it is
+    multiplied by the sigmoid of a number made of the token. gained: each expert's weights are multiplied by a number.
+    logit_scale: what the router's logits are multiplied by. biased: router and experts have biases. gated: experts have
+    three matrices, else two. latent: how many numbers experts read and make, projected from and to the residual
+    stream's; 0: as many as that has. dense_layers: layers without experts.
     """
 
     num_experts: int
@@ -61,6 +61,7 @@ class MoEConfig:
     shared: int = 0
     gated_shared: bool = False
     gained: bool = False
+    logit_scale: float = 1.0
     biased: bool = False
     gated: bool = True
     latent: int = 0
@@ -79,6 +80,7 @@ class MoEConfig:
             self.floor,
             self.margin,
             self.group_best,
+            self.logit_scale,
         )
 
     def checked(self) -> MoEConfig:
@@ -232,14 +234,8 @@ class MoE:
     def _route(self, x: Tensor, batch: RaggedBatch | None) -> Routing:
         (stored, correction, gains), how = self.router, self.config.choice
         if isinstance(stored, Plain):
-            routing = self.ops.route(x, stored.weight, how, correction, batch, stored.bias)
-        else:
-            routing = self.ops.select_experts(stored.apply(x), how, correction)
-        if gains is None:
-            return routing
-        # Padding has expert -1; and where launches are only recorded, nothing has written the numbers.
-        experts = routing.experts.clamp(0, len(gains) - 1)
-        return routing._replace(weights=routing.weights * gains[experts])
+            return self.ops.route(x, stored.weight, how, correction, batch, stored.bias, gains)
+        return self.ops.select_experts(stored.apply(x), how, correction, gains)
 
     def _owned(self, routing: Routing) -> Routing:
         """The routing to this rank's experts, numbered from 0: others are none, as padding is."""

@@ -35,7 +35,7 @@ class Mixture:
     """An MLP and experts side by side. Experts and router read the residual stream, each by a norm of its own."""
 
     def __init__(self, build: ModelBuilder, spec: ModelSpec, mlp: MLPFunction, experts: MoE) -> None:
-        self.mlp, self.experts, self.ops, self.scale = mlp, experts, build.ops, spec.hidden**-0.5
+        self.mlp, self.experts, self.ops = mlp, experts, build.ops
         names = "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"
         before, self.after_mlp, after = (build.rms_norm(name, spec.hidden, spec.norm_eps) for name in names)
         self.before_experts, self.after_experts = build.norm_layer(before), build.norm_layer(after)
@@ -45,8 +45,7 @@ class Mixture:
     def __call__(self, x: Tensor, residual: Tensor, batch: RaggedBatch | None) -> Tensor:
         """x: the normed residual [T, hidden], for the MLP."""
         made = self.ops.norm(self.mlp(x), self.after_mlp)
-        asked = self.ops.norm(residual, self.asked) * self.scale
-        routed = self.experts(self.before_experts(residual), batch, asked)
+        routed = self.experts(self.before_experts(residual), batch, self.ops.norm(residual, self.asked))
         return self.sum.add(routed, made, self.after_experts)[1]
 
 
@@ -210,7 +209,7 @@ class Gemma4(Gemma):
             embedding_scale=spec.hidden**0.5,
             logit_cap=cap(config, "final_logit_softcapping", 0.0),
             layer_mlp=tuple(spec.mlp * (2 if wide and i >= own else 1) for i in range(spec.layers)),
-            experts=read_experts(config) if config.get(bool, "enable_moe_block", default=False) else None,
+            experts=read_experts(config, spec) if config.get(bool, "enable_moe_block", default=False) else None,
         )
 
 
@@ -261,11 +260,12 @@ def read_heads(config: Config, spec: ModelSpec, index: int, local: bool) -> tupl
     return heads, dim
 
 
-def read_experts(config: Config) -> MoEConfig:
-    """Experts beside the MLP of every layer."""
+def read_experts(config: Config, spec: ModelSpec) -> MoEConfig:
+    """Experts beside the MLP of every layer. Their router reads normed numbers divided by the root of their count."""
     return MoEConfig(
         num_experts=config.get(int, "num_experts"),
         num_experts_per_token=config.get(int, "top_k_experts"),
         width=config.get(int, "moe_intermediate_size"),
         gained=True,
+        logit_scale=spec.hidden**-0.5,
     ).checked()

@@ -93,12 +93,13 @@ class XIELU(NamedTuple):
 class TopK(NamedTuple):
     """How a router's logits become experts and weights: each token uses the `used` experts of the largest scores.
 
-    Scores are a float32 softmax over all experts, or with `sigmoid` the sigmoid of each logit. normalize: a token's
-    weights are divided by their sum, or by `floor` where that is larger. groups: of as many neighbouring experts each,
-    of which only those of the `used_groups` best groups may be used; a group is as good as its `group_best` best
-    experts, one or two, together (DeepSeek-AI 2024). scale: what weights are multiplied by in the end. margin above 0:
-    of the experts left, the best first, each is weighed by a softmax over the logits of those left that are below its
-    own by at most `margin` times the larger of its logit and their absolute value (SparseMixer, Liu et al. 2023).
+    Scores are a float32 softmax over all experts, or with `sigmoid` the sigmoid of each logit. logit_scale: what logits
+    are multiplied by before anything else. normalize: a token's weights are divided by their sum, or by `floor` where
+    that is larger. groups: of as many neighbouring experts each, of which only those of the `used_groups` best groups
+    may be used; a group is as good as its `group_best` best experts, one or two, together (DeepSeek-AI 2024). scale:
+    what weights are multiplied by in the end. margin above 0: of the experts left, the best first, each is weighed by a
+    softmax over the logits of those left that are below its own by at most `margin` times the larger of its logit and
+    their absolute value (SparseMixer, Liu et al. 2023).
     """
 
     used: int
@@ -110,6 +111,7 @@ class TopK(NamedTuple):
     floor: float = 1e-20
     margin: float = 0.0
     group_best: int = 2
+    logit_scale: float = 1.0
 
 
 class Routing(NamedTuple):
@@ -384,10 +386,13 @@ class Ops(Protocol):
         """made [T, K, n], weights [T, K] float32 -> [T, n]: for each token the sum of its experts' outputs times their
         weights."""
 
-    def select_experts(self, logits: Tensor, how: TopK, correction: Tensor | None = None) -> Routing:
+    def select_experts(
+        self, logits: Tensor, how: TopK, correction: Tensor | None = None, gains: Tensor | None = None
+    ) -> Routing:
         """logits [T, E] -> for each token its experts and their weights, as `how` says.
 
         correction: float32 [E], added to the scores by which experts are chosen, and not to weights (Wang et al. 2024).
+        gains: float32 [E], what the weights of each expert are multiplied by in the end (Gemma 4).
         """
 
     def route(
@@ -398,6 +403,7 @@ class Ops(Protocol):
         correction: Tensor | None = None,
         batch: RaggedBatch | None = None,
         bias: Tensor | None = None,
+        gains: Tensor | None = None,
     ) -> Routing:
         """x [T, in], weight [E, in], bias [E] -> `select_experts` of their product.
 

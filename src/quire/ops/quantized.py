@@ -118,6 +118,11 @@ def mix_sparsely(logits: Tensor, how: TopK) -> Routing:
     return Routing(torch.cat(experts, -1).int(), torch.cat(weights, -1) * how.scale)
 
 
+def gained(routing: Routing, gains: Tensor | None) -> Routing:
+    """The routing with weights multiplied by their experts' gains, see `Ops.select_experts`."""
+    return routing if gains is None else routing._replace(weights=routing.weights * gains[routing.experts])
+
+
 LEAST = 32
 """Rows that a card's library wants for products of integers, at least."""
 
@@ -218,17 +223,20 @@ class BaseOps(ABC):
         """weights [T, K], each row divided by its sum, or by `floor` where that is larger."""
         return weights / weights.sum(-1, keepdim=True).clamp(min=floor)
 
-    def select_experts(self, logits: Tensor, how: TopK, correction: Tensor | None = None) -> Routing:
+    def select_experts(
+        self, logits: Tensor, how: TopK, correction: Tensor | None = None, gains: Tensor | None = None
+    ) -> Routing:
         """See `Ops.select_experts`."""
+        logits = logits.float() if how.logit_scale == 1.0 else logits.float() * how.logit_scale
         if how.margin:
-            return mix_sparsely(logits.float(), how)
-        scores = logits.float().sigmoid() if how.sigmoid else logits.float().softmax(-1)
+            return gained(mix_sparsely(logits, how), gains)
+        scores = logits.sigmoid() if how.sigmoid else logits.softmax(-1)
         ranked = in_best_groups(scores if correction is None else scores + correction, how)
         experts = ranked.topk(how.used, dim=-1).indices
         weights = scores.gather(-1, experts)
         if how.normalize:
             weights = self.normalize(weights, how.floor)
-        return Routing(experts.int(), weights * how.scale)
+        return gained(Routing(experts.int(), weights * how.scale), gains)
 
     def route(
         self,
@@ -238,9 +246,10 @@ class BaseOps(ABC):
         correction: Tensor | None = None,
         batch: RaggedBatch | None = None,
         bias: Tensor | None = None,
+        gains: Tensor | None = None,
     ) -> Routing:
         """See `Ops.route`."""
-        return self.select_experts(self.linear(x, weight, bias), how, correction)
+        return self.select_experts(self.linear(x, weight, bias), how, correction, gains)
 
     def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
         """See `Ops.add_shared`."""

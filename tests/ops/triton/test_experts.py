@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -89,7 +91,9 @@ def test_the_router_chooses_as_a_softmax_and_top_k(
     assert not ARRIVED.any()
 
 
-@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "corrected"])
+@pytest.mark.parametrize(
+    "terms", [(), ("correction",), ("correction", "bias", "gains")], ids=["plain", "corrected", "all"]
+)
 @pytest.mark.parametrize(
     ("count", "choice"),
     [
@@ -101,6 +105,7 @@ def test_the_router_chooses_as_a_softmax_and_top_k(
         (6, TopK(2, True, sigmoid=True, floor=10.0)),
         (12, TopK(2, False, margin=0.5)),
         (9, TopK(3, False, margin=0.02, scale=2.0)),
+        (8, TopK(3, True, logit_scale=0.1)),
     ],
     ids=[
         "sigmoid",
@@ -111,18 +116,21 @@ def test_the_router_chooses_as_a_softmax_and_top_k(
         "floor of a sigmoid",
         "margin",
         "narrow margin",
+        "scaled logits",
     ],
 )
 @pytest.mark.parametrize(
     ("how", "tokens"), [(GemmConfig(1, 2, 16, 1), 3), (GemmConfig(16, 16, 32, 4, 3), 40)], ids=["three", "forty"]
 )
 def test_the_router_chooses_and_weighs_as_it_is_told(
-    how: GemmConfig, tokens: int, count: int, choice: TopK, corrected: bool
+    how: GemmConfig, tokens: int, count: int, choice: TopK, terms: Sequence[str]
 ) -> None:
     x, weight, _, _ = randoms(tokens, count, 48, 8)
-    correction = torch.randn(count, device=DEVICE) * 0.2 if corrected and not choice.margin else None
-    got = route(x, weight * 0.2, choice, how, CARD, ARRIVED, correction)
-    want = REFERENCE.route(x, weight * 0.2, choice, correction)
+    given = {
+        name: torch.randn(count, device=DEVICE) * 0.2 for name in terms if name != "correction" or not choice.margin
+    }
+    got = route(x, weight * 0.2, choice, how, CARD, ARRIVED, **given)
+    want = REFERENCE.route(x, weight * 0.2, choice, **given)
     assert torch.equal(got.experts, want.experts)
     torch.testing.assert_close(got.weights, want.weights, atol=1e-5, rtol=1e-5)
 

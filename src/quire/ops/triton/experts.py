@@ -89,10 +89,10 @@ def in_best_groups(
 
 @triton.jit
 def choose(
-    logits, bias, correction, experts, weights, places, null, r, inside, count, scale, floor,
+    logits, bias, correction, gains, experts, weights, places, null, r, inside, count, logit_scale, scale, floor,
     USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
-    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PADDED: tl.constexpr,
-    ALL: tl.constexpr, MARGIN: tl.constexpr,
+    GAINED: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    PADDED: tl.constexpr, ALL: tl.constexpr, MARGIN: tl.constexpr,
 ):  # fmt: skip
     """`select_experts` of rows of logits, ties by the lower number. PADDED: rows whose place is below `null` get expert
     -1 and weight 0.
@@ -106,6 +106,7 @@ def choose(
     value = tl.load(row[:, None] + e, mask=held, other=0.0, cache_modifier=".cg")
     if BIAS:
         value += tl.load(bias + e, mask=e < count, other=0.0).to(tl.float32)
+    value *= logit_scale
     broken = tl.sum(tl.where(value < float("inf"), 0.0, float("nan")), 1)
     value = finite_only(value)
     top = tl.max(tl.where(e < count, value, -3.4e38), 1)
@@ -132,7 +133,10 @@ def choose(
         high = (best >> 32).to(tl.int32)
         logit = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         if CORRECTED:
-            logit = finite_only(tl.load(row + chosen, mask=inside, other=0.0, cache_modifier=".cg"))
+            logit = tl.load(row + chosen, mask=inside, other=0.0, cache_modifier=".cg")
+            if BIAS:
+                logit += tl.load(bias + chosen).to(tl.float32)
+            logit = finite_only(logit * logit_scale)
         share = score_of(logit, top, SIGMOID)
         if MARGIN > 0:
             lead = logit[:, None]
@@ -140,6 +144,8 @@ def choose(
             share = 1.0 / tl.sum(tl.where(near, tl.exp(tl.minimum(value - lead, 0.0)), 0.0), 1)
         if NORMALIZE:
             total = share if u == 0 else total + share
+        if GAINED:
+            share *= tl.load(gains + chosen)
         shares += (share,)  # type: ignore[assignment]
         key = tl.where(key == best[:, None], LEAST, key)
     total = tl.maximum(total, least) / scale
@@ -149,10 +155,11 @@ def choose(
 
 @kernel(do_not_specialize=["rows"])
 def route_kernel(
-    x, weight, bias, correction, logits, experts, weights, places, arrived, null, rows, count, hidden, scale, floor,
+    x, weight, bias, correction, gains, logits, experts, weights, places, arrived, null, rows, count, hidden,
+    logit_scale, scale, floor,
     USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
-    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PADDED: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr,
+    GAINED: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    PADDED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
     ALL: tl.constexpr, SOME: tl.constexpr, MARGIN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -199,8 +206,9 @@ def route_kernel(
         for first in range(0, ROWS, SOME):
             some = tl.program_id(0) * ROWS + first + tl.arange(0, SOME)
             choose(
-                logits, bias, correction, experts, weights, places, null, some, some < rows, count, scale, floor, USED,
-                NORMALIZE, SIGMOID, BIAS, CORRECTED, GROUPS, USED_GROUPS, GROUP_BEST, PADDED, ALL, MARGIN,
+                logits, bias, correction, gains, experts, weights, places, null, some, some < rows, count, logit_scale,
+                scale, floor, USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS, USED_GROUPS, GROUP_BEST,
+                PADDED, ALL, MARGIN,
             )  # fmt: skip
 
 
@@ -666,6 +674,7 @@ def route(
     correction: Tensor | None = None,
     batch: RaggedBatch | None = None,
     bias: Tensor | None = None,
+    gains: Tensor | None = None,
 ) -> Routing:
     """See `Ops.route`. arrived: [COUNTERS] int32, zeros, one for each `how.rows` rows."""
     x = x.contiguous()
@@ -677,12 +686,14 @@ def route(
     how = how.fitted(card, weight.element_size(), x.element_size())
     times = triton.cdiv(hidden, how.inputs)
     route_kernel[(triton.cdiv(tokens, how.rows), triton.cdiv(count, how.outputs))](
-        *(x, weight, x if bias is None else bias, weight if correction is None else correction, logits, experts,
-        weights),
+        *(x, weight, x if bias is None else bias, weight if correction is None else correction),
+        *(logits if gains is None else gains, logits, experts, weights),
         *(experts if batch is None else batch.slots, arrived),
-        *(0 if batch is None else batch.page_size, tokens, count, hidden, choice.scale, choice.floor),
+        *(0 if batch is None else batch.page_size, tokens, count, hidden),
+        *(choice.logit_scale, choice.scale, choice.floor),
         USED=choice.used, NORMALIZE=choice.normalize, SIGMOID=choice.sigmoid, BIAS=bias is not None,
-        CORRECTED=correction is not None, GROUPS=choice.groups, USED_GROUPS=choice.used_groups,
+        CORRECTED=correction is not None, GAINED=gains is not None, GROUPS=choice.groups,
+        USED_GROUPS=choice.used_groups,
         GROUP_BEST=choice.group_best, PADDED=batch is not None, EVEN=hidden % how.inputs == 0,
         WHOLE=count % how.outputs == 0, ROWS=how.rows,
         BLOCK_E=how.outputs, BLOCK_K=how.inputs, TIMES=1 if how.stages else times, APART=apart(how),

@@ -117,10 +117,11 @@ class TritonOps(BaseOps):
         correction: Tensor | None = None,
         batch: RaggedBatch | None = None,
         bias: Tensor | None = None,
+        gains: Tensor | None = None,
     ) -> Routing:
         """See `Ops.route`."""
         tiles = self.router_config(len(x), weight)
-        return mixture.route(x, weight, how, tiles, self.card, self.arrived, correction, batch, bias)
+        return mixture.route(x, weight, how, tiles, self.card, self.arrived, correction, batch, bias, gains)
 
     def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
         """See `Ops.add_shared`."""
