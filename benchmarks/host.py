@@ -100,8 +100,8 @@ class Card(WorkQueue):
     spent: seconds of the thread that are the double's own. waited: seconds for which the host would have waited.
     """
 
-    def __init__(self, forward: tuple[float, float], head: tuple[float, float]) -> None:
-        self.forward, self.head = forward, head
+    def __init__(self, forward: tuple[float, float], head: tuple[float, float], slower: float = 1.0) -> None:
+        self.forward, self.head, self.slower = forward, head, slower
         self.spent = self.waited = self.end = self.busy = 0.0
         self.on_sample: Callable[[GraphKey], None] = lambda key: None
 
@@ -118,7 +118,7 @@ class Card(WorkQueue):
 
     def now(self) -> float:
         """The clock."""
-        return self.host() + self.waited
+        return self.slower * self.host() + self.waited
 
     def sleep_until(self, when: float) -> None:
         self.waited += max(0.0, when - self.now())
@@ -356,8 +356,9 @@ class Host:
 @click.option("--new", nargs=2, type=int, default=(60, 90), show_default=True, help="New tokens.")
 @click.option("--forward", nargs=2, type=float, default=(1.0, 0.01), show_default=True, help="Of the card: ms, and for each token.")
 @click.option("--head", nargs=2, type=float, default=(0.15, 0.003), show_default=True, help="ms, and for each row.")
+@click.option("--slower", default=1.0, show_default=True, help="How much slower the host beside the card is.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Also store rows there.")
-def command(sizes: Sequence[int], names: Sequence[str], repeat: int, prompt: tuple[int, int], new: tuple[int, int], forward: tuple[float, float], head: tuple[float, float], path: Path | None) -> None:
+def command(sizes: Sequence[int], names: Sequence[str], repeat: int, prompt: tuple[int, int], new: tuple[int, int], forward: tuple[float, float], head: tuple[float, float], slower: float, path: Path | None) -> None:
     """Measure the host's work of features, in turns with plain requests."""
     import tempfile
     torch.set_num_threads(1)
@@ -365,7 +366,7 @@ def command(sizes: Sequence[int], names: Sequence[str], repeat: int, prompt: tup
         byte_words(VOCAB).save(str(Path(folder) / "tokenizer.json"))
         (Path(folder) / "config.json").write_text('{"eos_token_id": 151645, "bos_token_id": 151643}')
         tokenizer = Tokenizer.from_folder(Path(folder))
-    host = Host(tokenizer, max(sizes), Card(forward, head))
+    host = Host(tokenizer, max(sizes), Card(forward, head, slower))
     heap.settled()
     rows: list[Row] = []
     for size in sizes:
