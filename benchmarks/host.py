@@ -266,17 +266,21 @@ class Host:
         self.steps.script = self.script(name, most)
         engine.reset_prefix_cache()
         before, clock = card.host(), card.now()
-        asked = [
-            (
-                batch.prompts[i],
-                params(
-                    batch.new[i],
-                    **(feature.fields(batch, i) if feature else {}),
-                    structured_outputs=FORMS[name](0) if name in FORMS else None,
-                ),
-            )
-            for i in range(size)
-        ] if False else self.asked(name, batch)
+        asked = (
+            [
+                (
+                    batch.prompts[i],
+                    params(
+                        batch.new[i],
+                        **(feature.fields(batch, i) if feature else {}),
+                        structured_outputs=FORMS[name](0) if name in FORMS else None,
+                    ),
+                )
+                for i in range(size)
+            ]
+            if False
+            else self.asked(name, batch)
+        )
         before, clock = card.host(), card.now()
         readers = self.submit(name, asked)
         submitted = card.host()
@@ -293,7 +297,10 @@ class Host:
         after, clock_end = card.host(), card.now()
         assert all(len(each.outputs[0].token_ids) == n for each, n in zip(done, batch.new, strict=True)), name
         for each in done:
-            _ = [one.top for one in each.outputs[0].logprobs or ()], [one and one.top for one in each.prompt_logprobs or ()]
+            _ = (
+                [one.top for one in each.outputs[0].logprobs or ()],
+                [one and one.top for one in each.prompt_logprobs or ()],
+            )
         read = card.host()
         steps, texts = steps[2:], texts[2:]
         return {
@@ -354,13 +361,31 @@ class Host:
 @click.option("--repeat", default=3, show_default=True, help="Turns; medians count.")
 @click.option("--prompt", nargs=2, type=int, default=(100, 300), show_default=True, help="Prompt tokens.")
 @click.option("--new", nargs=2, type=int, default=(60, 90), show_default=True, help="New tokens.")
-@click.option("--forward", nargs=2, type=float, default=(1.0, 0.01), show_default=True, help="Of the card: ms, and for each token.")
+@click.option(
+    "--forward",
+    nargs=2,
+    type=float,
+    default=(1.0, 0.01),
+    show_default=True,
+    help="Of the card: ms, and for each token.",
+)
 @click.option("--head", nargs=2, type=float, default=(0.15, 0.003), show_default=True, help="ms, and for each row.")
 @click.option("--slower", default=1.0, show_default=True, help="How much slower the host beside the card is.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Also store rows there.")
-def command(sizes: Sequence[int], names: Sequence[str], repeat: int, prompt: tuple[int, int], new: tuple[int, int], forward: tuple[float, float], head: tuple[float, float], slower: float, path: Path | None) -> None:
+def command(
+    sizes: Sequence[int],
+    names: Sequence[str],
+    repeat: int,
+    prompt: tuple[int, int],
+    new: tuple[int, int],
+    forward: tuple[float, float],
+    head: tuple[float, float],
+    slower: float,
+    path: Path | None,
+) -> None:
     """Measure the host's work of features, in turns with plain requests."""
     import tempfile
+
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         byte_words(VOCAB).save(str(Path(folder) / "tokenizer.json"))
@@ -397,7 +422,12 @@ def show(rows: Sequence[Row]) -> None:
     for heading in rows[0]:
         table.add_column(heading, justify="left" if heading == "feature" else "right")
     for row in rows:
-        table.add_row(*(f"{v:,.3f}" if "ratio" in k or k == "clock_s" else f"{v:,.0f}" if isinstance(v, float) else str(v) for k, v in row.items()))
+        table.add_row(
+            *(
+                f"{v:,.3f}" if "ratio" in k or k == "clock_s" else f"{v:,.0f}" if isinstance(v, float) else str(v)
+                for k, v in row.items()
+            )
+        )
     Console(width=160).print(table)
 
 

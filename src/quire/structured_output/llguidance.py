@@ -101,10 +101,12 @@ class LlguidanceCompiler:
             raise _refusal(structure, "it is too complex")
         if not any(mask):
             raise _refusal(structure, "nothing can satisfy it")
-        if why := _ahead(first.deep_copy(), mask, self._tokenizer.eos):
+        eos = self._tokenizer.eos
+        if why := _ahead(first.deep_copy(), mask, eos):
             raise _refusal(structure, why)
         size = -(-vocabulary.vocab_size // 32) * 4
-        return lambda: Matcher(first.deep_copy(), self._tokenizer.eos, size)
+        beginning = _beginning(first, mask, eos)
+        return lambda: Matcher(first.deep_copy(), eos, size, beginning=beginning)
 
 
 def _ahead(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> str:
@@ -118,6 +120,37 @@ def _ahead(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> str:
         if matcher.is_error():
             return str(matcher.get_error())
     return ""
+
+
+class Beginning(NamedTuple):
+    """What is known of every answer that a grammar allows: its first tokens, where only one is allowed at each, and the
+    mask after them; None: not even that."""
+
+    tokens: tuple[int, ...] = ()
+    mask: bytes | None = None
+
+
+UNKNOWN = Beginning()
+
+_FORCED = 64
+"""Tokens of a beginning at most."""
+
+
+def _beginning(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> Beginning:
+    """The beginning of a grammar, whose tokens `matcher` consumes. mask: its first."""
+    tokens: list[int] = []
+    while len(tokens) < _FORCED:
+        bits = int.from_bytes(mask, "little")
+        token = bits.bit_length() - 1
+        if bits.bit_count() != 1 or token in eos:
+            break
+        tokens.append(token)
+        matcher.consume_token(token)
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            matcher.reset()
+            return UNKNOWN
+    return Beginning(tuple(tokens), mask)
 
 
 _LIMITS = LLParserLimits(
@@ -235,13 +268,19 @@ class Matcher:
     The state is a function of the committed tokens: those new since the last call are consumed, and where the output
     does not continue the previous one, matching starts again. Drafts are consumed and rolled back. Tokens in `eos` are
     never passed to the library: after one, only they are allowed. mask_bytes: of a mask for the vocabulary, in whole
-    32-bit words.
+    32-bit words. beginning: of the grammar, whose tokens `matcher` has consumed: its masks need no library.
     """
 
     def __init__(
-        self, matcher: LLMatcher, eos: frozenset[int], mask_bytes: int, budget: TimeBudget = DEFAULT_BUDGET
+        self,
+        matcher: LLMatcher,
+        eos: frozenset[int],
+        mask_bytes: int,
+        budget: TimeBudget = DEFAULT_BUDGET,
+        beginning: Beginning = UNKNOWN,
     ) -> None:
         self._matcher = matcher
+        self._beginning = beginning
         self.mask_bytes = mask_bytes
         self._eos = eos
         self._budget = budget
@@ -255,7 +294,7 @@ class Matcher:
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
         """See Constraint."""
         began = self._budget.clock()
-        self.follow(output, 0)
+        self.follow(output, 0, drafts)
         made = self._walk(drafts)
         self._time_spent += self._budget.clock() - began
         if self._time_spent > self._budget.once + self._budget.each * len(output):
@@ -266,13 +305,21 @@ class Matcher:
         """See Constraint."""
         return self._why
 
-    def follow(self, tokens: Sequence[int], begin: int) -> LLMatcher | None:
+    def follow(self, tokens: Sequence[int], begin: int, drafts: Sequence[int]) -> LLMatcher | None:
         """Consume what is new in the output, `tokens[begin:]`. None: the library is not needed for the next masks."""
         known = begin + self._num_seen
         if len(tokens) < known or (self._num_seen and tokens[known - 1] != self._last):
-            self._matcher.reset()
-            self._over = False
-            known = begin
+            known = self._restart(begin)
+        elif self._beginning.mask is not None:
+            first, length = self._beginning.tokens, len(tokens) - begin
+            # Where only one token was allowed no other was sampled. Drafts are walked by the library, which is ahead.
+            if (*tokens[begin : begin + len(first)],) != first[:length] or (drafts and length < len(first)):
+                known = self._restart(begin)
+            elif length < len(first) or (length == len(first) and not drafts):
+                self._num_seen, self._last = length, tokens[-1] if length else -1
+                return None
+            else:
+                known, self._beginning = begin + len(first), UNKNOWN
         for token in tokens[known:]:
             self._last = token
             self._over = self._over or token in self._eos
@@ -280,6 +327,13 @@ class Matcher:
                 self._why = message(self._matcher.get_error()) or "the answer left it"
         self._num_seen = len(tokens) - begin
         return None if self._over or self._why else self._matcher
+
+    def _restart(self, begin: int) -> int:
+        """The output is not what has been consumed: begin again, at index `begin`."""
+        self._matcher.reset()
+        self._beginning = UNKNOWN
+        self._over = False
+        return begin
 
     def collect(self, lines: npt.NDArray[np.int32], begin: int, drafts: Sequence[int]) -> int:
         """Check the masks that the library wrote to `lines`, after the output and after each draft: how many hold.
@@ -330,6 +384,10 @@ class Matcher:
             return self._end
         if self._why:
             return EMPTY_MASK
+        tokens, first = self._beginning
+        if first is not None:
+            seen = self._num_seen
+            return first if seen == len(tokens) else (1 << tokens[seen]).to_bytes(self.mask_bytes, "little")
         mask: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             # The mask would allow the text to end.
@@ -405,40 +463,44 @@ class ParallelMasks:
         return made
 
     def _together(self, requests: Sequence[MaskRequest]) -> MaskTable:
-        plain: list[tuple[LLMatcher, int]] = []
-        drafted: list[tuple[LLMatcher, int, list[int]]] = []
-        checks: list[tuple[Matcher, list[int], Sequence[int]]] = []
-        others: list[tuple[list[int], list[Mask]]] = []
-        places: list[list[int]] = []
-        end = width = 0
+        count = sum([1 + len(drafts) for *_, drafts in requests])
+        width = next((one[0].mask_bytes // 4 for one in requests if isinstance(one[0], Matcher)), 0)
+        lines = self._buffer(count, width or self._lines.shape[1])
+        at, size, due = lines.ctypes.data, 4 * width, self._clock() + self.WAKE
+        left = list[tuple[LLMatcher, int]]()
+        drafted = list[tuple[LLMatcher, int, list[int]]]()
+        checks = list[tuple[Matcher, list[int], Sequence[int]]]()
+        others = list[tuple[list[int], list[Mask]]]()
+        places = list[list[int]]()
         for request in requests:
             constraint, tokens, begin, drafts = request
-            span = [*range(end, end + 1 + len(drafts))] if drafts else [end]
+            line = places[-1][-1] + 1 if places else 0
+            span = [*range(line, line + 1 + len(drafts))] if drafts else [line]
             places.append(span)
-            library = None
-            if isinstance(constraint, Matcher):
-                width = constraint.mask_bytes // 4
-                library = constraint.follow(tokens, begin)
+            library = constraint.follow(tokens, begin, drafts) if isinstance(constraint, Matcher) else None
             if library is None:
                 others.append((span, one_by_one([request])[0]))
+                continue
+            assert isinstance(constraint, Matcher)
+            if drafts and (walked := constraint.drafts_to_walk(drafts)):
+                drafted.append((library, line, walked))
+            elif left or self._clock() > due:
+                left.append((library, line))
             else:
-                assert isinstance(constraint, Matcher)
+                library.unsafe_compute_mask_ptr(at + line * size, size)
+            if drafts or left or library.is_error():
                 checks.append((constraint, span, drafts))
-                if drafts and (walked := constraint.drafts_to_walk(drafts)):
-                    drafted.append((library, end, walked))
-                else:
-                    plain.append((library, end))
-            end += len(span)
-        least = max((-(-len(mask or b"") // 4) for _, each in others for mask in each), default=0)
-        lines = self._buffer(end, width or max(least, self._lines.shape[1]))
-        at = lines.ctypes.data
-        self._fill(plain, at, 4 * lines.shape[1], end)
+        if left:
+            self._executor.unsafe_compute_mask_ptr(left, at, size, count)
         if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, at, 4 * lines.shape[1], end)
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, at, size, count)
         for matcher, span, drafts in checks:
             held = matcher.collect(lines, span[0], drafts)
             if held < len(span):
                 span[held:] = [-1] * (len(span) - held)
+        if not width:
+            least = max((-(-len(mask or b"") // 4) for _, masks in others for mask in masks), default=0)
+            lines = self._buffer(count, max(least, self._lines.shape[1]))
         for span, masks in others:
             for n, mask in enumerate(masks):
                 if mask is None:
@@ -446,15 +508,6 @@ class ParallelMasks:
                 else:
                     write_mask(mask, lines[span[n]])
         return MaskTable(lines, places)
-
-    def _fill(self, plain: list[tuple[LLMatcher, int]], at: int, size: int, count: int) -> None:
-        """Write masks of `size` bytes to lines of the `count` that begin at address `at`."""
-        began = self._clock()
-        for i, (library, line) in enumerate(plain):
-            if self._clock() - began > self.WAKE:
-                self._executor.unsafe_compute_mask_ptr(plain[i:], at, size, count)
-                break
-            library.unsafe_compute_mask_ptr(at + line * size, size)
 
     def _buffer(self, count: int, words: int) -> npt.NDArray[np.int32]:
         if len(self._lines) < count or self._lines.shape[1] != words:
