@@ -12,12 +12,14 @@ import gc
 import itertools
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import click
 import numpy as np
@@ -27,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.price import FEATURES, Batch, Row, json_schema, params, regex, tools, usual_ids
+from benchmarks.price import FEATURES, Batch, Feature, Row, params, usual_ids
 from benchmarks.shapes import byte_words
 from benchmarks.workloads import prompts
 from quire import heap
@@ -37,7 +39,7 @@ from quire.engine.timing import LatencyController
 from quire.executors.local import CudaExecutor
 from quire.frontend.interface import Call, Delta
 from quire.frontend.outputs import request_output
-from quire.frontend.processor import output_processor, requests
+from quire.frontend.processor import OutputProcessor, output_processor, requests
 from quire.model_runner.device_state import DeviceState, StepInputs
 from quire.model_runner.device_steps import SCORE_WIDTH, TorchSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
@@ -50,12 +52,15 @@ from quire.scheduler.scheduler import Scheduler
 from quire.structured_output.llguidance import LlguidanceCompiler, ParallelMasks
 from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.tokenizer import Tokenizer
-from quire.types import Request, RequestStepOutput, StructuredOutputsParams
+from quire.types import Request, RequestStepOutput, SamplingParams
 
 Ints = npt.NDArray[np.int32]
 
 VOCAB = 151_936
+"""Tokens of Qwen3's vocabulary."""
+
 SIZES = (1, 16, 64, 256)
+BLOCK = 64
 MEASURED = (
     "logprobs",
     "prompt_logprobs",
@@ -70,11 +75,7 @@ MEASURED = (
 )
 """Features of `benchmarks.price`."""
 
-FORMS: Mapping[str, Callable[[int], StructuredOutputsParams]] = {
-    "JSON schema": json_schema,
-    "regex": regex,
-    "tools": tools,
-}
+PLAIN, PLAIN_SHORT = Feature(), "plain, short prompts"
 
 
 # ---------------------------------------------------------------- the device
@@ -97,6 +98,7 @@ class Card(WorkQueue):
     """A device that has done what it is given as soon as it is given it, and a clock on which it takes its time.
 
     forward: milliseconds of a step, and of each token that it feeds; head: of sampling, and of each row sampled.
+    slower: how much slower the host beside it is than this one.
     spent: seconds of the thread that are the double's own. waited: seconds for which the host would have waited.
     """
 
@@ -145,10 +147,10 @@ class Scripted(TorchSteps):
         self.script: Ints = np.zeros((1, 1), np.int32)
         random = np.random.default_rng(7)
         self.scored = np.zeros((1 << 14, SCORE_WIDTH), np.int32)
-        self.scored[:, 1:] = random.integers(1, VOCAB, self.scored[:, 1:].shape)
-        floats = self.scored.view(np.float32)
-        floats[:, 0] = floats[:, 2 + MAX_LOGPROBS :] = -random.random()
-        floats[:, 2 + MAX_LOGPROBS :] = -np.sort(random.random(floats[:, 2 + MAX_LOGPROBS :].shape))
+        self.scored[:, 1:] = random.integers(1, 1000, self.scored[:, 1:].shape)
+        values = self.scored.view(np.float32)[:, 2 + MAX_LOGPROBS :]
+        values[:] = -np.sort(random.random(values.shape))
+        self.scored[:, 0] = self.scored[:, 2 + MAX_LOGPROBS]
 
     def scatter(self, data: Tensor, places: Tensor, values: Tensor) -> None:
         with self.card.own():
@@ -167,12 +169,22 @@ class Scripted(TorchSteps):
             scores.numpy()[:] = self.scored[: len(scores)]
 
 
+class Nowhere:
+    """Memory of the card, to which it copies by itself."""
+
+    def __getitem__(self, at: object) -> Nowhere:
+        return self
+
+    def copy_(self, source: Tensor, *, non_blocking: bool = False) -> None:
+        return
+
+
 class NoModel:
     """A model that computes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab: int) -> None:
         self.spec = SimpleNamespace(
-            vocab=VOCAB,
+            vocab=vocab,
             kv_shapes=(KVShape(1, 1, 1),),
             state_shapes=(),
             token_types=1,
@@ -188,17 +200,28 @@ class NoModel:
 # ---------------------------------------------------------------- one engine, and batches of requests
 
 
+class Asked(NamedTuple):
+    """A request, the constraint of its answer, and what reads its outputs."""
+
+    call: Call
+    request: Request
+    constraint: Constraint
+    processor: OutputProcessor
+    deltas: list[Delta]
+
+
 class Host:
     """An engine over the double, and what `LLM` does around it."""
 
     def __init__(self, tokenizer: Tokenizer, sequences: int, card: Card, length: int = 4096) -> None:
         self.card, self.tokenizer, self.length = card, tokenizer, length
+        self.vocab = tokenizer.vocab_size
         self.steps = Scripted(card)
-        rows = 2 * sequences
+        rows, blocks = 2 * sequences, 16 * sequences + 64
         executor = CudaExecutor(
-            cast(Model, NoModel()),
-            pages=rows * 16,
-            page_size=64,
+            cast(Model, NoModel(self.vocab)),
+            pages=blocks,
+            page_size=BLOCK,
             rows=rows,
             max_model_len=length,
             tokens=8192,
@@ -208,170 +231,148 @@ class Host:
             queue=card,
         )
         runner = executor.runner
-        # Masks are copied to pinned memory's other side by the card.
-        runner.state.masks = runner.state.masks.to("meta")
+        runner.state.masks = cast(Tensor, Nowhere())
         runner.hidden = torch.zeros(runner.state.max_samples, 1)
         runner.every = torch.zeros(len(runner.batch.tokens), 1)
         runner.scores.numpy()[:] = self.steps.scored[: len(runner.scores)]
         card.on_sample = lambda key: self.steps.draw(runner.state, runner.state.step, runner.tokens[: key.tokens])
-        self.masks = ParallelMasks()
         self.scheduler = Scheduler(
-            KVCacheManager(rows * 16, 64, make_prefix_cache(64, True)),
+            KVCacheManager(blocks, BLOCK, make_prefix_cache(BLOCK, True)),
             rows=rows,
             max_num_seqs=sequences,
             max_num_batched_tokens=8192,
-            compute_masks=self.masks,
+            compute_masks=ParallelMasks(),
         )
         self.engine = Engine(
             self.scheduler, executor, lookahead=1, clock=card, step_budget=LatencyController(0.1), keep=0
         )
         self.compiler = LlguidanceCompiler(lambda: tokenizer)
-        self.made: dict[str, Callable[[], Constraint]] = {}
+        self.grammars: dict[str, Callable[[], Constraint]] = {}
         self.scripts: dict[str, Ints] = {}
         self.names = itertools.count()
+        self.steady: Callable[[Callable[[], int]], int] = lambda step: step()
+        """Runs a step in which all sequences decode, and none comes or goes."""
 
     def constraint(self, name: str) -> Constraint:
         """A constraint for a new sequence of a feature."""
-        if name not in FORMS:
+        form = FEATURES[name].structure if name in FEATURES else None
+        if form is None:
             return FREE
-        if name not in self.made:
-            self.made[name] = self.compiler(FORMS[name](0))
-        return self.made[name]()
+        if name not in self.grammars:
+            self.grammars[name] = self.compiler(form(0))
+        return self.grammars[name]()
 
     def script(self, name: str, most: int) -> Ints:
-        """Answers [8, most] that a feature's structure allows, chosen at random."""
-        key = name if name in FORMS else ""
-        if key not in self.scripts:
+        """Answers [8, most] that a feature's structure allows, chosen at random; the same for all without one."""
+        key = name if self.constraint(name) is not FREE else ""
+        if key not in self.scripts or self.scripts[key].shape[1] < most:
             random = np.random.default_rng(3)
-            made = random.integers(1000, min(50000, VOCAB), (8, most)).astype(np.int32)
+            made = random.integers(*usual_ids(self.vocab), (8, most)).astype(np.int32)
             for line in made if key else ():
                 constraint, tokens = self.constraint(name), list[int]()
                 for at in range(most):
                     mask = np.frombuffer(constraint.masks(tokens, ())[0] or b"", np.uint8)
-                    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-                    tokens.append(int(random.choice(allowed)))
-                    line[at] = tokens[-1]
+                    line[at] = random.choice(np.flatnonzero(np.unpackbits(mask, bitorder="little")))
+                    tokens.append(int(line[at]))
             self.scripts[key] = made
         return self.scripts[key]
+
+    def batch(self, size: int, turn: int, prompt: tuple[int, int], new: tuple[int, int]) -> Batch:
+        """Random requests. What their features name of plain answers is not in those of the double."""
+        ids, lengths = prompts(size, prompt, new, seed=1000 * size + turn, ids=usual_ids(self.vocab))
+        answers = [tuple(range(300 + i % 500, 300 + i % 500 + n)) for i, n in enumerate(lengths)]
+        return Batch(ids, lengths, turn, self.vocab, answers)
 
     def run(self, name: str, batch: Batch) -> Row:
         """Answer a batch with a feature, "plain" for none.
 
-        step_us: of a step in which all decode, and none comes or goes; the median, with what follows it. text_us: of
-        that, output processing. all_ms: from the calls to the outputs. clock_s: on the double's clock. read_ms: reading
-        all log-probabilities afterwards.
+        step_us: of a step in which all decode, with what reads its outputs: the median. text_us: of that, what reads
+        outputs. all_ms: from prompts to outputs. clock_s: the same on the double's clock.
         """
-        feature, card, engine, size = FEATURES.get(name), self.card, self.engine, len(batch.new)
-        most = max(batch.new)
-        self.steps.script = self.script(name, most)
+        feature, card, engine = FEATURES.get(name, PLAIN), self.card, self.engine
+        structure = feature.structure and feature.structure(0)
+        self.steps.script = self.script(name, max(batch.new))
+        fields = [{"structured_outputs": structure, **feature.fields(batch, i)} for i in range(len(batch.new))]
+        asked = [(ids, params(n, **more)) for ids, n, more in zip(batch.prompts, batch.new, fields, strict=True)]
         engine.reset_prefix_cache()
-        before, clock = card.host(), card.now()
-        asked = (
-            [
-                (
-                    batch.prompts[i],
-                    params(
-                        batch.new[i],
-                        **(feature.fields(batch, i) if feature else {}),
-                        structured_outputs=FORMS[name](0) if name in FORMS else None,
-                    ),
-                )
-                for i in range(size)
-            ]
-            if False
-            else self.asked(name, batch)
-        )
-        before, clock = card.host(), card.now()
-        readers = self.submit(name, asked)
-        submitted = card.host()
+        began, clock = card.host(), card.now()
+        jobs = {job.request.id: job for ids, sampling in asked for job in self.jobs(name, ids, sampling)}
+        for job in jobs.values():
+            engine.add(job.request, job.constraint)
         steps, texts = list[float](), list[float]()
-        while engine.has_pending_work:
-            began, steady = card.host(), len(self.scheduler.running) == size and not self.scheduler.waiting
+
+        def step() -> int:
+            before = card.host()
             outputs = engine.step()
-            stepped = card.host()
-            ended = self.read(readers, outputs)
-            if steady and len(outputs) == size and not ended:
-                texts.append(card.host() - stepped)
-                steps.append(card.host() - began)
-        done = [request_output(call, [deltas]) for call, deltas in self.calls]
-        after, clock_end = card.host(), card.now()
-        assert all(len(each.outputs[0].token_ids) == n for each, n in zip(done, batch.new, strict=True)), name
-        for each in done:
-            _ = (
-                [one.top for one in each.outputs[0].logprobs or ()],
-                [one and one.top for one in each.prompt_logprobs or ()],
-            )
-        read = card.host()
-        steps, texts = steps[2:], texts[2:]
+            made = card.host()
+            ended = read(jobs, outputs)
+            if all_run and not ended and len(outputs) == len(jobs):
+                texts.append(card.host() - made)
+                steps.append(card.host() - before)
+            return ended
+
+        while engine.has_pending_work:
+            all_run = len(self.scheduler.running) == len(jobs) and not self.scheduler.waiting
+            (self.steady if all_run else call)(step)
+        done = [request_output(job.call, [job.deltas]) for job in jobs.values()]
+        ended, clock_end = card.host(), card.now()
+        assert [len(each.outputs[0].token_ids) for each in done] == batch.new, f"an answer to {name} ended early"
         return {
-            "step_us": 1e6 * statistics.median(steps) if steps else 0.0,
-            "text_us": 1e6 * statistics.median(texts) if texts else 0.0,
-            "submit_ms": 1e3 * (submitted - before),
-            "all_ms": 1e3 * (after - before),
+            "step_us": 1e6 * statistics.median(steps[2:] or [0.0]),
+            "text_us": 1e6 * statistics.median(texts[2:] or [0.0]),
+            "all_ms": 1e3 * (ended - began),
             "clock_s": clock_end - clock,
-            "read_ms": 1e3 * (read - after),
         }
 
-    def asked(self, name: str, batch: Batch) -> list[tuple[list[int], Any]]:
-        feature = FEATURES.get(name)
-        structure = FORMS[name](0) if name in FORMS else None
+    def jobs(self, name: str, ids: list[int], sampling: SamplingParams) -> list[Asked]:
+        """What `LLM` makes of a prompt."""
+        call = Call(id=f"{next(self.names)}", prompt=tuple(ids), text=None, sampling=sampling)
+        stops = StopStrings(sampling.stop)
         return [
-            (
-                batch.prompts[i],
-                params(n, structured_outputs=structure, **(feature.fields(batch, i) if feature else {})),
-            )
-            for i, n in enumerate(batch.new)
+            Asked(call, request, self.constraint(name), output_processor(request, self.tokenizer, stops), [])
+            for request in requests(call, tokenizer=self.tokenizer, limit=self.length, seed=0)
         ]
 
-    def submit(self, name: str, asked: Sequence[tuple[list[int], Any]]) -> dict[str, tuple[Any, list[Delta]]]:
-        """What `LLM` does with prompts."""
-        readers: dict[str, tuple[Any, list[Delta]]] = {}
-        self.calls: list[tuple[Call, list[Delta]]] = []
-        queued: list[tuple[Request, Constraint]] = []
-        for ids, sampling in asked:
-            call = Call(id=f"{next(self.names)}", prompt=tuple(ids), text=None, sampling=sampling)
-            stops = StopStrings(sampling.stop)
-            for request in requests(call, tokenizer=self.tokenizer, limit=self.length, seed=0):
-                deltas: list[Delta] = []
-                self.calls.append((call, deltas))
-                readers[request.id] = output_processor(request, self.tokenizer, stops), deltas
-                queued.append((request, self.constraint(name)))
-        for request, constraint in queued:
-            self.engine.add(request, constraint)
-        return readers
 
-    def read(self, readers: dict[str, tuple[Any, list[Delta]]], outputs: Sequence[RequestStepOutput]) -> int:
-        """What `LLM`'s readers do with the outputs of a step; how many answers ended."""
-        ended = 0
-        for event in outputs:
-            processor, deltas = readers[event.id]
-            delta = processor.process(event)
-            if delta is not None:
-                deltas.append(delta)
-                ended += delta.finish_reason is not None
-        return ended
+def call(step: Callable[[], int]) -> int:
+    return step()
+
+
+def read(jobs: Mapping[str, Asked], outputs: Sequence[RequestStepOutput]) -> int:
+    """What `LLM` does with the outputs of a step; how many answers ended."""
+    ended = 0
+    for event in outputs:
+        job = jobs[event.id]
+        delta = job.processor.process(event)
+        if delta is not None:
+            job.deltas.append(delta)
+            ended += delta.finish_reason is not None
+    return ended
+
+
+def text_of(folder: Path, vocab: int) -> Tokenizer:
+    """The tokenizer of `benchmarks.price`, whose masks were measured on a card."""
+    byte_words(vocab).save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"bos_token_id": vocab - 2, "eos_token_id": vocab - 1}))
+    return Tokenizer.from_folder(folder)
 
 
 # ---------------------------------------------------------------- the command
+
+PAIR: Mapping[str, Any] = {"nargs": 2, "type": float, "show_default": True}
+SPAN: Mapping[str, Any] = {"nargs": 2, "type": int, "show_default": True}
 
 
 @click.command("host")
 @click.option("--size", "sizes", multiple=True, type=int, default=SIZES, show_default=True, help="Sequences at once.")
 @click.option("--feature", "names", multiple=True, type=click.Choice(MEASURED), default=MEASURED, help="Only these.")
 @click.option("--repeat", default=3, show_default=True, help="Turns; medians count.")
-@click.option("--prompt", nargs=2, type=int, default=(100, 300), show_default=True, help="Prompt tokens.")
-@click.option("--new", nargs=2, type=int, default=(60, 90), show_default=True, help="New tokens.")
-@click.option(
-    "--forward",
-    nargs=2,
-    type=float,
-    default=(1.0, 0.01),
-    show_default=True,
-    help="Of the card: ms, and for each token.",
-)
-@click.option("--head", nargs=2, type=float, default=(0.15, 0.003), show_default=True, help="ms, and for each row.")
-@click.option("--slower", default=1.0, show_default=True, help="How much slower the host beside the card is.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Also store rows there.")
+@click.option("--prompt", default=(100, 300), help="Prompt tokens.", **SPAN)
+@click.option("--new", default=(60, 90), help="New tokens.", **SPAN)
+@click.option("--forward", default=(1.0, 0.01), help="Milliseconds of the card's forward, and for each token.", **PAIR)
+@click.option("--head", default=(0.15, 0.003), help="Milliseconds of its sampling, and for each row.", **PAIR)
+@click.option("--slower", default=1.0, show_default=True, help="How much slower the host beside the card is than this.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Also store the rows there.")
 def command(
     sizes: Sequence[int],
     names: Sequence[str],
@@ -384,37 +385,39 @@ def command(
     path: Path | None,
 ) -> None:
     """Measure the host's work of features, in turns with plain requests."""
-    import tempfile
-
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        byte_words(VOCAB).save(str(Path(folder) / "tokenizer.json"))
-        (Path(folder) / "config.json").write_text('{"eos_token_id": 151645, "bos_token_id": 151643}')
-        tokenizer = Tokenizer.from_folder(Path(folder))
+        tokenizer = text_of(Path(folder), VOCAB)
     host = Host(tokenizer, max(sizes), Card(forward, head, slower))
     heap.settled()
     rows: list[Row] = []
     for size in sizes:
         found: dict[str, list[Row]] = {}
         for turn in range(repeat):
-            ids, lengths = prompts(size, prompt, new, seed=1000 * size + turn, ids=usual_ids(VOCAB))
-            answers = [tuple(range(60_000 + 200 * i, 60_000 + 200 * i + n)) for i, n in enumerate(lengths)]
-            batch = Batch(ids, lengths, turn, VOCAB, answers)
-            short = Batch([each[: prompt[0]] for each in ids], lengths, turn, VOCAB, answers)
-            for name in ("plain", "plain, short", *names):
+            batch = host.batch(size, turn, prompt, new)
+            short = replace(batch, prompts=[ids[: prompt[0]] for ids in batch.prompts])
+            for name in (PLAIN_SHORT, "plain", *names):
                 gc.collect()
-                is_short = name == "plain, short" or (name in FEATURES and FEATURES[name].short)
-                found.setdefault(name, []).append(host.run(name, short if is_short else batch))
-        for name, turns in found.items():
-            mid = {key: statistics.median(each[key] for each in turns) for key in turns[0]}
-            base = "plain, short" if name in FEATURES and FEATURES[name].short else "plain"
-            mid["step_ratio"] = statistics.median(a["step_us"] / b["step_us"] for a, b in zip(turns, found[base]))
-            mid["all_ratio"] = statistics.median(a["all_ms"] / b["all_ms"] for a, b in zip(turns, found[base]))
-            mid["clock_ratio"] = statistics.median(b["clock_s"] / a["clock_s"] for a, b in zip(turns, found[base]))
-            rows.append({"feature": name, "size": size, **{k: round(v, 3) for k, v in mid.items()}})
+                found.setdefault(name, []).append(host.run(name, short if reference(name) == PLAIN_SHORT else batch))
+        rows += [compared(name, size, turns, found[reference(name)]) for name, turns in found.items()]
     show(rows)
     if path:
         path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
+
+
+def reference(name: str) -> str:
+    """The plain requests that a feature is compared with: `prompt_logprobs` has short prompts."""
+    return PLAIN_SHORT if name == PLAIN_SHORT or FEATURES.get(name, PLAIN).short else "plain"
+
+
+def compared(name: str, size: int, turns: Sequence[Row], plain: Sequence[Row]) -> Row:
+    """Medians of turns, and of ratios to plain requests of the same turn: of host time, and of speed on the clock."""
+    pairs = [*zip(turns, plain, strict=True)]
+    row = {key: statistics.median(each[key] for each in turns) for key in turns[0]}
+    row["step_ratio"] = statistics.median(a["step_us"] / b["step_us"] for a, b in pairs)
+    row["all_ratio"] = statistics.median(a["all_ms"] / b["all_ms"] for a, b in pairs)
+    row["speed"] = statistics.median(b["clock_s"] / a["clock_s"] for a, b in pairs)
+    return {"feature": name, "size": size, **{key: round(value, 3) for key, value in row.items()}}
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -422,13 +425,8 @@ def show(rows: Sequence[Row]) -> None:
     for heading in rows[0]:
         table.add_column(heading, justify="left" if heading == "feature" else "right")
     for row in rows:
-        table.add_row(
-            *(
-                f"{v:,.3f}" if "ratio" in k or k == "clock_s" else f"{v:,.0f}" if isinstance(v, float) else str(v)
-                for k, v in row.items()
-            )
-        )
-    Console(width=160).print(table)
+        table.add_row(*(str(value) for value in row.values()))
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

@@ -317,7 +317,7 @@ class Engine:
         self._drop_inflight()
 
     def _drop_inflight(self) -> None:
-        """Forget every step in flight, and what the device knows. Raises what keeps the executor from starting again."""
+        """Forget every step in flight and every row. Raises what keeps the executor from starting again."""
         self.inflight.clear()
         self._masks_due = False
         self.executor.reset()
