@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 from quire.scheduler.constraint import FREE, MaskRequest
 from quire.scheduler.plan import Mask
 from quire.structured_output.llguidance import EMPTY_MASK, LlguidanceCompiler, Matcher, ParallelMasks, TimeBudget
+from quire.token_masks import MaskTable
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import StructuredOutputsParams
 from tests.model_runner.tiny import VOCAB
@@ -162,6 +163,22 @@ def test_a_step_asks_the_library_once_for_each_row_and_not_at_all_where_a_gramma
         seen.append([(each.masks, each.tokens, each.resets) for each in watched])
     after = [max(0, step - begins) for step in range(10)]
     assert seen == [[(count, count, 0)] * 3 for count in after]
+
+
+def test_masks_that_are_alike_are_one_line() -> None:
+    """Rows inside a text, of one grammar or several: that is what is copied to a device."""
+    texts = [StructuredOutputsParams(regex=f"{first}[a-d]*") for first in ("", "1")]
+    for each in (1, 20):
+        rows = [fresh(text) for text in texts for _ in range(each)]
+        output = [tokens_of("ab")] * each + [tokens_of("1ab")] * each
+        table = ParallelMasks(1)([(row, tokens, 0, ()) for row, tokens in zip(rows, output, strict=True)])
+        assert isinstance(table, MaskTable)
+        assert len(table.lines) == 1 and [*table.places] == [[0]] * 2 * each
+    different = [StructuredOutputsParams(regex=f"a*{letter}b") for letter in "abcd12"] * 2
+    table = ParallelMasks(1)([(fresh(one), tokens_of("aa"), 0, ()) for one in different])
+    assert [allowed(mask) for masks in table for mask in masks] == [
+        allowed(one_by_one(one, tokens_of("aa"), ())[0]) for one in different
+    ]
 
 
 def test_drafts_in_what_is_known_of_all_answers_are_walked_by_the_library() -> None:

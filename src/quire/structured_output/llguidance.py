@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,9 @@ from quire.structured_output.thought_budget import BudgetRules, ThoughtBudget
 from quire.token_masks import MaskTable, write_mask
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import StructuredOutputsParams
+
+Lines = npt.NDArray[np.int32]
+"""Masks [N, words]."""
 
 SPACE = " "
 """The white space allowed by default where JSON allows any: at most one space, or a model could repeat it for ever."""
@@ -396,6 +401,37 @@ class Matcher:
         return mask
 
 
+class DistinctMasks:
+    """Writes the masks of a step to `lines`, those of `size` bytes that are alike once: rows inside a text mostly have
+    the same. That is less to copy to a device, and the masks of many rows do not fit into a core's cache.
+
+    The library writes to a buffer that stays in the cache, and what it wrote is compared with the last few others.
+    """
+
+    COMPARED = 8
+
+    def __init__(self, lines: Lines, size: int) -> None:
+        self._bytes, self._size = memoryview(lines.reshape(-1).view(np.uint8)), size
+        self._known: deque[tuple[bytearray, int]] = deque(maxlen=self.COMPARED)
+        self._next()
+
+    def _next(self) -> None:
+        self._mask = bytearray(max(1, self._size))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mask))
+
+    def line_of(self, library: LLMatcher, free: int) -> int:
+        """The line that has the library's mask: `free`, where it is written, unless one is known."""
+        size, mask = self._size, self._mask
+        library.unsafe_compute_mask_ptr(self._address, size)
+        for known, line in self._known:
+            if known == mask:
+                return line
+        self._bytes[free * size : (free + 1) * size] = mask
+        self._known.append((mask, free))
+        self._next()
+        return free
+
+
 class ParallelMasks:
     """Computes the masks of a step, on several cores where they are slow (a `ComputeMasks`).
 
@@ -472,24 +508,26 @@ class ParallelMasks:
         checks = list[tuple[Matcher, list[int], Sequence[int]]]()
         others = list[tuple[list[int], list[Mask]]]()
         places = list[list[int]]()
+        distinct, used = DistinctMasks(lines, size), 0
         for request in requests:
             constraint, tokens, begin, drafts = request
-            line = places[-1][-1] + 1 if places else 0
-            span = [*range(line, line + 1 + len(drafts))] if drafts else [line]
+            span = [*range(used, used + 1 + len(drafts))] if drafts else [used]
             places.append(span)
             library = constraint.follow(tokens, begin, drafts) if isinstance(constraint, Matcher) else None
             if library is None:
                 others.append((span, one_by_one([request])[0]))
-                continue
-            assert isinstance(constraint, Matcher)
-            if drafts and (walked := constraint.drafts_to_walk(drafts)):
-                drafted.append((library, line, walked))
-            elif left or self._clock() > due:
-                left.append((library, line))
+            elif not (drafts or left or self._clock() > due):
+                span[0] = distinct.line_of(library, used)
+                if library.is_error():
+                    span[0] = used
+                    checks.append((cast(Matcher, constraint), span, drafts))
             else:
-                library.unsafe_compute_mask_ptr(at + line * size, size)
-            if drafts or left or library.is_error():
-                checks.append((constraint, span, drafts))
+                checks.append((cast(Matcher, constraint), span, drafts))
+                if drafts and (walked := cast(Matcher, constraint).drafts_to_walk(drafts)):
+                    drafted.append((library, used, walked))
+                else:
+                    left.append((library, used))
+            used = max(used, span[-1] + 1)
         if left:
             self._executor.unsafe_compute_mask_ptr(left, at, size, count)
         if drafted:
@@ -507,7 +545,7 @@ class ParallelMasks:
                     span[n] = -1
                 else:
                     write_mask(mask, lines[span[n]])
-        return MaskTable(lines, places)
+        return MaskTable(lines[:used], places)
 
     def _buffer(self, count: int, words: int) -> npt.NDArray[np.int32]:
         if len(self._lines) < count or self._lines.shape[1] != words:
