@@ -129,33 +129,34 @@ def _ahead(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> str:
 
 class Beginning(NamedTuple):
     """What is known of every answer that a grammar allows: its first tokens, where only one is allowed at each, and the
-    mask after them; None: not even that."""
+    masks before each of them and after them; none: nothing is known."""
 
     tokens: tuple[int, ...] = ()
-    mask: bytes | None = None
+    masks: tuple[bytes, ...] = ()
 
 
 UNKNOWN = Beginning()
 
-_FORCED = 64
+_FORCED = 48
 """Tokens of a beginning at most."""
 
 
 def _beginning(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> Beginning:
     """The beginning of a grammar, whose tokens `matcher` consumes. mask: its first."""
-    tokens: list[int] = []
+    tokens, masks = list[int](), list[bytes]()
     while len(tokens) < _FORCED:
         bits = int.from_bytes(mask, "little")
         token = bits.bit_length() - 1
         if bits.bit_count() != 1 or token in eos:
             break
         tokens.append(token)
+        masks.append(mask)
         matcher.consume_token(token)
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             matcher.reset()
             return UNKNOWN
-    return Beginning(tuple(tokens), mask)
+    return Beginning(tuple(tokens), (*masks, mask))
 
 
 _LIMITS = LLParserLimits(
@@ -315,7 +316,7 @@ class Matcher:
         known = begin + self._num_seen
         if len(tokens) < known or (self._num_seen and tokens[known - 1] != self._last):
             known = self._restart(begin)
-        elif self._beginning.mask is not None:
+        elif self._beginning.masks:
             first, length = self._beginning.tokens, len(tokens) - begin
             # Where only one token was allowed no other was sampled. Drafts are walked by the library, which is ahead.
             if (*tokens[begin : begin + len(first)],) != first[:length] or (drafts and length < len(first)):
@@ -367,7 +368,7 @@ class Matcher:
     def _walk(self, drafts: Sequence[int]) -> list[Mask]:
         """Masks up to the first draft that is not allowed. Drafts may follow an end token where it is ignored."""
         matcher = self._matcher
-        mask = self._mask()
+        mask = self.mask()
         over = self._over
         walked = 0
         made: list[Mask] = [mask]
@@ -378,21 +379,20 @@ class Matcher:
             if not over:
                 matcher.consume_token(draft)
                 walked += 1
-            mask = self._end if over else self._mask()
+            mask = self._end if over else self.mask()
             made.append(mask)
         if walked:
             matcher.rollback(walked)
         return made
 
-    def _mask(self) -> bytes:
+    def mask(self) -> bytes:
+        """The mask after what has been consumed."""
         if self._over:
             return self._end
         if self._why:
             return EMPTY_MASK
-        tokens, first = self._beginning
-        if first is not None:
-            seen = self._num_seen
-            return first if seen == len(tokens) else (1 << tokens[seen]).to_bytes(self.mask_bytes, "little")
+        if self._beginning.masks:
+            return self._beginning.masks[self._num_seen]
         mask: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             # The mask would allow the text to end.
@@ -515,7 +515,8 @@ class ParallelMasks:
             places.append(span)
             library = constraint.follow(tokens, begin, drafts) if isinstance(constraint, Matcher) else None
             if library is None:
-                others.append((span, one_by_one([request])[0]))
+                alone = isinstance(constraint, Matcher) and not drafts
+                others.append((span, [cast(Matcher, constraint).mask()] if alone else one_by_one([request])[0]))
             elif not (drafts or left or self._clock() > due):
                 span[0] = distinct.line_of(library, used)
                 if library.is_error():
@@ -539,12 +540,13 @@ class ParallelMasks:
         if not width:
             least = max((-(-len(mask or b"") // 4) for _, masks in others for mask in masks), default=0)
             lines = self._buffer(count, max(least, self._lines.shape[1]))
+        written: dict[int, int] = {}
         for span, masks in others:
             for n, mask in enumerate(masks):
-                if mask is None:
-                    span[n] = -1
-                else:
-                    write_mask(mask, lines[span[n]])
+                line = -1 if mask is None else written.setdefault(id(mask), span[n])
+                if mask is not None and line == span[n]:
+                    write_mask(mask, lines[line])
+                span[n] = line
         return MaskTable(lines[:used], places)
 
     def _buffer(self, count: int, words: int) -> npt.NDArray[np.int32]:
