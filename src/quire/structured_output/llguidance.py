@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -513,22 +513,24 @@ class ParallelMasks:
             constraint, tokens, begin, drafts = request
             span = [*range(used, used + 1 + len(drafts))] if drafts else [used]
             places.append(span)
-            library = constraint.follow(tokens, begin, drafts) if isinstance(constraint, Matcher) else None
-            if library is None:
-                alone = isinstance(constraint, Matcher) and not drafts
-                others.append((span, [cast(Matcher, constraint).mask()] if alone else one_by_one([request])[0]))
+            matcher = constraint if isinstance(constraint, Matcher) else None
+            library = None if matcher is None else matcher.follow(tokens, begin, drafts)
+            if matcher is None or library is None:
+                known = [matcher.mask()] if matcher and not drafts else one_by_one([request])[0]
+                others.append((span, known))
             elif not (drafts or left or self._clock() > due):
                 span[0] = distinct.line_of(library, used)
                 if library.is_error():
                     span[0] = used
-                    checks.append((cast(Matcher, constraint), span, drafts))
+                    checks.append((matcher, span, drafts))
             else:
-                checks.append((cast(Matcher, constraint), span, drafts))
-                if drafts and (walked := cast(Matcher, constraint).drafts_to_walk(drafts)):
+                checks.append((matcher, span, drafts))
+                if drafts and (walked := matcher.drafts_to_walk(drafts)):
                     drafted.append((library, used, walked))
                 else:
                     left.append((library, used))
-            used = max(used, span[-1] + 1)
+            if span[-1] >= used:
+                used = span[-1] + 1
         if left:
             self._executor.unsafe_compute_mask_ptr(left, at, size, count)
         if drafted:
