@@ -6,7 +6,7 @@ written, so that a new one needs nothing here; a field that an older recording l
 Token ids are not written, but names of blocks. Decisions depend on token ids in two ways only: whether blocks are equal
 from the beginning on, and whether a token ends its request. So a block is named by a keyed hash of all tokens up to its
 end (as in Mooncake's traces, USENIX FAST'25, but with a key); the key is drawn for each recording and never written.
-What is hashed is the key of the block on K/V tiers, so that files of earlier engines, of unknown tokens, have names, too.
+What is hashed is the key of the block on K/V tiers, so that files of earlier engines, of unknown tokens, have names.
 """
 
 from __future__ import annotations

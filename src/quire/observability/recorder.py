@@ -380,7 +380,8 @@ class RecordedPrefillClient:
     def unavailable(self) -> str:
         """Why no prefill engine can be asked now."""
         reason = self.inner.unavailable()
-        self.store.recorder.prefill_asked(reason)
+        if self.store.clock.deciding:
+            self.store.recorder.prefill_asked(reason)
         return reason
 
     def receive(self, ticket: int, prefill: Prefill, copies: abc.Sequence[tuple[bytes, int]]) -> None:

@@ -12,6 +12,7 @@ from quire.engine.events import Completed, Gauges, Observer, StepRecord
 from quire.observability.explain import explain
 from quire.observability.history import History
 from quire.observability.recording_format import Began
+from quire.scheduler.kv_offload import OffloadStats
 from quire.sim.replay import decision_text, step_lines, step_summary
 from quire.types import Request
 
@@ -31,6 +32,16 @@ _NAMES: Mapping[str, str] = {
 
 def _reported(gauges: Gauges) -> dict[str, Any]:
     return {_NAMES.get(name, name): value for name, value in gauges._asdict().items()}
+
+
+def _offloaded(stats: OffloadStats) -> dict[str, dict[str, int]]:
+    """Counts of K/V tiers: tokens that came back, blocks copied, prompts for prefill engines, and blocks lost."""
+    return {
+        "hit_tokens": dict[str, int](stats.num_hit),
+        "copied_blocks": dict[str, int](stats.copied),
+        "prefills": dict(stats.prefills),
+        "failures": dict(stats.failures),
+    }
 
 
 class ReplayStats(Observer):
@@ -64,8 +75,16 @@ class ReplayStats(Observer):
             story = self.history.requests[seq.request.id]
             story.opened, story.first, story.waiting = times.opened, times.first_token, seq.row is None
             story.held, story.hits, story.preemptions = list(seq.blocks), seq.num_cached, seq.preemptions
+            story.from_host, story.from_disk, story.from_remote = (
+                seq.num_from_host,
+                seq.num_from_disk,
+                seq.num_from_remote,
+            )
+            story.transfer = seq.transfer
         self.requests = len(engine.stats.requests_by_id)
         self.evictions = engine.scheduler.kv.block_pool.evictions
+        self._offload = engine.scheduler.kv.offload.stats
+        self._offload_before = _offloaded(self._offload)
 
     # ---------------------------------------------------------------- an observer
 
@@ -150,7 +169,7 @@ class ReplayStats(Observer):
 
     def report(self) -> dict[str, Any]:
         """Plain JSON. Times in seconds."""
-        gauges = self.gauges
+        gauges, offloaded = self.gauges, _offloaded(self._offload)
         return {
             "steps": [self.first_step, self.last_step],
             "seconds": self.last - self.first,
@@ -162,6 +181,10 @@ class ReplayStats(Observer):
             "preemptions": {"count": self.what["preempted"], "tokens_again": self.again, "each": self.preempted},
             "evictions": gauges.evictions - self.evictions if gauges else 0,
             "discarded_spans": gauges.discarded_spans if gauges else 0,
+            "tiers": {
+                what: {name: n - before.get(name, 0) for name, n in counts.items() if n != before.get(name, 0)}
+                for (what, counts), before in zip(offloaded.items(), self._offload_before.values(), strict=True)
+            },
             "waited": {name: {"steps": n, "seconds": self.lost[name]} for name, n in self.waited.most_common()},
             "known": list(self.history.requests)[-100:],
             "time": {"executor": self.running, "planning": self.planning, "between": self.between},
