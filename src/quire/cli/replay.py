@@ -202,8 +202,7 @@ def _summary(said: dict[str, Any], say: Any) -> None:
     if lost["count"] > 20:
         say(f"  and {lost['count'] - 20} more (--json has {len(lost['each'])})")
     for what, counts in said["tiers"].items():
-        if counts:
-            say(f"tiers: {what.replace('_', ' ')} " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+        say(f"tiers: {what.replace('_', ' ')} " + ", ".join(f"{n} {name}" for name, n in counts.items()))
     for name, about in said["waited"].items():
         say(f"the queue waited {about['seconds']:.3f} s, {about['steps']} steps, for {MISSING.get(name, name)}")
     if said["longest_steps"]:

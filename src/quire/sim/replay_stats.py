@@ -161,6 +161,15 @@ class ReplayStats(Observer):
             "after": _reported(record.gauges),
         }
 
+    def _tiers(self) -> dict[str, dict[str, int]]:
+        """What has been counted since the recording began, without zeros."""
+        found = dict[str, dict[str, int]]()
+        for what, counts in _offloaded(self._offload).items():
+            before = self._offload_before[what]
+            if more := {name: n - before.get(name, 0) for name, n in counts.items() if n != before.get(name, 0)}:
+                found[what] = more
+        return found
+
     def to_json(self) -> list[dict[str, Any]]:
         """The explanations of the request asked for, one an answer; empty: it is not in the recording."""
         open = [id for id in self.history.requests if self._wants(id) and id not in self.lives]
@@ -169,7 +178,7 @@ class ReplayStats(Observer):
 
     def report(self) -> dict[str, Any]:
         """Plain JSON. Times in seconds."""
-        gauges, offloaded = self.gauges, _offloaded(self._offload)
+        gauges = self.gauges
         return {
             "steps": [self.first_step, self.last_step],
             "seconds": self.last - self.first,
@@ -181,10 +190,7 @@ class ReplayStats(Observer):
             "preemptions": {"count": self.what["preempted"], "tokens_again": self.again, "each": self.preempted},
             "evictions": gauges.evictions - self.evictions if gauges else 0,
             "discarded_spans": gauges.discarded_spans if gauges else 0,
-            "tiers": {
-                what: {name: n - before.get(name, 0) for name, n in counts.items() if n != before.get(name, 0)}
-                for (what, counts), before in zip(offloaded.items(), self._offload_before.values(), strict=True)
-            },
+            "tiers": self._tiers(),
             "waited": {name: {"steps": n, "seconds": self.lost[name]} for name, n in self.waited.most_common()},
             "known": list(self.history.requests)[-100:],
             "time": {"executor": self.running, "planning": self.planning, "between": self.between},
