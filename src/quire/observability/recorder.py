@@ -412,9 +412,10 @@ class RecordedPrefillServer:
 
 def record_copies(offload: Offload, recorder: Recorder, clock: RecordedClock, vocab_size: int) -> None:
     """Record the copies of an engine's K/V tiers, if it has any."""
-    if isinstance(offload, KVOffload):
-        offload.store = store = RecordedStore(offload.store, recorder, clock)
-        offload.prefill = RecordedPrefillClient(offload.prefill, store)
+    if not isinstance(offload, KVOffload):
+        return
+    offload.store = store = RecordedStore(offload.store, recorder, clock)
+    offload.prefill = RecordedPrefillClient(offload.prefill, store)
     if isinstance(offload, PrefillOffload):
         offload.server = RecordedPrefillServer(offload.server, store, vocab_size)
 

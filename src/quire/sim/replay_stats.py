@@ -37,8 +37,8 @@ def _reported(gauges: Gauges) -> dict[str, Any]:
 def _offloaded(stats: OffloadStats) -> dict[str, dict[str, int]]:
     """Counts of K/V tiers: tokens that came back, blocks copied, prompts for prefill engines, and blocks lost."""
     return {
-        "hit_tokens": dict[str, int](stats.num_hit),
-        "copied_blocks": dict[str, int](stats.copied),
+        "hit_tokens": {str(tier): count for tier, count in stats.num_hit.items()},
+        "copied_blocks": {str(kind): count for kind, count in stats.copied.items()},
         "prefills": dict(stats.prefills),
         "failures": dict(stats.failures),
     }
