@@ -85,7 +85,11 @@ def _positive(name: str, value: str) -> float:
 
 def _parse_sets(sets: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """NAME=A,B,C of each --set. Raises InvalidConfig for an unknown name, and for too many combinations."""
-    known = [*_DEPLOYMENT, *(name for name, each in OPTIONS.items() if each.section in ("model", "cache", "scheduler"))]
+    known = [
+        *_DEPLOYMENT,
+        "pipeline_parallel_size",
+        *(name for name, each in OPTIONS.items() if each.section in ("model", "cache", "scheduler")),
+    ]
     out: dict[str, tuple[str, ...]] = {}
     for text in sets:
         name, equals, values = text.partition("=")

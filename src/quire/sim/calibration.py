@@ -210,9 +210,10 @@ def _of_one_stage(columns: Table, gaps: Table, latency: Table, stages: int) -> t
     """
     ends = np.cumsum(gaps)  # idle times between them change nothing
     found, hops = _relative(columns, gaps / stages), (stages - 1) / stages
+    kept, seconds = list[Table](), list[float]()
     for _ in range(_ROUNDS):
+        kept, seconds = [], []
         guess, hop, free = columns @ found, float(found[-1]), [-math.inf] * stages
-        kept, seconds = list[Table](), list[float]()
         for each, own, gap, taken, end in zip(columns, guess, gaps, latency, ends, strict=True):
             at, waited, before = end - taken, False, end - gap
             for stage in range(stages):
