@@ -9,6 +9,7 @@ import base64
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ TYPES = ["image/png", "image/jpeg", "image/webp"]
 
 
 class Ask(NamedTuple):
-    """The images of a request, by number, and what else it has. order: whether its text stands between them."""
+    """The images of a request, by number, and what else it has."""
 
     images: Sequence[int]
     tools: bool = False
@@ -71,7 +72,9 @@ def by_chat(live: Live, ask: Ask, stream: bool) -> Said:
         fields["parallel_tool_calls"] = False
     if ask.structure:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
-    made = live.openai.chat.completions.create(**fields, **({"stream_options": {"include_usage": True}} if stream else {}))
+    made = live.openai.chat.completions.create(
+        **fields, **({"stream_options": {"include_usage": True}} if stream else {})
+    )
     if not stream:
         message = made.choices[0].message
         called = [call.function.arguments for call in message.tool_calls or ()]
@@ -129,13 +132,21 @@ def by_messages(live: Live, ask: Ask, stream: bool) -> Said:
 OPTIONS = {"temperature": 0, "num_predict": FEW}
 
 
+@contextmanager
+def llama(live: Live) -> Iterator[ollama.Client]:
+    client = ollama.Client(live.url, trust_env=False)
+    yield client
+    client._client.close()
+
+
 def by_ollama_chat(live: Live, ask: Ask, stream: bool) -> Said:
     message = {"role": "user", "content": TEXT, "images": [PICTURES[n] for n in ask.images]}
     fields: dict[str, Any] = {"model": "m", "messages": [message], "options": OPTIONS, "stream": stream}
     if ask.structure:
         fields["format"] = SCHEMA
-    made = ollama.Client(live.url, trust_env=False).chat(**fields)
-    chunks = list(made) if stream else [made]
+    with llama(live) as client:
+        made = client.chat(**fields)
+        chunks = list(made) if stream else [made]
     return Said("".join(each.message.content or "" for each in chunks), "", chunks[-1].prompt_eval_count)
 
 
@@ -143,8 +154,9 @@ def by_ollama_generate(live: Live, ask: Ask, stream: bool) -> Said:
     fields: dict[str, Any] = {"model": "m", "prompt": TEXT, "images": [PICTURES[n] for n in ask.images]}
     if ask.structure:
         fields["format"] = SCHEMA
-    made = ollama.Client(live.url, trust_env=False).generate(**fields, options=OPTIONS, stream=stream)
-    chunks = list(made) if stream else [made]
+    with llama(live) as client:
+        made = client.generate(**fields, options=OPTIONS, stream=stream)
+        chunks = list(made) if stream else [made]
     return Said("".join(each.response or "" for each in chunks), "", chunks[-1].prompt_eval_count)
 
 
