@@ -195,6 +195,8 @@ def test_an_image_is_encoded_once_and_its_prefix_not_at_all(family: Family, plai
     cold = plain.generate([changed], GREEDY)[0]
     assert cold.num_cached_tokens <= 8, "another image in the same place is another prompt"
     assert said([cold]) == [family.greedy(cold.prompt_token_ids, [other])]
+    [bare] = plain.generate({"prompt_token_ids": list(warm.prompt_token_ids)}, GREEDY)
+    assert bare.num_cached_tokens <= 8, "the same tokens without an image are another prompt"
 
 
 def test_a_conversation_takes_images_as_parts(family: Family, plain: LLM) -> None:

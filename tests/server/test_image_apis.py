@@ -19,12 +19,14 @@ import ollama
 import pytest
 from anthropic import Anthropic
 from PIL import Image
+from tokenizers import decoders
+from tokenizers.pre_tokenizers import ByteLevel
 
 from quire import LLM, SamplingParams
 from quire.types import StructuredOutputsParams
 from tests.live import Live, serving
 from tests.pairs import pairwise
-from tests.vision import make, picture, png
+from tests.vision import make, picture, place_of, png
 
 FEW = 96
 SCHEMA: dict[str, Any] = {
@@ -172,6 +174,7 @@ APIS: dict[str, Callable[[Live, Ask, bool], Said]] = {
 class Served(NamedTuple):
     live: Live
     folder: Path
+    family: str
 
 
 @pytest.fixture(scope="module", params=["gemma4", "qwen3-vl"])
@@ -180,7 +183,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     make(folder, request.param)
     flags = ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "1024", "--no-standby-engine"]
     with serving(tmp_path_factory.mktemp("log"), str(folder), *flags) as live:
-        yield Served(live, folder)
+        yield Served(live, folder, request.param)
 
 
 AXES: dict[str, Sequence[Any]] = {
@@ -201,6 +204,63 @@ def test_every_api_says_what_the_library_says(served: Served) -> None:
     with LLM(str(served.folder), dtype="float32", max_model_len=1024) as llm:
         for ask, answers in asked.items():
             check(llm, ask, answers)
+
+
+CALL = {"name": "look", "arguments": "{}"}
+
+
+def written(ids: Sequence[int]) -> str:
+    """Text of tokens, without special ones."""
+    letters = dict(enumerate(sorted(ByteLevel.alphabet())))
+    return decoders.ByteLevel().decode([letters[token] for token in ids if token in letters])
+
+
+def test_results_of_tools_may_be_images(served: Served) -> None:
+    """The template of these checkpoints knows no tools, so that results become a user's message, in which the image
+    stands where the result does."""
+    called: Any = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": CALL}]}
+    parts: Any = [{"type": "text", "text": "Here:"}, {"type": "image_url", "image_url": {"url": url(0)}}]
+    talk: Any = [{"role": "user", "content": TEXT}, called, {"role": "tool", "tool_call_id": "c", "content": parts}]
+    fields: Any = {"model": "m", "temperature": 0, "max_tokens": FEW}
+    made = served.live.openai.chat.completions.create(messages=talk, **fields, extra_body={"return_token_ids": True})
+    answer, ids = made.choices[0].message.content, made.prompt_token_ids
+    assert ids.count(place_of(served.family)) > 4
+    begin, end = ids.index(place_of(served.family)), len(ids) - ids[::-1].index(place_of(served.family))
+    assert written(ids[:begin]).endswith("<tool_response>\nHere:") and written(ids[end:]).startswith("\n</tool_resp")
+    items: Any = [
+        {"role": "user", "content": TEXT},
+        {"type": "function_call", "call_id": "c", **CALL},
+        {
+            "type": "function_call_output",
+            "call_id": "c",
+            "output": [{"type": "input_text", "text": "Here:"}, {"type": "input_image", "image_url": url(0)}],
+        },
+    ]
+    response = served.live.openai.responses.create(model="m", temperature=0, max_output_tokens=FEW, input=items)
+    assert response.output_text == answer and response.usage.input_tokens == len(ids)
+    source = {"type": "base64", "media_type": TYPES[0], "data": encoded(0)}
+    blocks: Any = [{"type": "text", "text": "Here:"}, {"type": "image", "source": source}]
+    talk = [
+        {"role": "user", "content": TEXT},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": blocks}]},
+    ]
+    asked = {"model": "m", "max_tokens": FEW, "messages": talk, "temperature": 0}
+    message = served.live.http.post("/v1/messages", json=asked).json()
+    assert message["content"][0]["text"] == answer
+    bad = {"type": "image", "source": {**source, "data": "AAAA"}}
+    talk[2]["content"][0]["content"] = [bad]
+    refused = served.live.http.post("/v1/messages", json=asked)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("messages[2].content[0].content[0]: this is no image")
+
+
+def test_embeddings_are_made_of_text(served: Served) -> None:
+    part = {"type": "image_url", "image_url": {"url": url(0)}}
+    body = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+    for path in ("/v1/embeddings", "/pooling"):
+        refused = served.live.http.post(path, json=body)
+        assert refused.status_code == 400 and "embeddings and classes are made of text" in refused.text
 
 
 def check(llm: LLM, ask: Ask, answers: Sequence[Said]) -> None:
