@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequest
-from quire.frontend.interface import Delta, ModelCard
+from quire.frontend.interface import Delta
 from quire.frontend.offload import PER_TOKEN
 from quire.multimodal.inputs import ImagePart
 from quire.parsers.parts import TextPart
@@ -47,7 +47,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     stream: bool | None = None
 
 
-def as_chat(request: CountRequest, card: ModelCard) -> ChatRequest:
+def as_chat(request: CountRequest) -> ChatRequest:
     """The same as a chat request. Raises InvalidRequest naming the field."""
     messages: list[dict[str, Any]] = []
     if request.system:
@@ -62,8 +62,6 @@ def as_chat(request: CountRequest, card: ModelCard) -> ChatRequest:
         "tool_choice": choice,
         "parallel_tool_calls": parallel,
         "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
-        "thinking_token_budget": _budget(request),
-        "chat_template_kwargs": _thinking(request.thinking, card.reasoning_parser != "none"),
         **_output(request),
     }
     if isinstance(request, MessagesRequest) and request.stop_sequences is not None:
@@ -191,40 +189,6 @@ def _choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | No
     if not isinstance(kind, str) or kind not in known:
         raise InvalidRequest("tool_choice.type must be auto, any, tool or none", param="tool_choice")
     return known[kind], parallel
-
-
-def _thinking(thinking: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any] | None:
-    """The template's arguments; the budget is `_budget`'s.
-
-    `adaptive` leaves it to the model how much it thinks, so a model that does not think takes it as well.
-    """
-    if thinking is None:
-        return None
-    check_nested(thinking, "messages.thinking_config", "thinking")
-    kind = thinking.get("type")
-    if kind not in ("enabled", "adaptive", "disabled"):
-        raise InvalidRequest("thinking.type must be enabled, adaptive or disabled", param="thinking")
-    if kind == "adaptive" and not thinks:
-        return None
-    if kind != "disabled" and not thinks:
-        raise InvalidRequest(
-            "thinking: this model does not think: send type disabled, or leave it out", param="thinking"
-        )
-    return {"enable_thinking": kind != "disabled"}
-
-
-def _budget(request: CountRequest) -> int | None:
-    """The most tokens of thoughts, by either name."""
-    given = (request.thinking or {}).get("budget_tokens")
-    if given is None:
-        return request.thinking_token_budget
-    if request.thinking_token_budget is not None:
-        raise InvalidRequest(
-            "thinking.budget_tokens and thinking_token_budget are the same: send one", param="thinking"
-        )
-    if type(given) is not int or given < 1:
-        raise InvalidRequest("thinking.budget_tokens must be a whole number above 0", param="thinking")
-    return given
 
 
 # ---------------------------------------------------------------- answers

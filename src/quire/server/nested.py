@@ -72,7 +72,7 @@ KINDS: Mapping[str, Kind] = {
         ("type", "tool_use_id", "content", "cache_control"), ("is_error", "toolset_name", "caller")
     ),
     "messages.choice": Kind(("type", "name", "disable_parallel_tool_use")),
-    "messages.thinking_config": Kind(("type", "budget_tokens"), ("display",)),
+    "thinking": Kind(("type", "budget_tokens"), ("display",)),
     "item.message": Kind(("type", "role", "content"), _ITEM_NOTES),
     "item.call": Kind(
         ("type", "call_id", "name", "namespace", "arguments", "input"), (*_ITEM_NOTES, "parsed_arguments")
