@@ -193,7 +193,7 @@ def test_one_call_at_a_time_is_asked_for_by_its_name_in_each_api(given: Body, pa
 def test_hints_of_each_kind_are_in_the_table_and_change_nothing(kind: str) -> None:
     honoured, hints = KINDS[kind]
     assert set(hints) <= HINTS.keys() and not set(hints) & set(honoured)
-    check_nested(dict.fromkeys((*honoured, *hints), "x"), kind, "here")
+    check_nested(dict.fromkeys((*honoured, *hints), "x") | {"cache_control": {"type": "ephemeral"}}, kind, "here")
 
 
 async def test_a_mark_in_a_tools_result_and_in_a_part_of_an_item_pins() -> None:

@@ -156,7 +156,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     ),
     "/v1/chat/completions": Endpoint(
         schemas.ChatRequest,
-        _chat_job(lambda chat, card: chat, _CHAT_NAMES, "chatcmpl-"),
+        _chat_job(lambda chat: chat, _CHAT_NAMES, "chatcmpl-"),
         outputs.ChatChunks,
         outputs.chat,
     ),
