@@ -51,8 +51,9 @@ def as_chat(request: CountRequest) -> ChatRequest:
     """The same as a chat request. Raises InvalidRequest naming the field."""
     messages: list[dict[str, Any]] = []
     if request.system:
+        system = _text(request.system, "system")
         marks = longest_mark(request.system if isinstance(request.system, list) else ())
-        messages.append({"role": "system", "content": _text(request.system, "system"), **marks})
+        messages.append({"role": "system", "content": system, **marks})
     for i, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{i}]")
     choice, parallel = _choice(request.tool_choice)
@@ -174,7 +175,8 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
             param="tools",
         )
     function = {name: tool[name] for name in tool if name not in ("type", "input_schema", "cache_control")}
-    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}} | longest_mark([tool])
+    function["parameters"] = tool.get("input_schema")
+    return {"type": "function", "function": function, "cache_control": tool.get("cache_control")}
 
 
 def _choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
