@@ -416,11 +416,12 @@ def _check_ids(request: Request, vocab_size: int) -> None:
     """Raises InvalidRequest for token ids outside the vocabulary."""
     for name in ("prompt", "stop_token_ids", "allowed_token_ids", "logit_bias"):
         ids = request.prompt if name == "prompt" else getattr(request.sampling, name)
-        if ids and not _in_vocabulary(ids, vocab_size):
+        if ids and not in_vocabulary(ids, vocab_size):
             raise InvalidRequest(f"{name}: token ids must be from 0 to {vocab_size - 1}", param=name)
 
 
-def _in_vocabulary(ids: Collection[int], vocab_size: int) -> bool:
+def in_vocabulary(ids: Collection[int], vocab_size: int) -> bool:
+    """Whether all are token ids of a vocabulary of this size."""
     try:
         found = token_array(ids)
     except struct.error:
