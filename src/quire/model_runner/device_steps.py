@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -117,7 +117,9 @@ def read_scores(scores: npt.NDArray[np.int32], tokens: Sequence[int], wanted: Se
     ids = scores[:, 2 : 2 + most].ravel().tolist()
     values = scores[:, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + most].view(np.float32).ravel().tolist()
     # A line has `most` pairs. All of this is done by the interpreter's own loops: no Python for each token.
-    tops = zip(*[iter(zip(ids, values, strict=True))] * most, strict=True) if most else itertools.repeat(())
+    tops: Iterable[tuple[Any, ...]] = itertools.repeat(())
+    if most:
+        tops = zip(*[iter(zip(ids, values, strict=True))] * most, strict=True)
     if min(wanted, default=0) < most:
         tops = (top[:count] for top, count in zip(tops, wanted, strict=False))
     lines = zip(tokens, scores[:, 0].view(np.float32).tolist(), scores[:, 1].tolist(), tops, strict=False)

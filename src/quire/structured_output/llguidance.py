@@ -409,7 +409,7 @@ class DistinctMasks:
     COMPARED = 8
 
     def __init__(self, lines: Lines, size: int) -> None:
-        self._bytes, self._size = memoryview(lines.reshape(-1).view(np.uint8)), size
+        self._bytes, self._size = lines.reshape(-1).view(np.uint8).data, size
         self._known: deque[tuple[bytearray, int]] = deque(maxlen=self.COMPARED)
         self._next()
 
@@ -514,7 +514,7 @@ class ParallelMasks:
             matcher = constraint if isinstance(constraint, Matcher) else None
             library = None if matcher is None else matcher.follow(tokens, begin, drafts)
             if matcher is None or library is None:
-                known = [matcher.mask()] if matcher and not drafts else one_by_one([request])[0]
+                known: list[Mask] = [matcher.mask()] if matcher and not drafts else one_by_one([request])[0]
                 others.append((span, known))
             elif not (drafts or left or self._clock() > due):
                 span[0] = distinct.line_of(library, used)
