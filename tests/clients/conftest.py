@@ -1,4 +1,4 @@
-"""The servers that clients are tried against: of the embedded model, of one that uses tools, and one that reads images."""
+"""The servers that clients are tried against: of the embedded model, one that uses tools, and one that reads images."""
 
 from __future__ import annotations
 
