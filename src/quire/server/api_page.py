@@ -51,7 +51,9 @@ def _route(method: str, path: str, operation: Mapping[str, Any], schemas: Mappin
         required = schema.get("required", ())
         fields = schema.get("properties", {})
         honoured = [name for name, one in fields.items() if "description" not in one]
-        rows += [_row(name, fields[name], name in required) for name in sorted(honoured, key=lambda n: n not in required)]
+        rows += [
+            _row(name, fields[name], name in required) for name in sorted(honoured, key=lambda n: n not in required)
+        ]
         rest = "".join(
             f"<p>{title}: {', '.join(f'<code>{escape(name)}</code>' for name in names)}</p>"
             for title, mark in (("No effect", "no effect: "), ("Refused unless they ask for nothing", "refused: "))
