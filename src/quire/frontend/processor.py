@@ -364,7 +364,7 @@ def check_pooled(prompt: int, pooling: Pooling | None, limit: int, pooler: Poole
     if prompt > limit:
         raise InvalidRequest(
             f"the input has {prompt} tokens, and this model takes {limit}: shorten it, or send truncate_prompt_tokens "
-            "-1 to have its end left out",
+            "-1 (to Ollama's API truncate true) to have its end left out",
             param="input",
             code="context_length_exceeded",
         )

@@ -94,7 +94,7 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "length_penalty": Refusal(_BEAM, (1, 1.0)),
     "early_stopping": Refusal(_BEAM, (False,)),
     "truncate_prompt_tokens": Refusal("here prompts are never cut: send the part that matters"),
-    "truncation_side": Refusal("here prompts are never cut: send the part that matters"),
+    "truncation_side": Refusal("where prompts are cut, their end is left out: send the part that matters", ("right",)),
     "return_sampling_params": Refusal("only completions and chat completions tell them", (False,)),
     "logits_processors": Refusal("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids"),
     "logprob_token_ids": Refusal("use logprobs, which gives the most likely tokens"),

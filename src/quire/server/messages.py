@@ -113,8 +113,8 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind == "tool_result" and role == "user":
             check_nested(block, "messages.tool_result", at)
             inner = block.get("content") or ""
-            text = _text(inner, f"{at}.content")
-            made = {"role": "tool", "tool_call_id": require_text(block, "tool_use_id", at), "content": text}
+            shown = _result(inner, f"{at}.content")
+            made = {"role": "tool", "tool_call_id": require_text(block, "tool_use_id", at), "content": shown}
             results.append(made | longest_mark([block, *(inner if isinstance(inner, list) else ())]))
         elif kind == "tool_use" and role == "assistant":
             check_nested(block, "messages.tool_use", at)
@@ -150,20 +150,38 @@ def _image_url(block: Mapping[str, Any], where: str) -> str:
     raise InvalidRequest(f"{where}.source must be of type base64 or url", param="messages")
 
 
+def _result(blocks: Any, where: str) -> str | list[dict[str, Any]]:
+    """What a tool returned: its text, or where there are images, parts of a message."""
+    if not isinstance(blocks, list) or not any(map(_is_image, blocks)):
+        return _text(blocks, where)
+    parts = list[dict[str, Any]]()
+    for i, block in enumerate(blocks):
+        at = f"{where}[{i}]"
+        if _is_image(block):
+            parts.append(ImagePart(_image_url(block, at), at))
+        else:
+            parts.append({"type": "text", "text": _block_text(block, at)})
+    return parts
+
+
+def _is_image(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "image"
+
+
 def _text(blocks: Any, where: str) -> str:
     """Text, or the text of blocks, a line each."""
-    param = where.partition("[")[0]
     if isinstance(blocks, str):
         return blocks
     if not isinstance(blocks, list):
-        raise InvalidRequest(f"{where} must be text or a list of blocks", param=param)
-    texts = []
-    for i, block in enumerate(blocks):
-        if not isinstance(block, dict) or block.get("type") != "text":
-            raise InvalidRequest(f"{where}[{i}]: only text blocks are supported here", param=param)
-        check_nested(block, "text", f"{where}[{i}]")
-        texts.append(require_text(block, "text", f"{where}[{i}]"))
-    return "\n".join(texts)
+        raise InvalidRequest(f"{where} must be text or a list of blocks", param=where.partition("[")[0])
+    return "\n".join(_block_text(block, f"{where}[{i}]") for i, block in enumerate(blocks))
+
+
+def _block_text(block: Any, where: str) -> str:
+    if not isinstance(block, dict) or block.get("type") != "text":
+        raise InvalidRequest(f"{where}: only text blocks are supported here", param=where.partition("[")[0])
+    check_nested(block, "text", where)
+    return require_text(block, "text", where)
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
