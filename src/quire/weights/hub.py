@@ -261,7 +261,7 @@ def explained(name: str, cache: str | None) -> Iterator[None]:
     except errors.LocalEntryNotFoundError:
         raise Unavailable(
             f"{name} is not in the local hub cache, and {_unreachable()}. {cache_folder(cache)} was looked in (HF_HOME "
-            f"names another). Where there is a network, `hf download {name} --local-dir FOLDER` fetches a folder to serve"
+            f"names another). Where there is a network, `hf download {name} --local-dir FOLDER` makes a folder to serve"
         ) from None
     except OSError as error:
         if error.errno == errno.ENOSPC:
