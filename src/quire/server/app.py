@@ -41,7 +41,7 @@ from quire.server.endpoints import (
     gather,
 )
 from quire.server.error_responses import GONE, JSON, NotFound, json_response, offloaded_json
-from quire.server.item_references import references
+from quire.server.item_references import Referred, references
 from quire.server.limits import AdmissionGate, Limits, deadline, read_body
 from quire.server.live_page import LiveSource, Page
 from quire.server.media import offload_reading
@@ -271,7 +271,7 @@ class Api:
         return StreamingResponse(_segments(paths), media_type="application/octet-stream", headers=headers)
 
 
-def _with_references(parsed: ResponsesRequest, limits: Limits) -> tuple[ResponsesRequest, dict[str | None, str]]:
+def _with_references(parsed: ResponsesRequest, limits: Limits) -> tuple[ResponsesRequest, dict[str | None, Referred]]:
     """A request and the stored responses that its input refers to."""
     return parsed, references(parsed.input)
 

@@ -84,6 +84,7 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "reasoning_effort": Refusal("it is for conversations: use /v1/chat/completions"),
     "include_reasoning": Refusal("here reasoning is part of the text", (True,)),
     "enable_thinking": Refusal("put what the model's template knows into chat_template_kwargs"),
+    "thinking": Refusal("it is for conversations: use /v1/chat/completions"),
     "thinking_token_budget": Refusal("here thoughts are part of the text", (-1,)),
     "documents": Refusal("put documents into a message", ([],)),
     "chat_template": Refusal("templates are code: start the server with --chat-template"),

@@ -25,7 +25,7 @@ from quire.parsers.tools.styles import STYLES, TaggedStyle
 from quire.scheduler.constraint import FREE, Constraint, MaskRequest, one_by_one
 from quire.scheduler.plan import Mask
 from quire.structured_output.call_rules import escaped
-from quire.structured_output.schema import check_schema, closed
+from quire.structured_output.schema import as_object, prepared
 from quire.structured_output.thought_budget import BudgetRules, ThoughtBudget
 from quire.token_masks import MaskTable, write_mask
 from quire.tokenization.tokenizer import Tokenizer
@@ -136,13 +136,11 @@ def _source(structure: StructuredOutputsParams) -> str:
     """The grammar in the library's notation."""
     kind, text = structure.kind
     if kind == "json":
-        schema = json.loads(text)
-        check_schema(schema, structure.param)
-        schema = closed(schema) if structure.disable_additional_properties else schema
+        schema = prepared(json.loads(text), structure.param, close=structure.disable_additional_properties)
         compact = structure.disable_any_whitespace
         white = None if compact else structure.whitespace_pattern or SPACE
         options = {"whitespace_flexible": white is not None, "whitespace_pattern": white, "lenient": False}
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(as_object(schema)), overrides=options))
     if kind == "choice":
         # One terminal: as alternatives of a rule, each would be an item of the parser.
         texts = " | ".join(map(json.dumps, json.loads(text)))
