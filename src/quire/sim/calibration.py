@@ -27,8 +27,8 @@ Table = npt.NDArray[np.float64]
 FORMAT = "quire calibration"
 VERSION = 1
 MIN_SAMPLES = 8
-_ROUNDS = 4
-"""Of finding out which steps of a pipeline waited."""
+_ROUNDS = 16
+"""Of finding out which steps of a pipeline waited, and for how long."""
 _NUM_NOISE = 41
 """Factors that noise is kept as: quantiles, evenly spaced."""
 
@@ -209,12 +209,12 @@ def _fit_stage(columns: Table, gaps: Table, latency: Table, stages: int) -> tupl
     begins as soon as it has ended the one before takes its gap for that stage. Of others neither is known.
 
     A commit that comes late makes one gap long and the next one short: errors are relative to what is predicted, and
-    all gaps together are met exactly.
+    all gaps together are met.
     """
     ends, hops = np.cumsum(gaps), (stages - 1) / stages  # idle times between steps change nothing
     found = non_negative(columns, gaps / stages)
     rows, seconds, predicted = list[Table](), list[float](), 0.0
-    for number in range(_ROUNDS + 1):
+    for number in range(_ROUNDS):
         rows, seconds, predicted = [], [], 0.0
         guess, hop, free = np.maximum(columns @ found, 1e-9), float(found[-1]), [-math.inf] * stages
         for each, own, gap, taken, end in zip(columns, guess, gaps, latency, ends, strict=True):
@@ -230,10 +230,12 @@ def _fit_stage(columns: Table, gaps: Table, latency: Table, stages: int) -> tupl
             free[-1] = end
         if len(rows) < MIN_SAMPLES:
             raise InvalidConfig(f"{len(rows)} steps that say what a stage takes are too few: {MIN_SAMPLES} are needed")
-        if number < _ROUNDS:
+        if number < _ROUNDS // 2:
             scale = np.maximum(np.array(rows) @ found, 1e-9)
             found = non_negative(np.array(rows) / scale[:, None], np.array(seconds) / scale)
-    return found * (gaps.sum() / predicted), np.array(rows), np.array(seconds)
+        else:  # which steps wait for others changes with it
+            found = found * min(2.0, max(0.5, gaps.sum() / max(predicted, 1e-9)))
+    return found, np.array(rows), np.array(seconds)
 
 
 def fit_copies(copies: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, tuple[float, float]]:
