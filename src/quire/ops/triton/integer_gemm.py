@@ -682,7 +682,7 @@ def integer_gemm_config(
     elif rows <= 16 and (double or matrix.bits == 8):
         how, wanted = GemmConfig(16, 64, 128, 2, 6) if double else GemmConfig(16, 32, 128, 2, 4), 4
     elif rows > 8 and is_read_in_words(matrix):
-        how, wanted = word_config(rows, outputs, gated)
+        how, wanted = word_config(rows, outputs, gated, hopper)
     elif rows <= 8:
         large = outputs > 4096 and not gated
         how, wanted = (GemmConfig(8, 64, 128, 2, 6), 4) if large else (GemmConfig(8, 64, 256, 2, 4), 8)
@@ -709,7 +709,7 @@ def is_read_in_words(matrix: IntegerMatrix) -> bool:
     return matrix.bits == 4 and matrix.kind is IntegerKind.ZEROS and matrix.group > WIDE.value
 
 
-def word_config(rows: int, outputs: int, gated: bool) -> tuple[GemmConfig, int]:
+def word_config(rows: int, outputs: int, gated: bool, hopper: bool) -> tuple[GemmConfig, int]:
     """Its tile for 9 to 64 rows, and the programs wanted."""
     if rows <= 16:
         if gated:
@@ -717,7 +717,8 @@ def word_config(rows: int, outputs: int, gated: bool) -> tuple[GemmConfig, int]:
         return (GemmConfig(16, 64, 128, 4, 4) if outputs > 4096 else GemmConfig(16, 64, 256, 2, 4)), 3
     if rows <= 32:
         return GemmConfig(32, 128, 128, 8 if gated else 4, 4), 2
-    return (GemmConfig(64, 64, 128, 4, 4), 1) if gated else (GemmConfig(64, 128, 128, 4, 4), 2)
+    # With four warps, these spill on other cards.
+    return (GemmConfig(64, 64, 128, 4, 4), 1) if gated else (GemmConfig(64, 128, 128, 4 if hopper else 8, 4), 2)
 
 
 def has_two_products(matrix: IntegerMatrix) -> bool:
