@@ -13,6 +13,7 @@ from tests.agent import AS_JSON, JUST_SAY, ON_AND_ON, SAYS
 from tests.clients.zoo import ENVIRONMENTS
 
 VERSIONS = {"codex": ("@openai/codex", "0.169.0"), "claude": ("@anthropic-ai/claude-code", "2.1.331")}
+CELLS = ("chat", "stream", "tools", "structured", "cancel")
 NAMES = {"codex": "Codex CLI", "claude": "Claude Code"}
 
 CODEX = """

@@ -58,7 +58,7 @@ def test_an_agent_works(agent: str, servers: Mapping[str, Live], tmp_path: Path)
         live.settled()
     assert aborted(live) > before, "a client that left was not noticed"
     assert all(each["body"]["stream"] for each in recorder.sent["chat"] if "stream" in each["body"])
-    found = {"version": agents.VERSIONS[agent][1], "cells": dict.fromkeys(CELLS, "passed")}
+    found = {"version": agents.VERSIONS[agent][1], "cells": dict.fromkeys(agents.CELLS, "passed")}
     keep(agents.NAMES[agent], found, {})
 
 
