@@ -532,6 +532,32 @@ def halves_of(line, held, start, inputs, STEP: tl.constexpr, EVEN: tl.constexpr,
 
 
 @triton.jit
+def both_steps(
+    weight, words, supers, line, held, y, z, n, m, start, inputs, outputs,
+    GATE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+    STEP: tl.constexpr, EVEN: tl.constexpr, EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y plus STEP inputs of outputs n, and with GATE z plus those of what is gated, which follows all outputs."""
+    whole = outputs * 2 if GATE else outputs
+    if BITS == 4 and KIND == ZEROS and GROUP > WIDE:
+        x = columns_of_words(line, held, start, inputs, STEP, EVEN)
+        y = word_step(weight, words, x, y, n, m, start, whole, GROUP, HALF, STEP, EVEN_N, FAST, PRECISION)
+        if GATE:
+            n, m = n + outputs, m + outputs
+            z = word_step(weight, words, x, z, n, m, start, whole, GROUP, HALF, STEP, EVEN_N, FAST, PRECISION)
+    else:
+        low, high, more_low, more_high = halves_of(line, held, start, inputs, STEP, EVEN, GROUP)
+        y = step_of(
+            weight, words, supers, low, high, more_low, more_high, y, n, m, start, whole, BITS, KIND, GROUP, HALF, STEP,
+            EVEN_N, FAST, PRECISION)  # fmt: skip
+        if GATE:
+            z = step_of(
+                weight, words, supers, low, high, more_low, more_high, z, n + outputs, m + outputs, start, whole, BITS,
+                KIND, GROUP, HALF, STEP, EVEN_N, FAST, PRECISION)  # fmt: skip
+    return y, z
+
+
+@triton.jit
 def ask_for(
     weight, n, begin, each, outputs, BITS: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr, CHUNKS: tl.constexpr, GATE: tl.constexpr,
@@ -605,22 +631,9 @@ def integer_kernel(
     for first in tl.range(begin, stop, STEP * TIMES, num_stages=STAGES):
         for u in tl.static_range(TIMES):
             start = first + u * STEP
-            if BITS == 4 and KIND == ZEROS and GROUP > WIDE:
-                columns = columns_of_words(line, r < rows, start, inputs, STEP, EVEN)
-                y = word_step(weight, words, columns, y, n, m, start, whole, GROUP, HALF, STEP, EVEN_N, FAST, PRECISION)
-                if GATE:
-                    z = word_step(
-                        weight, words, columns, z, n + outputs, m + outputs, start, whole, GROUP, HALF, STEP, EVEN_N,
-                        FAST, PRECISION)  # fmt: skip
-            else:
-                low, high, more_low, more_high = halves_of(line, r < rows, start, inputs, STEP, EVEN, GROUP)
-                y = step_of(
-                    weight, words, supers, low, high, more_low, more_high, y, n, m, start, whole, BITS, KIND, GROUP,
-                    HALF, STEP, EVEN_N, FAST, PRECISION)  # fmt: skip
-                if GATE:
-                    z = step_of(
-                        weight, words, supers, low, high, more_low, more_high, z, n + outputs, m + outputs, start,
-                        whole, BITS, KIND, GROUP, HALF, STEP, EVEN_N, FAST, PRECISION)  # fmt: skip
+            y, z = both_steps(
+                weight, words, supers, line, r < rows, y, z, n, m, start, inputs, outputs, GATE, BITS, KIND, GROUP,
+                HALF, STEP, EVEN, EVEN_N, FAST, PRECISION)  # fmt: skip
     y, z = gathered(y, BLOCK_N, ROWS, CHUNKS), gathered(z, BLOCK_N, ROWS, CHUNKS)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND == ROW:
