@@ -27,8 +27,8 @@ Table = npt.NDArray[np.float64]
 FORMAT = "quire calibration"
 VERSION = 1
 MIN_SAMPLES = 8
-_ROUNDS = 4
-"""Of finding out which steps of a pipeline waited."""
+_ROUNDS = 16
+"""Of finding out which steps of a pipeline waited, and for how long."""
 _NUM_NOISE = 41
 """Factors that noise is kept as: quantiles, evenly spaced."""
 
@@ -174,11 +174,11 @@ def fit(
     columns = np.column_stack([np.ones(len(table)), *table.T[:4], np.zeros(len(table))])
     seconds = table[:, 4]
     if stages > 1:
-        columns, seconds = _of_one_stage(columns, seconds, table[:, 5], stages)
-    found = _relative(columns, seconds)
-    predicted = np.maximum(columns @ found, 1e-9)
-    scale = seconds.sum() / predicted.sum()
-    fitted = dict(zip(StepCost._fields, (float(each * scale) for each in found), strict=False))
+        found, columns, seconds = _fit_stage(columns, seconds, table[:, 5], stages)
+    else:
+        found = _relative(columns, seconds)
+        found *= seconds.sum() / np.maximum(columns @ found, 1e-9).sum()
+    fitted = dict(zip(StepCost._fields, map(float, found), strict=False))
     cost = StepCost(
         base=fitted["base"],
         per_token=fitted["per_token"],
@@ -186,14 +186,17 @@ def fit(
         per_row=fitted["per_row"],
         per_pair=fitted["per_pair"],
     )
-    ratios = seconds / (predicted * scale)
+    predicted = np.maximum(columns @ found, 1e-9)
+    # Of a pipeline, a late commit takes from the next gap what it adds to its own: as many steps together.
+    whole = len(seconds) // stages * stages
+    ratios = seconds[:whole].reshape(-1, stages).sum(1) / predicted[:whole].reshape(-1, stages).sum(1)
     error = float(np.mean(np.abs(ratios - 1.0)))
     kept: tuple[float, ...] = ()
     if noise:
         middle = (np.arange(_NUM_NOISE) + 0.5) / _NUM_NOISE
         drawn = np.quantile(ratios, middle)
         kept = tuple(float(each) for each in drawn / drawn.mean())
-    return Calibration(cost, kept, 0.0, error, len(samples), dict(about), stages, float(found[-1] * scale))
+    return Calibration(cost, kept, 0.0, error, len(samples), dict(about), stages, float(found[-1]))
 
 
 def _relative(columns: Table, seconds: Table) -> Table:
@@ -201,33 +204,41 @@ def _relative(columns: Table, seconds: Table) -> Table:
     return non_negative(columns / seconds[:, None], np.ones(len(seconds)))
 
 
-def _of_one_stage(columns: Table, gaps: Table, latency: Table, stages: int) -> tuple[Table, Table]:
-    """The columns [N, 6] and seconds [N] of steps in one stage, of those steps whose times say it.
+def _fit_stage(columns: Table, gaps: Table, latency: Table, stages: int) -> tuple[Table, Table, Table]:
+    """What a step takes in one stage [6], and columns [N, 6] and seconds [N] of the steps whose times say it.
 
     gaps [N]: seconds since the step before was committed, or since the step's plan. latency [N]: since its launch. A
     step that waits for no other takes its latency for all stages and the hops between them; one that the last stage
     begins as soon as it has ended the one before takes its gap for that stage. Of others neither is known.
+
+    A commit that comes late makes one gap long and the next one short: errors are relative to what is predicted, and
+    all gaps together are met.
     """
-    ends = np.cumsum(gaps)  # idle times between them change nothing
-    found, hops = _relative(columns, gaps / stages), (stages - 1) / stages
-    kept, seconds = list[Table](), list[float]()
-    for _ in range(_ROUNDS):
-        kept, seconds = [], []
-        guess, hop, free = columns @ found, float(found[-1]), [-math.inf] * stages
+    ends, hops = np.cumsum(gaps), (stages - 1) / stages  # idle times between steps change nothing
+    found = non_negative(columns, gaps / stages)
+    rows, seconds, predicted = list[Table](), list[float](), 0.0
+    for number in range(_ROUNDS):
+        rows, seconds, predicted = [], [], 0.0
+        guess, hop, free = np.maximum(columns @ found, 1e-9), float(found[-1]), [-math.inf] * stages
         for each, own, gap, taken, end in zip(columns, guess, gaps, latency, ends, strict=True):
             at, waited, before = end - taken, False, end - gap
             for stage in range(stages):
                 waited |= free[stage] > at
                 if stage == stages - 1 and (not waited or at <= before):
-                    kept.append(np.array([*each[:-1], 0.0 if waited else hops]))
+                    rows.append(np.array([*each[:-1], 0.0 if waited else hops]))
                     seconds.append(gap if waited else taken / stages)
                 free[stage] = max(at, free[stage]) + own
                 at = free[stage] + hop
+            predicted += max(0.0, free[-1] - before)
             free[-1] = end
-        if len(kept) < MIN_SAMPLES:
-            break
-        found = _relative(np.array(kept), np.array(seconds))
-    return (np.array(kept), np.array(seconds)) if len(kept) >= MIN_SAMPLES else (columns, gaps)
+        if len(rows) < MIN_SAMPLES:
+            raise InvalidConfig(f"{len(rows)} steps that say what a stage takes are too few: {MIN_SAMPLES} are needed")
+        if number < _ROUNDS // 2:
+            scale = np.maximum(np.array(rows) @ found, 1e-9)
+            found = non_negative(np.array(rows) / scale[:, None], np.array(seconds) / scale)
+        else:  # which steps wait for others changes with it
+            found = found * min(2.0, max(0.5, gaps.sum() / max(predicted, 1e-9)))
+    return found, np.array(rows), np.array(seconds)
 
 
 def fit_copies(copies: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, tuple[float, float]]:
