@@ -6,6 +6,7 @@ and every combination on one rank.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +20,7 @@ import torch
 from PIL import Image
 from transformers import PreTrainedModel
 
-from quire import LLM, SamplingParams
+from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import InvalidConfig, InvalidRequest
 from quire.layers.linear import ParallelGroup
 from quire.layers.stages import Pipeline
@@ -209,6 +210,19 @@ def test_a_conversation_takes_images_as_parts(family: Family, plain: LLM) -> Non
     )
     assert said([other]) == said([out])
     assert "".join(plain.stream_chat(talk, GREEDY)) == out.outputs[0].text
+
+
+@pytest.mark.parametrize("family", ["gemma4"], indirect=True, scope="module")
+def test_async_answers_are_those_of_transformers(family: Family) -> None:
+    async def ask(llm: AsyncLLM, prompt: dict[str, Any]) -> list[int]:
+        *_, last = [out async for out in llm.generate(prompt, GREEDY)]
+        return list(last.outputs[0].token_ids)
+
+    async def together() -> list[list[int]]:
+        async with AsyncLLM(str(family.folder), dtype="float32", max_model_len=512, block_size=8) as llm:
+            return await asyncio.gather(*(ask(llm, prompt) for prompt in family.inputs()))
+
+    assert asyncio.run(together()) == family.answers
 
 
 def test_what_cannot_be_read_is_refused_by_name(family: Family, plain: LLM) -> None:

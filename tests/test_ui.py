@@ -167,6 +167,21 @@ def test_the_page_is_accessible(live: Live, browser: Browser, size: str, theme: 
     opened.close()
 
 
+@pytest.mark.parametrize(("size", "theme"), [("desktop", "light"), ("phone", "dark")])
+def test_the_page_of_routes_is_accessible(live: Live, browser: Browser, size: str, theme: str) -> None:
+    opened = Opened(browser, live.url, size, theme)
+    page = opened.page
+    page.goto(f"{live.url}/docs")
+    page.get_by_text("POST /v1/chat/completions").click()
+    assert page.get_by_role("cell", name="list of object, required").first.is_visible()
+    assert opened.violations() == []
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "nothing hangs out at the side"
+    page.get_by_role("link", name="Chat and engine view").click()
+    page.locator("#say").wait_for()
+    assert opened.complaints == []
+    opened.close()
+
+
 def test_the_keyboard_reaches_everything(live: Live, browser: Browser) -> None:
     opened = Opened(browser, live.url, view="engine")
     page = opened.page

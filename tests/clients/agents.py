@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.agent import AS_JSON, JUST_SAY, ON_AND_ON, SAYS
-from tests.clients.zoo import CELLS, Client
+from tests.clients.zoo import Client
 
 CODEX = """
 model = "embedded"
@@ -48,6 +48,9 @@ CITY = {
     "required": ["city"],
     "additionalProperties": False,
 }
+
+
+ALL = ("chat", "stream", "tools", "structured", "cancel")
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ AGENTS = (
         ("node_modules/.bin/codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "{prompt}"),
         {"config.toml": CODEX.format(url="{url}")},
         {"CODEX_HOME": "{work}"},
-        cells=CELLS,
+        cells=ALL,
     ),
     Agent(
         "Claude Code",
@@ -125,13 +128,15 @@ AGENTS = (
             "ANTHROPIC_MODEL": "embedded",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
-        cells=CELLS,
+        cells=ALL,
     ),
     Agent(
         "opencode",
         ("opencode-ai@1.18.33",),
         ("node_modules/.bin/opencode", "run", "{prompt}"),
         {"opencode.json": json.dumps(OPENCODE)},
+        # Its `run` goes on until the answer ends, whatever the signal.
+        cells=("chat", "stream", "tools"),
     ),
     Agent(
         "Qwen Code",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -182,6 +183,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp(request.param)
     make(folder, request.param)
     flags = ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "1024", "--no-standby-engine"]
+    flags += ["--batch-dir", str(tmp_path_factory.mktemp("batches"))]
     with serving(tmp_path_factory.mktemp("log"), str(folder), *flags) as live:
         yield Served(live, folder, request.param)
 
@@ -253,6 +255,28 @@ def test_results_of_tools_may_be_images(served: Served) -> None:
     refused = served.live.http.post("/v1/messages", json=asked)
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith("messages[2].content[0].content[0]: this is no image")
+
+
+def test_lines_of_a_batch_have_images(served: Served) -> None:
+    client, ask = served.live.openai, Ask((2, 0, 1))
+    wanted = by_chat(served.live, ask, False)
+    parts = [{"type": "image_url", "image_url": {"url": url(number)}} for number in ask.images]
+    bad = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    lines = []
+    for name, content in (("good", [*parts, {"type": "text", "text": TEXT}]), ("bad", [bad])):
+        body = {"model": "m", "temperature": 0, "max_tokens": FEW, "messages": [{"role": "user", "content": content}]}
+        lines.append({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body})
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    while batch.status not in ("completed", "failed"):
+        time.sleep(0.05)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.output_file_id and batch.error_file_id
+    [good] = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+    assert good["response"]["body"]["choices"][0]["message"]["content"] == wanted.text
+    [refused] = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
+    assert refused["custom_id"] == "bad" and "this is no image" in json.dumps(refused)
 
 
 def test_embeddings_are_made_of_text(served: Served) -> None:

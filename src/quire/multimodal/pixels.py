@@ -61,7 +61,8 @@ def _rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if not image.has_transparency_data:
         return image.convert("RGB")
-    shown, white = image.convert("RGBA"), Image.new("RGB", image.size, "white")
+    white = Image.new("RGB", image.size, "white")
+    shown = image if image.mode == "RGBA" else image.convert("RGBA")
     white.paste(shown, mask=shown)
     return white
 
