@@ -95,7 +95,7 @@ def predicted(
     settings: Settings, trace: Trace, samples: Sequence[StepSample], memory: str
 ) -> tuple[dict[str, float], float]:
     """The same figures by simulation, and the error of the fit."""
-    calibration = fit(samples, about(settings))
+    calibration = fit(samples, about(settings), stages=settings.execution.pipeline_parallel_size)
     size = int(memory)
     model = build_model(settings, calibration=calibration, memory=size, prefixes=False)
     results, _ = simulate_fleet(FleetConfig(model.engine), trace)
@@ -141,11 +141,13 @@ def compare(settings: Settings, first: Trace, second: Trace, repeats: int) -> di
 @click.option("--requests", default=240, show_default=True, help="In both halves together.")
 @click.option("--shrink", default=8.0, show_default=True)
 @click.option("--speeds", default="2,1000", show_default=True, help="Of the trace; 1000: all at once.")
+@click.option("--stages", default=1, show_default=True, help="Of a pipeline: --pipeline-parallel-size.")
 @click.option("--repeats", type=click.IntRange(2), default=3, show_default=True)
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Save all figures there.")
-def main(trace: str, requests: int, shrink: float, speeds: str, repeats: int, path: Path | None) -> None:
+def main(trace: str, requests: int, shrink: float, speeds: str, stages: int, repeats: int, path: Path | None) -> None:
     """Compare predictions of the second half of a trace with replays of it."""
-    settings = Settings.of(enable_prefix_caching=False, threads=1, device="cpu")
+    options = {"enable_prefix_caching": False, "threads": 1, "device": "cpu"}
+    settings = Settings.of(**options, pipeline_parallel_size=stages)
     found = {}
     for speed in speeds.split(","):
         first, second = halves(trace, requests, shrink, float(speed), 2040)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from quire.assembly.engine_child import main as child
 from quire.assembly.server import serve
@@ -26,10 +27,16 @@ SAYS = "It is done."
 RESULT = "<tool_response>"
 COMMAND = "echo written by a scripted model > made.txt"
 
-CALLS = {
+_SHELL = [{"command": "ls", "description": "List"}, {"command": COMMAND, "description": "Write"}]
+_SIMPLE_SHELL = [{"command": "ls"}, {"command": COMMAND}]
+CALLS: Mapping[str, list[dict[str, Any]]] = {
     "exec_command": [{"cmd": "ls"}, {"cmd": COMMAND}],
     "weather": [{"city": "Rome"}, {"city": "Paris"}],
-    "Bash": [{"command": "ls", "description": "List"}, {"command": COMMAND, "description": "Write"}],
+    "Bash": _SHELL,
+    "bash": _SHELL,
+    "run_shell_command": [{**call, "is_background": False} for call in _SHELL],
+    "run_commands": [{"commands": [call["command"]]} for call in _SHELL],
+    "shell": _SIMPLE_SHELL,
 }
 """The arguments of the two calls, by the name of a tool, such as those that agents have for commands."""
 

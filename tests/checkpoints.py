@@ -6,9 +6,11 @@ have a standard deviation of at least 1 and greedy answers wander.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -1672,11 +1674,30 @@ FIRST = frozenset({shape.split("-")[0]: shape for shape in reversed(list(SHAPES)
 """One of each family."""
 
 
+_MADE: dict[str, tuple[PreTrainedModel, dict[str, bytes]]] = {}
+"""Models of this process and the files of their checkpoints, which are small, by shape and changes."""
+
+
 def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **changes: Any) -> PreTrainedModel:
     """Write the checkpoint `shape` to `folder` and return transformers' model of it, float32, ready to run.
 
-    shard: largest shard, as "20KB". changes: fields of its config.
+    shard: largest shard, as "20KB". changes: fields of its config. What was made before is copied.
     """
+    key = json.dumps([shape, seed, shard, changes], sort_keys=True, default=repr)
+    if key not in _MADE:
+        if len(_MADE) == 400:  # at night
+            _MADE.clear()
+        with TemporaryDirectory() as place:
+            model = _made(Path(place), shape, seed, shard, changes)
+            _MADE[key] = model, {path.name: path.read_bytes() for path in Path(place).iterdir()}
+    model, files = _MADE[key]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return copy.deepcopy(model)
+
+
+def _made(folder: Path, shape: str, seed: int, shard: str, changes: Mapping[str, Any]) -> PreTrainedModel:
     logging.disable_progress_bar()
     fields = {"num_hidden_layers": 3, "intermediate_size": 90, "max_position_embeddings": 512, "vocab_size": VOCAB}
     fields |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

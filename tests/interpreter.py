@@ -9,6 +9,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from triton import language
 from triton.runtime import interpreter
 
@@ -103,6 +104,73 @@ def _leave_equal_shapes() -> None:
     interpreter.TritonSemantic.broadcast_impl_value = broadcast
 
 
+def _compare_types_once() -> None:
+    """Operands of one type are of the type that the operation has, and so is a number beside a tensor in most cases:
+    the type's name is compared with twenty others for each operation otherwise."""
+    semantic, tensor = interpreter.TritonSemantic, language.tensor
+    plain, plain_equal = semantic.binary_op_type_checking_impl, language.dtype.__eq__
+    alike: dict[tuple[int, bool], tuple[Any, bool]] = {}
+    numbers: dict[Any, tuple[Any, Any]] = {}
+    wide: dict[Any, tuple[Any, Any]] = {}
+
+    def scalar(dtype: Any) -> Any:
+        return tensor(interpreter.TensorHandle(np.zeros(1, interpreter._get_np_dtype(dtype)), dtype), dtype)
+
+    def stays(self: Any, dtype: Any, divided: bool) -> bool:
+        """Whether operands of this type, if both have it, are taken as they are."""
+        if (key := (id(dtype), divided)) not in alike:
+            one = None if dtype.is_ptr() else scalar(dtype)
+            alike[key] = dtype, one is not None and plain(self, one, one, div_or_mod=divided)[0] is one
+        return alike[key][1]
+
+    def constant(self: Any, dtype: Any, number: Any, *how: Any) -> Any:
+        """The number as a tensor of this type, if that is what it is beside one; else None."""
+        key = (id(dtype), type(number), number, *how)
+        if key not in numbers:
+            if len(numbers) > 4096:
+                numbers.clear()
+            one = scalar(dtype)
+            left, right = plain(self, one, number, *how)
+            numbers[key] = dtype, right if left is one and right.dtype is dtype else None
+        return numbers[key][1]
+
+    def fit(self: Any, lhs: Any, rhs: Any) -> Any:
+        """A scalar beside a block is of the block's type, and left to NumPy to broadcast."""
+        left, right = lhs.type.is_block(), rhs.type.is_block()
+        if left is right:
+            return self.broadcast_impl_value(lhs, rhs)
+        block, one = (lhs, rhs) if left else (rhs, lhs)
+        key = (block.type.name, id(block.dtype), id(one.dtype))
+        if key not in wide:
+            wide[key] = block.type.with_element_ty(one.dtype), block.dtype  # the ids are theirs
+        one = tensor(one.handle, wide[key][0])
+        return (lhs, one) if left else (one, rhs)
+
+    def checked(
+        self: Any, lhs: Any, rhs: Any, left_ptr: bool = False, right_ptr: bool = False, check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        if type(lhs) is tensor:
+            if type(rhs) is tensor:
+                if lhs.dtype is rhs.dtype and stays(self, lhs.dtype, div_or_mod):
+                    return fit(self, lhs, rhs)
+            # Not 0.0, which equals -0.0, nor what does not equal itself.
+            elif type(rhs) in (int, float) and (type(rhs) is int or abs(rhs) > 0) and not lhs.dtype.is_ptr():
+                number = constant(self, lhs.dtype, rhs, left_ptr, right_ptr, check, div_or_mod)
+                if number is not None:
+                    return fit(self, lhs, number)
+        return plain(self, lhs, rhs, left_ptr, right_ptr, check, div_or_mod)
+
+    semantic.binary_op_type_checking_impl = checked
+    language.dtype.__eq__ = lambda self, other: self is other or plain_equal(self, other)
+
+
+def _unwrap_constants_alone() -> None:
+    """What is no constant and has none in it is found out by one look, not by four."""
+    plain, bare = language.core._unwrap_if_constexpr, {language.tensor, int, float, bool, str, type(None)}
+    language.core._unwrap_if_constexpr = lambda value: value if type(value) in bare else plain(value)
+
+
 def _compute_no_unread_overflow() -> None:
     """Sums and products of integers are computed again in 64 bits for an assertion that is made in debug mode only."""
     builder = interpreter.interpreter_builder
@@ -128,4 +196,6 @@ def install() -> None:
     _remember_types()
     _remember_dtypes()
     _leave_equal_shapes()
+    _compare_types_once()
+    _unwrap_constants_alone()
     _compute_no_unread_overflow()

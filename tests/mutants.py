@@ -38,9 +38,9 @@ _LEAVE = """        if self.inflight:
         else:
             self._free(seq)"""
 
-_MASKS = """            while not scheduler.masks_ready:
-                self._commit()
-            _as_step_failure(flight[-1][2].sample, _as_step_failure(scheduler.masks))"""
+_MASKS = """        while not self.scheduler.masks_ready:
+            self._commit()
+        _as_step_failure(self.inflight[-1][2].sample, _as_step_failure(self.scheduler.masks))"""
 
 S, K, B, Q = "scheduler.scheduler", "scheduler.kv_cache", "scheduler.block_pool", "scheduler.sequence"
 P, N, T = "scheduler.pins", "scheduler.snapshots", "scheduler.kv_offload"
@@ -120,14 +120,14 @@ BUGS = [
         "masks made before the step ahead is committed",
         E,
         _MASKS,
-        "            flight[-1][2].sample(scheduler.masks())",
+        "        self.inflight[-1][2].sample(self.scheduler.masks())",
     ),
     Bug("masks do not walk the drafts", S, "seq.draft_tokens[:num_drafts] if num_drafts else ()\n", "[]\n"),
     Bug(
         "masks asked for after the depth check",
         E,
-        "if plan and plan.masked_spans:",
-        "if plan and plan.masked_spans and len(flight) == 1:",
+        "self._masks_due = bool(plan and plan.masked_spans)",
+        "self._masks_due = bool(plan and plan.masked_spans and len(flight) == 1)",
     ),
     Bug(
         "row number given back at once",

@@ -152,7 +152,7 @@ AXES: Mapping[str, Sequence[Any]] = MappingProxyType(
 
 REFUSALS = re.compile(
     "already quantized by|no layer for multi-token prediction|no weights of its layer for multi-token prediction"
-    "|they need the same tokenizer|--kv-offloading-size: (evicted blocks are found by|recordings do not say"
+    "|they need the same tokenizer|--kv-offloading-size: (evicted blocks are found by"
     "|this model has recurrent layers)|enable_chunked_prefill is false|transformers (cannot|loads folders)"
     "|does not go with (--executor hf|models with recurrent layers)|model has no recurrent layers"
 )

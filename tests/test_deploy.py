@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from quire.assembly.kv_offload import addresses
 from quire.cli import main
 from quire.config import OPTIONS, Settings, load
 from quire.errors import InvalidConfig
@@ -202,7 +203,8 @@ def test_manifests_match_the_schemas_of_kubernetes(version: str) -> None:
             if manifest["apiVersion"] in ("v1", "apps/v1", "networking.k8s.io/v1"):
                 kubernetes_validate.validate(manifest, version, strict=True)
                 kinds.append(manifest["kind"])
-    assert sorted(kinds) == ["Deployment", "NetworkPolicy", "Service"]
+    quire, split = ["Deployment", "NetworkPolicy", "Service"], ["NetworkPolicy", "Service", "Service", "StatefulSet"]
+    assert sorted(kinds) == sorted([*quire, "Deployment", *split])
 
 
 def test_a_manifest_with_a_wrong_field_is_refused() -> None:
@@ -229,6 +231,99 @@ def test_the_network_policy_is_of_the_pods_and_lets_their_port_in() -> None:
     assert [each["port"] for each in ingress["ports"]] == [port["name"]]
     assert {each["port"] for each in names["ports"]} == {53}
     assert [each["port"] for each in models["ports"]] == [443]
+
+
+SPLIT = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/disaggregation.yaml").read_text()))
+SPLIT_COMPOSE = yaml.safe_load((ROOT / "deploy/compose/disaggregation.yaml").read_text())
+
+
+def of_split(kind: str) -> dict[str, Any]:
+    [found] = [each for each in SPLIT if each["kind"] == kind]
+    return dict(found)
+
+
+def variables(kind: str) -> dict[str, str]:
+    [container] = of_split(kind)["spec"]["template"]["spec"]["containers"]
+    return {each["name"]: each.get("value", "a secret") for each in container["env"]}
+
+
+SIDES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "kubernetes": (variables("StatefulSet"), variables("Deployment")),
+    "compose": (
+        SPLIT_COMPOSE["services"]["prefill"]["environment"],
+        SPLIT_COMPOSE["services"]["decode"]["environment"],
+    ),
+}
+
+
+@pytest.mark.parametrize("where", SIDES)
+def test_both_sides_of_a_split_have_options_by_which_they_find_each_other(
+    where: str,
+) -> None:
+    prefill, decode = (
+        Settings.build({option(name): (value, where) for name, value in each.items()}) for each in SIDES[where]
+    )
+    assert (prefill.disaggregation.disaggregation_mode, decode.disaggregation.disaggregation_mode) == (
+        "prefill",
+        "decode",
+    )
+    [listening] = addresses(prefill)
+    asked = addresses(decode)
+    assert listening.host == "0.0.0.0" and {each.port for each in asked} == {listening.port}
+    hosts = ["prefill"] if where == "compose" else [f"quire-prefill-{i}.quire-prefill" for i in range(2)]
+    assert [each.host for each in asked] == hosts
+    mine = ("disaggregation_mode", "disaggregation_address")
+    for name in OPTIONS:
+        assert name in mine or prefill.get(name) == decode.get(name), f"{name}: blocks of one side fit the other"
+
+
+def test_the_pods_of_a_split_are_those_of_one_engine_with_a_secret_more() -> None:
+    prefill, decode = of_split("StatefulSet"), of_split("Deployment")
+    [headless, service] = [each for each in SPLIT if each["kind"] == "Service"]
+    assert prefill["spec"]["serviceName"] == headless["metadata"]["name"] and headless["spec"]["clusterIP"] == "None"
+    assert prefill["spec"]["replicas"] == len(addresses_of(decode))
+    assert (
+        service["metadata"]["name"] == SERVICE["metadata"]["name"]
+        and service["spec"]["ports"] == SERVICE["spec"]["ports"]
+    )
+    for each, found in ((prefill, headless), (decode, service)):
+        labels = each["spec"]["template"]["metadata"]["labels"]
+        assert found["spec"]["selector"] == each["spec"]["selector"]["matchLabels"] == labels
+        pod = each["spec"]["template"]["spec"]
+        [container], *volumes = pod["containers"], *pod["volumes"]
+        secret = next(volume for volume in volumes if "secret" in volume)
+        assert [volume for volume in volumes if volume is not secret] == POD["volumes"]
+        assert {name: value for name, value in pod.items() if name not in ("containers", "volumes")} == {
+            name: value for name, value in POD.items() if name not in ("containers", "volumes")
+        }
+        for name in ("image", "securityContext", "startupProbe", "readinessProbe", "livenessProbe", "resources"):
+            assert container[name] == CONTAINER[name], name
+        [mounted] = [mount for mount in container["volumeMounts"] if mount["name"] == secret["name"]]
+        file = dict(variables(each["kind"]))["QUIRE_DISAGGREGATION_SECRET_FILE"]
+        assert file == f"{mounted['mountPath']}/{secret['secret']['items'][0]['path']}"
+    policy = of_split("NetworkPolicy")["spec"]
+    assert policy["podSelector"] == prefill["spec"]["selector"]
+    [blocks, http] = policy["ingress"]
+    assert blocks["from"] == [{"podSelector": decode["spec"]["selector"]}]
+    ports = {port["name"] for port in prefill["spec"]["template"]["spec"]["containers"][0]["ports"]}
+    assert {each["port"] for rule in (blocks, http) for each in rule["ports"]} == ports == {"blocks", "http"}
+
+
+def addresses_of(manifest: dict[str, Any]) -> list[str]:
+    return variables(manifest["kind"])["QUIRE_DISAGGREGATION_ADDRESS"].split(",")
+
+
+def test_the_services_of_a_split_share_an_image_a_secret_and_volumes() -> None:
+    services = SPLIT_COMPOSE["services"]
+    for each in services.values():
+        assert (ROOT / "deploy/compose" / each["build"]).resolve() == ROOT
+        assert each["volumes"] == COMPOSE["services"]["quire"]["volumes"]
+        assert each["stop_grace_period"] == COMPOSE["services"]["quire"]["stop_grace_period"]
+        [secret] = each["secrets"]
+        assert each["environment"]["QUIRE_DISAGGREGATION_SECRET_FILE"] == f"/run/secrets/{secret}"
+    file = SPLIT_COMPOSE["secrets"][secret]["file"]
+    assert f"deploy/compose/{file}" in (ROOT / ".gitignore").read_text()
+    assert "ports" not in services["prefill"] and services["decode"]["ports"] == COMPOSE["services"]["quire"]["ports"]
 
 
 UNIT = (ROOT / "deploy/systemd/quire.service").read_text()

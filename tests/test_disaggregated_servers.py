@@ -171,7 +171,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no file": ({**MODE, "disaggregation_secret_file": "missing"}, "No such file"),
     "a short secret": ({**MODE, "disaggregation_secret_file": "short"}, "has 5 bytes: a secret needs 16 or more"),
     "no prefix caching": ({**MODE, "enable_prefix_caching": False}, "turn --enable-prefix-caching on"),
-    "a recording": ({**MODE, "recording_dir": "rec"}, "leave --recording-dir out"),
     "prefill in an LLM": ({"disaggregation_mode": "prefill"}, "start `quire serve` for it"),
     "ranks": ({**MODE, "tensor_parallel_size": 2}, "an engine of several ranks has no K/V tiers"),
     "stages": ({**MODE, "pipeline_parallel_size": 2}, "an engine of several ranks has no K/V tiers"),

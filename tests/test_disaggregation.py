@@ -21,8 +21,11 @@ from quire.executors.block_store import DeviceCopies, HostCopies, TieredBlockSto
 from quire.executors.kv_transfer import Address, TcpPrefillClient, TcpPrefillServer
 from quire.executors.local import LocalExecutor
 from quire.model_runner.lookahead_runner import LookaheadRunner
+from quire.observability.recorder import recorded
+from quire.observability.recording_format import RecordingReader
 from quire.scheduler.kv_offload import KVOffload, Offload
 from quire.scheduler.kv_transfer import PrefillOffload
+from quire.sim.replay import replay
 from quire.types import Request
 from tests.test_deterministic import Ahead, Situation
 from tests.test_kv_offload import Float8, Tiered, model
@@ -231,6 +234,27 @@ def test_hundreds_of_answers_have_the_bits_that_one_engine_gives(
             assert prefiller.offload.stats.copied["send"] > 100
             prefiller.paused.set()
         check_nothing_is_held(engine, *(each.engine for each in prefillers))
+
+
+def test_both_sides_of_a_split_are_recorded_and_made_again(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = subject(Split, "llama-gqa-tied", "float32", tmp_path_factory.getbasetemp())
+    monkeypatch.setattr("tests.test_deterministic.Engine", recorded(tmp_path / "prefill"))
+    prefiller = it.prefill()
+    monkeypatch.setattr("tests.test_deterministic.Engine", recorded(tmp_path / "decode"))
+    engine = connected(it.decode(prefiller.address))
+    with ended(engine, prefiller):
+        converse(it, engine, 16, cancel=True)
+        assert engine.scheduler.kv.offload.stats.prefills["done"] > 3
+        prefiller.paused.set()
+        check_nothing_is_held(engine, prefiller.engine)
+    for side, other in (("prefill", prefiller.engine), ("decode", engine)):
+        again = replay(RecordingReader([tmp_path / side]))
+        assert again.divergence is None, (side, again.divergence)
+        assert again.engine.stats.num_steps == other.stats.num_steps
+        now, was = again.engine.scheduler.kv.offload.stats, other.scheduler.kv.offload.stats
+        assert (now.prefills, now.copied, now.num_hit) == (was.prefills, was.copied, was.num_hit)
 
 
 # -------------------------------------------------------------------- what a split is for

@@ -36,7 +36,7 @@ SITUATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     folder = tmp_path_factory.mktemp(request.param)
     theirs = make(folder, request.param)
-    return Subject(load_model(folder, dtype="float32"), theirs, new=12)
+    return Subject(load_model(folder, dtype="float32"), theirs, new=8)
 
 
 def cases() -> list[Any]:

@@ -245,9 +245,28 @@ def test_a_directory_outlives_the_engine_and_is_refused_to_others_by_name(tmp_pa
         LLM("embedded", **options)
 
 
+def test_recordings_of_engines_that_share_a_directory_are_made_again(tmp_path: Path) -> None:
+    """The second engine finds files of the first, whose tokens its own recording cannot know."""
+    options = {**SMALL, "num_gpu_blocks_override": 30, "max_model_len": 400, "kv_offloading_size": 0.01}
+    options |= {"kv_offloading_dir": str(tmp_path / "kv"), "recording_dir": str(tmp_path / "rec")}
+    for _ in range(2):
+        with LLM("embedded", **options) as llm:
+            for prompt in (PROMPT, *OTHERS, *OTHERS):
+                cached(llm, prompt)
+            found = llm._engine.scheduler.kv.offload.stats
+    assert found.copied["read"] and found.num_hit["disk"]
+    done = CliRunner().invoke(main, ["replay", str(tmp_path / "rec"), "--json"])
+    assert done.exit_code == 0, done.output
+    first, second = json.loads(done.output)["recordings"]
+    assert first["same"] and second["same"]
+    assert second["tiers"]["hit_tokens"] == {tier: n for tier, n in found.num_hit.items() if n}
+    said = CliRunner().invoke(main, ["replay", str(tmp_path / "rec"), "--run", "2"]).output
+    assert f"{found.num_hit['disk']} disk" in said and "tiers: copied blocks" in said
+    assert "every decision is the same" in said
+
+
 REFUSED = {
     "prefix_caching_off": ({"enable_prefix_caching": False}, "turn --enable-prefix-caching on"),
-    "recording": ({"recording_dir": "rec"}, "leave --recording-dir out"),
     "no_room_for_a_block": ({"kv_offloading_size": 1e-6}, "does not hold one KV block"),
     "no_room_for_a_file": ({"kv_offloading_dir": "kv", "kv_offloading_dir_size": 1e-6}, "does not hold one file"),
     "directory_alone": ({"kv_offloading_dir": "kv", "kv_offloading_size": 0}, "set it to some GiB"),

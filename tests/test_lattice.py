@@ -69,6 +69,8 @@ def test_planted_bug_of_groups_is_caught() -> None:
 
 RARE = {
     "a background request is not preempted": 100,
+    "abort forgets a preempted row with a step in flight": 6,
+    "followers forgotten when their leader ends": 3,
     "followers forgotten when their leader is preempted": 3,
     "short row preempts although blocks are about to be freed": 90,
 }

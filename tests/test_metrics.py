@@ -89,7 +89,7 @@ def scraping(live: Live, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def seen(live: Live, scraping: Scraping | None) -> list[Seen]:
-    """500 requests of several kinds, 48 at once."""
+    """250 requests of several kinds, 48 at once."""
     found: list[Seen] = []
 
     async def one(client: httpx.AsyncClient, kinds: Iterator[str], draw: random.Random) -> None:
@@ -108,7 +108,7 @@ def seen(live: Live, scraping: Scraping | None) -> list[Seen]:
             found.append(Seen(kind, asked.get("n", 1), usage["prompt_tokens"], usage["completion_tokens"], cached))
 
     async def all() -> None:
-        kinds = ["plain"] * 270 + ["chat"] * 100 + ["many"] * 10 + ["stop"] * 60 + ["leaves"] * 40 + ["bad"] * 20
+        kinds = ["plain"] * 130 + ["chat"] * 50 + ["many"] * 10 + ["stop"] * 30 + ["leaves"] * 20 + ["bad"] * 10
         random.Random(3).shuffle(kinds)
         shared = iter(kinds)
         async with httpx.AsyncClient(base_url=live.url, trust_env=False, timeout=1200) as client:
@@ -147,11 +147,11 @@ async def leave(client: httpx.AsyncClient, path: str, asked: dict[str, Any]) -> 
 def test_counters_equal_what_clients_saw(live: Live, seen: list[Seen]) -> None:
     stayed = [one for one in seen if one.tokens is not None]
     answers, prompts = sum(one.n for one in seen), sum(one.n * one.prompt for one in seen)
-    assert (len(seen), len(stayed), answers) == (480, 440, 500)
+    assert (len(seen), len(stayed), answers) == (240, 220, 260)
     assert live.metric("vllm:prompt_tokens_total") == prompts == live.metric("vllm:request_prompt_tokens_sum")
     assert live.metric("vllm:time_to_first_token_seconds_count") == answers
     assert live.metric("vllm:request_success_total") == answers
-    assert live.metric("vllm:request_success_total", finished_reason="abort") == 40
+    assert live.metric("vllm:request_success_total", finished_reason="abort") == 20
     assert live.metric("vllm:request_params_n_sum") == answers
     made, surplus = live.metric("vllm:generation_tokens_total"), live.metric("quire:surplus_tokens_total")
     counted = made - surplus
@@ -159,7 +159,7 @@ def test_counters_equal_what_clients_saw(live: Live, seen: list[Seen]) -> None:
     assert live.metric("vllm:request_max_num_generation_tokens_count") == live.metric("vllm:request_params_n_count")
     assert counted / 2 < live.metric("vllm:request_max_num_generation_tokens_sum") < counted
     to_clients_that_left = counted - sum(one.tokens or 0 for one in stayed)
-    assert 40 <= to_clients_that_left < 40 * 100, "they saw one token at least, and left soon"
+    assert 20 <= to_clients_that_left < 20 * 100, "they saw one token at least, and left soon"
     gaps = live.metric("vllm:inter_token_latency_seconds_count")
     assert gaps == live.metric("vllm:time_per_output_token_seconds_count")
     assert counted - answers <= gaps <= made - answers
@@ -177,7 +177,7 @@ def test_cached_tokens_are_those_that_usage_says(live: Live, seen: list[Seen]) -
     cached = live.metric("vllm:prompt_tokens_cached_total")
     stories = live.http.get("/v1/requests").json()["requests"]
     assert cached == sum(story["cached_tokens"] for story in stories)
-    assert 1000 < sum(one.cached for one in seen) <= cached
+    assert 500 < sum(one.cached for one in seen) <= cached
     by_source = live.metric("vllm:prompt_tokens_by_source_total", source="local_cache_hit")
     assert by_source == cached == live.metric("vllm:prompt_tokens_cached_by_source_total")
     computed = live.metric("vllm:request_prefill_kv_computed_tokens_sum")

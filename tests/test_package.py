@@ -81,6 +81,18 @@ def test_each_library_is_in_the_notices_with_its_extra() -> None:
     assert NOTICES.name in project["license-files"]
 
 
+def test_the_versions_of_python_are_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    named = project["classifiers"]
+    versions = [each.rpartition(" ")[2] for each in named if each.startswith("Programming Language :: Python :: 3.")]
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text("utf-8"))["jobs"]
+    assert jobs["check"]["strategy"]["matrix"]["python"] == versions
+    listed = f"{', '.join(versions[:-1])} and {versions[-1]}"
+    assert f"CI runs on Python {listed}." in (ROOT / "docs/installation.md").read_text("utf-8")
+    assert f"Python {versions[0]} to {versions[-1]}" in (ROOT / "README.md").read_text("utf-8")
+    assert project["requires-python"] == f">={versions[0]}"
+
+
 def test_each_extra_is_tried_every_night() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]

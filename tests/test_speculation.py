@@ -40,6 +40,8 @@ from quire.weights.locate import embedded
 
 PAGES, SIZE, ROWS = 600, 8, 24
 CONTEXT = 256
+COUNT = 32
+"""Requests: more than a prompt of each kind with each setting."""
 SETTINGS = (
     GREEDY,
     SamplingParams(temperature=0.7),
@@ -138,18 +140,18 @@ def plain(count: int, seed: int = 1) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("policy", [FixedDrafts, Drawn, AdaptiveDrafts])
 def test_answers_are_the_same_with_any_drafts(kind: str, policy: type[FixedDrafts]) -> None:
     it = engine(kind, policy)
-    assert answers(it, requests(48)) == plain(48)
+    assert answers(it, requests(COUNT)) == plain(COUNT)
     assert it.scheduler.draft_stats.num_drafted > 100
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_answers_are_the_same_when_running_ahead(depth: int) -> None:
-    assert answers(engine("model", Drawn, depth=depth), requests(48)) == plain(48)
+    assert answers(engine("model", Drawn, depth=depth), requests(COUNT)) == plain(COUNT)
 
 
 def test_answers_are_the_same_under_memory_pressure() -> None:
     it = engine("model", Drawn, pages=40)
-    assert answers(it, requests(48)) == plain(48)
+    assert answers(it, requests(COUNT)) == plain(COUNT)
     assert it.gauges().preemptions > 0
 
 
@@ -197,9 +199,9 @@ def ahead(kind: str, steps: DeviceSteps | None = None) -> Engine:
 @pytest.mark.parametrize("greedy", [False, True])
 def test_answers_are_the_same_where_the_device_drafts(kind: str, greedy: bool) -> None:
     """Greedy rows are sampled and verified there; the others by the host, from drafts it asks back."""
-    asked = [r for r in requests(48) if not greedy or r.sampling == GREEDY]
+    asked = [r for r in requests(COUNT) if not greedy or r.sampling == GREEDY]
     it = ahead(kind)
-    assert answers(it, asked) == {r.id: plain(48)[r.id] for r in asked}
+    assert answers(it, asked) == {r.id: plain(COUNT)[r.id] for r in asked}
     assert it.scheduler.draft_stats.num_accepted > 5
 
 
@@ -217,8 +219,8 @@ class OneTooMany(TorchSteps):
 
 
 def test_a_planted_draft_too_many_is_caught() -> None:
-    asked = [r for r in requests(48) if r.sampling == GREEDY]
-    assert answers(ahead("model", OneTooMany()), asked) != {r.id: plain(48)[r.id] for r in asked}
+    asked = [r for r in requests(COUNT) if r.sampling == GREEDY]
+    assert answers(ahead("model", OneTooMany()), asked) != {r.id: plain(COUNT)[r.id] for r in asked}
 
 
 DRAFTERS = ('{"method": "ngram", "adaptive": false}', '{"method": "draft_model", "adaptive": false}')

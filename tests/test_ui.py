@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -163,6 +164,21 @@ def test_the_page_is_accessible(live: Live, browser: Browser, size: str, theme: 
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "nothing hangs out at the side"
     heights = "[...document.querySelectorAll('header button, #side button')].map(button => button.offsetHeight)"
     assert [height for height in page.evaluate(heights) if 0 < height < 24] == [], "a finger finds them"
+    assert opened.complaints == []
+    opened.close()
+
+
+@pytest.mark.parametrize(("size", "theme"), [("desktop", "light"), ("phone", "dark")])
+def test_the_page_of_routes_is_accessible(live: Live, browser: Browser, size: str, theme: str) -> None:
+    opened = Opened(browser, live.url, size, theme)
+    page = opened.page
+    page.goto(f"{live.url}/docs")
+    page.get_by_text("POST /v1/chat/completions").click()
+    assert page.get_by_role("cell", name="list of object, required").first.is_visible()
+    assert opened.violations() == []
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "nothing hangs out at the side"
+    page.get_by_role("link", name="Chat and engine view").click()
+    page.locator("#say").wait_for()
     assert opened.complaints == []
     opened.close()
 
@@ -496,6 +512,33 @@ def test_escape_stops_an_answer_and_a_failed_one_can_be_retried(live: Live, brow
     assert page.locator(".talk article").count() == 4 and page.locator(".talk .error").count() == 0
     assert [said for said in opened.complaints if "ERR_FAILED" not in said] == []
     opened.close()
+
+
+def test_an_answer_outlives_a_reload_and_the_server_in_its_middle(browser: Browser, tmp_path: Path) -> None:
+    """What had come is kept, it is said that it is not whole, and the next message is answered."""
+    grown = "(document.querySelector('.talk .assistant:last-child > .text')?.textContent.length ?? 0) > 20"
+    with serving(tmp_path, ends=-signal.SIGKILL) as mortal:
+        opened = Opened(browser, mortal.url)
+        page = opened.page
+        page.fill("#say", "Tell me a story about a dog.")
+        page.press("#say", "Enter")
+        opened.wait(grown)
+        page.reload()
+        page.locator(".talk .user").wait_for()
+        assert page.locator(".talk .user").count() == 1
+        opened.ask("Another one, please.")
+        assert page.locator(".talk .user").count() == 2
+        assert opened.complaints == []
+        page.locator("#new-chat").click()
+        page.fill("#say", "Tell me a story about a cat.")
+        page.press("#say", "Enter")
+        opened.wait(grown)
+        mortal.process.kill()
+        page.locator(".talk .error").wait_for()
+        assert page.get_by_role("button", name="Retry").is_visible()
+        assert len(page.locator(".talk .assistant > .text").last.inner_text()) > 20
+        assert page.locator("#send").inner_text() == "Send"
+        opened.close()
 
 
 def test_images_are_attached_only_where_the_model_reads_them(live: Live, browser: Browser, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ CELLS = {
     "stream": "stream",
     "tools": "tool loop",
     "structured": "structured output",
+    "images": "images",
     "cancel": "cancel",
 }
 

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,18 +22,21 @@ from quire.assembly.engine import build_engine, make_executor
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
-from quire.errors import InvalidConfig
+from quire.errors import InvalidConfig, InvalidModel
 from quire.executors.ranks import RankedExecutor
 from quire.scheduler.constraint import FREE
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import FixedDrafts
 from quire.types import Request
+from quire.weights.load import load_model
+from tests.checkpoints import SHAPES, VOCAB, make
 from tests.executors.asked import prompts
 from tests.executors.driver import Alternate
 from tests.executors.test_features import FEATURES
 from tests.mtp import make_mtp
 from tests.pairs import pairwise
+from tests.weights.test_ranks import UNDIVIDED
 
 OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
@@ -64,19 +67,32 @@ SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "ranks": {"tensor_parallel_size": 2},
         "stages": {"pipeline_parallel_size": 2},
         "both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        "three": {"pipeline_parallel_size": 3},
     }
 )
-IN_CI = {"ranks": 7, "stages": 14, "both": 1 << 20}
+IN_CI = {"ranks": 7, "stages": 14}
 """One in so many situations."""
+
+
+def in_ci(kind: str, at: int, situation: Mapping[str, Any]) -> bool:
+    """Of four ranks and of three stages, those situations in which each feature is met first, a half by each."""
+    if kind in IN_CI:
+        return at % IN_CI[kind] == 0
+    place = list(FEATURES).index(situation["asked"])
+    return at == FIRST_ASKED[situation["asked"]] and place % 2 == (kind == "three")
+
+
+SITUATIONS = sorted(PAIRS, key=lambda each: bool(each["asked"] == "every prompt_logprob"))
+FIRST_ASKED = {each["asked"]: at for at, each in reversed([*enumerate(SITUATIONS)])}
 CASES = [
     pytest.param(
         kind,
         situation,
         id="-".join(map(str, (kind, *situation.values()))),
-        marks=() if at % IN_CI[kind] == 0 and kind != "both" else pytest.mark.nightly,
+        marks=() if in_ci(kind, at, situation) else pytest.mark.nightly,
     )
     for kind in SIZES
-    for at, situation in enumerate(sorted(PAIRS, key=lambda each: each["asked"] == "every prompt_logprob"))
+    for at, situation in enumerate(SITUATIONS)
 ]
 
 
@@ -100,6 +116,7 @@ def engine(executor: Executor, situation: Mapping[str, Any], stages: int) -> Eng
     about = executor.describe()
     executor.reset()
     blocks = min(situation["blocks"], about.num_blocks)
+    lookahead = situation["lookahead"] * max(1, stages - 1)  # a step in flight for each stage
     scheduler = Scheduler(
         KVCacheManager(blocks, about.block_size, make_prefix_cache(about.block_size, situation["prefixes"])),
         rows=about.num_rows,
@@ -107,15 +124,15 @@ def engine(executor: Executor, situation: Mapping[str, Any], stages: int) -> Eng
         max_num_batched_tokens=situation["tokens"],
         max_chunk_tokens=situation["tokens"] // 4,
         speculation=FixedDrafts(situation["drafts"]),
-        groups=min(stages, 1 + situation["lookahead"]),
+        groups=min(stages, 1 + lookahead),
     )
-    return Engine(scheduler, executor, lookahead=situation["lookahead"])
+    return Engine(scheduler, executor, lookahead=lookahead)
 
 
-def answers(it: Engine, name: str) -> dict[str, Any]:
+def answers(it: Engine, name: str, vocab: int = 300) -> dict[str, Any]:
     """By request: tokens, and log-probabilities as (token, rank, rounded value, tokens of the likeliest)."""
     out: dict[str, Any] = {}
-    for index, prompt in enumerate(prompts(300)[:5]):
+    for index, prompt in enumerate(prompts(vocab)[:5]):
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": None, **FEATURES[name]})
         asked = Request(id=str(index), prompt=prompt, max_new_tokens=NEW, sampling=sampling, seed=index)
         it.add(asked, Alternate() if name == "mask" else FREE)
@@ -137,6 +154,11 @@ def test_several_ranks_answer_as_one_does(
 ) -> None:
     stages = SIZES[kind].get("pipeline_parallel_size", 1)
     one, two = (answers(engine(executors(each), situation, stages), situation["asked"]) for each in ("", kind))
+    check_equal(one, two)
+
+
+def check_equal(one: dict[str, Any], two: dict[str, Any]) -> None:
+    """Tokens are equal, and log-probabilities almost."""
     for id, (tokens, *scores) in two.items():
         assert tokens == one[id][0]
         for got, want in zip(scores, one[id][1:], strict=True):
@@ -146,6 +168,36 @@ def test_several_ranks_answer_as_one_does(
             assert [each.rank for each in got] == pytest.approx([each.rank for each in want], abs=3)
             values = [[value for each in one for _, value in each.top] for one in (got, want)]
             assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+def test_blocks_are_as_large_on_all_ranks_together_as_on_one(executors: Callable[[str], Executor]) -> None:
+    whole = executors("").describe().block_bytes
+    assert {kind: executors(kind).describe().block_bytes for kind in ("both", "three")} == {
+        "both": whole,
+        "three": whole,
+    }
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["both", "three"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_answers_with_every_feature_as_one_rank_does(shape: str, kind: str, tmp_path: Path) -> None:
+    make(tmp_path, shape)
+    options = {**OPTIONS, "model": str(tmp_path), "canary": "off", "speculative_config": None}
+    stages = SIZES[kind]["pipeline_parallel_size"]
+    with ExitStack() as closing:
+        one = make_executor(Settings.of(**options)).executor
+        closing.callback(one.close)
+        several = None
+        with suppress(InvalidModel):
+            several = make_executor(Settings.of(**options, **SIZES[kind])).executor
+        if several is None:
+            assert len(load_model(tmp_path, dtype="float32").spec.own_layers) < stages or shape in UNDIVIDED
+            return
+        closing.callback(several.close)
+        for at, name in enumerate(FEATURES):
+            situation = {**SITUATIONS[at], "drafts": 0, "asked": name}
+            check_equal(*(answers(engine(each, situation, stages), name, VOCAB) for each in (one, several)))
 
 
 @pytest.mark.parametrize("kind", ["ranks", pytest.param("stages", marks=pytest.mark.nightly)])

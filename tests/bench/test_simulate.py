@@ -182,6 +182,24 @@ def test_a_calibration_of_this_machine_is_what_a_simulation_reads(tmp_path: Path
     assert (cost.base, cost.per_token) == pytest.approx((0.005, 2e-5), rel=0.05)
 
 
+def test_mixed_and_split_deployments_are_compared(runs: Callable[..., list[dict[str, Any]]], calibration: Path) -> None:
+    mixed, split = runs(*SHORT, "--speed", 10, "--replicas", 2, "--set", "prefill_replicas=0,1", few=60)
+    assert mixed["prefill_replicas"] == 0 and not mixed["tiers"] and mixed["answered"] == split["answered"] == 60
+    assert split["tiers"]["remote_tokens"] > 0 and 0 < split["prefill_utilisation"] < 1
+    assert split["replica_hours"] > 1.4 * mixed["replica_hours"], "prefill engines are paid for"
+    ask = ("simulate", "--calibration", calibration, "--num-prompts", 30, *SHORT, "--prefill-replicas", 1)
+    said = quire(*ask, "--prefill-calibration", calibration, "--prefill-min-tokens", 20)
+    assert "prefills done" in said and "prefill engines 1, busy" in said
+    assert "leave --routers and --autoscale out" in quire(*ask, "--autoscale", "1:2", code=2)
+
+
+def test_stages_take_a_share_each_and_are_for_cpus(runs: Callable[..., list[dict[str, Any]]]) -> None:
+    one, two = runs(*SHORT, "--speed", 1000, "--set", "pipeline_parallel_size=1,2")
+    assert one["answered"] == two["answered"] == 120 and two["tokens_s"] > 1.2 * one["tokens_s"]
+    refused = quire("simulate", "--gpu", "h200", "--num-prompts", 4, "--pipeline-parallel-size", 2, code=2)
+    assert "--pipeline-parallel-size 2 works on a CPU only for now" in refused
+
+
 GUIDE = (ROOT / "docs/guides/simulate.md").read_text("utf-8").replace("\\\n", " ")
 LINES = [line for line in GUIDE.splitlines() if line.startswith("quire simulate ")]
 

@@ -177,3 +177,33 @@ def test_names_of_ollamas_library_are_listed(little: LittleHub) -> None:
 def test_an_empty_argument_is_refused_with_what_to_write(args: tuple[str, ...], words: str) -> None:
     said = CliRunner().invoke(main, list(args))
     assert said.exit_code and words in said.output
+
+
+@pytest.mark.parametrize("name", ["nothing", "nothing:1b"])
+def test_what_nobody_keeps_is_not_said_to_be_ollamas(name: str, little: LittleHub) -> None:
+    done = quire("rm", name)
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"Error: no model '{name}' is kept here: `quire list` shows what is\n",
+    )
+
+
+def test_a_hub_that_cannot_be_reached_is_named(little: LittleHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = quire("pull", "a/b")
+    assert done.exit_code == 2 and "the hub has no model 'a/b'" in done.stderr
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    done = quire("pull", "a/b")
+    assert done.exit_code == 1 and "HF_HUB_OFFLINE is set: unset it" in done.stderr
+    assert "`quire pull a/b`" not in done.stderr, "which is what was just tried"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "Error: name the type with --type: q4_k_m is the usual one (known: f32, "),
+        (("--type", "q9"), "Error: type 'q9' is not written (known: f32, "),
+    ],
+)
+def test_a_type_is_asked_for_and_checked_before_a_model_is_read(words: tuple[str, ...], says: str) -> None:
+    done = quire("quantize", "./nothing", "out.gguf", *words)
+    assert done.exit_code == 2 and done.stderr.startswith(says)

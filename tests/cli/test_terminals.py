@@ -32,6 +32,19 @@ def test_a_full_disk_is_one_line(words: tuple[str, ...]) -> None:
     assert (done.returncode, done.stderr) == (1, b"Error: cannot write: No space left on device\n")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps a folder that is used")
+def test_a_folder_that_was_removed_is_one_line(tmp_path: Path) -> None:
+    """MKL's error named a library of torch's that was there."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    argv = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", *QUIRE, "generate", "Once"]
+    done = subprocess.run(argv, cwd=gone, capture_output=True, env=environment(), timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        b"Error: the current folder was removed: change to one that is there\n",
+    )
+
+
 def test_streams_that_the_parent_closed_are_open_and_inherited() -> None:
     """Of a server that was started without stderr the engine's socket had its number, and got the engine's log."""
     started = (

@@ -43,18 +43,27 @@ class Client:
         return "==" not in self.requires[0]
 
     @cached_property
-    def command(self) -> list[str]:
-        """What runs the client's script; its environment is made if it is not there with these pins."""
-        folder = ENVIRONMENTS / self.name
-        pins, script = folder / "pins.txt", f"with_{self.name.replace('-', '_')}"
+    def environment(self) -> Path:
+        """The folder that it is installed in, which is made if it is not there with these pins."""
+        folder = ENVIRONMENTS / self.name.replace(" ", "-").lower()
+        pins = folder / "pins.txt"
         if not pins.exists() or pins.read_text().split("\n") != [*self.requires]:
             install = ["npm", "install", "--silent", "--prefix", str(folder)]
-            if not self.npm:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.npm:
+                allowed = {each.rpartition("@")[0]: True for each in self.requires}
+                (folder / "package.json").write_text(json.dumps({"private": True, "allowScripts": allowed}))
+            else:
                 subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
                 install = [str(folder / "bin/python"), "-m", "pip", "install", "-q"]
-            folder.mkdir(parents=True, exist_ok=True)
             subprocess.run([*install, *self.requires], check=True, timeout=1800)
             pins.write_text("\n".join(self.requires))
+        return folder
+
+    @cached_property
+    def command(self) -> list[str]:
+        """What runs the client's script."""
+        folder, script = self.environment, f"with_{self.name.replace('-', '_')}"
         if not self.npm:
             return [str(folder / "bin/python"), str(HERE / f"run/{script}.py")]
         # Node looks for packages beside the script.

@@ -18,6 +18,9 @@ from quire.weights.load import load_model
 from tests.checkpoints import FIRST, SHAPES, greedy, make
 from tests.models.feeding import Feeder, prompts
 
+NEW = 64
+"""Tokens of an answer."""
+
 Pair = tuple[PreTrainedModel, Path]
 
 LATER = [pytest.param(shape, marks=() if shape in FIRST else pytest.mark.nightly) for shape in SHAPES]
@@ -63,8 +66,8 @@ def test_logits_are_those_of_transformers_with_a_token_a_page(pair: Pair) -> Non
 def test_greedy_answers_are_those_of_transformers(pair: Pair) -> None:
     reference, folder = pair
     asked = prompts(load_model(folder).spec.vocab, seed=1)[:3]
-    ours = Feeder(load_model(folder, dtype="float32"), page_size=4).greedy(asked, 64)
-    assert ours == [greedy(reference, tokens, 64, said) for tokens, said in zip(asked, ours, strict=True)]
+    ours = Feeder(load_model(folder, dtype="float32"), page_size=4).greedy(asked, NEW)
+    assert ours == [greedy(reference, tokens, NEW, said) for tokens, said in zip(asked, ours, strict=True)]
     assert all(len(set(answer)) >= 16 for answer in ours), "an answer that repeats itself would hide errors"
 
 

@@ -150,7 +150,9 @@ def test_every_family_comes_in_shapes_that_leave_no_way_out(tmp_path: Path) -> N
         assert len({spec.head_dim for spec in specs}) >= 2, name
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=() if shape in FIRST else pytest.mark.nightly) for shape in SHAPES]
+)
 def test_what_is_wanted_alone_is_what_it_is_among_all(shape: str, tmp_path: Path) -> None:
     make(tmp_path, shape)
     model = load.load_model(tmp_path, dtype="float32")

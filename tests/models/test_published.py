@@ -439,6 +439,7 @@ MANY_TENSORS = (
     "MiniMaxAI/MiniMax-M2",
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+    "openai/gpt-oss-120b",
 )
 """Models of so many matrices that only `make nightly` makes plans for them."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.vision import FAMILIES, make, picture, png, processor_of
 
 MOST = 1 << 24
 
-MODES = ("RGB", "RGBA", "L", "LA", "P", "CMYK", "1", "I;16")
+MODES = ("RGB", "RGBA", "L", "LA", "P", "CMYK", "1")
 SIZES = ((40, 30), (9, 150), (300, 8), (8, 8), (129, 257))
 
 
@@ -51,9 +52,7 @@ def patches(pixels: torch.Tensor, patch: int, merge: int, frames: int) -> torch.
 @pytest.mark.parametrize("mode", MODES)
 def test_pixels_are_those_of_transformers(pair: tuple[str, ImageProcessor], mode: str, size: tuple[int, int]) -> None:
     family, processor = pair
-    image = picture(*size, seed=3).convert("L" if mode == "I;16" else mode)
-    if mode == "I;16":
-        image = Image.fromarray(np.asarray(image).astype(np.uint16))
+    image = picture(*size, seed=3).convert(mode)
     mine = ours(image, processor)
     read = processor_of(family)([image], return_tensors="pt")
     if family == "gemma3":
@@ -79,8 +78,6 @@ def test_pixels_are_those_of_transformers(pair: tuple[str, ImageProcessor], mode
 def test_files_of_each_format_are_read_and_of_an_animation_the_first_image(format: str) -> None:
     first, second = picture(20, 12, 1), picture(20, 12, 2)
     if format in ("GIF", "WEBP"):
-        import io
-
         buffer = io.BytesIO()
         first.save(buffer, format, save_all=True, append_images=[second])
         data = buffer.getvalue()
@@ -94,8 +91,6 @@ def test_files_of_each_format_are_read_and_of_an_animation_the_first_image(forma
 
 
 def test_images_are_turned_as_the_camera_was_held() -> None:
-    import io
-
     image, buffer = picture(20, 12), io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -108,6 +103,63 @@ def test_the_same_pixels_have_the_same_digest_and_others_another(pair: tuple[str
     one = resized(picture(20, 12), processor, "", MOST)
     assert one == resized(picture(20, 12), processor, "", MOST)
     assert one.digest != resized(picture(20, 12, 1), processor, "", MOST).digest
+
+
+def saved(image: Image.Image, format: str, **how: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **how)
+    return buffer.getvalue()
+
+
+def test_the_same_pixels_have_the_same_digest_however_they_are_encoded(pair: tuple[str, ImageProcessor]) -> None:
+    _, processor = pair
+    image = picture(20, 12).convert("P").convert("RGB")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files = [
+        saved(image, "PNG"),
+        saved(image, "PNG", compress_level=0),
+        saved(image, "WEBP", lossless=True),
+        saved(image.convert("RGBA"), "PNG"),
+        saved(image.quantize(256), "PNG"),
+        saved(image.quantize(256), "GIF"),
+        saved(image.rotate(90, expand=True), "PNG", exif=exif),
+    ]
+    assert len({resized(opened(file, "", MOST), processor, "", MOST).digest for file in files}) == 1
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "RGB"])
+def test_what_is_transparent_is_white(mode: str, pair: tuple[str, ImageProcessor]) -> None:
+    _, processor = pair
+    whole = Image.new("RGBA", (16, 12), (0, 0, 0, 0))
+    whole.paste((0, 0, 0, 255), (4, 4, 12, 8))
+    shown = Image.new("RGB", whole.size, "white")
+    shown.paste("black", (4, 4, 12, 8))
+    if mode in ("RGBA", "LA"):
+        data = saved(whole.convert(mode), "PNG")
+    elif mode == "P":
+        pixels = Image.fromarray(np.asarray(whole)[..., 3] // 255, "P")
+        pixels.putpalette([0, 0, 0, 0, 0, 0])
+        data = saved(pixels, "GIF", transparency=0)
+    else:
+        hidden = Image.new(mode, whole.size, 7 if mode == "L" else (7, 7, 7))
+        hidden.paste(0 if mode == "L" else (0, 0, 0), (4, 4, 12, 8))
+        data = saved(hidden, "PNG", transparency=7 if mode == "L" else (7, 7, 7))
+    made = resized(opened(data, "", MOST), processor, "", MOST)
+    assert made == resized(shown, processor, "", MOST)
+    half = resized(Image.new("RGBA", (16, 12), (0, 0, 0, 128)), processor, "", MOST)
+    assert set(half.pixels) == {127}
+
+
+def test_sixteen_bits_of_grey_are_the_upper_eight(pair: tuple[str, ImageProcessor]) -> None:
+    _, processor = pair
+    grey = picture(40, 30).convert("L")
+    for kind in ("<u2", ">u2"):
+        deep = Image.fromarray((np.asarray(grey).astype(np.uint16) * 257).astype(kind))
+        assert resized(deep, processor, "", MOST) == resized(grey, processor, "", MOST)
+    read = opened(saved(deep, "PNG"), "", MOST)
+    assert read.mode.startswith("I;16")
+    assert resized(read, processor, "", MOST) == resized(grey, processor, "", MOST)
 
 
 def qwen(folder: Path, config: dict[str, Any] | None = None, fields: dict[str, Any] | None = None) -> Path:

@@ -133,11 +133,11 @@ def test_an_engine_that_abandons_its_requests_ends_the_recording_and_no_step(
 def test_names_keep_beginnings_and_nothing_else() -> None:
     one, other = Anonymizer(4), Anonymizer(4)
     tokens = [5, 6, 7, 8, 5, 6, 7, 8, 9]
-    names = one.chain_after(tokens)[1]
+    names = one.names(tokens, "")[1]
     assert len(set(names)) == 2, "the same page at another place has another name"
-    assert one.chain_after([*tokens[:8], 1, 2, 3, 4])[1][:2] == names
-    assert one.chain_after([4, *tokens[1:]])[1][1] != names[1]
-    assert set(other.chain_after(tokens)[1]).isdisjoint(names), "names of two recordings cannot be compared"
+    assert one.names([*tokens[:8], 1, 2, 3, 4], "")[1][:2] == names
+    assert one.names([4, *tokens[1:]], "")[1][1] != names[1]
+    assert set(other.names(tokens, "")[1]).isdisjoint(names), "names of two recordings cannot be compared"
     assert one.salt("tenant") == one.salt("tenant") != other.salt("tenant") and one.salt("") == ""
 
 

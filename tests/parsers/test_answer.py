@@ -65,14 +65,14 @@ SPLITTERS: dict[str, Callable[[], Splitter]] = {
 
 
 @pytest.mark.parametrize("name", SPLITTERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=texts, sizes=cuts)
 def test_however_a_text_is_cut_the_parts_are_the_same(name: str, text: str, sizes: list[int]) -> None:
     assert tell(SPLITTERS[name](), text, sizes) == tell(SPLITTERS[name](), text)
 
 
 @pytest.mark.parametrize("name", SPLITTERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=texts)
 def test_what_is_no_call_and_no_thought_stays_content_to_the_letter(name: str, text: str) -> None:
     keeps_to_the_letter(name, text)

@@ -18,13 +18,16 @@ from benchmarks import replicas as benchmark
 from quire import LLM
 from quire.types import SamplingParams
 from tests.live import Live, serving
+from tests.replicas.test_combinations import check_batch, check_responses, one_engine
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("replicas")
     flags = ["--replicas", "2", "--threads", "1", "--num-gpu-blocks-override", "512", "--admin-key", "admin"]
-    with serving(folder, *flags) as live:
+    kept = ["--batch-dir", str(folder / "batches"), "--state-dir", str(folder / "responses")]
+    drafts = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']
+    with serving(folder, *flags, *kept, *drafts) as live:
         live.http.headers["Authorization"] = "Bearer admin"
         yield live
 
@@ -56,6 +59,12 @@ def test_answers_are_those_of_one_engine(two: Live) -> None:
         assert stopped.choices[0].text == text[: text.index(text[6:9])]
         assert stopped.choices[0].finish_reason == "stop"
     assert {each["rank"] for each in replicas_of(two)} == {0, 1}
+
+
+def test_responses_are_continued_and_batches_answered_by_whichever_replica(two: Live) -> None:
+    told = one_engine()
+    check_responses(two, told)
+    check_batch(two, told)
 
 
 def test_each_api_is_served_and_both_replicas_answer(two: Live) -> None:

@@ -180,7 +180,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [NOW], "guided_regex": "a"}, "guided_regex", "tool_choice none"),
     (
         {
-            "tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}],
+            "tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {"const": 1}}}}],
             "tool_choice": "required",
         },
         "tools[0].function.parameters",

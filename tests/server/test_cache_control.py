@@ -139,6 +139,62 @@ async def test_a_mark_that_is_none_is_refused_where_it_stands(where: str) -> Non
         assert server.port.submitted == []
 
 
+BAD = {"type": "ephemeral", "ttl": "2h"}
+CALLED = {"type": "function_call_output", "call_id": "a"}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "warm"}
+NAMED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "/v1/chat/completions",
+        {"messages": [*HI, {"role": "user", "content": [block("hi", BAD)]}]},
+        "messages[1].content[0]",
+    ),
+    ("/v1/chat/completions", {"messages": HI, "cache_control": BAD}, ""),
+    (
+        "/v1/responses",
+        {"input": [ASK, {"role": "user", "content": [{**block("hi", BAD), "type": "input_text"}]}]},
+        "input[1].content[0]",
+    ),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x", "cache_control": BAD}]}]},
+        "input[0].content[0]",
+    ),
+    (
+        "/v1/responses",
+        {"instructions": "be", "input": [{**CALLED, "output": [{**block("hi", BAD), "type": "input_text"}]}]},
+        "input[0].output[0]",
+    ),
+    ("/v1/messages", {"system": [block("be", SHORT), block("be", BAD)], "messages": HI}, "system[1]"),
+    (
+        "/v1/messages",
+        {"system": "be", "messages": [*HI, {"role": "user", "content": [block("hi", BAD)]}]},
+        "messages[1].content[0]",
+    ),
+    (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": [{**RESULT, "cache_control": BAD}]}]},
+        "messages[0].content[0]",
+    ),
+    (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": [{**RESULT, "content": [block("a", BAD)]}]}]},
+        "messages[0].content[0].content[0]",
+    ),
+    ("/v1/messages", {"messages": HI, "tools": [{"name": "f", "input_schema": {}, "cache_control": BAD}]}, "tools[0]"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "where"), NAMED)
+async def test_a_mark_that_is_wrong_is_named_as_the_client_sent_it(path: str, body: dict[str, Any], where: str) -> None:
+    """System messages and results of tools become messages of their own, which the client did not number."""
+    most = {} if path == "/v1/responses" else {"max_tokens": 8}
+    async with served(room=2000) as server:
+        refused = await server.post(path, **body, **most)
+        named = f"{where}.cache_control" if where else "cache_control"
+        assert refused.status_code == 400 and f"{named}.ttl must be 5m or 1h" in refused.text, refused.text
+        assert server.port.submitted == []
+
+
 async def test_the_prefix_of_a_prompt_that_is_cut_and_of_a_template_that_refuses_it_alone() -> None:
     picky = "{% if messages|length < 2 %}{{ raise_exception('no') }}{% endif %}"
     picky += "{% for m in messages %}{{ m['content'] }} {% endfor %}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.parsers.tools.styles import STYLES
 from quire.server.limits import Limits
 from quire.server.tools import MAX_TOOLS
 from quire.types import MAX_STRUCTURE_CHARS
@@ -39,7 +40,7 @@ EDGES: dict[str, Edge] = {
     "n of a chat": (CHAT, LIMITS.max_n, lambda most: {"n": most}, "n"),
     "prompts": (COMPLETIONS, LIMITS.max_prompts, lambda most: {"prompt": ["a"] * most}, "prompt"),
     "answers": (COMPLETIONS, 8, lambda most: {"prompt": ["a"] * most, "n": LIMITS.max_answers // 8}, "n"),
-    "depth": (COMPLETIONS, LIMITS.max_depth, lambda most: {"metadata": nested(most)}, None),
+    "depth": (COMPLETIONS, LIMITS.max_depth, lambda most: {"metadata": nested(most)}, "metadata"),
     "lists": (COMPLETIONS, LIMITS.max_containers - 2, lambda most: {"metadata": [[]] * most}, None),
     "stops": (COMPLETIONS, LIMITS.max_stop_strings, lambda most: {"stop": ["zz"] * most}, "stop"),
     "characters of stops": (CHAT, LIMITS.max_stop_chars, lambda most: {"stop": ["z" * (most - 5), "z" * 5]}, "stop"),
@@ -68,6 +69,49 @@ async def test_as_much_as_the_limit_is_fine_and_one_more_is_refused(name: str) -
         before = len(server.port.submitted)
         check_error(await server.post(path, **{**base, "max_tokens": 4, **body(most + 1)}), 400, param)
         assert len(server.port.submitted) == before
+
+
+def objects(depth: int) -> Any:
+    value: Any = {"x": 1}
+    for _ in range(depth - 1):
+        value = {"x": value}
+    return value
+
+
+def deep(depth: int) -> list[tuple[str, dict[str, Any], str]]:
+    """Bodies nested so deep in a call's arguments, a tool's schema or a structure, and the field."""
+    schema: Any = {"type": "string"}
+    for _ in range((depth - 7) // 2):
+        schema = {"type": "object", "properties": {"x": schema}}
+    block = {"type": "tool_use", "id": "a", "name": "f", "input": objects(depth - 5)}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "1"}
+    called = {"function": {"name": "f", "arguments": objects(depth - 6)}}
+    function = {"name": "f", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
+    talk = [{"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+    return [
+        ("/v1/messages", {"messages": talk, "max_tokens": 4}, "messages"),
+        ("/api/chat", {"model": "tiny", "messages": [{"role": "assistant", "tool_calls": [called]}, *HI]}, "messages"),
+        (CHAT, {"messages": HI, "tools": tools, "tool_choice": "required", "max_tokens": 4}, "tools"),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **function}]}, "tools"),
+        (COMPLETIONS, {"prompt": "the", "guided_json": schema, "max_tokens": 4}, "guided_json"),
+    ]
+
+
+@pytest.mark.parametrize("parser", STYLES)
+async def test_calls_and_schemas_may_be_nested_as_deep_as_the_limit(parser: str) -> None:
+    async with served(answers, room=1 << 16, about={"tool_parser": parser}) as server:
+        for path, body, _ in deep(LIMITS.max_depth):
+            fine = await server.post(path, **body)
+            assert fine.status_code == 200, (path, fine.text)
+
+
+async def test_what_is_deeper_is_refused_by_the_name_of_its_field() -> None:
+    async with served(answers, room=1 << 16) as server:
+        for path, body, field in deep(LIMITS.max_depth + 10):
+            refused = await server.post(path, **body)
+            assert refused.status_code == 400 and f"{field}: the JSON is nested more than 64 deep" in refused.text
+        assert not server.port.submitted
 
 
 async def test_bodies_may_be_as_large_as_the_limit() -> None:

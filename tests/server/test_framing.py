@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,20 @@ from tests.contract.wire import Answer, send
 from tests.server.test_connection import listening
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    """As in `conftest`, for a server of all tests here."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def server() -> AsyncIterator[Any]:
+    """(the served doubles, the port), for as long as tests of this module run."""
+    async with listening(read=100.0) as served:
+        yield served
+
 
 BODY = json.dumps({"prompt": "the", "max_tokens": 64}).encode()
 CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
@@ -88,12 +103,15 @@ REFUSED = dict(refused())
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_an_ambiguous_request_is_refused_and_what_stands_behind_it_is_not_answered(name: str) -> None:
-    async with listening(read=100.0) as (server, port):
-        [answer] = await send(port, REFUSED[name] + SMUGGLED, seconds=60)
-        assert answer.status == 400, answer
-        assert answer.headers["connection"] == "close" and answer.json()["error"]["type"] == "invalid_request_error"
-        assert not server.port.submitted
+async def test_an_ambiguous_request_is_refused_and_what_stands_behind_it_is_not_answered(
+    name: str, server: Any
+) -> None:
+    served, port = server
+    before = len(served.port.submitted)
+    [answer] = await send(port, REFUSED[name] + SMUGGLED, seconds=60)
+    assert answer.status == 400, answer
+    assert answer.headers["connection"] == "close" and answer.json()["error"]["type"] == "invalid_request_error"
+    assert len(served.port.submitted) == before
 
 
 TAKEN = {
@@ -111,10 +129,10 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-async def test_what_clients_and_proxies_do_send_is_answered(name: str) -> None:
-    async with listening() as (_, port):
-        [answer] = await send(port, TAKEN[name].replace(b"\r\n", b"\r\nConnection: close\r\n", 1), seconds=60)
-        assert answer.status == 200, answer
+async def test_what_clients_and_proxies_do_send_is_answered(name: str, server: Any) -> None:
+    _, port = server
+    [answer] = await send(port, TAKEN[name].replace(b"\r\n", b"\r\nConnection: close\r\n", 1), seconds=60)
+    assert answer.status == 200, answer
 
 
 async def test_the_host_of_an_absolute_target_counts_and_the_field_does_not() -> None:

@@ -254,6 +254,36 @@ def test_damaged_and_enormous_images_are_refused_and_disturb_nobody(live: Live) 
     throw(live, 60)
 
 
+def steps_of_a_neighbour(live: Live, bodies: list[dict[str, Any]], tokens: int) -> tuple[float, float]:
+    """Steps of the engine, and those of them that brought a later token, from before a neighbour's prompt to its last
+    token; its others are refused meanwhile."""
+    names = ("quire:steps_total", "quire:decode_steps_total")
+    before = [live.metric(name) for name in names]
+    asked = {"model": "m", "prompt": "abcd", "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0}
+    with ThreadPoolExecutor(4) as pool, live.http.stream("POST", "/v1/completions", json=asked) as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        thrown = [pool.submit(live.http.post, "/v1/chat/completions", json=body) for body in bodies]
+        list(lines)
+        assert all(400 <= one.result().status_code < 500 for one in thrown)
+    live.settled()
+    steps, decoded = (live.metric(name) - then for name, then in zip(names, before, strict=True))
+    return steps, decoded
+
+
+def unread(live: Live, count: int, tokens: int) -> None:
+    """`count` images that cannot be read take no step of the engine, and delay none of a neighbour's tokens: each of
+    its steps brings one."""
+    chance = random.Random(count)
+    alone = steps_of_a_neighbour(live, [], tokens)
+    assert alone == (tokens, tokens - 1)
+    assert steps_of_a_neighbour(live, [chat(image(damaged(chance))) for _ in range(count)], tokens) == alone
+
+
+def test_images_that_cannot_be_read_take_no_step(live: Live) -> None:
+    unread(live, 40, 120)
+
+
 def gaps(live: Live, count: int) -> list[float]:
     """Seconds between tokens of an answer."""
     asked = {"model": "m", "prompt": "a", "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 0}
@@ -268,6 +298,7 @@ def test_a_thousand_of_them(live: Live, record_property: Any) -> None:
     """How much longer gaps between a neighbour's tokens are, with damaged images and without in turns, is reported and
     not asserted: a busy machine has its own."""
     throw(live, 1000)
+    unread(live, 1000, 400)
     chance, found = random.Random(1), dict[bool, list[float]]({False: [], True: []})
     with ThreadPoolExecutor(4) as pool:
         for turn in range(20):

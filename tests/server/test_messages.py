@@ -129,7 +129,8 @@ async def test_thoughts_are_blocks_and_come_back_as_such() -> None:
     template = (
         "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}|{{ m.content }}{% endfor %}{{ enable_thinking }}"
     )
-    async with speaking_with(speaking(THOUGHT), about=QWEN, template=template, room=1024) as (server, client):
+    about = QWEN | {"template_arguments": frozenset({"enable_thinking"})}
+    async with speaking_with(speaking(THOUGHT), about=about, template=template, room=1024) as (server, client):
         made = await client.messages.create(
             model="tiny", max_tokens=200, messages=HI, thinking={"type": "enabled", "budget_tokens": 1024}
         )

@@ -14,7 +14,6 @@ from anthropic.types.beta import message_create_params as beta_params
 from openai.types.chat import completion_create_params as chats
 from openai.types.responses import response_create_params as response_params
 
-from quire.frontend.interface import ModelCard
 from quire.multimodal.inputs import Decoder, ImageReader, MediaPolicy
 from quire.multimodal.pixels import opened, resized
 from quire.multimodal.processor import ImageProcessor
@@ -67,7 +66,7 @@ KIND_OF = {
     "item.reasoning": "ResponseReasoningItemParam",
     "messages.tool_use": "ToolUseBlockParam BetaToolUseBlockParam",
     "messages.tool_result": "ToolResultBlockParam BetaToolResultBlockParam",
-    "messages.thinking_config": """ThinkingConfigEnabledParam ThinkingConfigAdaptiveParam
+    "thinking": """ThinkingConfigEnabledParam ThinkingConfigAdaptiveParam
         BetaThinkingConfigEnabledParam BetaThinkingConfigAdaptiveParam""",
 }
 """Objects by the kind whose hints they may have."""
@@ -186,16 +185,15 @@ async def test_every_nested_field_has_an_effect_is_a_hint_or_is_refused(path: st
 
 @pytest.mark.parametrize(("given", "parallel"), [({}, None), ({"disable_parallel_tool_use": True}, False)])
 def test_one_call_at_a_time_is_asked_for_by_its_name_in_each_api(given: Body, parallel: bool | None) -> None:
-    card = ModelCard(id="tiny", created=1, max_model_len=100)
     asked = MessagesRequest(messages=HI, max_tokens=1, tool_choice={"type": "auto", **given})
-    assert as_chat(asked, card).parallel_tool_calls is parallel
+    assert as_chat(asked).parallel_tool_calls is parallel
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hints_of_each_kind_are_in_the_table_and_change_nothing(kind: str) -> None:
     honoured, hints = KINDS[kind]
     assert set(hints) <= HINTS.keys() and not set(hints) & set(honoured)
-    check_nested(dict.fromkeys((*honoured, *hints), "x"), kind, "here")
+    check_nested(dict.fromkeys((*honoured, *hints), "x") | {"cache_control": {"type": "ephemeral"}}, kind, "here")
 
 
 async def test_a_mark_in_a_tools_result_and_in_a_part_of_an_item_pins() -> None:

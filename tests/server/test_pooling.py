@@ -58,8 +58,9 @@ def test_scores_have_vllms_shape(reranker: tuple[Live, Any], path: str) -> None:
     )
     tokens = sum(len(encoders.tokenizer().encode(QUERY, one).ids) for one in DOCUMENTS)
     assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
-    other = live.http.post(path, json={"queries": [QUERY] * 3, "documents": DOCUMENTS}).json()
-    assert other["data"] == answer["data"]
+    for first, second in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        other = live.http.post(path, json={first: [QUERY] * 3, second: DOCUMENTS}).json()
+        assert other["data"] == answer["data"]
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
@@ -101,6 +102,8 @@ def test_embeddings_are_cut_only_where_that_is_asked_for_and_counted(embedder: t
     ids = encoders.tokenizer().encode(" ".join(["dog"] * 18)).ids
     wanted = torch.nn.functional.normalize(encoders.states(model, ids).mean(0), dim=0)
     np.testing.assert_allclose(made["data"][1]["embedding"], wanted.numpy(), atol=1e-5)
+    refused = live.http.post("/api/embed", json={"model": "m", "input": long})
+    assert refused.status_code == 400 and "truncate true" in refused.json()["error"]
     ollama = live.http.post("/api/embed", json={"model": "m", "input": long, "truncate": True}).json()
     assert len(ollama["embeddings"][0]) == 32
 
@@ -133,6 +136,9 @@ def test_prompts_pooling_and_vectors_of_tokens_over_http(embedder: tuple[Live, A
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
         ("/v1/score", {"text_1": "a"}, "text_1"),
         ("/v1/score", {"text_1": "a", "text_2": []}, "text_2"),
+        ("/v1/score", {"text_1": "a", "documents": "b"}, "text_1"),
+        ("/v1/score", {"queries": "a", "documents": "b", "items": "c"}, "text_1"),
+        ("/v1/embeddings", {"input": "a", "truncation_side": "left"}, "truncation_side"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_2"),
         ("/v1/score", {"text_1": "a", "text_2": "b", "use_activation": True}, "use_activation"),
         ("/v1/score", {"text_1": "a", "text_2": "dog " * 300}, "text_2"),

@@ -14,6 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from quire.server import response_state
 from quire.server.access import Keys
 from quire.server.app import create_app
 from quire.server.limits import Limits
@@ -258,8 +259,53 @@ async def test_items_that_cannot_be_referred_to_are_named(folder: Path | None) -
             check_error(
                 await here.ask("POST", "/v1/responses", "mine", input=[wrong]), 400, "input", "the id of an item"
             )
+        [listed] = (await here.client("mine").responses.input_items.list(made.id)).data
         long = [referring(mine), {"role": "user", "content": "y" * 3600}]
+        assert (await here.ask("POST", "/v1/responses", "mine", input=long)).status_code == 200
+        long += [referring(listed.id)]
         check_error(await here.ask("POST", "/v1/responses", "mine", input=long), 400, "input", "--max-body-bytes")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_in_the_background_takes_items_by_reference(folder: Path | None, stream: bool) -> None:
+    """Items of inputs, of outputs, and of earlier responses in the background; they are stored whole."""
+    async with stateful(template=SHOWS, folder=folder) as here:
+        client = here.client()
+        given: Any = [{"role": "user", "content": "one"}]
+        whole: Any = list(given)
+        for turn in ("two", "three"):
+            made: Any = await client.responses.create(model="tiny", input=given, background=True, stream=stream)
+            if stream:
+                made = [event async for event in made][-1].response
+            made = await until(client, made.id, "completed")
+            listed = (await client.responses.input_items.list(made.id, order="asc")).data
+            said = {"role": "user", "content": turn}
+            given = [*(referring(item.id) for item in (*listed, *made.output)), said]
+            whole = [*whole, *(item.to_dict() for item in made.output), said]
+        last: Any = await client.responses.create(model="tiny", input=given, background=True)
+        by_reference = here.server.port.submitted[-1].prompt
+        await client.responses.create(model="tiny", input=whole, store=False)
+        assert by_reference == here.server.port.submitted[-1].prompt
+        await client.responses.delete(made.id)
+        shown = (await client.responses.input_items.list(last.id, order="asc")).data
+        assert [item.type for item in shown] == ["message"] * 5, "items are stored whole"
+        stored = len(here.store)
+        for wrong in (given[-2:-1], [referring("msg_1")]):
+            asked: dict[str, Any] = {"input": wrong, "background": True, "stream": stream}
+            check_error(await here.ask("POST", "/v1/responses", **asked), 404, "input", "is stored for this key")
+        assert len(here.store) == stored
+
+
+async def test_an_input_is_not_read_for_an_item_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+    shown = response_state._shown_input
+    monkeypatch.setattr(
+        response_state, "_shown_input", lambda entry, content: read.append(entry.id) or shown(entry, content)
+    )
+    async with stateful() as here:
+        made = await here.client().responses.create(model="tiny", input="one")
+        assert (await here.ask("POST", "/v1/responses", input=[referring(made.output[0].id)])).status_code == 200
+        assert not read
 
 
 async def test_an_item_of_a_response_in_progress_is_not_there_yet() -> None:

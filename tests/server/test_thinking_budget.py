@@ -52,9 +52,10 @@ async def test_a_budget_reaches_the_engine_from_every_endpoint(path: str) -> Non
         assert wrong.status_code == 400 and "reasoning_effort" in wrong.text
 
 
-async def test_anthropics_budget_is_the_same() -> None:
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_anthropics_budget_is_the_same(path: str) -> None:
     async with served(template=OPENS, about=about()) as server:
-        path, body = "/v1/messages", ENDPOINTS["/v1/messages"]
+        body = ENDPOINTS[path]
         await server.post(path, **body, thinking={"type": "enabled", "budget_tokens": 7})
         assert bound(server) == 7
         for given in (0, -1, "7", 1.5, True, [7]):
@@ -85,6 +86,56 @@ async def test_no_effort_switches_thoughts_off_or_leaves_them_no_token() -> None
         assert bound(server) == 0
 
 
+ON, OFF, ADAPTIVE = {"type": "enabled"}, {"type": "disabled"}, {"type": "adaptive"}
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking", ""])
+async def test_thinking_turns_thoughts_on_and_off_as_far_as_the_template_can(path: str, switch: str) -> None:
+    """Anthropic's and DeepSeek's field; without a switch in the template, thoughts that are off get no token."""
+    template = CHATML.replace("assistant\n", "assistant\n{{ enable_thinking }} {{ thinking }} ")
+    cases: list[tuple[dict[str, Any], Any, int | None]] = [
+        ({"thinking": ON}, True, None),
+        ({"thinking": ADAPTIVE}, True, None),
+        ({"thinking": OFF}, False, None if switch else 0),
+        ({"thinking": OFF, "thinking_token_budget": 9}, False, None if switch else 0),
+        ({"thinking": OFF, "reasoning_effort": "high"}, False, None if switch else 0),
+        ({"thinking": ON, "reasoning_effort": "low"}, True, 1024),
+        ({"thinking": ADAPTIVE, "reasoning_effort": "none"}, False, None if switch else 0),
+    ]
+    async with served(template=template, about=about("qwen3", *filter(None, [switch]))) as server:
+        for fields, on, budget in cases:
+            response = await server.post(path, **ENDPOINTS[path], **fields)
+            assert response.status_code == 200, response.text
+            shown = " ".join(str(on) if name == switch else "" for name in ("enable_thinking", "thinking"))
+            assert TOKENIZER.decode(server.port.submitted[-1].prompt).endswith(f"assistant\n{shown} "), fields
+            assert bound(server) == budget, fields
+
+
+WRONG: list[tuple[Any, str]] = [
+    ({"thinking": {"type": "maybe"}}, "thinking.type must be enabled, adaptive or disabled"),
+    ({"thinking": {}}, "thinking.type must be"),
+    ({"thinking": {"type": ["enabled"]}}, "thinking.type must be"),
+    ({"thinking": True}, "thinking"),
+    ({"thinking": {"type": "enabled", "depth": 3}}, "thinking.depth"),
+    ({"thinking": ON, "reasoning_effort": "none"}, "effort is none, and thinking is enabled"),
+]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_what_thinking_cannot_be_is_named(path: str) -> None:
+    async with served(template=OPENS, about=about()) as server:
+        for fields, words in WRONG:
+            wrong = await server.post(path, **ENDPOINTS[path], **fields)
+            assert wrong.status_code == 400 and words in wrong.json()["error"]["message"], wrong.text
+    async with served() as server:
+        for thinking in (OFF, ADAPTIVE):
+            assert (await server.post(path, **ENDPOINTS[path], thinking=thinking)).status_code == 200
+        wrong = await server.post(path, **ENDPOINTS[path], thinking=ON)
+        assert wrong.status_code == 400 and "does not think" in wrong.text
+        check_error(await server.post("/v1/completions", prompt="a", thinking=ON), 400, "thinking", "/v1/chat/comp")
+
+
 async def test_a_model_without_thoughts_keeps_any_budget() -> None:
     async with served() as server:
         await server.chat(thinking_token_budget=3, reasoning_effort="low", max_tokens=9)
@@ -112,6 +163,7 @@ ASKED = {
         "tools": [{"name": n, "input_schema": s} for n, s in SCHEMAS.items()],
         "max_tokens": 400,
     },
+    "/api/chat": {"model": "tiny", "messages": HI, "tools": TOOLS, "options": {"num_predict": 400}},
 }
 ODD = [[1], 7, True, None, "x", "{}", -1.5, {"city": [{}]}, {"city": None, "": 1}]
 
@@ -120,7 +172,7 @@ def odd_requests() -> Iterator[tuple[str, str, bool, int]]:
     """(parser, endpoint, stream, which texts): every parser, and every endpoint with each of the odd values."""
     paths = list(ASKED)
     for i, name in enumerate(STYLES):
-        yield name, paths[i % 3], i % 2 == 0, i
+        yield name, paths[i % 4], i % 3 == 0, i
 
 
 @pytest.mark.parametrize(("name", "path", "stream", "first"), list(odd_requests()))
@@ -150,7 +202,7 @@ async def check_odd(name: str, path: str, stream: bool, which: slice) -> None:
             spoken[0] = text
             response = await server.post(path, **ASKED[path], stream=stream)
             assert response.status_code == 200, (text, response.text)
-            assert '"error":{' not in response.text, (text, response.text)
+            assert '"error":{' not in response.text and '{"error"' not in response.text, (text, response.text)
 
 
 async def test_calls_of_gpt_oss_come_with_thoughts_and_ids_of_kimi_with_numbers() -> None:

@@ -155,4 +155,4 @@ def test_an_unknown_card_is_refused_with_what_to_do() -> None:
 
 def test_a_replica_on_a_clock_of_its_own_begins_when_it_is_started() -> None:
     replica = Replica(0, engine_of(), Results(1), started=5.0)
-    assert replica.clock.time == VirtualClock(5.0).time and replica.idle and replica.horizon() == float("inf")
+    assert replica.clock.time == VirtualClock(5.0).time and replica.next_time() == replica.horizon() == float("inf")

@@ -21,6 +21,7 @@ from quire.observability import recording_format
 from quire.observability.checkpoint import CLASSES
 from quire.observability.recorder import RecordedEngine, Recorder, recorded
 from quire.observability.recording_format import Ring
+from quire.scheduler.kv_offload import KVOffload
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts
 from quire.scheduler.step_time import StepCost, StepTimeModel
@@ -103,6 +104,50 @@ def test_a_replay_can_begin_at_every_segment(tmp_path: Path, combo: dict[str, An
         assert again.segments == len(segments) - first and again.began.number == first
         assert again.divergence is None and again.engine.stats.num_steps == run.eng.stats.num_steps
         assert again.engine.gauges() == run.eng.gauges()
+
+
+TIERS = [sizes for sizes in AXES["tiers"] if sizes]
+
+
+def tiered(rng: random.Random, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """A combination whose blocks leave the device and come back."""
+    [combo] = sampled(rng, 1)
+    return combo | {"reuse": True, "snapshots": None, "tiers": sizes, "tight": rng.choice((1, 2)), "size": 1}
+
+
+def check_every_segment(folder: Path, combo: dict[str, Any], every: int) -> None:
+    """A replay can begin at each of these segments, and ends with the same blocks on the same tiers."""
+    run = record(folder, combo, frames=100)
+    files = sorted(folder.iterdir())
+    for first in range(0, 1 if combo["drafts"] < 0 else len(files), every):
+        again = replay(recording_format.RecordingReader(files[first:]), prepare=as_drawn(combo))
+        assert again.divergence is None, (combo, first, again.divergence)
+        assert again.engine.gauges() == run.eng.gauges()
+        was, now = run.sch.kv.offload.stats, again.engine.scheduler.kv.offload.stats
+        assert (now.num_hit, now.num_declined) == (was.num_hit, was.num_declined)
+        assert (now.evicted, now.prefills.keys()) == (was.evicted, was.prefills.keys())
+
+
+@pytest.mark.parametrize("sizes", TIERS, ids=str)
+def test_copies_between_tiers_are_made_again_from_every_segment(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    rng = random.Random(f"tiers {sizes}")
+    for i in range(2):
+        check_every_segment(tmp_path / str(i), tiered(rng, sizes), 4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(6))
+def test_copies_of_many_lattice_runs_are_made_again(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(f"many tiers {seed}")
+    for i in range(100):
+        check_every_segment(tmp_path / str(i), tiered(rng, rng.choice(TIERS)), 2)
+
+
+def test_a_store_that_chooses_other_blocks_departs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path, COMBO | {"tiers": (4, 6)})
+    monkeypatch.setattr(KVOffload, "_take_slot", lambda self: None)
+    again = replay(recording_format.RecordingReader([tmp_path]))
+    assert again.divergence is not None and "copy of blocks" in again.divergence.what
 
 
 def tight(folder: Path, make: Callable[..., Engine] | None = None) -> Engine:

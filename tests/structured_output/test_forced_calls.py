@@ -123,6 +123,24 @@ def test_a_schema_without_properties_takes_no_arguments(name: ToolParser) -> Non
     assert not allows(form, written(name, ("f", {"a": 1})))
 
 
+NEVERS: list[Any] = [False, {"not": {}}, {"not": True, "description": "zod's never"}, {"$ref": "#/$defs/never"}]
+
+
+@pytest.mark.parametrize("never", NEVERS, ids=str)
+@pytest.mark.parametrize("name", STYLES)
+def test_an_argument_that_must_not_be_there_is_not(name: ToolParser, never: Any) -> None:
+    within = {"type": "object", "properties": {"x": {"type": "integer"}, "y": never}, "required": ["x"]}
+    properties = {"city": {"type": "string"}, "town": never, "at": within}
+    schema = {"type": "object", "properties": properties, "$defs": {"never": {"not": {}}}}
+    if "$ref" not in str(never):
+        form = tool_set(name, schemas={"f": schema}).structure(None)
+        assert allows(form, written(name, ("f", {"city": "x", "at": {"x": 1}})))
+        assert not allows(form, written(name, ("f", {"city": "x", "town": "y"})))
+        assert not allows(form, written(name, ("f", {"at": {"x": 1, "y": 2}})))
+    with pytest.raises(InvalidRequest, match=r"(?i)unsatisfiable|nothing can satisfy"):
+        allows(tool_set(name, schemas={"f": {**schema, "required": ["town"]}}).structure(None), "")
+
+
 @pytest.mark.parametrize("name", [name for name, style in STYLES.items() if style.before and not style.bare])
 def test_strict_tools_bind_calls_and_leave_text_free(name: ToolParser) -> None:
     form = tool_set(name, "auto", strict=True).structure(None)
@@ -170,7 +188,9 @@ def test_calls_or_a_structure_follow_the_thoughts_of_gpt_oss() -> None:
 
 def test_a_schema_that_cannot_be_compiled_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="tools"):
-        tool_set("qwen3_coder", schemas={"f": {"type": "object", "properties": {"a": {"not": {}}}}}).structure(None)
+        tool_set(
+            "qwen3_coder", schemas={"f": {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}}
+        ).structure(None)
     bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)["}}}
     form = tool_set("qwen3_coder", schemas={"f": bad}).structure(None)
     assert form is not None

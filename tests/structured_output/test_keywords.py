@@ -36,6 +36,7 @@ def nested(depth: int) -> Any:
 SCHEMAS: list[Any] = [
     *(True, False, {}, 5, None, "x", []),
     *({"title": "x", "default": 1, "examples": [], "$comment": "", "x-mine": {"not": {}}},),
+    *({"not": value} for value in ({}, True, False, {"type": "null"}, {"not": {}}, None)),
     *({"Type": "object"}, {"UNIQUEITEMS": True}, {"minlength": 1}),
     *({"uniqueItems": False}, {"uniqueItems": 0}, {"uniqueItems": None}),
     *({"exclusiveMinimum": True}, {"exclusiveMaximum": False}, {"exclusiveMinimum": 1}),

@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 from quire.scheduler.constraint import FREE, MaskRequest
 from quire.scheduler.plan import Mask
 from quire.structured_output.llguidance import EMPTY_MASK, LlguidanceCompiler, Matcher, ParallelMasks, TimeBudget
+from quire.token_masks import MaskTable
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import StructuredOutputsParams
 from tests.model_runner.tiny import VOCAB
@@ -100,9 +101,9 @@ def test_a_slow_grammar_among_others_is_measured_and_ended() -> None:
     slow = Matcher(slow._matcher.deep_copy(), frozenset({END}), slow.mask_bytes, TimeBudget(clock=lambda: now[0]))
     follow = slow.follow
 
-    def late(tokens: Sequence[int], begin: int) -> object:
+    def late(tokens: Sequence[int], begin: int, drafts: Sequence[int]) -> object:
         now[0] += 0.2
-        return follow(tokens, begin)
+        return follow(tokens, begin, drafts)
 
     slow.follow = late  # type: ignore[method-assign, assignment]
     together = ParallelMasks(1, clock=lambda: now[0], cpu_clock=lambda: now[0])
@@ -114,10 +115,89 @@ def test_a_slow_grammar_among_others_is_measured_and_ended() -> None:
     assert "too much time" in slow.why()
 
 
+class Watched:
+    """The library's matcher, and how often it has been asked for a mask or given a token."""
+
+    def __init__(self, inner: LLMatcher) -> None:
+        self.inner, self.masks, self.tokens, self.resets = inner, 0, 0, 0
+
+    def unsafe_compute_mask_ptr(self, *where: int) -> None:
+        self.masks += 1
+        self.inner.unsafe_compute_mask_ptr(*where)
+
+    def compute_bitmask(self) -> bytes:
+        self.masks += 1
+        return bytes(self.inner.compute_bitmask())
+
+    def consume_token(self, token: int) -> bool:
+        self.tokens += 1
+        return bool(self.inner.consume_token(token))
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.inner.reset()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+
+def test_a_step_asks_the_library_once_for_each_row_and_not_at_all_where_a_grammar_leaves_no_choice() -> None:
+    """All answers of this one begin alike, up to its first text. A call more in each step is a row's share more."""
+    structure = StructuredOutputsParams(
+        json={"type": "object", "properties": {"a": {"pattern": "^[bc]{9}$", "type": "string"}}, "required": ["a"]},
+        disable_any_whitespace=True,
+        disable_additional_properties=True,
+    )
+    rows = [fresh(structure) for _ in range(3)]
+    begins = len(rows[0]._beginning.tokens)
+    assert begins >= 4, "the brace, the name and its quotes"
+    watched = [Watched(row._matcher) for row in rows]
+    for row, each in zip(rows, watched, strict=True):
+        row._matcher = each
+    together, output = ParallelMasks(1), list[int]()
+    seen = []
+    while len(output) < 10:
+        made = [allowed(masks[0]) for masks in together([(row, output, 0, ()) for row in rows])]
+        assert made == [allowed(one_by_one(structure, output, ())[0])] * 3, output
+        output = [*output, min(made[0])]
+        seen.append([(each.masks, each.tokens, each.resets) for each in watched])
+    after = [max(0, step - begins) for step in range(10)]
+    assert seen == [[(count, count, 0)] * 3 for count in after]
+
+
+def test_masks_that_are_alike_are_one_line() -> None:
+    """Rows inside a text, of one grammar or several: that is what is copied to a device."""
+    texts = [StructuredOutputsParams(regex=f"{first}[a-d]*") for first in ("", "1")]
+    for each in (1, 20):
+        rows = [fresh(text) for text in texts for _ in range(each)]
+        output = [tokens_of("ab")] * each + [tokens_of("1ab")] * each
+        table = ParallelMasks(1)([(row, tokens, 0, ()) for row, tokens in zip(rows, output, strict=True)])
+        assert isinstance(table, MaskTable)
+        assert len(table.lines) == 1 and [*table.places] == [[0]] * 2 * each
+    different = [StructuredOutputsParams(regex=f"a*{letter}b") for letter in "abcd12"] * 2
+    table = ParallelMasks(1)([(fresh(one), tokens_of("aa"), 0, ()) for one in different])
+    assert [allowed(mask) for masks in table for mask in masks] == [
+        allowed(one_by_one(one, tokens_of("aa"), ())[0]) for one in different
+    ]
+
+
+def test_drafts_in_what_is_known_of_all_answers_are_walked_by_the_library() -> None:
+    structure = StructuredOutputsParams(regex="abba(b|c)")
+    (a, b), asked = tokens_of("ab"), ParallelMasks(1)
+    for output, drafts in (((), (a, b)), ((a,), (b, b, a)), ((a, b, b, a), (b,)), ((a, b), (a,)), ((a, b, b, a), ())):
+        made = asked([(fresh(structure), output, 0, drafts)])[0]
+        held = one_by_one(structure, output, drafts)
+        for mask, want in zip(made, held, strict=True):
+            assert mask is None or allowed(mask) == allowed(want), (output, drafts)
+        assert made[0] is not None
+    row = fresh(structure)
+    assert row.masks((a, a), ()) == [EMPTY_MASK] and row.why(), "what no mask allowed"
+
+
 @pytest.mark.parametrize(("each", "by_threads"), [(0.0, 0), (4e-4, 2), (2e-3, 4)])
 def test_threads_make_the_masks_that_are_left_once_some_were_slow(each: float, by_threads: int) -> None:
-    now, given = [0.0], list[int]()
-    matchers = [fresh(STRUCTURES[1]) for _ in range(4)]
+    now, given, first = [0.0], list[int](), fresh(STRUCTURES[1])
+    matchers = [Matcher(first._matcher.deep_copy(), frozenset({END}), first.mask_bytes) for _ in range(4)]
 
     def clock() -> float:
         now[0] += each

@@ -367,6 +367,8 @@ NAMED = (
                     "quire simulate --gpu h200 --num-prompts 500 --shrink 8 --spe",
                     "quire simulate --gpu h200 --trace chats --num-prompts 800 --",
                     "quire simulate --gpu h200 --num-prompts 500 --shrink 8 --aut",
+                    "quire simulate --gpu h200 --num-prompts 200 --shrink 4 --spe",
+                    "quire simulate --calibration here.json --num-prompts 100 --s",
                 )
             ),
             (

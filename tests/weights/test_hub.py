@@ -60,10 +60,12 @@ def test_a_hub_id_is_downloaded_once_with_its_progress_shown(repository: Path, t
     assert "%" not in again.stderr, "nothing is downloaded again"
     missing = quire(tmp_path / "other", "inspect", NAME, HF_ENDPOINT=little.address, HF_HUB_OFFLINE="1")
     assert missing.returncode == 1
-    said = f"Error: {NAME} is not in the local hub cache, and the hub is offline or cannot be reached: "
+    said = f"Error: {NAME} is not in the local hub cache, and HF_HUB_OFFLINE is set: unset it"
     assert missing.stderr.startswith(said)
     assert str(tmp_path / "other") in missing.stderr
-    assert f"HF_HOME names another). Where there is a network, `quire pull {NAME}` fetches it" in missing.stderr
+    assert (
+        f"HF_HOME names another). Where there is a network, `hf download {NAME} --local-dir FOLDER`" in missing.stderr
+    )
 
 
 def test_a_repository_of_pytorch_files_alone_is_downloaded_and_read_as_tensors(

@@ -75,7 +75,7 @@ def test_a_broken_line_is_unavailable_too(monkeypatch: pytest.MonkeyPatch) -> No
         raise LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    with pytest.raises(Unavailable, match="offline or cannot be reached"):
+    with pytest.raises(Unavailable, match="HF_HUB_OFFLINE is set"):
         locate.locate("owner/name")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,7 @@ from tests.quantised import FORMATS, quantise
 from tests.ranks import RankThreads
 from tests.weights.test_quantised_families import LATENTS, SIZES, Exact
 
-NEW = 12
+NEW = 8
 MIXTURES = tuple(shape for shape, fields in SHAPES.items() if any("expert" in name for name in fields))
 UNDIVIDED: Mapping[str, str] = MappingProxyType({"gpt_oss-gqa-mxfp4": "a width of 32 in groups of 32 cannot be"})
 """Shapes with fewer groups than ranks, and what says so."""
@@ -40,6 +41,19 @@ def prompts() -> list[list[int]]:
 def answers(model: Model) -> list[list[int]]:
     """Greedy answers, fed raggedly."""
     return Feeder(model, page_size=8).greedy(prompts(), NEW)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a shape's checkpoint."""
+
+    @cache
+    def made(shape: str) -> Path:
+        folder: Path = tmp_path_factory.mktemp(shape)
+        make(folder, shape)
+        return folder
+
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +80,20 @@ def divided(ranks: RankThreads, folder: Path, **how: Any) -> list[Model]:
     return ranks.run(lambda rank: load_model(folder, dtype="float32", parallel=ranks.groups[rank], **how))
 
 
+WHOLE: dict[tuple[Path, str], list[list[int]]] = {}
+"""Answers of whole models that several divided ones are compared with, by folder and options."""
+
+
+def of_whole(folder: Path, **how: Any) -> list[list[int]]:
+    key = folder, str(sorted(how))
+    if key not in WHOLE:
+        WHOLE[key] = answers(load_model(folder, dtype="float32", **how))
+    return WHOLE[key]
+
+
 def same_tokens(ranks: RankThreads, folder: Path, **how: Any) -> list[Model]:
     """The ranks' models, whose answers are those of the whole model."""
-    whole = answers(load_model(folder, dtype="float32", **{k: v for k, v in how.items() if k != "expert_parallel"}))
+    whole = of_whole(folder, **{k: v for k, v in how.items() if k != "expert_parallel"})
     assert len({token for answer in whole for token in answer}) > 2
     models = divided(ranks, folder, **how)
     assert ranks.run(lambda rank: answers(Staged(models[rank], ranks, rank))) == [whole] * len(models)
@@ -86,14 +111,14 @@ def cases(shapes: Mapping[str, Any] | tuple[str, ...]) -> list[Any]:
 
 @pytest.mark.parametrize(("shape", "size"), cases(tuple(SHAPES)))
 def test_every_architecture_answers_as_on_one_rank(
-    shape: str, size: int, ranks: Callable[..., RankThreads], tmp_path: Path
+    shape: str, size: int, ranks: Callable[..., RankThreads], checkpoint: Callable[[str], Path]
 ) -> None:
-    make(tmp_path, shape)
+    folder = checkpoint(shape)
     if shape in UNDIVIDED:
         with pytest.raises(InvalidModel, match=UNDIVIDED[shape]):
-            divided(ranks(size), tmp_path)
+            divided(ranks(size), folder)
         return
-    same_tokens(ranks(size), tmp_path)
+    same_tokens(ranks(size), folder)
 
 
 STAGES = [
@@ -105,31 +130,31 @@ STAGES = [
 
 @pytest.mark.parametrize(("shape", "size", "stages"), STAGES)
 def test_every_architecture_answers_as_in_one_stage(
-    shape: str, size: int, stages: int, ranks: Callable[..., RankThreads], tmp_path: Path
+    shape: str, size: int, stages: int, ranks: Callable[..., RankThreads], checkpoint: Callable[[str], Path]
 ) -> None:
-    make(tmp_path, shape)
+    folder = checkpoint(shape)
     if size > 1 and shape in UNDIVIDED:
         return
-    if stages > len(load_model(tmp_path, dtype="float32").spec.own_layers):
+    if stages > len(load_model(folder, dtype="float32").spec.own_layers):
         with pytest.raises(InvalidModel, match="stages are too many"):
-            divided(ranks(size, stages), tmp_path)
+            divided(ranks(size, stages), folder)
         return
-    models = same_tokens(ranks(size, stages), tmp_path)
+    models = same_tokens(ranks(size, stages), folder)
     layers = [i for model in models[::size] for i in model.spec.own_layers]
     assert layers == [*range(models[0].spec.layers)], "every layer is on one stage"
 
 
 @pytest.mark.parametrize(("shape", "size"), cases(MIXTURES))
 def test_experts_may_be_spread_over_ranks(
-    shape: str, size: int, ranks: Callable[..., RankThreads], tmp_path: Path
+    shape: str, size: int, ranks: Callable[..., RankThreads], checkpoint: Callable[[str], Path]
 ) -> None:
-    make(tmp_path, shape)
-    spec = load_model(tmp_path, dtype="float32").spec
+    folder = checkpoint(shape)
+    spec = load_model(folder, dtype="float32").spec
     if spec.experts is not None and spec.experts.num_experts < size:
         with pytest.raises(InvalidModel, match="cannot be spread over"):
-            divided(ranks(size), tmp_path, expert_parallel=True)
+            divided(ranks(size), folder, expert_parallel=True)
         return
-    same_tokens(ranks(size), tmp_path, expert_parallel=True)
+    same_tokens(ranks(size), folder, expert_parallel=True)
 
 
 FORMAT_CASES = [

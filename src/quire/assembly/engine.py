@@ -40,6 +40,7 @@ from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
 from quire.layers.linear import ONE_RANK, ParallelGroup
+from quire.layers.stages import Pipeline
 from quire.model_runner.images import ImageRunner, Normalization
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads, unchanged
@@ -182,7 +183,7 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     limits = resolve(settings, model.spec, device, pooler.max_length)
     heads = pooling_heads(model, pooler, device)
     layers, kv_gauges = _kv_layers(settings, model, device)
-    images = _image_runner(model, processor, device)
+    images = _image_runner(model, processor, device, parallel.pipeline)
     if device.type == "cpu":
         executor: Executor = on_host(settings, model, limits, layers, heads=heads, images=images, parallel=parallel)
     else:
@@ -212,12 +213,15 @@ def on_host(
     return paged(settings, model, limits, layers, cpu, budget, heads=heads, images=images, parallel=parallel)
 
 
-def _image_runner(model: Model, processor: ImageProcessor | str, device: torch.device) -> ImageRunner | None:
+def _image_runner(
+    model: Model, processor: ImageProcessor | str, device: torch.device, pipeline: Pipeline
+) -> ImageRunner | None:
     """What encodes a model's images; None where it has no encoder, or is used without."""
     tower = vision_of(model)
     if tower is None or isinstance(processor, str):
         return None
-    return ImageRunner(tower, Normalization(processor.mean, processor.std, processor.scale), device)
+    normalization = Normalization(processor.mean, processor.std, processor.scale)
+    return ImageRunner(tower, normalization, device, embeds=model.spec.embeds(pipeline))
 
 
 def paged(

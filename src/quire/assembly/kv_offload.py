@@ -178,8 +178,6 @@ def _check(settings: Settings, executor: LocalExecutor) -> None:
         reason = "this model has recurrent layers, whose states are kept on the device alone"
     elif about.bidirectional:
         reason = "this model attends in both directions, so that no prefix is kept"
-    elif settings.execution.recording_dir is not None:
-        reason = "recordings do not say when blocks came back: leave --recording-dir out"
     if reason:
         raise InvalidConfig(f"{OPTIONS[option].flag}: {reason}", param=option)
 

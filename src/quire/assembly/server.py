@@ -232,7 +232,8 @@ def _log_ready(text: Text, backend: NativeBackend, started: float, url: str) -> 
     )
     if backend.description is not None:
         log.info("%s", capacity(backend.description, card.max_model_len))
-    log.info("chat and live view: %s/ui; try: %s", url, first_request(card.id, url, chats=backend.chat is not None))
+    log.info("chat and live view: %s/ui; routes and their fields: %s/docs", url, url)
+    log.info("try: %s", first_request(card.id, url, chats=backend.chat is not None))
 
 
 def capacity(about: Description, length: int) -> str:

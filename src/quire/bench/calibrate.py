@@ -7,6 +7,7 @@ import platform
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from quire.cli.tables import print_pairs
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.errors import InvalidConfig
-from quire.observability.recording_format import RecordingReader
-from quire.sim.calibration import Calibration, StepSampler, fit
+from quire.observability.recording_format import Began, CopiesEnded, CopyStarted, RecordingReader
+from quire.sim.calibration import Calibration, StepSampler, fit, fit_copies
 from quire.sim.replay import replay
 from quire.types import SamplingParams
 
@@ -66,7 +67,9 @@ def command(settings: Settings, output: Path, seconds: float, recording: Path | 
     if recording is None:
         found = measure(settings, seconds)
     else:
-        found = fit(recorded_steps(recording).samples, {**about(settings), "recording": recording.name})
+        sampler, stages = recorded_steps(recording)
+        found = fit(sampler.samples, {**about(settings), "recording": recording.name}, stages=stages)
+        found = replace(found, copies=fit_copies(recorded_copies(recording)))
     found.write(output)
     cost = found.cost
     if as_json:
@@ -82,7 +85,16 @@ def command(settings: Settings, output: Path, seconds: float, recording: Path | 
             ("1,000 positions read", f"{1e9 * cost.per_kv:.2f} us"),
             ("a row of logits", f"{1e6 * cost.per_row:.2f} us"),
             ("1,000 pairs of a prompt", f"{1e9 * cost.per_pair:.3f} us"),
+            *(
+                [("stages, from one to the next", f"{found.stages}, {1e3 * found.hop:.3f} ms")]
+                if found.stages > 1
+                else []
+            ),
             ("mean error of the fit", f"{100 * found.error:.1f} %"),
+            *(
+                (f"{kind}, a MiB", f"{1e3 * (base + each * 2**20):.3f} ms")
+                for kind, (base, each) in found.copies.items()
+            ),
         ]
     )
     click.echo(f"{output}: give it to quire simulate --calibration")
@@ -101,11 +113,14 @@ def about(settings: Settings) -> Mapping[str, Any]:
     }
 
 
-def recorded_steps(path: Path) -> StepSampler:
-    """The steps of recordings. Raises InvalidConfig where this code decides otherwise than the recorded one."""
+def recorded_steps(path: Path) -> tuple[StepSampler, int]:
+    """The steps of recordings, and the stages of the pipeline that ran them.
+
+    Raises InvalidConfig where this code decides otherwise than the recorded one, and where stages differ.
+    """
     if not path.exists():
         raise InvalidConfig(f"there is no recording {path}: `quire serve --recording-dir` makes one", param="recording")
-    reader, sampler = RecordingReader([path]), StepSampler()
+    reader, sampler, stages = RecordingReader([path]), StepSampler(), set[int]()
     while reader.next is not None:
         again = replay(reader, [sampler])
         if again.divergence is not None:
@@ -114,7 +129,28 @@ def recorded_steps(path: Path) -> StepSampler:
                 param="recording",
             )
         sampler.restart()
-    return sampler
+        stages.add(again.engine.scheduler.groups)
+    if len(stages) > 1:
+        raise InvalidConfig(
+            f"{path} has recordings of pipelines of {sorted(stages)} stages: give those of one", param="recording"
+        )
+    return sampler, stages.pop()
+
+
+def recorded_copies(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """(bytes, seconds) of copies of K/V blocks in recordings, by kind. What a prefill engine computes is none."""
+    reader, found, size = RecordingReader([path]), dict[str, list[tuple[int, float]]](), 0
+    started = dict[int, int]()
+    while (frame := reader.take()) is not None:
+        if isinstance(frame, Began):
+            size, started = frame.about.get("block_bytes", 0), started if frame.number else {}
+        elif isinstance(frame, CopyStarted):
+            started[frame.ticket] = len(frame.blocks)
+        elif isinstance(frame, CopiesEnded):
+            for kind, ticket, failed, seconds, _ in frame.copies:
+                if (blocks := started.pop(ticket, 0)) and kind != "receive" and not failed:
+                    found.setdefault(kind, []).append((blocks * size, seconds))
+    return found
 
 
 def measure(settings: Settings, seconds: float) -> Calibration:
@@ -130,10 +166,10 @@ def measure(settings: Settings, seconds: float) -> Calibration:
                 bars.update(bar, completed=time.monotonic() - begin)
                 if time.monotonic() - begin >= seconds and len(sampler.samples) >= 3 * _WARM_UP:
                     break
-        device = engine.description.device
+        device, stages = engine.description.device, engine.scheduler.groups
     finally:
         engine.close()
-    return fit(sampler.samples[_WARM_UP:], {**about(settings), "device": device})
+    return fit(sampler.samples[_WARM_UP:], {**about(settings), "device": device}, stages=stages)
 
 
 def _mixes(engine: Engine) -> Any:

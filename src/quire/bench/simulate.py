@@ -20,7 +20,7 @@ from rich.progress import Progress
 from quire.bench.load_levels import parse_goodput, parse_range
 from quire.bench.offline import FILE, writable
 from quire.bench.simulate_page import page
-from quire.bench.simulated import build_model
+from quire.bench.simulated import SimulatedModel, build_model
 from quire.cli.base import SettingsCommand
 from quire.cli.plan import size_of
 from quire.cli.ranges import FiniteRange
@@ -30,14 +30,17 @@ from quire.errors import InvalidConfig, InvalidRequest, nearest
 from quire.scheduler.routing import MAX_IMBALANCE, ROUTING_POLICIES
 from quire.sim.calibration import Calibration, read_calibration
 from quire.sim.devices import DEVICES, find_device
-from quire.sim.fleet import Autoscaling, FleetConfig, has_prefixes, simulate_fleet
+from quire.sim.fleet import Autoscaling, FleetConfig, PrefillPool, has_prefixes, simulate_fleet
 from quire.sim.results import PERCENTILES, summarize
 from quire.sim.sessions import Sessions
 from quire.sim.trace import BUILT_IN, Trace, read_trace
 
 MAX_RUNS = 256
 """Most combinations of --set."""
-_DEPLOYMENT = ("replicas", "policy", "max_imbalance", "routers", "speed", "users", "startup_time", "autoscale_tokens")
+_DEPLOYMENT = (
+    *("replicas", "prefill_replicas", "policy", "max_imbalance", "routers", "speed", "users", "startup_time"),
+    "autoscale_tokens",
+)
 """What --set may name besides the engine's options."""
 _TARGET = re.compile(r"(ttft|tpot|itl|e2el)_(mean|p50|p90|p95|p99)=(\d+(?:\.\d+)?)(ms|s)")
 
@@ -56,6 +59,7 @@ class Question:
     goals: Mapping[str, float]
     targets: Mapping[tuple[str, str], float]
     calibration: Calibration | None
+    prefill_calibration: Calibration | None = None
 
     def changed(self, values: Mapping[str, str]) -> Question:
         """With other values by name, of the engine's options or of the deployment's. Raises InvalidConfig."""
@@ -73,15 +77,19 @@ def _positive(name: str, value: str) -> float:
     try:
         number = float(value) if name in ("speed", "startup_time") else int(value)
     except ValueError:
-        number = 0
-    if number <= 0:
+        number = -1
+    if number < 0 or (number == 0 and name != "prefill_replicas"):
         raise InvalidConfig(f"--set {name}: must be a number above 0, not {value!r}")
     return number
 
 
 def _parse_sets(sets: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """NAME=A,B,C of each --set. Raises InvalidConfig for an unknown name, and for too many combinations."""
-    known = [*_DEPLOYMENT, *(name for name, each in OPTIONS.items() if each.section in ("model", "cache", "scheduler"))]
+    known = [
+        *_DEPLOYMENT,
+        "pipeline_parallel_size",
+        *(name for name, each in OPTIONS.items() if each.section in ("model", "cache", "scheduler")),
+    ]
     out: dict[str, tuple[str, ...]] = {}
     for text in sets:
         name, equals, values = text.partition("=")
@@ -121,6 +129,10 @@ _TEXTS: Mapping[str, str] = MappingProxyType(
         "overlap": "Repetitions all at once, shifted against each other.",
         "imbalance": "Requests that a replica chosen for a prefix may have more than another.",
         "autoscale": "Replicas come and go with queued tokens.",
+        "prefill": "Engines that compute prompts for all replicas: prefill/decode disaggregation.",
+        "prefill_steps": "Step times of these engines, where they differ.",
+        "prefill_least": "Prompts with fewer tokens are computed by the replica.",
+        "prefill_wait": "Seconds that a replica waits for the next block.",
         "tokens": "Queued prompt tokens a replica may have.",
         "goals": "Count the requests within ttft:MS,tpot:MS,e2el:MS.",
         "targets": "Look for the fewest replicas with, for example, ttft_p99=500ms.",
@@ -162,6 +174,10 @@ def _deployment_options() -> list[click.Parameter]:
         click.Option(
             ["--startup-time"], type=FiniteRange(0), default=30.0, help="Seconds a new replica takes.", **_SHOWN
         ),
+        click.Option(["--prefill-replicas"], type=nonnegative, default=0, help=_TEXTS["prefill"], **_SHOWN),
+        click.Option(["--prefill-calibration"], type=FILE, help=_TEXTS["prefill_steps"]),
+        click.Option(["--prefill-min-tokens"], type=_COUNT, default=256, help=_TEXTS["prefill_least"], **_SHOWN),
+        click.Option(["--prefill-timeout"], type=FiniteRange(0.1), default=10.0, help=_TEXTS["prefill_wait"], **_SHOWN),
         click.Option(["--price-per-hour", "price"], type=FiniteRange(0), help="Of a replica."),
     ]
 
@@ -185,7 +201,7 @@ def _answer_options() -> list[click.Parameter]:
     "simulate",
     cls=SettingsCommand,
     sections=("model", "cache", "scheduler"),
-    also=("device",),
+    also=("device", "pipeline_parallel_size"),
     positional=True,
     params=[*_load_options(), *_deployment_options(), *_answer_options()],
 )
@@ -197,7 +213,7 @@ def command(settings: Settings, as_json: bool, output: Path | None, **given: Any
     """
     goals = {what: ms / 1e3 for what, ms in given.pop("goals").items()}
     targets, sets = _parse_targets(given.pop("targets")), _parse_sets(given.pop("sets"))
-    path = given.pop("calibration")
+    path, prefill_path = given.pop("calibration"), given.pop("prefill_calibration")
     if (path is None) == (given["gpu"] is None):
         raise InvalidConfig("say where steps run, by one of --gpu and --calibration", param="gpu")
     if given["trace"] is not None and given["users"] is not None:
@@ -210,6 +226,7 @@ def command(settings: Settings, as_json: bool, output: Path | None, **given: Any
         goals=goals,
         targets=targets,
         calibration=None if path is None else read_calibration(path),
+        prefill_calibration=None if prefill_path is None else read_calibration(prefill_path),
     )
     rows: list[dict[str, Any]] = []
     with Progress(console=Console(stderr=True), transient=True) as bars:
@@ -319,13 +336,18 @@ def simulated(
     memory = given["memory"]
     if memory is None and question.calibration is not None:
         memory = "16GiB"
-    model = build_model(
-        settings,
-        device=None if question.calibration is not None else find_device(given["gpu"]),
-        calibration=question.calibration,
-        memory=None if memory is None else size_of(memory),
-        prefixes=has_prefixes(load),
-    )
+    room = None if memory is None else size_of(memory)
+
+    def model_of(calibration: Calibration | None) -> SimulatedModel:
+        device = None if calibration is not None else find_device(given["gpu"])
+        known = has_prefixes(load)
+        return build_model(settings, device=device, calibration=calibration, memory=room, prefixes=known)
+
+    model, pool, engines = model_of(question.calibration), None, int(given["prefill_replicas"])
+    if engines:
+        other = question.prefill_calibration
+        build = (model if other is None else model_of(other)).engine
+        pool = PrefillPool(build, engines, given["prefill_min_tokens"], given["prefill_timeout"])
     scaling = None
     if given["autoscale"] is not None:
         low, high = given["autoscale"]
@@ -340,12 +362,16 @@ def simulated(
         max_queued=settings.scheduler.max_num_queued_reqs,
         step_by_step=given["step_by_step"],
         jobs=given["jobs"],
+        prefill=pool,
     )
     results, totals = simulate_fleet(config, load, on_progress)
     results.overhead = model.first_token
     row = summarize(results, question.goals, totals.busy, totals.replica_seconds)
     row |= {"load": load.name, "replicas": replicas, "steps": totals.steps, "evictions": totals.evictions}
     row |= {"sizes": totals.sizes, "has_prefixes": has_prefixes(load), "describes": model.describe()}
+    row |= {"prefill_replicas": engines, "tiers": dict(totals.tiers)}
+    if engines:
+        row["prefill_utilisation"] = totals.prefill_busy * (replicas + engines) / (engines * totals.replica_seconds)
     if totals.drafted:
         row["draft_acceptance"] = totals.accepted / totals.drafted
     if given["price"] is not None:
@@ -394,6 +420,12 @@ def _conclusions(found: Mapping[str, Any], question: Question) -> Iterator[str]:
         if row["refused"]:
             limit = settings.scheduler.max_num_queued_reqs
             yield f"{row['name']}: {row['refused']} requests were refused with 429: more than {limit} waited."
+        if row["tiers"]:
+            counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in row["tiers"].items())
+            yield f"{row['name']}: K/V that was copied: {counts}."
+        if row["prefill_replicas"]:
+            busy = 100 * row["prefill_utilisation"]
+            yield f"{row['name']}: prefill engines {row['prefill_replicas']}, busy {busy:.0f} % of the time."
     if not found["runs"][0]["has_prefixes"]:
         yield "The trace does not say which prompts begin alike: nothing is found in the prefix cache."
     if question.targets:

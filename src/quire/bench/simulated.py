@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.assembly.limits import resolve
+from quire.assembly.limits import check_stages, resolve
 from quire.bench.simulated_engine import SimulatedEngine
 from quire.cli.inspect import ModelFacts, read_facts
 from quire.cli.plan import MemoryPlan, need, plan_lines, weights
@@ -17,7 +17,9 @@ from quire.config.speculative import parse
 from quire.errors import InvalidConfig
 from quire.model_runner.memory import block_bytes, layer_shapes
 from quire.models.registry import idle_parameters
+from quire.scheduler.step_time import StepCost
 from quire.sim.calibration import Calibration
+from quire.sim.copies import CPU_COPIES, GPU_COPIES
 from quire.sim.devices import Device, ModelSizes, step_cost
 from quire.types import UNLIMITED
 from quire.weights.locate import EMBEDDED
@@ -107,22 +109,41 @@ def build_model(
             f"Smallest change: {said['smallest change']}",
             param="model",
         )
-    if calibration is not None:
-        cost, noise, first_token = calibration.cost, calibration.noise, calibration.first_token
-    elif device is not None:
-        cost, noise, first_token = step_cost(device, sizes_of(settings, facts), draft=_draft(settings)), (), 0.0
-    else:
-        raise InvalidConfig("say where steps run: --gpu, or --calibration FILE", param="gpu")
+    check_stages(settings, where)
+    if calibration is None:
+        if device is None:
+            raise InvalidConfig("say where steps run: --gpu, or --calibration FILE", param="gpu")
+        calibration = Calibration(step_cost(device, sizes_of(settings, facts), draft=_draft(settings)))
+    cost, hop = stage_cost(calibration, settings.execution.pipeline_parallel_size)
     engine = SimulatedEngine(
         settings,
         resolve(settings, facts.spec, where),
         asked.blocks,
         cost,
-        noise,
+        calibration.noise,
         prefixes=prefixes,
         recurrent=bool(facts.spec.recurrent),
+        hop=hop,
+        block_bytes=asked.page,
+        copies={**(GPU_COPIES if on_card else CPU_COPIES), **calibration.copies},
     )
-    return SimulatedModel(engine, asked, room, first_token)
+    return SimulatedModel(engine, asked, room, calibration.first_token)
+
+
+def stage_cost(calibration: Calibration, stages: int) -> tuple[StepCost, float]:
+    """The cost of a step in one of so many stages, and seconds from one to the next. Stages of a model that was
+    measured whole are an even share of it. Raises InvalidConfig for another number of stages than was measured."""
+    if calibration.stages == stages:
+        return calibration.cost, calibration.hop
+    if calibration.stages > 1:
+        raise InvalidConfig(
+            f"the calibration is of {calibration.stages} stages, and --pipeline-parallel-size is {stages}: calibrate "
+            "with as many, or without",
+            param="pipeline_parallel_size",
+        )
+    cost, share = calibration.cost, 1 / stages
+    seconds = ("base", "per_token", "per_kv", "per_row", "per_pair", "weights", "per_expert", "per_draft")
+    return cost._replace(**{name: getattr(cost, name) * share for name in seconds}), 0.0
 
 
 def _draft(settings: Settings) -> ModelSizes | None:

@@ -139,6 +139,7 @@ class Root(LazyGroup):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a subcommand; errors become a line on stderr and an exit code."""
         _open_standard_streams()
+        _check_folder()
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             # A model may say what a terminal's encoding lacks.
             sys.stdout.reconfigure(errors="replace")
@@ -171,6 +172,14 @@ def _open_standard_streams() -> None:
                 os.close(opened)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
+
+
+def _check_folder() -> None:
+    """Raise Refusal where the current folder was removed: libraries cannot be loaded there, and name another cause."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise Refusal(InvalidConfig("the current folder was removed: change to one that is there")) from None
 
 
 def _discard_output() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -107,6 +108,8 @@ def reference(folder: Path, tokens: Sequence[int]) -> list[Tensor]:
     vision = folder.is_dir() and "vision_config" in read_config(folder)
     auto = library.AutoModelForImageTextToText if vision else library.AutoModelForCausalLM
     where = {"gguf_file": folder.name} if folder.is_file() else {}
+    if not sys.stderr.isatty():
+        library.utils.logging.disable_progress_bar()
     try:
         theirs = auto.from_pretrained(
             folder.parent if folder.is_file() else folder,

@@ -209,7 +209,9 @@ PROBES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "grpc": ("grpc", "--executor grpc"),
         "onnx": ("onnxruntime", "--executor onnx and `quire export-onnx`"),
         "otel": ("opentelemetry.sdk", "--otlp-traces-endpoint"),
+        "ray": ("ray", "--replicas and --distributed-executor-backend ray"),
         "report": ("matplotlib", "`quire bench report`"),
+        "vision": ("PIL", "images in requests"),
     }
 )
 """Of extras: a module that is there where they are installed, and what they are for."""

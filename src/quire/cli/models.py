@@ -121,8 +121,10 @@ def rm(settings: Settings, yes: bool) -> None:
     name = parse_name(model.model)
     if name is not None and name.source == "ollama":
         mapped = on_hub(name)
-        if mapped is None or any(kept_as(each, model.model) for each in cached_models(model.download_dir)):
+        if any(kept_as(each, model.model) for each in cached_models(model.download_dir)):
             raise InvalidModel(f"{model.model} is Ollama's: `ollama rm {model.model}` removes it")
+        if mapped is None:
+            raise InvalidModel(f"no model {model.model!r} is kept here: `quire list` shows what is")
         name = mapped
     if name is None:
         raise InvalidModel(f"{model.model!r} is no name of a model: `quire list` shows what is kept")

@@ -14,7 +14,7 @@ from quire.config.option import amount
 from quire.errors import InvalidConfig
 from quire.weights.locate import check as holds_a_model
 from quire.weights.locate import locate
-from quire.weights.quantize import FILE_TYPES, NAMES, Written, quantize
+from quire.weights.quantize import FILE_TYPES, NAMES, Written, choose_type, quantize
 
 
 @click.command(
@@ -27,7 +27,6 @@ from quire.weights.quantize import FILE_TYPES, NAMES, Written, quantize
         click.Argument(["out"], type=click.Path(dir_okay=False, path_type=Path)),
         click.Option(
             ["--type", "kind"],
-            required=True,
             metavar="|".join((*FILE_TYPES, *NAMES)),
             help="Type of the matrices, or mixture of types, as llama.cpp names them.",
         ),
@@ -40,13 +39,19 @@ from quire.weights.quantize import FILE_TYPES, NAMES, Written, quantize
         click.Option(["--vocabulary/--no-vocabulary"], default=True, help="Write tokenizer and chat template. [yes]"),
     ],
 )
-def command(settings: Settings, model: str, out: Path, kind: str, threads: int, check: bool, vocabulary: bool) -> None:
+def command(
+    settings: Settings, model: str, out: Path, kind: str | None, threads: int, check: bool, vocabulary: bool
+) -> None:
     """Write MODEL, a folder, a GGUF file or a hub id, as the GGUF file OUT, and check what it answers.
 
     A file that exists is not overwritten. Tensors are read, converted and written some rows at a time.
     """
     if not out.name:
         raise InvalidConfig("OUT is empty: name the file to write, such as model.gguf", param="out")
+    if kind is None:
+        known = ", ".join((*FILE_TYPES, *NAMES))
+        raise InvalidConfig(f"name the type with --type: q4_k_m is the usual one (known: {known})", param="type")
+    choose_type(kind)
     place = locate(model, revision=settings.model.revision, cache=settings.model.download_dir)
     holds_a_model(place)
     with bar() as shown:
@@ -70,12 +75,14 @@ def command(settings: Settings, model: str, out: Path, kind: str, threads: int, 
 
 def bar() -> Progress:
     """A bar on stderr, which is drawn on terminals only."""
+    errors = Console(stderr=True)
     return Progress(
         "{task.description}",
         BarColumn(),
         DownloadColumn(binary_units=True),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=errors,
+        disable=not errors.is_terminal,
     )
 
 

@@ -201,6 +201,8 @@ def _summary(said: dict[str, Any], say: Any) -> None:
         say(f"  step {each['step']}: {each['says']}")
     if lost["count"] > 20:
         say(f"  and {lost['count'] - 20} more (--json has {len(lost['each'])})")
+    for what, counts in said["tiers"].items():
+        say(f"tiers: {what.replace('_', ' ')} " + ", ".join(f"{n} {name}" for name, n in counts.items()))
     for name, about in said["waited"].items():
         say(f"the queue waited {about['seconds']:.3f} s, {about['steps']} steps, for {MISSING.get(name, name)}")
     if said["longest_steps"]:

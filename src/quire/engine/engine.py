@@ -63,6 +63,8 @@ class Engine:
         self.failures = 0
         self.lost: ExecutorLost | None = None
         self._outputs: list[RequestStepOutput] = []
+        self._masks_due = False
+        """Whether the newest step in flight waits for its masks."""
         self._last_commit = -math.inf
         self._deadlines: list[tuple[float, str]] = []
         self._ids = itertools.count()
@@ -95,6 +97,8 @@ class Engine:
 
     def _step(self) -> None:
         scheduler, flight = self.scheduler, self.inflight
+        if self._masks_due:
+            self._hand_in_masks()
         planned = self.clock.now()
         scheduler.kv.pins.advance(planned)
         self._take_incoming()
@@ -112,12 +116,20 @@ class Engine:
                 self.plan_delay.on_launch(planned)
         elif flight:
             self._commit()  # nothing to add: wait for a step in flight
-        if plan and plan.masked_spans:  # masks need every token before them
-            while not scheduler.masks_ready:
-                self._commit()
-            _as_step_failure(flight[-1][2].sample, _as_step_failure(scheduler.masks))
-        while len(flight) > self.lookahead:
+        self._masks_due = bool(plan and plan.masked_spans)
+        if self._masks_due and scheduler.masks_ready:
+            self._hand_in_masks()
+        # Masks need every token before them. While they are waited for, outputs are passed on: the device, which
+        # samples for a fraction of a step's time, gets its next forward first.
+        while len(flight) > self.lookahead + self._masks_due:
             self._commit()
+
+    def _hand_in_masks(self) -> None:
+        """Commit the steps before the newest one, and have it sampled."""
+        while not self.scheduler.masks_ready:
+            self._commit()
+        _as_step_failure(self.inflight[-1][2].sample, _as_step_failure(self.scheduler.masks))
+        self._masks_due = False
 
     def _load_images(self, plan: Plan) -> None:
         """Hand over the pixels of images whose encoding begins: a plan has none."""
@@ -273,8 +285,7 @@ class Engine:
 
     def _recover(self, failure: StepFailed) -> None:
         """Start again from committed tokens; the culprit is found by halving and failed alone."""
-        self.inflight.clear()
-        self.executor.reset()
+        self._drop_inflight()
         self.failures += 1
         suspects, culprit = self.recovery.on_step_failed()
         now = self.clock.now()
@@ -286,8 +297,7 @@ class Engine:
     def _executor_lost(self, lost: ExecutorLost) -> None:
         """Every row is lost, and no request is to blame: those with a row fail, those that wait may run later."""
         self.lost = lost
-        self.inflight.clear()
-        self.executor.reset()
+        self._drop_inflight()
         self.failures += 1
         sequences, now = self.recovery.on_executor_lost(), self.clock.now()
         for observer in self.observers:
@@ -302,9 +312,14 @@ class Engine:
         """
         for id in list(self.scheduler.sequences):
             self.abort(id)
-        self.inflight.clear()
         self.recovery.on_executor_lost()
         self._outputs.clear()
+        self._drop_inflight()
+
+    def _drop_inflight(self) -> None:
+        """Forget every step in flight and every row. Raises what keeps the executor from starting again."""
+        self.inflight.clear()
+        self._masks_due = False
         self.executor.reset()
 
     # ---------------------------------------------------------------- what can be read
@@ -401,11 +416,12 @@ def _check_ids(request: Request, vocab_size: int) -> None:
     """Raises InvalidRequest for token ids outside the vocabulary."""
     for name in ("prompt", "stop_token_ids", "allowed_token_ids", "logit_bias"):
         ids = request.prompt if name == "prompt" else getattr(request.sampling, name)
-        if ids and not _in_vocabulary(ids, vocab_size):
+        if ids and not in_vocabulary(ids, vocab_size):
             raise InvalidRequest(f"{name}: token ids must be from 0 to {vocab_size - 1}", param=name)
 
 
-def _in_vocabulary(ids: Collection[int], vocab_size: int) -> bool:
+def in_vocabulary(ids: Collection[int], vocab_size: int) -> bool:
+    """Whether all are token ids of a vocabulary of this size."""
     try:
         found = token_array(ids)
     except struct.error:

@@ -21,8 +21,9 @@ class Description:
     longest sequence, in tokens. lookahead: steps to launch before earlier results (0 on a CPU, 1 on a GPU).
     max_step_tokens: most tokens of a step. num_drafts: most tokens drafted for a sequence. supports_masks: whether
     spans may be masked. supports_pooling: whether prompts become vectors. encoder_layers: of the encoder of images, 0
-    where there is none; whole_images: spans must not end inside an image. block_bytes: of one block, all layers.
-    recurrent: some layers keep states in place of K/V. bidirectional: tokens see later ones; no prefix is shared.
+    where there is none; whole_images: spans must not end inside an image. block_bytes: of one block, on all
+    ranks. recurrent: some layers keep states in place of K/V. bidirectional: tokens see later ones, and no prefix is
+    shared.
 
     step_times: seconds of a decode step by (rows, drafts), measured at the start without context; empty: not measured.
     draft_catch_up_seconds: for each token that a draft model has not been fed. draft_kv_share: the draft model's K/V

@@ -9,6 +9,7 @@ of it; the engine's own thread is woken by the store as for every copy.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -27,6 +28,7 @@ import numpy.typing as npt
 from quire.executors.block_store import Workers
 from quire.executors.kv_link import MAX_PREFILL, MAX_REASON, Head, Kind, Link, LinkLost, accept, connect
 from quire.scheduler.kv_offload import CopyDone, Prefill
+from quire.scheduler.kv_transfer import choose_engine
 
 log = logging.getLogger(__name__)
 
@@ -295,11 +297,9 @@ class TcpPrefillClient:
         return "" if any(peer.link is not None for peer in self._peers) else self._peers[0].reason
 
     def receive(self, ticket: int, prefill: Prefill, copies: Seq[tuple[bytes, int]]) -> None:
-        """Of the prefill engine with the fewest tokens to compute; of several, of one that follows from the prompt's
-        first block that is wanted, so that prompts that begin alike find each other's blocks."""
-        up = [peer for peer in self._peers if peer.link is not None] or self._peers
-        least, turn = min(peer.load for peer in up), copies[0][0][0]
-        chosen = min(up, key=lambda peer: (peer.load > least, (self._peers.index(peer) - turn) % len(self._peers)))
+        """Of the prefill engine that `choose_engine` names."""
+        loads = [math.inf if peer.link is None else peer.load for peer in self._peers]
+        chosen = self._peers[choose_engine(loads, copies[0][0])]
         self._asked = {number: peer for number, peer in self._asked.items() if number in peer.tickets}
         self._asked[ticket] = chosen
         chosen.ask(ticket, prefill, copies)

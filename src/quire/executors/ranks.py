@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -387,7 +388,13 @@ class RankedExecutor:
     def __init__(self, start: Callable[[], Ranks]) -> None:
         self._start = start
         self._ranks: Ranks | None = start()
-        self.ready = self._ranks.ready[self._ranks.shape.answering]
+        ready = self._ranks.ready
+        self.ready = ready[self._ranks.shape.answering]
+        self._about = replace(
+            self.ready.about,
+            block_bytes=sum(each.about.block_bytes for each in ready.values()),
+            state_bytes=sum(each.about.state_bytes for each in ready.values()),
+        )
         self._epoch = self._step = self._num_received = 0
         self._samples: list[StepSamples] = []
         self._spans = NO_SPANS
@@ -395,8 +402,8 @@ class RankedExecutor:
         self._errors: dict[tuple[int, int], dict[int, str]] = {}
 
     def describe(self) -> Description:
-        """That of the rank that answers; all have as many blocks."""
-        return self.ready.about
+        """That of the rank that answers; all have as many blocks, whose bytes are those on all ranks."""
+        return self._about
 
     def exit_fds(self) -> list[int]:
         """Descriptors that become readable when a rank's process ends, for callers that wait; they close them."""

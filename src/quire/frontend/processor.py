@@ -249,16 +249,15 @@ class OutputProcessor:
         finder = self.finder
         if finder is None:
             return feed(tokens), len(tokens), None
-        texts = []
+        text = ""
         for used, token in enumerate(tokens, 1):
-            text = feed((token,))
+            piece = feed((token,))
             if self.count + used > self.sampling.min_tokens:
-                text, stop = finder.feed(text)
+                piece, stop = finder.feed(piece)
                 if stop is not None:
-                    texts.append(text)
-                    return "".join(texts), used, stop
-            texts.append(text)
-        return "".join(texts), len(tokens), None
+                    return text + piece, used, stop
+            text += piece
+        return text, len(tokens), None
 
     def _count(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], used: int) -> None:
         self.count += used
@@ -364,7 +363,7 @@ def check_pooled(prompt: int, pooling: Pooling | None, limit: int, pooler: Poole
     if prompt > limit:
         raise InvalidRequest(
             f"the input has {prompt} tokens, and this model takes {limit}: shorten it, or send truncate_prompt_tokens "
-            "-1 to have its end left out",
+            "-1 (to Ollama's API truncate true) to have its end left out",
             param="input",
             code="context_length_exceeded",
         )

@@ -101,7 +101,7 @@ def cut_layers(sizes: Sequence[int], ends: tuple[int, int], stages: int, uncut: 
     places = [i for i in range(count + 1) if i not in uncut]
     if len(places) <= stages:
         most = f"this model of {count} layers can be cut into {len(places) - 1}"
-        why = "; later layers read K/V of earlier ones" if uncut else ""
+        why = "; later layers read K/V or features of images of earlier ones" if uncut else ""
         raise InvalidModel(f"{stages} stages are too many: {most}{why}: lower --pipeline-parallel-size")
     before = [0]
     for size in sizes:

@@ -37,11 +37,14 @@ class Normalization(NamedTuple):
 class ImageRunner:
     """Embeddings of images on the device, by their numbers in plans.
 
-    tower: the encoder. normalization: of pixels. Pixels are loaded before the plan that begins to encode them.
+    tower: the encoder. normalization: of pixels. Pixels are loaded before the plan that begins to encode them. embeds:
+    whether this stage of a pipeline needs embeddings: others have no weights of the encoder, and only place images.
     """
 
-    def __init__(self, tower: VisionTower, normalization: Normalization, device: torch.device) -> None:
-        self.tower, self.normalization, self.device = tower, normalization, device
+    def __init__(
+        self, tower: VisionTower, normalization: Normalization, device: torch.device, *, embeds: bool = True
+    ) -> None:
+        self.tower, self.normalization, self.device, self.embeds = tower, normalization, device, embeds
         self.loaded: dict[int, PromptImage] = {}
         self.begun: dict[int, ImageState] = {}
         self.encoded: dict[int, Sequence[Tensor]] = {}
@@ -53,7 +56,8 @@ class ImageRunner:
 
     def load(self, number: int, image: PromptImage) -> None:
         """The pixels of an image that the next plan begins to encode."""
-        self.loaded[number] = image
+        if self.embeds:
+            self.loaded[number] = image
 
     def apply_plan(self, plan: Plan, rows: RowState) -> None:
         """Drop and encode what a plan says, and note in `rows`, to which it has been applied, how far positions behind
@@ -64,7 +68,7 @@ class ImageRunner:
         for number in plan.dropped_images:
             self.begun.pop(number, None)
             self.encoded.pop(number, None)
-        for span in plan.encode:
+        for span in plan.encode if self.embeds else ():
             self._encode(span)
 
     def _encode(self, span: EncodeSpan) -> None:
@@ -111,6 +115,8 @@ class ImageRunner:
 
     def encode_padding(self) -> None:
         """Encode an image of zeros, so that what that launches is compiled."""
+        if not self.embeds:
+            return
         side = self.config.patch * (round(self.config.positions**0.5) if self.config.pooled else self.config.merge * 8)
         state = self.tower.begin(torch.zeros(3, side, side, device=self.device))
         self.tower.run(state, 0, self.config.layers)
@@ -128,6 +134,8 @@ class ImageRunner:
         )
 
     def _features(self, image: ImageSpan, low: int, high: int) -> list[Tensor]:
+        if not self.embeds:
+            return [torch.empty(high - low, 0, device=self.device)]
         found = self.encoded.get(image.number)
         if found is None:
             raise StepFailed(f"the embeddings of image {image.number} are not there")

@@ -75,6 +75,7 @@ class Gemma3(Gemma):
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         rename_vision(build)
         super().__init__(spec, build)
+        build = build.here(spec.embeds(build.pipeline))
         self.vision = None if spec.vision is None else SiglipVision(spec.vision, build)
 
     @staticmethod

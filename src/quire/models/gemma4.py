@@ -113,7 +113,8 @@ class Gemma4(Gemma):
         self.layers = list[Gemma4Block]()
         rename_vision(build)
         super().__init__(spec, build)
-        self.vision = None if spec.vision is None else Gemma4Vision(spec.vision, build)
+        here = build.here(spec.embeds(build.pipeline))
+        self.vision = None if spec.vision is None else Gemma4Vision(spec.vision, here)
         body, width = build.scope("model"), spec.layer_inputs
         if width:
             whole = spec.layers * width

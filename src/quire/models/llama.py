@@ -120,7 +120,7 @@ class Llama:
         body = build.scope("model")
         body.ignore("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq")
         self.pipeline, last = build.pipeline, build.pipeline.last
-        embeds = self.pipeline.first or bool(spec.layer_inputs) or (last and (spec.tie or bool(spec.draft_layers)))
+        embeds = spec.embeds(build.pipeline) or (last and (spec.tie or bool(spec.draft_layers)))
         table = body.here(embeds, "embed_tokens")
         self.embedding = table.embedding("embed_tokens", spec.vocab, spec.hidden, scale=spec.embedding_scale)
         self.rotaries = {rope: body.rotary(rope) for rope in dict.fromkeys(spec.layer_ropes)}

@@ -15,7 +15,7 @@ from quire.models.llama import Llama, Mixer
 from quire.models.mtp import QWEN_NAMES, make_mtp
 from quire.models.multimodal import nested
 from quire.models.qwen import read_experts
-from quire.models.qwen_vl import RENAMED, make_qwen3_vision, with_qwen3_vision
+from quire.models.qwen_vl import RENAMED, Qwen3Vision, make_vision, with_qwen3_vision
 from quire.models.spec import Config, ModelSpec, read_decoder, read_locals
 
 LINEAR = "linear_attention"
@@ -62,7 +62,7 @@ class Qwen35(Qwen3Next):
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         build.rename(RENAMED)
         super().__init__(spec, build)
-        self.vision = make_qwen3_vision(spec, build)
+        self.vision = make_vision(Qwen3Vision, spec, build)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:

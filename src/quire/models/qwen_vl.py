@@ -156,8 +156,7 @@ class Qwen25VL(Qwen2):
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         build.rename(RENAMED)
         super().__init__(spec, build)
-        self.vision = None if spec.vision is None else Qwen25Vision(spec.vision, build.scope("visual"))
-        build.ignore(*(() if spec.vision else ("visual.*",)))
+        self.vision = make_vision(Qwen25Vision, spec, build)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -184,7 +183,7 @@ class Qwen3VL(Qwen3):
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         build.rename(RENAMED)
         super().__init__(spec, build)
-        self.vision = make_qwen3_vision(spec, build)
+        self.vision = make_vision(Qwen3Vision, spec, build)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -207,12 +206,10 @@ class Qwen3VLMoe(Qwen3VL):
         return with_qwen3_vision(config, Qwen3Moe.read(fields, architecture))
 
 
-def make_qwen3_vision(spec: ModelSpec, build: ModelBuilder) -> VisionTower | None:
-    """Qwen3-VL's encoder, unless it is used without."""
-    if spec.vision is not None:
-        return Qwen3Vision(spec.vision, build.scope("visual"))
-    build.ignore("visual.*")
-    return None
+def make_vision(kind: type[Qwen25Vision], spec: ModelSpec, build: ModelBuilder) -> VisionTower | None:
+    """The encoder, unless the model is used without."""
+    build = build.here(spec.vision is not None and spec.embeds(build.pipeline), "visual")
+    return None if spec.vision is None else kind(spec.vision, build.scope("visual"))
 
 
 def read_vision(config: Config, spec: ModelSpec, *, depth: int, patch: int) -> VisionConfig:

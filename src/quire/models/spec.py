@@ -14,6 +14,7 @@ from quire.layers.latent import LatentConfig
 from quire.layers.linear import heads_divide
 from quire.layers.mamba import MambaConfig
 from quire.layers.moe import MoEConfig
+from quire.layers.stages import Pipeline
 from quire.layers.vision import VisionConfig
 from quire.ops.ragged import KVShape, StateShape
 from quire.types import UNLIMITED
@@ -199,8 +200,13 @@ class ModelSpec:
 
     @property
     def uncut(self) -> frozenset[int]:
-        """Layers before which no stage may begin: later ones read K/V of those before."""
-        return frozenset(cut for i, own in enumerate(self.kv_layers) for cut in range(own + 1, i + 1))
+        """Layers before which no stage may begin: later ones read K/V of those before, or features of images."""
+        featured = range(1, len(self.vision.feature_layers) if self.vision else 0)
+        return frozenset(cut for i, own in enumerate(self.kv_layers) for cut in range(own + 1, i + 1)) | {*featured}
+
+    def embeds(self, pipeline: Pipeline) -> bool:
+        """Whether a stage embeds tokens and images: the first, and where layers have inputs, all."""
+        return pipeline.first or bool(self.layer_inputs)
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of K/V a token takes, all layers, at `itemsize` bytes a number."""

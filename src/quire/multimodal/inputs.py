@@ -216,7 +216,7 @@ class ImageReader:
         if len(places) != len(images):
             raise InvalidRequest(
                 f"the prompt has {len(places)} places for {len(images)} images: write one for each, as the chat "
-                "template does, and no other special tokens of images",
+                "template does (some show none in results of tools), and no other special tokens of images",
                 param="prompt",
             )
         whole, placed, done = list[int](), list[PromptImage](), 0

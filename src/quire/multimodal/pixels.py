@@ -54,12 +54,25 @@ def _too_many(where: str, max_pixels: int, what: str = "") -> TooLarge:
     return too_large(where, f"{what}more than the {max_pixels:,} that are read of an image: send a smaller one")
 
 
+def _rgb(image: Image.Image) -> Image.Image:
+    """Over white where it is transparent, as vLLM and Qwen do: what colour is hidden there is not the image's. 16 bits
+    of grey become the upper 8 of them: pillow would make white of all but the darkest."""
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    white = Image.new("RGB", image.size, "white")
+    shown = image if image.mode == "RGBA" else image.convert("RGBA")
+    white.paste(shown, mask=shown)
+    return white
+
+
 def resized(image: Any, processor: ImageProcessor, where: str, max_pixels: int) -> PromptImage:
     """An image as the encoder reads it, without its place in the prompt. Raises InvalidRequest and TooLarge."""
     if not isinstance(image, Image.Image):
         raise refusal(where, f"it must be an image of pillow, not {type(image).__name__}")
     _check_pixels(image, where, max_pixels)
-    rgb = image.convert("RGB")
+    rgb = _rgb(image)
     height, width = processor.size(rgb.height, rgb.width, where)
     pixels = np.asarray(rgb.resize((width, height), resample=Image.Resampling(processor.resample))).tobytes()
     digest = blake2b(b"%d %d " % (height, width) + pixels, digest_size=16).digest()

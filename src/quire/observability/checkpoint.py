@@ -6,36 +6,45 @@ written, so that a new one needs nothing here; a field that an older recording l
 Token ids are not written, but names of blocks. Decisions depend on token ids in two ways only: whether blocks are equal
 from the beginning on, and whether a token ends its request. So a block is named by a keyed hash of all tokens up to its
 end (as in Mooncake's traces, USENIX FAST'25, but with a key); the key is drawn for each recording and never written.
+What is hashed is the key of the block on K/V tiers, so that files of earlier engines, of unknown tokens, have names.
 """
 
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from quire.engine import events, recovery, timing
 from quire.errors import InvalidConfig
-from quire.scheduler import block_pool, kv_cache, pins, scheduler, sequence, snapshots, speculation, step_time
+from quire.scheduler import (
+    block_pool,
+    kv_cache,
+    kv_offload,
+    kv_transfer,
+    pins,
+    scheduler,
+    sequence,
+    snapshots,
+    speculation,
+    step_time,
+)
 from quire.scheduler.constraint import FREE, PENDING, Constraint
+from quire.scheduler.kv_offload import first_key, next_key
 from quire.scheduler.plan import NewSequence, Plan, Span
 from quire.scheduler.policy import POLICIES, SchedulingPolicy, policy_name
-from quire.scheduler.sequence import Decision, InflightStep
+from quire.scheduler.sequence import Decision, InflightStep, Transfer
 from quire.types import Pin, Request, SamplingParams
 
 STOP = 1
 """Stands for a token that ends its request. A block's last token is the block's name, any other token is 0."""
 
 
-def block_name(chain: blake2b, tokens: Sequence[int]) -> int:
-    """The name of the next block of a sequence, which has these tokens; 2 or more. chain: of the blocks before it."""
-    chain.update(array("q", tokens))
-    return int.from_bytes(chain.copy().digest(), "little") >> 1 | 2
+NAME_BYTES = 8
 
 
 class Anonymizer:
@@ -43,17 +52,22 @@ class Anonymizer:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._key = secrets.token_bytes(32)
-        self._root = blake2b(digest_size=8, key=self._key)
+        self._secret = secrets.token_bytes(32)
 
-    def chain_after(self, tokens: Sequence[int]) -> tuple[blake2b, list[int]]:
-        """The chain of a sequence that begins with these tokens, and the names of their full blocks."""
-        size, chain = self.block_size, self._root.copy()
-        return chain, [block_name(chain, tokens[end - size : end]) for end in range(size, len(tokens) + 1, size)]
+    def name(self, key: bytes) -> int:
+        """The name of the block that has this key on K/V tiers; 2 or more."""
+        return int.from_bytes(blake2b(key, digest_size=NAME_BYTES, key=self._secret).digest(), "little") >> 1 | 2
+
+    def names(self, tokens: Sequence[int], salt: str) -> tuple[bytes, list[int]]:
+        """The key of the last full block of a sequence that begins with these tokens, and the names of all."""
+        size, key, names = self.block_size, first_key(salt), list[int]()
+        for end in range(size, len(tokens) + 1, size):
+            names.append(self.name(key := next_key(key, tokens[end - size : end])))
+        return key, names
 
     def salt(self, salt: str) -> str:
         """A keyed hash of a cache salt; an empty salt stays empty."""
-        return blake2b(salt.encode(), digest_size=8, key=self._key, person=b"salt").hexdigest() if salt else ""
+        return blake2b(salt.encode(), digest_size=8, key=self._secret, person=b"salt").hexdigest() if salt else ""
 
 
 def anonymized_tokens(count: int, names: Sequence[int], block_size: int) -> list[int]:
@@ -64,12 +78,18 @@ def anonymized_tokens(count: int, names: Sequence[int], block_size: int) -> list
     return tokens
 
 
+def named_key(_: bytes, tokens: Sequence[int]) -> bytes:
+    """The key on K/V tiers of an anonymized block: its name stands for all tokens up to its end."""
+    return tokens[-1].to_bytes(NAME_BYTES, "little")
+
+
 Classes = Mapping[str, Any]
 
 ENGINE_STATE = ("scheduler", "step_budget", "recovery", "stats", "lookahead", "failures", "_deadlines", "_last_commit")
 """Attributes of an engine that its decisions depend on; steps in flight are written beside them."""
 
 _NO_REQUEST = Request(id="", prompt=(0,), max_new_tokens=1)
+_NO_STORE: Any = SimpleNamespace(num_slots=0, block_bytes=0, max_files=0, files=tuple)
 
 FRESH: Mapping[str, Callable[[Classes], Any]] = MappingProxyType(
     {
@@ -88,6 +108,11 @@ FRESH: Mapping[str, Callable[[Classes], Any]] = MappingProxyType(
         "Recovery": lambda known: known["Recovery"](known["Scheduler"](known["KVCacheManager"](1, 1))),
         "EngineStats": lambda known: known["EngineStats"](0),
         "RequestTimes": lambda known: known["RequestTimes"](known["Sequence"](_NO_REQUEST, 0, [], 0), 0.0),
+        "KVOffload": lambda known: known["KVOffload"](_NO_STORE, 1),
+        "PrefillOffload": lambda known: known["PrefillOffload"](_NO_STORE, 1, None),
+        "HostBlock": lambda known: known["HostBlock"](b"", 0, False),
+        "PendingCopy": lambda known: known["PendingCopy"]("save", []),
+        "Export": lambda known: known["Export"](0, 0),
     }
 )
 """How to construct classes whose constructors need arguments. Fields are set afterwards."""
@@ -97,18 +122,30 @@ _KINDS = (
     *(block_pool.BlockPool, block_pool.Lru, block_pool.Fifo, block_pool.NoPrefixCache, block_pool.RadixPrefixCache),
     *(pins.Pins, snapshots.HybridPrefixCache, snapshots.NoSnapshots, snapshots.StateSnapshots),
     *(speculation.DraftStats, speculation.FixedDrafts, speculation.AdaptiveDrafts, timing.LatencyController),
-    *(recovery.Recovery, events.EngineStats, events.RequestTimes),
+    *(recovery.Recovery, events.EngineStats, events.RequestTimes, step_time.LineFit),
+    *(
+        kv_offload.NoOffload,
+        kv_offload.KVOffload,
+        kv_offload.HostBlock,
+        kv_offload.PendingCopy,
+        kv_offload.OffloadStats,
+    ),
+    *(kv_transfer.PrefillOffload, kv_transfer.Export),
 )
 CLASSES: Classes = MappingProxyType({kind.__name__: kind for kind in _KINDS})
 """The classes of a state, by name."""
 
-_TUPLES = MappingProxyType({kind.__name__: kind for kind in (Plan, Span, NewSequence, InflightStep, Decision)})
+_TUPLES = MappingProxyType(
+    {kind.__name__: kind for kind in (Plan, Span, NewSequence, InflightStep, Decision, Transfer)}
+)
 _TREES = frozenset({"RadixPrefixCache", "HybridPrefixCache"})
 _PLAIN = (int, float, str, bool, type(None))
 _SPECIAL: Mapping[str, frozenset[str]] = {
-    "KVCacheManager": frozenset({"inflight_prefixes", "offload"}),
+    "KVCacheManager": frozenset({"inflight_prefixes"}),
     "BlockPool": frozenset({"on_evict"}),
-    "WaitingQueue": frozenset({"_awaiting_blocks"}),
+    "KVOffload": frozenset({"store", "prefill", "pool", "pins"}),
+    "PrefillOffload": frozenset({"store", "prefill", "server", "pool", "pins"}),
+    "PendingCopy": frozenset({"tokens", "salt"}),
     "EngineStats": frozenset({"completed"}),
     "RadixPrefixCache": frozenset({"edges"}),
     "HybridPrefixCache": frozenset({"edges"}),
@@ -116,7 +153,7 @@ _SPECIAL: Mapping[str, frozenset[str]] = {
     "Sequence": frozenset(
         {
             *("request", "tokens", "constraint", "inflight_prefix", "draft_tokens", "pending_images", "prefix_prompt"),
-            *("block_keys", "num_fetches", "num_from_host", "num_from_disk", "num_from_remote", "transfer"),
+            "block_keys",
         }
     ),
 }
@@ -198,26 +235,29 @@ class _Packer:
         cache = scheduler.kv.prefix_cache
         if type(cache).__name__ not in _TREES:
             return
-        self._walk(cache.root, [])
+        self._walk(cache.root, [], "")
         inflight = [s for step in scheduler.inflight for s in (*step.seqs, *step.deferred_frees)]
         for seq in (*inflight, *scheduler.sequences.values()):
             if seq.prefix_node is not None:
-                self._walk(seq.prefix_node, seq.tokens[: seq.next_cache_at - cache.block_size])
+                known = seq.tokens[: seq.next_cache_at - cache.block_size]
+                self._walk(seq.prefix_node, known, seq.request.cache_salt)
         for node, _ in cache.edges.values():
-            self._walk(node, [id(node)] * cache.block_size)
+            self._walk(node, [id(node)] * cache.block_size, "")
 
-    def _walk(self, node: Any, tokens: list[int]) -> None:
+    def _walk(self, node: Any, tokens: list[int], salt: str) -> None:
         """Name the nodes below one to which these tokens lead, unless it has a name."""
         if id(node) in self.names:
             return
-        size, todo = self.anonymizer.block_size, [(node, self.anonymizer.chain_after(tokens)[0], 0)]
+        anonymizer = self.anonymizer
+        size, todo = anonymizer.block_size, [(node, anonymizer.names(tokens, salt)[0], 0)]
         while todo:
-            node, chain, name = todo.pop()
-            if id(node) not in self.names:
-                self.names[id(node)] = name
+            node, before, name = todo.pop()
+            seen = self.names.get(id(node))
+            self.names[id(node)] = seen or name  # 0: another walk began there
+            if seen is None:
                 for key, (_, child) in node.items():
-                    own = chain.copy()
-                    todo.append((child, own, block_name(own, key[-size:])))
+                    own = next_key(first_key(key[0]) if len(key) > size else before, key[-size:])
+                    todo.append((child, own, anonymizer.name(own)))
 
     def _node(self, it: Any) -> list[Any]:
         kind = type(it).__name__
@@ -234,6 +274,9 @@ class _Packer:
         fields = [[name, self._value(value)] for name, value in _fields(it) if name not in special]
         if kind == "Sequence":
             fields += self._sequence(it)
+        elif kind == "PendingCopy":
+            names = self.anonymizer.names(it.tokens, it.salt)[1]
+            fields += [["prefix", [len(it.tokens), names, self.anonymizer.salt(it.salt)]]]
         elif kind in _TREES:
             fields.append(["edges", [[block, *self._value(node)] for block, (node, _) in it.edges.items()]])
         return [kind, fields]
@@ -243,7 +286,7 @@ class _Packer:
         return [block, self.names[id(child)], self.anonymizer.salt(key[0]) if salted else "", *self._value(child)]
 
     def _sequence(self, seq: Any) -> list[Any]:
-        names = self.anonymizer.chain_after(seq.tokens)[1]
+        names = self.anonymizer.names(seq.tokens, seq.request.cache_salt)[1]
         prompt_names = names[: len(seq.request.prompt) // self.anonymizer.block_size]
         request = request_fields(seq.request, prompt_names, self.anonymizer.salt(seq.request.cache_salt))
         return [
@@ -258,6 +301,8 @@ class _Packer:
         if isinstance(it, _PLAIN):
             return it
         kind = type(it).__name__
+        if isinstance(it, bytes):
+            return ["key", self.anonymizer.name(it)]
         if isinstance(it, NewSequence):
             return ["NewSequence", [it.row, ["tuple", []], it.num_computed, it.prompt_length]]
         if isinstance(it, tuple):
@@ -300,12 +345,16 @@ class _Restorer:
         self.roots: dict[str, Any] = self.made[0]
         self.kv = self.roots["scheduler"].kv
         self.block_size = self.kv.prefix_cache.block_size
+        self.kv.block_pool.on_evict = self.kv.offload.evict
         for it, (kind, data) in zip(self.made, nodes, strict=True):
             if kind == "place":
                 self._link(it, data)
         for it, (kind, data) in zip(self.made, nodes, strict=True):
             if kind == "Sequence":
                 self._sequence(it, dict(data))
+            elif kind == "PendingCopy":
+                count, names, it.salt = dict(data)["prefix"]
+                it.tokens = self._tokens(count, names)
             elif kind in _TREES:
                 self._index(it, dict(data)["edges"])
 
@@ -346,6 +395,8 @@ class _Restorer:
         kind, parts = data
         if kind == "policy":
             return self._policy(*parts)
+        if kind == "key":
+            return named_key(b"", [parts])
         values = map(self._value, parts)
         return tuple(values) if kind == "tuple" else _TUPLES[kind](*values)
 
@@ -371,14 +422,19 @@ class _Restorer:
         keys = {block: key for node in nodes.values() for key, (block, _) in node.items()}
         cache.edges.update((block, (self.made[number], keys[block])) for block, number in edges)
 
-    def _sequence(self, seq: Any, fields: dict[str, Any]) -> None:
-        count, names = fields["tokens"]
-        self.tokens += count + fields["request"][1]
+    def _tokens(self, count: int, names: Any) -> list[int]:
+        """See `anonymized_tokens`. Raises InvalidConfig for more than any engine holds."""
+        self.tokens += count
         if self.tokens > MAX_STATE_TOKENS:
             raise InvalidConfig(f"the recording's sequences have more than {MAX_STATE_TOKENS} tokens")
+        return anonymized_tokens(count, names, self.block_size)
+
+    def _sequence(self, seq: Any, fields: dict[str, Any]) -> None:
+        count, names = fields["tokens"]
+        self.tokens += fields["request"][1]
+        seq.tokens = self._tokens(count, names)
         seq.request = recorded_request(fields["request"], self.block_size)
         seq.prefix_prompt = seq.request.prompt
-        seq.tokens = anonymized_tokens(count, names, self.block_size)
         seq.constraint = CONSTRAINTS[fields["constraint"]]
         if fields["inflight_prefix"]:
             start = seq.next_cache_at - self.block_size

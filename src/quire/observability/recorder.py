@@ -13,20 +13,21 @@ from collections import abc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from quire import __version__
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, in_vocabulary
 from quire.engine.events import Completed, Observer, StepRecord
 from quire.engine.executor import Description, Executor, StepHandle
 from quire.engine.timing import Clock, WallClock
 from quire.errors import ExecutorLost, QuireError
 from quire.observability import recording_format
-from quire.observability.checkpoint import ENGINE_STATE, Anonymizer, block_name, constraint_of, pack, request_fields
+from quire.observability.checkpoint import ENGINE_STATE, Anonymizer, constraint_of, pack, request_fields
 from quire.observability.recording_format import Ring
 from quire.scheduler.constraint import FREE, Constraint
+from quire.scheduler.kv_offload import BlockStore, Copy, CopyDone, KVOffload, Offload, Prefill, PrefillClient, next_key
+from quire.scheduler.kv_transfer import PrefillOffload, PrefillServer
 from quire.scheduler.plan import Mask, Plan, Result, Span
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
@@ -53,10 +54,11 @@ def _safely(record: Callable[Concatenate[Recorder, P], None]) -> Callable[Concat
 
 @dataclass(slots=True)
 class _Filling:
-    """A sequence whose blocks are to be named. end: of its next full block. due: step at which to look again."""
+    """A sequence whose blocks are to be named. key: of the last one named. end: of its next full block. due: step at
+    which to look again."""
 
     seq: Sequence
-    chain: blake2b
+    key: bytes
     end: int
     due: int = -1
 
@@ -100,6 +102,10 @@ class Recorder(Observer):
         self.run = self.run or secrets.token_hex(8)
         sizes = {"vocab_size": about.vocab_size, "max_model_len": about.max_model_len}
         sizes |= {"page_size": about.block_size, "pages": about.num_blocks, "rows": about.num_rows}
+        if isinstance(offload := self.scheduler.kv.offload, KVOffload):
+            store = offload.store
+            sizes |= {"slots": store.num_slots, "files": store.max_files, "block_bytes": store.block_bytes}
+            sizes["min_tokens"] = offload.prefill.min_tokens
         head = (recording_format.VERSION, __version__, self.run, self.ring.segments, time.time(), clock, sizes)
         self.ring.begin(recording_format.encode(recording_format.Began([], *head, pack(state(), self.anonymizer))))
         self._spans = None
@@ -111,13 +117,14 @@ class Recorder(Observer):
     # ---------------------------------------------------------------- inputs and results
 
     @_safely
-    def arrived(self, request: Request, seq: Sequence) -> None:
-        """Record a request."""
+    def arrived(self, request: Request, seq: Sequence, incoming: bool) -> None:
+        """Record a request. incoming: it is another engine's, and recorded already."""
         size = self.anonymizer.block_size
-        chain, names = self.anonymizer.chain_after(request.prompt)
-        fields = request_fields(request, names, self.anonymizer.salt(request.cache_salt))
-        self._filling[request.id] = _Filling(seq, chain, (len(names) + 1) * size)
-        *about, pins, owner = fields
+        key, names = self.anonymizer.names(request.prompt, request.cache_salt)
+        self._filling[request.id] = _Filling(seq, key, (len(names) + 1) * size)
+        if incoming:
+            return
+        *about, pins, owner = request_fields(request, names, self.anonymizer.salt(request.cache_salt))
         self.write(recording_format.Arrived(*(self.at, *about, constraint_of(seq), pins, owner)))
 
     @_safely
@@ -168,6 +175,39 @@ class Recorder(Observer):
         self._failed = ("masks", "", False)
 
     @_safely
+    def prefills_arrived(self, prefills: abc.Sequence[Prefill | str], vocab_size: int) -> None:
+        """Record what decode engines ask of this one."""
+        found = list[tuple[str, int, list[int] | None, int, str, int]]()
+        for each in prefills:
+            if isinstance(each, str):
+                found.append((each, 0, None, -1, "", 0))
+                continue
+            valid = in_vocabulary(each.tokens, vocab_size)
+            names = self.anonymizer.names(each.tokens, each.salt)[1] if valid else None
+            salt = self.anonymizer.salt(each.salt)
+            found.append((each.id, len(each.tokens), names, each.first, salt, each.priority))
+        self.write(recording_format.PrefillsArrived(self.at, found))
+
+    @_safely
+    def prefill_asked(self, reason: str) -> None:
+        """Record why no prefill engine could be asked."""
+        self.write(recording_format.PrefillAsked(self.at, reason))
+
+    @_safely
+    def copy_started(self, kind: Copy, ticket: int, copies: Iterable[tuple[bytes, *tuple[int, ...]]]) -> None:
+        """Record a copy of blocks, known by their keys."""
+        name = self.anonymizer.name
+        blocks = [(name(key), *places) for key, *places in copies]
+        self.write(recording_format.CopyStarted(self.at, kind, ticket, blocks))
+
+    @_safely
+    def copies_ended(self, ended: abc.Sequence[CopyDone]) -> None:
+        """Record what became of copies."""
+        name = self.anonymizer.name
+        copies = [(*each[:2], [(name(key), why) for key, why in each.failed.items()], *each[3:]) for each in ended]
+        self.write(recording_format.CopiesEnded(self.at, copies))
+
+    @_safely
     def crashed(self, error: Exception) -> None:
         """Record an error of the engine itself."""
         if self._landing:
@@ -187,7 +227,8 @@ class Recorder(Observer):
             if filling.due == step:
                 arrival, tokens = filling.seq.arrival, filling.seq.tokens
                 for end in range(filling.end, len(tokens) + 1, size):
-                    pages.append((arrival, end - 1, block_name(filling.chain, tokens[end - size : end])))
+                    filling.key = next_key(filling.key, tokens[end - size : end])
+                    pages.append((arrival, end - 1, self.anonymizer.name(filling.key)))
                     filling.end = end + size
                 self._arm(filling)
         for ended in record.ended:
@@ -284,6 +325,101 @@ class RecordedExecutor:
         self.recorder.ring.close()
 
 
+class RecordedStore:
+    """A store of K/V tiers; records the copies that start and end while the engine decides, not those at its close."""
+
+    def __init__(self, inner: BlockStore, recorder: Recorder, clock: RecordedClock) -> None:
+        self.inner, self.recorder, self.clock = inner, recorder, clock
+        self.num_slots, self.block_bytes, self.max_files = inner.num_slots, inner.block_bytes, inner.max_files
+        self.files, self.remove, self.wait = inner.files, inner.remove, inner.wait
+        self.fileno, self.close = inner.fileno, inner.close
+
+    def started(self, kind: Copy, ticket: int, copies: Iterable[tuple[bytes, *tuple[int, ...]]]) -> None:
+        """Record a copy."""
+        if self.clock.deciding:
+            self.recorder.copy_started(kind, ticket, copies)
+
+    def save(self, ticket: int, copies: abc.Sequence[tuple[bytes, int, int]]) -> None:
+        """Record it, then copy to host memory."""
+        self.started("save", ticket, copies)
+        with self.recorder.failing("copy"):
+            self.inner.save(ticket, copies)
+
+    def load(self, ticket: int, copies: abc.Sequence[tuple[bytes, int, int]]) -> None:
+        """Record it, then copy to the device."""
+        self.started("load", ticket, copies)
+        with self.recorder.failing("copy"):
+            self.inner.load(ticket, copies)
+
+    def read(self, ticket: int, copies: abc.Sequence[tuple[bytes, int]]) -> None:
+        """Record it, then read files."""
+        self.started("read", ticket, copies)
+        self.inner.read(ticket, copies)
+
+    def write(self, ticket: int, key: bytes, slot: int) -> None:
+        """Record it, then write a file."""
+        self.started("write", ticket, [(key, slot)])
+        with self.recorder.failing("copy"):
+            self.inner.write(ticket, key, slot)
+
+    def poll(self) -> abc.Sequence[CopyDone]:
+        """The copies that have ended."""
+        ended = self.inner.poll()
+        if ended and self.clock.deciding:
+            self.recorder.copies_ended(ended)
+        return ended
+
+
+class RecordedPrefillClient:
+    """Prefill engines; records whether one could be asked, and what was asked for."""
+
+    def __init__(self, inner: PrefillClient, store: RecordedStore) -> None:
+        self.inner, self.store = inner, store
+        self.min_tokens, self.cancel, self.close = inner.min_tokens, inner.cancel, inner.close
+
+    def unavailable(self) -> str:
+        """Why no prefill engine can be asked now."""
+        reason = self.inner.unavailable()
+        if self.store.clock.deciding:
+            self.store.recorder.prefill_asked(reason)
+        return reason
+
+    def receive(self, ticket: int, prefill: Prefill, copies: abc.Sequence[tuple[bytes, int]]) -> None:
+        """Record it, then ask."""
+        self.store.started("receive", ticket, copies)
+        self.inner.receive(ticket, prefill, copies)
+
+
+class RecordedPrefillServer:
+    """Decode engines; records what they ask for, and what is sent."""
+
+    def __init__(self, inner: PrefillServer, store: RecordedStore, vocab_size: int) -> None:
+        self.inner, self.store, self.vocab_size = inner, store, vocab_size
+        self.fail, self.done, self.drain, self.close = inner.fail, inner.done, inner.drain, inner.close
+
+    def poll(self) -> abc.Sequence[Prefill | str]:
+        """What decode engines ask for."""
+        found = self.inner.poll()
+        if found:
+            self.store.recorder.prefills_arrived(found, self.vocab_size)
+        return found
+
+    def send(self, ticket: int, id: str, number: int, key: bytes, slot: int) -> None:
+        """Record it, then send a block."""
+        self.store.started("send", ticket, [(key, number, slot)])
+        self.inner.send(ticket, id, number, key, slot)
+
+
+def record_copies(offload: Offload, recorder: Recorder, clock: RecordedClock, vocab_size: int) -> None:
+    """Record the copies of an engine's K/V tiers, if it has any."""
+    if not isinstance(offload, KVOffload):
+        return
+    offload.store = store = RecordedStore(offload.store, recorder, clock)
+    offload.prefill = RecordedPrefillClient(offload.prefill, store)
+    if isinstance(offload, PrefillOffload):
+        offload.server = RecordedPrefillServer(offload.server, store, vocab_size)
+
+
 class RecordedEngine(Engine):
     """An engine whose decisions can be replayed from what `recorder` writes."""
 
@@ -302,6 +438,7 @@ class RecordedEngine(Engine):
         recorded, observers = RecordedExecutor(executor, recorder), (*observers, recorder)
         super().__init__(scheduler, recorded, clock=self._clock, observers=observers, **rest)
         recorder.attach(scheduler, self.lookahead)
+        record_copies(scheduler.kv.offload, recorder, self._clock, self.description.vocab_size)
         self._begin()
 
     def step(self) -> list[RequestStepOutput]:
@@ -328,15 +465,17 @@ class RecordedEngine(Engine):
 
     def add(self, request: Request, constraint: Constraint = FREE) -> None:
         """As `Engine.add`, recorded."""
-        if not self.recorder.run:
+        incoming = self._clock.deciding  # it is added by a step, for another engine
+        if not (self.recorder.run or incoming):
             self._begin()
         self._clock.deciding = self.recorder.on
         try:
             super().add(request, constraint)
         finally:
-            self._clock.deciding = False
-        self.recorder.arrived(request, self.scheduler.sequences[request.id])
-        self._begin_if_full()
+            self._clock.deciding = incoming
+        self.recorder.arrived(request, self.scheduler.sequences[request.id], incoming)
+        if not incoming:
+            self._begin_if_full()
 
     def set_constraint(self, id: str, constraint: Constraint) -> None:
         """As `Engine.set_constraint`, recorded."""
@@ -360,8 +499,12 @@ class RecordedEngine(Engine):
 
     def reset_prefix_cache(self) -> None:
         """As `Engine.reset_prefix_cache`, recorded."""
-        super().reset_prefix_cache()
         self.recorder.write(recording_format.PrefixCacheReset(self.recorder.at))
+        self._clock.deciding = self.recorder.on
+        try:
+            super().reset_prefix_cache()
+        finally:
+            self._clock.deciding = False
 
     def _end_request(self, id: str, why: FinishReason, end: Callable[[str, Any], None], how: Any) -> None:
         if self._clock.deciding:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from quire.errors import InvalidConfig
+from quire.scheduler.kv_offload import Copy
 from quire.scheduler.plan import Span
 from quire.scheduler.sequence import Decision
 from quire.types import FinishReason, Pin, Pooling
@@ -45,7 +46,7 @@ class Began(RecordFrame, tag=0, frozen=True):
     """The beginning of segment `number` of recording `run`. version: of the format; quire: of the engine.
 
     unix: wall-clock seconds at `clock`, the engine's. about: vocab_size, max_model_len, page_size, pages and rows of
-    the executor. state: see `quire.observability.checkpoint`.
+    the executor; of K/V tiers slots, files, block_bytes and min_tokens. state: see `quire.observability.checkpoint`.
     """
 
     version: int
@@ -150,8 +151,38 @@ class PrefixCacheReset(RecordFrame, tag=10, frozen=True):
     """The prefix cache was reset."""
 
 
-StepFrame: TypeAlias = Launched | Landed | Reset | Idled | Crashed
-InputFrame: TypeAlias = Arrived | ConstraintSet | Left | LookaheadChanged | PrefixCacheReset
+class CopyStarted(RecordFrame, tag=11, frozen=True):
+    """A copy of blocks between K/V tiers, or engines, before it begins. blocks: (name, places that it uses) each."""
+
+    kind: Copy
+    ticket: int
+    blocks: list[tuple[int, ...]]
+
+
+class CopiesEnded(RecordFrame, tag=12, frozen=True):
+    """Copies that have ended: (kind, ticket, (name, reason) of each block that failed, seconds, peer) each."""
+
+    copies: list[tuple[Copy, int, list[tuple[int, str]], float, str]]
+
+
+class PrefillAsked(RecordFrame, tag=13, frozen=True):
+    """Whether a prefill engine could be asked. reason: why none; empty if one could."""
+
+    reason: str
+
+
+class PrefillsArrived(RecordFrame, tag=14, frozen=True):
+    """What decode engines ask of this one: (id, tokens, names of their full blocks, first, salt, priority) each.
+
+    first: number of the first block that is wanted; -1: they no longer want it. names: None if a token is none of the
+    vocabulary, so that it was refused.
+    """
+
+    prefills: list[tuple[str, _Count, list[int] | None, int, str, int]]
+
+
+StepFrame: TypeAlias = Launched | Landed | Reset | Idled | Crashed | CopyStarted | CopiesEnded | PrefillAsked
+InputFrame: TypeAlias = Arrived | ConstraintSet | Left | LookaheadChanged | PrefixCacheReset | PrefillsArrived
 AnyFrame: TypeAlias = Began | StepFrame | InputFrame
 
 encode = msgspec.msgpack.Encoder().encode

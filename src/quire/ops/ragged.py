@@ -15,8 +15,8 @@ import torch
 
 class ImageTokens(NamedTuple):
     """The tokens of a step that hold the places of images: rows [M] int64 among its T tokens, and their embeddings
-    [M, hidden] in place of the table's. features [M, hidden] each: what the first layers add to the residual stream
-    after themselves (Meng et al. 2024, DeepStack)."""
+    [M, hidden] in place of the table's, or [M, 0] in stages of a pipeline that do not read them. features [M, hidden]
+    each: what the first layers add to the residual stream after themselves (Meng et al. 2024, DeepStack)."""
 
     rows: torch.Tensor
     embeddings: torch.Tensor

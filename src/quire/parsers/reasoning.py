@@ -408,6 +408,15 @@ def parser_of(template: str | None) -> ReasoningParser:
     return next(found, "none")
 
 
+SWITCHES = ("enable_thinking", "thinking")
+"""Arguments of chat templates that turn reasoning on and off."""
+
+
+def turned_off(template_kwargs: Mapping[str, object] | None) -> bool:
+    """Whether arguments of a chat template disable reasoning."""
+    return any((template_kwargs or {}).get(name) is False for name in SWITCHES)
+
+
 def thoughts_ahead(parser: str, prompt: str, begun: str = "", *, off: bool = False) -> Ahead:
     """Which reasoning may precede an answer to `prompt`.
 

@@ -9,9 +9,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Thread
+from functools import partial
+from threading import Lock, Thread
 
 import ray
 from ray import serve as ray_serve
@@ -75,10 +76,24 @@ def deployed(settings: Settings, child: str = ENGINE_MODULE) -> Iterator[Handle]
             handle = deploy()
         except RuntimeError as error:
             raise _refusal() from error
-        signal.signal(signal.SIGHUP, lambda *_: Thread(target=deploy, daemon=True).start())
+        redeploy = partial(_redeploy, deploy, Lock())
+        signal.signal(signal.SIGHUP, lambda *_: Thread(target=redeploy, daemon=True).start())
         yield handle
     finally:
         ray.shutdown()
+
+
+def _redeploy(deploy: Callable[[], object], turn: Lock) -> None:
+    """Restart the replicas once restarts before this one have ended. One that fails is a line in the log."""
+    with turn:
+        try:
+            deploy()
+        except RuntimeError:
+            log.error("not all replicas were restarted: %s", _refusal())
+        except Exception as error:
+            log.error("not all replicas were restarted: %s: %s", type(error).__name__, error)
+        else:
+            log.info("all replicas were restarted")
 
 
 def _refusal() -> InvalidConfig | InvalidModel:

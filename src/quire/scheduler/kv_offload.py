@@ -12,7 +12,7 @@ import hashlib
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -369,6 +369,8 @@ class KVOffload(NoOffload):
     file. Of files, too, the least recently used goes. A block that comes back stays on the tiers that it was on.
     """
 
+    next_key: Callable[[bytes, Seq[int]], bytes] = staticmethod(next_key)
+
     def __init__(self, store: BlockStore, block_size: int, prefill: PrefillClient | None = None) -> None:
         super().__init__()
         self.store, self.block_size = store, block_size
@@ -406,7 +408,7 @@ class KVOffload(NoOffload):
             tokens = seq.prefix_tokens
             key = keys[-1] if keys else first_key(seq.request.cache_salt)
             for at in range(len(keys) * size, count * size, size):
-                keys.append(key := next_key(key, tokens[at : at + size]))
+                keys.append(key := self.next_key(key, tokens[at : at + size]))
         return keys
 
     def cached(self, block: int, seq: Sequence, index: int) -> None:

@@ -38,6 +38,16 @@ class PrefillServer(Protocol):
         """End all."""
 
 
+def choose_engine(loads: Seq[float], key: bytes) -> int:
+    """Which prefill engine a decode engine asks: the one with the least load; of several, one that follows from the
+    key, so that prompts that begin alike find each other's blocks.
+
+    loads: tokens that it has asked each for; infinite where it cannot ask. key: of the first block that is wanted.
+    """
+    least, count = min(loads), len(loads)
+    return min(range(count), key=lambda i: (loads[i] > least, (i - key[0]) % count))
+
+
 @dataclass(eq=False, slots=True)
 class Export:
     """A prompt whose blocks are sent. next: number of the first one that is not computed yet, of `end`. held: blocks of
@@ -58,6 +68,7 @@ class PrefillOffload(KVOffload):
         self.exports: dict[str, Export] = {}
         self.running = set[str]()
         """Ids of others' requests that this engine has not ended."""
+        self._flush_due = False
 
     # ---------------------------------------------------------------- requests
 
@@ -114,9 +125,15 @@ class PrefillOffload(KVOffload):
             self.pool.incref(block)
             export.held.append((number, self.keys_of(seq, number + 1)[number], block))
             export.next = number + 1
+            self._flush_due = True
+
+    def timeout(self) -> float | None:
+        """Seconds until `poll` is due; 0 while blocks wait for `flush`, which no other request may bring about."""
+        return 0.0 if self._flush_due else super().timeout()
 
     def flush(self) -> None:
         """Copies of blocks that are to be sent are copies as those of evicted ones."""
+        self._flush_due = False
         copied = [block for export in self.exports.values() for block in self._save(export)]
         super().flush()
         for block in copied:

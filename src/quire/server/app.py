@@ -23,7 +23,7 @@ from quire.errors import InvalidRequest, QuireError, Unavailable, nearest
 from quire.frontend.interface import Backend, Delta, ModelCard, ResultStream, Service
 from quire.observability.recording_format import SUFFIX, written_bytes
 from quire.parsers.tools.styles import tool_style
-from quire.server import error_responses, openapi, outputs, prompts, schemas
+from quire.server import api_page, error_responses, openapi, outputs, prompts, schemas
 from quire.server.access import CrossOrigin, Guard, Hosts, Keys, Rates, refuse_cross_site, trace_context
 from quire.server.batch_api.runner import BatchService
 from quire.server.calls import Job
@@ -41,7 +41,7 @@ from quire.server.endpoints import (
     gather,
 )
 from quire.server.error_responses import GONE, JSON, NotFound, json_response, offloaded_json
-from quire.server.item_references import references
+from quire.server.item_references import Referred, references
 from quire.server.limits import AdmissionGate, Limits, deadline, read_body
 from quire.server.live_page import LiveSource, Page
 from quire.server.media import offload_reading
@@ -271,7 +271,7 @@ class Api:
         return StreamingResponse(_segments(paths), media_type="application/octet-stream", headers=headers)
 
 
-def _with_references(parsed: ResponsesRequest, limits: Limits) -> tuple[ResponsesRequest, dict[str | None, str]]:
+def _with_references(parsed: ResponsesRequest, limits: Limits) -> tuple[ResponsesRequest, dict[str | None, Referred]]:
     """A request and the stored responses that its input refers to."""
     return parsed, references(parsed.input)
 
@@ -323,7 +323,8 @@ def create_app(
     models = OllamaModels(backend, details, template if isinstance(template, str) else "")
     state = ResponseState(ResponseStore(), limits) if state is None else state
     api = Api(backend, limits, version, rates, state, recording)
-    page = Page(view, keys, limits)
+    described = openapi.document(version)
+    page = Page(view, keys, limits, api_page.page(described))
 
     def show(request: OllamaShowRequest, _: Limits) -> Any:
         return models.show(request)
@@ -345,7 +346,7 @@ def create_app(
         Route("/reset_prefix_cache", api.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", api.metrics),
         Route("/v1/recording", api.recording),
-        get_json("/openapi.json", partial(Raw, openapi.document(version))),
+        get_json("/openapi.json", partial(Raw, described)),
         *health_routes(backend, version),
         *(_no_batch_routes() if batch_service is None else batch_service.routes()),
         *(UpstreamPages(pages).routes() if pages else ()),

@@ -21,10 +21,20 @@ from quire.frontend.interface import Backend, Call, Delta, ModelCard
 from quire.frontend.processor import bad_words, hashed_salt, max_new_tokens
 from quire.multimodal.inputs import ImageInputs
 from quire.parsers.parts import Splitter, TextPart
-from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, ThoughtStyle, bounded, thought_style, thoughts_ahead
+from quire.parsers.reasoning import (
+    SWITCHES,
+    THOUGHTS,
+    AnswerSplitter,
+    ThoughtStyle,
+    bounded,
+    thought_style,
+    thoughts_ahead,
+    turned_off,
+)
 from quire.parsers.tools.styles import tool_style
 from quire.server import beams, cache_control
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
+from quire.server.nested import check_nested
 from quire.server.prompts import Rendered, encode, in_vocabulary, model, prompts, render
 from quire.server.schemas import (
     Answers,
@@ -184,7 +194,7 @@ def chat(
     # The newer of the two names goes first.
     if request.max_completion_tokens is not None:
         max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
-    request, budget = with_effort(request, card)
+    request, budget = with_thinking(request, card)
     searched = [] if request.web_search_options is None else [{"type": "web_search"}]
     tools = make_tool_set(
         [*(request.tools or ()), *searched],
@@ -201,7 +211,7 @@ def chat(
     shared = shared_params(request, backend, card, limits)
     form = tools.structure(shared["structured_outputs"], "" if style is None else style.answer)
     bound = form is not None or budget is not None
-    off = bound and (request.chat_template_kwargs or {}).get("enable_thinking") is False
+    off = bound and turned_off(request.chat_template_kwargs)
     ahead = thoughts_ahead(card.reasoning_parser, text, _continued(request), off=off)
     ids = truncate(whole, request, card, max_tokens)
     shared["structured_outputs"] = bounded(form, card.reasoning_parser, ahead, budget)
@@ -310,31 +320,71 @@ EFFORTS: Mapping[str, int] = {
 """Most tokens of thoughts for each `reasoning_effort`, where the model's template does not know it; -1: any number."""
 
 
-def with_effort(request: ChatRequest, card: ModelCard) -> tuple[ChatRequest, int | None]:
-    """The request with the template's arguments for its `reasoning_effort`, and its bound of the tokens of thoughts.
+def with_thinking(request: ChatRequest, card: ModelCard) -> tuple[ChatRequest, int | None]:
+    """The request with the template's arguments for its `thinking` and `reasoning_effort`, and its bound of the tokens
+    of thoughts. `thinking` decides whether, the effort how much.
 
     Raises InvalidRequest naming the field.
     """
-    budget, effort = request.thinking_token_budget, request.reasoning_effort
-    if budget is not None and budget < -1:
-        raise InvalidRequest("thinking_token_budget must be at least 0, or -1 for any number", param=_BUDGET)
-    if effort is None:
-        return request, budget
-    if effort not in EFFORTS:
+    budget, effort = _budget(request), request.reasoning_effort
+    if effort is not None and effort not in EFFORTS:
         known = ", ".join(EFFORTS)
         hint = nearest(effort[:64], EFFORTS)
         raise InvalidRequest(f"reasoning_effort must be one of {known}.{hint}", param="reasoning_effort")
-    switches = [name for name in ("enable_thinking", "thinking") if name in card.template_arguments]
+    switches = [name for name in SWITCHES if name in card.template_arguments]
+    thinks = _thinks(request.thinking, effort, can=card.reasoning_parser != "none" or bool(switches))
+    if thinks is False:
+        effort, budget = "none", None
+    if thinks is None and effort is None:
+        return request, budget
     known_kwargs: dict[str, Any] = dict.fromkeys(switches, effort != "none")
-    if "reasoning_effort" in card.template_arguments and (effort != "none" or not switches):
+    if effort is not None and "reasoning_effort" in card.template_arguments and (effort != "none" or not switches):
         known_kwargs["reasoning_effort"] = effort
     in_template = "reasoning_effort" in known_kwargs or (effort == "none" and bool(known_kwargs))
     merged = {**known_kwargs, **(request.chat_template_kwargs or {})}
-    budget = EFFORTS[effort] if budget is None and not in_template else budget
+    budget = EFFORTS[effort] if effort is not None and budget is None and not in_template else budget
     return msgspec.structs.replace(request, chat_template_kwargs=merged), budget
 
 
+def _thinks(thinking: Mapping[str, Any] | None, effort: str | None, *, can: bool) -> bool | None:
+    """Whether the model is to think, by Anthropic's and DeepSeek's field; None: that is for the model, or its effort.
+
+    can: whether it may. `adaptive` leaves it to the model how much it thinks, so one that does not takes it as well.
+    """
+    if thinking is None:
+        return None
+    check_nested(thinking, "thinking", "thinking")
+    kind = thinking.get("type")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise InvalidRequest("thinking.type must be enabled, adaptive or disabled", param="thinking")
+    if kind == "adaptive":
+        return True if can and effort is None else None
+    if kind == "enabled" and not can:
+        raise InvalidRequest(
+            "thinking: this model does not think: send type disabled, or leave it out", param="thinking"
+        )
+    if kind == "enabled" and effort == "none":
+        raise InvalidRequest(
+            "reasoning_effort is none, and thinking is enabled: send one of them", param="reasoning_effort"
+        )
+    return bool(kind == "enabled")
+
+
 _BUDGET = "thinking_token_budget"
+
+
+def _budget(request: ChatRequest) -> int | None:
+    """The most tokens of thoughts, by either name; None: not said. Raises InvalidRequest naming the field."""
+    given, budget = (request.thinking or {}).get("budget_tokens"), request.thinking_token_budget
+    if budget is not None and budget < -1:
+        raise InvalidRequest("thinking_token_budget must be at least 0, or -1 for any number", param=_BUDGET)
+    if given is None:
+        return budget
+    if budget is not None:
+        raise InvalidRequest(f"thinking.budget_tokens and {_BUDGET} are the same: send one", param="thinking")
+    if type(given) is not int or given < 1:
+        raise InvalidRequest("thinking.budget_tokens must be a whole number above 0", param="thinking")
+    return given
 
 
 def _num_calls(message: Mapping[str, Any]) -> int:

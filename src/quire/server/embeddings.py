@@ -31,6 +31,7 @@ from quire.server.schemas import Prompt
 from quire.types import Pooling
 
 _FORMATS = ("float", "base64")
+TEXT_ONLY = NoImages("embeddings and classes are made of text")
 POOLINGS: Sequence[Pooling] = ("mean", "last", "cls")
 
 
@@ -160,7 +161,7 @@ def read_inputs(
     if request.messages is not None:
         if request.add_generation_prompt is None:
             request.add_generation_prompt = False
-        shown = render(request.messages, request, backend, NoImages(), context=input_limit(card) + 1)
+        shown = render(request.messages, request, backend, TEXT_ONLY, context=input_limit(card) + 1)
         return [cut(shown.ids, most)]
     try:
         given = prompts(request.input or [], card, limits)

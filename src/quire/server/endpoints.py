@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from quire.errors import Interrupted, InvalidRequest
-from quire.frontend.interface import Backend, Call, Delta, ModelCard, ResultStream, iterate
+from quire.frontend.interface import Backend, Call, Delta, ResultStream, iterate
 from quire.frontend.offload import offload
 from quire.server import calls, messages, ollama, outputs, pooling, responses, schemas, scores
 from quire.server.calls import Job
@@ -73,13 +73,11 @@ _MESSAGES_NAMES: Mapping[str, str] = {
 MakeJob = Callable[[Any, Backend, Limits], Job]
 
 
-def _chat_job(
-    as_chat: Callable[[Any, ModelCard], schemas.ChatRequest], names: Mapping[str, str], prefix: str
-) -> MakeJob:
+def _chat_job(as_chat: Callable[[Any], schemas.ChatRequest], names: Mapping[str, str], prefix: str) -> MakeJob:
     """The `make_job` of requests that become chat requests. prefix: of the answer's id. names: see `_renamed`."""
 
     def make_job(request: Any, backend: Backend, limits: Limits) -> Job:
-        return calls.chat(as_chat(request, backend.model()), backend, limits, prefix)
+        return calls.chat(as_chat(request), backend, limits, prefix)
 
     return _naming(names, make_job)
 
@@ -158,7 +156,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     ),
     "/v1/chat/completions": Endpoint(
         schemas.ChatRequest,
-        _chat_job(lambda chat, card: chat, _CHAT_NAMES, "chatcmpl-"),
+        _chat_job(lambda chat: chat, _CHAT_NAMES, "chatcmpl-"),
         outputs.ChatChunks,
         outputs.chat,
     ),

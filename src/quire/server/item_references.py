@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 from quire.errors import InvalidRequest
 from quire.server.error_responses import NotFound
@@ -19,23 +19,26 @@ Input = str | list[dict[str, Any]]
 
 RESPONSE = "resp_"
 
-_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4,12}")
+_ID = re.compile(r"[a-z]+_([0-9a-f]{32})([01])[0-9a-f]{4,12}")
+_OF_INPUT, _OF_OUTPUT = "0", "1"
 
 
 def input_id(response: str, number: int) -> str:
     """The part after the kind's prefix of the id of an item of a response's input."""
-    return f"{response.removeprefix(RESPONSE)}{number:04x}"
+    return f"{response.removeprefix(RESPONSE)}{_OF_INPUT}{number:04x}"
 
 
 def output_id(response: str, number: int) -> str:
     """The same of its output."""
-    return f"{response.removeprefix(RESPONSE)}1{number:04x}"
+    return f"{response.removeprefix(RESPONSE)}{_OF_OUTPUT}{number:04x}"
 
 
-def response_of(item: str) -> str | None:
-    """The id of the response that an item with this id is of; None: no response has such items."""
-    found = _ID.fullmatch(item)
-    return found and RESPONSE + found[1]
+class Referred(NamedTuple):
+    """Items of one response that an input refers to. first: the id of the first of them. inputs: whether some of them
+    are of its input."""
+
+    first: str
+    inputs: bool
 
 
 def is_reference(item: Mapping[str, Any]) -> bool:
@@ -54,19 +57,22 @@ def reference_of(item: Mapping[str, Any]) -> str | None:
     return id
 
 
-def references(given: Input) -> dict[str | None, str]:
-    """The responses that items of an input refer to, None for ids that no item has, with the first of the ids of each.
+def references(given: Input) -> dict[str | None, Referred]:
+    """The responses that items of an input refer to, None for ids that no item has.
 
     Raises InvalidRequest for an id that comes twice: an input would grow without bound.
     """
-    seen, found = set[str](), dict[str | None, str]()
+    seen, found = set[str](), dict[str | None, Referred]()
     for i, item in enumerate(as_items(given)):
         if (id := reference_of(item)) is None:
             continue
         if id in seen:
             raise InvalidRequest(f"input[{i}]: item {id[:80]!r} is referred to twice: once is enough", param="input")
         seen.add(id)
-        found.setdefault(response_of(id), id)
+        of = _ID.fullmatch(id)
+        response = of and RESPONSE + of[1]
+        before = found.get(response, Referred(id, False))
+        found[response] = before._replace(inputs=before.inputs or bool(of and of[2] == _OF_INPUT))
     return found
 
 

@@ -41,7 +41,7 @@ class Limits:
     """
 
     max_body_bytes: int = ServerConfig().max_body_bytes
-    max_depth: int = 32
+    max_depth: int = 64
     max_containers: int = 1 << 15
     max_n: int = 128
     max_answers: int = 1024
@@ -110,7 +110,8 @@ def deadline(headers: Mapping[str, str]) -> float | None:
 
 
 def check_depth(value: Any, limits: Limits) -> None:
-    """Raises InvalidRequest for lists and objects nested too deep, or too many of them. Takes no time per number."""
+    """Raises InvalidRequest for lists and objects nested too deep, naming the field, or too many of them. Takes no time
+    per number."""
     level: list[Any] = [value]
     seen = 0
     for _ in range(limits.max_depth):
@@ -118,15 +119,31 @@ def check_depth(value: Any, limits: Limits) -> None:
         if seen > limits.max_containers:
             most = limits.max_containers
             raise InvalidRequest(f"the JSON has more than {most} lists and objects", code="json_too_large")
-        deeper: list[Any] = []
-        for one in level:
-            inside = one.values() if isinstance(one, dict) else one
-            if not _CONTAINERS.isdisjoint(map(type, inside)):
-                deeper += [x for x in inside if type(x) in _CONTAINERS]
-        if not deeper:
+        if not (level := _inside(level)):
             return
-        level = deeper
-    raise InvalidRequest(f"the JSON is nested more than {limits.max_depth} deep", code="json_too_deep")
+    named = value.items() if isinstance(value, dict) else ()
+    name = next((name for name, one in named if _deeper(one, limits.max_depth - 1)), None)
+    what = "the JSON" if name is None else f"{name[:64]}: the JSON"
+    why = f"{what} is nested more than {limits.max_depth} deep: send what is deeper as text"
+    raise InvalidRequest(why, param=name and name[:64], code="json_too_deep")
+
+
+def _inside(level: list[Any]) -> list[Any]:
+    """The lists and objects in those of one level."""
+    deeper: list[Any] = []
+    for one in level:
+        inside = one.values() if isinstance(one, dict) else one
+        if not _CONTAINERS.isdisjoint(map(type, inside)):
+            deeper += [x for x in inside if type(x) in _CONTAINERS]
+    return deeper
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Whether a value is nested more than `most` deep."""
+    level = [value] if type(value) in _CONTAINERS else []
+    for _ in range(most):
+        level = _inside(level)
+    return bool(level)
 
 
 def check_answers(prompts: int, n: int | None, limits: Limits) -> None:

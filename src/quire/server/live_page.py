@@ -109,14 +109,20 @@ def reads_html(headers: Mapping[str, str]) -> bool:
 
 
 class Page:
-    """The handlers of `/ui` and of `/v1/requests`. view: None for a backend that cannot be looked into."""
+    """The handlers of `/ui`, of `/docs` and of `/v1/requests`. view: None for a backend that cannot be looked into.
+    api: the page of `/docs`, None to have none."""
 
-    def __init__(self, view: LiveSource | None, keys: Keys, limits: Limits) -> None:
+    def __init__(self, view: LiveSource | None, keys: Keys, limits: Limits, api: bytes | None = None) -> None:
         self._view = view
         self._keys = keys
         self._limits = limits
         self._sessions = Sessions()
-        self._files = {path.name: _File(path) for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
+        self._files = {
+            path.name: _File(path.read_bytes(), path.suffix)
+            for path in sorted(_FOLDER.iterdir())
+            if path.suffix in _TYPES
+        }
+        self._api = None if api is None else _File(api, ".html")
 
     def routes(self) -> list[Route]:
         """All paths of the page."""
@@ -128,6 +134,7 @@ class Page:
             Route("/ui/session", self.sign_out, methods=["DELETE"]),
             Route("/ui/events", self.events),
             Route("/ui/{name}", self.file),
+            *([] if self._api is None else [Route("/docs", partial(self.api, self._api))]),
             Route("/v1/requests", self.explain),
             Route("/v1/requests/{id}/explain", self.explain),
         ]
@@ -135,6 +142,8 @@ class Page:
     def has_session(self, path: str, headers: Mapping[str, str]) -> bool:
         """Whether a request needs no key: for the page's own files, which are the same for all readers, and for paths
         that the page uses once its browser has signed in."""
+        if path == "/docs" and self._api is not None:
+            return True
         if path in ("/ui", "/ui/", "/ui/session") or path.removeprefix("/ui/") in self._files:
             return True
         if path == "/" and reads_html(headers):
@@ -157,6 +166,10 @@ class Page:
         if found is None:
             raise NotFound(f"the page has no file {request.path_params['name']!r}")
         return found.response(request)
+
+    async def api(self, file: _File, request: Request) -> Response:
+        """`GET /docs`."""
+        return file.response(request)
 
     async def session(self, request: Request) -> Response:
         """`GET /ui/session`: whether a key is needed, and whether this browser has sent one."""
@@ -243,11 +256,11 @@ async def _silence() -> AsyncGenerator[bytes, None]:
 
 
 class _File:
-    """One file of the page, read once."""
+    """One file of the page, whose type is that of names that end in `suffix`."""
 
-    def __init__(self, path: Path) -> None:
-        self._body = path.read_bytes()
-        self._type = _TYPES[path.suffix]
+    def __init__(self, body: bytes, suffix: str) -> None:
+        self._body = body
+        self._type = _TYPES[suffix]
         self._tag = f'"{hashlib.sha256(self._body).hexdigest()[:16]}"'
 
     def response(self, request: Request) -> Response:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequest
-from quire.frontend.interface import Delta, ModelCard
+from quire.frontend.interface import Delta
 from quire.frontend.offload import PER_TOKEN
 from quire.multimodal.inputs import ImagePart
 from quire.parsers.parts import TextPart
@@ -47,12 +47,13 @@ class MessagesRequest(CountRequest, kw_only=True):
     stream: bool | None = None
 
 
-def as_chat(request: CountRequest, card: ModelCard) -> ChatRequest:
+def as_chat(request: CountRequest) -> ChatRequest:
     """The same as a chat request. Raises InvalidRequest naming the field."""
     messages: list[dict[str, Any]] = []
     if request.system:
+        system = _text(request.system, "system")
         marks = longest_mark(request.system if isinstance(request.system, list) else ())
-        messages.append({"role": "system", "content": _text(request.system, "system"), **marks})
+        messages.append({"role": "system", "content": system, **marks})
     for i, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{i}]")
     choice, parallel = _choice(request.tool_choice)
@@ -62,8 +63,6 @@ def as_chat(request: CountRequest, card: ModelCard) -> ChatRequest:
         "tool_choice": choice,
         "parallel_tool_calls": parallel,
         "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
-        "thinking_token_budget": _budget(request),
-        "chat_template_kwargs": _thinking(request.thinking, card.reasoning_parser != "none"),
         **_output(request),
     }
     if isinstance(request, MessagesRequest) and request.stop_sequences is not None:
@@ -113,8 +112,8 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind == "tool_result" and role == "user":
             check_nested(block, "messages.tool_result", at)
             inner = block.get("content") or ""
-            text = _text(inner, f"{at}.content")
-            made = {"role": "tool", "tool_call_id": require_text(block, "tool_use_id", at), "content": text}
+            shown = _result(inner, f"{at}.content")
+            made = {"role": "tool", "tool_call_id": require_text(block, "tool_use_id", at), "content": shown}
             results.append(made | longest_mark([block, *(inner if isinstance(inner, list) else ())]))
         elif kind == "tool_use" and role == "assistant":
             check_nested(block, "messages.tool_use", at)
@@ -150,20 +149,38 @@ def _image_url(block: Mapping[str, Any], where: str) -> str:
     raise InvalidRequest(f"{where}.source must be of type base64 or url", param="messages")
 
 
+def _result(blocks: Any, where: str) -> str | list[dict[str, Any]]:
+    """What a tool returned: its text, or where there are images, parts of a message."""
+    if not isinstance(blocks, list) or not any(map(_is_image, blocks)):
+        return _text(blocks, where)
+    parts = list[dict[str, Any]]()
+    for i, block in enumerate(blocks):
+        at = f"{where}[{i}]"
+        if _is_image(block):
+            parts.append(ImagePart(_image_url(block, at), at))
+        else:
+            parts.append({"type": "text", "text": _block_text(block, at)})
+    return parts
+
+
+def _is_image(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "image"
+
+
 def _text(blocks: Any, where: str) -> str:
     """Text, or the text of blocks, a line each."""
-    param = where.partition("[")[0]
     if isinstance(blocks, str):
         return blocks
     if not isinstance(blocks, list):
-        raise InvalidRequest(f"{where} must be text or a list of blocks", param=param)
-    texts = []
-    for i, block in enumerate(blocks):
-        if not isinstance(block, dict) or block.get("type") != "text":
-            raise InvalidRequest(f"{where}[{i}]: only text blocks are supported here", param=param)
-        check_nested(block, "text", f"{where}[{i}]")
-        texts.append(require_text(block, "text", f"{where}[{i}]"))
-    return "\n".join(texts)
+        raise InvalidRequest(f"{where} must be text or a list of blocks", param=where.partition("[")[0])
+    return "\n".join(_block_text(block, f"{where}[{i}]") for i, block in enumerate(blocks))
+
+
+def _block_text(block: Any, where: str) -> str:
+    if not isinstance(block, dict) or block.get("type") != "text":
+        raise InvalidRequest(f"{where}: only text blocks are supported here", param=where.partition("[")[0])
+    check_nested(block, "text", where)
+    return require_text(block, "text", where)
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -176,7 +193,8 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
             param="tools",
         )
     function = {name: tool[name] for name in tool if name not in ("type", "input_schema", "cache_control")}
-    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}} | longest_mark([tool])
+    function["parameters"] = tool.get("input_schema")
+    return {"type": "function", "function": function, "cache_control": tool.get("cache_control")}
 
 
 def _choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
@@ -191,40 +209,6 @@ def _choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, Any] | No
     if not isinstance(kind, str) or kind not in known:
         raise InvalidRequest("tool_choice.type must be auto, any, tool or none", param="tool_choice")
     return known[kind], parallel
-
-
-def _thinking(thinking: Mapping[str, Any] | None, thinks: bool) -> dict[str, Any] | None:
-    """The template's arguments; the budget is `_budget`'s.
-
-    `adaptive` leaves it to the model how much it thinks, so a model that does not think takes it as well.
-    """
-    if thinking is None:
-        return None
-    check_nested(thinking, "messages.thinking_config", "thinking")
-    kind = thinking.get("type")
-    if kind not in ("enabled", "adaptive", "disabled"):
-        raise InvalidRequest("thinking.type must be enabled, adaptive or disabled", param="thinking")
-    if kind == "adaptive" and not thinks:
-        return None
-    if kind != "disabled" and not thinks:
-        raise InvalidRequest(
-            "thinking: this model does not think: send type disabled, or leave it out", param="thinking"
-        )
-    return {"enable_thinking": kind != "disabled"}
-
-
-def _budget(request: CountRequest) -> int | None:
-    """The most tokens of thoughts, by either name."""
-    given = (request.thinking or {}).get("budget_tokens")
-    if given is None:
-        return request.thinking_token_budget
-    if request.thinking_token_budget is not None:
-        raise InvalidRequest(
-            "thinking.budget_tokens and thinking_token_budget are the same: send one", param="thinking"
-        )
-    if type(given) is not int or given < 1:
-        raise InvalidRequest("thinking.budget_tokens must be a whole number above 0", param="thinking")
-    return given
 
 
 # ---------------------------------------------------------------- answers

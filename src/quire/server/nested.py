@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from quire.server.cache_control import seconds_of
 from quire.server.fields import NO_OPS, check
 
 _SENT_BACK = "a note about an answer, which clients send back with it"
@@ -72,7 +73,7 @@ KINDS: Mapping[str, Kind] = {
         ("type", "tool_use_id", "content", "cache_control"), ("is_error", "toolset_name", "caller")
     ),
     "messages.choice": Kind(("type", "name", "disable_parallel_tool_use")),
-    "messages.thinking_config": Kind(("type", "budget_tokens"), ("display",)),
+    "thinking": Kind(("type", "budget_tokens"), ("display",)),
     "item.message": Kind(("type", "role", "content"), _ITEM_NOTES),
     "item.call": Kind(
         ("type", "call_id", "name", "namespace", "arguments", "input"), (*_ITEM_NOTES, "parsed_arguments")
@@ -86,7 +87,10 @@ KINDS: Mapping[str, Kind] = {
 
 
 def check_nested(given: Mapping[str, Any], kind: str, where: str) -> None:
-    """Raises InvalidRequest naming a field of `given` that this kind of object does not have. where: it stands."""
+    """Raises InvalidRequest naming a field of `given` that this kind of object does not have, or a `cache_control` that
+    is wrong. where: it stands."""
     honoured, hints = KINDS[kind]
     no_ops = {name: NO_OPS[name] for name in EVERYWHERE} | {name: HINTS[name] for name in hints}
     check(given, honoured, where=f"{where}.", no_ops=no_ops, refused={})
+    if "cache_control" in honoured and given.get("cache_control") is not None:
+        seconds_of(given["cache_control"], f"{where}.cache_control")

@@ -205,10 +205,7 @@ def _think(request: OllamaRequest, card: ModelCard) -> dict[str, Any]:
         raise InvalidRequest(f"think: {card.id} does not support thinking: send false, or leave it out", param="think")
     if isinstance(think, str):
         return {"reasoning_effort": think}
-    if not think:
-        return {"reasoning_effort": "none"}
-    switches = [name for name in ("enable_thinking", "thinking") if name in card.template_arguments]
-    return {"chat_template_kwargs": dict.fromkeys(switches, True)}
+    return {"thinking": {"type": "enabled" if think else "disabled"}}
 
 
 # ---------------------------------------------------------------- requests

@@ -23,7 +23,7 @@ from quire.server.access import refuse_cross_site
 from quire.server.calls import Job
 from quire.server.error_responses import JSON, NotFound, json_response
 from quire.server.folder import WriteFailed
-from quire.server.item_references import Input, input_id, missing, resolved
+from quire.server.item_references import Input, Referred, input_id, missing, resolved
 from quire.server.limits import Limits
 from quire.server.listing import oldest_first, page
 from quire.server.response_store import INTERRUPTED, Content, Entry, ResponseStore, as_items
@@ -281,7 +281,9 @@ class ResponseState:
 
     # ---------------------------------------------------------------- creating
 
-    def earlier(self, request: ResponsesRequest, referred: Mapping[str | None, str], owner: str, size: int) -> Earlier:
+    def earlier(
+        self, request: ResponsesRequest, referred: Mapping[str | None, Referred], owner: str, size: int
+    ) -> Earlier:
         """What a request of `size` bytes continues. Takes the same time for any conversation. referred: see
         `item_references.references`.
 
@@ -291,10 +293,10 @@ class ResponseState:
             raise InvalidRequest("background needs store: true, to be fetched later", param="background")
         if not self._store.most:
             return Earlier(None, 0, None, lambda given: given)
-        sources = [self._source(id, item, owner) for id, item in referred.items()]
-        cost = sum(max(each.bytes, self._store.read_cost) for each in sources)
+        sources = [(self._source(id, items.first, owner), items.inputs) for id, items in referred.items()]
+        cost = sum(max(entry.bytes, self._store.read_cost) for entry, _ in sources)
         resolve = partial(self._resolved, sources)
-        size += sum(each.items - each.earlier for each in sources)
+        size += sum(sum(entry.sizes[0 if inputs else 1 : 2]) for entry, inputs in sources)
         self._check_size("the responses that input refers to", "input", size)
         id = request.previous_response_id
         if id is None:
@@ -327,12 +329,13 @@ class ResponseState:
         except NotFound:
             missing(item)
 
-    def _resolved(self, sources: Sequence[Entry], given: Input) -> Input:
-        """See Earlier. Blocking."""
+    def _resolved(self, sources: Sequence[tuple[Entry, bool]], given: Input) -> Input:
+        """See Earlier. sources: responses, and whether items of their inputs are meant, too, which may be much longer
+        than outputs: those of an agent have its whole conversation. Blocking."""
         known = dict[str, dict[str, Any]]()
-        for entry in sources:
+        for entry, inputs in sources:
             content = self._store.used(entry, "input")
-            known |= {item["id"]: item for item in _shown_input(entry, content)}
+            known |= {item["id"]: item for item in _shown_input(entry, content)} if inputs else {}
             known |= {item["id"]: item for item in msgspec.json.decode(content.output)}
         return resolved(given, known)
 

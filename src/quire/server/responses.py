@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequest, QuireError
-from quire.frontend.interface import Delta, ModelCard
+from quire.frontend.interface import Delta
 from quire.frontend.offload import PER_SCORE, PER_TOKEN
 from quire.multimodal.inputs import ImagePart
 from quire.parsers.parts import TextPart
@@ -87,6 +87,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     top_logprobs: int | None = None
     include: list[str] | None = None
     include_reasoning: bool | None = None
+    thinking: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
@@ -98,9 +99,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-def as_chat(
-    request: ResponsesRequest, card: ModelCard, earlier: Sequence[Mapping[str, Any]] | None = None
-) -> ChatRequest:
+def as_chat(request: ResponsesRequest, earlier: Sequence[Mapping[str, Any]] | None = None) -> ChatRequest:
     """The same as a chat request. Raises InvalidRequest naming the field.
 
     earlier: items of the conversation before the input; None where no response is stored, and what needs that is

@@ -160,6 +160,7 @@ class ChatRequest(Answers, kw_only=True):
     parallel_tool_calls: bool | None = None
     web_search_options: dict[str, Any] | None = None
     include_reasoning: bool | None = None
+    thinking: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     reasoning_effort: str | None = None
 

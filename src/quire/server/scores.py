@@ -35,12 +35,19 @@ class ScoreFields(PoolingFields, kw_only=True):
 
 
 class ScoreRequest(ScoreFields, kw_only=True):
-    """`POST /v1/score`: text_1 with each of text_2, or one with one; also called queries and documents."""
+    """`POST /v1/score`: text_1 with each of text_2, or one with one; they have other names, too, see `FORMS`."""
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+
+
+FORMS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+"""What vLLM calls the two sides."""
 
 
 class RerankRequest(ScoreFields, kw_only=True):
@@ -61,12 +68,12 @@ def score(request: ScoreRequest, backend: Backend, limits: Limits) -> Job:
 
 def _sides(request: ScoreRequest) -> tuple[list[str], list[str], tuple[str, str]]:
     """The texts of both sides, and the names of their fields."""
-    forms = (("text_1", "text_2"), ("queries", "documents"))
-    given = [names for names in forms if any(getattr(request, name) is not None for name in names)]
-    if len(given) != 1 or any(getattr(request, name) is None for name in given[0]):
-        raise InvalidRequest("give text_1 and text_2, or queries and documents", param="text_1")
-    first, second = (_texts(getattr(request, name), name) for name in given[0])
-    return first, second, given[0]
+    given = {name for form in FORMS for name in form if getattr(request, name) is not None}
+    names = next((form for form in FORMS if {*form} == given), None)
+    if names is None:
+        raise InvalidRequest(f"give {', or '.join(map(' and '.join, FORMS))}", param="text_1")
+    first, second = (_texts(getattr(request, name), name) for name in names)
+    return first, second, names
 
 
 def _texts(given: str | list[str], name: str) -> list[str]:

@@ -18,7 +18,7 @@ from quire.server.fields import check
 from quire.server.limits import Limits
 from quire.server.nested import check_nested
 from quire.structured_output.call_rules import argument_rules, escaped, literal
-from quire.structured_output.schema import check_schema, closed
+from quire.structured_output.schema import as_object, prepared
 from quire.types import UNLIMITED, StructuredOutputsParams
 
 MAX_TOOLS = 128
@@ -108,10 +108,8 @@ class ToolSet:
         rules = [f"calls: {literal(style.before)} call{between} {literal(style.after)}", *self._calls()]
         start = "calls"
         if otherwise is not None:
-            schema = json.loads(otherwise.kind[1])
-            check_schema(schema, otherwise.param)
-            start = "calls | answer"
-            schema = closed(schema) if otherwise.disable_additional_properties else schema
+            start, close = "calls | answer", otherwise.disable_additional_properties
+            schema = prepared(json.loads(otherwise.kind[1]), otherwise.param, close=close)
             rules.append(f"answer: {literal(begin)} structure")
             rules.append(f"structure: {_schema(schema, otherwise)}")
         return "\n".join([f"start: {start}", *rules])
@@ -132,11 +130,11 @@ class ToolSet:
         form = self.style.form if isinstance(self.style, TaggedStyle) else None
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(self.schemas)))]
         for i, (name, schema) in enumerate(self.schemas.items()):
-            check_schema(schema, f"tools[{i}].function.parameters")
+            bound = prepared(schema, f"tools[{i}].function.parameters", close=self.closed)
             # The number of a call is the model's to count.
             head = " /[0-9]{1,4}/ ".join(map(literal, self.style.start.replace("{name}", name).split("{index}")))
             rules.append(f"call_{i}: {head} arguments_{i} {literal(self.style.finish)}")
-            rules += argument_rules(f"arguments_{i}", form, closed(schema) if self.closed else schema, _schema)
+            rules += argument_rules(f"arguments_{i}", form, bound, _schema)
         return rules
 
 
@@ -148,7 +146,7 @@ def _schema(schema: Any, wanted: StructuredOutputsParams | None = None) -> str:
     compact = wanted is not None and wanted.disable_any_whitespace
     white = None if compact else (wanted.whitespace_pattern if wanted else None) or " "
     options = {"whitespace_flexible": white is not None, "whitespace_pattern": white, "lenient": False}
-    return "%json " + json.dumps({**(schema if isinstance(schema, dict) else {}), "x-guidance": options})
+    return "%json " + json.dumps(as_object(schema) | {"x-guidance": options})
 
 
 def make_tool_set(

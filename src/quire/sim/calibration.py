@@ -22,21 +22,29 @@ from quire.engine.events import Observer, StepRecord
 from quire.errors import InvalidConfig
 from quire.scheduler.step_time import StepCost
 
+Table = npt.NDArray[np.float64]
+
 FORMAT = "quire calibration"
 VERSION = 1
 MIN_SAMPLES = 8
+_ROUNDS = 16
+"""Of finding out which steps of a pipeline waited, and for how long."""
 _NUM_NOISE = 41
 """Factors that noise is kept as: quantiles, evenly spaced."""
 
 
 class StepSample(NamedTuple):
-    """One step: tokens fed, positions read, rows of logits, pairs of prompts' tokens and earlier positions, seconds."""
+    """One step: tokens fed, positions read, rows of logits, pairs of prompts' tokens and earlier positions, seconds.
+
+    latency: seconds since it was launched, on its way through all stages of a pipeline.
+    """
 
     tokens: int
     kv: int
     rows: int
     pairs: float
     seconds: float
+    latency: float = 0.0
 
 
 class StepSampler(Observer):
@@ -77,7 +85,7 @@ class StepSampler(Observer):
         seconds = record.committed - max(record.planned, self._last_commit)
         self._last_commit = record.committed
         if seconds > 0:
-            self.samples.append(StepSample(tokens, kv, rows, pairs, seconds))
+            self.samples.append(StepSample(tokens, kv, rows, pairs, seconds, record.committed - record.launched))
             self.times.append(record.committed)
 
 
@@ -86,6 +94,8 @@ class Calibration:
     """Step times of a model on a device. about: model, device, versions, when. error: mean relative error of the fit.
 
     first_token: seconds that a client waits beyond the engine, for each request. noise: factors of a step's time.
+    stages: of the pipeline; `cost` is that of one of them. hop: seconds from a stage to the next. copies: of K/V
+    blocks, by kind: seconds of a block of any size, and of each of its bytes.
     """
 
     cost: StepCost
@@ -94,6 +104,9 @@ class Calibration:
     error: float = 0.0
     samples: int = 0
     about: Mapping[str, Any] = field(default_factory=dict)
+    stages: int = 1
+    hop: float = 0.0
+    copies: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Write the file, readable by its owner alone: it names hardware. Raises OSError."""
@@ -127,8 +140,13 @@ def read_calibration(path: Path) -> Calibration:
         cost = StepCost(**known)
         noise = tuple(_number(each, "noise") for each in said["noise"])
         numbers = (_number(said["first_token"], "first_token"), _number(said["error"], "error"))
-        return Calibration(cost, noise, *numbers, int(said["samples"]), dict(said["about"]))
-    except (KeyError, TypeError, ValueError) as error:
+        stages, hop = int(_number(said.get("stages", 1), "stages")), _number(said.get("hop", 0.0), "hop")
+        copies = dict[str, tuple[float, float]]()
+        for kind, (base, each) in said.get("copies", {}).items():
+            copies[kind] = _number(base, kind), _number(each, kind)
+        count, about = int(said["samples"]), dict(said["about"])
+        return Calibration(cost, noise, *numbers, count, about, max(1, stages), hop, copies)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidConfig(f"{path} is damaged: {type(error).__name__}: {error}", param="calibration") from error
 
 
@@ -141,21 +159,26 @@ def _number(value: object, name: str) -> float:
 # ---------------------------------------------------------------- fitting
 
 
-def fit(samples: Sequence[StepSample], about: Mapping[str, Any] = {}, *, noise: bool = True) -> Calibration:
+def fit(
+    samples: Sequence[StepSample], about: Mapping[str, Any] = {}, *, noise: bool = True, stages: int = 1
+) -> Calibration:
     """The line through samples. Raises InvalidConfig for fewer than `MIN_SAMPLES`.
 
-    Their mean is met exactly, so that a simulation of the same steps takes as long as they did.
+    Their mean is met exactly, so that a simulation of the same steps takes as long as they did. stages: of the pipeline
+    that ran them, which are taken to be alike: of its steps those count that waited for no other one, or at the last
+    stage alone, which a few rounds find out.
     """
     if len(samples) < MIN_SAMPLES:
         raise InvalidConfig(f"{len(samples)} steps are too few for a calibration: {MIN_SAMPLES} are needed")
     table = np.asarray(samples, dtype=np.float64)
-    columns = np.column_stack([np.ones(len(table)), table[:, 0], table[:, 1], table[:, 2], table[:, 3]])
+    columns = np.column_stack([np.ones(len(table)), *table.T[:4], np.zeros(len(table))])
     seconds = table[:, 4]
-    weights = 1.0 / seconds
-    found = non_negative(columns * weights[:, None], np.ones(len(table)))
-    predicted = np.maximum(columns @ found, 1e-9)
-    scale = seconds.sum() / predicted.sum()
-    fitted = dict(zip(StepCost._fields, (float(each * scale) for each in found), strict=False))
+    if stages > 1:
+        found, columns, seconds = _fit_stage(columns, seconds, table[:, 5], stages)
+    else:
+        found = _relative(columns, seconds)
+        found *= seconds.sum() / np.maximum(columns @ found, 1e-9).sum()
+    fitted = dict(zip(StepCost._fields, map(float, found), strict=False))
     cost = StepCost(
         base=fitted["base"],
         per_token=fitted["per_token"],
@@ -163,17 +186,74 @@ def fit(samples: Sequence[StepSample], about: Mapping[str, Any] = {}, *, noise: 
         per_row=fitted["per_row"],
         per_pair=fitted["per_pair"],
     )
-    ratios = seconds / (predicted * scale)
+    predicted = np.maximum(columns @ found, 1e-9)
+    # Of a pipeline, a late commit takes from the next gap what it adds to its own: as many steps together.
+    whole = len(seconds) // stages * stages
+    ratios = seconds[:whole].reshape(-1, stages).sum(1) / predicted[:whole].reshape(-1, stages).sum(1)
     error = float(np.mean(np.abs(ratios - 1.0)))
     kept: tuple[float, ...] = ()
     if noise:
         middle = (np.arange(_NUM_NOISE) + 0.5) / _NUM_NOISE
         drawn = np.quantile(ratios, middle)
         kept = tuple(float(each) for each in drawn / drawn.mean())
-    return Calibration(cost, kept, 0.0, error, len(samples), dict(about))
+    return Calibration(cost, kept, 0.0, error, len(samples), dict(about), stages, float(found[-1]))
 
 
-def non_negative(columns: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _relative(columns: Table, seconds: Table) -> Table:
+    """Least squares of relative errors. columns [N, K], seconds [N]. Returns [K]."""
+    return non_negative(columns / seconds[:, None], np.ones(len(seconds)))
+
+
+def _fit_stage(columns: Table, gaps: Table, latency: Table, stages: int) -> tuple[Table, Table, Table]:
+    """What a step takes in one stage [6], and columns [N, 6] and seconds [N] of the steps whose times say it.
+
+    gaps [N]: seconds since the step before was committed, or since the step's plan. latency [N]: since its launch. A
+    step that waits for no other takes its latency for all stages and the hops between them; one that the last stage
+    begins as soon as it has ended the one before takes its gap for that stage. Of others neither is known.
+
+    A commit that comes late makes one gap long and the next one short: errors are relative to what is predicted, and
+    all gaps together are met.
+    """
+    ends, hops = np.cumsum(gaps), (stages - 1) / stages  # idle times between steps change nothing
+    found = non_negative(columns, gaps / stages)
+    rows, seconds, predicted = list[Table](), list[float](), 0.0
+    for number in range(_ROUNDS):
+        rows, seconds, predicted = [], [], 0.0
+        guess, hop, free = np.maximum(columns @ found, 1e-9), float(found[-1]), [-math.inf] * stages
+        for each, own, gap, taken, end in zip(columns, guess, gaps, latency, ends, strict=True):
+            at, waited, before = end - taken, False, end - gap
+            for stage in range(stages):
+                waited |= free[stage] > at
+                if stage == stages - 1 and (not waited or at <= before):
+                    rows.append(np.array([*each[:-1], 0.0 if waited else hops]))
+                    seconds.append(gap if waited else taken / stages)
+                free[stage] = max(at, free[stage]) + own
+                at = free[stage] + hop
+            predicted += max(0.0, free[-1] - before)
+            free[-1] = end
+        if len(rows) < MIN_SAMPLES:
+            raise InvalidConfig(f"{len(rows)} steps that say what a stage takes are too few: {MIN_SAMPLES} are needed")
+        if number < _ROUNDS // 2:
+            scale = np.maximum(np.array(rows) @ found, 1e-9)
+            found = non_negative(np.array(rows) / scale[:, None], np.array(seconds) / scale)
+        else:  # which steps wait for others changes with it
+            found = found * min(2.0, max(0.5, gaps.sum() / max(predicted, 1e-9)))
+    return found, np.array(rows), np.array(seconds)
+
+
+def fit_copies(copies: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, tuple[float, float]]:
+    """The line through copies of each kind, of (bytes, seconds). Of copies that were all alike, it has no base."""
+    found = dict[str, tuple[float, float]]()
+    for kind, samples in copies.items():
+        table = np.asarray(samples, dtype=np.float64)
+        sizes, seconds = table[:, 0], np.maximum(table[:, 1], 1e-9)
+        columns = np.column_stack([np.full(len(table), float(len(set(sizes)) > 1)), sizes])
+        base, each = _relative(columns, seconds)
+        found[kind] = float(base), float(each)
+    return found
+
+
+def non_negative(columns: Table, wanted: Table) -> Table:
     """Least squares without negative coefficients, by coordinate descent on the normal equations.
 
     columns [N, K], wanted [N]. Returns [K]. Columns are scaled first: they differ by orders of magnitude.
@@ -190,5 +270,5 @@ def non_negative(columns: npt.NDArray[np.float64], wanted: npt.NDArray[np.float6
                 found[k] = max(0.0, found[k] + (target[k] - gram[k] @ found) / gram[k, k])
         if np.abs(found - before).max() <= 1e-10 * max(1.0, float(np.abs(found).max())):
             break
-    out: npt.NDArray[np.float64] = found / norms
+    out: Table = found / norms
     return out

@@ -17,7 +17,8 @@ FIRST_TOKEN = 1 << 30
 
 
 class SimulatedExecutor:
-    """Steps run one after another, as on a device, and take what `cost` says.
+    """Steps run one after another, as on a device, and take what `cost` says: in each of `stages` of a pipeline, whose
+    stages a step passes one after another, `hop` seconds apart.
 
     An answer repeats one token, so that a prompt which continues it can be foretold. acceptance: the probability that a
     draft is right if those before it were. noise: factors of a step's time, each as likely; empty: none. seed: of both.
@@ -32,6 +33,8 @@ class SimulatedExecutor:
         acceptance: float = 0.0,
         noise: Sequence[float] = (),
         seed: int = 0,
+        stages: int = 1,
+        hop: float = 0.0,
     ) -> None:
         self.description, self.cost, self.clock = description, cost, clock
         self.acceptance, self.noise, self.seed = acceptance, noise, seed
@@ -39,9 +42,10 @@ class SimulatedExecutor:
         """By row, positions with K/V."""
         self.answers: dict[int, list[int]] = {}
         """By row, what a step without drafts samples."""
-        self.busy_until = 0.0
+        self.hop, self.busy_until = hop, [0.0] * stages
+        """When each stage has done what was launched."""
         self.busy = 0.0
-        """Seconds that steps have taken in all."""
+        """Seconds that steps have taken in all, of one stage."""
         self._random = random.Random(seed)
 
     def describe(self) -> Description:
@@ -88,13 +92,15 @@ class SimulatedExecutor:
         if self.noise:
             seconds *= self.noise[int(self._random.random() * len(self.noise))]
         self.busy += seconds
-        now = self.clock.time
-        self.busy_until = (self.busy_until if self.busy_until > now else now) + seconds
-        return self.busy_until
+        done, busy = self.clock.time - self.hop, self.busy_until
+        for stage, until in enumerate(busy):
+            done += self.hop
+            busy[stage] = done = (until if until > done else done) + seconds
+        return done
 
     def reset(self) -> None:
         """Forget all rows."""
-        self.lengths, self.answers, self.busy_until = {}, {}, 0.0
+        self.lengths, self.answers, self.busy_until = {}, {}, [0.0] * len(self.busy_until)
 
     def close(self) -> None:
         """Forget all rows."""

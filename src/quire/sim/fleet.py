@@ -10,15 +10,18 @@ from __future__ import annotations
 import heapq
 import math
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from quire.errors import InvalidConfig
 from quire.scheduler.autoscaling import FleetLoad, QueuedTokensAutoscaler
 from quire.scheduler.routing import MAX_IMBALANCE, RoutingPolicy, make_routing_policy
-from quire.sim.replica import BuildEngine, Ended, Replica
+from quire.sim.copies import Split
+from quire.sim.replica import BuildSide, Ended, Replica
 from quire.sim.results import Results
 from quire.sim.sessions import Sessions
 from quire.sim.trace import Run, Trace
@@ -29,6 +32,15 @@ OnProgress = Callable[[int, float], None]
 
 _REPORT_EVERY = 512
 _START, _LOOK, _ARRIVAL = 0, 1, 2
+
+
+class PrefillPool(NamedTuple):
+    """Engines that compute the prompts of all replicas. build: makes one. min_tokens, timeout: see `Split`."""
+
+    build: BuildSide
+    engines: int
+    min_tokens: int
+    timeout: float
 
 
 class Autoscaling(NamedTuple):
@@ -46,9 +58,10 @@ class Autoscaling(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
     """A deployment. policy: of routing. routers: each with its share of replicas, requests in turn. max_queued:
-    requests that may wait at a replica. step_by_step: never several steps at once. jobs: processes."""
+    requests that may wait at a replica. step_by_step: never several steps at once. jobs: processes. prefill: engines
+    that compute prompts for replicas, which then only answer; None: there are none."""
 
-    build: BuildEngine
+    build: BuildSide
     replicas: int = 1
     policy: str = "least_loaded"
     max_imbalance: int = MAX_IMBALANCE
@@ -57,6 +70,7 @@ class FleetConfig:
     max_queued: float = math.inf
     step_by_step: bool = False
     jobs: int = 1
+    prefill: PrefillPool | None = None
 
     def router(self) -> RoutingPolicy:
         """A router of it. Raises InvalidConfig for an unknown policy."""
@@ -74,6 +88,10 @@ class Totals:
     evictions: int = 0
     accepted: int = 0
     drafted: int = 0
+    tiers: Counter[str] = field(default_factory=Counter)
+    """Tokens of prompts by the tier that their K/V came from, and prompts for prefill engines by what came of them."""
+    prefill_busy: float = 0.0
+    """Of `busy`, that of prefill engines."""
     sizes: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, replica: Replica, until: float) -> None:
@@ -85,11 +103,15 @@ class Totals:
         self.evictions += scheduler.kv.block_pool.evictions
         self.accepted += scheduler.draft_stats.num_accepted
         self.drafted += scheduler.draft_stats.num_drafted
+        offload = scheduler.kv.offload.stats
+        self.tiers.update({f"{tier}_tokens": count for tier, count in offload.num_hit.items() if count})
+        self.tiers.update({f"prefills_{outcome}": count for outcome, count in offload.prefills.items()})
 
     def merge(self, other: Totals) -> None:
         """Add what another process counted."""
         for name in ("steps", "busy", "replica_seconds", "evictions", "accepted", "drafted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.tiers.update(other.tiers)
 
 
 def simulate_fleet(
@@ -104,7 +126,11 @@ def simulate_fleet(
         raise InvalidConfig("sessions go through one router: leave --routers at 1")
     if config.autoscaling is not None and config.routers > 1:
         raise InvalidConfig("autoscaling is for one router: leave --routers at 1")
-    apart = config.routers > 1 or not config.router().needs_load
+    if config.prefill is not None and (config.routers > 1 or config.autoscaling is not None):
+        raise InvalidConfig(
+            "prefill engines serve a fixed number of replicas behind one router: leave --routers and --autoscale out"
+        )
+    apart = config.prefill is None and (config.routers > 1 or not config.router().needs_load)
     if isinstance(load, Sessions) or config.autoscaling is not None or not apart:
         fleet = Fleet(config, load, on_progress)
         return fleet.run()
@@ -134,6 +160,8 @@ class Fleet:
             delays = {"up_delay": scaling.up_delay, "down_delay": scaling.down_delay}
             self.scaler = QueuedTokensAutoscaler(scaling.target, low=scaling.low, high=scaling.high, **delays)
         self.replicas: dict[str, Replica] = {}
+        pool = config.prefill
+        self.split = None if pool is None else SplitReplicas(pool, self.results)
         self.retiring: set[str] = set()
         self.starting: list[tuple[float, str]] = []
         self.queued_tokens = 0
@@ -155,7 +183,10 @@ class Fleet:
     def _start(self, number: int, at: float) -> Replica:
         config = self.config
         options: Any = {"step_by_step": config.step_by_step, "max_queued": config.max_queued}
-        replica = Replica(number, config.build, self.results, started=at, **options)
+        if self.split is None:
+            replica = Replica(number, config.build, self.results, started=at, **options)
+        else:
+            replica = self.split.decode(number, config.build, **options)
         self.replicas[replica.name] = replica
         self.router.add(replica.name)
         self._next_number = max(self._next_number, number + 1)
@@ -215,8 +246,10 @@ class Fleet:
                 self._send(at, self._take_arrival())
         self._pass(math.inf)
         end = max((at for at in self.results.end if at == at), default=0.0)
-        for replica in self.replicas.values():
+        prefill = () if self.split is None else self.split.prefill
+        for replica in (*self.replicas.values(), *prefill):
             self.totals.add(replica, end)
+        self.totals.prefill_busy = sum(each.executor.busy for each in prefill)
         return self.results, self.totals
 
     def _next_event(self) -> tuple[float, int] | None:
@@ -312,6 +345,54 @@ class Fleet:
         self._take(replica)
         replica.send(at, number, request)
         self._expect(replica, at)
+
+
+class SplitReplicas:
+    """Prefill and decode engines, which run together: what one does next may depend on what another sends it.
+
+    Each has its own clock. The one that is due first goes on, so that whatever another can still send comes later.
+    """
+
+    def __init__(self, pool: PrefillPool, results: Results) -> None:
+        self.connections = Split(pool.min_tokens, pool.timeout)
+        build = partial(pool.build, split=self.connections, role="prefill")
+        self.prefill = [Replica(number, build, results) for number in range(pool.engines)]
+        self.all: list[Replica] = [*self.prefill]
+
+    def decode(self, number: int, build: BuildSide, **options: Any) -> Replica:
+        """A replica that answers."""
+        made = partial(build, split=self.connections, role="decode")
+        replica = SplitReplica(self, number, made, self.prefill[0].results, **options)
+        self.all.append(replica)
+        return replica
+
+    def next_time(self) -> float:
+        """When one of them does something next."""
+        return min(each.next_time() for each in self.all)
+
+    def advance(self, until: float) -> None:
+        """Do everything that begins before `until`."""
+        while True:
+            at, _, first = min((each.next_time(), i, each) for i, each in enumerate(self.all))
+            if at >= until:
+                return
+            Replica.advance(first, math.nextafter(at, math.inf))
+
+
+class SplitReplica(Replica):
+    """A decode engine: it goes on with those that it is connected with."""
+
+    def __init__(self, all: SplitReplicas, *args: Any, **options: Any) -> None:
+        self.all = all
+        super().__init__(*args, **options)
+
+    def horizon(self) -> float:
+        """Seconds before which nothing happens in any of them."""
+        return self.all.next_time() if self.engine.has_pending_work or self.inbox else math.inf
+
+    def advance(self, until: float) -> None:
+        """Let all of them do what begins before `until`."""
+        self.all.advance(until)
 
 
 def has_prefixes(load: Trace | Sessions) -> bool:

@@ -21,9 +21,13 @@ from quire.observability.checkpoint import (
     MAX_STATE_TOKENS,
     REPLAYED,
     Classes,
+    anonymized_tokens,
+    named_key,
     recorded_request,
     restore,
 )
+from quire.scheduler.kv_offload import Copy, CopyDone, KVOffload, Prefill
+from quire.scheduler.kv_transfer import PrefillOffload
 from quire.scheduler.plan import Mask, Plan, Result
 from quire.scheduler.sequence import Decision
 from quire.types import TokenLogprobs
@@ -216,6 +220,133 @@ class ScriptedExecutor:
         """Nothing to free."""
 
 
+class ScriptedCopies:
+    """K/V tiers and other engines, as recorded: compares copies that start, and returns how recorded ones ended."""
+
+    def __init__(self, executor: ScriptedExecutor, offload: KVOffload, about: dict[str, int]) -> None:
+        self.executor, self.script, self.offload = executor, executor.script, offload
+        self.num_slots, self.max_files, self.block_bytes = about["slots"], about["files"], about["block_bytes"]
+        self.min_tokens = about["min_tokens"]
+        offload.next_key = named_key
+        offload.store = offload.prefill = self
+        if isinstance(offload, PrefillOffload):
+            offload.server = ScriptedPrefillServer(self)
+        kv = executor.scheduler.kv
+        offload.attach(kv.block_pool, kv.pins)
+
+    def started(self, kind: Copy, ticket: int, copies: Iterable[tuple[bytes, *tuple[int, ...]]]) -> None:
+        """Compare a copy with the recorded one."""
+        decided = [(int.from_bytes(key, "little"), *places) for key, *places in copies]
+        frame = self.script.next
+        if not isinstance(frame, recording_format.CopyStarted):
+            raise _Diverged(f"it starts to {kind} blocks where {_said(frame)}", [], copy_lines(kind, decided))
+        if (frame.kind, frame.ticket, frame.blocks) != (kind, ticket, decided):
+            raise _Diverged("it copies other blocks", copy_lines(frame.kind, frame.blocks), copy_lines(kind, decided))
+        self.script.take()
+        self.executor.fails("copy")
+
+    def files(self) -> Sequence[bytes]:
+        """The state has those that were there."""
+        return ()
+
+    def save(self, ticket: int, copies: Sequence[tuple[bytes, int, int]]) -> None:
+        """Compare it with the recorded one."""
+        self.started("save", ticket, copies)
+
+    def load(self, ticket: int, copies: Sequence[tuple[bytes, int, int]]) -> None:
+        """Compare it with the recorded one."""
+        self.started("load", ticket, copies)
+
+    def read(self, ticket: int, copies: Sequence[tuple[bytes, int]]) -> None:
+        """Compare it with the recorded one."""
+        self.started("read", ticket, copies)
+
+    def write(self, ticket: int, key: bytes, slot: int) -> None:
+        """Compare it with the recorded one."""
+        self.started("write", ticket, [(key, slot)])
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """There are no files."""
+
+    def receive(self, ticket: int, prefill: Prefill, copies: Sequence[tuple[bytes, int]]) -> None:
+        """Compare it with the recorded one."""
+        self.started("receive", ticket, copies)
+
+    def cancel(self, ticket: int) -> None:
+        """The recording says how it ended."""
+
+    def unavailable(self) -> str:
+        """As recorded."""
+        frame = self.script.next
+        if not isinstance(frame, recording_format.PrefillAsked):
+            raise _Diverged(f"it asks for a prefill engine where {_said(frame)}", [], [])
+        self.script.take()
+        return frame.reason
+
+    def poll(self) -> Sequence[CopyDone]:
+        """The recorded copies that have ended here."""
+        frame = self.script.coming
+        if not isinstance(frame, recording_format.CopiesEnded):
+            return ()
+        self.script.take()
+        ended = list[CopyDone]()
+        for kind, ticket, failed, seconds, peer in frame.copies:
+            if ticket not in self.offload.pending or self.offload.pending[ticket].kind != kind:
+                raise _Diverged(f"in the recording {kind} {ticket} ends, which was not started", [], [])
+            ended.append(CopyDone(kind, ticket, {named_key(b"", [name]): why for name, why in failed}, seconds, peer))
+        return ended
+
+    def wait(self, seconds: float) -> None:
+        """A replay does not wait."""
+
+    def fileno(self) -> int:
+        """Nothing is waited for."""
+        return -1
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class ScriptedPrefillServer:
+    """What decode engines asked for, as recorded."""
+
+    def __init__(self, copies: ScriptedCopies) -> None:
+        self.copies, self.script = copies, copies.script
+
+    def poll(self) -> Sequence[Prefill | str]:
+        """The recorded requests that come here."""
+        frame, found = self.script.coming, list[Prefill | str]()
+        if not isinstance(frame, recording_format.PrefillsArrived):
+            return found
+        self.script.take()
+        for id, count, names, first, salt, priority in frame.prefills:
+            # Token ids that were out of range are out of range again.
+            tokens = [-1] * count if names is None else anonymized_tokens(count, names, self.copies.offload.block_size)
+            found.append(id if first < 0 else Prefill(id, tokens, first, salt, priority))
+        return found
+
+    def send(self, ticket: int, id: str, number: int, key: bytes, slot: int) -> None:
+        """Compare it with the recorded one."""
+        self.copies.started("send", ticket, [(key, number, slot)])
+
+    def fail(self, id: str, reason: str) -> None:
+        """There is no other engine."""
+
+    def done(self, id: str) -> None:
+        """There is no other engine."""
+
+    def drain(self) -> None:
+        """There is no other engine."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def copy_lines(kind: str, blocks: Iterable[Sequence[int]]) -> list[str]:
+    """A copy of blocks, a line each."""
+    return [f"{kind:7} block {name:x}: {' '.join(map(str, places))}" for name, *places in blocks]
+
+
 def _said(frame: recording_format.AnyFrame) -> str:
     return {
         "Launched": "the recording has another step planned",
@@ -223,6 +354,10 @@ def _said(frame: recording_format.AnyFrame) -> str:
         "Reset": "in the recording the steps in flight failed",
         "Idled": "the recording has nothing to do",
         "Crashed": "the recorded engine broke",
+        "CopyStarted": "the recording starts a copy of blocks",
+        "CopiesEnded": "in the recording copies of blocks end",
+        "PrefillAsked": "the recording asks for a prefill engine",
+        "PrefillsArrived": "in the recording decode engines ask for prompts",
     }.get(type(frame).__name__, f"the recording goes on with {type(frame).__name__}")
 
 
@@ -341,6 +476,8 @@ def _engine(script: Script, observers: Iterable[Observer], known: Classes, make:
         sizes = about["pages"], about["page_size"], about["rows"], about["max_model_len"]
         executor = ScriptedExecutor(script, Description(*sizes, vocab_size=1 << 64))
         executor.scheduler = scheduler
+        if isinstance(offload := scheduler.kv.offload, KVOffload):
+            ScriptedCopies(executor, offload, about)
         engine = make(scheduler, executor, clock=script, observers=observers, step_budget=roots["step_budget"], keep=0)
         for name in ENGINE_STATE:
             setattr(engine, name, roots[name])

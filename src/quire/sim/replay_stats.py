@@ -12,6 +12,7 @@ from quire.engine.events import Completed, Gauges, Observer, StepRecord
 from quire.observability.explain import explain
 from quire.observability.history import History
 from quire.observability.recording_format import Began
+from quire.scheduler.kv_offload import OffloadStats
 from quire.sim.replay import decision_text, step_lines, step_summary
 from quire.types import Request
 
@@ -31,6 +32,16 @@ _NAMES: Mapping[str, str] = {
 
 def _reported(gauges: Gauges) -> dict[str, Any]:
     return {_NAMES.get(name, name): value for name, value in gauges._asdict().items()}
+
+
+def _offloaded(stats: OffloadStats) -> dict[str, dict[str, int]]:
+    """Counts of K/V tiers: tokens that came back, blocks copied, prompts for prefill engines, and blocks lost."""
+    return {
+        "hit_tokens": {str(tier): count for tier, count in stats.num_hit.items()},
+        "copied_blocks": {str(kind): count for kind, count in stats.copied.items()},
+        "prefills": dict(stats.prefills),
+        "failures": dict(stats.failures),
+    }
 
 
 class ReplayStats(Observer):
@@ -64,8 +75,16 @@ class ReplayStats(Observer):
             story = self.history.requests[seq.request.id]
             story.opened, story.first, story.waiting = times.opened, times.first_token, seq.row is None
             story.held, story.hits, story.preemptions = list(seq.blocks), seq.num_cached, seq.preemptions
+            story.from_host, story.from_disk, story.from_remote = (
+                seq.num_from_host,
+                seq.num_from_disk,
+                seq.num_from_remote,
+            )
+            story.transfer = seq.transfer
         self.requests = len(engine.stats.requests_by_id)
         self.evictions = engine.scheduler.kv.block_pool.evictions
+        self._offload = engine.scheduler.kv.offload.stats
+        self._offload_before = _offloaded(self._offload)
 
     # ---------------------------------------------------------------- an observer
 
@@ -142,6 +161,15 @@ class ReplayStats(Observer):
             "after": _reported(record.gauges),
         }
 
+    def _tiers(self) -> dict[str, dict[str, int]]:
+        """What has been counted since the recording began, without zeros."""
+        found = dict[str, dict[str, int]]()
+        for what, counts in _offloaded(self._offload).items():
+            before = self._offload_before[what]
+            if more := {name: n - before.get(name, 0) for name, n in counts.items() if n != before.get(name, 0)}:
+                found[what] = more
+        return found
+
     def to_json(self) -> list[dict[str, Any]]:
         """The explanations of the request asked for, one an answer; empty: it is not in the recording."""
         open = [id for id in self.history.requests if self._wants(id) and id not in self.lives]
@@ -162,6 +190,7 @@ class ReplayStats(Observer):
             "preemptions": {"count": self.what["preempted"], "tokens_again": self.again, "each": self.preempted},
             "evictions": gauges.evictions - self.evictions if gauges else 0,
             "discarded_spans": gauges.discarded_spans if gauges else 0,
+            "tiers": self._tiers(),
             "waited": {name: {"steps": n, "seconds": self.lost[name]} for name, n in self.waited.most_common()},
             "known": list(self.history.requests)[-100:],
             "time": {"executor": self.running, "planning": self.planning, "between": self.between},

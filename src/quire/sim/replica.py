@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from quire.engine.engine import Engine
 from quire.engine.timing import VirtualClock
 from quire.errors import InvalidRequest
 from quire.executors.synthetic import SyntheticHandle
+from quire.scheduler.kv_offload import KVOffload
+from quire.sim.copies import Role, SimulatedStore, Split
 from quire.sim.executor import SimulatedExecutor
 from quire.sim.results import QUEUE_FULL, TOO_LONG, Results
 from quire.sim.steady import SteadyDecode, floor_ms
@@ -18,6 +20,15 @@ from quire.types import Request
 
 BuildEngine = Callable[[VirtualClock, int], tuple[Engine, SimulatedExecutor]]
 """Makes the engine of a replica on this clock. The number is the seed of its noise."""
+
+
+class BuildSide(Protocol):
+    """A `BuildEngine` that also makes either side of a split."""
+
+    def __call__(
+        self, clock: VirtualClock, seed: int, split: Split | None = None, role: Role = "decode"
+    ) -> tuple[Engine, SimulatedExecutor]:
+        """See `BuildEngine`. split: what connects it with the others; None: nothing does."""
 
 
 class Ended(NamedTuple):
@@ -54,8 +65,12 @@ class Replica:
         """Requests that ended since the list was emptied last."""
         self.first_tokens: list[tuple[float, int]] = []
         """(seconds, request) of first tokens since the list was emptied last."""
+        offload = self.engine.scheduler.kv.offload
+        self.tiers = offload if isinstance(offload, KVOffload) else None
         self._steady = SteadyDecode(self.engine, self.executor)
         self._steady.possible &= not step_by_step
+        self._stalled = False
+        """Whether the last step did nothing: all that could be planned waits for a copy."""
         self._last_token: dict[str, float] = {}
         self._previous = 0.0
         self._width = 0
@@ -64,19 +79,28 @@ class Replica:
         """A request arrives at `at`; arrivals must come in order."""
         self.inbox.append((at, number, request))
 
-    @property
-    def idle(self) -> bool:
-        """Whether it has nothing to do."""
-        return not self.inbox and not self.engine.can_step
+    def _next_copy(self) -> float:
+        """When copies of K/V end next, or a prompt comes from another engine, or has waited too long for its blocks."""
+        if self.tiers is None:
+            return math.inf
+        store, timeout = self.tiers.store, self.tiers.timeout()
+        assert isinstance(store, SimulatedStore)
+        return min(store.next_event(), math.inf if timeout is None else self.tiers.now + timeout)
+
+    def next_time(self) -> float:
+        """When it does something next, as far as it knows; infinity: it has nothing to do."""
+        engine, now = self.engine, self.clock.time
+        first = self.inbox[0][0] if self.inbox else math.inf
+        if self._stalled or not engine.can_step:
+            return max(now, min(first, self._next_copy()))
+        return max(now, min(now + floor_ms(engine.time_to_next_plan()), first))
 
     def horizon(self) -> float:
         """Seconds before which no request can end here or get its first token."""
-        if self.idle:
-            return math.inf
         engine, now = self.engine, self.clock.time
         first = self.inbox[0][0] if self.inbox else math.inf
-        if not engine.can_step:
-            return max(now, first)
+        if self._stalled or not engine.can_step:
+            return max(now, min(first, self._next_copy()))
         bound = now
         if engine.inflight:  # it is committed when it is done, and once the next plan has been due
             bound = max(self._done(), min(now + floor_ms(engine.time_to_next_plan()), first))
@@ -99,10 +123,12 @@ class Replica:
         while True:
             while inbox and inbox[0][0] <= clock.time and inbox[0][0] < until:
                 self._admit(*inbox.popleft())
-            if not engine.can_step:
-                if not inbox or inbox[0][0] >= until:
+            if self._stalled or not engine.can_step:
+                if (due := self.next_time()) >= until:
                     return
-                clock.sleep_until(inbox[0][0])
+                clock.sleep_until(due)
+                if self._next_copy() <= clock.time:
+                    self._step()
                 continue
             if clock.time >= until:
                 return
@@ -117,6 +143,7 @@ class Replica:
                 self._step()
 
     def _admit(self, at: float, number: int, request: Request) -> None:
+        self._stalled = False
         if len(self.engine.scheduler.waiting) >= self.max_queued:
             self._refuse(at, number, QUEUE_FULL)
             return
@@ -133,8 +160,9 @@ class Replica:
 
     def _step(self) -> None:
         """One step of the engine."""
-        results, last = self.results, self._last_token
+        results, last, steps = self.results, self._last_token, self.engine.stats.num_steps
         outputs = self.engine.step()
+        self._stalled = not self.engine.inflight and self.engine.stats.num_steps == steps
         now = self.clock.time
         for output in outputs:
             id, tokens, finish = output[0], output[1], output[2]

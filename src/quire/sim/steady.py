@@ -16,6 +16,7 @@ from quire.engine.engine import Engine
 from quire.engine.timing import LatencyController, PlanDelay
 from quire.executors.synthetic import SyntheticHandle
 from quire.scheduler.constraint import FREE
+from quire.scheduler.kv_offload import NoOffload
 from quire.scheduler.plan import Plan
 from quire.scheduler.policy import PriorityPolicy, SchedulingPolicy
 from quire.scheduler.sequence import InflightStep, Sequence
@@ -39,10 +40,12 @@ class SteadyDecode:
             type(scheduler.policy) in (SchedulingPolicy, PriorityPolicy)
             and type(scheduler.speculation) is FixedDrafts
             and scheduler.speculation.max_drafts == 0
+            and scheduler.groups == 1
+            and type(scheduler.kv.offload) is NoOffload
             and type(engine.step_budget) in (type(None), LatencyController)  # which never holds up a decode
             and not engine.observers
         )
-        """Whether plans repeat at all: other policies may decide by anything."""
+        """Whether plans repeat at all: other policies may decide by anything, and copies of blocks end at any time."""
 
     def num_steps(self) -> int:
         """How many steps at least will be like the last one if no request comes; 0: the next one may differ."""

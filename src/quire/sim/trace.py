@@ -32,8 +32,6 @@ from quire.types import Request
 Run = tuple[int, int]
 """(token, how many times)."""
 
-PADDING = 1
-"""The token of prompts of which nothing but the length is known. Prefixes are not cached then."""
 _FIRST_NAME = 1000
 """Tokens from here on are names of blocks; those below are answers' and padding."""
 _MOONCAKE_BLOCK = 512
@@ -93,7 +91,7 @@ class Trace:
         """The prompt of a request."""
         left = self.prompts[number]
         if not self.blocks:
-            return ((PADDING, left),)
+            return ((_FIRST_NAME + self._unnamed + number, left),)
         out = []
         for name in self.blocks[number]:
             out.append((_FIRST_NAME + name, min(left, self.block_size)))

@@ -53,7 +53,7 @@ def _parameter_rules(name: str, form: Parameters, schema: Any, as_json: JsonRule
         if "string" in kinds and form.cdata:
             values.append(([CDATA[0]], _string_rules(f"{name}_{i}_cdata", CDATA[1] + close, each)))
         if "string" not in kinds or (form.typed and kinds != {"string"}):
-            openings = dict.fromkeys(map(form.opening, sorted(kinds - {"string"})))
+            openings = dict.fromkeys(map(form.opening, sorted(kinds - {"string"}) or ["null"]))
             values.append((openings, [f"{name}_{i}_json: {as_json(_alone(each, schema))} {literal(close)}"]))
         either = " | ".join(
             f"{literal(opening + line)} {_named(body)}" for openings, body in values for opening in openings

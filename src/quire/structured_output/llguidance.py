@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -25,11 +27,14 @@ from quire.parsers.tools.styles import STYLES, TaggedStyle
 from quire.scheduler.constraint import FREE, Constraint, MaskRequest, one_by_one
 from quire.scheduler.plan import Mask
 from quire.structured_output.call_rules import escaped
-from quire.structured_output.schema import check_schema, closed
+from quire.structured_output.schema import as_object, prepared
 from quire.structured_output.thought_budget import BudgetRules, ThoughtBudget
 from quire.token_masks import MaskTable, write_mask
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import StructuredOutputsParams
+
+Lines = npt.NDArray[np.int32]
+"""Masks [N, words]."""
 
 SPACE = " "
 """The white space allowed by default where JSON allows any: at most one space, or a model could repeat it for ever."""
@@ -101,10 +106,12 @@ class LlguidanceCompiler:
             raise _refusal(structure, "it is too complex")
         if not any(mask):
             raise _refusal(structure, "nothing can satisfy it")
-        if why := _ahead(first.deep_copy(), mask, self._tokenizer.eos):
+        eos = self._tokenizer.eos
+        if why := _ahead(first.deep_copy(), mask, eos):
             raise _refusal(structure, why)
         size = -(-vocabulary.vocab_size // 32) * 4
-        return lambda: Matcher(first.deep_copy(), self._tokenizer.eos, size)
+        beginning = _beginning(first, mask, eos)
+        return lambda: Matcher(first.deep_copy(), eos, size, beginning=beginning)
 
 
 def _ahead(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> str:
@@ -118,6 +125,38 @@ def _ahead(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> str:
         if matcher.is_error():
             return str(matcher.get_error())
     return ""
+
+
+class Beginning(NamedTuple):
+    """What is known of every answer that a grammar allows: its first tokens, where only one is allowed at each, and the
+    masks before each of them and after them; none: nothing is known."""
+
+    tokens: tuple[int, ...] = ()
+    masks: tuple[bytes, ...] = ()
+
+
+UNKNOWN = Beginning()
+
+_FORCED = 48
+"""Tokens of a beginning at most."""
+
+
+def _beginning(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> Beginning:
+    """The beginning of a grammar, whose tokens `matcher` consumes. mask: its first."""
+    tokens, masks = list[int](), list[bytes]()
+    while len(tokens) < _FORCED:
+        bits = int.from_bytes(mask, "little")
+        token = bits.bit_length() - 1
+        if bits.bit_count() != 1 or token in eos:
+            break
+        tokens.append(token)
+        masks.append(mask)
+        matcher.consume_token(token)
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            matcher.reset()
+            return UNKNOWN
+    return Beginning(tuple(tokens), (*masks, mask))
 
 
 _LIMITS = LLParserLimits(
@@ -136,13 +175,11 @@ def _source(structure: StructuredOutputsParams) -> str:
     """The grammar in the library's notation."""
     kind, text = structure.kind
     if kind == "json":
-        schema = json.loads(text)
-        check_schema(schema, structure.param)
-        schema = closed(schema) if structure.disable_additional_properties else schema
+        schema = prepared(json.loads(text), structure.param, close=structure.disable_additional_properties)
         compact = structure.disable_any_whitespace
         white = None if compact else structure.whitespace_pattern or SPACE
         options = {"whitespace_flexible": white is not None, "whitespace_pattern": white, "lenient": False}
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(as_object(schema)), overrides=options))
     if kind == "choice":
         # One terminal: as alternatives of a rule, each would be an item of the parser.
         texts = " | ".join(map(json.dumps, json.loads(text)))
@@ -235,13 +272,19 @@ class Matcher:
     The state is a function of the committed tokens: those new since the last call are consumed, and where the output
     does not continue the previous one, matching starts again. Drafts are consumed and rolled back. Tokens in `eos` are
     never passed to the library: after one, only they are allowed. mask_bytes: of a mask for the vocabulary, in whole
-    32-bit words.
+    32-bit words. beginning: of the grammar, whose tokens `matcher` has consumed: its masks need no library.
     """
 
     def __init__(
-        self, matcher: LLMatcher, eos: frozenset[int], mask_bytes: int, budget: TimeBudget = DEFAULT_BUDGET
+        self,
+        matcher: LLMatcher,
+        eos: frozenset[int],
+        mask_bytes: int,
+        budget: TimeBudget = DEFAULT_BUDGET,
+        beginning: Beginning = UNKNOWN,
     ) -> None:
         self._matcher = matcher
+        self._beginning = beginning
         self.mask_bytes = mask_bytes
         self._eos = eos
         self._budget = budget
@@ -255,7 +298,7 @@ class Matcher:
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[Mask]:
         """See Constraint."""
         began = self._budget.clock()
-        self.follow(output, 0)
+        self.follow(output, 0, drafts)
         made = self._walk(drafts)
         self._time_spent += self._budget.clock() - began
         if self._time_spent > self._budget.once + self._budget.each * len(output):
@@ -266,13 +309,21 @@ class Matcher:
         """See Constraint."""
         return self._why
 
-    def follow(self, tokens: Sequence[int], begin: int) -> LLMatcher | None:
+    def follow(self, tokens: Sequence[int], begin: int, drafts: Sequence[int]) -> LLMatcher | None:
         """Consume what is new in the output, `tokens[begin:]`. None: the library is not needed for the next masks."""
         known = begin + self._num_seen
         if len(tokens) < known or (self._num_seen and tokens[known - 1] != self._last):
-            self._matcher.reset()
-            self._over = False
-            known = begin
+            known = self._restart(begin)
+        elif self._beginning.masks:
+            first, length = self._beginning.tokens, len(tokens) - begin
+            # Where only one token was allowed no other was sampled. Drafts are walked by the library, which is ahead.
+            if (*tokens[begin : begin + len(first)],) != first[:length] or (drafts and length < len(first)):
+                known = self._restart(begin)
+            elif length < len(first) or (length == len(first) and not drafts):
+                self._num_seen, self._last = length, tokens[-1] if length else -1
+                return None
+            else:
+                known, self._beginning = begin + len(first), UNKNOWN
         for token in tokens[known:]:
             self._last = token
             self._over = self._over or token in self._eos
@@ -280,6 +331,13 @@ class Matcher:
                 self._why = message(self._matcher.get_error()) or "the answer left it"
         self._num_seen = len(tokens) - begin
         return None if self._over or self._why else self._matcher
+
+    def _restart(self, begin: int) -> int:
+        """The output is not what has been consumed: begin again, at index `begin`."""
+        self._matcher.reset()
+        self._beginning = UNKNOWN
+        self._over = False
+        return begin
 
     def collect(self, lines: npt.NDArray[np.int32], begin: int, drafts: Sequence[int]) -> int:
         """Check the masks that the library wrote to `lines`, after the output and after each draft: how many hold.
@@ -308,7 +366,7 @@ class Matcher:
     def _walk(self, drafts: Sequence[int]) -> list[Mask]:
         """Masks up to the first draft that is not allowed. Drafts may follow an end token where it is ignored."""
         matcher = self._matcher
-        mask = self._mask()
+        mask = self.mask()
         over = self._over
         walked = 0
         made: list[Mask] = [mask]
@@ -319,23 +377,57 @@ class Matcher:
             if not over:
                 matcher.consume_token(draft)
                 walked += 1
-            mask = self._end if over else self._mask()
+            mask = self._end if over else self.mask()
             made.append(mask)
         if walked:
             matcher.rollback(walked)
         return made
 
-    def _mask(self) -> bytes:
+    def mask(self) -> bytes:
+        """The mask after what has been consumed."""
         if self._over:
             return self._end
         if self._why:
             return EMPTY_MASK
+        if self._beginning.masks:
+            return self._beginning.masks[self._num_seen]
         mask: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             # The mask would allow the text to end.
             self._why = message(self._matcher.get_error()) or "it cannot be followed any further"
             return EMPTY_MASK
         return mask
+
+
+class DistinctMasks:
+    """Writes the masks of a step to `lines`, those of `size` bytes that are alike once: rows inside a text mostly have
+    the same. That is less to copy to a device, and the masks of many rows do not fit into a core's cache.
+
+    The library writes to a buffer that stays in the cache, and what it wrote is compared with the last few others.
+    """
+
+    COMPARED = 8
+
+    def __init__(self, lines: Lines, size: int) -> None:
+        self._bytes, self._size = lines.reshape(-1).view(np.uint8).data, size
+        self._known: deque[tuple[bytearray, int]] = deque(maxlen=self.COMPARED)
+        self._next()
+
+    def _next(self) -> None:
+        self._mask = bytearray(max(1, self._size))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mask))
+
+    def line_of(self, library: LLMatcher, free: int) -> int:
+        """The line that has the library's mask: `free`, where it is written, unless one is known."""
+        size, mask = self._size, self._mask
+        library.unsafe_compute_mask_ptr(self._address, size)
+        for known, line in self._known:
+            if known == mask:
+                return line
+        self._bytes[free * size : (free + 1) * size] = mask
+        self._known.append((mask, free))
+        self._next()
+        return free
 
 
 class ParallelMasks:
@@ -405,56 +497,57 @@ class ParallelMasks:
         return made
 
     def _together(self, requests: Sequence[MaskRequest]) -> MaskTable:
-        plain: list[tuple[LLMatcher, int]] = []
-        drafted: list[tuple[LLMatcher, int, list[int]]] = []
-        checks: list[tuple[Matcher, list[int], Sequence[int]]] = []
-        others: list[tuple[list[int], list[Mask]]] = []
-        places: list[list[int]] = []
-        end = width = 0
+        count = sum([1 + len(drafts) for *_, drafts in requests])
+        width = next((one[0].mask_bytes // 4 for one in requests if isinstance(one[0], Matcher)), 0)
+        lines = self._buffer(count, width or self._lines.shape[1])
+        at, size, due = lines.ctypes.data, 4 * width, self._clock() + self.WAKE
+        left = list[tuple[LLMatcher, int]]()
+        drafted = list[tuple[LLMatcher, int, list[int]]]()
+        checks = list[tuple[Matcher, list[int], Sequence[int]]]()
+        others = list[tuple[list[int], list[Mask]]]()
+        places = list[list[int]]()
+        distinct, used = DistinctMasks(lines, size), 0
         for request in requests:
             constraint, tokens, begin, drafts = request
-            span = [*range(end, end + 1 + len(drafts))] if drafts else [end]
+            span = [*range(used, used + 1 + len(drafts))] if drafts else [used]
             places.append(span)
-            library = None
-            if isinstance(constraint, Matcher):
-                width = constraint.mask_bytes // 4
-                library = constraint.follow(tokens, begin)
-            if library is None:
-                others.append((span, one_by_one([request])[0]))
+            matcher = constraint if isinstance(constraint, Matcher) else None
+            library = None if matcher is None else matcher.follow(tokens, begin, drafts)
+            if matcher is None or library is None:
+                known: list[Mask] = [matcher.mask()] if matcher and not drafts else one_by_one([request])[0]
+                others.append((span, known))
+            elif not (drafts or left or self._clock() > due):
+                span[0] = distinct.line_of(library, used)
+                if library.is_error():
+                    span[0] = used
+                    checks.append((matcher, span, drafts))
             else:
-                assert isinstance(constraint, Matcher)
-                checks.append((constraint, span, drafts))
-                if drafts and (walked := constraint.drafts_to_walk(drafts)):
-                    drafted.append((library, end, walked))
+                checks.append((matcher, span, drafts))
+                if drafts and (walked := matcher.drafts_to_walk(drafts)):
+                    drafted.append((library, used, walked))
                 else:
-                    plain.append((library, end))
-            end += len(span)
-        least = max((-(-len(mask or b"") // 4) for _, each in others for mask in each), default=0)
-        lines = self._buffer(end, width or max(least, self._lines.shape[1]))
-        at = lines.ctypes.data
-        self._fill(plain, at, 4 * lines.shape[1], end)
+                    left.append((library, used))
+            if span[-1] >= used:
+                used = span[-1] + 1
+        if left:
+            self._executor.unsafe_compute_mask_ptr(left, at, size, count)
         if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, at, 4 * lines.shape[1], end)
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, at, size, count)
         for matcher, span, drafts in checks:
             held = matcher.collect(lines, span[0], drafts)
             if held < len(span):
                 span[held:] = [-1] * (len(span) - held)
+        if not width:
+            least = max((-(-len(mask or b"") // 4) for _, masks in others for mask in masks), default=0)
+            lines = self._buffer(count, max(least, self._lines.shape[1]))
+        written: dict[int, int] = {}
         for span, masks in others:
             for n, mask in enumerate(masks):
-                if mask is None:
-                    span[n] = -1
-                else:
-                    write_mask(mask, lines[span[n]])
-        return MaskTable(lines, places)
-
-    def _fill(self, plain: list[tuple[LLMatcher, int]], at: int, size: int, count: int) -> None:
-        """Write masks of `size` bytes to lines of the `count` that begin at address `at`."""
-        began = self._clock()
-        for i, (library, line) in enumerate(plain):
-            if self._clock() - began > self.WAKE:
-                self._executor.unsafe_compute_mask_ptr(plain[i:], at, size, count)
-                break
-            library.unsafe_compute_mask_ptr(at + line * size, size)
+                line = -1 if mask is None else written.setdefault(id(mask), span[n])
+                if mask is not None and line == span[n]:
+                    write_mask(mask, lines[line])
+                span[n] = line
+        return MaskTable(lines[:used], places)
 
     def _buffer(self, count: int, words: int) -> npt.NDArray[np.int32]:
         if len(self._lines) < count or self._lines.shape[1] != words:

@@ -31,7 +31,7 @@ OBEYED: frozenset[str] = frozenset(
 """Keywords that are enforced."""
 
 REFUSED: Mapping[str, str] = {
-    "not": "say what is wanted instead, with enum, pattern or anyOf",
+    "not": "say what is wanted instead, with enum, pattern or anyOf; only {}, true and false are negated",
     **dict.fromkeys(("if", "then", "else"), "use anyOf with one schema a case"),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), "use anyOf with one schema a case"),
     **dict.fromkeys(("uniqueItems", "contains", "minContains", "maxContains"), "leave it out, and check the answer"),
@@ -48,11 +48,43 @@ REFUSED: Mapping[str, str] = {
 }
 """Keywords that would restrict the answer and are not supported, and what to use instead."""
 
-_NO_RESTRICTION: Mapping[str, tuple[Any, ...]] = {
+_TAKEN: Mapping[str, tuple[Any, ...]] = {
+    "not": ({}, True, False),
     "uniqueItems": (False,),
     "propertyNames": ({}, {"type": "string"}),
 }
-"""Values of these keywords that restrict nothing, which generators of schemas write."""
+"""Values of these keywords that restrict nothing or, with `not`, everything, which generators of schemas write."""
+
+
+def prepared(schema: Any, param: str, *, close: bool) -> Any:
+    """The schema as it is to be enforced: checked, without `not`, and closed where that is asked for. Raises
+    InvalidRequest as `check_schema` does."""
+    check_schema(schema, param)
+    made = _without_not(schema)
+    return closed(made) if close else made
+
+
+def as_object(schema: Any) -> dict[str, Any]:
+    """A schema that is `true` or `false` as an object, which options of the compiler can stand beside."""
+    return dict(schema) if isinstance(schema, Mapping) else {"anyOf": [schema]}
+
+
+def _without_not(schema: Any) -> Any:
+    """A copy of a checked schema with `false` in place of schemas that nothing matches: {"not": {}}, as zod and TypeBox
+    write a property that must not be there."""
+    if not isinstance(schema, Mapping):
+        return schema
+    if schema.get("not", False) is not False:
+        return False
+    made = {name: value for name, value in schema.items() if name != "not"}
+    for name, value in made.items():
+        if name in _IN_MAPS and isinstance(value, Mapping):
+            made[name] = {key: _without_not(one) for key, one in value.items()}
+        elif name in _IN_LISTS and isinstance(value, list):
+            made[name] = [_without_not(one) for one in value]
+        elif name in _ALONE:
+            made[name] = _without_not(value)
+    return made
 
 
 def check_schema(schema: Any, param: str) -> None:
@@ -82,7 +114,7 @@ def _check_keywords(schema: Mapping[str, Any], where: str, known: Mapping[str, s
         if name in OBEYED:
             continue
         if name in REFUSED:
-            if value not in _NO_RESTRICTION.get(name, ()):
+            if value not in _TAKEN.get(name, ()):
                 raise _refusal(f"the keyword {name!r} in {where} is not supported: {REFUSED[name]}", param)
         elif name.lower() in known:
             raise _refusal(f"unknown keyword {name[:64]!r} in {where}. Did you mean {known[name.lower()]!r}?", param)

@@ -40,7 +40,9 @@ class ByteDetokenizer:
 
     def feed(self, tokens: Sequence[int]) -> str:
         """See Detokenizer."""
-        data = self._held + b"".join(map(self._piece, tokens))
+        data = b"".join(map(self._piece, tokens))
+        if self._held:
+            data = self._held + data
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._held = data[used:]
         return text

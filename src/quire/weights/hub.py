@@ -238,6 +238,14 @@ def _no_room(name: str, why: str) -> str:
     )
 
 
+def _unreachable() -> str:
+    """Why the hub is not asked, with what to change."""
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set: unset it to download it"
+    return f"the hub at {constants.ENDPOINT} cannot be reached: see to the network, or set HTTPS_PROXY"
+
+
 @contextmanager
 def explained(name: str, cache: str | None) -> Iterator[None]:
     """The hub client's errors as ours."""
@@ -252,8 +260,8 @@ def explained(name: str, cache: str | None) -> Iterator[None]:
         raise InvalidModel(f"{name} has no such branch, tag or commit (--revision)") from None
     except errors.LocalEntryNotFoundError:
         raise Unavailable(
-            f"{name} is not in the local hub cache, and the hub is offline or cannot be reached: {cache_folder(cache)} "
-            f"was looked in (HF_HOME names another). Where there is a network, `quire pull {name}` fetches it"
+            f"{name} is not in the local hub cache, and {_unreachable()}. {cache_folder(cache)} was looked in (HF_HOME "
+            f"names another). Where there is a network, `hf download {name} --local-dir FOLDER` makes a folder to serve"
         ) from None
     except OSError as error:
         if error.errno == errno.ENOSPC:

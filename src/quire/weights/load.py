@@ -203,7 +203,7 @@ def cut_stages(
         return sum(place.target.nbytes for places in slots.values() for place in places)
 
     every = range(spec.layers)
-    # What is on every stage, as an encoder of images is, does not matter.
+    # What is on every stage does not matter.
     common = size(1, every[:0])
     sizes = [size(1, every[i : i + 1]) - common for i in every]
     return cut_layers(sizes, (size(0, every[:0]) - common, size(2, every[:0]) - common), stages, spec.uncut)

@@ -15,12 +15,18 @@ from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 MODEL = "embedded"
-CELLS = ("chat", "stream", "tools", "structured", "cancel")
+CELLS = ("chat", "stream", "tools", "structured", "images", "cancel")
 BOAT = "Tell me about a boat."
 ASK = "What is the weather in Rome and in Paris?"
 ON_AND_ON = "Count to a million."
 SAYS = "It is done."
 """What the scripted model says behind the results of its tools."""
+IMAGE = (
+    "iVBORw0KGgoAAAANSUhEUgAAACgAAAAgAQMAAABaY6hDAAAABlBMVEX/AAAAAP9sof2OAAAAGElEQVR42mNgIBX8/8/AwMTAwEAb"
+    "klQAACX0Ah0qoe3EAAAAAElFTkSuQmCC"
+)
+"""A blue square on red, a PNG file in base64."""
+IMAGE_URL = f"data:image/png;base64,{IMAGE}"
 CITIES = ["Rome", "Paris"]
 CALLED: list[str] = []
 """The cities that `weather` was called with."""
@@ -36,6 +42,11 @@ def check_loop(text: str) -> None:
     """After a loop of two calls of `weather`."""
     assert CALLED == CITIES, CALLED
     assert SAYS in text, text
+
+
+def check_image(shown: int, plain: int) -> None:
+    """Tokens of the prompt with the image, and without."""
+    assert shown > plain + 4, (shown, plain)
 
 
 def wait_until_answering(url: str) -> None:

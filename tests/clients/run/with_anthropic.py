@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from anthropic import Anthropic, beta_tool
-from cells import ASK, BOAT, CALLED, MODEL, ON_AND_ON, check_loop, main, weather
+from cells import ASK, BOAT, CALLED, IMAGE, MODEL, ON_AND_ON, check_image, check_loop, main, weather
 from people import PROMPTS, Person
 
 TOOL: Any = {
@@ -17,7 +17,7 @@ def client(url: str) -> Anthropic:
     return Anthropic(base_url=url, api_key="none")
 
 
-def said(text: str, most: int = 30) -> Any:
+def said(text: Any, most: int = 30) -> Any:
     return {"model": MODEL, "max_tokens": most, "messages": [{"role": "user", "content": text}]}
 
 
@@ -54,10 +54,25 @@ def structured(url: str) -> None:
     assert isinstance(made.parsed_output, Person)
 
 
+def images(url: str) -> None:
+    """One in a question, and one that a tool returned."""
+    plain = client(url).messages.create(**said(BOAT)).usage.input_tokens
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": IMAGE}}
+    asked = said([{"type": "text", "text": BOAT}, image])
+    check_image(client(url).messages.count_tokens(model=MODEL, messages=asked["messages"]).input_tokens, plain)
+    assert client(url).messages.create(**asked).content[0].type == "text"
+    asked = said(BOAT)
+    asked["messages"] += [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [image]}]},
+    ]
+    assert client(url).messages.create(**asked).content[0].type == "text"
+
+
 def cancel(url: str) -> None:
     with client(url).messages.stream(**said(ON_AND_ON, 100_000)) as pieces:
         for _ in zip(range(5), pieces.text_stream, strict=False):
             pass
 
 
-main(chat, stream, tools, structured, cancel)
+main(chat, stream, tools, structured, images, cancel)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from cells import ASK, BOAT, MODEL, ON_AND_ON, check_loop, main, weather
+from cells import ASK, BOAT, IMAGE, IMAGE_URL, MODEL, ON_AND_ON, check_image, check_loop, main, weather
 from langchain.agents import create_agent
+from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from people import PROMPTS, SAMPLING, Person
 
@@ -36,6 +37,22 @@ def structured(url: str) -> str:
     return f"{len(made)} of {len(made)}"
 
 
+def images(url: str) -> None:
+    """As OpenAI writes them, and as LangChain does."""
+    text = {"type": "text", "text": BOAT}
+    forms = (
+        {"type": "image_url", "image_url": {"url": IMAGE_URL}},
+        {"type": "image", "base64": IMAGE, "mime_type": "image/png"},
+    )
+    asked = model(url, max_tokens=30)
+    plain, *shown = (
+        asked.invoke([HumanMessage(content)]).usage_metadata["input_tokens"]
+        for content in ([text], *([text, form] for form in forms))
+    )
+    for each in shown:
+        check_image(each, plain)
+
+
 def cancel(url: str) -> None:
     pieces = model(url).stream(ON_AND_ON)
     for _ in zip(range(5), pieces, strict=False):
@@ -43,4 +60,4 @@ def cancel(url: str) -> None:
     pieces.close()
 
 
-main(chat, stream, tools, structured, cancel)
+main(chat, stream, tools, structured, images, cancel)

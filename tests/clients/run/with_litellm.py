@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import litellm
-from cells import ASK, BOAT, MODEL, ON_AND_ON, check_loop, main, weather
+from cells import ASK, BOAT, IMAGE_URL, MODEL, ON_AND_ON, check_image, check_loop, main, weather
 from people import PROMPTS, Person
 
 TOOL: Any = {
@@ -53,6 +53,15 @@ def structured(url: str) -> None:
     Person.model_validate_json(made.choices[0].message.content)
 
 
+def images(url: str) -> None:
+    plain = ask(url, BOAT, max_tokens=1).usage.prompt_tokens
+    parts = [{"type": "text", "text": BOAT}, {"type": "image_url", "image_url": {"url": IMAGE_URL}}]
+    talk = [{"role": "user", "content": parts}]
+    check_image(ask(url, talk, max_tokens=30).usage.prompt_tokens, plain)
+    made = litellm.completion(f"anthropic/{MODEL}", talk, api_base=url, api_key="none", max_tokens=30)
+    check_image(made.usage.prompt_tokens, plain)
+
+
 def cancel(url: str) -> None:
     talk = [{"role": "user", "content": ON_AND_ON}]
     pieces = litellm.completion(f"openai/{MODEL}", talk, api_base=f"{url}/v1", api_key="none", stream=True)
@@ -61,4 +70,4 @@ def cancel(url: str) -> None:
     pieces.completion_stream.close()
 
 
-main(chat, stream, tools, structured, cancel)
+main(chat, stream, tools, structured, images, cancel)

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+from base64 import b64decode
 from typing import Any
 
-from cells import ASK, BOAT, MODEL, ON_AND_ON, check_loop, main, weather
+from cells import ASK, BOAT, IMAGE, MODEL, ON_AND_ON, check_image, check_loop, main, weather
 from ollama import Client
 from people import PROMPTS, Person
 
@@ -40,6 +41,14 @@ def structured(url: str) -> None:
     Person.model_validate_json(made.message.content or "")
 
 
+def images(url: str) -> None:
+    """As a file's bytes, and in base64."""
+    plain = Client(url).chat(MODEL, said(BOAT), options=FEW).prompt_eval_count
+    talk = [{"role": "user", "content": BOAT, "images": [b64decode(IMAGE)]}]
+    check_image(Client(url).chat(MODEL, talk, options=FEW).prompt_eval_count, plain)
+    check_image(Client(url).generate(MODEL, BOAT, images=[IMAGE], options=FEW).prompt_eval_count, plain)
+
+
 def cancel(url: str) -> None:
     client = Client(url)
     pieces = client.chat(MODEL, said(ON_AND_ON), stream=True)
@@ -48,4 +57,4 @@ def cancel(url: str) -> None:
     pieces.close()
 
 
-main(chat, stream, tools, structured, cancel)
+main(chat, stream, tools, structured, images, cancel)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cells import ASK, BOAT, MODEL, ON_AND_ON, check_loop, main, weather
+from cells import ASK, BOAT, IMAGE_URL, MODEL, ON_AND_ON, check_image, check_loop, main, weather
 from openai import OpenAI
 from people import PROMPTS, Person
 
@@ -21,7 +21,7 @@ def client(url: str) -> OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key="none")
 
 
-def said(text: str) -> list[Any]:
+def said(text: Any) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
@@ -65,10 +65,21 @@ def structured(url: str) -> None:
     assert isinstance(answer.output_parsed, Person)
 
 
+def images(url: str) -> None:
+    talk: Any = said(BOAT)
+    plain = client(url).chat.completions.create(model=MODEL, messages=talk, max_tokens=1).usage.prompt_tokens
+    parts = [{"type": "text", "text": BOAT}, {"type": "image_url", "image_url": {"url": IMAGE_URL, "detail": "auto"}}]
+    made = client(url).chat.completions.create(model=MODEL, messages=said(parts), max_tokens=30)
+    check_image(made.usage.prompt_tokens, plain)
+    parts = [{"type": "input_text", "text": BOAT}, {"type": "input_image", "image_url": IMAGE_URL, "detail": "auto"}]
+    answer = client(url).responses.create(model=MODEL, input=said(parts), max_output_tokens=30)
+    check_image(answer.usage.input_tokens, plain)
+
+
 def cancel(url: str) -> None:
     with client(url).chat.completions.create(model=MODEL, messages=said(ON_AND_ON), stream=True) as pieces:
         for _ in zip(range(5), pieces, strict=False):
             pass
 
 
-main(chat, stream, tools, structured, cancel)
+main(chat, stream, tools, structured, images, cancel)

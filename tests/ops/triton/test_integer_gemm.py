@@ -16,6 +16,7 @@ from quire.ops.triton.integer_gemm import (
     BYTES,
     E2M1,
     NIBBLES,
+    WORD_NIBBLES,
     dequantize,
     e2m1_in_float16,
     fitted,
@@ -49,7 +50,7 @@ def test_a_matrix_is_dequantized_to_the_bit(kind: str, group: int, half: bool) -
 def test_a_product_is_that_of_the_dequantized_matrix(kind: str, group: int, gate: Gate) -> None:
     torch.manual_seed(0)
     matrix = made(kind, group, 40, 200)
-    for rows, how in ((3, GemmConfig(8, 16, 128, 2, 3)), (20, GemmConfig(16, 32, 64, 2, 2))):
+    for rows, how in ((3, GemmConfig(8, 16, 256, 2, 3)), (20, GemmConfig(16, 32, 64, 2, 2))):
         x, bias = torch.randn(rows, matrix.inputs, device=DEVICE), torch.randn(40, device=DEVICE)
         got = integer_linear(x, matrix, bias, how, CARD, ARRIVED, gate)
         assert off(got, REFERENCE.linear(x, dequantize_integers(matrix), bias, gate)) < 1e-5
@@ -135,6 +136,11 @@ def test_conversions_of_a_card_take_every_byte_by_itself(dtype: torch.dtype) -> 
         got = torch.tensor([made[f"${i}"] for i in range(4)]).to(torch.uint32).view(torch.int32).view(dtype).tolist()
         low, high = [b & 15 for b in others], [b >> 4 for b in others]
         assert got == [q - z for q, z in zip(low + high, less, strict=True)]
+        pair = zeros[0] | zeros[1] << 16
+        made = computed(WORD_NIBBLES if not half else in_float16(WORD_NIBBLES), word, pair)
+        got = torch.tensor([made[f"${i}"] for i in range(4)]).to(torch.uint32).view(torch.int32).view(dtype).tolist()
+        turned = [q for every in (low, high) for first in (0, 1) for q in every[first::2]]
+        assert got == [q - z for q, z in zip(turned, less[:2] * 4, strict=True)]
         made = computed(e2m1_in_float16(E2M1) if half else E2M1, word)
         got = torch.tensor([made[f"${i}"] for i in range(4)]).to(torch.uint32).view(torch.int32).view(dtype).tolist()
         assert got == floats_of(torch.tensor(low + high)).tolist()

@@ -24,9 +24,11 @@ class References:
         self._known: dict[str, Any] = {}
 
     def properties(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The schemas of the properties of an object, those that are references replaced by what they refer to."""
-        given = schema.get("properties")
-        return {name: self.resolved(each) for name, each in given.items()} if isinstance(given, Mapping) else {}
+        """The schemas of the properties of an object, those that are references replaced by what they refer to. Without
+        those that must not be there (`false`), unless they are required, too."""
+        given, required = schema.get("properties"), schema.get("required") or ()
+        every = {name: self.resolved(each) for name, each in given.items()} if isinstance(given, Mapping) else {}
+        return {name: each for name, each in every.items() if each is not False or name in required}
 
     def resolved(self, schema: Any, depth: int = 0) -> Any:
         """`schema` without a reference in itself or in its alternatives; those inside of its parts stay. A reference
@@ -86,12 +88,14 @@ def kind_of(value: Any) -> str:
 
 
 def kinds_of(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema allows; all of them where it does not say."""
+    """The JSON types that a schema allows; all of them where it does not say, none for `false`."""
     return _kinds_of(schema, set())
 
 
 def _kinds_of(schema: Any, seen: set[int], depth: int = 0) -> frozenset[str]:
     """seen: alternatives that were counted, which several may share."""
+    if schema is False:
+        return frozenset()
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return _ALL
     given = schema.get("type")

@@ -946,7 +946,7 @@ def describe_tools(
     *,
     system: bool = True,
 ) -> list[dict[str, Any]]:
-    """`messages`, whose contents are strings, with `tools`, calls and results written into the contents.
+    """`messages`, whose contents are strings, or lists of parts with images, with `tools`, calls and results in them.
 
     system: tools may be described in a system message of their own; otherwise the first message begins with them.
     """
@@ -955,19 +955,27 @@ def describe_tools(
     for message in messages:
         role = message.get("role")
         if role == "tool":
-            text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+            content = _joined("<tool_response>\n", message.get("content") or "", "\n</tool_response>")
             # Adjacent results make one message, for templates whose roles must alternate.
             if before == "tool":
-                shown[-1]["content"] += "\n" + text
+                shown[-1]["content"] = _joined(shown[-1]["content"], "\n", content)
             else:
-                shown.append({"role": "user", "content": text})
+                shown.append({"role": "user", "content": content})
         elif message.get("tool_calls"):
-            content = "\n".join(filter(None, (message.get("content"), calls_text(message["tool_calls"], style))))
-            shown.append({"role": role, "content": content})
+            said, calls = message.get("content"), calls_text(message["tool_calls"], style)
+            shown.append({"role": role, "content": _joined(said, "\n", calls) if said else calls})
         else:
             shown.append(dict(message))
         before = role
     return _with_tools(shown, tools, style, system) if tools else shown
+
+
+def _joined(*contents: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+    """Contents of messages one behind the other: a text, or a list of parts where one of them is."""
+    if all(isinstance(each, str) for each in contents):
+        return "".join(map(str, contents))
+    lists = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents)
+    return [part for each in lists for part in each]
 
 
 def calls_text(calls: Sequence[Mapping[str, Any]], style: Style) -> str:
@@ -1027,7 +1035,8 @@ def _with_tools(
     example = style.before + style.head("NAME") + arguments + style.finish + style.after
     text = _INTRODUCTION.format(tools=functions, example=example)
     if shown and shown[0].get("role") in ("system", "developer"):
-        return [{**shown[0], "content": f"{shown[0].get('content') or ''}\n\n{text}".lstrip()}, *shown[1:]]
+        said = shown[0].get("content")
+        return [{**shown[0], "content": _joined(said, "\n\n", text) if said else text}, *shown[1:]]
     if shown and not system:
-        return [{**shown[0], "content": f"{text}\n\n{shown[0].get('content') or ''}"}, *shown[1:]]
+        return [{**shown[0], "content": _joined(text, "\n\n", shown[0].get("content") or "")}, *shown[1:]]
     return [{"role": "system", "content": text}, *shown]
