@@ -42,6 +42,15 @@ class Model(NamedTuple):
     off: bool
     writes: str
 
+    @property
+    def about(self) -> dict[str, Any]:
+        switches = ("enable_thinking",) if "enable_thinking" in self.template else ()
+        return {"reasoning_parser": self.parser, "template_arguments": frozenset(switches)}
+
+    def budgeted(self, path: str) -> bool:
+        """Whether the thoughts get no token, since they are off and the template has no switch."""
+        return self.off and path == "/v1/messages" and not self.about["template_arguments"]
+
 
 INSIDE = f"{THOUGHT}\n{CLOSE}\n\n"
 MODELS = {
@@ -84,7 +93,7 @@ def thinker(writes: str, obeys: str) -> Callable[[Request], list[int]]:
 
     def answer(request: Request) -> list[int]:
         structure = request.sampling.structured_outputs
-        wanted = [f"{begin}{end}" for begin in (f"{OPEN}\n{INSIDE}", INSIDE, "") for end in ("Sure!", obeys)]
+        wanted = [f"{begin}{end}" for begin in (f"{OPEN}\n{INSIDE}", INSIDE, "", CLOSE) for end in ("Sure!", obeys)]
         mine = [text for text in wanted if structure is None or allows(structure, text)]
         return says(next((text for text in mine if text == writes + obeys), mine[0]))
 
@@ -176,11 +185,10 @@ async def in_a_batch(server: Served, end: Endpoint, body: dict[str, Any]) -> tup
 @pytest.mark.parametrize("name", MODELS)
 async def test_the_structure_binds_what_comes_after_the_thoughts(name: str, kind: str) -> None:
     model, (asks, obeys) = MODELS[name], KINDS[kind]
-    want = (THOUGHT if model.writes else "", obeys)
-    about = {"reasoning_parser": model.parser}
     script = thinker(model.writes, obeys)
-    async with served(script, template=model.template, room=2048, about=about) as server:
+    async with served(script, template=model.template, room=2048, about=model.about) as server:
         for end in ENDPOINTS:
+            want = (THOUGHT if model.writes and not model.budgeted(end.path) else "", obeys)
             for tools in ({}, {"tools": end.tools}):
                 body = {**end.body, **asks, **(end.off() if model.off else {}), **tools}
                 if tools and "response_format" not in asks:
@@ -192,8 +200,11 @@ async def test_the_structure_binds_what_comes_after_the_thoughts(name: str, kind
                 assert await in_a_batch(server, end, body) == want, (end.path, tools)
         structure = server.port.submitted[-1].sampling.structured_outputs
         assert structure is not None
-        assert not allows(structure, model.writes + "Sure!") and not allows(structure, model.writes)
-        assert allows(structure, obeys) == (not model.writes or model.writes.startswith(OPEN))
+        begins_inside = structure.thoughts == "open"
+        assert begins_inside == (name == "no mark, switched off" or model.writes == INSIDE)
+        writes = CLOSE * begins_inside if model.budgeted("/v1/messages") else model.writes
+        assert not allows(structure, writes + "Sure!") and not allows(structure, writes)
+        assert allows(structure, writes + obeys) and allows(structure, obeys) != begins_inside
 
 
 async def test_an_answer_cut_within_its_thoughts_has_no_content() -> None:
