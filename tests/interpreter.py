@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from triton import language
+from triton import knobs, language
 from triton.runtime import interpreter
 
 LANGUAGES: tuple[ModuleType, ...] = (language, language.core)
@@ -190,7 +190,10 @@ def _return_plain_indices() -> None:
 
 @cache
 def install() -> None:
-    """Before the first launch, once in a process however often it is asked for."""
+    """Before the first launch, once in a process however often it is asked for; nothing where kernels are compiled, since
+    what is remembered here of a value is of another compiler's context there."""
+    if not knobs.runtime.interpret:
+        return
     _return_plain_indices()
     interpreter._patch_lang = _Patches()
     _remember_types()
