@@ -336,9 +336,10 @@ class Engine:
 
     @property
     def can_step(self) -> bool:
-        """Whether `step` has anything to do; not while all that is left waits for grammars."""
-        scheduler = self.scheduler
-        return bool(scheduler.waiting.num_queued or scheduler.running or scheduler.inflight or self._outputs)
+        """Whether `step` has anything to do; not while all that is left waits for grammars, or for copies of K/V."""
+        scheduler, waiting = self.scheduler, self.scheduler.waiting
+        queued = waiting.num_queued and not waiting.blocked
+        return bool(queued or scheduler.running or scheduler.inflight or self._outputs)
 
     def time_to_next_plan(self) -> float:
         """Seconds by which the next `step` can be delayed, so that requests arriving meanwhile are in it; 0: it is
