@@ -1731,7 +1731,7 @@ SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_
 NORMED_AFTER = ("olmo2", "olmo3", "exaone4")
 """What layers add is normed."""
 
-CALM = ("qwen3_5_text", "qwen3_5_moe_text", "bamba", "nemotron_h", "granitemoehybrid")
+CALM = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bamba", "nemotron_h", "granitemoehybrid")
 """Recurrent layers whose matrices are smaller: they would make rounding errors larger from layer to layer."""
 
 UNGATED = ("nemotron", "nemotron_h", "arcee", "starcoder2")

@@ -236,7 +236,7 @@ def sentence_transformers(
         at.mkdir()
         generator = torch.Generator().manual_seed(i)
         weight, bias = (
-            torch.randn(outputs, inputs, generator=generator) * 0.3,
+            torch.randn(outputs, inputs, generator=generator) * inputs**-0.5,
             torch.randn(outputs, generator=generator),
         )
         save_file({"linear.weight": weight, "linear.bias": bias}, at / "model.safetensors")

@@ -190,8 +190,8 @@ def _return_plain_indices() -> None:
 
 @cache
 def install() -> None:
-    """Before the first launch, once in a process however often it is asked for; nothing where kernels are compiled, since
-    what is remembered here of a value is of another compiler's context there."""
+    """Before the first launch, once in a process however often it is asked for; nothing where kernels are compiled,
+    since what is remembered here of a value is of another compiler's context there."""
     if not knobs.runtime.interpret:
         return
     _return_plain_indices()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import importlib
 import inspect
 import json
@@ -211,6 +213,19 @@ def test_each_example_in_python_runs(page: str, number: int, lines: int, capsys:
     said = capsys.readouterr().out.splitlines()
     assert len(said) >= lines
     assert said[-1].split()[0] in ("0", "800") or page != "engine"
+
+
+def test_the_example_for_notebooks_runs_in_a_loop_that_runs_already(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a cell does: IPython compiles it so and awaits what it gives."""
+    page = (GUIDES / "offline-inference.md").read_text("utf-8")
+    [block] = re.findall(r"^<!-- notebook -->\n```python\n(.*?)^```$", page, re.S | re.M)
+
+    async def cell() -> None:
+        await eval(compile(block, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), {})
+
+    asyncio.run(cell())
+    said = capsys.readouterr().out.splitlines()
+    assert len(said[0]) > 10 and said[-1] == said[0]
 
 
 def test_the_quickstart_shows_the_examples_of_the_readme() -> None:

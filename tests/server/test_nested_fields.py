@@ -68,6 +68,7 @@ KIND_OF = {
     "messages.tool_result": "ToolResultBlockParam BetaToolResultBlockParam",
     "thinking": """ThinkingConfigEnabledParam ThinkingConfigAdaptiveParam
         BetaThinkingConfigEnabledParam BetaThinkingConfigAdaptiveParam""",
+    "reasoning": "Reasoning",
 }
 """Objects by the kind whose hints they may have."""
 
@@ -77,7 +78,6 @@ OTHER_HINTS = {
     "ResponseTextConfigParam": "verbosity",
     "ChatCompletionStreamOptionsParam": "include_obfuscation",
     "StreamOptions": "include_obfuscation",
-    "Reasoning": "summary generate_summary",
     "FunctionToolParam": "allowed_callers defer_loading",
     "CustomToolParam": "allowed_callers defer_loading",
     "ToolFunction": "allowed_callers defer_loading",

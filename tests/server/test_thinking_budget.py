@@ -86,6 +86,7 @@ async def test_no_effort_switches_thoughts_off_or_leaves_them_no_token() -> None
         assert bound(server) == 0
 
 
+SWITCH = "enable_thinking"
 ON, OFF, ADAPTIVE = {"type": "enabled"}, {"type": "disabled"}, {"type": "adaptive"}
 
 
@@ -136,6 +137,65 @@ async def test_what_thinking_cannot_be_is_named(path: str) -> None:
         check_error(await server.post("/v1/completions", prompt="a", thinking=ON), 400, "thinking", "/v1/chat/comp")
 
 
+REASONING = {path: ENDPOINTS[path] for path in ("/v1/chat/completions", "/v1/responses")}
+
+
+@pytest.mark.parametrize("path", REASONING)
+async def test_reasoning_is_the_same_as_the_fields_apart(path: str) -> None:
+    """OpenRouter's object, whose `effort` is that of Responses."""
+    template = CHATML.replace("assistant\n", "assistant\n{{ enable_thinking }} ")
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"effort": "low", "summary": "auto"}, {"reasoning_effort": "low"}),
+        ({"effort": "none"}, {"reasoning_effort": "none"}),
+        ({"max_tokens": 7}, {"thinking_token_budget": 7}),
+        ({"max_tokens": 0, "effort": "high"}, {"thinking_token_budget": 0, "reasoning_effort": "high"}),
+        ({"enabled": True}, {"thinking": ON}),
+        ({"enabled": False, "effort": "high"}, {"thinking": OFF, "reasoning_effort": "high"}),
+        ({"exclude": True}, {"include_reasoning": False}),
+        ({"exclude": False, "enabled": None}, {}),
+    ]
+    async with served(lambda _: says("Hm.</think>Yes."), template=template, about=about("qwen3", SWITCH)) as server:
+        for reasoning, apart in cases:
+            made = []
+            for fields in ({"reasoning": reasoning}, apart, {"reasoning": reasoning, **apart}):
+                answer = await server.post(path, **REASONING[path], **fields)
+                assert answer.status_code == 200, answer.text
+                request = server.port.submitted[-1]
+                made.append((request.prompt, request.sampling.structured_outputs, "Hm." in answer.text))
+            assert made[0] == made[1] == made[2], reasoning
+        plain = await server.post(path, **REASONING[path])
+        assert "Hm." in plain.text
+
+
+WRONG_REASONING: list[tuple[dict[str, Any], str, str]] = [
+    ({"reasoning": {"effort": 3}}, "effort", "must be text"),
+    ({"reasoning": {"effort": "hihg"}}, "effort", "reasoning.effort must be one of"),
+    ({"reasoning": {"max_tokens": "7"}}, "max_tokens", "must be a whole number"),
+    ({"reasoning": {"max_tokens": True}}, "max_tokens", "must be a whole number"),
+    ({"reasoning": {"max_tokens": -2}}, "max_tokens", "reasoning.max_tokens must be at least 0"),
+    ({"reasoning": {"enabled": 1}}, "enabled", "must be true or false"),
+    ({"reasoning": {"exclude": "yes"}}, "exclude", "must be true or false"),
+    ({"reasoning": {"depth": 3}}, "depth", "unknown field 'reasoning.depth'"),
+    ({"reasoning": {"effort": "none", "enabled": True}}, "effort", "reasoning.effort is none, and thinking is enabled"),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "effort", "reasoning_effort say different things"),
+    ({"reasoning": {"max_tokens": 7}, "thinking_token_budget": 8}, "max_tokens", "say different things"),
+    ({"reasoning": {"max_tokens": 7}, "thinking": {**ON, "budget_tokens": 7}}, "max_tokens", "are the same: send one"),
+    ({"reasoning": {"enabled": True}, "thinking": OFF}, "enabled", "and thinking say different things"),
+    ({"reasoning": {"exclude": True}, "include_reasoning": True}, "exclude", "say different things"),
+]
+
+
+@pytest.mark.parametrize("path", REASONING)
+async def test_what_reasoning_cannot_be_is_named(path: str) -> None:
+    async with served(template=OPENS, about=about()) as server:
+        for fields, name, words in WRONG_REASONING:
+            check_error(await server.post(path, **REASONING[path], **fields), 400, f"reasoning.{name}", words)
+    async with served() as server:
+        wrong = await server.post(path, **REASONING[path], reasoning={"enabled": True})
+        check_error(wrong, 400, "reasoning.enabled", "reasoning.enabled: this model does not think: turn it off")
+        check_error(await server.post("/v1/completions", prompt="a", reasoning={"max_tokens": 3}), 400, "reasoning")
+
+
 async def test_a_model_without_thoughts_keeps_any_budget() -> None:
     async with served() as server:
         await server.chat(thinking_token_budget=3, reasoning_effort="low", max_tokens=9)
@@ -152,7 +212,7 @@ async def test_a_budget_goes_with_min_tokens_and_with_a_structure() -> None:
 
 
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in SCHEMAS.items()]
-ASKED = {
+ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI, "tools": TOOLS, "max_tokens": 400},
     "/v1/responses": {
         "input": "hi",

@@ -85,7 +85,17 @@ def named_key(_: bytes, tokens: Sequence[int]) -> bytes:
 
 Classes = Mapping[str, Any]
 
-ENGINE_STATE = ("scheduler", "step_budget", "recovery", "stats", "lookahead", "failures", "_deadlines", "_last_commit")
+ENGINE_STATE = (
+    "scheduler",
+    "step_budget",
+    "recovery",
+    "stats",
+    "lookahead",
+    "failures",
+    "_deadlines",
+    "_last_commit",
+    "_masks_due",
+)
 """Attributes of an engine that its decisions depend on; steps in flight are written beside them."""
 
 _NO_REQUEST = Request(id="", prompt=(0,), max_new_tokens=1)

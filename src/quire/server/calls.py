@@ -194,7 +194,7 @@ def chat(
     # The newer of the two names goes first.
     if request.max_completion_tokens is not None:
         max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
-    request, budget = with_thinking(request, card)
+    request, budget = with_thinking(with_reasoning(request), card)
     searched = [] if request.web_search_options is None else [{"type": "web_search"}]
     tools = make_tool_set(
         [*(request.tools or ()), *searched],
@@ -320,6 +320,33 @@ EFFORTS: Mapping[str, int] = {
 """Most tokens of thoughts for each `reasoning_effort`, where the model's template does not know it; -1: any number."""
 
 
+# What each field of `reasoning` is, by the chat request's own names: its type in words, and type, name and value.
+_REASONING: Mapping[str, tuple[str, type, str, Callable[[Any], Any]]] = {
+    "effort": ("text", str, "reasoning_effort", lambda effort: effort),
+    "max_tokens": ("a whole number", int, "thinking_token_budget", lambda most: most),
+    "enabled": ("true or false", bool, "thinking", lambda on: {"type": "enabled" if on else "disabled"}),
+    "exclude": ("true or false", bool, "include_reasoning", lambda hides: not hides),
+}
+
+
+def with_reasoning(request: ChatRequest) -> ChatRequest:
+    """The request with the fields of its `reasoning`, as OpenRouter's clients and Responses send it, under their other
+    names. Raises InvalidRequest naming the field."""
+    given = request.reasoning or {}
+    check_nested(given, "reasoning", "reasoning")
+    changed = {}
+    for field_name, (words, kind, name, as_value) in _REASONING.items():
+        if (value := given.get(field_name)) is None:
+            continue
+        where = f"reasoning.{field_name}"
+        if type(value) is not kind:
+            raise InvalidRequest(f"{where} must be {words}", param=where)
+        changed[name] = as_value(value)
+        if getattr(request, name) not in (None, changed[name]):
+            raise InvalidRequest(f"{where} and {name} say different things: send one of them", param=where)
+    return msgspec.structs.replace(request, **changed)
+
+
 def with_thinking(request: ChatRequest, card: ModelCard) -> tuple[ChatRequest, int | None]:
     """The request with the template's arguments for its `thinking` and `reasoning_effort`, and its bound of the tokens
     of thoughts. `thinking` decides whether, the effort how much.
@@ -360,9 +387,7 @@ def _thinks(thinking: Mapping[str, Any] | None, effort: str | None, *, can: bool
     if kind == "adaptive":
         return True if can and effort is None else None
     if kind == "enabled" and not can:
-        raise InvalidRequest(
-            "thinking: this model does not think: send type disabled, or leave it out", param="thinking"
-        )
+        raise InvalidRequest("thinking: this model does not think: turn it off, or leave it out", param="thinking")
     if kind == "enabled" and effort == "none":
         raise InvalidRequest(
             "reasoning_effort is none, and thinking is enabled: send one of them", param="reasoning_effort"
@@ -381,7 +406,7 @@ def _budget(request: ChatRequest) -> int | None:
     if given is None:
         return budget
     if budget is not None:
-        raise InvalidRequest(f"thinking.budget_tokens and {_BUDGET} are the same: send one", param="thinking")
+        raise InvalidRequest(f"thinking.budget_tokens and {_BUDGET} are the same: send one", param=_BUDGET)
     if type(given) is not int or given < 1:
         raise InvalidRequest("thinking.budget_tokens must be a whole number above 0", param="thinking")
     return given

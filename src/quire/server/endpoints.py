@@ -54,12 +54,17 @@ async def gather(job: Job, begin: Callable[[], ResultStream[Delta]]) -> tuple[li
 
 
 # From a chat request's names of fields to those of another API.
-_CHAT_NAMES: Mapping[str, str] = {"prompt": "messages"}
+_REASONING_NAMES: Mapping[str, str] = {
+    "reasoning_effort": "reasoning.effort",
+    "thinking": "reasoning.enabled",
+    "thinking_token_budget": "reasoning.max_tokens",
+}
+_CHAT_NAMES: Mapping[str, str] = {"prompt": "messages", **_REASONING_NAMES}
 _RESPONSES_NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
     "prompt": "input",
-    "reasoning_effort": "reasoning.effort",
+    **_REASONING_NAMES,
     "response_format": "text.format",
 }
 _MESSAGES_NAMES: Mapping[str, str] = {

@@ -57,6 +57,7 @@ NO_OPS: Mapping[str, str] = {
 
 _TOOLS = "this older form is not supported: use tools and tool_choice"
 _TEXT = "this server reads and writes text only"
+_REASONING = "it is for /v1/chat/completions and /v1/responses; /v1/messages has reasoning_effort"
 _BEAM = "beam search is for /v1/completions and /v1/chat/completions"
 _PART = 'images are parts of messages: {"type": "image_url", ...}'
 
@@ -118,7 +119,7 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "personality": Refusal("put it into instructions, or a system message"),
     "compaction": Refusal("prompts are never edited: send the part that matters"),
     "truncation": Refusal("prompts are never cut: send the part that matters", ("disabled",)),
-    "reasoning": Refusal("use reasoning_effort", ({}, {"effort": None, "summary": None})),
+    "reasoning": Refusal(_REASONING, ({}, {"effort": None, "summary": None})),
     "allowed_callers": Refusal("only the model calls tools here", (["direct"],)),
     "context_management": Refusal("prompts are never edited: send the part that matters", _KEEP_ALL),
     "mcp_servers": Refusal("this server calls no other: call the tool and send its result", ([],)),

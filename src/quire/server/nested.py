@@ -74,6 +74,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "messages.choice": Kind(("type", "name", "disable_parallel_tool_use")),
     "thinking": Kind(("type", "budget_tokens"), ("display",)),
+    "reasoning": Kind(("effort", "max_tokens", "enabled", "exclude"), ("summary", "generate_summary")),
     "item.message": Kind(("type", "role", "content"), _ITEM_NOTES),
     "item.call": Kind(
         ("type", "call_id", "name", "namespace", "arguments", "input"), (*_ITEM_NOTES, "parsed_arguments")

@@ -47,9 +47,6 @@ _NOTHING_TO_INCLUDE = (
     "message.input_image.image_url",
 )
 
-# Fields of `reasoning` that ask for a summary, which is a service of OpenAI's: thoughts are sent as they are.
-_SUMMARIES = ("summary", "generate_summary")
-
 # The argument of a custom tool, whose input is text.
 _INPUT = "input"
 
@@ -116,9 +113,6 @@ def as_chat(request: ResponsesRequest, earlier: Sequence[Mapping[str, Any]] | No
         _item(item, f"input[{i}]", messages)
     for name in set(request.include or ()) - {_LOGPROBS, *_NOTHING_TO_INCLUDE}:
         raise InvalidRequest(f"include: {name[:64]!r} is not available from this server", param="include")
-    reasoning = check(request.reasoning or {}, ("effort", *_SUMMARIES), where="reasoning.")
-    if not isinstance(effort := reasoning.get("effort"), str | None):
-        raise InvalidRequest("reasoning.effort must be text", param="reasoning.effort")
     logprobs = _LOGPROBS in (request.include or ()) or request.top_logprobs is not None
     changed: dict[str, Any] = {
         "messages": messages,
@@ -127,7 +121,6 @@ def as_chat(request: ResponsesRequest, earlier: Sequence[Mapping[str, Any]] | No
         "tool_choice": _choice(request.tool_choice),
         "response_format": _format(request),
         "logprobs": logprobs or None,
-        "reasoning_effort": effort or request.reasoning_effort,
         "stream_options": None,
     }
     return ChatRequest(**shared_fields(request) | changed)

@@ -162,6 +162,7 @@ class ChatRequest(Answers, kw_only=True):
     include_reasoning: bool | None = None
     thinking: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
+    reasoning: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
 
