@@ -20,9 +20,12 @@ from quire.config import Settings
 from quire.engine.executor import Executor
 from quire.executors.synthetic import SyntheticExecutor, SyntheticHandle
 from quire.scheduler.plan import Mask, Plan, Result
+from quire.scheduler.step_time import StepCost
 from quire.tokenization.tokenizer import Tokenizer
 
 CONTEXT = 1 << 17
+STEP = StepCost(base=0.002)
+"""What is answered at great length takes minutes, so that a slow client leaves before its end."""
 SAYS = "It is done."
 RESULT = "<tool_response>"
 COMMAND = "echo written by a scripted model > made.txt"
@@ -68,7 +71,7 @@ class Scripted(SyntheticExecutor):
     """A row's tokens are those of `answer`, but for those that its mask forbids."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        super().__init__(pages=4 * CONTEXT // 16, max_model_len=CONTEXT, vocab_size=vocab_size)
+        super().__init__(pages=4 * CONTEXT // 16, max_model_len=CONTEXT, vocab_size=vocab_size, cost=STEP)
         self.description = replace(self.description, supports_masks=True)
         self._tokenizer = tokenizer
         self._scripts: dict[int, tuple[int, tuple[int, ...]]] = {}
