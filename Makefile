@@ -6,7 +6,7 @@ SEED ?= 1
 REFERENCE = docs/reference
 SITE ?= $(CURDIR)/out/site
 
-.PHONY: lowest check format lint types test bench nightly mutation docs site errors wheel proto
+.PHONY: lowest check format lint types test gpu bench nightly mutation docs site errors wheel proto
 
 # mypy has one thread, which would leave the other core idle.
 check: lint
@@ -26,6 +26,10 @@ types:
 # One thread a worker: two workers that each use every core spend their time waiting for each other.
 test:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal --durations=30
+
+# On a machine with a GPU: the folders that have tests of it, since others import packages that it may lack.
+gpu:
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(or $(WORKERS),8) --dist worksteal -m "gpu and not nightly" tests/ops tests/executors tests/weights tests/surface
 
 bench:
 	$(PYTHON) -m quire bench engine --requests 1000

@@ -692,15 +692,6 @@ INLINE vf capped(const struct attention *a, vf s) {
     return a->soft_cap > 0 ? (1.0f - 2.0f / (exponential(2.0f * s / a->soft_cap) + 1.0f)) * a->soft_cap : s;
 }
 
-/* Whether q and K are multiplied in pairs of bfloat16. */
-INLINE int in_pairs(const struct attention *a) {
-#ifdef __AVX512BF16__
-    return a->q_bf16 && a->kv_bf16 && a->dim % 32 == 0;
-#else
-    return 0;
-#endif
-}
-
 #ifdef __AVX512BF16__
 /* Swap the pieces of `d` of a square of 16 by 16 that lie off the diagonal. */
 INLINE void swap(vu *x, int d) {
@@ -715,63 +706,12 @@ INLINE void swap(vu *x, int d) {
             x[i] = first;
         }
 }
-
-/* Products of `rows` rows of q with 16 keys, pairs [dim / 2][16]. */
-INLINE void pair_scores(const struct attention *a, const vu *pairs, const uint16_t *q, int rows, float *score) {
-    __m512 sum[8];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-        sum[r] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < a->dim / 2; i++)
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            int32_t both;
-            memcpy(&both, q + r * a->dim + 2 * i, 4);
-            sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)pairs[i], (__m512bh)_mm512_set1_epi32(both));
-        }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-        storef(score + r * KEYS, capped(a, (vf)sum[r] * a->scale));
-}
-
-/* As `scores`, of rows in bfloat16 that are not scaled yet. */
-static void scores_in_pairs(const struct attention *a, int64_t span, int64_t group, int64_t at, int64_t count,
-                            const uint16_t *q, int64_t rows, float *score) {
-    vu pairs[256];
-    const uint16_t *key[LANES];
-    for (int64_t j = 0; j < count; j++)
-        key[j] = (const uint16_t *)a->k + place(a, span, group, at + j, a->dim);
-    for (int64_t i = 0; i < a->dim / 32; i++) {
-        vu *x = pairs + i * LANES;
-        for (int64_t j = 0; j < LANES; j++)
-            x[j] = j < count ? *(const vuu *)(key[j] + 32 * i) : (vu){0};
-        swap(x, 8);
-        swap(x, 4);
-        swap(x, 2);
-        swap(x, 1);
-    }
-    int64_t r = 0;
-    for (; r + 8 <= rows; r += 8)
-        pair_scores(a, pairs, q + r * a->dim, 8, score + r * KEYS);
-    for (; r + 4 <= rows; r += 4)
-        pair_scores(a, pairs, q + r * a->dim, 4, score + r * KEYS);
-    for (; r + 2 <= rows; r += 2)
-        pair_scores(a, pairs, q + r * a->dim, 2, score + r * KEYS);
-    for (; r < rows; r++)
-        pair_scores(a, pairs, q + r * a->dim, 1, score + r * KEYS);
-}
 #endif
 
 /* Products of q [rows, dim] with up to 16 keys -> score [rows, KEYS]. */
 static void scores(const struct attention *a, int64_t span, int64_t group, int64_t at, int64_t count, const float *q,
                    int64_t rows, float *score) {
     int64_t dim = a->dim;
-#ifdef __AVX512BF16__
-    if (in_pairs(a)) {
-        scores_in_pairs(a, span, group, at, count, (const uint16_t *)q, rows, score);
-        return;
-    }
-#endif
     float held[LANES * 512] __attribute__((aligned(64)));
     for (int64_t j = 0; j < count; j++) {
         int64_t from = place(a, span, group, at + j, dim);
@@ -870,9 +810,7 @@ static void attend(const struct attention *a, int64_t span, int64_t group, int64
     /* Scores from `lead` on may end in the next row, before its own, and after the last. */
     for (int64_t r = 0; r < rows; r++) {
         int64_t head = group * share + r % share, at = (first + r / share) * a->q_stride + head * dim;
-        if (in_pairs(a))
-            memcpy((uint16_t *)q + r * dim, (const uint16_t *)a->q + at, 2 * dim);
-        for (int64_t i = 0; i < dim && !in_pairs(a); i += LANES)
+        for (int64_t i = 0; i < dim; i += LANES)
             storef(q + r * dim + i, get16(a->q, at + i, a->q_bf16) * a->scale);
         for (int64_t i = 0; i < wide_dim; i += LANES)
             storef(total + r * wide_dim + i, zero());
@@ -921,7 +859,7 @@ static void attend(const struct attention *a, int64_t span, int64_t group, int64
     }
 }
 
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
 #include "tiled_attention.h"
 #endif
 
@@ -929,7 +867,7 @@ static void attend(const struct attention *a, int64_t span, int64_t group, int64
 static void attention(const struct attention *a, int64_t *next) {
     int64_t span = 0, before = 0, queries = QUERIES;
     void (*attends)(const struct attention *, int64_t, int64_t, int64_t, int64_t) = attend;
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
     if (is_tiled(a)) {
         int64_t many = TILED_ROWS * a->groups / a->heads;
         queries = many > LANES ? many : LANES;

@@ -77,6 +77,16 @@ struct rope {
     int32_t bf16, weight_bf16, interleaved;
 };
 
+/* One of several kernels that `quire_run` runs one after the other. arguments: a `struct linear` and so on. apart: it
+   reads nothing that the call before it writes. next: the next task, set by `quire_run`. */
+enum { LINEAR, ATTENTION, NORM, ROPE };
+
+struct call {
+    const void *arguments;
+    int32_t kernel, apart;
+    int64_t next;
+};
+
 /* Where `quire_pack_blocks` puts rows of GGUF's blocks: a matrix in panels of k columns, of which the file has `inputs`. */
 struct blocks {
     int64_t inputs, k;

@@ -8,10 +8,11 @@
 
 extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx;
 
-#define VERSION 3
+#define VERSION 4
 
 static const struct kernels *chosen;
 static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+static void (*barrier)(void);
 
 enum { AVX2, AVX512, AVX512_BF16, AMX };
 
@@ -40,13 +41,14 @@ int quire_best(void) {
     return has_amx && tiles_permitted() ? AMX : AVX512_BF16;
 }
 
-/* `run` is GOMP_parallel, or NULL for one thread. */
-void quire_start(int level, void *run) {
+/* `run` is GOMP_parallel and `wait` GOMP_barrier, or both NULL for one thread. */
+void quire_start(int level, void *run, void *wait) {
     static const struct kernels *const tables[] = {&kernels_avx2, &kernels_avx512, &kernels_avx512_bf16, &kernels_amx};
     if (level == AMX)
         tiles_permitted();
     chosen = tables[level];
     parallel = run;
+    barrier = wait;
 }
 
 struct job {
@@ -76,6 +78,35 @@ void quire_linear(const struct matrix *matrix, const void *x, void *y, const voi
     struct linear a = {matrix, x,          y,    bias,   rows,      x_stride, gate ? matrix->n / 2 : matrix->n,
                        x_bf16, x_bf16, bias_bf16, gate, inputs, invariant};
     run((kernel)chosen->linear, &a, threads);
+}
+
+struct calls {
+    struct call *call;
+    int64_t count;
+    int threads;
+};
+
+static void work_through(void *data) {
+    const struct calls *calls = data;
+    const kernel kernels[] = {(kernel)chosen->linear, (kernel)chosen->attention, (kernel)chosen->norm,
+                              (kernel)chosen->rope};
+    for (int64_t i = 0; i < calls->count; i++) {
+        struct call *call = &calls->call[i];
+        if (i > 0 && !call->apart && calls->threads > 1)
+            barrier();
+        kernels[call->kernel](call->arguments, &call->next);
+    }
+}
+
+/* Kernels one after the other, by one team of threads: what one writes, the next may read. */
+void quire_run(struct call *call, int64_t count, int threads) {
+    struct calls calls = {call, count, parallel != NULL && barrier != NULL ? threads : 1};
+    for (int64_t i = 0; i < count; i++)
+        call[i].next = 0;
+    if (calls.threads > 1)
+        parallel(work_through, &calls, threads, 0);
+    else
+        work_through(&calls);
 }
 
 void quire_attention(const struct attention *a, int threads) { run((kernel)chosen->attention, a, threads); }

@@ -1,4 +1,4 @@
-/* Attention by tiles of AMX, q and K/V in bfloat16: included by kernels.c.
+/* Attention by tiles of AMX, or by dot products of pairs in their layout, q and K/V in bfloat16: included by kernels.c.
 
    Blocks of KEYS positions, at multiples of KEYS, are weighed by an online softmax in base 2; weights are rounded to
    bfloat16 before values are multiplied by them. Each row of a tile is computed alone, and a block that a query does
@@ -44,15 +44,43 @@ static struct tiled tiled_room(const struct attention *a, int64_t rows) {
                           (float *)(held + at[4]), (float *)(held + at[5]), (float *)(held + at[6]), (float *)(held + at[7])};
 }
 
+/* Rows of the pools, of positions `from` to `to` of the block at `at`; -1 of others. */
+INLINE void pool_rows(const struct attention *a, int64_t span, int64_t group, int64_t at, int64_t from, int64_t to,
+                      int64_t *row) {
+    const int32_t *table = a->page_table + span * a->table_stride;
+    int64_t page = at / a->page_size, offset = at % a->page_size;
+    for (int64_t j = 0; j < KEYS; j++) {
+        int inside = at + j >= from && at + j < to;
+        row[j] = inside ? (table[page] * a->groups + group) * a->page_size + offset : -1;
+        if (++offset == a->page_size) {
+            offset = 0;
+            page++;
+        }
+    }
+}
+
+/* Fetch the next block's keys and values, of which the processor cannot know where they lie. */
+INLINE void fetch_rows(const struct attention *a, const int64_t *row) {
+    for (int64_t j = 0; j < KEYS && row[j] >= 0; j++) {
+        for (int64_t i = 0; i < a->dim; i += 32)
+            __builtin_prefetch((const uint16_t *)a->k + row[j] * a->dim + i);
+        for (int64_t i = 0; i < a->value_dim; i += 32)
+            __builtin_prefetch((const uint16_t *)a->v + row[j] * a->value_dim + i);
+    }
+}
+
 /* Positions `from` to `to` of the block at `at`, others being zeros: keys as tiles [KEYS / 16][dim / 32][16][16][2],
    values as tiles [KEYS / 32][value_dim / 16][16][16][2], pairs of numbers and of positions being neighbours. */
 static void read_block(const struct attention *a, int64_t span, int64_t group, int64_t at, int64_t from, int64_t to,
                        const struct tiled *t) {
     const uint16_t *key[KEYS], *value[KEYS];
+    int64_t row[KEYS];
+    pool_rows(a, span, group, at + KEYS, from, to, row);
+    fetch_rows(a, row);
+    pool_rows(a, span, group, at, from, to, row);
     for (int64_t j = 0; j < KEYS; j++) {
-        int inside = at + j >= from && at + j < to;
-        key[j] = inside ? (const uint16_t *)a->k + place(a, span, group, at + j, a->dim) : NULL;
-        value[j] = inside ? (const uint16_t *)a->v + place(a, span, group, at + j, a->value_dim) : NULL;
+        key[j] = row[j] >= 0 ? (const uint16_t *)a->k + row[j] * a->dim : NULL;
+        value[j] = row[j] >= 0 ? (const uint16_t *)a->v + row[j] * a->value_dim : NULL;
     }
     vu *keys = (vu *)t->keys;
     for (int64_t j = 0; j < KEYS; j += LANES)
@@ -80,8 +108,10 @@ static void read_block(const struct attention *a, int64_t span, int64_t group, i
         }
 }
 
+#ifdef __AMX_BF16__
 /* Scores of 16 rows of q with a block -> scores [16][KEYS]. */
-static void tiled_scores(const struct attention *a, const uint16_t *q, const struct tiled *t) {
+static void tiled_scores(const struct attention *a, const uint16_t *q, int rows, const struct tiled *t) {
+    (void)rows;
     int64_t steps = a->dim / 32;
     const char *keys = (const char *)t->keys;
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
@@ -101,6 +131,48 @@ static void tiled_scores(const struct attention *a, const uint16_t *q, const str
     _tile_stored(2, t->scores + 2 * LANES, 4 * KEYS);
     _tile_stored(3, t->scores + 3 * LANES, 4 * KEYS);
 }
+
+#else
+INLINE __m512bh pair_at(const uint16_t *x) {
+    int32_t both;
+    memcpy(&both, x, 4);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+
+/* Scores of some rows of q with a block -> scores [rows][KEYS]. */
+INLINE void scores_of(const struct attention *a, const uint16_t *q, int rows, const vu *keys, float *scores) {
+    __m512 sum[4][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; g++)
+            sum[r][g] = _mm512_setzero_ps();
+    int64_t pairs = a->dim / 2;
+    for (int64_t i = 0; i < pairs; i++)
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            __m512bh x = pair_at(q + r * a->dim + 2 * i);
+#pragma GCC unroll 4
+            for (int g = 0; g < 4; g++)
+                sum[r][g] = _mm512_dpbf16_ps(sum[r][g], (__m512bh)keys[g * pairs + i], x);
+        }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; g++)
+            storef(scores + r * KEYS + g * LANES, (vf)sum[r][g]);
+}
+
+/* Of up to 16 rows; those up to the next multiple of 4 are read, too. */
+static void tiled_scores(const struct attention *a, const uint16_t *q, int rows, const struct tiled *t) {
+    const vu *keys = (const vu *)t->keys;
+    int r = 0;
+    for (; rows - r > 1; r += 4)
+        scores_of(a, q + r * a->dim, 4, keys, t->scores + r * KEYS);
+    if (r < rows)
+        scores_of(a, q + r * a->dim, 1, keys, t->scores + r * KEYS);
+}
+#endif
 
 /* Weights of one row, which sees positions `low` to `high` of the block -> weights [KEYS]; returns what the sums of
    the blocks before are multiplied by. */
@@ -137,6 +209,7 @@ INLINE float tiled_softmax(const struct attention *a, const float *s, int64_t lo
     return shrink;
 }
 
+#ifdef __AMX_BF16__
 /* total [16][value_dim] times shrink [16], plus weights [16][KEYS] times the block's values. */
 static void tiled_values(const struct attention *a, const struct tiled *t, const float *shrink, int rows, float *total) {
     int64_t tiles = a->value_dim / LANES;
@@ -174,6 +247,60 @@ static void configure_attention(int rows) {
     _tile_loadconfig(&c);
 }
 
+static void release_attention(void) { _tile_release(); }
+
+#else
+/* `size` vectors of total [rows][value_dim] times shrink, plus weights times the block's values from vector i on. */
+INLINE void values_of(const struct attention *a, const struct tiled *t, int row, int rows, int64_t i, int size,
+                      const float *shrink, float *total) {
+    int64_t tiles = a->value_dim / LANES;
+    const uint16_t *weights = t->weights + row * KEYS;
+    const vu *values = (const vu *)t->values;
+    __m512 sum[4][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < size; c++)
+            sum[r][c] = (__m512)(loadf(total + (row + r) * a->value_dim + (i + c) * LANES) * shrink[row + r]);
+    for (int half = 0; half < KEYS / 32; half++)
+        for (int j = 0; j < LANES; j++) {
+            const vu *at = values + (half * tiles + i) * LANES + j;
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) {
+                __m512bh w = pair_at(weights + r * KEYS + 32 * half + 2 * j);
+#pragma GCC unroll 4
+                for (int c = 0; c < size; c++)
+                    sum[r][c] = _mm512_dpbf16_ps(sum[r][c], (__m512bh)at[c * LANES], w);
+            }
+        }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < size; c++)
+            storef(total + (row + r) * a->value_dim + (i + c) * LANES, (vf)sum[r][c]);
+}
+
+/* As with tiles; rows up to the next multiple of 4 are read and written, too. */
+static void tiled_values(const struct attention *a, const struct tiled *t, const float *shrink, int rows, float *total) {
+    int64_t tiles = a->value_dim / LANES;
+    for (int64_t i = 0; i < tiles; i += tiles - i >= 4 ? 4 : 1)
+        for (int r = 0; r < rows; r += 4) {
+            int one = rows - r == 1, wide = tiles - i >= 4;
+            if (one && wide)
+                values_of(a, t, r, 1, i, 4, shrink, total);
+            else if (one)
+                values_of(a, t, r, 1, i, 1, shrink, total);
+            else if (wide)
+                values_of(a, t, r, 4, i, 4, shrink, total);
+            else
+                values_of(a, t, r, 4, i, 1, shrink, total);
+        }
+}
+
+static void configure_attention(int rows) { (void)rows; }
+static void release_attention(void) {}
+#endif
+
 /* As `attend`. */
 static void attend_tiled(const struct attention *a, int64_t span, int64_t group, int64_t from, int64_t to) {
     int64_t share = a->heads / a->groups, first = a->query_start[span] + from, n = to - from;
@@ -188,7 +315,7 @@ static void attend_tiled(const struct attention *a, int64_t span, int64_t group,
         t.weight[r] = a->sinks ? 1.0f : 0.0f;
     }
     memset(t.q + rows * a->dim, 0, 2 * a->dim * (-rows & (LANES - 1)));
-    memset(t.total, 0, 4 * a->value_dim * rows);
+    memset(t.total, 0, 4 * a->value_dim * ((rows + LANES - 1) / LANES * LANES));
     configure_attention(height);
     int64_t lowest = past + 1 - a->window, begin = chunk_of(a, past);
     int64_t start = lowest > begin ? lowest : begin;
@@ -199,8 +326,8 @@ static void attend_tiled(const struct attention *a, int64_t span, int64_t group,
             int now = rows - r < height ? rows - r : height;
             if (past + (r + now - 1) / share < at)
                 continue; /* none of them sees it */
-            float shrink[LANES];
-            tiled_scores(a, t.q + r * a->dim, &t);
+            float shrink[LANES] = {0};
+            tiled_scores(a, t.q + r * a->dim, now, &t);
             for (int i = 0; i < now; i++) {
                 int64_t query = past + (r + i) / share, low = query - a->window + 1, chunk = chunk_of(a, query);
                 low = (low > chunk ? low : chunk) - at;
@@ -212,7 +339,7 @@ static void attend_tiled(const struct attention *a, int64_t span, int64_t group,
             tiled_values(a, &t, shrink, now, t.total + r * a->value_dim);
         }
     }
-    _tile_release();
+    release_attention();
     for (int64_t r = 0; r < rows; r++) {
         int64_t head = group * share + r % share, out = ((first + r / share) * a->heads + head) * a->value_dim;
         for (int64_t i = 0; i < a->value_dim; i += LANES)

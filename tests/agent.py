@@ -18,11 +18,14 @@ from quire.assembly.server import serve
 from quire.assembly.text import build_text
 from quire.config import Settings
 from quire.engine.executor import Executor
-from quire.executors.synthetic import SyntheticExecutor, SyntheticHandle
+from quire.executors.synthetic import FREE, SyntheticExecutor, SyntheticHandle
 from quire.scheduler.plan import Mask, Plan, Result
+from quire.scheduler.step_time import StepCost
 from quire.tokenization.tokenizer import Tokenizer
 
 CONTEXT = 1 << 17
+SLOW = StepCost(base=0.002)
+"""Of steps with an answer of great length: it takes minutes, so that a slow client leaves before its end."""
 SAYS = "It is done."
 RESULT = "<tool_response>"
 COMMAND = "echo written by a scripted model > made.txt"
@@ -79,6 +82,8 @@ class Scripted(SyntheticExecutor):
             prompt = tuple(opened.tokens[: opened.prompt_length])
             said = self._tokenizer.encode(answer(self._tokenizer.decode(prompt)), add_special_tokens=False)
             self._scripts[opened.row] = opened.prompt_length, (*said, min(self._tokenizer.eos))
+        at_length = any(len(self._scripts[span.row][1]) > 10_000 for span in plan.spans)
+        self.cost = SLOW if at_length else FREE
         made = super().launch(plan)
         for tokens, span in zip(made.tokens, plan.spans, strict=True):
             if tokens:

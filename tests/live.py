@@ -135,7 +135,8 @@ def serving(
 ) -> Iterator[Live]:
     """`quire serve ARGS` on a port of the system's choice, stopped at the end; its log goes to `folder`.
 
-    ends: the exit code it is to have. module: what is run, with the same arguments. environ: variables besides.
+    ends: the exit code it is to have. module: what is run, with the same arguments. environ: variables besides. No
+    engine stands by, which would be a third process of each server.
     """
     log = folder / "server.log"
     with log.open("w") as out:
@@ -144,7 +145,7 @@ def serving(
             cwd=ROOT,
             stdout=out,
             stderr=out,
-            env=environment() | dict(environ),
+            env=environment() | {"QUIRE_STANDBY_ENGINE": "false"} | dict(environ),
         )
     live = None
     try:

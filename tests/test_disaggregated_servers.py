@@ -23,7 +23,7 @@ from quire.weights.locate import embedded
 from tests import checkpoints
 from tests.live import Live, serving
 
-SMALL = ("--max-model-len", "512", "--no-standby-engine", "--num-gpu-blocks-override", "96", "--max-num-seqs", "8")
+SMALL = ("--max-model-len", "512", "--num-gpu-blocks-override", "96", "--max-num-seqs", "8")
 PROMPT = [(37 * i) % 1900 + 50 for i in range(330)]
 BLOCK = 65536
 """Bytes of a block of the embedded model."""

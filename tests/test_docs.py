@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import importlib
 import inspect
 import json
@@ -11,19 +13,25 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 import click
 import pytest
 import yaml
+from playwright.sync_api import expect
 
 import quire
 from quire.cli import main
 from quire.cli.base import DEVELOPER_BENCHMARKS
 from quire.config import OPTIONS, Settings
 from quire.config.unknown import UNSUPPORTED
+from tests.browser import CHROMIUM, chromium
 from tools import metrics_page, options_page, parsers_page, requests_page
 from tools.reference import PAGES as GENERATED
 
@@ -64,12 +72,15 @@ SEARCHED = {
     "asyncllm": "examples/#async_llmpy",
 }
 """What newcomers look for, and a place that the site's search has to find for it."""
+FIRST = ("function calling", "windows", "macos", "out of memory", "gguf")
+"""Those whose page is the first that is shown."""
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Every page is in the navigation, every link and anchor leads to one, and search finds what is looked for."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        ["make", "site", f"PYTHON={sys.executable}", f"SITE={tmp_path}"],
+        ["make", "site", f"PYTHON={sys.executable}", f"SITE={folder}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -77,15 +88,40 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "reference/configuration/index.html").stat().st_size > 10_000
-    fetched = re.findall(
-        r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]+)"', (tmp_path / "index.html").read_text()
-    )
+    return folder
+
+
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    """Every page is in the navigation, every link and anchor leads to one, and search finds what is looked for."""
+    assert (site / "reference/configuration/index.html").stat().st_size > 10_000
+    fetched = re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]+)"', (site / "index.html").read_text())
     assert not fetched, "a page fetches something from elsewhere"
-    index = json.loads((tmp_path / "search/search_index.json").read_text("utf-8"))["docs"]
+    index = json.loads((site / "search/search_index.json").read_text("utf-8"))["docs"]
     for words, place in SEARCHED.items():
         found = [each["location"] for each in index if words in f"{each['title']} {each['text']}".lower()]
         assert place in found, (words, found)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *words: Any) -> None:
+        """Tests are quiet."""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
+def test_the_search_box_shows_what_is_looked_for_first(site: Path) -> None:
+    """Pages of help before benchmarks and the changelog, which mention everything."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server, chromium() as browser:
+        Thread(target=server.serve_forever, daemon=True).start()
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{server.server_port}/")
+        box, first = page.locator(".md-search__input"), page.locator(".md-search-result__item a").first
+        box.click()
+        for words in FIRST:
+            box.fill(words[:-1])
+            box.press_sequentially(words[-1])
+            path = f"/{SEARCHED[words].partition('#')[0]}?"
+            expect(first, words).to_have_attribute("href", re.compile(re.escape(path)), timeout=60_000)
+        server.shutdown()
 
 
 def commands(text: str) -> Iterator[str]:
@@ -211,6 +247,19 @@ def test_each_example_in_python_runs(page: str, number: int, lines: int, capsys:
     said = capsys.readouterr().out.splitlines()
     assert len(said) >= lines
     assert said[-1].split()[0] in ("0", "800") or page != "engine"
+
+
+def test_the_example_for_notebooks_runs_in_a_loop_that_runs_already(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a cell does: IPython compiles it so and awaits what it gives."""
+    page = (GUIDES / "offline-inference.md").read_text("utf-8")
+    [block] = re.findall(r"^<!-- notebook -->\n```python\n(.*?)^```$", page, re.S | re.M)
+
+    async def cell() -> None:
+        await eval(compile(block, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), {})
+
+    asyncio.run(cell())
+    said = capsys.readouterr().out.splitlines()
+    assert len(said[0]) > 10 and said[-1] == said[0]
 
 
 def test_the_quickstart_shows_the_examples_of_the_readme() -> None:

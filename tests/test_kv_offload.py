@@ -326,7 +326,7 @@ def test_a_server_says_where_a_prefix_came_from(tmp_path: Path) -> None:
     words = FOUND["docs/guides/kv-tiers.md: quire serve --kv-offloading-size 8"].words("serve")
     assert [set(each) >= {"--kv-offloading-size", "8"} for each in words] == [True, True]
     options = (
-        *("--num-gpu-blocks-override", "30", "--max-model-len", "400", "--no-standby-engine"),
+        *("--num-gpu-blocks-override", "30", "--max-model-len", "400"),
         *("--kv-offloading-size", "0.02", "--kv-offloading-dir", str(folder)),
     )
 

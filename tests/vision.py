@@ -216,7 +216,7 @@ FAMILIES: Mapping[str, Any] = MappingProxyType(
 )
 
 RECURRENT = ("qwen3.5", "qwen3.5-moe")
-"""Those that run on a CPU only."""
+"""Those whose text model has recurrent layers."""
 
 
 GEMMA4_TOKENS = 12

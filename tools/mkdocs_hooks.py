@@ -23,6 +23,8 @@ OUTSIDE = {
     "benchmarks/README.md": "performance/benchmarks.md",
 }
 """A file's path from the root: the page of the site, in docs/, that it becomes."""
+SEARCH_BOOST = {"installation.md": 2.0, "troubleshooting.md": 2.0, "benchmarks/": 0.1, "changelog.md": 0.1}
+"""How much more the search values what it finds on these pages: help before records of measurements and of changes."""
 PAGE_OF = OUTSIDE | {"examples/README.md": "examples.md"}
 """Links to these files become links to their pages."""
 
@@ -48,8 +50,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links to and from the files of `OUTSIDE` links between pages of the site."""
+    """Make links to and from the files of `OUTSIDE` links between pages of the site, and set `SEARCH_BOOST`."""
     target = page.file.src_uri
+    boost = next((value for path, value in SEARCH_BOOST.items() if target.startswith(path)), 1.0)
+    page.meta["search"] = {"boost": boost}
     sources = {page_of: source for source, page_of in OUTSIDE.items()}
     here = PurePosixPath(sources.get(target, f"docs/{target}")).parent
 

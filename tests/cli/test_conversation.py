@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import stat
 import subprocess
@@ -214,7 +215,7 @@ class Terminal:
 
     def __init__(self, *words: str, **environ: str) -> None:
         self._end, other = pty.openpty()
-        self.seen = ""
+        self.seen = self.shown = ""
         self.process = subprocess.Popen(
             # A session's first terminal becomes the one whose Ctrl-C is a signal, which jobs in the background ignore.
             [sys.executable, "-c", HEEDED, "setsid", "--ctty", sys.executable, "-m", "quire", *words],
@@ -239,7 +240,8 @@ class Terminal:
         while text not in self.seen:
             assert time.monotonic() < ends, self.seen
             if select.select([self._end], [], [], 0.2)[0]:
-                self.seen += os.read(self._end, 1 << 16).decode(errors="replace")
+                said = os.read(self._end, 1 << 16).decode(errors="replace")
+                self.seen, self.shown = self.seen + said, self.shown + said
         self.seen = self.seen.partition(text)[2]
 
     def close(self) -> None:
@@ -308,6 +310,8 @@ def test_odd_terminals_show_answers(environ: dict[str, str]) -> None:
             terminal.wait_for("you ")
             terminal.type("/bye\r")
             assert terminal.process.wait(60) == 0
+            coloured = re.findall(r"\x1b\[[\d;]*3[0-7]m", terminal.shown)
+            assert bool(coloured) is ("COLUMNS" in environ)
         finally:
             terminal.close()
 

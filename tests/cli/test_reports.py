@@ -21,7 +21,7 @@ EXPECTED = Path(__file__).parent / "expected"
 def printed(folder: Path, *words: object) -> str:
     found = CliRunner(env={"QUIRE_SEED": "3"}).invoke(main, [str(word) for word in words])
     lines = [f"quire {' '.join(map(str, words))}", f"exit {found.exit_code}", *found.output.splitlines()]
-    return "\n".join(line.rstrip().replace(str(folder), "FOLDER") for line in lines)
+    return "\n".join(line.replace(str(folder), "FOLDER") for line in lines)
 
 
 @pytest.mark.parametrize(

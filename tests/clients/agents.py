@@ -148,6 +148,8 @@ AGENTS = (
         "Cline CLI",
         ("cline@3.0.65",),
         ("node_modules/.bin/cline", "-P", "openai-compatible", "-m", "embedded", "-k", "none", "{prompt}"),
+        # Otherwise a daemon may run the session, which goes on when the program is gone.
+        environ={"CLINE_SESSION_BACKEND_MODE": "local"},
         setup=_CLINE,
     ),
     Agent(

@@ -216,6 +216,7 @@ def test_blocks_of_a_gguf_file_become_panels_of_the_same_numbers(ops: NativeOps,
         for first in (32, 0):  # tiles may arrive in any order
             panels.write(first, raw[first : first + 32])
         matrix = panels.matrix
+        assert matrix.padded == narrow or ops.level == "amx"
         wanted = BLOCKS[kind](raw.view(-1, stored.size)).values().view(rows, narrow)
         assert torch.equal(matrix.values_of(), wanted)
         for dtype in DTYPES:
@@ -410,4 +411,4 @@ def test_an_instruction_set_can_be_chosen_and_one_that_is_missing_is_named(monke
 
 
 def test_threads_are_those_of_torch() -> None:
-    assert library.parallel_function() is not None
+    assert None not in library.team_functions()

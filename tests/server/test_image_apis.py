@@ -182,7 +182,7 @@ class Served(NamedTuple):
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp(request.param)
     make(folder, request.param)
-    flags = ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "1024", "--no-standby-engine"]
+    flags = ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "1024"]
     flags += ["--batch-dir", str(tmp_path_factory.mktemp("batches"))]
     with serving(tmp_path_factory.mktemp("log"), str(folder), *flags) as live:
         yield Served(live, folder, request.param)

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    flags = ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "512", "--no-standby-engine"]
+    flags = ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "512"]
     with serving(tmp_path_factory.mktemp("log"), str(folder), *flags, "--max-num-encoder-input-tokens", "7") as made:
         yield made
 

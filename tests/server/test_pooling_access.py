@@ -32,7 +32,7 @@ BODIES: dict[str, dict[str, Any]] = {
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("access")
     encoders.write(folder / "model", "bert", labels=1)
-    flags = ["--dtype", "float32", "--batch-dir", str(folder / "batches"), "--no-standby-engine"]
+    flags = ["--dtype", "float32", "--batch-dir", str(folder / "batches")]
     keys = [flag for key in KEYS for flag in ("--api-key", key)]
     with serving(folder, str(folder / "model"), *flags, *keys, "--served-model-name", "m") as made:
         made.http.headers["authorization"] = f"Bearer {KEYS[0]}"

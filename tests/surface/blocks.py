@@ -421,6 +421,11 @@ NAMED = (
         "tests/test_docs.py::test_each_example_in_python_runs",
     ),
     Named(
+        "docs/guides/offline-inference.md: notebook",
+        "runs in an event loop",
+        "tests/test_docs.py::test_the_example_for_notebooks_runs_in_a_loop_that_runs_already",
+    ),
+    Named(
         "LLM.wait_for_completion",
         "is what LLM.enqueue is tried with",
         "tests/test_llm.py::test_what_is_enqueued_is_returned_once_in_order",

@@ -160,8 +160,9 @@ def _line(console: Console, prompt: str) -> str:
     """A line of standard input. On a terminal readline edits it, and a pasted text may have several."""
     shown = ""
     if console.is_terminal:
-        # Between \001 and \002 is what takes no column.
-        shown = f"\001\033[1;32m\002{prompt}\001\033[0m\002" if console.color_system else prompt
+        # Between \001 and \002 is what takes no column. NO_COLOR leaves other styles, as rich does.
+        style = "1" if console.no_color else "1;32"
+        shown = f"\001\033[{style}m\002{prompt}\001\033[0m\002" if console.color_system else prompt
     try:
         return as_text(input(shown))
     except UnicodeDecodeError as error:

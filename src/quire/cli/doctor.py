@@ -22,7 +22,7 @@ from rich.text import Text
 
 import quire
 from quire.assembly.limits import host_bytes
-from quire.cli.tables import console
+from quire.cli.tables import print_table
 from quire.config.option import amount
 from quire.ops.matmul import can_pack
 from quire.ops.native.library import best_level
@@ -85,7 +85,7 @@ def show(found: list[Finding]) -> None:
     for each in found:
         mend = f"\n{each.mend}" if each.mend else ""
         table.add_row(each.name, Text(each.verdict, colours[each.verdict]), f"{each.says}{mend}")
-    console().print(table)
+    print_table(table)
 
 
 def python() -> Finding:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from quire.cli.base import SettingsCommand
-from quire.cli.tables import console, numbers
+from quire.cli.tables import numbers, print_table
 from quire.config import Settings
 from quire.config.option import amount
 from quire.errors import InvalidConfig, InvalidModel
@@ -86,7 +86,7 @@ def list_models(settings: Settings, as_json: bool, library: bool) -> None:
     table.title = None
     for model in found:
         table.add_row(model.name, model.format, amount(model.size), ago(model.used), model.place)
-    console().print(table)
+    print_table(table)
     click.echo(f"{amount(sum(model.size for model in found))} in all")
 
 

@@ -239,6 +239,11 @@ class LastRank(ParallelGroup):
         self.rank, self.size, self.pipeline = size - 1, size, Pipeline(stage, stages)
 
 
+def _sequences(count: float) -> str:
+    shown = f"{count:,.1f}".removesuffix(".0")
+    return f"{shown} sequence" if shown == "1" else f"{shown} sequences"
+
+
 MOST_CARDS = (1, 2, 4, 8, 16, 32, 64)
 """Ranks that are tried."""
 
@@ -290,7 +295,7 @@ def plan_lines(settings: Settings, facts: ModelFacts, room: int, device: torch.d
     yield "KV at most", f"{amount(asked.most * asked.page)}: the limits cannot use more{kept}"
     if asked.fits:
         taken, whole = (asked.blocks + 1) * asked.page, asked.blocks / asked.least
-        yield "KV pool", f"{amount(taken)}: {asked.blocks:,} blocks, {whole:.1f} sequences of the whole length"
+        yield "KV pool", f"{amount(taken)}: {asked.blocks:,} blocks, {_sequences(whole)} of the whole length"
         yield "left", amount(room_each - asked.weights - asked.work - asked.states - taken)
         return
     taken = asked.weights + asked.work + asked.states

@@ -10,7 +10,7 @@ from rich.table import Table
 
 import quire
 from quire.cli.base import SettingsCommand
-from quire.cli.tables import console
+from quire.cli.tables import print_table
 from quire.config import OPTIONS, Settings
 
 
@@ -24,7 +24,7 @@ def command(settings: Settings) -> None:
             source = settings.source(known.name)
             style = "dim" if source == "default" else "bold"
             table.add_row(known.flag.removeprefix("--"), known.show(settings.get(known.name)), source, style=style)
-    console().print(table)
+    print_table(table)
 
 
 @click.command("version")

@@ -31,4 +31,15 @@ def print_pairs(rows: Iterable[tuple[str, str]]) -> None:
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, value)
-    console().print(table)
+    print_table(table)
+
+
+def print_table(table: Table) -> None:
+    """Print a table, for programs without spaces at the ends of lines."""
+    out = console()
+    if out.is_terminal:
+        out.print(table)
+        return
+    with out.capture() as printed:
+        out.print(table)
+    print("\n".join(line.rstrip() for line in printed.get().splitlines()), flush=True)

@@ -74,7 +74,7 @@ class ColumnParallelLinear:
     """Outputs are divided: each rank computes its part of them from the whole input. Fused parts stay neighbours."""
 
     def __init__(self, stored: WeightStorage) -> None:
-        self.apply = stored.apply
+        self.stored, self.apply = stored, stored.apply
 
     def __call__(self, x: Tensor, gate: Gate = "") -> Tensor:
         """x [T, in] -> [T, this rank's outputs], half as many under a gate."""
@@ -85,11 +85,11 @@ class RowParallelLinear:
     """Inputs are divided: the ranks' partial sums are added up."""
 
     def __init__(self, stored: WeightStorage, parallel: ParallelGroup) -> None:
-        self.apply, self.all_reduce = stored.apply, parallel.all_reduce
+        self.stored, self.apply, self.parallel = stored, stored.apply, parallel
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, this rank's inputs] -> [T, out], whole on every rank."""
-        return self.all_reduce(self.apply(x))
+        return self.parallel.all_reduce(self.apply(x))
 
 
 class LMHead:

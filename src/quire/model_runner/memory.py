@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from quire.errors import InvalidConfig
+from quire.ops.huge_pages import huge_zeros
 from quire.ops.ragged import KVShape, LayerKV, LayerState, StateShape
 from quire.types import UNLIMITED
 
@@ -127,6 +128,8 @@ def allocate(
 
     def zeros(each: LayerShape, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         try:
+            if torch.device(each.device or device).type == "cpu":
+                return huge_zeros(*shape, dtype=dtype or each.dtype)
             return torch.zeros(shape, dtype=dtype or each.dtype, device=each.device or device)
         except RuntimeError as error:
             # On a CPU torch has no exception class of its own for it.

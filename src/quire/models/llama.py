@@ -7,21 +7,24 @@ norm that is None, a scale of 1, a layer without rotary embedding, on the same p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from quire.layers.basic import Attention, Heads, NormLayer
+from quire.layers.basic import Attention, GatedMLP, Heads, NormLayer
 from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
 from quire.layers.mamba import Mamba2
+from quire.layers.quantization.packed import projection_of
 from quire.layers.vision import VisionTower
 from quire.models.heads import lm_head, next_token_logits, score_head
 from quire.models.spec import Config, ModelSpec, read_decoder
-from quire.ops.base import Angles, Norm, Norms
+from quire.ops.base import Angles, Decoder, DecoderLayer, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 
 
@@ -77,6 +80,35 @@ class Block:
         x = self.attention(x, angles, batch, kv, output)
         x, residual = self.before_mlp.add(x, select_rows(residual, output), self.after_attention)
         return self.mlp(x, batch if output is None else None), residual
+
+    def describe(self) -> DecoderLayer | None:
+        """The layer for `Ops.decoder`; None: it has something that those do not know."""
+        attention, mlp = self.attention, self.mlp
+        # A subclass computes otherwise.
+        if type(self) is not Block or type(attention) is not Attention or type(mlp) is not GatedMLP:
+            return None
+        before, after = (self.before_attention, self.before_mlp), (self.after_attention, self.after_mlp)
+        linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        qkv, out, gate_up, down = (projection_of(each.stored) for each in linears)
+        plain = all(each.norm is None and each.gain is None for each in after)
+        whole = attention.out.parallel.size == mlp.down.parallel.size == 1
+        norms = before[0].norm, before[1].norm
+        if not (plain and whole and qkv and out and gate_up and down and norms[0] and norms[1]):
+            return None
+        return DecoderLayer(
+            norms[0],
+            qkv,
+            attention.heads.count,
+            attention.norms,
+            attention.scores,
+            out,
+            after[0].scale,
+            norms[1],
+            gate_up,
+            mlp.gate,
+            down,
+            after[1].scale,
+        )
 
 
 class AnyBlock(Protocol):
@@ -197,16 +229,54 @@ class Llama:
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         """See `registry.Model`."""
         batch = self.ops.prepare(batch)
-        angles = {rope: rotary(batch.positions, batch.rope_positions) for rope, rotary in self.rotaries.items()}
+        angles = self.layer_angles([rotary(batch.positions, batch.rope_positions) for rotary in self.rotaries.values()])
         residual = self.enter(batch)
-        x = residual.new_zeros(residual.shape)
-        after, spec = self.nothing, self.spec
-        for i, block in zip(spec.own_layers, self.blocks, strict=True):
+        x, residual, done = self.run_together(batch, kv, angles, residual)
+        after, spec = self.blocks[done - 1].after_mlp if done else self.nothing, self.spec
+        for i, block in list(zip(spec.own_layers, self.blocks, strict=True))[done:]:
             output = batch.output_indices if i == spec.layers - 1 else None
-            x, residual = block(x, residual, after, angles[spec.layer_ropes[i]], batch, kv[spec.kv_layers[i]], output)
+            x, residual = block(x, residual, after, angles[i], batch, kv[self.kv_layers[i]], output)
             residual = batch.add_features(i, residual)
             after = block.after_mlp
         return self.leave(batch, x, residual, after)
+
+    # Worked out once: by each layer in each step, they took a tenth of a small model's time.
+
+    @cached_property
+    def kv_layers(self) -> Sequence[int]:
+        """See `ModelSpec.kv_layers`."""
+        return self.spec.kv_layers
+
+    @cached_property
+    def rope_numbers(self) -> Sequence[int]:
+        """Per layer, which of `rotaries` is its own."""
+        number = {rope: i for i, rope in enumerate(self.rotaries)}
+        return [number[rope] for rope in self.spec.layer_ropes]
+
+    def layer_angles(self, angles: Sequence[Angles]) -> Sequence[Angles]:
+        """Per layer, its angles. angles: of each of `rotaries`."""
+        return [angles[number] for number in self.rope_numbers]
+
+    @cached_property
+    def decoder(self) -> tuple[Decoder | None, int]:
+        """What runs the first layers in one call, and how many."""
+        described = [block.describe() if isinstance(block, Block) else None for block in self.blocks]
+        layers = [each for each in takewhile(lambda each: each is not None, described) if each is not None]
+        return (self.ops.decoder(layers) if layers else None), len(layers)
+
+    def run_together(
+        self, batch: RaggedBatch, kv: Sequence[LayerKV], angles: Sequence[Angles], residual: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """What `Block` returns of the first layers, as far as one call runs them, and how many those are."""
+        (decoder, most), spec = self.decoder, self.spec
+        if decoder is not None and batch.images is None:
+            # What follows the last attention is computed for some rows only.
+            most -= int(batch.output_indices is not None and most == len(self.blocks))
+            own = spec.own_layers[:most]
+            made = decoder(residual, batch, [kv[self.kv_layers[i]] for i in own], [angles[i] for i in own])
+            if made is not None:
+                return *made, most
+        return residual.new_zeros(residual.shape), residual, 0
 
     def enter(self, batch: RaggedBatch) -> Tensor:
         """The residual stream [T, hidden] before this stage's layers."""

@@ -293,6 +293,45 @@ class Scores(NamedTuple):
         return None if self.sinks is None else self.sinks.view(groups, -1, 1).repeat_interleave(repeat, 1)
 
 
+class Projection(NamedTuple):
+    """A linear layer's matrix [out, in], and its bias [out], if any."""
+
+    matrix: AnyMatrix
+    bias: Tensor | None
+
+
+class DecoderLayer(NamedTuple):
+    """A layer of Llama's structure: x + out(attention(qkv(norm(x)))), and to that down(gate(gate_up(norm(it)))) added.
+
+    heads: of queries, all of one size. norms: of queries and keys. scores: see `Scores`. attention_scale, mlp_scale:
+    what the results of `out` and `down` are multiplied by where they are added.
+    """
+
+    attention_norm: Norm
+    qkv: Projection
+    heads: int
+    norms: Norms | None
+    scores: Scores
+    out: Projection
+    attention_scale: float
+    mlp_norm: Norm
+    gate_up: Projection
+    gate: Gate
+    down: Projection
+    mlp_scale: float
+
+
+class Decoder(Protocol):
+    """Layers that run in one call."""
+
+    def __call__(
+        self, residual: Tensor, batch: RaggedBatch, kv: Sequence[LayerKV], angles: Sequence[Angles]
+    ) -> tuple[Tensor, Tensor] | None:
+        """residual [T, hidden] before the first layer, the K/V and angles of each layer that is to run, the first of
+        those there are -> (output of the last of them, residual stream without it), as one by one they would make to
+        the bit; None: this batch is not for it."""
+
+
 class DeltaInputs(NamedTuple):
     """What a layer of the gated delta rule makes of the residual stream: mixed [T, C], what queries, keys and values
     are made of, in this order; gate [T, H V] of its results; beta and rise [T, H], before their functions. Rows may lie
@@ -368,6 +407,9 @@ class Ops(Protocol):
 
     def arranged(self, matrix: AnyMatrix) -> AnyMatrix:
         """The same matrix as these products read it fastest. Called once, when it is loaded."""
+
+    def empty_panels(self, outputs: int, inputs: int, dtype: torch.dtype) -> PanelMatrix:
+        """An unquantized matrix in panels, to be filled."""
 
     def empty_blocks(self, kind: str, outputs: int, inputs: int) -> BlockPanels | None:
         """A matrix of GGUF's blocks of a type, to be filled; None where blocks are repacked all at once, by
@@ -555,6 +597,10 @@ class Ops(Protocol):
     ) -> Tensor:
         """`qk_norm_rope_store_kv` and then `attention`: qkv [T, (H + 2 G) D] -> [T, H, D]. Where `how.ahead` is above 0
         nothing need be stored of spans that are whole prompts."""
+
+    def decoder(self, layers: Sequence[DecoderLayer]) -> Decoder | None:
+        """What runs these layers in one call where batches are small; None: they are run one by one. Called once, when
+        weights are in their final form."""
 
     def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """Attention of q [T, H, D] over each span's own blocks, with this step's K/V already written -> [T, H, D].

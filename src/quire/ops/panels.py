@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,13 @@ PLAIN: Mapping[torch.dtype, PanelKind] = MappingProxyType(
 """Kinds of unquantized matrices."""
 
 
+class Zeros(Protocol):
+    """Allocates a tensor of zeros."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Zeros [*shape]."""
+
+
 @dataclass(slots=True, eq=False)
 class PanelMatrix:
     """A matrix [outputs, inputs].
@@ -76,11 +83,11 @@ class PanelMatrix:
     handle: Any = field(default=None, repr=False)
 
     @classmethod
-    def empty(cls, outputs: int, inputs: int, dtype: torch.dtype) -> PanelMatrix:
-        """An unquantized matrix, whose rows `write` fills. dtype: float32 or bfloat16."""
+    def empty(cls, outputs: int, inputs: int, dtype: torch.dtype, zeros: Zeros = torch.zeros) -> PanelMatrix:
+        """An unquantized matrix, whose rows `write` fills. dtype: float32 or bfloat16. zeros: allocates."""
         padded = -(-inputs // UNIT) * UNIT
         panels = -(-outputs // PANEL_ROWS)
-        weight = torch.zeros(panels, padded * PANEL_ROWS * dtype.itemsize, dtype=torch.uint8)
+        weight = zeros(panels, padded * PANEL_ROWS * dtype.itemsize, dtype=torch.uint8)
         return cls(PLAIN[dtype], outputs, inputs, padded, weight)
 
     @property

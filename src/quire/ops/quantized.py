@@ -22,6 +22,8 @@ from quire.ops.base import (
     Angles,
     AnyMatrix,
     BlockPanels,
+    Decoder,
+    DecoderLayer,
     DeltaInputs,
     DeltaWeights,
     ExpertBiases,
@@ -206,6 +208,10 @@ class BaseOps(ABC):
         q = self.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms)
         return self.attention(q, kv, batch, how)
 
+    def decoder(self, layers: Sequence[DecoderLayer]) -> Decoder | None:
+        """See `Ops.decoder`."""
+        return None
+
     def gelu_erf(self, x: Tensor) -> Tensor:
         """See `Ops.gelu_erf`."""
         return cast(Tensor, torch.ops.aten.gelu_(x))
@@ -296,6 +302,10 @@ class BaseOps(ABC):
     def arranged(self, matrix: AnyMatrix) -> AnyMatrix:
         """See `Ops.arranged`."""
         return matrix
+
+    def empty_panels(self, outputs: int, inputs: int, dtype: torch.dtype) -> PanelMatrix:
+        """See `Ops.empty_panels`."""
+        return PanelMatrix.empty(outputs, inputs, dtype)
 
     def empty_blocks(self, kind: str, outputs: int, inputs: int) -> BlockPanels | None:
         """See `Ops.empty_blocks`."""

@@ -302,11 +302,10 @@ class Scheduler:
             drafts_by_span.append(seq.num_drafts)
             tokens_left -= num_tokens
         dropped, encode = self.encoder_cache.work()
-        idle = not (spans or encode or self.inflight)
-        # Where nothing runs, the blocks that the first one in the queue needs are those that copies hold.
-        self.waiting.blocked = idle and bool(self.kv.offload.held_blocks())
-        if not spans and not encode:
+        if not spans and not encode:  # where nothing runs, copies have the blocks that the first one needs
+            self.waiting.blocked = not self.inflight and bool(self.kv.offload.held_blocks())
             return None
+        self.waiting.blocked = False
         if self._last_spans != (current := tuple(spans)):
             self._last_spans = current  # while spans stay equal, the object stays the same
         drafts, snapshots = tuple(drafts_by_span) if speculation.max_drafts else (), self.kv.snapshots.plan(seqs, spans)

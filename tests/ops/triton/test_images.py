@@ -10,7 +10,7 @@ import pytest
 from quire import SamplingParams
 from tests.ops.triton.gpu import ON_CARD, gpu_llm
 from tests.test_images import Family, counted, said
-from tests.vision import FAMILIES, RECURRENT
+from tests.vision import FAMILIES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # hashes wrap around, as they do on a card
@@ -30,10 +30,11 @@ EVERY = [{name: value for part in parts for name, value in part.items()} for par
 
 NIGHTLY = () if ON_CARD else (pytest.mark.nightly,)
 BY_DAY = ("qwen3-vl", "gemma3")
-EACH = [family for family in FAMILIES if family not in RECURRENT]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(each, marks=() if each in BY_DAY else NIGHTLY) for each in EACH])
+@pytest.fixture(
+    scope="module", params=[pytest.param(each, marks=() if each in BY_DAY else NIGHTLY) for each in FAMILIES]
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 BATCH = 512
@@ -24,7 +25,7 @@ class Generator:
         how = library.llama_model_default_params()
         how.n_gpu_layers = 0
         # Repacked for AMX, quantized weights crash llama.cpp 0.25 on some virtual machines.
-        how.use_extra_bufts = model.endswith("bf16.gguf")
+        how.use_extra_bufts = model.endswith("bf16.gguf") or not has_amx()
         self.model = library.llama_model_load_from_file(model.encode(), how)
         if not self.model:
             raise ValueError(f"llama.cpp cannot read {model}")
@@ -69,6 +70,12 @@ class Generator:
             for s, answer in enumerate(made):
                 answer.append(int(self.logits(s).argmax()))
         return made
+
+
+def has_amx() -> bool:
+    """Whether this processor has AMX."""
+    known = Path("/proc/cpuinfo")
+    return known.exists() and " amx_tile" in known.read_text()
 
 
 def load(model: str, threads: int, sequences: int, context: int) -> tuple[Generator, str]:

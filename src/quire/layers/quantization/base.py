@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from quire.ops.base import AnyMatrix, Gate, Ops, QuantizedMatrix
+from quire.ops.base import AnyMatrix, Gate, Ops, Projection, QuantizedMatrix
 from quire.ops.quantized import dequantize
 
 
@@ -181,6 +181,11 @@ class QuantizedWeight:
         if self.activations and not self.exact and isinstance(self.matrix, QuantizedMatrix):
             return self.ops.int8_linear(x, self.matrix.weight, self.matrix.scale, self.bias, gate)
         return self.ops.quantized_linear(x, self.matrix, self.bias, gate)
+
+    @property
+    def projection(self) -> Projection | None:
+        """What a `Decoder` multiplies by; None where activations are rounded."""
+        return None if self.activations else Projection(self.matrix, self.bias)
 
     def dequantize(self, rows: slice = slice(None)) -> Tensor:
         """The values that it represents, [rows, columns] float32."""

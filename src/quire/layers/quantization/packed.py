@@ -17,13 +17,14 @@ from quire.layers.quantization.base import (
     Plain,
     QuantizedWeight,
     WeightSlot,
+    WeightStorage,
     bias_of,
     bias_slots,
     weight_slot,
 )
-from quire.ops.base import Gate, Ops
+from quire.ops.base import Gate, Ops, Projection
 from quire.ops.matmul import pack, packed_linear
-from quire.ops.panels import PANEL_ROWS, PanelMatrix
+from quire.ops.panels import PANEL_ROWS
 
 TILE = 16 << 20
 """Bytes of a tile: large enough that one more product costs nothing beside reading it, and small beside a model, since
@@ -196,7 +197,7 @@ class Panels(TiledStorage):
         self, matrix: Matrix, ops: Ops, tied_weight: Tensor | None = None, *, spare: list[Tensor] | None = None
     ) -> None:
         super().__init__(matrix, ops, tied_weight, spare=spare)
-        self.panels = PanelMatrix.empty(*matrix.local_shape, matrix.dtype)
+        self.panels = ops.empty_panels(*matrix.local_shape, matrix.dtype)
 
     def pack(self, rows: slice, weight: Tensor) -> None:
         """See `TiledStorage`."""
@@ -205,3 +206,10 @@ class Panels(TiledStorage):
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         """As `WeightStorage.apply`."""
         return self.ops.quantized_linear(x, self.panels, self.bias, gate)
+
+
+def projection_of(stored: WeightStorage) -> Projection | None:
+    """A matrix as a `Decoder` reads it, once it is filled; None: it cannot."""
+    if isinstance(stored, Panels):
+        return Projection(stored.panels, stored.bias)
+    return None if stored.quantized is None else stored.quantized.projection

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 FILE = Path(__file__).with_name("libquire_cpu.so")
 
-VERSION = 3
+VERSION = 4
 """Of the functions and structures."""
 
 LEVELS: Mapping[str, int] = MappingProxyType({"avx2": 0, "avx512": 1, "avx512_bf16": 2, "amx": 3})
@@ -28,6 +28,16 @@ class CMatrix(Structure):
         *((name, c_int64) for name in ("n", "k")),
         *((name, c_int32) for name in ("kind", "group", "scale_kind", "has_zeros")),
         *((name, c_void_p) for name in ("weight", "scale", "zero", "supers", "values")),
+    ]
+
+
+class CLinear(Structure):
+    """`struct linear`."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("matrix", "x", "y", "bias")),
+        *((name, c_int64) for name in ("rows", "x_stride", "y_stride")),
+        *((name, c_int32) for name in ("x_bf16", "y_bf16", "bias_bf16", "gate", "inputs", "invariant")),
     ]
 
 
@@ -65,6 +75,16 @@ class CRope(Structure):
     ]
 
 
+class CCall(Structure):
+    """`struct call`."""
+
+    _fields_: ClassVar = [("arguments", c_void_p), ("kernel", c_int32), ("apart", c_int32), ("next", c_int64)]
+
+
+KERNELS: Mapping[type[Structure], int] = MappingProxyType({CLinear: 0, CAttention: 1, CNorm: 2, CRope: 3})
+"""Numbers of kernels in `CCall`, by what they are called with."""
+
+
 class CBlocks(Structure):
     """`struct blocks`."""
 
@@ -93,7 +113,8 @@ def load() -> ctypes.CDLL | None:
         function.argtypes, function.restype = [POINTER(kind), c_int32], None
     library.quire_pack_blocks.argtypes = [POINTER(CBlocks), c_void_p, c_int64, c_int64]
     library.quire_pack_blocks.restype = None
-    library.quire_start.argtypes, library.quire_start.restype = [c_int32, c_void_p], None
+    library.quire_start.argtypes, library.quire_start.restype = [c_int32, c_void_p, c_void_p], None
+    library.quire_run.argtypes, library.quire_run.restype = [c_void_p, c_int64, c_int32], None
     return library
 
 
@@ -104,14 +125,16 @@ def best_level() -> str | None:
     return next((name for name, level in LEVELS.items() if level == found), None)
 
 
-def parallel_function() -> int | None:
-    """The address of GOMP_parallel in the OpenMP library that torch has loaded, whose threads then run the kernels;
-    None: there is none, and they run in one thread."""
+def team_functions() -> tuple[int | None, int | None]:
+    """The addresses of GOMP_parallel and GOMP_barrier in the OpenMP library that torch has loaded, whose threads then
+    run the kernels; None: there is none, and they run in one thread."""
     maps = Path("/proc/self/maps").read_text("utf-8").splitlines()
     paths = {line.split()[-1] for line in maps if "omp" in line.rpartition("/")[2] and ".so" in line}
     for path in sorted(paths):
         try:
-            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, c_void_p).value
+            found = ctypes.CDLL(path)
+            run, wait = (ctypes.cast(each, c_void_p).value for each in (found.GOMP_parallel, found.GOMP_barrier))
         except (OSError, AttributeError):
             continue
-    return None
+        return run, wait
+    return None, None

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
-from types import MappingProxyType
+from itertools import repeat
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from quire.ops import integer, panels
 from quire.ops.base import (
     Angles,
     AnyMatrix,
     BlockPanels,
+    Decoder,
+    DecoderLayer,
     Gate,
     IntegerMatrix,
     MixedMatrix,
@@ -24,9 +27,12 @@ from quire.ops.base import (
     Scores,
 )
 from quire.ops.batch_invariant import BatchInvariantOps
+from quire.ops.huge_pages import HugePages
 from quire.ops.integer import integers_of
 from quire.ops.matmul import TILE_ROWS, in_tiles
-from quire.ops.native.library import LEVELS, CAttention, CMatrix, CNorm, CRope, load, parallel_function
+from quire.ops.native.call import FLOATS, GATES, MOST_DIM, MOST_KEY_DIM, address, by_heads, handle_of
+from quire.ops.native.decoder import NativeDecoder, is_supported
+from quire.ops.native.library import LEVELS, CAttention, CNorm, CRope, load, team_functions
 from quire.ops.native.pack import empty_blocks, in_panels, write_blocks
 from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
@@ -34,18 +40,8 @@ from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps, weigh
 from quire.types import UNLIMITED
 
-GATES: Mapping[str, int] = MappingProxyType({"": 0, "silu": 1, "gelu": 2})
-"""Those that products have, by what the library calls them."""
-
-FLOATS = (torch.float32, torch.bfloat16)
-
 WORTH_THREADS = 1 << 14
 """Numbers below which a second thread costs more than it computes."""
-
-
-def address(x: Tensor | None) -> int | None:
-    """Where its numbers lie."""
-    return None if x is None else x.data_ptr()
 
 
 class NativeOps(ReferenceOps):
@@ -54,6 +50,8 @@ class NativeOps(ReferenceOps):
     multiplies_integers = True
     invariant = False
     """Whether a row's bits must not depend on how many rows there are, see `native/kernels.h`."""
+    unit = panels.UNIT
+    """What columns of GGUF's blocks are padded to a multiple of."""
     many_queries = 8
     """Queries of a span above which torch attends: its products of many rows are faster than ours of few."""
 
@@ -61,9 +59,11 @@ class NativeOps(ReferenceOps):
         library = load()
         if library is None:
             raise RuntimeError("the CPU kernels do not run on this machine")
-        library.quire_start(LEVELS[level], parallel_function())
-        self.library, self.level = library, level
-        self.many_queries = UNLIMITED if level == "amx" else self.many_queries
+        library.quire_start(LEVELS[level], *team_functions())
+        self.library, self.level, self.memory = library, level, HugePages()
+        if level == "amx":
+            self.unit = integer.UNIT  # tiles are multiplied four at a time
+        self.many_queries = UNLIMITED if level in ("amx", "avx512_bf16") else self.many_queries
 
     def panel_linear(self, x: Tensor, matrix: PanelMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a matrix in panels."""
@@ -96,13 +96,25 @@ class NativeOps(ReferenceOps):
     def arranged(self, matrix: AnyMatrix) -> AnyMatrix:
         """See `Ops.arranged`."""
         if isinstance(matrix, MixedMatrix):
-            return MixedMatrix(tuple(in_panels(cast(IntegerMatrix, part)) for part in matrix.parts))
+            return MixedMatrix(tuple(self._in_panels(cast(IntegerMatrix, part)) for part in matrix.parts))
         found = integers_of(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
-        return in_panels(found) if isinstance(found, IntegerMatrix) else matrix
+        return self._in_panels(found) if isinstance(found, IntegerMatrix) else matrix
+
+    def empty_panels(self, outputs: int, inputs: int, dtype: torch.dtype) -> PanelMatrix:
+        """See `Ops.empty_panels`."""
+        return PanelMatrix.empty(outputs, inputs, dtype, self.memory.zeros)
+
+    def _in_panels(self, matrix: IntegerMatrix) -> PanelMatrix:
+        made, copy = in_panels(matrix), self.memory.copy
+        made.weight = copy(made.weight)
+        made.scale, made.zero, made.supers = (
+            None if each is None else copy(each) for each in (made.scale, made.zero, made.supers)
+        )
+        return made
 
     def empty_blocks(self, kind: str, outputs: int, inputs: int) -> BlockPanels | None:
         """See `Ops.empty_blocks`."""
-        made = empty_blocks(kind, outputs, inputs)
+        made = empty_blocks(kind, outputs, inputs, self.memory.zeros, self.unit)
         return BlockPanels(made, partial(write_blocks, self.library, made, kind))
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
@@ -110,8 +122,10 @@ class NativeOps(ReferenceOps):
         if isinstance(matrix, PanelMatrix):
             return self.panel_linear(x, matrix, bias, gate)
         if isinstance(matrix, MixedMatrix):
-            made = torch.cat([self.quantized_linear(x, part) for part in matrix.parts], -1)
-            return self.apply_gate(made if bias is None else made + bias, gate)
+            widths = [part.outputs for part in matrix.parts]
+            biases = repeat(None) if bias is None else torch.split(bias, widths)
+            made = [self.quantized_linear(x, *each) for each in zip(matrix.parts, biases, strict=False)]
+            return self.apply_gate(torch.cat(made, -1), gate)
         return super().quantized_linear(x, matrix, bias, gate)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -236,6 +250,12 @@ class NativeOps(ReferenceOps):
             start = rows.stop
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
+    def decoder(self, layers: Sequence[DecoderLayer]) -> Decoder | None:
+        """See `Ops.decoder`."""
+        if not all(is_supported(layer) for layer in layers):
+            return None
+        return NativeDecoder(self.library.quire_run, layers, self.invariant, self.many_queries)
+
     def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """See `Ops.attention`."""
         paged = self.prepare(batch)
@@ -323,35 +343,6 @@ def whole_mask(paged: PagedAttentionMetadata, n: int, how: Scores) -> Tensor | N
     return paged.masks[key]
 
 
-MOST_DIM, MOST_KEY_DIM = 1024, 512
-"""Numbers of a head that the kernels have room for: that are rotated, and of a key that is attended to."""
-
-
-def by_heads(norms: Norms, dim: int) -> bool:
-    """Whether the kernel norms heads so: by themselves, before they are rotated, q and k alike."""
-    weights = (norms.q.weight, norms.k.weight)
-    alike = weights[0].dtype is weights[1].dtype and weights[0].dtype in FLOATS
-    plain = not norms.after_rope and norms.v_eps is None and not norms.q.centred and not norms.k.centred
-    return alike and plain and all(len(weight) == dim for weight in weights)
-
-
 def threads_for(x: Tensor) -> int:
     """Threads worth having for so many numbers."""
     return 1 if x.numel() < WORTH_THREADS else torch.get_num_threads()
-
-
-def handle_of(matrix: PanelMatrix) -> ctypes.Array[CMatrix]:
-    """What the kernels know a matrix by."""
-    if matrix.handle is None:
-        made = CMatrix(
-            matrix.outputs,
-            matrix.padded,
-            matrix.kind,
-            matrix.group,
-            matrix.scale_kind,
-            matrix.zero is not None and matrix.supers is None,
-            matrix.weight.data_ptr(),
-            *(address(part) for part in (matrix.scale, matrix.zero, matrix.supers, matrix.values)),
-        )
-        matrix.handle = ctypes.pointer(made)
-    return cast("ctypes.Array[CMatrix]", matrix.handle)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from quire.ops.base import IntegerKind, IntegerMatrix
 from quire.ops.gguf_blocks import IQ4_VALUES
-from quire.ops.integer import UNIT, WIDE, floats_of, halves_of, scales_of
+from quire.ops.integer import WIDE, floats_of, halves_of, scales_of
 from quire.ops.native.library import CBlocks
-from quire.ops.panels import PANEL_ROWS, PanelKind, PanelMatrix, ScaleKind, pack_numbers, panels_of
+from quire.ops.panels import PANEL_ROWS, PanelKind, PanelMatrix, ScaleKind, Zeros, pack_numbers, panels_of
 
 
 def in_panels(matrix: IntegerMatrix) -> PanelMatrix:
@@ -103,10 +103,11 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
 """Types that the library packs: those of `gguf_blocks.PACKED`."""
 
 
-def empty_blocks(kind: str, outputs: int, inputs: int) -> PanelMatrix:
-    """A matrix whose rows `write_blocks` fills. kind: of BLOCK_TYPES."""
+def empty_blocks(kind: str, outputs: int, inputs: int, zeros: Zeros, unit: int) -> PanelMatrix:
+    """A matrix whose rows `write_blocks` fills. kind: of BLOCK_TYPES. zeros: allocates. unit: what columns are padded
+    to a multiple of."""
     stored = BLOCK_TYPES[kind]
-    padded, panels = -(-inputs // UNIT) * UNIT, -(-outputs // PANEL_ROWS)
+    padded, panels = -(-inputs // unit) * unit, -(-outputs // PANEL_ROWS)
     four = stored.values is not None
     groups = panels, padded // stored.group, PANEL_ROWS
     made = PanelMatrix(
@@ -114,16 +115,16 @@ def empty_blocks(kind: str, outputs: int, inputs: int) -> PanelMatrix:
         outputs,
         inputs,
         padded,
-        torch.zeros(panels, padded * PANEL_ROWS // (2 if four else 1), dtype=torch.uint8),
+        zeros(panels, padded * PANEL_ROWS // (2 if four else 1), dtype=torch.uint8),
         stored.group,
         stored.scale_kind,
-        torch.zeros(groups, dtype=SCALE_DTYPES[stored.scale_kind]),
+        zeros(*groups, dtype=SCALE_DTYPES[stored.scale_kind]),
         values=None if stored.values is None else torch.tensor(stored.values),
     )
     if stored.scale_kind is ScaleKind.U8:
-        made.zero = torch.zeros(groups, dtype=torch.uint8)
+        made.zero = zeros(*groups, dtype=torch.uint8)
     if stored.numbers > WIDE:
-        made.supers = torch.zeros(panels, padded // stored.numbers, 2, PANEL_ROWS, dtype=torch.float16)
+        made.supers = zeros(panels, padded // stored.numbers, 2, PANEL_ROWS, dtype=torch.float16)
     return made
 
 
