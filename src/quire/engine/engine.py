@@ -108,6 +108,8 @@ class Engine:
         num_running = len(scheduler.running)
         plan = scheduler.plan(UNLIMITED if budget is None else budget.max_tokens(num_running, scheduler.step_times))
         _as_step_failure(scheduler.kv.offload.flush)
+        # Where nothing runs, the blocks that the first one in the queue needs are those that copies hold.
+        scheduler.waiting.blocked = not (plan or flight) and bool(scheduler.kv.offload.held_blocks())
         if plan:
             launched = self.clock.now()
             self._load_images(plan)

@@ -39,7 +39,7 @@ class WaitingQueue:
         self._awaiting_blocks: dict[int, Sequence] = {}
         self.num_parked = 0
         self.blocked = False
-        """Whether none can run before a copy between K/V tiers has ended: what `plan` found last."""
+        """Whether none can run before a copy between K/V tiers has ended: what the last step found."""
 
     def push(self, seq: Sequence) -> None:
         """Queue it; no effect if it is queued already."""
@@ -302,10 +302,8 @@ class Scheduler:
             drafts_by_span.append(seq.num_drafts)
             tokens_left -= num_tokens
         dropped, encode = self.encoder_cache.work()
-        if not spans and not encode:  # where nothing runs, copies have the blocks that the first one needs
-            self.waiting.blocked = not self.inflight and bool(self.kv.offload.held_blocks())
+        if not spans and not encode:
             return None
-        self.waiting.blocked = False
         if self._last_spans != (current := tuple(spans)):
             self._last_spans = current  # while spans stay equal, the object stays the same
         drafts, snapshots = tuple(drafts_by_span) if speculation.max_drafts else (), self.kv.snapshots.plan(seqs, spans)
