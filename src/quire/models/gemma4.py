@@ -160,15 +160,14 @@ class Gemma4(Gemma):
         """See `registry.Model`."""
         causal = self.ops.prepare(replace(batch, last_visible=None))
         batch = causal if batch.last_visible is None else self.ops.prepare(batch)
-        angles = {rope: rotary(batch.positions) for rope, rotary in self.rotaries.items()}
+        angles = self.layer_angles([rotary(batch.positions) for rotary in self.rotaries.values()])
         residual, spec = self.enter(batch), self.spec
         inputs = self.layer_inputs(batch, residual)
         stream = residual.new_zeros(residual.shape), residual, self.nothing
         for i, block in zip(spec.own_layers, self.layers, strict=True):
             output = batch.output_indices if i == spec.layers - 1 else None
-            cache, rope = kv[spec.kv_layers[i]], spec.layer_ropes[i]
             seen = causal if spec.windows[i] == UNLIMITED else batch
-            stream = block.run(stream, angles[rope], seen, cache, output, inputs[i])
+            stream = block.run(stream, angles[i], seen, kv[self.kv_layers[i]], output, inputs[i])
         return self.leave(batch, *stream)
 
     def own_tokens(self, batch: RaggedBatch) -> Tensor:

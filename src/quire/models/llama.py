@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from quire.layers.basic import Attention, GatedMLP, Heads, NormLayer, RopeConfig
+from quire.layers.basic import Attention, GatedMLP, Heads, NormLayer
 from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
@@ -229,16 +229,33 @@ class Llama:
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         """See `registry.Model`."""
         batch = self.ops.prepare(batch)
-        angles = {rope: rotary(batch.positions, batch.rope_positions) for rope, rotary in self.rotaries.items()}
+        angles = self.layer_angles([rotary(batch.positions, batch.rope_positions) for rotary in self.rotaries.values()])
         residual = self.enter(batch)
         x, residual, done = self.run_together(batch, kv, angles, residual)
         after, spec = self.blocks[done - 1].after_mlp if done else self.nothing, self.spec
         for i, block in list(zip(spec.own_layers, self.blocks, strict=True))[done:]:
             output = batch.output_indices if i == spec.layers - 1 else None
-            x, residual = block(x, residual, after, angles[spec.layer_ropes[i]], batch, kv[spec.kv_layers[i]], output)
+            x, residual = block(x, residual, after, angles[i], batch, kv[self.kv_layers[i]], output)
             residual = batch.add_features(i, residual)
             after = block.after_mlp
         return self.leave(batch, x, residual, after)
+
+    # Worked out once: by each layer in each step, they took a tenth of a small model's time.
+
+    @cached_property
+    def kv_layers(self) -> Sequence[int]:
+        """See `ModelSpec.kv_layers`."""
+        return self.spec.kv_layers
+
+    @cached_property
+    def rope_numbers(self) -> Sequence[int]:
+        """Per layer, which of `rotaries` is its own."""
+        number = {rope: i for i, rope in enumerate(self.rotaries)}
+        return [number[rope] for rope in self.spec.layer_ropes]
+
+    def layer_angles(self, angles: Sequence[Angles]) -> Sequence[Angles]:
+        """Per layer, its angles. angles: of each of `rotaries`."""
+        return [angles[number] for number in self.rope_numbers]
 
     @cached_property
     def decoder(self) -> tuple[Decoder | None, int]:
@@ -248,7 +265,7 @@ class Llama:
         return (self.ops.decoder(layers) if layers else None), len(layers)
 
     def run_together(
-        self, batch: RaggedBatch, kv: Sequence[LayerKV], angles: Mapping[RopeConfig, Angles], residual: Tensor
+        self, batch: RaggedBatch, kv: Sequence[LayerKV], angles: Sequence[Angles], residual: Tensor
     ) -> tuple[Tensor, Tensor, int]:
         """What `Block` returns of the first layers, as far as one call runs them, and how many those are."""
         (decoder, most), spec = self.decoder, self.spec
@@ -256,9 +273,7 @@ class Llama:
             # What follows the last attention is computed for some rows only.
             most -= int(batch.output_indices is not None and most == len(self.blocks))
             own = spec.own_layers[:most]
-            made = decoder(
-                residual, batch, [kv[spec.kv_layers[i]] for i in own], [angles[spec.layer_ropes[i]] for i in own]
-            )
+            made = decoder(residual, batch, [kv[self.kv_layers[i]] for i in own], [angles[i] for i in own])
             if made is not None:
                 return *made, most
         return residual.new_zeros(residual.shape), residual, 0

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from quire.ops import integer, panels
 from quire.ops.base import (
     Angles,
     AnyMatrix,
@@ -49,6 +50,8 @@ class NativeOps(ReferenceOps):
     multiplies_integers = True
     invariant = False
     """Whether a row's bits must not depend on how many rows there are, see `native/kernels.h`."""
+    unit = panels.UNIT
+    """What columns of GGUF's blocks are padded to a multiple of."""
     many_queries = 8
     """Queries of a span above which torch attends: its products of many rows are faster than ours of few."""
 
@@ -58,6 +61,8 @@ class NativeOps(ReferenceOps):
             raise RuntimeError("the CPU kernels do not run on this machine")
         library.quire_start(LEVELS[level], *team_functions())
         self.library, self.level, self.memory = library, level, HugePages()
+        if level == "amx":
+            self.unit = integer.UNIT  # tiles are multiplied four at a time
         self.many_queries = UNLIMITED if level in ("amx", "avx512_bf16") else self.many_queries
 
     def panel_linear(self, x: Tensor, matrix: PanelMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
@@ -109,7 +114,7 @@ class NativeOps(ReferenceOps):
 
     def empty_blocks(self, kind: str, outputs: int, inputs: int) -> BlockPanels | None:
         """See `Ops.empty_blocks`."""
-        made = empty_blocks(kind, outputs, inputs, self.memory.zeros)
+        made = empty_blocks(kind, outputs, inputs, self.memory.zeros, self.unit)
         return BlockPanels(made, partial(write_blocks, self.library, made, kind))
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.ops.base import IntegerKind, IntegerMatrix
 from quire.ops.gguf_blocks import IQ4_VALUES
-from quire.ops.integer import UNIT, WIDE, floats_of, halves_of, scales_of
+from quire.ops.integer import WIDE, floats_of, halves_of, scales_of
 from quire.ops.native.library import CBlocks
 from quire.ops.panels import PANEL_ROWS, PanelKind, PanelMatrix, ScaleKind, Zeros, pack_numbers, panels_of
 
@@ -103,10 +103,11 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
 """Types that the library packs: those of `gguf_blocks.PACKED`."""
 
 
-def empty_blocks(kind: str, outputs: int, inputs: int, zeros: Zeros) -> PanelMatrix:
-    """A matrix whose rows `write_blocks` fills. kind: of BLOCK_TYPES. zeros: allocates."""
+def empty_blocks(kind: str, outputs: int, inputs: int, zeros: Zeros, unit: int) -> PanelMatrix:
+    """A matrix whose rows `write_blocks` fills. kind: of BLOCK_TYPES. zeros: allocates. unit: what columns are padded
+    to a multiple of."""
     stored = BLOCK_TYPES[kind]
-    padded, panels = -(-inputs // UNIT) * UNIT, -(-outputs // PANEL_ROWS)
+    padded, panels = -(-inputs // unit) * unit, -(-outputs // PANEL_ROWS)
     four = stored.values is not None
     groups = panels, padded // stored.group, PANEL_ROWS
     made = PanelMatrix(
