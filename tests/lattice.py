@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -309,6 +309,8 @@ class Run:
             return out
 
         pool.decref, self.sch.commit = stamped, checked
+        pins = self.sch.kv.pins
+        pins.advance = partial(self._advance, advance=pins.advance)  # type: ignore[method-assign]
 
     def drive(self) -> None:
         todo = [*REQUESTS, *BAD] if self.combo["fails"] else list(REQUESTS)
@@ -344,13 +346,15 @@ class Run:
         self._settle(doomed)
 
     def _pass_time(self) -> None:
-        """Some pins end: exactly those whose time is over, and nothing else counts as expired."""
-        pins = self.sch.kv.pins
+        """Some pins will end when the engine plans next."""
         self.clock.time += FOREVER / 2
-        now = self.clock.now()
+
+    def _advance(self, now: float, advance: Callable[[float], None]) -> None:
+        """Exactly those pins end whose time is over, and nothing else counts as expired."""
+        pins = self.sch.kv.pins
         over = {block for block, (end, _, _) in pins.pinned.items() if end <= now}
         left, expired = pins.pinned.keys() - over, pins.ended["expired"]
-        pins.advance(now)
+        advance(now)
         assert pins.pinned.keys() == left, "pins that ended are not those whose time was over"
         assert pins.ended["expired"] == expired + len(over), "pins that expired are counted"
         self.expired += len(over)

@@ -156,6 +156,7 @@ _TYPE_WORDS: Mapping[str, str] = {
     "Blocks": "text or a list of blocks",
     "Prompt": "text, token ids, or a list of either",
     "StreamOptions": "object: `include_usage`, `continuous_usage_stats`",
+    "UsageOptions": "object: `include`",
     "ResponseFormat": "object: `type`, `json_schema` or `schema`",
     "Structure": "object: " + ", ".join(f"`{name}`" for name in schemas.Structure.__struct_fields__),
 }

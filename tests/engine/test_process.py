@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import resource
 import signal
 import socket
@@ -26,9 +27,16 @@ from quire.engine.protocol import REPORT_SIGNAL, Abort, Explanation, Submit, Upd
 from quire.engine.step_watch import StepWatch
 from quire.engine.timing import PlanDelay, RestartBackoff, VirtualClock
 from quire.errors import InvalidModel, QuireError, Unavailable
+from quire.scheduler.block_pool import RadixPrefixCache
+from quire.scheduler.kv_cache import KVCacheManager
+from quire.scheduler.kv_offload import CopyDone, KVOffload
+from quire.scheduler.policy import make_policy
+from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step_time import StepCost, StepTimeModel
 from quire.sim.run import SimConfig
 from quire.types import Request, RequestStepOutput, SamplingParams
+from tests.hash_model import HashDevice
+from tests.hash_store import HashStore
 
 CHILD = str(Path(__file__).with_name("synthetic_child.py"))
 
@@ -545,6 +553,63 @@ def test_the_loop_reads_messages_until_the_next_plan_is_due() -> None:
         assert loop._receive(), "what is due is not put off"
         for timer in timers:
             timer.join()
+
+
+class HeldStore(HashStore):
+    """Copies end while `ends`; `descriptor` says that there is something to poll."""
+
+    ends, descriptor = True, -1
+
+    def poll(self) -> Sequence[CopyDone]:
+        return super().poll() if self.ends else ()
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+
+def test_the_loop_sleeps_while_all_that_waits_needs_blocks_that_copies_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`again` waits for its blocks to come back, and `other` for blocks that are being written for that."""
+    front, back = socket.socketpair()
+    read, write = os.pipe()
+    device = HashDevice(8, 4, eager=True, seed="held")
+    store = HeldStore(device, 16, 0, random.Random(1), faulty=False)
+    store.descriptor = read
+    offload = KVOffload(store, 4)
+    kv = KVCacheManager(8, 4, RadixPrefixCache(4), offload=offload)
+    scheduler = Scheduler(kv, rows=4, max_num_seqs=4, max_num_batched_tokens=64, policy=make_policy("fcfs"))
+    engine = Engine(scheduler, device, clock=VirtualClock())
+    with front, back, open(read, "rb"), open(write, "wb", buffering=0) as waker:
+        loop, steps, sleeps = EngineLoop(engine, back, dict, StepWatch()), list[int](), list[float | None]()
+
+        def step(run: Callable[[], list[RequestStepOutput]] = engine.step) -> list[RequestStepOutput]:
+            steps.append(len(scheduler.waiting))
+            assert len(steps) < 100, "the loop does not sleep"
+            return run()
+
+        def select(seconds: float | None, wait: Callable[[float | None], set[int]] = loop._select) -> set[int]:
+            if len(scheduler.waiting) and seconds != 0.0:
+                sleeps.append(seconds)
+                store.ends = True
+                waker.write(b"x")
+            return wait(seconds)
+
+        def run(*requests: Request) -> int:
+            begun = len(steps)
+            front.sendall(encode_frame(Submit(list(requests))))
+            while loop._receive() and engine.step() is not None and engine.has_pending_work:
+                pass
+            return len(steps) - begun
+
+        monkeypatch.setattr(engine, "step", step)
+        run(ask("first", 2, prompt=range(20)))
+        run(ask("evicts", 2, prompt=range(30, 56)))
+        while offload.pending:
+            scheduler.poll_offload(0.0)
+        store.ends = False
+        monkeypatch.setattr(loop, "_select", select)
+        again, other = ask("again", 2, prompt=range(20)), ask("other", 2, prompt=range(60, 84))
+        assert run(again, other) < 30 and sleeps == [1.0]
+        assert engine.stats.completed[-1].id == "other" and offload.stats.num_hit["host"] == 12
 
 
 def test_an_engine_that_dies_is_replaced_by_the_process_that_stands_by() -> None:

@@ -61,7 +61,6 @@ TEXTS = MappingProxyType(
 IMAGES, MTP, RECURRENT = "images", "layers for drafts", "float8 K/V"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
-        "cohere": "several ranks of models with query and key norms (Command R+)",
         "deepseek_v2": "`attention_bias` without `q_lora_rank`",
         "deepseek_v3": "`attention_bias` without `q_lora_rank`",
         "deepseek_v32": "sequences longer than `index_topk` (2,048): sparse attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,46 @@ def test_pods_of_the_ray_service_are_kubernetes_own_and_restricted(version: str)
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         names = {each["name"] for each in container["env"]}
         assert {"QUIRE_API_KEY", "QUIRE_ADMIN_KEY", "RAY_USAGE_STATS_ENABLED"} == names
-    assert set(KUBERAY["spec"]) == {"serveConfigV2", "rayClusterConfig"}
+
+
+Fields = Mapping[str, type]
+POD: Fields = {"template": dict, "rayStartParams": dict}
+RAY_FIELDS: Mapping[str, Fields] = {
+    "spec": {"serveConfigV2": str, "rayClusterConfig": dict},
+    "rayClusterConfig": {
+        "rayVersion": str,
+        "enableInTreeAutoscaling": bool,
+        "headGroupSpec": dict,
+        "workerGroupSpecs": list,
+    },
+    "headGroupSpec": POD,
+    "workerGroupSpecs": {**POD, "groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int},
+}
+"""Of the operator's API ray.io/v1, those that the manifest has, and their types."""
+PICKER: Fields = {"name": str, "port": dict, "failureMode": str}
+"""Of endpointPickerRef in inference.networking.k8s.io/v1."""
+
+
+def has_fields(found: dict[str, Any], fields: Fields) -> bool:
+    return {name: type(value) for name, value in found.items()} == fields
+
+
+def test_the_ray_service_has_fields_of_its_operator() -> None:
+    assert (KUBERAY["apiVersion"], KUBERAY["kind"]) == ("ray.io/v1", "RayService")
+    cluster = KUBERAY["spec"]["rayClusterConfig"]
+    head, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    parts = {
+        "spec": [KUBERAY["spec"]],
+        "rayClusterConfig": [cluster],
+        "headGroupSpec": [head],
+        "workerGroupSpecs": workers,
+    }
+    for name, found in parts.items():
+        assert found and all(has_fields(one, RAY_FIELDS[name]) for one in found)
+    for group in (head, *workers):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    for group in workers:
+        assert 0 < group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
 def test_the_gateway_chooses_among_the_pods_of_the_deployment() -> None:
@@ -129,7 +169,10 @@ def test_the_gateway_chooses_among_the_pods_of_the_deployment() -> None:
     assert POOL["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
     [container] = deployment["spec"]["template"]["spec"]["containers"]
     assert [port["number"] for port in POOL["spec"]["targetPorts"]] == [container["ports"][0]["containerPort"]]
-    assert set(POOL["spec"]) == {"selector", "targetPorts", "endpointPickerRef"}
+    assert (POOL["apiVersion"], POOL["kind"]) == ("inference.networking.k8s.io/v1", "InferencePool")
+    assert has_fields(POOL["spec"], {"selector": dict, "targetPorts": list, "endpointPickerRef": dict})
+    assert has_fields(POOL["spec"]["endpointPickerRef"], PICKER) and len(POOL["spec"]["targetPorts"]) == 1
+    assert POOL["spec"]["endpointPickerRef"]["failureMode"] in ("FailOpen", "FailClose")
     [rule] = ROUTE["spec"]["rules"]
     [backend] = rule["backendRefs"]
     group, _, _ = POOL["apiVersion"].partition("/")

@@ -63,6 +63,17 @@ async def test_an_answer_comes_back_with_what_libraries_note_on_it() -> None:
         assert first.prompt == second.prompt
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_stream_tells_its_usage_in_the_way_of_openrouter_too(path: str) -> None:
+    body = {"prompt": "hi"} if path == "/v1/completions" else {"messages": HI}
+    async with served() as server:
+        for include in (True, False):
+            chunks = await server.stream(path, **body, max_tokens=4, usage={"include": include})
+            assert [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk.get("usage")] == [4] * include
+        assert (await server.post(path, **body, max_tokens=4, usage={"include": False})).json()["usage"]
+        check_error(await server.post(path, **body, usage={"includes": True}), 400, "usage.includes", "'include'")
+
+
 CHANGES: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/responses", {"include": ["everything"]}, "include", "is not available"),
     ("/v1/responses", {"reasoning": {"effort": 3}}, "reasoning.effort", "must be text"),

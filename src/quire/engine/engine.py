@@ -108,6 +108,8 @@ class Engine:
         num_running = len(scheduler.running)
         plan = scheduler.plan(UNLIMITED if budget is None else budget.max_tokens(num_running, scheduler.step_times))
         _as_step_failure(scheduler.kv.offload.flush)
+        # Where nothing runs, the blocks that the first one in the queue needs are those that copies hold.
+        scheduler.waiting.blocked = not (plan or flight) and bool(scheduler.kv.offload.held_blocks())
         if plan:
             launched = self.clock.now()
             self._load_images(plan)
@@ -336,9 +338,10 @@ class Engine:
 
     @property
     def can_step(self) -> bool:
-        """Whether `step` has anything to do; not while all that is left waits for grammars."""
-        scheduler = self.scheduler
-        return bool(scheduler.waiting.num_queued or scheduler.running or scheduler.inflight or self._outputs)
+        """Whether `step` has anything to do; not while all that is left waits for grammars, or for copies of K/V."""
+        scheduler, waiting = self.scheduler, self.scheduler.waiting
+        queued = waiting.num_queued and not waiting.blocked
+        return bool(queued or scheduler.running or scheduler.inflight or self._outputs)
 
     def time_to_next_plan(self) -> float:
         """Seconds by which the next `step` can be delayed, so that requests arriving meanwhile are in it; 0: it is

@@ -501,6 +501,13 @@ class ModelBuilder:
         self._add_slot(WeightSlot(self.prefix + name, (heads,), (cut,), data, std=1.0))
         return data
 
+    def by_head(self, name: str, heads: int, dim: int) -> Tensor:
+        """This rank's rows of a table [heads, dim] that has `dim` numbers for each head."""
+        cut = shard_of(heads, self.parallel, name)
+        data = torch.empty(cut.stop - cut.start, dim, dtype=self.dtype, device=self.device)
+        self._add_slot(WeightSlot(self.prefix + name, (heads, dim), (cut, slice(0, dim)), data, std=1.0))
+        return data
+
     def gated_mlp(
         self, hidden: int, width: int, activation: str, *, bias: bool = False, names: Sequence[str] = GATED
     ) -> GatedMLP:

@@ -66,12 +66,10 @@ class Cohere(Llama):
         return build.layer_norm(name, self.spec.hidden, self.spec.norm_eps, bias=False)
 
     def make_qk_norms(self, build: ModelBuilder) -> Norms:
-        """Weights of each head. Raises InvalidModel with several ranks, which have a part of the heads each."""
-        spec = self.spec
-        if build.parallel.size > 1:
-            raise InvalidModel(f"{spec.architecture}: norms of each head cannot be divided among ranks")
+        """Weights of each head."""
+        spec, build = self.spec, build.for_heads(self.spec.heads, self.spec.kv_heads)
         q, k = (
-            Norm(build.tensor(f"{name}.weight", (heads, spec.head_dim), std=1.0), spec.norm_eps, centred=True)
+            Norm(build.by_head(f"{name}.weight", heads, spec.head_dim), spec.norm_eps, centred=True)
             for name, heads in zip(self.qk_norms, (spec.heads, spec.kv_heads), strict=True)
         )
         return Norms(q, k)

@@ -38,9 +38,12 @@ class WaitingQueue:
         self._awaiting_grammar: dict[int, Sequence] = {}
         self._awaiting_blocks: dict[int, Sequence] = {}
         self.num_parked = 0
+        self.blocked = False
+        """Whether none can run before a copy between K/V tiers has ended: what the last step found."""
 
     def push(self, seq: Sequence) -> None:
         """Queue it; no effect if it is queued already."""
+        self.blocked = False
         if seq.constraint is PENDING:
             self._awaiting_grammar[seq.arrival] = seq
         elif seq.arrival not in self._members:
@@ -82,6 +85,7 @@ class WaitingQueue:
 
     def discard(self, seq: Sequence) -> None:
         """Take it out if it is there; its heap entry is dropped when it comes to the top."""
+        self.blocked = False
         self._members.discard(seq.arrival)
         self._awaiting_grammar.pop(seq.arrival, None)
         self._awaiting_blocks.pop(seq.arrival, None)

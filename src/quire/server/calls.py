@@ -443,7 +443,7 @@ def _job(request: Answers, backend: Backend, calls: list[Call], num_truncated: i
     options = request.stream_options
     if options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-    usage = options is not None and bool(options.include_usage)
+    usage = bool((options and options.include_usage) or (request.usage and request.usage.include))
     return Job(
         id=calls[0].id,
         model=backend.model().id,

@@ -135,7 +135,7 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
 # Names for the same thing, here and in other APIs; where a path has several, the first is used in hints.
 SYNONYMS = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict", "n_predict"),
-    ("prompt", "messages", "input", "inputs"),
+    ("prompt", "messages", "message", "input", "inputs"),
     ("stop", "stop_sequences", "stop_strings"),
     ("repetition_penalty", "repeat_penalty"),
     ("return_timings", "timings_per_token"),

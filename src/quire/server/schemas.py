@@ -27,6 +27,12 @@ class StreamOptions(Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+class UsageOptions(Struct, kw_only=True):
+    """OpenRouter's `usage`: whether a stream tells it. Other answers always do."""
+
+    include: bool | None = None
+
+
 class JsonSchema(Struct, kw_only=True):
     """`json_schema` of a response_format. Every schema is obeyed strictly."""
 
@@ -124,6 +130,7 @@ class Answers(Sampling, kw_only=True):
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None
     echo: bool | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
@@ -228,6 +235,7 @@ def converted(given: Mapping[str, Any], kind: type[T], where: str = "") -> T:
 # Fields that are objects with fields of their own; `json_schema` is in `response_format`.
 _WITHIN: Mapping[str, type[Struct]] = {
     "stream_options": StreamOptions,
+    "usage": UsageOptions,
     "structured_outputs": Structure,
     "response_format": ResponseFormat,
     "json_schema": JsonSchema,

@@ -69,8 +69,6 @@ class Replica:
         self.tiers = offload if isinstance(offload, KVOffload) else None
         self._steady = SteadyDecode(self.engine, self.executor)
         self._steady.possible &= not step_by_step
-        self._stalled = False
-        """Whether the last step did nothing: all that could be planned waits for a copy."""
         self._last_token: dict[str, float] = {}
         self._previous = 0.0
         self._width = 0
@@ -91,7 +89,7 @@ class Replica:
         """When it does something next, as far as it knows; infinity: it has nothing to do."""
         engine, now = self.engine, self.clock.time
         first = self.inbox[0][0] if self.inbox else math.inf
-        if self._stalled or not engine.can_step:
+        if not engine.can_step:
             return max(now, min(first, self._next_copy()))
         return max(now, min(now + floor_ms(engine.time_to_next_plan()), first))
 
@@ -99,7 +97,7 @@ class Replica:
         """Seconds before which no request can end here or get its first token."""
         engine, now = self.engine, self.clock.time
         first = self.inbox[0][0] if self.inbox else math.inf
-        if self._stalled or not engine.can_step:
+        if not engine.can_step:
             return max(now, min(first, self._next_copy()))
         bound = now
         if engine.inflight:  # it is committed when it is done, and once the next plan has been due
@@ -123,7 +121,7 @@ class Replica:
         while True:
             while inbox and inbox[0][0] <= clock.time and inbox[0][0] < until:
                 self._admit(*inbox.popleft())
-            if self._stalled or not engine.can_step:
+            if not engine.can_step:
                 if (due := self.next_time()) >= until:
                     return
                 clock.sleep_until(due)
@@ -143,7 +141,6 @@ class Replica:
                 self._step()
 
     def _admit(self, at: float, number: int, request: Request) -> None:
-        self._stalled = False
         if len(self.engine.scheduler.waiting) >= self.max_queued:
             self._refuse(at, number, QUEUE_FULL)
             return
@@ -160,9 +157,8 @@ class Replica:
 
     def _step(self) -> None:
         """One step of the engine."""
-        results, last, steps = self.results, self._last_token, self.engine.stats.num_steps
+        results, last = self.results, self._last_token
         outputs = self.engine.step()
-        self._stalled = not self.engine.inflight and self.engine.stats.num_steps == steps
         now = self.clock.time
         for output in outputs:
             id, tokens, finish = output[0], output[1], output[2]
