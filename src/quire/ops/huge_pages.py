@@ -1,5 +1,5 @@
-"""Memory of a CPU in pages of 2 MiB. Whoever reads a matrix once needs the address of another page of 4 KiB every
-170 ns, and where these come from two tables, as in a virtual machine, one core reads half as fast."""
+"""Memory of a CPU in pages of 2 MiB. A product that reads a matrix once needs the address of another page of 4 KiB
+every 170 ns; where these come from two tables, as in a virtual machine, one core reads half as fast."""
 
 from __future__ import annotations
 

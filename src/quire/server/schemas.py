@@ -28,7 +28,7 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class UsageOptions(Struct, kw_only=True):
-    """OpenRouter's `usage`: whether a stream tells it. Other answers always do."""
+    """OpenRouter's `usage`: whether a stream ends with it. Other answers always have it."""
 
     include: bool | None = None
 
