@@ -19,11 +19,11 @@ from rich.console import Console
 import quire
 from quire.cli import conversation, main
 from quire.cli.chat import ChatClient
-from quire.cli.conversation import Conversation, Message, Stopwatch, Thought, TokenCount, converse
+from quire.cli.conversation import CUT, Conversation, Message, Stopwatch, Thought, TokenCount, converse
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidRequest, QuireError, Unauthorized, Unavailable
 from quire.parsers.parts import TextPart
-from quire.types import SamplingParams
+from quire.types import SamplingParams, TokenTotal
 
 
 class Server(ThreadingHTTPServer):
@@ -286,6 +286,8 @@ def test_chat_with_a_server_needs_no_model(server: Server) -> None:
 class Echo:
     """Stands in for LLM."""
 
+    ends = "stop"
+
     def __init__(self, *, settings: Settings) -> None:
         self.settings = settings
 
@@ -298,13 +300,14 @@ class Echo:
     def default_sampling_params(self, **changed: Any) -> SamplingParams:
         return SamplingParams(**changed)
 
-    def stream(self, prompt: str, params: SamplingParams) -> Iterator[str]:
+    def stream(self, prompt: str, params: SamplingParams) -> Generator[str, None, TokenTotal]:
         yield from (f"<{prompt}>", f" {params.max_tokens} {params.stop}", f" {self.settings.model.seed}")
+        return TokenTotal(3, self.ends)
 
-    def stream_chat_parts(self, messages: list[Message], params: SamplingParams) -> Generator[TextPart, None, int]:
+    def stream_chat_parts(self, messages: list[Message], params: SamplingParams) -> Generator[TextPart, None, Any]:
         yield TextPart("reasoning", "hm")
         yield from (TextPart("content", message["content"]) for message in messages)
-        return len(messages)
+        return TokenTotal(len(messages), self.ends)
 
 
 @pytest.fixture
@@ -361,6 +364,21 @@ def test_a_servers_tokens_are_asked_for_where_they_are_shown(server: Server) -> 
     result = run("chat", "--url", server.url, input="a\n/set verbose on\nb\n")
     assert result.stdout == "Good day\nGood day\n" and result.stderr.startswith("(2 tokens, first after")
     assert [one.get("stream_options") for one in server.asked] == [None, {"include_usage": True}]
+
+
+@pytest.mark.usefixtures("_echo")
+def test_an_answer_that_was_cut_is_followed_by_a_line_that_says_so(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On standard error. Not where the user has set max_tokens, and asked for it."""
+    server.lines = [line.replace(b'"stop"', b'"length"') for line in server.lines]
+    result = run("chat", "--url", server.url, input="a\n/set max_tokens 3\nb\n")
+    assert (result.stdout, result.stderr) == ("Good day\nGood day\n", f"{CUT}\n")
+    monkeypatch.setattr(Echo, "ends", "length")
+    for words in (("run", "embedded", "aa"), ("generate", "aa"), ("chat",)):
+        cut, asked = run(*words, input="a\n"), run(*words, "--max-tokens", "2", input="a\n")
+        assert (cut.exit_code, cut.stderr) == (0, f"{CUT}\n"), cut.output
+        assert (asked.exit_code, asked.stderr) == (0, ""), asked.output
 
 
 def test_seconds_and_tokens_of_an_answer() -> None:

@@ -80,6 +80,7 @@ from quire.types import (
     RequestStepOutput,
     SamplingParams,
     ScoringRequestOutput,
+    TokenTotal,
 )
 
 
@@ -380,11 +381,11 @@ class LLM:
         ]
         return [job.output() for job in self._run(talks, bound, use_tqdm)]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, int]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, TokenTotal]:
         """The pieces of the first answer's text as they are generated. Closing the iterator ends the request.
 
-        The generator's return value is how many tokens were generated. Raises the error with which the request failed,
-        and InvalidRequest where the model has no text.
+        The generator's return value is how many tokens were generated, an int with a `finish_reason`. Raises the error
+        with which the request failed, and InvalidRequest where the model has no text.
         """
         self._thread.check()
         if not self._text.tokenizer.has_text:
@@ -393,7 +394,7 @@ class LLM:
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Generator[str, None, int]:
+    ) -> Generator[str, None, TokenTotal]:
         """As `stream`, for a conversation."""
         self._thread.check()
         talk = self._prompts.rendered(messages)
@@ -402,11 +403,11 @@ class LLM:
 
     def stream_chat_parts(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Generator[TextPart, None, int]:
+    ) -> Generator[TextPart, None, TokenTotal]:
         """As `stream_chat`, with reasoning apart: each piece has a `kind`, "reasoning" or "content", and a `text`.
 
         The marks between them are in neither. A model that does not reason has content alone. The generator's return
-        value is how many tokens were generated.
+        value is that of `stream`.
         """
         self._thread.check()
         talk = self._prompts.rendered(messages)
@@ -479,7 +480,7 @@ class LLM:
         each = _for_each(params or self.default_sampling_params(), len(read))
         return read, [self._prompts.filling(one, end) for one, end in zip(each, ends, strict=True)]
 
-    def _stream(self, prompt: ReadPrompt, params: SamplingParams) -> Generator[str, None, int]:
+    def _stream(self, prompt: ReadPrompt, params: SamplingParams) -> Generator[str, None, TokenTotal]:
         """The pieces of the first answer's text; returns how many tokens it had."""
         job = self._job(prompt, params)
         pieces: SimpleQueue[Delta | QuireError | None] = SimpleQueue()
@@ -499,17 +500,17 @@ class LLM:
                 if delta.error is not None:
                     raise errors.of(delta.status, delta.error, param=delta.param)
                 finish = delta.finish_reason
-        return count
+        return TokenTotal(count, finish)
 
     @staticmethod
-    def _parts(pieces: Generator[str, None, int], splitter: Splitter) -> Generator[TextPart, None, int]:
+    def _parts(pieces: Generator[str, None, TokenTotal], splitter: Splitter) -> Generator[TextPart, None, TokenTotal]:
         with contextlib.closing(pieces):
             while True:
                 try:
                     piece = next(pieces)
                 except StopIteration as end:
                     yield from splitter.flush()
-                    return int(end.value)
+                    return cast(TokenTotal, end.value)
                 yield from splitter.feed(piece)
 
     def _job(self, prompt: ReadPrompt, params: SamplingParams, priority: int = 0) -> _Job:

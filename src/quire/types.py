@@ -1,4 +1,4 @@
-"""What a request asks for and what comes back: frozen values shared by every room. No torch, no I/O.
+"""What a request asks for and what comes back: frozen values shared by every part. No torch, no I/O.
 
 Names are vLLM's where users know them (`SamplingParams`, `RequestOutput`, `CompletionOutput`).
 """
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from quire import checks
 from quire.errors import InvalidRequest, QuireError
@@ -29,6 +29,18 @@ WHOLE_PROMPT = ("mean", "cls", "all")
 """What needs hidden states of more than the last token, which cached prefixes do not have."""
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+
+
+class TokenTotal(int):
+    """How many tokens a streamed answer has. finish_reason: why it ended."""
+
+    finish_reason: str
+
+    def __new__(cls, tokens: int, finish_reason: str) -> Self:
+        """Of an answer of so many tokens."""
+        made = super().__new__(cls, tokens)
+        made.finish_reason = finish_reason
+        return made
 
 
 class TokenLogprobs(NamedTuple):

@@ -22,7 +22,7 @@ from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError
 from quire.executors.synthetic import SyntheticExecutor
 from quire.parsers.parts import TextPart
 from quire.scheduler.plan import Plan, Result
-from quire.types import SamplingParams, TokenLogprobs
+from quire.types import SamplingParams, TokenLogprobs, TokenTotal
 from tests.calls import Calls, shown
 from tests.expected import check
 
@@ -148,11 +148,12 @@ class Spoken:
 
     def stream(self, prompt: str, params: SamplingParams) -> Any:
         yield from (f"<{prompt}>", f" {self.seed} ", shown(params))
+        return TokenTotal(3, "stop")
 
     def stream_chat_parts(self, messages: list[dict[str, str]], params: SamplingParams) -> Any:
         said = (f"{len(messages)} ", f"{messages[0]} {messages[-1]['content']} {shown(params)}")
         yield from (TextPart("content", text) for text in said)
-        return 2
+        return TokenTotal(2, "stop")
 
 
 SAMPLED = ("--max-tokens", "5", "--top-k", "3", "--min-p", "0.5", "--stop", "x", "--stop", "y", "--temperature", "0")

@@ -21,20 +21,24 @@ import quire
 from quire.assembly.text import pooler_of, require_tokenizer
 from quire.cli.base import INTERRUPTED, OFFLINE, SettingsCommand, given, sampling_options
 from quire.cli.conversation import (
+    CUT,
     Answer,
     Conversation,
+    Cut,
     Message,
     Thought,
     TokenCount,
     as_text,
     converse,
     history,
+    note,
     take_turn,
 )
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidRequest, Unauthorized, Unavailable
 from quire.frontend.processor import no_text
 from quire.parsers.parts import TextPart
+from quire.types import TokenTotal
 from quire.weights.locate import EMBEDDED
 
 _STARTED = ". `quire serve` starts one"
@@ -61,7 +65,7 @@ class ChatClient:
         self._model = model
 
     def answer(self, messages: list[dict[str, str]], **sampling: Any) -> Iterator[str]:
-        """Stream the text of the next message; pieces of reasoning are `Thought`s, and a `TokenCount` may follow.
+        """Stream the next message's text; pieces of reasoning are `Thought`s. A `Cut` and a `TokenCount` may follow.
 
         Raises InvalidRequest, Unauthorized, or Unavailable, also for an answer that breaks off and for another API.
         """
@@ -96,6 +100,8 @@ class ChatClient:
                         yield Thought(thought)
                     if text := delta.get("content"):
                         yield text
+                    if choice.get("finish_reason") == "length":
+                        yield Cut()
         raise Unavailable(f"{self._url} closed the connection in the middle of its answer")
 
     def model(self) -> str:
@@ -216,16 +222,19 @@ def talk_here(llm: quire.LLM, model: str, system: str | None, sampling: dict[str
     converse(talk)
 
 
-def pieces(parts: Generator[TextPart, None, int]) -> Iterator[str]:
+def pieces(parts: Generator[TextPart | str, None, TokenTotal]) -> Iterator[str]:
     """What a model in this process says, as a conversation takes it."""
     with closing(parts):
         while True:
             try:
                 part = next(parts)
             except StopIteration as end:
+                if end.value.finish_reason == "length":
+                    yield Cut()
                 yield TokenCount(end.value)
                 return
-            yield Thought(part.text) if part.kind == "reasoning" else part.text
+            text = part if isinstance(part, str) else part.text
+            yield Thought(text) if isinstance(part, TextPart) and part.kind == "reasoning" else text
 
 
 def conversation(
@@ -265,7 +274,7 @@ def run(
             return
         params = llm.default_sampling_params(**{"max_tokens": None, **given(sampling)})
         answer = partial(answered, llm, text=text, params=params)
-        whole = take_turn(conversation(system, {}, answer, plain=plain, verbose=verbose), text)
+        whole = take_turn(conversation(system, given(sampling), answer, plain=plain, verbose=verbose), text)
     if not whole:
         sys.exit(INTERRUPTED)
 
@@ -304,7 +313,7 @@ def answered(llm: quire.LLM, messages: list[Message], text: str, params: quire.S
     except InvalidRequest as error:
         if error.code != "no_chat_template":
             raise
-        yield from llm.stream(text, params)
+        yield from pieces(llm.stream(text, params))
 
 
 OPENING = "Once upon a time"
@@ -328,6 +337,10 @@ def generate(settings: Settings, prompt: str | None, **sampling: Any) -> None:
             text = OPENING
             click.echo(OPENING, nl=False)
         params = llm.default_sampling_params(**{"max_tokens": None, **given(sampling)})
-        for piece in llm.stream(text, params):
+        cut = False
+        for piece in pieces(llm.stream(text, params)):
             click.echo(piece, nl=False)
+            cut = cut or isinstance(piece, Cut)
     click.echo()
+    if cut and sampling["max_tokens"] is None:
+        note(CUT)

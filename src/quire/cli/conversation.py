@@ -57,6 +57,12 @@ class TokenCount(str):
         return made
 
 
+class Cut(str):
+    """That an answer ended at a limit of tokens, as a piece without text."""
+
+    __slots__ = ()
+
+
 @dataclass
 class Conversation:
     """What has been said, and how the next answer is made.
@@ -383,11 +389,12 @@ def take_turn(talk: Conversation, asked: str) -> bool:
     Raises what the answer raises, and then the question is not kept where a user may ask again.
     """
     talk.messages.append({"role": "user", "content": asked})
-    said, watch = "", Stopwatch()
+    said, watch, cut = "", Stopwatch(), False
     try:
         with _display(talk) as display, closing(answer_within_context(talk)) as pieces:
             for piece in pieces:
                 watch.take(piece)
+                cut = cut or isinstance(piece, Cut)
                 if isinstance(piece, Thought):
                     if talk.reasoning:
                         display.think(piece)
@@ -407,9 +414,19 @@ def take_turn(talk: Conversation, asked: str) -> bool:
             talk.messages.pop()
         raise
     talk.messages.append({"role": "assistant", "content": said})
+    if cut and "max_tokens" not in talk.sampling:
+        note(CUT)
     if talk.verbose:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(watch.summary(), style="dim")
+        note(watch.summary())
     return True
+
+
+CUT = "(cut: the answer reached the limit of tokens, of the context or of new ones)"
+
+
+def note(text: str) -> None:
+    """A line about an answer, on standard error: a pipe has the answer alone."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="dim")
 
 
 class Stopwatch:
@@ -425,7 +442,7 @@ class Stopwatch:
         """A piece of the answer came."""
         if isinstance(piece, TokenCount):
             self._tokens = piece.tokens
-        elif self._first is None:
+        elif self._first is None and not isinstance(piece, Cut):
             self._first = self._clock()
 
     def summary(self) -> str:
