@@ -187,7 +187,7 @@ def test_memory_is_planned_as_written_down(monkeypatch: pytest.MonkeyPatch) -> N
     def full(*args: object, **rest: object) -> None:
         raise RuntimeError("you tried to allocate too much")
 
-    monkeypatch.setattr(torch, "zeros", full)
+    monkeypatch.setattr(memory, "huge_zeros", full)
     for pages in (9, 1 << 20):
         with pytest.raises(MemoryError) as refused:
             memory.allocate(layers, pages=pages, page_size=16)
