@@ -122,6 +122,7 @@ def distance(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return max(abs(a / b - 1) for a, b in pairs) if ours["good"] == theirs["good"] else float("inf")
 
 
+@pytest.mark.nightly  # by the clock; definitions are compared on recorded times below
 def test_another_client_of_the_same_server_agrees_within_2_percent(slow: str) -> None:
     """In turns: a machine that is busy during one of them may disturb it, so there are up to ten."""
     prompts = [[random.Random(i).randrange(100, 1000) for _ in range(8)] for i in range(len(LENGTHS))]
