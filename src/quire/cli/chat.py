@@ -233,8 +233,8 @@ def pieces(parts: Generator[TextPart | str, None, TokenTotal]) -> Iterator[str]:
                     yield Cut()
                 yield TokenCount(end.value)
                 return
-            text = part if isinstance(part, str) else part.text
-            yield Thought(text) if isinstance(part, TextPart) and part.kind == "reasoning" else text
+            kind, text = ("content", part) if isinstance(part, str) else part[:2]
+            yield Thought(text) if kind == "reasoning" else text
 
 
 def conversation(

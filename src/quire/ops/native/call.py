@@ -10,9 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.ops.base import Norms
-from quire.ops.native.library import CMatrix
+from quire.ops.base import Norm, Norms, Scores
+from quire.ops.native.library import CAttention, CMatrix, CNorm, CRope
 from quire.ops.panels import PanelMatrix
+from quire.ops.ragged import LayerKV
 
 GATES: Mapping[str, int] = MappingProxyType({"": 0, "silu": 1, "gelu": 2})
 """Those that products have, by what the library calls them."""
@@ -51,3 +52,104 @@ def handle_of(matrix: PanelMatrix) -> ctypes.Array[CMatrix]:
         )
         matrix.handle = ctypes.pointer(made)
     return cast("ctypes.Array[CMatrix]", matrix.handle)
+
+
+def norm_call(x: Tensor, residual: Tensor | None, out: Tensor, norm: Norm, rows: int, scale: float) -> CNorm:
+    """Of the first `rows` of x, residual and out [R, hidden], which have no gaps."""
+    return CNorm(
+        x.data_ptr(),
+        address(residual),
+        out.data_ptr(),
+        norm.weight.data_ptr(),
+        address(norm.bias),
+        rows,
+        x.shape[-1],
+        norm.eps,
+        scale,
+        x.dtype is torch.bfloat16,
+        norm.weight.dtype is torch.bfloat16,
+        norm.centred,
+    )
+
+
+def rope_call(
+    qkv: Tensor,
+    q: Tensor,
+    kv: LayerKV,
+    slots: Tensor,
+    angles: tuple[Tensor, Tensor, bool],
+    norms: Norms | None,
+    *,
+    rows: int,
+    width: int,
+    heads: int,
+) -> CRope:
+    """Of the first `rows` of qkv, [rows, width] without gaps, to q [rows, heads * D] and into the cache.
+
+    angles: cosines, sines, and whether pairs are neighbours.
+    """
+    cos, sin, interleaved = angles
+    dim = kv.k.shape[3]
+    first, second = (None, None) if norms is None else (norms.q, norms.k)
+    return CRope(
+        qkv.data_ptr(),
+        q.data_ptr(),
+        kv.k.data_ptr(),
+        kv.v.data_ptr(),
+        slots.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        None if first is None else first.weight.data_ptr(),
+        None if second is None else second.weight.data_ptr(),
+        rows,
+        heads,
+        (width // dim - heads) // 2,
+        dim,
+        cos.shape[-1],
+        kv.k.shape[2],
+        width,
+        0.0 if first is None else first.eps,
+        0.0 if second is None else second.eps,
+        qkv.dtype is torch.bfloat16,
+        first is not None and first.weight.dtype is torch.bfloat16,
+        interleaved,
+    )
+
+
+def attention_call(
+    q: Tensor,
+    out: Tensor,
+    kv: LayerKV,
+    spans: tuple[Tensor, Tensor, Tensor],
+    count: int,
+    how: Scores,
+    most: int,
+) -> CAttention:
+    """q [T, H, D] -> out. spans: query starts, lengths and page table of `count` spans; those of more than `most`
+    queries are left out."""
+    query_start, kv_len, page_table = spans
+    return CAttention(
+        q.data_ptr(),
+        out.data_ptr(),
+        kv.k.data_ptr(),
+        kv.v.data_ptr(),
+        query_start.data_ptr(),
+        kv_len.data_ptr(),
+        page_table.data_ptr(),
+        address(how.sinks),
+        count,
+        q.shape[1],
+        kv.k.shape[1],
+        q.shape[2],
+        kv.v.shape[-1],
+        kv.k.shape[2],
+        page_table.stride(0),
+        q.stride(0),
+        how.window,
+        how.chunk,
+        most,
+        how.scale,
+        how.soft_cap,
+        q.dtype is torch.bfloat16,
+        kv.k.dtype is torch.bfloat16,
+    )

@@ -4,6 +4,7 @@ and torch as much as the kernels of a small model do. The kernels are the same, 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure
 
@@ -11,7 +12,17 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Angles, AnyMatrix, DecoderLayer, MixedMatrix, Norm, Projection
-from quire.ops.native.call import FLOATS, GATES, MOST_DIM, MOST_KEY_DIM, address, by_heads, handle_of
+from quire.ops.native.call import (
+    FLOATS,
+    GATES,
+    MOST_DIM,
+    MOST_KEY_DIM,
+    attention_call,
+    by_heads,
+    handle_of,
+    norm_call,
+    rope_call,
+)
 from quire.ops.native.library import KERNELS, CAttention, CCall, CLinear, CNorm, CRope
 from quire.ops.paged_attention import PagedAttentionMetadata
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
@@ -160,20 +171,7 @@ class NativeDecoder:
         yield from self._products(layer.down, self.gated, self.x, rows)
 
     def _norm(self, x: Tensor, residual: Tensor | None, norm: Norm, rows: int, scale: float) -> CNorm:
-        return CNorm(
-            x.data_ptr(),
-            address(residual),
-            self.normed.data_ptr(),
-            norm.weight.data_ptr(),
-            address(norm.bias),
-            rows,
-            self.hidden,
-            norm.eps,
-            scale,
-            self.dtype is torch.bfloat16,
-            norm.weight.dtype is torch.bfloat16,
-            norm.centred,
-        )
+        return norm_call(x, residual, self.normed, norm, rows, scale)
 
     def _products(
         self, projection: Projection, x: Tensor, y: Tensor, rows: int, gate: int = 0
@@ -204,61 +202,17 @@ class NativeDecoder:
             at += part.outputs
 
     def _rope(self, layer: DecoderLayer, kv: LayerKV, angles: tuple[Tensor, Tensor, bool], rows: int) -> CRope:
-        dim, width = kv.k.shape[-1], layer.qkv.matrix.outputs
-        q, k = (None, None) if layer.norms is None else (layer.norms.q, layer.norms.k)
-        cos, sin, interleaved = angles
-        return CRope(
-            self.qkv.data_ptr(),
-            self.q.data_ptr(),
-            kv.k.data_ptr(),
-            kv.v.data_ptr(),
-            self.slots.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            None if q is None else q.weight.data_ptr(),
-            None if k is None else k.weight.data_ptr(),
-            rows,
-            layer.heads,
-            (width // dim - layer.heads) // 2,
-            dim,
-            cos.shape[-1],
-            kv.k.shape[2],
-            width,
-            0.0 if q is None else q.eps,
-            0.0 if k is None else k.eps,
-            self.dtype is torch.bfloat16,
-            q is not None and q.weight.dtype is torch.bfloat16,
-            interleaved,
+        width = layer.qkv.matrix.outputs
+        return rope_call(
+            self.qkv, self.q, kv, self.slots, angles, layer.norms, rows=rows, width=width, heads=layer.heads
         )
 
     def _attention(self, layer: DecoderLayer, kv: LayerKV, batch: PagedAttentionMetadata) -> CAttention:
-        dim, how = kv.k.shape[-1], layer.scores
-        half = self.dtype is torch.bfloat16
-        return CAttention(
-            self.q.data_ptr(),
-            self.mixed.data_ptr(),
-            kv.k.data_ptr(),
-            kv.v.data_ptr(),
-            self.query_start.data_ptr(),
-            self.kv_len.data_ptr(),
-            self.page_table.data_ptr(),
-            address(how.sinks),
-            len(batch.kv_len),
-            layer.heads,
-            kv.k.shape[1],
-            dim,
-            dim,
-            kv.k.shape[2],
-            self.page_table.stride(0),
-            layer.heads * dim,
-            how.window,
-            how.chunk,
-            UNLIMITED,
-            how.scale,
-            how.soft_cap,
-            half,
-            half,
-        )
+        shape = MOST_ROWS, layer.heads, kv.k.shape[-1]
+        # The buffers are as wide as the widest layer needs, and rows have no gaps.
+        q, mixed = (each.view(-1)[: math.prod(shape)].view(shape) for each in (self.q, self.mixed))
+        spans = self.query_start, self.kv_len, self.page_table
+        return attention_call(q, mixed, kv, spans, len(batch.kv_len), layer.scores, UNLIMITED)
 
 
 def parts_of(matrix: AnyMatrix) -> list[PanelMatrix]:

@@ -30,9 +30,20 @@ from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.huge_pages import HugePages
 from quire.ops.integer import integers_of
 from quire.ops.matmul import TILE_ROWS, in_tiles
-from quire.ops.native.call import FLOATS, GATES, MOST_DIM, MOST_KEY_DIM, address, by_heads, handle_of
+from quire.ops.native.call import (
+    FLOATS,
+    GATES,
+    MOST_DIM,
+    MOST_KEY_DIM,
+    address,
+    attention_call,
+    by_heads,
+    handle_of,
+    norm_call,
+    rope_call,
+)
 from quire.ops.native.decoder import NativeDecoder, is_supported
-from quire.ops.native.library import LEVELS, CAttention, CNorm, CRope, load, team_functions
+from quire.ops.native.library import LEVELS, load, team_functions
 from quire.ops.native.pack import empty_blocks, in_panels, write_blocks
 from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
@@ -155,21 +166,7 @@ class NativeOps(ReferenceOps):
         return out, residual
 
     def _norm(self, x: Tensor, residual: Tensor | None, out: Tensor, norm: Norm, scale: float) -> None:
-        size = x.shape[-1]
-        arguments = CNorm(
-            x.data_ptr(),
-            address(residual),
-            out.data_ptr(),
-            norm.weight.data_ptr(),
-            address(norm.bias),
-            x.numel() // size,
-            size,
-            norm.eps,
-            scale,
-            x.dtype is torch.bfloat16,
-            norm.weight.dtype is torch.bfloat16,
-            norm.centred,
-        )
+        arguments = norm_call(x, residual, out, norm, x.numel() // x.shape[-1], scale)
         self.library.quire_norm(ctypes.byref(arguments), threads_for(x))
 
     def qk_norm_rope_store_kv(
@@ -191,30 +188,8 @@ class NativeOps(ReferenceOps):
         if groups:
             self.prepare(batch).clear(kv)
         q = qkv.new_empty(len(qkv), heads, dim)
-        first, second = (None, None) if norms is None else (norms.q, norms.k)
-        arguments = CRope(
-            qkv.data_ptr(),
-            q.data_ptr(),
-            kv.k.data_ptr(),
-            kv.v.data_ptr(),
-            batch.slots.data_ptr(),
-            angles.cos.data_ptr(),
-            angles.sin.data_ptr(),
-            None if first is None else first.weight.data_ptr(),
-            None if second is None else second.weight.data_ptr(),
-            len(qkv),
-            heads,
-            groups,
-            dim,
-            angles.cos.shape[-1],
-            kv.k.shape[2],
-            qkv.stride(0),
-            0.0 if first is None else first.eps,
-            0.0 if second is None else second.eps,
-            dtype is torch.bfloat16,
-            first is not None and first.weight.dtype is torch.bfloat16,
-            angles.interleaved,
-        )
+        turned = angles.cos, angles.sin, angles.interleaved
+        arguments = rope_call(qkv, q, kv, batch.slots, turned, norms, rows=len(qkv), width=qkv.shape[-1], heads=heads)
         self.library.quire_rope(ctypes.byref(arguments), threads_for(qkv))
         return q
 
@@ -267,31 +242,8 @@ class NativeOps(ReferenceOps):
         for i, group in enumerate(paged.groups):
             if group.n > self.many_queries:
                 out[group.rows] = self.attend(q[group.rows], kv, paged, i, how)
-        arguments = CAttention(
-            q.data_ptr(),
-            out.data_ptr(),
-            kv.k.data_ptr(),
-            kv.v.data_ptr(),
-            paged.query_start.data_ptr(),
-            paged.kv_len.data_ptr(),
-            paged.page_table.data_ptr(),
-            address(how.sinks),
-            len(paged.kv_len),
-            q.shape[1],
-            kv.k.shape[1],
-            q.shape[2],
-            kv.v.shape[-1],
-            kv.k.shape[2],
-            paged.page_table.stride(0),
-            q.stride(0),
-            how.window,
-            how.chunk,
-            self.many_queries,
-            how.scale,
-            how.soft_cap,
-            q.dtype is torch.bfloat16,
-            kv.k.dtype is torch.bfloat16,
-        )
+        spans = paged.query_start, paged.kv_len, paged.page_table
+        arguments = attention_call(q, out, kv, spans, len(paged.kv_len), how, self.many_queries)
         self.library.quire_attention(ctypes.byref(arguments), torch.get_num_threads())
         return out
 
