@@ -129,6 +129,17 @@ def test_any_json_at_length(name: str, call: Any, ascii: bool) -> None:
         check(name, text, most=16)
 
 
+def test_what_is_out_of_place_follows_the_arguments_that_it_ends() -> None:
+    """Objects within others are closed, too."""
+    mark = "]<]minimax[>["
+    begin, rest = f'{mark}<invoke name="weather">{mark}<a>{mark}<b>', f"{mark}</x>y{mark}</b>{mark}</a>{mark}</invoke>"
+    text = f"{mark}<tool_call>\n{begin}{rest}\n{mark}</tool_call>"
+    check("minimax_m3", text)
+    call, arguments, content = parse("minimax_m3", text)
+    assert (call.text, json.loads(arguments.text)) == ("weather", {"a": {"b": ""}})
+    assert content.text == f"{rest}\n{mark}</tool_call>"
+
+
 @pytest.mark.parametrize("given", [[1], [], 7, 0, True, False, -1.5, "[1]", "7", "true", '"{}"', '{"a": NaN}'])
 def test_arguments_that_are_no_object_are_no_call(given: Any) -> None:
     text = json.dumps({"name": "weather", "arguments": given})

@@ -249,6 +249,8 @@ class _NestedReader:
         self._mark = f"{mark}<"
         self._emit = emit
         self._refuse = refuse
+        self._refused = ""
+        """What is not valid where it stands. It follows the arguments, which it ends."""
         self._resolved: Callable[[Any], Any] = lambda schema: schema
 
     def whole(self, properties: Collection[str]) -> Generator[None]:
@@ -258,9 +260,14 @@ class _NestedReader:
         schemas = properties if isinstance(properties, Mapping) else {}
         self._emit("{")
         first = yield from self._tag()
-        # Where the answer is cut off, so are the arguments.
-        if not (yield from self._object(first, schemas, 0)) and not (self._tape.exhausted or self._tape.cut):
-            self._emit("}")
+        yield from self._object(first, schemas, 0)
+        self._refuse(self._refused)
+
+    def _close(self, bracket: str, *, found: bool) -> bool:
+        """End an object or a list. found: its end mark. Where the answer is cut off, so are the arguments."""
+        if found or not (self._tape.exhausted or self._tape.cut):
+            self._emit(bracket)
+        return found
 
     def _tag(self) -> Reading:
         """The next tag without its brackets; empty where none comes next."""
@@ -268,7 +275,7 @@ class _NestedReader:
             return ""
         tag, found = yield from self._tape.head((">",), _LONGEST_HEAD)
         if not found:
-            self._refuse(self._mark + tag)
+            self._refused = self._mark + tag
         return tag if found else ""
 
     def _object(self, tag: str, schemas: Mapping[str, Any], depth: int) -> Generator[None, None, bool]:
@@ -278,10 +285,9 @@ class _NestedReader:
             self._emit(f"{said}{quoted(tag)}: ")
             said = ", "
             if not (yield from self._value(tag, self._resolved(schemas.get(tag, True)), depth + 1)):
-                return False
+                return self._close("}", found=False)
             tag = yield from self._tag()
-        self._emit("}" if tag else "")
-        return bool(tag)
+        return self._close("}", found=bool(tag))
 
     def _list(self, tag: str, items: Any, depth: int) -> Generator[None, None, bool]:
         """The entries of a list, the first of which `tag` opens, up to an end mark. Returns whether it was found."""
@@ -290,10 +296,9 @@ class _NestedReader:
             self._emit(said)
             said = ", "
             if not (yield from self._value(tag, items, depth + 1)):
-                return False
+                return self._close("]", found=False)
             tag = yield from self._tag()
-        self._emit("]" if tag else "")
-        return bool(tag)
+        return self._close("]", found=bool(tag))
 
     def _value(self, key: str, schema: Any, depth: int) -> Generator[None, None, bool]:
         """The value of an element, up to and with its end mark. Returns whether that was found."""
@@ -317,7 +322,7 @@ class _NestedReader:
             return True
         if not found or tag.startswith("/") or text.strip():
             self._emit(as_json(text, schema))
-            self._refuse(self._mark + tag + found)
+            self._refused = self._mark + tag + found
             return False
         about = schema if isinstance(schema, Mapping) else {}
         if tag == "item" and "array" in kinds:
