@@ -34,6 +34,7 @@ Row = dict[str, Any]
 @click.option("--repeat", default=3, show_default=True, help="Runs of each; bursts show the best, others the median.")
 @click.option("--eager", is_flag=True, help="Without CUDA graphs.")
 @click.option("--deterministic", is_flag=True, help="Answers that do not depend on the batch.")
+@click.option("--tensor-parallel-size", default=1, show_default=True, help="GPUs that the model is divided among.")
 @click.option("--max-num-batched-tokens", default=0, help="Tokens a step; 0: the default.")
 @click.option("--latency-target-ms", default=0.0, show_default=True, help="Bound on what prompts may cost others.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Also store figures and traces there.")
@@ -42,6 +43,7 @@ def command(
     repeat: int,
     eager: bool,
     deterministic: bool,
+    tensor_parallel_size: int,
     max_num_batched_tokens: int,
     latency_target_ms: float,
     path: Path | None,
@@ -49,9 +51,12 @@ def command(
     """Run workloads offline, through `LLM`, and print their speed."""
     needed("for a CPU there is `quire bench cpu`")
     found: list[Row] = []
-    options = {"enforce_eager": eager, "deterministic": deterministic, "latency_target_ms": latency_target_ms} | (
-        {"max_num_batched_tokens": max_num_batched_tokens} if max_num_batched_tokens else {}
-    )
+    options = {
+        "enforce_eager": eager,
+        "deterministic": deterministic,
+        "latency_target_ms": latency_target_ms,
+        "tensor_parallel_size": tensor_parallel_size,
+    } | ({"max_num_batched_tokens": max_num_batched_tokens} if max_num_batched_tokens else {})
     with tempfile.TemporaryDirectory() as folder:
         for model, group in grouped(names or tuple(WORKLOADS)):
             for row in measured(Path(folder), model, group, repeat, options):
@@ -103,7 +108,9 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
                     itemsize=max(2, stored),
                     stored=stored,
                 )
-                yield judged({"workload": name, "batch": batch, **row}, lengths, least)
+                ranks = options["tensor_parallel_size"]
+                label = name if ranks == 1 else f"{name} on {ranks}"
+                yield judged({"workload": label, "batch": batch, **row}, lengths, least / ranks)
 
 
 def timed(llm: LLM, work: Workload, repeat: int) -> Iterator[tuple[str, Row]]:
