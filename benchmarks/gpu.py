@@ -71,9 +71,14 @@ def grouped(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Workloads by model and its options, so that each is loaded once."""
     while names:
         first = WORKLOADS[names[0]]
-        same = [n for n in names if (WORKLOADS[n].model, WORKLOADS[n].options) == (first.model, first.options)]
+        same = [n for n in names if started_with(WORKLOADS[n]) == started_with(first)]
         yield first.model, same
         names = [name for name in names if name not in same]
+
+
+def started_with(work: Workload) -> tuple[object, ...]:
+    """What an engine is started with."""
+    return work.model, work.options, work.config
 
 
 def measured(folder: Path, model: str, names: Sequence[str], repeat: int, options: Mapping[str, Any]) -> Iterator[Row]:
@@ -81,15 +86,16 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
     gc.collect()  # the model before
     torch.cuda.empty_cache()
     began = time.perf_counter()
-    place = write(folder, model)
+    config = WORKLOADS[names[0]].config
+    place = write(folder, model, config=config)
     try:
-        spec = read_spec(dict(SHAPES[model]))
+        spec = read_spec({**SHAPES[model], **config})
     except InvalidModel as error:
         yield {"workload": names[0], "batch": "", "error": str(error)}
         return
     context = WORKLOADS[names[0]].context
     options = {"max_num_seqs": 256, **options, **WORKLOADS[names[0]].options}
-    stored = 1 if options.get("quantization") == "fp8" else 4 if options.get("dtype") == "float32" else 2
+    stored = stored_bytes(options, config)
     written = time.perf_counter()
     with LLM(str(place), load_format="dummy", max_model_len=context, **options) as llm:
         ready = time.perf_counter() - written
@@ -105,12 +111,19 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
                     seats=options["max_num_seqs"],
                     shared=WORKLOADS[name].shared,
                     prompts="ms_a_token" not in row,
-                    itemsize=max(2, stored),
+                    itemsize=max(2, int(stored)),
                     stored=stored,
                 )
                 ranks = options["tensor_parallel_size"]
                 label = name if ranks == 1 else f"{name} on {ranks}"
                 yield judged({"workload": label, "batch": batch, **row}, lengths, least / ranks)
+
+
+def stored_bytes(options: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    """Of a number of the body's matrices, without scales."""
+    if "quantization_config" in config:
+        return float(config["quantization_config"]["bits"]) / 8
+    return 1 if options.get("quantization") == "fp8" else 4 if options.get("dtype") == "float32" else 2
 
 
 def timed(llm: LLM, work: Workload, repeat: int) -> Iterator[tuple[str, Row]]:
