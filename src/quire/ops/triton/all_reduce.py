@@ -120,7 +120,7 @@ def peer_sum(group: dist.ProcessGroup, rank: int, device: torch.device) -> PeerS
     memory.zero_()
     torch.cuda.synchronize(device)
     handle = symmetric_memory.rendezvous(memory, group)
-    dist.barrier(group)  # nobody writes before all are zero
+    dist.barrier(group)  # no rank writes before all buffers are zero
     made = PeerSum(rank, handle.buffer_ptrs, DeviceInfo.of(device), device)
     made.memory = handle
     return made
