@@ -34,6 +34,7 @@ Row = dict[str, Any]
 @click.option("--repeat", default=3, show_default=True, help="Runs of each; bursts show the best, others the median.")
 @click.option("--eager", is_flag=True, help="Without CUDA graphs.")
 @click.option("--deterministic", is_flag=True, help="Answers that do not depend on the batch.")
+@click.option("--tensor-parallel-size", default=1, show_default=True, help="GPUs that the model is divided among.")
 @click.option("--max-num-batched-tokens", default=0, help="Tokens a step; 0: the default.")
 @click.option("--latency-target-ms", default=0.0, show_default=True, help="Bound on what prompts may cost others.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Also store figures and traces there.")
@@ -42,6 +43,7 @@ def command(
     repeat: int,
     eager: bool,
     deterministic: bool,
+    tensor_parallel_size: int,
     max_num_batched_tokens: int,
     latency_target_ms: float,
     path: Path | None,
@@ -49,9 +51,12 @@ def command(
     """Run workloads offline, through `LLM`, and print their speed."""
     needed("for a CPU there is `quire bench cpu`")
     found: list[Row] = []
-    options = {"enforce_eager": eager, "deterministic": deterministic, "latency_target_ms": latency_target_ms} | (
-        {"max_num_batched_tokens": max_num_batched_tokens} if max_num_batched_tokens else {}
-    )
+    options = {
+        "enforce_eager": eager,
+        "deterministic": deterministic,
+        "latency_target_ms": latency_target_ms,
+        "tensor_parallel_size": tensor_parallel_size,
+    } | ({"max_num_batched_tokens": max_num_batched_tokens} if max_num_batched_tokens else {})
     with tempfile.TemporaryDirectory() as folder:
         for model, group in grouped(names or tuple(WORKLOADS)):
             for row in measured(Path(folder), model, group, repeat, options):
@@ -66,9 +71,14 @@ def grouped(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Workloads by model and its options, so that each is loaded once."""
     while names:
         first = WORKLOADS[names[0]]
-        same = [n for n in names if (WORKLOADS[n].model, WORKLOADS[n].options) == (first.model, first.options)]
+        same = [n for n in names if started_with(WORKLOADS[n]) == started_with(first)]
         yield first.model, same
         names = [name for name in names if name not in same]
+
+
+def started_with(work: Workload) -> tuple[object, ...]:
+    """What an engine is started with."""
+    return work.model, work.options, work.config
 
 
 def measured(folder: Path, model: str, names: Sequence[str], repeat: int, options: Mapping[str, Any]) -> Iterator[Row]:
@@ -76,15 +86,16 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
     gc.collect()  # the model before
     torch.cuda.empty_cache()
     began = time.perf_counter()
-    place = write(folder, model)
+    config = WORKLOADS[names[0]].config
+    place = write(folder, model, config=config)
     try:
-        spec = read_spec(dict(SHAPES[model]))
+        spec = read_spec({**SHAPES[model], **config})
     except InvalidModel as error:
         yield {"workload": names[0], "batch": "", "error": str(error)}
         return
     context = WORKLOADS[names[0]].context
     options = {"max_num_seqs": 256, **options, **WORKLOADS[names[0]].options}
-    stored = 1 if options.get("quantization") == "fp8" else 4 if options.get("dtype") == "float32" else 2
+    stored = stored_bytes(options, config)
     written = time.perf_counter()
     with LLM(str(place), load_format="dummy", max_model_len=context, **options) as llm:
         ready = time.perf_counter() - written
@@ -100,10 +111,19 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
                     seats=options["max_num_seqs"],
                     shared=WORKLOADS[name].shared,
                     prompts="ms_a_token" not in row,
-                    itemsize=max(2, stored),
+                    itemsize=max(2, int(stored)),
                     stored=stored,
                 )
-                yield judged({"workload": name, "batch": batch, **row}, lengths, least)
+                ranks = options["tensor_parallel_size"]
+                label = name if ranks == 1 else f"{name} on {ranks}"
+                yield judged({"workload": label, "batch": batch, **row}, lengths, least / ranks)
+
+
+def stored_bytes(options: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    """Of a number of the body's matrices, without scales."""
+    if "quantization_config" in config:
+        return float(config["quantization_config"]["bits"]) / 8
+    return 1 if options.get("quantization") == "fp8" else 4 if options.get("dtype") == "float32" else 2
 
 
 def timed(llm: LLM, work: Workload, repeat: int) -> Iterator[tuple[str, Row]]:

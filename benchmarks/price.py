@@ -29,7 +29,7 @@ import click
 from benchmarks.card import needed
 from benchmarks.http import serving
 from benchmarks.price_page import draw, page
-from benchmarks.shapes import SHAPES, byte_words, write
+from benchmarks.shapes import AWQ, SHAPES, byte_words, write
 from benchmarks.workloads import prompts
 from quire import heap
 from quire.assembly.engine import count_compiles
@@ -76,8 +76,6 @@ SMALL: Mapping[str, Any] = {
     "bos_token_id": 4094,
     "eos_token_id": 4095,
 }
-
-AWQ: Mapping[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 
 MODELS: Mapping[str, Model] = MappingProxyType(
     {

@@ -258,6 +258,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
+AWQ: Mapping[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+"""Of config.json, of matrices of 4-bit integers in groups of 128."""
+
+
 def write(
     folder: Path,
     name: str,

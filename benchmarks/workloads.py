@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks.shapes import AWQ
 from quire.models.registry import idle_parameters
 from quire.models.spec import ModelSpec
 
@@ -15,7 +16,8 @@ from quire.models.spec import ModelSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """batches empty: `count` requests at once, timed as a whole. Else, for each batch, the time of a token after the
-    first. Lengths in tokens, from and to; shared: a prefix that all prompts begin with. options: of the engine."""
+    first. Lengths in tokens, from and to; shared: a prefix that all prompts begin with. options: of the engine. config:
+    of config.json, what differs from the shape's."""
 
     model: str
     count: int = 0
@@ -25,6 +27,7 @@ class Workload:
     shared: int = 0
     context: int = 4096
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def hybrid(model: str, **options: Any) -> Workload:
@@ -43,6 +46,13 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
         "latency-1b": Workload(model="llama-3.2-1b", batches=(1, 8), prompt=(128, 128), new=(256, 256)),
         "tpot-8b": Workload(model="llama-3.1-8b", batches=(1, 8, 64, 256), prompt=(512, 512), new=(128, 128)),
         "long-8b": Workload(model="llama-3.1-8b", batches=(1, 4), prompt=(32000, 32000), new=(64, 64), context=33000),
+        "tpot-int4-8b": Workload(
+            model="llama-3.1-8b",
+            batches=(1, 16, 64),
+            prompt=(700, 700),
+            new=(100, 100),
+            config=MappingProxyType({"quantization_config": AWQ}),
+        ),
         "tpot-fp8-8b": Workload(
             model="qwen3-8b",
             batches=(1, 64),
@@ -100,7 +110,7 @@ def floor(
     shared: int = 0,
     prompts: bool = True,
     itemsize: int = 2,
-    stored: int = 2,
+    stored: float = 2,
 ) -> float:
     """Seconds that no engine can go below: for prompts, operations; for new tokens, weights once a step, of experts
     those that random routing uses, K/V of all that came before once a token, and states, which are written, too.

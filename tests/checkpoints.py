@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 from tests.quantised import mxfp4, pack_experts
@@ -200,6 +200,9 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "sliding_window": 2,
             "tie_word_embeddings": True,
         },
+        "mimo-gqa": {"hidden_size": 84, "num_attention_heads": 7, "num_key_value_heads": 1},
+        "mimo-mha": {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 5},
+        "mimo-wide-heads": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 14},
         "qwen2-gqa": {"hidden_size": 84, "num_attention_heads": 14, "num_key_value_heads": 2},
         "qwen2-mha-tied": {
             "hidden_size": 36,
@@ -1724,6 +1727,19 @@ def _made(folder: Path, shape: str, seed: int, shard: str, changes: Mapping[str,
         (folder / "config.json").write_text(json.dumps(config | {"architectures": ["InternLM3ForCausalLM"]}))
     return model
 
+
+class MiMoConfig(Qwen2Config):
+    """Published with code of its own, which is Qwen 2's."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    config_class = MiMoConfig
+
+
+AutoConfig.register("mimo", MiMoConfig)
+AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 
 SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Norms hold how far they are from 1."""

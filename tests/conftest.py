@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of pytest-xdist would fight over the cores otherwise
 # Several threads of one test wait for each other without taking the core from the other worker.
@@ -24,3 +25,26 @@ def pytest_collection_finish() -> None:
     """Exclude all modules and tests from garbage collection: they stay, and scanning them takes half a second."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # or libraries that look for leaks at the end find all of it
+
+
+class Garbage:
+    """Python counts objects, not their bytes: a model that waits for the collector is few of them, and gigabytes of
+    models did. So garbage is collected whenever the process has grown by so many pages, of 4 KiB."""
+
+    growth = 1 << 16
+    limit = 0
+
+    @classmethod
+    def pages(cls) -> int:
+        statm = Path("/proc/self/statm")
+        return int(statm.read_text().split()[1]) if statm.exists() else 0
+
+    @classmethod
+    def collect(cls) -> None:
+        if cls.pages() > cls.limit:
+            gc.collect()
+            cls.limit = cls.pages() + cls.growth
+
+
+def pytest_runtest_logfinish() -> None:
+    Garbage.collect()

@@ -1,13 +1,13 @@
-"""Tiny checkpoints with a layer for multi-token prediction, which transformers does not run: written from a model of
-one layer more, whose last layer is the block. `Reference` is what DeepSeek-V3's report says, around that block."""
+"""Tiny checkpoints with a layer for multi-token prediction: written from a model of one layer more, or several, which
+are its blocks. `Reference` is what DeepSeek-V3's report says, around that block."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,22 +30,79 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3_next-shared-keys": dict(HYBRID),
         "qwen3_5_text-shared-keys": dict(HYBRID),
         "qwen3_5_moe_text-shared-keys": dict(HYBRID),
+        "mimo-gqa": {"num_hidden_layers": 3},
+        "ernie4_5_moe-gqa": {"num_hidden_layers": 3, "moe_layer_end_index": 1},
+        "ernie4_5_moe-mha-none-shared": {"num_hidden_layers": 3, "moe_layer_end_index": 1},
+        "nemotron_h-experts": {
+            "layers_block_type": [
+                "linear_attention",
+                "moe",
+                "full_attention",
+                "linear_attention",
+                "full_attention",
+                "moe",
+            ]
+        },
+        "nemotron_h-gqa": {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "full_attention", "mlp", "mlp"],
+            "mtp_layers_block_type": ["full_attention", "mlp", "mlp"],
+        },
     }
 )
-"""Shapes of `tests.checkpoints`, with the number of layers: the last one drafts."""
+"""Shapes of `tests.checkpoints`, with what makes their last layer, or layers, draft."""
+
+
+class Form(NamedTuple):
+    """How a family stores the layer: names of what is around its blocks, prefixes of these, and of the model's layers.
+    An empty norm is the model's own."""
+
+    embedding_norm: str = "model.layers.{n}.enorm"
+    hidden_norm: str = "model.layers.{n}.hnorm"
+    project: str = "model.layers.{n}.eh_proj"
+    norm: str = "model.layers.{n}.shared_head.norm"
+    blocks: Sequence[str] = ("model.layers.{n}.",)
+    normed: bool = False
+    hidden_first: bool = False
+
+
+QWEN = Form(
+    "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", ("mtp.layers.0.",), normed=True
+)
+ERNIE = Form("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0", "", ("model.mtp_block.0.",))
+MIMO = Form(
+    *(
+        f"model.mtp_layers.0.{name}"
+        for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    ),
+    ("model.mtp_layers.0.",),
+    normed=True,
+    hidden_first=True,
+)
+
+
+def form_of(family: str, blocks: int) -> Form:
+    if family.startswith("qwen"):
+        return QWEN
+    if family == "nemotron_h":
+        at = [f"mtp.layers.{i}." for i in range(blocks)]
+        around = (f"{at[0]}enorm", f"{at[0]}hnorm", f"{at[0]}eh_proj", f"{at[-1]}final_layernorm")
+        return Form(*around, at, normed=True)
+    if family == "mimo":
+        return MIMO
+    return ERNIE if family == "ernie4_5_moe" else Form()
 
 
 class Reference:
-    """The model without its last layer, and that layer with what is around it."""
+    """The model without its last layers, and these with what is around them."""
 
-    def __init__(self, model: PreTrainedModel, own: Mapping[str, Tensor], family: str) -> None:
-        self.model, self.own = model, own
+    def __init__(self, model: PreTrainedModel, own: Mapping[str, Tensor], family: str, form: Form) -> None:
+        self.model, self.own, self.form = model, own, form
         self.body: Any = model.model
-        self.block = self.body.layers[-1]
-        self.body.layers = self.body.layers[:-1]
+        count = len(form.blocks)
+        self.blocks = self.body.layers[-count:]
+        self.body.layers = self.body.layers[:-count]
         self.shift = 1.0 if family in SHIFTED else 0.0
-        self.normed = family.startswith("qwen")
-        self.eps = model.config.rms_norm_eps
+        self.eps = getattr(model.config, "rms_norm_eps", None) or model.config.layer_norm_epsilon
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return nn.functional.rms_norm(x, x.shape[-1:], self.own[name] + self.shift, self.eps)
@@ -59,20 +116,21 @@ class Reference:
     def layer(self, following: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens after each position, and hidden states there -> (what the next draft reads, logits)."""
         with torch.no_grad():
-            embedded = self.body.embed_tokens(torch.tensor(following))
-            both = torch.cat((self.norm(embedded, "embedding_norm"), self.norm(hidden, "hidden_norm")), -1)
-            x = (both @ self.own["project"].T)[None]
+            embed = self.model.get_input_embeddings()
+            embedded = embed(torch.tensor(following))
+            both = self.norm(embedded, "embedding_norm"), self.norm(hidden, "hidden_norm")
+            x = (torch.cat(both[::-1] if self.form.hidden_first else both, -1) @ self.own["project"].T)[None]
             positions = torch.arange(len(following))[None]
             mask = torch.full((len(following), len(following)), float("-inf")).triu(1)[None, None]
-            made = self.block(
-                x,
-                attention_mask=mask,
-                position_ids=positions,
-                position_embeddings=self.body.rotary_emb(x, positions),
-            )
-            made = (made[0] if isinstance(made, tuple) else made)[0]
-            normed = self.norm(made, "norm")
-            return (normed if self.normed else made), self.model.lm_head(normed)
+            how = {"attention_mask": mask, "position_ids": positions}
+            if hasattr(self.body, "rotary_emb"):
+                how["position_embeddings"] = self.body.rotary_emb(x, positions)
+            for block in self.blocks:
+                made = block(x, **how)
+                x = made[0] if isinstance(made, tuple) else made
+            final = getattr(self.body, "norm", None)
+            normed = self.norm(x[0], "norm") if self.form.norm else final(x[0])
+            return (normed if self.form.normed else x[0]), self.model.lm_head(normed)
 
     def drafts(self, tokens: list[int], count: int) -> list[int]:
         """The likeliest `count` drafts after `tokens`, of which the last is the one that was sampled last."""
@@ -87,34 +145,43 @@ class Reference:
 
 def make_mtp(folder: Path, shape: str, **changes: Any) -> Reference:
     """Write the checkpoint `shape` to `folder`, with a layer for multi-token prediction."""
-    sizes = SHAPES[shape]
-    model, family = make(folder, shape, **sizes, **changes), shape.split("-")[0]
-    layers, width = sizes["num_hidden_layers"] - 1, model.config.hidden_size
+    sizes, family = SHAPES[shape], shape.split("-")[0]
+    kinds = sizes.get("mtp_layers_block_type", ["full_attention", "moe"] if family == "nemotron_h" else [""])
+    model = make(folder, shape, **sizes, **changes)
+    total, width = len(model.model.layers), model.config.hidden_size
+    layers, form = total - len(kinds), form_of(family, len(kinds))
     generator = torch.Generator().manual_seed(5)
-    sizes_of = {"embedding_norm": (width,), "hidden_norm": (width,), "project": (width, 2 * width), "norm": (width,)}
-    own = {n: draw(n, torch.empty(size), generator, family).contiguous() for n, size in sizes_of.items()}
-    names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-    last, prefix = f"model.layers.{layers}.", f"model.layers.{layers}."
-    block = prefix
-    if family.startswith("qwen"):
-        names, prefix, block = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), "mtp.", "mtp.layers.0."
-    path = folder / "model.safetensors"
-    tensors = {
-        block + name.removeprefix(last) if name.startswith(last) else name: each
-        for name, each in load_file(path).items()
+    names = {
+        name: f"{getattr(form, name).format(n=layers)}.weight"
+        for name in ("embedding_norm", "hidden_norm", "project", "norm")
+        if getattr(form, name)
     }
-    tensors |= {f"{prefix}{name}.weight": own[key] for key, name in zip(sizes_of, names, strict=True)}
-    if prefix == last:
+    own = {
+        name: draw(
+            name, torch.empty((width, 2 * width) if name == "project" else (width,)), generator, family
+        ).contiguous()
+        for name in names
+    }
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for i, block in enumerate(form.blocks):
+        for name in list(tensors):
+            _, found, rest = name.partition(f".layers.{layers + i}.")
+            if found and not name.startswith("mtp."):
+                tensors[block.format(n=layers) + rest] = tensors.pop(name)
+    tensors |= {name: own[key] for key, name in names.items()}
+    if form == Form():
         # Checkpoints hold both once more.
-        tensors[f"{prefix}embed_tokens.weight"] = torch.zeros(model.config.vocab_size, width)
-        tensors[f"{prefix}shared_head.head.weight"] = torch.zeros(model.config.vocab_size, width)
+        for name in ("embed_tokens", "shared_head.head"):
+            tensors[f"model.layers.{layers}.{name}.weight"] = torch.zeros(model.config.vocab_size, width)
     save_file(tensors, path, metadata={"format": "pt"})
     fields = json.loads((folder / "config.json").read_text())
-    fields["num_hidden_layers"] = layers
-    for name in ("layer_types", "mlp_layer_types"):
+    if "num_hidden_layers" in fields:
+        fields["num_hidden_layers"] = layers
+    for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
         if fields.get(name):
             fields[name] = fields[name][:layers]
     if not family.startswith("qwen"):
         fields["num_nextn_predict_layers"] = 1
     (folder / "config.json").write_text(json.dumps(fields))
-    return Reference(model, own, family)
+    return Reference(model, own, family, form)

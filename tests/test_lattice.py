@@ -185,12 +185,11 @@ def test_a_harmless_change_is_not_called_a_bug(change: Bug) -> None:
 @pytest.mark.parametrize("depth", lattice.AXES["depth"])
 @pytest.mark.parametrize("size", lattice.AXES["size"])
 @pytest.mark.parametrize("feed", lattice.AXES["feed"])
-def test_the_whole_lattice(depth: int, size: int, feed: tuple[int, int]) -> None:
-    once = {"depth": (depth,), "size": (size,), "feed": (feed,), "pressure": ("",), "pins": ("",)}
-    # In turn: all with all would take a night of its own.
-    turns = itertools.cycle(itertools.product(lattice.AXES["pressure"], lattice.AXES["pins"]))
-    for combo, (pressure, pins) in zip(lattice.combinations(lattice.AXES | once), turns, strict=False):
-        lattice.run(combo | {"pressure": pressure, "pins": pins})
+def test_a_thousand_combinations_of_every_part_of_the_lattice(depth: int, size: int, feed: tuple[int, int]) -> None:
+    """All of them, 62 million, would take a fortnight."""
+    part = lattice.AXES | {"depth": (depth,), "size": (size,), "feed": (feed,)}
+    for combo in lattice.sampled(random.Random(f"{depth} {size} {feed}"), 1000, part):
+        lattice.run(combo)
 
 
 def test_no_request_is_blamed_for_a_failed_step_of_one_that_was_aborted_since() -> None:

@@ -38,7 +38,7 @@ from tests.test_speculation import SCHEMA, Drawn
 
 PAGES, SIZE, ROWS, CONTEXT, DRAFTS = 200, 4, 12, 96, 3
 CPU = torch.device("cpu")
-RECURRENT = tuple(shape for shape in SHAPES if shape.startswith("qwen"))
+RECURRENT = tuple(shape for shape in SHAPES if shape.startswith(("qwen", "nemotron")))
 DENSE = "deepseek_v3-groups-yarn"
 SETTINGS = (
     GREEDY,

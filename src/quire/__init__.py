@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # not typing's, whose import takes a few milliseconds in which no command can handle Ctrl-C yet
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
     from quire.async_llm import AsyncLLM
     from quire.config.vllm import EngineArgs
     from quire.errors import QuireError

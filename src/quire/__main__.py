@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-from types import FrameType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as of what a shell runs."""

@@ -97,9 +97,10 @@ class LLM:
 
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
         self.settings = located(Settings.of(model=model, **options_of(options)) if settings is None else settings)
-        self._text = build_text(self.settings)
-        self._prompts = PromptReader(self._text, build_images(self.settings), fetch_now(self.settings))
-        self._grammars = GrammarCompiler(LlguidanceCompiler(lambda: self._text.tokenizer))
+        self._text = text = build_text(self.settings)
+        self._prompts = PromptReader(text, build_images(self.settings), fetch_now(self.settings))
+        # Not of self, which would then wait for the garbage collector with all its memory.
+        self._grammars = GrammarCompiler(LlguidanceCompiler(lambda: text.tokenizer))
         self._grammars_lock = threading.Lock()
         if choose_device(self.settings.execution.device).type == "cuda":
             self._grammars.warm_up()

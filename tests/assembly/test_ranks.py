@@ -257,7 +257,9 @@ def test_what_cannot_be_divided_is_refused_as_by_one_rank(options: dict[str, Any
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", SIZES)
-@pytest.mark.parametrize("shape", ["deepseek_v3-groups-yarn", "qwen3_next-shared-keys"])
+@pytest.mark.parametrize(
+    "shape", ["deepseek_v3-groups-yarn", "qwen3_next-shared-keys", "mimo-gqa", "ernie4_5_moe-gqa", "nemotron_h-experts"]
+)
 def test_the_layer_for_multi_token_prediction_drafts_the_same(shape: str, kind: str, tmp_path: Path) -> None:
     make_mtp(tmp_path, shape)
     sizes: dict[str, Any] = {"max_model_len": 96, "kv_cache_memory_bytes": 1 << 26, "skip_tokenizer_init": True}

@@ -149,7 +149,7 @@ def test_a_large_matrix_is_kept_in_tiles_that_multiply_as_one(monkeypatch: pytes
         tensors = randoms(a__weight=(4, 6), b__weight=(7, 6), a__bias=(4,), b__bias=(7,))
         whole, bias = (torch.cat([tensors[f"{n}.{kind}"] for n in "ab"]) for kind in ("weight", "bias"))
         fill(made, {"c.weight": whole.T, "c.bias": bias} if transposed else tensors)
-        assert [tile.rows.stop - tile.rows.start for tile in made.matrices[0].tiles] == [3, 3, 3, 2]
+        assert [rows.stop - rows.start for rows in made.matrices[0].cuts] == [3, 3, 3, 2]
         x = torch.randn(2, 6)
         torch.testing.assert_close(fused(x), x @ whole.T + bias)
 

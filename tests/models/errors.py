@@ -58,13 +58,13 @@ TEXTS = MappingProxyType(
 )
 """Text models that are not named after the multimodal one."""
 
-IMAGES, MTP, RECURRENT = "images", "layers for drafts", "float8 K/V"
+IMAGES, RECURRENT = "images", "float8 K/V"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
         "deepseek_v2": "`attention_bias` without `q_lora_rank`",
         "deepseek_v3": "`attention_bias` without `q_lora_rank`",
         "deepseek_v32": "sequences longer than `index_topk` (2,048): sparse attention",
-        "ernie4_5_moe": f"`use_bias`; {MTP}",
+        "ernie4_5_moe": "`use_bias`",
         "gemma3": "crops of images",
         "gemma4": "video, audio",
         "gpt2": "quantised checkpoints: matrices are stored transposed",

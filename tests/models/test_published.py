@@ -333,6 +333,7 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             "NemotronHForCausalLM", 4096, 2688, 88, (32, 2), 131072, 262144, head_dim=128, mamba_num_heads=128,
             mamba_head_dim=64, hybrid_override_pattern=SUPER, n_routed_experts=512, num_experts_per_tok=22,
             moe_intermediate_size=2688, moe_shared_expert_intermediate_size=5376, moe_latent_size=1024,
+            num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E",
             **NEMOTRON_H | {"routed_scaling_factor": 5.0}, **UNTIED)),
         "ibm-granite/granite-4.0-h-tiny": (6.94e9, config(
             "GraniteMoeHybridForCausalLM", 1536, 512, 40, (12, 4), 100352, 131072, attention_multiplier=0.0078125,
@@ -350,10 +351,13 @@ PUBLISHED: Mapping[str, tuple[float, dict[str, Any]]] = MappingProxyType(
             "MiniMaxM2ForCausalLM", 3072, 1536, 62, (48, 8), 200064, 196608, head_dim=128, rotary_dim=64,
             rope_theta=5000000, num_local_experts=256, num_experts_per_tok=8, scoring_func="sigmoid",
             use_routing_bias=True, use_qk_norm=True, qk_norm_type="per_layer", **UNTIED)),
+        "XiaomiMiMo/MiMo-7B-RL": (7.62e9, config(
+            "MiMoForCausalLM", 4096, 11008, 36, (32, 8), 151680, 32768, head_dim=128, rope_theta=640000,
+            attention_bias=True, rms_norm_eps=1e-5, num_nextn_predict_layers=1, **UNTIED)),
         "baidu/ERNIE-4.5-21B-A3B-PT": (21.83e9, config(
             "Ernie4_5_MoeForCausalLM", 2560, 12288, 28, (20, 4), 103424, 131072, rope_theta=500000, use_bias=False,
             moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_interval=1,
-            moe_layer_start_index=1, moe_layer_end_index=27, **TIED)),
+            moe_layer_start_index=1, moe_layer_end_index=27, num_nextn_predict_layers=1, **TIED)),
         "baidu/ERNIE-4.5-300B-A47B-PT": (300e9, config(
             "Ernie4_5_MoeForCausalLM", 8192, 28672, 54, (64, 8), 103424, 131072, rope_theta=500000, use_bias=False,
             moe_num_experts=64, moe_k=8, moe_intermediate_size=3584, moe_num_shared_experts=0, moe_layer_interval=1,
@@ -494,7 +498,10 @@ def test_routers_and_layers_of_published_mixtures_are_as_they_were_published() -
 def test_layers_for_multi_token_prediction_are_counted_where_they_are_published() -> None:
     # DeepSeek says 14 B with another embedding and head, which are the model's here.
     shared = 2 * 129280 * 7168
+    # MiMo says 7.83 B with the layer. ERNIE's has an MLP of the dense layer's width.
+    ernie = 2560 * (2 * 2560 + 2 * 2560 + 2 * 512 + 3 * 12288)
     published = {"deepseek-ai/DeepSeek-V3": 14e9 - shared, "moonshotai/Kimi-K2-Instruct": 0}
+    published |= {"XiaomiMiMo/MiMo-7B-RL": 0.21e9, "baidu/ERNIE-4.5-21B-A3B-PT": ernie}
     for name, count in published.items():
         assert draft_parameters(PUBLISHED[name][1]) == pytest.approx(count, rel=0.07)
     for name in ("zai-org/GLM-4.5-Air", "zai-org/GLM-4.7-Flash", "Qwen/Qwen3-Next-80B-A3B-Instruct"):

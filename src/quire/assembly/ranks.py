@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from quire.assembly import extra
 from quire.assembly.engine import build_local
@@ -18,10 +20,15 @@ from quire.assembly.place import for_child, of_parent, without_secrets
 from quire.config import Settings
 from quire.errors import InvalidConfig
 from quire.executors.ranks import RankedExecutor, Ranks, RankShape, StartRanks, child_processes
-from quire.layers.distributed import DistributedGroup
+from quire.layers.distributed import DistributedGroup, SmallReduce, no_small_reduce
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
-    {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+    {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
 )
 """Of ranks, where they are not set: they talk on this host alone, and without NVLink's multicast."""
 
@@ -62,6 +69,20 @@ def build_rank(settings: Mapping[str, Any], shape: RankShape, timeout: timedelta
     """This rank's executor, in a process that has joined the others. timeout: of what ranks exchange. neighbours: ranks
     on this host."""
     made = of_parent(settings)
-    in_order = choose_device(made.execution.device).type == "cpu" or bool(made.execution.deterministic)
-    group = DistributedGroup(shape.tensor, in_rank_order=in_order, timeout=timeout, neighbours=neighbours)
+    cuda = choose_device(made.execution.device).type == "cuda"
+    group = DistributedGroup(
+        shape.tensor,
+        in_rank_order=not cuda or bool(made.execution.deterministic),
+        timeout=timeout,
+        neighbours=neighbours,
+        make_small_reduce=_peer_sum if cuda and shape.tensor > 1 else no_small_reduce,
+    )
     return build_local(made, group)
+
+
+def _peer_sum(group: dist.ProcessGroup, rank: int) -> SmallReduce:
+    """Sums through the memory of the group's GPUs. Raises RuntimeError where they do not reach each other's."""
+    made: SmallReduce = import_module("quire.ops.triton.all_reduce").peer_sum(
+        group, rank, torch.device("cuda", torch.cuda.current_device())
+    )
+    return made

@@ -8,7 +8,10 @@ from dataclasses import dataclass, fields
 from quire.errors import InvalidConfig, nearest
 
 METHODS = ("ngram", "draft_model", "mtp")
-OLD_MTP = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp")
+OLD_MTP = (
+    *("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp"),
+    *("ernie_mtp", "mimo_mtp", "nemotron_h_mtp"),
+)
 """Names that `mtp` has had in vLLM, and in the cards of models."""
 ONLINE_FORMATS = (
     *("fp8", "fp8_per_block", "int8", "int8_w8a8"),

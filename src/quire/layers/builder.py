@@ -155,9 +155,12 @@ class ModelBuilder:
         return inner
 
     def replicated(self) -> ModelBuilder:
-        """The same builder for layers that are not divided: every rank computes them as a whole."""
+        """The same builder for layers that are not divided: every rank computes them as a whole, to the same bits,
+        since a router that reads what follows must choose the same experts on every rank."""
         inner = copy(self)
         inner.parallel = ONE_RANK
+        if self.parallel.size > 1:
+            inner.ops = self.ops.untuned()
         return inner
 
     def here(self, present: bool, *names: str) -> ModelBuilder:

@@ -3,8 +3,10 @@ GPUs."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,12 +14,44 @@ from torch import Tensor
 
 from quire.layers.linear import ParallelGroup
 from quire.layers.stages import LinkedPipeline
+from quire.ops.capture import PRECOMPILING
+
+log = logging.getLogger(__name__)
 
 gather_single: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Every rank's tensor, one after the other: the second name is that of torch before 2.13."""
 
 Reduce = Callable[[Tensor], Tensor]
 """The sum of every rank's tensor, on every rank."""
+
+
+class SmallReduce(Protocol):
+    """Sums of tensors of up to `most` bytes, in float32 and in the order of ranks: see `ops.triton.all_reduce`."""
+
+    most: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As `Reduce`."""
+
+
+class NoSmallReduce:
+    """Nothing is small."""
+
+    most = -1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Is not called."""
+        raise NotImplementedError
+
+
+MakeSmallReduce = Callable[[dist.ProcessGroup, int], SmallReduce]
+"""Of a group's rank; every rank calls it, in the same order. Raises RuntimeError where GPUs do not reach each other's
+memory."""
+
+
+def no_small_reduce(group: dist.ProcessGroup, rank: int) -> SmallReduce:
+    """Ranks reach no memory of each other."""
+    return NoSmallReduce()
 
 
 class DistributedPipeline(LinkedPipeline):
@@ -60,11 +94,19 @@ class DistributedGroup(ParallelGroup):
     stage. neighbours: ranks on this host.
 
     in_rank_order: sums add up the ranks' tensors in float32, rank 0's first, so that an element's sum does not depend
-    on how many elements are sent with it, as it does in a ring. Otherwise the library sums, which moves fewer bytes. A
-    faster sum (of symmetric memory, say) would be another `Reduce` in place of these two.
+    on how many elements are sent with it, as it does in a ring. Otherwise the library sums what is not small, which
+    moves fewer bytes.
     """
 
-    def __init__(self, size: int, *, in_rank_order: bool, timeout: timedelta, neighbours: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        in_rank_order: bool,
+        timeout: timedelta,
+        neighbours: int,
+        make_small_reduce: MakeSmallReduce = no_small_reduce,
+    ) -> None:
         self.size, self.rank, self.neighbours = size, dist.get_rank() % size, neighbours
         self.pipeline = DistributedPipeline(size)
         # Every rank must make every group.
@@ -72,13 +114,31 @@ class DistributedGroup(ParallelGroup):
         groups = [dist.new_group(list(each), timeout=timeout) for each in stages]
         self._group = groups[self.pipeline.stage]
         self._reduce: Reduce = self._sum_in_rank_order if in_rank_order else self._library_sum
+        # A communicator takes its memory in its first exchange: before what is free is measured.
+        self._library_sum(torch.zeros(1, device=_device()))
+        self._small = self._agreed(make_small_reduce)
+
+    def _agreed(self, make: MakeSmallReduce) -> SmallReduce:
+        """What every rank has made, or nothing where one could not."""
+        made: SmallReduce = NoSmallReduce()
+        try:
+            made = make(self._group, self.rank)
+        except RuntimeError as error:
+            log.warning("ranks do not reach each other's memory, so sums are the library's: %s", error)
+        return made if self.smallest(made.most) >= 0 else NoSmallReduce()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `ParallelGroup`."""
-        return self._reduce(x)
+        if PRECOMPILING.get() is None:
+            return self._small(x) if x.nbytes <= self._small.most else self._reduce(x)
+        if x.nbytes <= self._small.most:
+            self._small(x)
+        return x
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """See `ParallelGroup`. What is sent is as wide as the widest rank's."""
+        if PRECOMPILING.get() is not None:
+            return x.new_empty(*x.shape[:-1], sum(widths))
         padded = torch.nn.functional.pad(x, (0, max(widths) - x.shape[-1]))
         parts = self._gathered(padded)
         return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)

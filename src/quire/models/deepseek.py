@@ -30,7 +30,7 @@ class DeepseekV2(Llama):
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         super().__init__(spec, build)
-        self.mtp = make_mtp(self, build, deepseek_names(spec.layers))
+        self.mtp = make_mtp(self, build, deepseek_names(spec))
 
     def make_attention(self, build: ModelBuilder, index: int) -> LatentAttention:
         """`self_attn` of layer `index`."""

@@ -9,6 +9,7 @@ from quire.errors import InvalidModel
 from quire.layers.builder import ExpertNames, ModelBuilder
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama
+from quire.models.mtp import DraftBlock, MTPNames, make_mtp
 from quire.models.spec import Config, ModelSpec, interleave, read_decoder
 
 
@@ -26,14 +27,14 @@ class Ernie45(Llama):
 
 
 class Ernie45Moe(Ernie45):
-    """ERNIE 4.5 with a mixture of experts in most layers, without the layers that draft the tokens after the next."""
+    """ERNIE 4.5 with a mixture of experts in most layers."""
 
     architectures = MappingProxyType({"Ernie4_5_MoeForCausalLM": "ernie4_5_moe"})
     expert_names = ExpertNames(correction="mlp.moe_statics.e_score_correction_bias")
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
-        build.ignore("model.mtp_*")
         super().__init__(spec, build)
+        self.mtp = make_mtp(self, build, mtp_names(spec))
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -55,4 +56,12 @@ class Ernie45Moe(Ernie45):
             shared=width * config.get(int, "moe_num_shared_experts", default=2),
             dense_layers=frozenset(i for i in range(spec.layers) if not (first <= i <= last) or (i + 1) % max(1, step)),
         )
-        return replace(spec, experts=experts.checked())
+        drafts = config.get(int, "num_nextn_predict_layers", default=0)
+        return replace(spec, experts=experts.checked(), draft_layers=drafts)
+
+
+def mtp_names(spec: ModelSpec) -> MTPNames:
+    """Of the layer that drafts, which has no experts, and no norm of its own before the head."""
+    before = "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0"
+    block = DraftBlock("mtp_block.0", spec.last_attention, dense=True)
+    return MTPNames("model", *before, [block], "", pattern="model.mtp_*")

@@ -47,7 +47,7 @@ class Glm4Moe(Llama):
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         super().__init__(spec, build)
-        self.mtp = make_mtp(self, build, deepseek_names(spec.layers))
+        self.mtp = make_mtp(self, build, deepseek_names(spec))
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:

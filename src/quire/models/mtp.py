@@ -24,18 +24,35 @@ from quire.models.spec import ModelSpec
 from quire.ops.ragged import LayerKV, RaggedBatch
 
 
+class DraftBlock(NamedTuple):
+    """A block of the layer. name: prefix of its tensors, empty where it is the layer's own. like: the number of the
+    model's layer that it attends as. dense: it has an MLP, where the model's other layers may have experts."""
+
+    name: str
+    like: int
+    dense: bool = False
+
+
 class MTPNames(NamedTuple):
-    """Names of the layer's tensors below `prefix`. block: the prefix of the block, empty where it is the layer's own.
-    repeated: patterns of what the model has, too. normed: drafts after the first read the output after `norm`."""
+    """Names of the layer's tensors below `prefix`. norm: empty for the model's own. repeated: patterns of what the
+    model has, too. normed: drafts after the first read the output after `norm`. hidden_first: the projection reads the
+    hidden state before the embedding. pattern: of all its tensors, where that is not what begins with `prefix`."""
 
     prefix: str
     embedding_norm: str
     hidden_norm: str
     project: str
-    block: str
+    blocks: Sequence[DraftBlock]
     norm: str
     repeated: Sequence[str] = ()
     normed: bool = False
+    hidden_first: bool = False
+    pattern: str = ""
+
+    @property
+    def all(self) -> str:
+        """The pattern of all its tensors."""
+        return self.pattern or f"{self.prefix}.*"
 
 
 def check_draft_layers(spec: ModelSpec) -> int:
@@ -49,13 +66,18 @@ def check_draft_layers(spec: ModelSpec) -> int:
     return 1
 
 
-def with_one_more(target: Llama) -> Llama:
-    """The model as if it had a layer more, which attends as the last one that does, and has experts if others have."""
-    spec, like = target.spec, target.spec.last_attention
+def with_blocks(target: Llama, blocks: Sequence[DraftBlock]) -> Llama:
+    """The model as if it had these blocks, too, as its last layers."""
+    spec, like = target.spec, [block.like for block in blocks]
     per_layer = ("windows", "chunks", "ropes", "layer_heads", "layer_mlp", "ahead")
-    longer: dict[str, Any] = {name: (*each, each[like]) for name in per_layer if (each := getattr(spec, name))}
+    longer: dict[str, Any] = {
+        name: (*each, *(each[i] for i in like)) for name in per_layer if (each := getattr(spec, name))
+    }
+    if spec.experts is not None:
+        dense = {spec.layers + i for i, block in enumerate(blocks) if block.dense}
+        longer["experts"] = replace(spec.experts, dense_layers=spec.experts.dense_layers | dense)
     more = copy(target)
-    more.spec = replace(spec, layers=spec.layers + 1, **longer)
+    more.spec = replace(spec, layers=spec.layers + len(blocks), **longer)
     return more
 
 
@@ -64,20 +86,24 @@ class NextTokenLayer:
 
     def __init__(self, target: Llama, build: ModelBuilder, names: MTPNames) -> None:
         self.kv_shapes = target.spec.draft_kv_shapes
-        target = with_one_more(target)
-        spec, index = target.spec, target.spec.layers - 1
+        first, own_norm = target.spec.layers, target.norm
+        target = with_blocks(target, names.blocks)
+        spec = target.spec
         layer = build.scope(names.prefix)
         layer.ignore(*names.repeated)
-        build.optional.append(f"{names.prefix}.*")
+        build.optional.append(names.all)
         self.dtype, self.ops, self.embedding, self.head = target.dtype, target.ops, target.embedding, target.head
-        self.normed, self.vocab = names.normed, spec.vocab
-        self.rotary = target.rotaries[spec.layer_ropes[index]]
+        self.normed, self.hidden_first, self.vocab = names.normed, names.hidden_first, spec.vocab
+        self.rotary = target.rotaries[spec.layer_ropes[first]]
         self.embedding_norm = target.make_norm(layer, names.embedding_norm)
         self.hidden_norm = target.make_norm(layer, names.hidden_norm)
         self.project = layer.dense(names.project, 2 * spec.hidden, spec.hidden)
-        self.block = target.make_block(layer.scope(names.block) if names.block else layer, index)
+        self.blocks = [
+            target.make_block(layer.scope(block.name) if block.name else layer, first + i)
+            for i, block in enumerate(names.blocks)
+        ]
         self.nothing = build.norm_layer(None)
-        self.norm = build.norm_layer(target.make_norm(layer, names.norm))
+        self.norm = build.norm_layer(target.make_norm(layer, names.norm)) if names.norm else own_norm
 
     def forward(self, batch: RaggedBatch, hidden: Tensor, kv: Sequence[LayerKV]) -> Tensor:
         """What `logits` and the next draft read, [R, hidden] of `batch.output_indices`, or [T, hidden] of all tokens.
@@ -87,12 +113,14 @@ class NextTokenLayer:
         """
         batch = self.ops.prepare(batch)
         angles = self.rotary(batch.positions, batch.rope_positions)
-        embedded = self.ops.norm(self.embedding(batch.tokens), self.embedding_norm)
-        residual = self.project.apply(torch.cat((embedded, self.ops.norm(hidden, self.hidden_norm)), -1))
-        x, residual = self.block(
-            torch.zeros_like(residual), residual, self.nothing, angles, batch, kv[0], batch.output_indices
-        )
-        normed, residual = self.norm.add(x, residual, self.block.after_mlp)
+        both = self.ops.norm(self.embedding(batch.tokens), self.embedding_norm), self.ops.norm(hidden, self.hidden_norm)
+        residual = self.project.apply(torch.cat(both[::-1] if self.hidden_first else both, -1))
+        x, after, last = torch.zeros_like(residual), self.nothing, self.blocks[-1]
+        for block in self.blocks:
+            output = batch.output_indices if block is last else None
+            x, residual = block(x, residual, after, angles, batch, kv[0], output)
+            after = block.after_mlp
+        normed, residual = self.norm.add(x, residual, after)
         return normed if self.normed else residual
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -105,17 +133,20 @@ def make_mtp(target: Llama, build: ModelBuilder, names: MTPNames) -> NextTokenLa
     if target.spec.draft_layers:
         if build.pipeline.last:
             return NextTokenLayer(target, build, names)
-        build.ignore(f"{names.prefix}.*")
+        build.ignore(names.all)
         return None
-    build.skip_drafts(f"{names.prefix}.*")
+    build.skip_drafts(names.all)
     return None
 
 
-def deepseek_names(layers: int) -> MTPNames:
+def deepseek_names(spec: ModelSpec) -> MTPNames:
     """Of DeepSeek V3 and models like it: the layer is numbered after the others."""
     repeated = ("embed_tokens.*", "shared_head.head.*", "self_attn.rotary_emb.inv_freq")
-    return MTPNames(f"model.layers.{layers}", "enorm", "hnorm", "eh_proj", "", "shared_head.norm", repeated=repeated)
+    own = ("enorm", "hnorm", "eh_proj", [DraftBlock("", spec.last_attention)], "shared_head.norm")
+    return MTPNames(f"model.layers.{spec.layers}", *own, repeated=repeated)
 
 
-QWEN_NAMES = MTPNames("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm", normed=True)
-"""Of Qwen3-Next and Qwen3.5."""
+def qwen_names(spec: ModelSpec) -> MTPNames:
+    """Of Qwen3-Next and Qwen3.5."""
+    own = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", [DraftBlock("layers.0", spec.last_attention)], "norm")
+    return MTPNames("mtp", *own, normed=True)

@@ -3,7 +3,7 @@ after a norm."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -16,6 +16,7 @@ from quire.layers.mamba import MambaConfig
 from quire.layers.moe import MoEConfig
 from quire.models.bamba import KINDS, LINEAR, read_step_limit
 from quire.models.llama import BlockNorms, Llama, Mixer, MLPFunction
+from quire.models.mtp import DraftBlock, MTPNames, make_mtp
 from quire.models.spec import FULL, Config, ModelSpec, read_decoder
 from quire.ops.base import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -70,8 +71,8 @@ class NemotronH(Llama):
         build.rename(
             {f"{top}.{theirs}": f"model.{ours}" for top in ("backbone", "model") for theirs, ours in body.items()}
         )
-        build.ignore("mtp.*")
         super().__init__(spec, build)
+        self.mtp = make_mtp(self, build, mtp_names(spec))
 
     def make_block(self, build: ModelBuilder, index: int) -> SingleBlock:
         """Layer `index`."""
@@ -116,9 +117,12 @@ class NemotronH(Llama):
             bias=bias,
             step_limit=read_step_limit(config),
         )
+        drafts = config.get(int, "num_nextn_predict_layers", default=0)
         return replace(
             spec,
             rope=NO_ROPE,
+            draft_layers=drafts,
+            draft_blocks=read_draft_blocks(config, kinds) if drafts else (),
             layer_heads=tuple((spec.kv_heads if kind == FULL else 0, spec.head_dim) for kind in kinds),
             mamba=mamba.checked(),
             recurrent=frozenset(i for i, kind in enumerate(kinds) if kind == LINEAR),
@@ -147,15 +151,44 @@ def read_experts(config: Config, others: frozenset[int]) -> MoEConfig | None:
     ).checked()
 
 
-def read_pattern(config: Config) -> list[str]:
-    """The kind of each layer. Raises InvalidModel for those that are not supported."""
-    given = config.fields.get("layers_block_type") or config.fields.get("layer_types")
-    letters = config.fields.get("hybrid_override_pattern")
+def read_kinds(config: Config, lists: Sequence[str], pattern: str) -> list[str] | None:
+    """The kind of each layer by the first of `lists` that is there, or by the letters of `pattern`."""
+    given = next((found for name in lists if (found := config.fields.get(name))), None)
+    letters = config.fields.get(pattern)
     if isinstance(letters, str) and not given:
         given = [LETTERS.get(letter, letter) for letter in letters]
     if not isinstance(given, list):
+        return None
+    return [KINDS.get(kind, kind) if isinstance(kind, str) else str(kind) for kind in given]
+
+
+def read_draft_blocks(config: Config, kinds: Sequence[str]) -> tuple[int, ...]:
+    """Of each block of the layer that drafts, the number of the model's layer that it is like. Raises InvalidModel for
+    blocks that are not supported. kinds: of the model's layers."""
+    found = read_kinds(config, ("mtp_layers_block_type",), "mtp_hybrid_override_pattern") or [FULL, "moe"]
+    if found.count(FULL) != 1 or set(found) - ({*kinds} - {LINEAR}):
+        raise InvalidModel(
+            "config.json: of what drafts (mtp_layers_block_type), one layer of attention beside MLPs or experts as "
+            f"the model has is supported, not {', '.join(found)}; set num_nextn_predict_layers to 0 to serve without it"
+        )
+    return tuple(kinds.index(kind) for kind in found)
+
+
+def mtp_names(spec: ModelSpec) -> MTPNames:
+    """Of the layer that drafts: the norms and the matrix before it are of its first block, the norm after it of the
+    last."""
+    like = spec.draft_blocks or (spec.last_attention,)
+    dense = spec.experts.dense_layers if spec.experts is not None else frozenset()
+    blocks = [DraftBlock(str(i), layer, dense=layer in dense) for i, layer in enumerate(like)]
+    after = f"{len(like) - 1}.final_layernorm"
+    return MTPNames("mtp.layers", "0.enorm", "0.hnorm", "0.eh_proj", blocks, after, normed=True, pattern="mtp.*")
+
+
+def read_pattern(config: Config) -> list[str]:
+    """The kind of each layer. Raises InvalidModel for those that are not supported."""
+    kinds = read_kinds(config, ("layers_block_type", "layer_types"), "hybrid_override_pattern")
+    if kinds is None:
         raise InvalidModel("config.json: layers_block_type or hybrid_override_pattern must say what each layer is")
-    kinds = [KINDS.get(kind, kind) if isinstance(kind, str) else str(kind) for kind in given]
     for kind in kinds:
         if kind not in (LINEAR, FULL, "mlp", "moe"):
             raise InvalidModel(

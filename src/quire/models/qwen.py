@@ -6,9 +6,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from quire.errors import InvalidModel
-from quire.layers.builder import GATED, ExpertNames
+from quire.layers.builder import GATED, ExpertNames, ModelBuilder
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama
+from quire.models.mtp import DraftBlock, MTPNames, make_mtp
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
 from quire.types import UNLIMITED
 
@@ -23,6 +24,24 @@ class Qwen2(Llama):
         """See `registry.Architecture`."""
         spec = read_decoder(config, architecture)
         return replace(spec, qkv_bias=True, out_bias=False, windows=windows(config, spec.layers))
+
+
+class MiMo(Qwen2):
+    """MiMo 7B (Xiaomi 2025): Qwen 2 with a layer that drafts."""
+
+    architectures = MappingProxyType({"MiMoForCausalLM": "mimo"})
+
+    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
+        super().__init__(spec, build)
+        around = ("token_layernorm", "hidden_layernorm", "input_proj", [DraftBlock("", spec.last_attention)])
+        names = MTPNames("model.mtp_layers.0", *around, "final_layernorm", normed=True, hidden_first=True)
+        self.mtp = make_mtp(self, build, names._replace(pattern="model.mtp_layers.*"))
+
+    @staticmethod
+    def read(config: Config, architecture: str) -> ModelSpec:
+        """See `registry.Architecture`."""
+        drafts = config.get(int, "num_nextn_predict_layers", default=0)
+        return replace(Qwen2.read(config, architecture), draft_layers=drafts)
 
 
 class Qwen3(Llama):

@@ -12,7 +12,7 @@ from quire.layers.basic import GatedAttention
 from quire.layers.builder import GATED, ExpertNames, ModelBuilder
 from quire.layers.delta import DeltaConfig
 from quire.models.llama import Llama, Mixer
-from quire.models.mtp import QWEN_NAMES, make_mtp
+from quire.models.mtp import make_mtp, qwen_names
 from quire.models.multimodal import nested
 from quire.models.qwen import read_experts
 from quire.models.qwen_vl import RENAMED, Qwen3Vision, make_vision, with_qwen3_vision
@@ -32,7 +32,7 @@ class Qwen3Next(Llama):
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         super().__init__(spec, build)
-        self.mtp = make_mtp(self, build, QWEN_NAMES)
+        self.mtp = make_mtp(self, build, qwen_names(spec))
 
     def make_attention(self, build: ModelBuilder, index: int) -> Mixer:
         """`self_attn` or `linear_attn` of layer `index`."""

@@ -385,6 +385,9 @@ class Ops(Protocol):
         """product(x) of x [T, in], for formats that multiply by themselves: in tiles where rows must not depend on
         others, see `matmul.in_tiles`."""
 
+    def untuned(self) -> Ops:
+        """The same without choices that are measured in this process, so that every rank computes the same bits."""
+
     def prepare(self, batch: RaggedBatch) -> RaggedBatch:
         """The same batch with what every layer would otherwise compute again. Called once a forward.
 

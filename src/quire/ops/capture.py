@@ -1,13 +1,19 @@
-"""CUDA graph capture of one thread's stream, whatever other threads do with the GPU meanwhile."""
+"""Device work that is recorded instead of run: captured as a CUDA graph, whatever other threads do with the GPU
+meanwhile, or noted so that its kernels are compiled ahead."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+PRECOMPILING: ContextVar[Callable[..., None] | None] = ContextVar("quire_heard", default=None)
+"""Called with this thread's launches (kernel, grid, arguments) instead of running them: see `triton.precompile`.
+Meanwhile nothing is exchanged with other ranks, which may not do the same."""
 
 
 class NotCapturable(RuntimeError):

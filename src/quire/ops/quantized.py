@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -140,6 +140,10 @@ class BaseOps(ABC):
     """What implementations of `Ops` have in common; quantized products dequantize the matrix at each call."""
 
     multiplies_integers = False
+
+    def untuned(self) -> Self:
+        """See `Ops.untuned`."""
+        return self
 
     def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """See `Ops.multiply`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from html import escape
 from typing import Any
 
@@ -29,6 +30,7 @@ _PAGE = """<!doctype html>
 """
 
 
+@cache
 def page(document: bytes) -> bytes:
     """The page of an OpenAPI document."""
     described = msgspec.json.decode(document)

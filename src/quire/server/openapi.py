@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -136,6 +137,7 @@ OPERATIONS = (
 )
 
 
+@cache
 def document(version: str) -> bytes:
     """The OpenAPI 3.1 document."""
     types = [operation.request_type for operation in OPERATIONS if operation.request_type is not None]

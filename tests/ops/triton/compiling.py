@@ -48,6 +48,7 @@ from quire.ops.base import (
     TopK,
 )
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
+from quire.ops.triton.all_reduce import PeerSum
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.sampler import RequestedFeatures, RowHistories, SamplingTensors, sample
@@ -111,8 +112,16 @@ def by_row(ops: TritonOps) -> None:
     ops.qk_norm_rope_store_kv(qkv, 32, kv, batch(4, 1), turned)
 
 
+def across(ops: TritonOps) -> None:
+    """Sums over several GPUs."""
+    for size in (2, 8):
+        PeerSum(1, [0] * size, ops.card, torch.device("cpu"))(halves(4, 4096))
+    PeerSum(1, [0] * 2, ops.card, torch.device("cpu"))(torch.empty(4, 4096))
+
+
 def everything(ops: TritonOps) -> None:
     by_row(ops)
+    across(ops)
     angles = Angles(torch.empty(4, 64), torch.empty(4, 64))
     shapes = [(32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32)]
     shapes += [(24, 8, dim, BF16) for dim in (80, 96, 112)]
@@ -408,6 +417,7 @@ def main() -> None:
     ops.card = DeviceInfo(132, capability, dependent, "tf32x3", SHARED, options)
     if "few" in sys.argv:
         by_row(ops)
+        across(ops)
         single(ops)
         around()
         print(json.dumps(found))

@@ -30,7 +30,8 @@ from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.speculative import ModelProposer
 from quire.model_runner.triton_steps import TritonSteps
 from quire.models.registry import Model
-from quire.ops.triton.launch import HOPPER, PRECOMPILING, DeviceInfo
+from quire.ops.capture import PRECOMPILING
+from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.precompile import Precompiler, ReportProgress
 from quire.weights.load import load_model

@@ -83,7 +83,17 @@ def test_chunks_decode_drafts_and_samples_through_interpreted_kernels(shape: str
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/executors/test_gpu.py does it on the card")
 @pytest.mark.nightly
-@pytest.mark.parametrize("shape", ["glm4_moe-groups", "deepseek_v3-groups-yarn", "glm4_moe_lite-gqa"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "glm4_moe-groups",
+        "deepseek_v3-groups-yarn",
+        "glm4_moe_lite-gqa",
+        "mimo-gqa",
+        "ernie4_5_moe-gqa",
+        "nemotron_h-experts",
+    ],
+)
 def test_drafts_by_multi_token_prediction_through_interpreted_kernels(shape: str, tmp_path: Path) -> None:
     make_mtp(tmp_path, shape)
     device = torch.device("cpu")

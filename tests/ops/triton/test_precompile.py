@@ -20,7 +20,8 @@ from triton import knobs
 import quire.ops.triton
 from quire.assembly.cuda import make_precompiler
 from quire.model_runner.graphs import no_precompile
-from quire.ops.triton.launch import PRECOMPILING, Kernel
+from quire.ops.capture import PRECOMPILING
+from quire.ops.triton.launch import Kernel
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.precompile import PROBES, DeferredCompiler, Precompiler, ReportProgress
 from quire.weights import load

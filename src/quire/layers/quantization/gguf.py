@@ -129,6 +129,7 @@ class BlockTiles(BlockRows):
     def finish(self) -> PanelMatrix:
         """See `BlockRows`."""
         self.spare.clear()
+        self.tiles.clear()  # each knows what packs it: the panels would wait for the garbage collector
         return self.panels.matrix
 
 

@@ -138,6 +138,7 @@ class TiledStorage(ABC):
         self.bias = bias_of(matrix)
         self.spare: list[Tensor] = [] if spare is None else spare
         self.tiles = tiles(rows, columns, matrix.dtype, self.unit, self.spare, self.pack)
+        self.cuts = [tile.rows for tile in self.tiles]
 
     @abstractmethod
     def pack(self, rows: slice, weight: Tensor) -> None:
@@ -156,9 +157,10 @@ class TiledStorage(ABC):
     def finalize(self) -> None:
         """Free the buffers; pack a tied head."""
         self.spare.clear()
+        self.tiles.clear()  # each knows what packs it: the matrix would wait for the garbage collector
         if self.tied_weight is not None:
-            for tile in self.tiles:
-                self.pack(tile.rows, self.tied_weight[tile.rows])
+            for rows in self.cuts:
+                self.pack(rows, self.tied_weight[rows])
 
 
 class Packed(TiledStorage):
@@ -177,11 +179,11 @@ class Packed(TiledStorage):
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         """As `WeightStorage.apply`."""
         parts = []
-        for tile in self.tiles:
-            bias, held = None if self.bias is None else self.bias[tile.rows], self.packed.get(tile.rows.start)
+        for rows in self.cuts:
+            bias, held = None if self.bias is None else self.bias[rows], self.packed.get(rows.start)
             if held is None:
                 assert self.tied_weight is not None, "a matrix is multiplied by before it is filled"
-                parts.append(self.ops.linear(x, self.tied_weight[tile.rows], bias))
+                parts.append(self.ops.linear(x, self.tied_weight[rows], bias))
             else:
                 parts.append(self.ops.multiply(partial(packed_linear, weight=held, bias=bias), x))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)

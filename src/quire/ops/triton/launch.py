@@ -12,7 +12,6 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -22,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime import driver
+
+from quire.ops.capture import PRECOMPILING
 
 ADA, HOPPER = (8, 9), (9, 0)
 """The first compute capabilities with 8-bit floating point, and with dependent launch."""
@@ -59,10 +60,6 @@ class DeviceInfo:
         options = MappingProxyType({"launch_pdl": True} if dependent else {})
         shared = int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
         return DeviceInfo(about.multi_processor_count, capability, dependent, "tf32x3", shared, options)
-
-
-PRECOMPILING: ContextVar[Callable[..., None] | None] = ContextVar("quire_heard", default=None)
-"""Called with this thread's launches (kernel, grid, arguments) instead of running them. See `precompile`."""
 
 
 class Kernel:

@@ -9,7 +9,9 @@ programs, and no library chooses by shape. Its price: a long context is read by 
 from __future__ import annotations
 
 import logging
+from copy import copy
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -97,6 +99,12 @@ class TritonOps(BaseOps):
         self.one = torch.ones((), device=device)
         self.gemm = gemm_library(self.arrived.device)
         self.dense = dense_attention(self.card)
+
+    def untuned(self) -> Self:
+        """See `Ops.untuned`."""
+        made = copy(self)
+        made.gemm = GemmAutotuner(None, on_the_card)
+        return made
 
     def prepare(self, batch: RaggedBatch) -> AttentionPlan:
         """See `Ops.prepare`."""

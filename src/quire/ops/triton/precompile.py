@@ -19,7 +19,7 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.triton.launch import PRECOMPILING
+from quire.ops.capture import PRECOMPILING
 
 log = logging.getLogger(__name__)
 

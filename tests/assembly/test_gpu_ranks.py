@@ -1,0 +1,65 @@
+"""On two GPUs: ranks answer as one does, over NCCL and the GPUs' memory, captured or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from quire.assembly.engine import make_executor
+from quire.config import Settings
+from quire.engine.executor import Executor
+from tests.assembly.test_ranks import OPTIONS, answers, check_equal, engine
+from tests.checkpoints import FIRST, VOCAB, make
+from tests.executors.test_features import FEATURES
+from tests.weights.test_ranks import UNDIVIDED
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+ON_CARDS: Mapping[str, Any] = MappingProxyType(
+    {**OPTIONS, "device": "cuda", "block_size": 16, "num_gpu_blocks_override": 200, "canary": "off"}
+    | {"speculative_config": None, "max_model_len": 160, "max_num_batched_tokens": 128}
+)
+SITUATION: Mapping[str, Any] = MappingProxyType(
+    {"lookahead": 1, "drafts": 0, "blocks": 200, "prefixes": True, "tokens": 128}
+)
+
+
+@pytest.fixture
+def on_cards(tmp_path: Path) -> Any:
+    """Called with a shape and options: the executors of one rank and of two."""
+    with ExitStack() as closing:
+
+        def made(shape: str, **options: Any) -> tuple[Executor, Executor]:
+            make(tmp_path, shape)
+            asked = {**ON_CARDS, "model": str(tmp_path), **options}
+            both = [make_executor(Settings.of(**asked, tensor_parallel_size=size)).executor for size in (1, 2)]
+            for each in both:
+                closing.callback(each.close)
+            return both[0], both[1]
+
+        yield made
+
+
+@pytest.mark.parametrize("shape", sorted(FIRST - set(UNDIVIDED)))
+def test_every_family_answers_with_every_feature_as_one_rank_does(shape: str, on_cards: Any) -> None:
+    one, two = on_cards(shape)
+    for name in FEATURES:
+        situation = {**SITUATION, "asked": name}
+        check_equal(*(answers(engine(each, situation, 1), name, VOCAB) for each in (one, two)))
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"deterministic": True}], ids=["eager", "deterministic"])
+@pytest.mark.parametrize("shape", ["llama-gqa-tied", "qwen3_moe-gqa"])
+def test_without_graphs_and_deterministic(shape: str, options: Mapping[str, Any], on_cards: Any) -> None:
+    one, two = on_cards(shape, **options)
+    situation = {**SITUATION, "asked": "logprobs"}
+    check_equal(*(answers(engine(each, situation, 1), situation["asked"], VOCAB) for each in (one, two)))
