@@ -110,16 +110,39 @@ static void q5_k(const uint8_t *raw, struct block *to) {
                 (uint8_t)((low[g / 2 * 32 + i] >> (g % 2 * 4) & 15) | (fifth[i] >> g & 1) << 4);
 }
 
-static void q6_k(const uint8_t *raw, struct block *to) {
+/* Numbers + 32, and what both layouts of them share. */
+static inline void q6_k_numbers(const uint8_t *raw, struct block *to, uint8_t *numbers) {
     for (int h = 0; h < 2; h++)
         for (int g = 0; g < 4; g++)
             for (int i = 0; i < 32; i++) {
                 int low = raw[64 * h + g % 2 * 32 + i] >> (g / 2 * 4) & 15;
                 int upper = raw[128 + 32 * h + i] >> (2 * g) & 3;
-                to->codes[128 * h + 32 * g + i] = (uint8_t)((low | upper << 4) - 32);
+                numbers[128 * h + 32 * g + i] = (uint8_t)(low | upper << 4);
             }
     memcpy(to->scale, raw + 192, 16);
     to->factor[0] = half_at(raw + 208);
+}
+
+static void q6_k(const uint8_t *raw, struct block *to) {
+    uint8_t numbers[WIDE];
+    q6_k_numbers(raw, to, numbers);
+    for (int i = 0; i < WIDE; i++)
+        to->codes[i] = (uint8_t)(numbers[i] - 32);
+}
+
+/* As INT6 has them. */
+static void q6_k_packed(const uint8_t *raw, struct block *to) {
+    uint8_t numbers[WIDE];
+    q6_k_numbers(raw, to, numbers);
+    for (int run = 0; run < WIDE / 16; run++) {
+        const uint8_t *of = numbers + 16 * run;
+        uint8_t *out = to->codes + 12 * run;
+        for (int i = 0; i < 8; i++)
+            out[i] = (uint8_t)((of[2 * i] & 15) | of[2 * i + 1] << 4);
+        for (int i = 0; i < 4; i++)
+            out[8 + i] = (uint8_t)(of[2 * i] >> 4 | of[2 * i + 1] >> 4 << 2 | of[2 * i + 8] >> 4 << 4 |
+                                   of[2 * i + 9] >> 4 << 6);
+    }
 }
 
 /* In the order of `BLOCK_TYPES` of quire.ops.native.pack. bits: of a number in panels. */
@@ -129,7 +152,7 @@ static const struct type {
 } TYPES[] = {
     {q8_0, 32, 34, 8, 0},  {q4_0, 32, 18, 4, 0},   {q5_0, 32, 22, 8, 0},   {q4_0, 32, 18, 4, 0},
     {mxfp4, 32, 17, 4, 0}, {q3_k, 256, 110, 4, 16}, {q4_k, 256, 144, 4, 8}, {q5_k, 256, 176, 8, 8},
-    {q6_k, 256, 210, 8, 16}, {iq4_xs, 256, 136, 4, 8},
+    {q6_k, 256, 210, 8, 16}, {iq4_xs, 256, 136, 4, 8}, {q6_k_packed, 256, 210, 6, 16},
 };
 
 /* Column `b` of blocks of a panel: `held` has it of its 16 rows. */

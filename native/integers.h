@@ -5,7 +5,13 @@
    many rows or threads there are, so a row has the same bits in any batch. */
 
 #define BLOCK 32
+
 #define AHEAD 2048 /* bytes that are fetched ahead: the processor's own prefetcher stops at each page */
+#ifdef __AMX_INT8__
+#define FETCHES_ROWS 1
+#else
+#define FETCHES_ROWS 2 /* rows from which that helps: one is read a fifth slower so */
+#endif
 
 /* Rows as int8, `height` of them side by side: their numbers [rows / height][blocks][height][32] in the order in which
    the kind's words have columns; the scale of each block; what sums of its codes begin with, two for a block of groups
@@ -23,7 +29,7 @@ INLINE int64_t place_of(const struct bytes_of_rows *x, int64_t row, int64_t coun
     return (row / x->height * count + i) * x->height + row % x->height;
 }
 
-/* Column c of 8 of a word of INT4 is the low or the high half of byte c / 2: even ones are multiplied first. */
+/* Column c of 8 of a word of INT4, and so of INT6, is the low or the high half of byte c / 2: even ones are multiplied first. */
 #define EVEN_ODD 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15
 
 /* One block of a row to int8; returns its scale. NaN and infinity stay seen. */
@@ -75,7 +81,7 @@ static void row_to_bytes(const struct linear *a, int64_t row, const struct bytes
             memcpy(held, block, left > 0 ? left * each : 0);
             block = held;
         }
-        x->scale[at] = to_bytes(block, a->x_bf16, a->matrix->kind == INT4, x->q + at * BLOCK, x->sum + 2 * at);
+        x->scale[at] = to_bytes(block, a->x_bf16, a->matrix->kind != INT8, x->q + at * BLOCK, x->sum + 2 * at);
     }
 }
 
@@ -90,7 +96,9 @@ struct codes { int32_t offset; float part; int use_table; vb table; };
 
 static struct codes codes_of(const struct matrix *m) {
     struct codes c = {SHIFT, 1.0f, 0, {0}};
-    if (m->kind == INT8)
+    if (m->kind == INT6)
+        c.offset = 32;
+    if (m->kind != INT4)
         return c;
     int linear = 1, whole = 1;
     for (int i = 0; i < 16; i++) {
@@ -144,144 +152,176 @@ static struct bytes_of_rows bytes_of(const struct linear *a, const struct codes 
     return x;
 }
 
+/* positive: no code has a sign. */
 #ifdef __AVX512VNNI__
-INLINE vi dot(vi sum, vi codes, vi x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x); }
-INLINE vi look_up(vb table, vi codes) {
-    return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)codes);
+INLINE ri dot(ri sum, ri codes, ri x, int positive) {
+    (void)positive; /* they are shifted */
+    return (ri)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+}
+INLINE ri look_up(vb table, ri codes) {
+    return (ri)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)codes);
 }
 #else
-union halves_of_vector { vi whole; __m256i half[2]; };
 /* Magnitudes by numbers with the codes' signs: sums of two products fit 16 bits. */
-INLINE __m256i dot_256(__m256i sum, __m256i codes, __m256i x) {
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+INLINE ri dot(ri sum, ri codes, ri x, int positive) {
+    __m256i size = positive ? (__m256i)codes : _mm256_abs_epi8((__m256i)codes);
+    __m256i by = positive ? (__m256i)x : _mm256_sign_epi8((__m256i)x, (__m256i)codes);
+    __m256i pairs = _mm256_maddubs_epi16(size, by);
+    return (ri)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-INLINE vi dot(vi sum, vi codes, vi x) {
-    union halves_of_vector s = {sum}, c = {codes}, y = {x};
-    s.half[0] = dot_256(s.half[0], c.half[0], y.half[0]);
-    s.half[1] = dot_256(s.half[1], c.half[1], y.half[1]);
-    return s.whole;
-}
-INLINE vi look_up(vb table, vi codes) {
-    __m256i both = _mm256_broadcastsi128_si256((__m128i)table);
-    union halves_of_vector c = {codes};
-    c.half[0] = _mm256_shuffle_epi8(both, c.half[0]);
-    c.half[1] = _mm256_shuffle_epi8(both, c.half[1]);
-    return c.whole;
+INLINE ri look_up(vb table, ri codes) {
+    return (ri)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), (__m256i)codes);
 }
 #endif
 
-INLINE vi word_at(const int8_t *q) {
+INLINE ri word_at(const int8_t *q) {
     int32_t found;
     memcpy(&found, q, 4);
-    return (vi){0} + found;
+    return (ri){0} + found;
 }
 
-/* The scales of a panel, and what is subtracted of each column of a group, in float [groups][16]. */
-struct scales { float *scale, *less; };
-
-static struct scales scales_of(const struct matrix *m, int64_t panel, float part, float *held) {
-    int64_t groups = m->k / m->group;
-    struct scales made = {held, held + groups * LANES};
-    if (m->scale_kind != SCALE_U8 && m->scale_kind != SCALE_I8) {
-        for (int64_t g = 0; g < groups; g++) {
-            vf less, scale = scale_of(m, panel, g, &less);
-            storef(made.scale + g * LANES, scale * part);
-            if (m->has_zeros)
-                storef(made.less + g * LANES, less);
-        }
-        return made;
-    }
-    const uint8_t *scale = (const uint8_t *)m->scale + panel * groups * LANES;
-    const uint8_t *zero_point = (const uint8_t *)m->zero + panel * groups * LANES;
-    const uint16_t *by = (const uint16_t *)m->super + panel * (m->k / 256) * 2 * LANES;
-    float *to = made.scale, *less = made.less;
-    for (int64_t block = 0; block < m->k / 256; block++, by += 2 * LANES) {
-        vf whole = half_to_float(*(const vh *)by) * part, whole_less = half_to_float(*(const vh *)(by + LANES));
-        for (int g = 0; g < 256 / m->group; g++, to += LANES, less += LANES, scale += LANES, zero_point += LANES) {
-            storef(to, bytes(scale, m->scale_kind == SCALE_I8) * whole);
-            if (m->scale_kind == SCALE_U8)
-                storef(less, bytes(zero_point, 0) * whole_less);
-        }
-    }
-    return made;
+/* A register of scales from memory: float16, bfloat16 and bytes. */
+#ifdef __AVX512F__
+INLINE rf halves_at(const char *p) { return half_to_float(*(const vh *)p); }
+INLINE rf bf16_at(const char *p) { return loadb(p); }
+INLINE rf bytes_at(const char *p, int is_signed) { return bytes(p, is_signed); }
+#else
+INLINE rf halves_at(const char *p) { return (rf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE rf bf16_at(const char *p) {
+    return (rf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
 }
-
-/* Room for the scales of one panel. */
-INLINE int64_t scales_size(const struct matrix *m) { return 2 * LANES * (m->k / m->group); }
+INLINE rf bytes_at(const char *p, int is_signed) {
+    __m128i few = _mm_loadl_epi64((const __m128i *)p);
+    return (rf)_mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(few) : _mm256_cvtepu8_epi32(few));
+}
+#endif
 
 /* out + a sum of a group, scaled: the one way, to the bit, in which all kernels add up. */
-INLINE vf add_group(vf out, vf part, const struct scales *s, int64_t g, float group_sum, int less) {
-    out = fused(part, loadf(s->scale + g * LANES), out);
-    return less ? fused(-loadf(s->less + g * LANES), all(group_sum), out) : out;
+INLINE rf add_group(rf out, rf part, rf scale, rf minimum, float group_sum, int less) {
+    out = fused_register(part, scale, out);
+    return less ? fused_register(-minimum, (rf){0} + group_sum, out) : out;
 }
 
-/* The bytes of a word of a matrix, as they are multiplied: of 4 bits the lower and the upper halves. */
-INLINE void bytes_of_word(const uint32_t *words, const struct codes *codes, int kind, int table, vi *even, vi *odd) {
-    vi word = (vi)*(const vuu *)words;
-    __builtin_prefetch((const char *)words + AHEAD);
+/* Where the scales of the groups of a panel lie, and what is subtracted of each column of a group, from the next group
+   on. whole, whole_less: what bytes are multiplied by until the next 256 columns. */
+struct scales {
+    const char *scale, *zero, *super;
+    rf whole, whole_less;
+};
+
+INLINE struct scales scales_of(const struct matrix *m, int64_t panel, int lane, int kind) {
+    int64_t at = panel * (m->k / m->group) * LANES + lane;
+    int64_t each = kind == SCALE_F32 ? 4 : kind == SCALE_U8 || kind == SCALE_I8 ? 1 : 2;
+    return (struct scales){(const char *)m->scale + at * each, (const char *)m->zero + at * (m->has_zeros ? 2 : 1),
+                           (const char *)m->super + panel * (m->k / 256) * 4 * LANES + 2 * lane};
+}
+
+/* The scale of group `g` times `part`. */
+INLINE rf next_scale(struct scales *s, int64_t g, int group, int kind, float part, int less, rf *minimum) {
+    rf scale;
+    if (kind == SCALE_U8 || kind == SCALE_I8) {
+        if (g % (256 / group) == 0) {
+            s->whole = halves_at(s->super) * part;
+            if (kind == SCALE_U8)
+                s->whole_less = halves_at(s->super + 2 * LANES);
+            s->super += 4 * LANES;
+        }
+        scale = bytes_at(s->scale, kind == SCALE_I8) * s->whole;
+        s->scale += LANES;
+        if (kind == SCALE_U8) {
+            *minimum = bytes_at(s->zero, 0) * s->whole_less;
+            s->zero += LANES;
+        }
+        return scale;
+    }
+    scale = kind == SCALE_F32 ? *(const rfu *)s->scale : kind == SCALE_F16 ? halves_at(s->scale) : bf16_at(s->scale);
+    s->scale += (kind == SCALE_F32 ? 4 : 2) * LANES;
+    if (less) {
+        *minimum = bf16_at(s->zero) * scale;
+        s->zero += 2 * LANES;
+    }
+    return scale * part;
+}
+
+/* Words of `columns` columns of a matrix that are read together, as bytes that are multiplied: four columns each, of 4 and
+   6 bits the even and the odd ones of eight in turn. Returns how many. */
+INLINE int bytes_of_words(const uint32_t *words, const struct codes *codes, int kind, int table, ri *out) {
+    ri word = (ri)*(const ruu *)words;
+    if (kind == INT6) {
+        sixes(words, out);
+        return 4;
+    }
     if (kind == INT8) {
-        *even = *odd = word ^ (vi)((vu){0} + SHIFT * 0x01010101u);
-        return;
+        out[0] = word ^ (ri)((ru){0} + SHIFT * 0x01010101u);
+        return 1;
     }
-    *even = word & 0x0f0f0f0f;
-    *odd = (vi)((vu)word >> 4) & 0x0f0f0f0f;
+    out[0] = word & 0x0f0f0f0f;
+    out[1] = (ri)((ru)word >> 4) & 0x0f0f0f0f;
     if (table) {
-        *even = look_up(codes->table, *even);
-        *odd = look_up(codes->table, *odd);
+        out[0] = look_up(codes->table, out[0]);
+        out[1] = look_up(codes->table, out[1]);
     }
+    return 2;
 }
 
-/* Products of `rows` rows, of one height, with a panel -> out [rows]. columns: summed as integers, 16 or 32. single: a
+/* Products of `rows` rows, of one height, with a register's outputs of a panel, from `lane` on -> out [rows]. columns: summed as integers, 16 or 32. single: a
    group is no longer than those. */
-INLINE void integers(const struct matrix *m, const struct codes *codes, int64_t panel, const struct scales *scales,
-                     const struct bytes_of_rows *x, int64_t row, int rows, int kind, int columns, int single, int less,
-                     int table, vf *to) {
+INLINE void integers(const struct matrix *m, const struct codes *codes, int64_t panel, int lane,
+                     const struct bytes_of_rows *x, int64_t row, int rows, int kind, int columns, int single, int less, int table, int scale_kind,
+                     vf *to) {
     int64_t at = place_of(x, row, x->blocks, 0), height = x->height, each = single ? 1 : m->group / columns;
-    const uint32_t *words = (const uint32_t *)m->weight + panel * (m->k / (kind == INT4 ? 8 : 4)) * LANES;
+    const uint32_t *words = (const uint32_t *)((const char *)m->weight + panel * panel_bytes(m)) + lane;
     const int8_t *q = x->q + at * BLOCK;
     const float *by = x->scale + at, *group_sum = x->group_sum + place_of(x, row, x->groups, 0);
     const int32_t *start = x->sum + 2 * at;
-    struct scales s = *scales;
-    vf part[8], out[8];
+    struct scales s = scales_of(m, panel, lane, scale_kind);
+    int64_t g = 0;
+    rf part[8], out[8];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
-        out[r] = part[r] = zero();
+        out[r] = part[r] = (rf){0};
     for (int64_t block = 0, left = each; block < x->blocks; block++) {
 #pragma GCC unroll 2
         for (int h = 0; h < BLOCK / columns; h++) {
-            vi sum[8];
+            ri sum[8];
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
-                sum[r] = (vi){0} + start[2 * r + h];
+                sum[r] = (ri){0} + start[2 * r + h];
 #pragma GCC unroll 8
-            for (int w = 0; w < columns; w += kind == INT4 ? 8 : 4, words += LANES) {
-                vi even, odd;
-                bytes_of_word(words, codes, kind, table, &even, &odd);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++) {
-                    const int8_t *of = q + r * BLOCK + h * columns + w;
-                    sum[r] = dot(sum[r], even, word_at(of));
-                    if (kind == INT4)
-                        sum[r] = dot(sum[r], odd, word_at(of + 4));
+            for (int w = 0; w < columns; w += kind == INT6 ? 16 : kind == INT4 ? 8 : 4) {
+                ri bytes[4];
+                int found = bytes_of_words(words, codes, kind, table, bytes);
+                if (rows >= FETCHES_ROWS) {
+                    __builtin_prefetch((const char *)words + AHEAD);
+                    if (kind == INT6) {
+                        __builtin_prefetch((const char *)(words + LANES) + AHEAD);
+                        __builtin_prefetch((const char *)(words + 2 * LANES) + AHEAD);
+                    }
                 }
+                words += (kind == INT6 ? 3 : 1) * LANES;
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                    for (int i = 0; i < found; i++)
+                        sum[r] = dot(sum[r], bytes[i], word_at(q + r * BLOCK + h * columns + w + 4 * i),
+                                     kind != INT8 && !table);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                vf made = __builtin_convertvector(sum[r], vf);
-                part[r] = single ? made * all(by[r]) : fused(made, all(by[r]), part[r]);
+                rf made = __builtin_convertvector(sum[r], rf), scaled = (rf){0} + by[r];
+                part[r] = single ? made * scaled : fused_register(made, scaled, part[r]);
             }
             if (!single && --left)
                 continue;
+            rf minimum = {0}, scale = next_scale(&s, g++, single ? columns : m->group, scale_kind, codes->part, less,
+                                                    &minimum);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                out[r] = add_group(out[r], part[r], &s, 0, less ? group_sum[r] : 0, less);
-                part[r] = zero();
+                out[r] = add_group(out[r], part[r], scale, minimum, less ? group_sum[r] : 0, less);
+                part[r] = (rf){0};
             }
             left = each;
             group_sum += height;
-            s.scale += LANES;
-            s.less += LANES;
         }
         q += height * BLOCK;
         by += height;
@@ -289,32 +329,35 @@ INLINE void integers(const struct matrix *m, const struct codes *codes, int64_t 
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
-        to[r] = out[r];
+        *(rfu *)((float *)(to + r) + lane) = out[r];
 }
 
-#define INTEGERS(ROWS, KIND, COLUMNS, SINGLE, LESS, TABLE) \
+#define INTEGERS(ROWS, KIND, COLUMNS, SINGLE, LESS, TABLE, SCALE) \
     do { \
-        integers(m, codes, panel, scales, x, row, ROWS, KIND, COLUMNS, SINGLE, LESS, TABLE, out); \
+        for (int lane = 0; lane < LANES; lane += WIDTH) \
+            integers(m, codes, panel, lane, x, row, ROWS, KIND, COLUMNS, SINGLE, LESS, TABLE, SCALE, out); \
         return; \
     } while (0)
 
+/* Those of GGUF's types have their kind of scale known to the compiler. */
 #define INTEGERS_OF(ROWS) \
     do { \
-        int less = has_less(m); \
-        if (m->group < BLOCK && m->kind == INT8) INTEGERS(ROWS, INT8, 16, 1, 0, 0); \
-        if (m->group < BLOCK) INTEGERS(ROWS, INT4, 16, 1, 0, codes->use_table); \
-        if (m->group > BLOCK && m->kind == INT8) INTEGERS(ROWS, INT8, BLOCK, 0, less, 0); \
-        if (m->group > BLOCK) INTEGERS(ROWS, INT4, BLOCK, 0, less, codes->use_table); \
-        if (m->kind == INT8 && !less) INTEGERS(ROWS, INT8, BLOCK, 1, 0, 0); \
-        if (m->kind == INT8) INTEGERS(ROWS, INT8, BLOCK, 1, 1, 0); \
-        if (less) INTEGERS(ROWS, INT4, BLOCK, 1, 1, codes->use_table); \
-        if (codes->use_table) INTEGERS(ROWS, INT4, BLOCK, 1, 0, 1); \
-        INTEGERS(ROWS, INT4, BLOCK, 1, 0, 0); \
+        int less = has_less(m), any = m->scale_kind; \
+        if (m->kind == INT6) INTEGERS(ROWS, INT6, 16, 1, 0, 0, SCALE_I8); \
+        if (m->group < BLOCK && m->kind == INT8 && any == SCALE_I8) INTEGERS(ROWS, INT8, 16, 1, 0, 0, SCALE_I8); \
+        if (m->group < BLOCK && m->kind == INT8) INTEGERS(ROWS, INT8, 16, 1, 0, 0, any); \
+        if (m->group < BLOCK) INTEGERS(ROWS, INT4, 16, 1, 0, codes->use_table, any); \
+        if (m->group > BLOCK && m->kind == INT8) INTEGERS(ROWS, INT8, BLOCK, 0, less, 0, any); \
+        if (m->group > BLOCK) INTEGERS(ROWS, INT4, BLOCK, 0, less, codes->use_table, any); \
+        if (m->kind == INT8 && any == SCALE_F16 && !less) INTEGERS(ROWS, INT8, BLOCK, 1, 0, 0, SCALE_F16); \
+        if (m->kind == INT8) INTEGERS(ROWS, INT8, BLOCK, 1, less, 0, any); \
+        if (any == SCALE_U8 && !codes->use_table) INTEGERS(ROWS, INT4, BLOCK, 1, 1, 0, SCALE_U8); \
+        if (any == SCALE_F16 && !less && !codes->use_table) INTEGERS(ROWS, INT4, BLOCK, 1, 0, 0, SCALE_F16); \
+        INTEGERS(ROWS, INT4, BLOCK, 1, less, codes->use_table, any); \
     } while (0)
 
 static __attribute__((noinline)) void some_integers(const struct matrix *m, const struct codes *codes, int64_t panel,
-                                                    const struct scales *scales, const struct bytes_of_rows *x,
-                                                    int64_t row, int rows, vf *out) {
+                                                    const struct bytes_of_rows *x, int64_t row, int rows, vf *out) {
 #ifdef __AVX512F__
     if (rows == 8) INTEGERS_OF(8);
     if (rows == 4) INTEGERS_OF(4);
@@ -323,20 +366,45 @@ static __attribute__((noinline)) void some_integers(const struct matrix *m, cons
     INTEGERS_OF(1);
 }
 
-static void pieces_integers(const struct linear *a, const struct codes *codes, const int64_t *panel,
-                            const struct scales *scales, int count, const struct bytes_of_rows *x) {
+static void pieces_integers(const struct linear *a, const struct codes *codes, const int64_t *panel, int count,
+                            const struct bytes_of_rows *x) {
     for (int64_t r = 0; r < a->rows;) {
         int64_t left = a->rows - r;
         int now = left >= AT_ONCE ? AT_ONCE : left >= 4 && AT_ONCE >= 4 ? 4 : left >= 2 ? 2 : 1;
-        vf out[PANELS][8];
-        for (int p = 0; p < count; p++)
-            some_integers(a->matrix, codes, panel[p], scales + p, x, r, now, out[p]);
+        vf out[MOST_PANELS][8];
+        for (int i = 0; i < count; i++) {
+            int p = in_memory(a, i, count);
+            some_integers(a->matrix, codes, panel[p], x, r, now, out[p]);
+        }
         finish_all(a, panel, count, r, now, out);
         r += now;
     }
 }
 
 #ifdef __AMX_INT8__
+/* The scales of a panel, and what is subtracted of each column of a group, in float [groups][16]. */
+struct held_scales { float *scale, *less; };
+
+static struct held_scales hold_scales(const struct matrix *m, int64_t panel, float part, float *held) {
+    int64_t groups = m->k / m->group;
+    struct held_scales made = {held, held + groups * LANES};
+    struct scales s = scales_of(m, panel, 0, m->scale_kind);
+    for (int64_t g = 0; g < groups; g++) {
+        vf minimum = zero(), scale = next_scale(&s, g, m->group, m->scale_kind, part, m->has_zeros, &minimum);
+        storef(made.scale + g * LANES, scale);
+        if (has_less(m))
+            storef(made.less + g * LANES, minimum);
+    }
+    return made;
+}
+
+/* Room for the scales of one panel. */
+INLINE int64_t scales_size(const struct matrix *m) { return 2 * LANES * (m->k / m->group); }
+
+INLINE vf add_held(vf out, vf part, const struct held_scales *s, int64_t g, float group_sum, int less) {
+    return add_group(out, part, loadf(s->scale + g * LANES), less ? loadf(s->less + g * LANES) : zero(), group_sum, less);
+}
+
 #define TILES 4 /* blocks of columns multiplied one after the other, each in a tile of its own */
 
 static void configure_bytes(int rows, int columns) {
@@ -391,7 +459,7 @@ INLINE void some_runs(const int8_t *weight, const int8_t *x, int64_t height, int
 
 /* One panel by `rows` rows of the height that begins at `row` -> out, scaled as by `integers`, to the bit. single: a
    group is no longer than a run of columns. Tiles are multiplied while the sums of those before are scaled. */
-INLINE void panel_tile(const struct matrix *m, const int8_t *weight, const struct scales *scales,
+INLINE void panel_tile(const struct matrix *m, const int8_t *weight, const struct held_scales *scales,
                        const struct bytes_of_rows *x, int64_t row, int rows, int columns, int single, int less, vf *to) {
     int64_t height = x->height, runs = m->k / columns, each = m->group / columns;
     int64_t first = row / height;
@@ -416,7 +484,7 @@ INLINE void panel_tile(const struct matrix *m, const int8_t *weight, const struc
         for (int r = 0; r < rows; r++) {
             vf made = __builtin_convertvector(*(const vi *)(sum + r * LANES), vf);
             if (single)
-                out[r] = add_group(out[r], made * all(by[r]), scales, g, less ? group_sum[g * height + r] : 0, less);
+                out[r] = add_held(out[r], made * all(by[r]), scales, g, less ? group_sum[g * height + r] : 0, less);
             else
                 part[r] = fused(made, all(by[r]), part[r]);
         }
@@ -424,7 +492,7 @@ INLINE void panel_tile(const struct matrix *m, const int8_t *weight, const struc
             continue;
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
-            out[r] = add_group(out[r], part[r], scales, g, less ? group_sum[g * height + r] : 0, less);
+            out[r] = add_held(out[r], part[r], scales, g, less ? group_sum[g * height + r] : 0, less);
             part[r] = zero();
         }
     }
@@ -446,7 +514,7 @@ INLINE void panel_tile(const struct matrix *m, const int8_t *weight, const struc
             panel_tile(m, weight, scales, x, row, ROWS, BLOCK, 0, less, out); \
     } while (0)
 
-static __attribute__((noinline)) void panel_rows(const struct matrix *m, const int8_t *weight, const struct scales *scales,
+static __attribute__((noinline)) void panel_rows(const struct matrix *m, const int8_t *weight, const struct held_scales *scales,
                                                  const struct bytes_of_rows *x, int64_t row, int rows, vf *out) {
     if (rows > 8)
         PANEL_TILE(16);
@@ -457,7 +525,7 @@ static __attribute__((noinline)) void panel_rows(const struct matrix *m, const i
 }
 
 static void pieces_bytes(const struct linear *a, const int64_t *panel, const int8_t *const *weight,
-                         const struct scales *scales, int count, const struct bytes_of_rows *x) {
+                         const struct held_scales *scales, int count, const struct bytes_of_rows *x) {
     int step = a->gate ? 2 : 1, set = -1;
     for (int64_t r = 0; r < a->rows; r += LANES) {
         int now = a->rows - r < LANES ? a->rows - r : LANES;
@@ -480,29 +548,32 @@ static void pieces_bytes(const struct linear *a, const int64_t *panel, const int
 /* A quantized matrix by rows in bfloat16, which become int8. */
 static void integer_linear(const struct linear *a, int64_t *next) {
     const struct matrix *m = a->matrix;
-    int64_t width = a->gate ? m->n / 2 : m->n, last = (width + LANES - 1) / LANES, size = scales_size(m);
-    int task = a->gate ? PANELS / 2 : PANELS;
+    int64_t width = a->gate ? m->n / 2 : m->n, last = (width + LANES - 1) / LANES;
+    int task = task_of(a, last);
     struct codes codes = codes_of(m);
     struct bytes_of_rows x = bytes_of(a, &codes);
-    float *held = room(2, PANELS * (sizeof(float) * size + m->k * LANES));
+#ifdef __AMX_INT8__
+    int64_t size = scales_size(m);
+    float *held = a->rows < BY_TILES ? NULL : room(2, PANELS * (sizeof(float) * size + m->k * LANES));
+#endif
     for (;;) {
-        int64_t first = __atomic_fetch_add(next, task, __ATOMIC_RELAXED), panel[PANELS];
+        int64_t first = __atomic_fetch_add(next, task, __ATOMIC_RELAXED), panel[MOST_PANELS];
         if (first >= last)
             return;
         int count = list_panels(a, first, task, panel);
-        struct scales scales[PANELS];
-        for (int p = 0; p < count; p++)
-            scales[p] = scales_of(m, panel[p], codes.part, held + p * size);
 #ifdef __AMX_INT8__
-        if (a->rows >= BY_TILES) {
+        if (held) {
+            struct held_scales scales[PANELS];
             const int8_t *weight[PANELS];
             int8_t *buffer = (int8_t *)(held + PANELS * size);
-            for (int p = 0; p < count; p++)
+            for (int p = 0; p < count; p++) {
+                scales[p] = hold_scales(m, panel[p], codes.part, held + p * size);
                 weight[p] = signed_codes(m, &codes, panel[p], buffer + p * m->k * LANES);
+            }
             pieces_bytes(a, panel, weight, scales, count, &x);
             continue;
         }
 #endif
-        pieces_integers(a, &codes, panel, scales, count, &x);
+        pieces_integers(a, &codes, panel, count, &x);
     }
 }

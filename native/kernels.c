@@ -8,15 +8,27 @@
 #include "kernels.h"
 
 #define LANES 16
-#define PANELS 8 /* of a task, at most */
+#define PANELS 8       /* of a task */
+#define MOST_PANELS 32 /* of a task of one row with a gate */
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef float vfu __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t vuu __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t vh __attribute__((vector_size(32), aligned(2)));
-typedef uint8_t vb __attribute__((vector_size(16), aligned(1)));
 typedef int8_t vsb __attribute__((vector_size(16), aligned(1)));
+typedef uint8_t vb __attribute__((vector_size(16), aligned(1)));
+/* A register: half a panel where there are none of 64 bytes, since the compiler keeps longer vectors in memory. */
+#ifdef __AVX512F__
+#define WIDTH 16
+#else
+#define WIDTH 8
+#endif
+typedef float rf __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t ri __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t ru __attribute__((vector_size(4 * WIDTH)));
+typedef float rfu __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef uint32_t ruu __attribute__((vector_size(4 * WIDTH), aligned(4)));
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE vf zero(void) { return (vf){0}; }
@@ -241,11 +253,16 @@ static const float *group_sums(const struct matrix *m, const float *x, int64_t r
     return out;
 }
 
+INLINE int64_t panel_bytes(const struct matrix *m) {
+    const int bits[] = {32, 16, 8, 4, 6};
+    return m->k * LANES * bits[m->kind] / 8;
+}
+
 /* Products of `rows` rows of x (float, k apart) with `count` panels -> out [count][rows]. */
-INLINE void quantized(const struct matrix *m, const int64_t *panel, int count, const float *x, const float *sums,
-                      int rows, vf (*out)[8], int kind) {
+INLINE void quantized(const struct matrix *m, const void *const *weight, const int64_t *panel, int count, const float *x,
+                      const float *sums, int rows, vf (*out)[8], int kind) {
     int each = kind == INT4 ? 8 : 4;
-    int64_t k = m->k, groups = k / m->group, words = k / each;
+    int64_t k = m->k, groups = k / m->group;
     vf values = kind == INT4 ? loadf(m->values) : zero();
     vf total[PANELS][8];
 #pragma GCC unroll 8
@@ -263,7 +280,7 @@ INLINE void quantized(const struct matrix *m, const int64_t *panel, int count, c
         for (int64_t w = g * m->group / each; w < (g + 1) * m->group / each; w++)
 #pragma GCC unroll 8
             for (int p = 0; p < count; p++) {
-                vi word = (vi) * (const vuu *)((const uint32_t *)m->weight + (panel[p] * words + w) * LANES);
+                vi word = (vi) * (const vuu *)((const uint32_t *)weight[p] + w * LANES);
 #pragma GCC unroll 8
                 for (int i = 0; i < each; i += 2) {
                     vf a = number(m, values, word, i, kind), b = number(m, values, word, i + 1, kind);
@@ -325,6 +342,31 @@ INLINE void dense(const void *const *weight, int count, const float *x, int64_t 
             out[p][r] = even[p][r] + odd[p][r];
 }
 
+#ifndef __AVX512F__
+/* The same with a panel of bfloat16: the compiler keeps vectors of 64 bytes in memory where there are none. */
+INLINE void dense_halves(const void *weight, const float *x, int64_t k, int rows, vf (*out)[8]) {
+    const __m256i upper = _mm256_set1_epi32(0xffff0000);
+    __m256 even[2][2], odd[2][2];
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < 2; h++)
+            even[r][h] = odd[r][h] = _mm256_setzero_ps();
+    for (int64_t i = 0; i < k; i += 2)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+            __m256i pair = _mm256_loadu_si256((const __m256i *)weight + i + h);
+            __m256 a = (__m256)_mm256_slli_epi32(pair, 16), b = (__m256)_mm256_and_si256(pair, upper);
+#pragma GCC unroll 2
+            for (int r = 0; r < rows; r++) {
+                even[r][h] = _mm256_fmadd_ps(a, _mm256_broadcast_ss(x + r * k + i), even[r][h]);
+                odd[r][h] = _mm256_fmadd_ps(b, _mm256_broadcast_ss(x + r * k + i + 1), odd[r][h]);
+            }
+        }
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < 2; h++)
+            _mm256_storeu_ps((float *)&out[0][r] + 8 * h, _mm256_add_ps(even[r][h], odd[r][h]));
+}
+#endif
+
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 /* The same with pairs of bfloat16 numbers, x too, `stride` apart. */
 INLINE void dense_bf16(const void *const *weight, int count, const uint16_t *x, int64_t stride, int64_t k, int rows,
@@ -362,15 +404,41 @@ INLINE __m512i interleave(void) {
 }
 #endif
 
+/* 16 columns of INT6 as bytes: of columns 0 to 7 the even and the odd ones, then of columns 8 to 15. */
+INLINE void sixes(const uint32_t *words, ri *codes) {
+    const ri low = (ri){0} + 0x0f0f0f0f, high = (ri){0} + 0x30303030;
+    ru first = *(const ruu *)words, second = *(const ruu *)(words + LANES), upper = *(const ruu *)(words + 2 * LANES);
+    codes[0] = ((ri)first & low) | ((ri)(upper << 4) & high);
+    codes[1] = ((ri)(first >> 4) & low) | ((ri)(upper << 2) & high);
+    codes[2] = ((ri)second & low) | ((ri)upper & high);
+    codes[3] = ((ri)(second >> 4) & low) | ((ri)(upper >> 2) & high);
+}
+
+/* A panel of INT6 as one of INT8. */
+static const void *widen(const void *panel, int64_t k, uint32_t *out) {
+    for (int64_t i = 0; i < k / 16 * LANES / WIDTH; i++) {
+        int64_t run = i * WIDTH / LANES, lane = i * WIDTH % LANES;
+        ri codes[4];
+        sixes((const uint32_t *)panel + 3 * LANES * run + lane, codes);
+        for (int h = 0; h < 2; h++) {
+            ru even = (ru)codes[2 * h], odd = (ru)codes[2 * h + 1];
+            for (int w = 0; w < 2; w++, even >>= 16, odd >>= 16) {
+                ru four = (even & 0xff) | (odd & 0xff) << 8 | (even & 0xff00) << 8 | (odd & 0xff00) << 16;
+                *(ruu *)(out + (4 * run + 2 * h + w) * LANES + lane) = ((four | 0x80808080) - 0x20202020) ^ 0x80808080;
+            }
+        }
+    }
+    return out;
+}
+
 /* Decode a panel of a quantized matrix to bfloat16 pairs or floats. */
-static void decode(const struct matrix *m, int64_t panel, void *out, int bf16) {
+static void decode(const struct matrix *m, const void *weight, int64_t panel, void *out, int bf16) {
     int each = m->kind == INT4 ? 8 : 4;
-    int64_t words = m->k / each;
     vf values = m->kind == INT4 ? loadf(m->values) : zero();
     for (int64_t g = 0; g < m->k / m->group; g++) {
         vf less, scale = scale_of(m, panel, g, &less);
         for (int64_t w = g * m->group / each; w < (g + 1) * m->group / each; w++) {
-            vi word = (vi) * (const vuu *)((const uint32_t *)m->weight + (panel * words + w) * LANES);
+            vi word = (vi) * (const vuu *)((const uint32_t *)weight + w * LANES);
             for (int i = 0; i < each; i += 2) {
                 vf a, b;
                 if (m->kind == INT4) {
@@ -438,6 +506,21 @@ INLINE int list_panels(const struct linear *a, int64_t first, int count, int64_t
     return found;
 }
 
+/* Outputs of a task, in panels. With a gate, a row is multiplied by two parts of a matrix in turn; what is read in one
+   piece should be long, since a processor reads ahead only after a while. */
+INLINE int task_of(const struct linear *a, int64_t last) {
+#ifndef __AMX_BF16__
+    if (a->gate && a->rows == 1)
+        return last < 4 * 16 ? 4 : last < MOST_PANELS / 2 * 16 ? last / 16 : MOST_PANELS / 2;
+#endif
+    return a->gate ? PANELS / 2 : PANELS;
+}
+
+/* Which of a task's panels is number `i` in memory: a processor reads ahead of what it reads in order. */
+INLINE int in_memory(const struct linear *a, int i, int count) {
+    return !a->gate ? i : i < count / 2 ? 2 * i : 2 * i - count + 1;
+}
+
 INLINE void finish_all(const struct linear *a, const int64_t *panel, int count, int64_t row, int rows, vf (*out)[8]) {
     int step = a->gate ? 2 : 1;
     for (int p = 0; p < count; p += step)
@@ -450,8 +533,8 @@ INLINE void finish_all(const struct linear *a, const int64_t *panel, int count, 
     switch (way) { \
     case F32: dense(weight, COUNT, x, k, ROWS, out, F32); break; \
     case BF16: dense(weight, COUNT, x, k, ROWS, out, BF16); break; \
-    case INT8: quantized(m, panel, COUNT, x, sums, ROWS, out, INT8); break; \
-    default: quantized(m, panel, COUNT, x, sums, ROWS, out, INT4); \
+    case INT8: quantized(m, weight, panel, COUNT, x, sums, ROWS, out, INT8); break; \
+    default: quantized(m, weight, panel, COUNT, x, sums, ROWS, out, INT4); \
     }
 
 #ifdef __AVX512F__
@@ -470,6 +553,14 @@ static __attribute__((noinline)) void some(const struct matrix *m, int way, cons
     if (rows == 4 && count == 2) { CALL(2, 4) return; }
     if (rows == 4 && count == 1) { CALL(1, 4) return; }
 #else
+    for (int p = 0; way == BF16 && p < count; p++) {
+        if (rows == 2)
+            dense_halves(weight[p], x, k, 2, out + p);
+        else
+            dense_halves(weight[p], x, k, 1, out + p);
+    }
+    if (way == BF16)
+        return;
     if (rows == 1 && count == 2) { CALL(2, 1) return; }
 #endif
     if (rows == 2 && count == 1) { CALL(1, 2) return; }
@@ -485,7 +576,7 @@ static void pieces(const struct linear *a, int way, const void *const *weight, c
         int64_t left = rows - r;
         int now = left >= AT_ONCE ? AT_ONCE : left >= 4 && AT_ONCE >= 4 ? 4 : left >= 2 ? 2 : 1;
         int most = AT_ONCE == 8 ? (now == 1 ? 4 : now == 8 ? 1 : 2) : now == 1 ? 2 : 1;
-        vf out[PANELS][8];
+        vf out[MOST_PANELS][8];
         for (int p = 0; p < count;) {
             int here = count - p >= most ? most : 1;
             some(m, way, weight + p, panel + p, here, x + r * k, sums + r * groups, k, now, out + p);
@@ -501,8 +592,6 @@ static void pieces(const struct linear *a, int way, const void *const *weight, c
 
 static __attribute__((noinline)) void some_bf16(const void *const *weight, int count, const uint16_t *x,
                                                 int64_t stride, int64_t k, int rows, vf (*out)[8]) {
-    if (rows == 1 && count == 8) { CALL_BF16(8, 1); return; }
-    if (rows == 1 && count == 4) { CALL_BF16(4, 1); return; }
     if (rows == 2 && count == 4) { CALL_BF16(4, 2); return; }
     if (rows == 4 && count == 4) { CALL_BF16(4, 4); return; }
     if (rows == 8 && count == 2) { CALL_BF16(2, 8); return; }
@@ -519,11 +608,13 @@ static void pieces_bf16(const struct linear *a, const void *const *weight, const
                         const uint16_t *x, int64_t stride, int64_t rows) {
     for (int64_t r = 0; r < rows;) {
         int64_t left = rows - r;
-        int now = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1, most = now == 1 ? 8 : now == 8 ? 2 : 4;
-        vf out[PANELS][8];
-        for (int p = 0; p < count; p += most)
+        int now = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1, most = now == 1 ? 1 : now == 8 ? 2 : 4;
+        vf out[MOST_PANELS][8];
+        for (int i = 0; i < count; i += most) {
+            int p = most == 1 ? in_memory(a, i, count) : i;
             some_bf16(weight + p, count - p < most ? count - p : most, x + r * stride, stride, a->matrix->k, now,
                       out + p);
+        }
         finish_all(a, panel, count, r, now, out);
         r += now;
     }
@@ -599,13 +690,21 @@ static void pieces_amx(const struct linear *a, const void *const *weight, const 
 #endif
 
 /* a * b + c, rounded once. By name: whether the compiler fuses them by itself differs from one loop to the next. */
+INLINE rf fused_register(rf a, rf b, rf c) {
+#ifdef __AVX512F__
+    return (rf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return (rf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
+
 INLINE vf fused(vf a, vf b, vf c) {
 #ifdef __AVX512F__
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+    return fused_register(a, b, c);
 #else
-    union { vf whole; __m256 half[2]; } x = {a}, y = {b}, z = {c};
-    z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
-    z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
+    union { vf whole; rf half[2]; } x = {a}, y = {b}, z = {c};
+    z.half[0] = fused_register(x.half[0], y.half[0], z.half[0]);
+    z.half[1] = fused_register(x.half[1], y.half[1], z.half[1]);
     return z.whole;
 #endif
 }
@@ -625,31 +724,38 @@ static void linear(const struct linear *a, int64_t *next) {
         integer_linear(a, next);
         return;
     }
-    const struct matrix *m = a->matrix;
+    const struct matrix *stored = a->matrix;
+    struct matrix held = *stored, *m = &held;
+    held.kind = stored->kind == INT6 ? INT8 : stored->kind;
     int64_t width = a->gate ? m->n / 2 : m->n, last = (width + LANES - 1) / LANES;
     int quantised = m->kind >= INT8, decoded = quantised && a->rows > FEW;
-    int task = a->gate ? PANELS / 2 : PANELS;
+    int task = task_of(a, last);
     int bf16 = 0;
 #ifdef __AVX512BF16__
     bf16 = a->x_bf16 && (m->kind == BF16 || decoded);
 #endif
-    int64_t stride = 0, panel_bytes = m->kind == F32 ? 64 * m->k : 32 * m->k;
+    int64_t stride = 0;
     const uint16_t *xb = bf16 ? halves(a, &stride) : NULL;
     (void)xb;
     const float *x = bf16 ? NULL : floats(a);
     const float *sums = bf16 || decoded || !quantised ? x : group_sums(m, x, a->rows);
-    size_t kept = (decoded ? (bf16 ? 32 : 64) : 0) * m->k;
-    char *buffer = kept ? room(2, kept * PANELS) : NULL;
+    size_t wider = stored->kind == INT6 ? 16 * m->k : 0, kept = wider + (decoded ? (bf16 ? 32 : 64) : 0) * m->k;
+    char *buffer = kept ? room(2, kept * (a->gate ? 2 * task : task)) : NULL;
     for (;;) {
-        int64_t first = __atomic_fetch_add(next, task, __ATOMIC_RELAXED), panel[PANELS];
+        int64_t first = __atomic_fetch_add(next, task, __ATOMIC_RELAXED), panel[MOST_PANELS];
         if (first >= last)
             return;
-        const void *weight[PANELS];
+        const void *weight[MOST_PANELS];
         int count = list_panels(a, first, task, panel);
         for (int p = 0; p < count; p++) {
-            weight[p] = decoded ? buffer + kept * p : (const char *)m->weight + panel[p] * panel_bytes;
-            if (decoded)
-                decode(m, panel[p], buffer + kept * p, bf16);
+            char *own = buffer + kept * p;
+            weight[p] = (const char *)m->weight + panel[p] * panel_bytes(stored);
+            if (wider)
+                weight[p] = widen(weight[p], m->k, (uint32_t *)own);
+            if (decoded) {
+                decode(m, weight[p], panel[p], own + wider, bf16);
+                weight[p] = own + wider;
+            }
         }
 #ifdef __AMX_BF16__
         if (bf16) {

@@ -7,6 +7,8 @@
      BF16  [n / 16][k / 2][16][2] bfloat16, which is a tile of AMX as it is
      INT8  [n / 16][k / 4][16][4] signed bytes
      INT4  [n / 16][k / 8][16] words of 32 bits, number i of 8 in bits 4 i to 4 i + 3
+     INT6  [n / 16][k / 16][3][16] words, of numbers + 32: their lower 4 bits as two words of INT4, and in byte i of the
+           third the upper 2 bits of numbers 2 i, 2 i + 1, 2 i + 8 and 2 i + 9; no tiles of AMX multiply them
 
    Scales, zero points and minima of groups of columns are [n / 16][k / group][16].
 
@@ -20,7 +22,7 @@
 
 #include <stdint.h>
 
-enum { F32, BF16, INT8, INT4 };
+enum { F32, BF16, INT8, INT4, INT6 };
 
 /* How scales are stored: float16, bfloat16, float32; or bytes, unsigned with minima or signed, times float16 numbers
    of 256 columns, [n / 16][k / 256][2][16]: what scales and what minima are multiplied by. */

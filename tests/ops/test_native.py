@@ -21,7 +21,8 @@ from quire.ops.integer import dequantize_integers, pack_floats, pack_integers, p
 from quire.ops.native import library
 from quire.ops.native.library import LEVELS, best_level
 from quire.ops.native.ops import InvariantNativeOps, NativeOps
-from quire.ops.panels import PanelMatrix
+from quire.ops.native.pack import BLOCK_TYPES, TILED_BLOCK_TYPES, empty_blocks, write_blocks
+from quire.ops.panels import UNIT, PanelMatrix
 from quire.ops.quantized import dequantize
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
@@ -222,6 +223,36 @@ def test_blocks_of_a_gguf_file_become_panels_of_the_same_numbers(ops: NativeOps,
         for dtype in DTYPES:
             products(ops, matrix, dtype, 3)
             products(ops, matrix, dtype, 21)
+
+
+def test_numbers_of_six_bits_lie_as_eight_where_tiles_multiply_them(ops: NativeOps) -> None:
+    raw, size = raw_blocks("Q6_K", 40, 512), (40, 512)
+    made = []
+    for types in (BLOCK_TYPES, TILED_BLOCK_TYPES):
+        matrix = empty_blocks(types["Q6_K"], *size, torch.zeros, UNIT)
+        write_blocks(ops.library, matrix, types["Q6_K"], 0, raw)
+        made.append(matrix)
+    assert [matrix.weight.nbytes * 8 // (48 * 512) for matrix in made] == [6, 8]
+    assert torch.equal(made[0].values_of(), made[1].values_of())
+    if ops.level != "amx":
+        for dtype in DTYPES:
+            for rows in (1, 2, 9):
+                x = torch.randn(rows, 512).to(dtype)
+                assert torch.equal(ops.panel_linear(x, made[0]), ops.panel_linear(x, made[1]))
+
+
+def test_a_row_by_a_gate_of_many_panels_has_the_bits_that_it_has_in_a_batch(ops: NativeOps) -> None:
+    """One row reads longer pieces of either half of the matrix, see `task_of` in `native/kernels.c`."""
+    for outputs in (2 * 16 * 67, 2 * 16 * 300):
+        eight = torch.randint(-127, 128, (outputs, 32), dtype=torch.int8)
+        matrices = [
+            ops.arranged(pack_integers(eight, 32, torch.full((outputs, 1), 0.01))),
+            plain(outputs, 32, torch.bfloat16),
+        ]
+        x = torch.randn(3, 32).bfloat16()
+        for matrix in matrices:
+            whole = ops.quantized_linear(x, matrix, None, "silu")
+            assert torch.equal(ops.quantized_linear(x[1:2], matrix, None, "silu"), whole[1:2])
 
 
 def test_rows_of_a_matrix_are_its_values(ops: NativeOps) -> None:

@@ -25,12 +25,14 @@ UNIT = 32
 
 class PanelKind(IntEnum):
     """What a panel holds for k columns: float32 [k, 16]; bfloat16 [k / 2, 16, 2]; int8 [k / 4, 16, 4]; or words of 32
-    bits [k / 8, 16], column i of 8 in bits 4 i to 4 i + 3."""
+    bits [k / 8, 16], column i of 8 in bits 4 i to 4 i + 3; or numbers + 32 of 6 bits, [k / 16, 3, 16] words, see
+    `native/kernels.h`."""
 
     F32 = 0
     BF16 = 1
     INT8 = 2
     INT4 = 3
+    INT6 = 4
 
 
 class ScaleKind(IntEnum):
@@ -130,6 +132,8 @@ class PanelMatrix:
         if self.kind is PanelKind.INT8:
             return words.view(torch.int8).float()
         stored = words.view(torch.uint8)
+        if self.kind is PanelKind.INT6:
+            return sixes_of(stored)
         assert self.values is not None
         return self.values[torch.stack((stored & 15, stored >> 4), -1).flatten(1).int()]
 
@@ -143,6 +147,15 @@ class PanelMatrix:
         each = 256 // self.group
         both = self.supers[panel, :, :, place].float().repeat_interleave(each, 1)
         return scale * both[..., 0], None if zero is None else zero * both[..., 1]
+
+
+def sixes_of(stored: Tensor) -> Tensor:
+    """stored uint8 [rows, 12 * runs]: of 16 columns each, see INT6 -> float32 [rows, 16 * runs]."""
+    runs = stored.view(len(stored), -1, 12)
+    low = torch.stack((runs[..., :8] & 15, runs[..., :8] >> 4), -1).flatten(2)
+    upper = torch.stack([runs[..., 8:] >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+    high = torch.cat((upper[..., :2].flatten(2), upper[..., 2:].flatten(2)), -1)
+    return (low | high << 4).flatten(1).float() - 32
 
 
 def panels_of(values: Tensor) -> Tensor:

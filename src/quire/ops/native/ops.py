@@ -44,7 +44,7 @@ from quire.ops.native.call import (
 )
 from quire.ops.native.decoder import NativeDecoder, is_supported
 from quire.ops.native.library import LEVELS, load, team_functions
-from quire.ops.native.pack import empty_blocks, in_panels, write_blocks
+from quire.ops.native.pack import BLOCK_TYPES, TILED_BLOCK_TYPES, empty_blocks, in_panels, write_blocks
 from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
 from quire.ops.ragged import LayerKV, RaggedBatch
@@ -74,6 +74,7 @@ class NativeOps(ReferenceOps):
         self.library, self.level, self.memory = library, level, HugePages()
         if level == "amx":
             self.unit = integer.UNIT  # tiles are multiplied four at a time
+        self.block_types = TILED_BLOCK_TYPES if level == "amx" else BLOCK_TYPES
         self.many_queries = UNLIMITED if level in ("amx", "avx512_bf16") else self.many_queries
 
     def panel_linear(self, x: Tensor, matrix: PanelMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
@@ -125,8 +126,9 @@ class NativeOps(ReferenceOps):
 
     def empty_blocks(self, kind: str, outputs: int, inputs: int) -> BlockPanels | None:
         """See `Ops.empty_blocks`."""
-        made = empty_blocks(kind, outputs, inputs, self.memory.zeros, self.unit)
-        return BlockPanels(made, partial(write_blocks, self.library, made, kind))
+        stored = self.block_types[kind]
+        made = empty_blocks(stored, outputs, inputs, self.memory.zeros, self.unit)
+        return BlockPanels(made, partial(write_blocks, self.library, made, stored))
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""

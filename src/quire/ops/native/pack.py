@@ -72,13 +72,14 @@ def scale_into(made: PanelMatrix, matrix: IntegerMatrix) -> None:
 
 class BlockType(NamedTuple):
     """How a type of GGUF's blocks lies in panels. number: in `native/blocks.c`. numbers: of a block. group: columns of
-    a scale. values: what the 16 numbers of 4 bits stand for, None for those of 8 bits."""
+    a scale. values: what the 16 numbers of 4 bits stand for, None for others. kind: of the panels."""
 
     number: int
     numbers: int
     group: int
     scale_kind: ScaleKind
     values: tuple[float, ...] | None = None
+    kind: PanelKind = PanelKind.INT8
 
 
 def counted(first: int) -> tuple[float, ...]:
@@ -89,33 +90,36 @@ def counted(first: int) -> tuple[float, ...]:
 BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
     {
         "Q8_0": BlockType(0, 32, 32, ScaleKind.F16),
-        "Q4_0": BlockType(1, 32, 32, ScaleKind.F16, counted(-8)),
+        "Q4_0": BlockType(1, 32, 32, ScaleKind.F16, counted(-8), PanelKind.INT4),
         "Q5_0": BlockType(2, 32, 32, ScaleKind.F16),
-        "IQ4_NL": BlockType(3, 32, 32, ScaleKind.F16, tuple(map(float, IQ4_VALUES))),
-        "MXFP4": BlockType(4, 32, 32, ScaleKind.BF16, tuple(floats_of(torch.arange(16)).tolist())),
-        "Q3_K": BlockType(5, 256, 16, ScaleKind.I8, counted(-4)),
-        "Q4_K": BlockType(6, 256, 32, ScaleKind.U8, counted(0)),
+        "IQ4_NL": BlockType(3, 32, 32, ScaleKind.F16, tuple(map(float, IQ4_VALUES)), PanelKind.INT4),
+        "MXFP4": BlockType(4, 32, 32, ScaleKind.BF16, tuple(floats_of(torch.arange(16)).tolist()), PanelKind.INT4),
+        "Q3_K": BlockType(5, 256, 16, ScaleKind.I8, counted(-4), PanelKind.INT4),
+        "Q4_K": BlockType(6, 256, 32, ScaleKind.U8, counted(0), PanelKind.INT4),
         "Q5_K": BlockType(7, 256, 32, ScaleKind.U8),
-        "Q6_K": BlockType(8, 256, 16, ScaleKind.I8),
-        "IQ4_XS": BlockType(9, 256, 32, ScaleKind.I8, tuple(map(float, IQ4_VALUES))),
+        "Q6_K": BlockType(10, 256, 16, ScaleKind.I8, kind=PanelKind.INT6),
+        "IQ4_XS": BlockType(9, 256, 32, ScaleKind.I8, tuple(map(float, IQ4_VALUES)), PanelKind.INT4),
     }
 )
 """Types that the library packs: those of `gguf_blocks.PACKED`."""
 
+TILED_BLOCK_TYPES = MappingProxyType({**BLOCK_TYPES, "Q6_K": BlockType(8, 256, 16, ScaleKind.I8)})
+"""The same where tiles of AMX multiply them, which have no way for numbers of 6 bits."""
 
-def empty_blocks(kind: str, outputs: int, inputs: int, zeros: Zeros, unit: int) -> PanelMatrix:
-    """A matrix whose rows `write_blocks` fills. kind: of BLOCK_TYPES. zeros: allocates. unit: what columns are padded
-    to a multiple of."""
-    stored = BLOCK_TYPES[kind]
+
+BITS = MappingProxyType({PanelKind.INT8: 8, PanelKind.INT4: 4, PanelKind.INT6: 6})
+
+
+def empty_blocks(stored: BlockType, outputs: int, inputs: int, zeros: Zeros, unit: int) -> PanelMatrix:
+    """A matrix whose rows `write_blocks` fills. zeros: allocates. unit: what columns are padded to a multiple of."""
     padded, panels = -(-inputs // unit) * unit, -(-outputs // PANEL_ROWS)
-    four = stored.values is not None
     groups = panels, padded // stored.group, PANEL_ROWS
     made = PanelMatrix(
-        PanelKind.INT4 if four else PanelKind.INT8,
+        stored.kind,
         outputs,
         inputs,
         padded,
-        zeros(panels, padded * PANEL_ROWS // (2 if four else 1), dtype=torch.uint8),
+        zeros(panels, padded * PANEL_ROWS * BITS[stored.kind] // 8, dtype=torch.uint8),
         stored.group,
         stored.scale_kind,
         zeros(*groups, dtype=SCALE_DTYPES[stored.scale_kind]),
@@ -139,13 +143,13 @@ SCALE_DTYPES: Mapping[ScaleKind, torch.dtype] = MappingProxyType(
 )
 
 
-def write_blocks(library: ctypes.CDLL, made: PanelMatrix, kind: str, first: int, raw: Tensor) -> None:
+def write_blocks(library: ctypes.CDLL, made: PanelMatrix, stored: BlockType, first: int, raw: Tensor) -> None:
     """Fill rows from number `first` on, a multiple of 16, of a matrix of `empty_blocks`. raw uint8 [rows, bytes]."""
     parts = (made.weight, made.scale, made.zero, made.supers)
     where = CBlocks(
         made.inputs,
         made.padded,
-        BLOCK_TYPES[kind].number,
+        stored.number,
         *(None if each is None else each.data_ptr() for each in parts),
     )
     raw = raw.contiguous()

@@ -92,13 +92,19 @@ class PeerSum:
     captured."""
 
     def __init__(
-        self, rank: int, buffers: Sequence[int], card: DeviceInfo, device: torch.device, most: int = CAPACITY
+        self,
+        rank: int,
+        buffers: Sequence[int],
+        card: DeviceInfo,
+        device: torch.device,
+        most: int = CAPACITY,
+        owner: object = None,
     ) -> None:
-        """buffers: addresses of every rank's memory of `buffer_bytes`, zeros, as this process reaches it."""
-        self.rank, self.size, self.card, self.most = rank, len(buffers), card, most
+        """buffers: addresses of every rank's memory of `buffer_bytes`, zeros, as this process reaches it. owner: what
+        keeps them."""
+        self.rank, self.size, self.card, self.most, self.owner = rank, len(buffers), card, most, owner
         self.peers = torch.tensor(list(buffers), dtype=torch.int64, device=device)
         self.calls = torch.zeros(PROGRAMS, dtype=torch.int64, device=device)
-        self.memory: object = None  # what keeps the buffers
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum of every rank's x, of the same bits on every rank, whatever else is summed in the call."""
@@ -114,13 +120,13 @@ class PeerSum:
 
 
 def peer_sum(group: dist.ProcessGroup, rank: int, device: torch.device) -> PeerSum:
-    """Over memory that torch lets the GPUs of `group` write. Every rank calls this. Raises RuntimeError where they
-    cannot reach each other's."""
+    """Over memory that torch lets the GPUs of `group` write. Every rank calls this, and then exchanges something before
+    the first sum: no rank may write before all buffers are zero.
+
+    Raises RuntimeError where GPUs cannot reach each other's memory.
+    """
     memory = symmetric_memory.empty(buffer_bytes(group.size()), dtype=torch.uint8, device=device)
     memory.zero_()
     torch.cuda.synchronize(device)
     handle = symmetric_memory.rendezvous(memory, group)
-    dist.barrier(group)  # no rank writes before all buffers are zero
-    made = PeerSum(rank, handle.buffer_ptrs, DeviceInfo.of(device), device)
-    made.memory = handle
-    return made
+    return PeerSum(rank, handle.buffer_ptrs, DeviceInfo.of(device), device, owner=(memory, handle))
