@@ -58,9 +58,11 @@ ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = MappingProxyType(
         "bamba": gguf.MODEL_ARCH.GRANITE_HYBRID,
         "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
         "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+        "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+        "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     }
 )
-SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next")
+SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Models whose converter adds 1 to the weights of norms."""
 INTERLEAVED = (
     *("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoeshared"),
@@ -84,10 +86,12 @@ def write(
     kind: str | Callable[[str], str] = "F32",
     *,
     facts: Mapping[str, Any] | None = None,
+    drafting: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Convert as llama.cpp's converter does; -> what the file means, under transformers' names.
 
-    kind: of all tensors, or of each by the name. Vectors, and rows a block does not fit in, stay F32.
+    kind: of all tensors, or of each by the name. Vectors, and rows a block does not fit in, stay F32. drafting: tensors
+    of Qwen3.5's layer that drafts, which is counted among the model's.
     """
     config = model.config
     arch = ARCHITECTURES[config.model_type]
@@ -108,6 +112,12 @@ def write(
             name, value
         )
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for key, tensor in (drafting or {}).items():
+        block, last = key.removeprefix("mtp.layers.0."), config.num_hidden_layers - 1
+        around = DRAFTS.get(key.removeprefix("mtp.").removesuffix(".weight"))
+        name = around or names.get_name(f"model.layers.{last}.{block}", try_suffixes=(".weight", ".bias"))
+        name = f"blk.{last}.nextn.{around}.weight" if around else name
+        writer.add_tensor(name, changed(config, name if around else key, tensor).numpy())
     meant = {}
     tied = config.tie_word_embeddings
     for key, tensor in experts_stacked(model).items():
@@ -132,6 +142,11 @@ def write(
     writer.close()
     return meant
 
+
+DRAFTS = MappingProxyType(
+    {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
+)
+"""What is around the block of Qwen3.5's layer that drafts, which llama.cpp numbers after the others."""
 
 GEMMA4 = MappingProxyType(
     {"router.scale": "blk.#.ffn_gate_inp.scale", "router.per_expert_scale": "blk.#.ffn_down_exps.scale"}
@@ -242,7 +257,8 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     describe_experts(writer, config)
 
 
-RECURRENT = ("granitemoehybrid", "bamba", "nemotron_h", "qwen3_next")
+QWENS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+RECURRENT = ("granitemoehybrid", "bamba", "nemotron_h", *QWENS)
 
 
 def describe_recurrent(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -255,7 +271,7 @@ def describe_recurrent(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_key_length(has("head_dim") or config.hidden_size // heads)
     writer.add_layer_norm_rms_eps(has("rms_norm_eps", "layer_norm_epsilon"))
     kv = [config.num_key_value_heads * (kind == "full_attention") for kind in kinds]
-    writer.add_head_count_kv(config.num_key_value_heads if config.model_type == "qwen3_next" else kv)
+    writer.add_head_count_kv(config.num_key_value_heads if config.model_type in QWENS else kv)
     writer.add_ssm_conv_kernel(has("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"))
     writer.add_ssm_state_size(has("linear_key_head_dim", "mamba_d_state", "ssm_state_size"))
     writer.add_ssm_group_count(has("linear_num_key_heads", "mamba_n_groups", "n_groups"))
@@ -274,12 +290,13 @@ def describe_recurrent(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_moe_latent_size(config.moe_latent_size)
         describe_experts(writer, config)
         return
-    writer.add_feed_forward_length(config.intermediate_size)
+    if has("intermediate_size"):
+        writer.add_feed_forward_length(config.intermediate_size)
     rope = config.rope_parameters or {}
     if rope:
         writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_scaling_finetuned(config.model_type == "bamba")
-    if config.model_type == "qwen3_next":
+    if config.model_type in QWENS:
         writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
     describe_scales(writer, config)
     if has("num_local_experts", "num_experts"):
@@ -303,7 +320,23 @@ def state_name(config: Any, key: str) -> str | None:
     own = STATES.get(rest) or f"ssm_{rest.removeprefix('in_proj_').replace('conv1d', 'conv1d')}"
     own = {"ssm_in_proj.weight": "ssm_in.weight", "ssm_in_proj.bias": "ssm_in.bias"}.get(own, own)
     own = {"ssm_out_proj.weight": "ssm_out.weight", "ssm_out_proj.bias": "ssm_out.bias"}.get(own, own)
-    return f"blk.{layer}.{own.replace('ssm_qkv.', 'attn_qkv.').replace('ssm_z.', 'attn_gate.')}"
+    kinds = {"ssm_qkv.": "attn_qkv.", "ssm_z.": "attn_gate.", "ssm_b.": "ssm_beta.", "ssm_a.": "ssm_alpha."}
+    for theirs, ours in kinds.items():
+        own = own.replace(theirs, ours)
+    return f"blk.{layer}.{own}"
+
+
+def tiled(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Qwen3.5's heads of values as its converter sorts them: the first of every head of keys, then the second."""
+    part = key.partition(".linear_attn.")[2]
+    if not config.model_type.startswith("qwen3_5") or not part or part == "norm.weight":
+        return tensor
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    before = 2 * keys * config.linear_key_head_dim if part.startswith(("in_proj_qkv", "conv1d")) else 0
+    moved = tensor.t() if part.startswith("out_proj") else tensor
+    rest = moved[before:].unflatten(0, (keys, values // keys, -1)).transpose(0, 1).flatten(0, 2)
+    moved = torch.cat([moved[:before], rest])
+    return moved.t().contiguous() if part.startswith("out_proj") else moved
 
 
 def by_kind(config: Any, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -426,8 +459,9 @@ def experts_stacked(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def changed(config: Any, key: str, tensor: torch.Tensor) -> torch.Tensor:
     """What llama.cpp's converter does to it."""
+    tensor = tiled(config, key, tensor)
     if key.endswith(".A_log"):
-        return -tensor.exp() if config.model_type == "qwen3_next" else -tensor.exp()[:, None]
+        return -tensor.exp() if config.model_type in QWENS else -tensor.exp()[:, None]
     if key.endswith(("mamba.D", "mixer.D")):
         return tensor[:, None]
     if key.endswith("conv1d.weight"):

@@ -31,8 +31,10 @@ from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts
 from quire.types import GREEDY, Request, SamplingParams, StructuredOutputsParams
-from quire.weights.load import load_model
+from quire.weights.load import load_model, quiet
 from quire.weights.locate import embedded
+from quire.weights.quantize import quantize
+from tests.gguf_files import write
 from tests.mtp import SHAPES, Reference, make_mtp
 from tests.test_speculation import SCHEMA, Drawn
 
@@ -185,6 +187,20 @@ def compare(reference: Reference, it: Engine, asked: list[Request], want: Any, s
 def test_drafts_are_those_of_the_reference(made: Any, shape: str) -> None:
     """In chunks and mixed batches, whatever was accepted before."""
     reference, model, _ = made(shape)
+    asked, want, said = apart(model)
+    compare(reference, engine(host(model, said, PAGES), Drawn), asked, want, said)
+
+
+@pytest.mark.parametrize("shape", ["glm4_moe-groups", "qwen3_5_text-shared-keys"])
+def test_drafts_of_a_gguf_file_are_those_of_the_reference(made: Any, shape: str, tmp_path: Path) -> None:
+    reference, _, folder = made(shape)
+    path = tmp_path / "model.gguf"
+    if shape in RECURRENT:
+        tensors = {n: t for n, t in load_file(folder / "model.safetensors").items() if n.startswith("mtp.")}
+        write(path, reference.model, facts={"qwen35.nextn_predict_layers": 1}, drafting=tensors)
+    else:
+        quantize(folder, path, "f32", vocabulary=False, check=False, progress=quiet)
+    model = load_model(path, dtype="float32", mtp=True)
     asked, want, said = apart(model)
     compare(reference, engine(host(model, said, PAGES), Drawn), asked, want, said)
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from quire.cli import main
-from quire.cli.verify import PLAIN, Difference, difference, drafting
+from quire.cli.verify import LENGTHS, PLAIN, Difference, difference, drafting, scarce
+from quire.engine.executor import Description
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.reference import ReferenceOps
-from quire.types import UNLIMITED, TokenLogprobs
+from quire.types import UNLIMITED, Request, TokenLogprobs
+from quire.weights.schemes import ONLINE
+from tests.checkpoints import make
+from tests.product import KINDS
 
 SITUATIONS = [
     "alone, once more",
@@ -26,6 +31,7 @@ SITUATIONS = [
     "drafts by a model, all at once",
 ]
 
+MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
 
 
@@ -45,6 +51,20 @@ def test_deterministic_mode_keeps_its_promise_in_every_situation_and_every_one_c
     assert [row["name"] for row in rows] == SITUATIONS
     assert all(row["tokens"] == 6 * 8 and row["differ"] == 0 and row["first"] is None for row in rows)
     assert all(row["happened"] > 0 for row in rows), rows
+
+
+def test_memory_is_scarce_for_as_many_requests_as_run_at_once() -> None:
+    about = Description(num_blocks=1000, block_size=16, num_rows=64, max_model_len=2048, vocab_size=100)
+    asked = [Request(id=str(i), prompt=(1,) * n, max_new_tokens=24) for i, n in enumerate(LENGTHS * 64)]
+    begun, grown = (sum(n // 16 + 1 for n in LENGTHS), sum(-(-(n + 24) // 16) for n in LENGTHS))
+    assert scarce(asked[:8], about, 64) < grown
+    assert scarce(asked, about, 64) == 64 // 8 * begun // 4 > -(-(max(LENGTHS) + 24) // 16)
+
+
+def test_more_requests_than_run_at_once_preempt_each_other_in_few_steps() -> None:
+    code, found = verified("--deterministic", "--requests", "24", "--new", "20", "--max-num-seqs", "8")
+    rows = {row["name"]: row for row in found["situations"]}
+    assert code == 0 and rows["preempted"]["happened"] > 0 and rows["warm prefix cache"]["happened"] > 0
 
 
 class Batched(BatchInvariantOps):
@@ -75,6 +95,30 @@ def test_a_planted_dependence_on_the_batch_is_caught(
     assert rows["in a batch"]["differ"] > 0
     first = rows["in a batch"]["first"]
     assert first["alone"] != first["here"] and 0 < rows["in a batch"]["apart"] < 1e-2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_family_and_format_keeps_the_promise(kind: str, dtype: str, tmp_path: Path) -> None:
+    config = ("--speculative-config", MTP) if kind.startswith("mtp ") else ()
+    check_every_situation(KINDS[kind](tmp_path), "--dtype", dtype, *config)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("format", ONLINE)
+def test_every_format_made_while_loading_keeps_the_promise(format: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 512}
+    make(tmp_path, "llama-gqa-tied", **sizes)
+    check_every_situation(tmp_path, "--dtype", "bfloat16", "--quantization", format, "--canary", "warn")
+
+
+def check_every_situation(folder: Path, *options: str) -> None:
+    """Ten requests, greedy and seeded, in all situations."""
+    code, found = verified("--deterministic", "--requests", "10", "--new", "6", *options, str(folder))
+    rows = [row for row in found["situations"] if not row["why"]]
+    assert code == 0 and len(rows) >= 7
+    assert all(row["tokens"] == 10 * 6 and row["differ"] == 0 for row in rows), rows
 
 
 def test_the_default_mode_says_where_it_differs_and_the_table_names_the_place() -> None:

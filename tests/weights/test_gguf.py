@@ -126,6 +126,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "nemotron_h-latent-experts": {"layers_block_type": ["linear_attention", "full_attention", "moe"]},
     "qwen3_next-shared-keys": {},
     "qwen3_next-one-key-head": {"mlp_only_layers": [], "norm_topk_prob": True},
+    "qwen3_5_text-shared-keys": {},
+    "qwen3_5_text-tied-by-interval": {},
+    "qwen3_5_text-biased-one-key-head": {},
+    "qwen3_5_moe_text-shared-keys": {"norm_topk_prob": True},
     "gpt_oss-gqa": {"rope_parameters": {**GPT_OSS_ROPE, "beta_fast": 32.0, "beta_slow": 1.0}},
 }
 PROMPTS = [[7 * i % 199 for i in range(45)], [3, 5, 8]]

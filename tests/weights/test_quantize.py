@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from quire.assembly.engine import choose_ops
 from quire.assembly.text import build_text
 from quire.cli import main
 from quire.config import Settings
 from quire.errors import InvalidModel
+from quire.models.registry import mtp_of
 from quire.ops.gguf_blocks import BLOCKS
 from quire.ops.gguf_encode import ENCODERS, encode
 from quire.weights.canary import answers
@@ -128,10 +130,29 @@ def test_every_family_is_written_exactly_or_refused_by_name(tmp_path: Path, shap
     assert made.quality is not None and made.quality.kl < 1e-9 and made.quality.agreement == 1.0
 
 
-def test_layers_that_draft_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_draft_are_written_under_the_names_of_llama_cpp(tmp_path: Path) -> None:
     make_mtp(tmp_path / "drafting", "glm4_moe-groups")
+    path = tmp_path / "made.gguf"
+    written(tmp_path / "drafting", path, "f32", vocabulary=False)
+    file = read_gguf(path)
+    assert (file.get("block_count"), file.get("nextn_predict_layers")) == (3, 1)
+    # llama.cpp's own names of everything but what repeats the model's embedding and head.
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, 3)
+    theirs = load_file(tmp_path / "drafting" / "model.safetensors")
+    repeated = ("embed_tokens.weight", "shared_head.head.weight")
+    layer = [n for n in theirs if n.startswith("model.layers.2.") and ".experts." not in n and not n.endswith(repeated)]
+    wanted = {names.get_name(n.replace("_bias", ".bias"), try_suffixes=(".weight", ".bias")) for n in layer}
+    assert {n for n in file.tensors if n.startswith("blk.2.") and "_exps" not in n} == wanted
+    written(path, tmp_path / "again.gguf", "bf16", vocabulary=False, check=False)
+    assert mtp_of(load_model(tmp_path / "again.gguf", mtp=True)) is not None
+
+
+def test_layers_that_draft_without_a_name_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_mtp(tmp_path / "drafting", "ernie4_5_moe-gqa")
     written(tmp_path / "drafting", tmp_path / "made.gguf", "f32", vocabulary=False, check=False)
-    assert "55 tensors of a layer for multi-token prediction are not written: model.layers.2.eh_proj" in caplog.text
+    assert "12 tensors of a layer for multi-token prediction are not written: model.mtp_block.0" in caplog.text
 
 
 def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
 import click
@@ -191,8 +191,9 @@ Seen = Callable[[ScheduleObserver, Gauges], tuple[int, str]]
 
 
 class Situation(NamedTuple):
-    """together: all at once, or one after the other. twice: a second time, with what the first left in the cache.
-    chunked, tight: small chunks; hardly more blocks than the longest request takes, the shortest asked first."""
+    """together: all at once, or one after the other. twice: after a round of answers of one token, with what that left
+    in the cache. chunked, tight: small chunks; fewer blocks than those that run at once need, the shortest asked first.
+    """
 
     name: str
     seen: Seen
@@ -364,12 +365,13 @@ def tried(
     watch, pages = ScheduleObserver(), 0
     if situation.tight:
         asked = sorted(asked, key=lambda request: len(request.prompt))
-        pages = scarce(asked, made.executor.describe())
+        pages = scarce(asked, made.executor.describe(), made.limits.max_num_seqs)
     it = engine(settings, made, pages=pages, chunk=CHUNK if situation.chunked else 0, watch=watch)
-    found = dict[str, Answer]()
-    for _ in range(1 + situation.twice):
-        for group in [asked] if situation.together else [[request] for request in asked]:
-            found |= ask(it, group)
+    groups, found = [asked] if situation.together else [[request] for request in asked], dict[str, Answer]()
+    for group in groups if situation.twice else ():
+        ask(it, [replace(request, max_new_tokens=1) for request in group])
+    for group in groups:
+        found |= ask(it, group)
     differences = {id: difference(id, alone[id], answer) for id, answer in found.items()}
     departed = [each for each in differences.values() if each is not None]
     return Row(
@@ -384,16 +386,20 @@ def tried(
     )
 
 
-def scarce(asked: Sequence[Request], about: Description) -> int:
-    """The smallest number of blocks that holds the longest request and makes the others preempt each other."""
-    least = max(-(-(len(r.prompt) + r.max_new_tokens + about.num_drafts) // about.block_size) for r in asked)
-    begun = grown = 0
-    for request in asked:
-        begun += len(request.prompt) // about.block_size + 1
-        grown += -(-(len(request.prompt) + request.max_new_tokens) // about.block_size)
-        if grown > max(begun, least):
-            return max(begun, least)
-    return least
+def scarce(asked: Sequence[Request], about: Description, at_once: int) -> int:
+    """The smallest number of blocks that holds the longest request and makes the others preempt each other; but where
+    there are many, a quarter of what those that may run at once take when they begin, so that they are soon done."""
+    size = about.block_size
+    least = max(-(-(len(r.prompt) + r.max_new_tokens + about.num_drafts) // size) for r in asked)
+    begun = [len(request.prompt) // size + 1 for request in asked]
+    grown = [-(-(len(request.prompt) + request.max_new_tokens) // size) for request in asked]
+    many = sum(begun) * min(at_once, len(asked)) // (4 * len(asked))
+    few = (
+        max(first, least)
+        for first, then in zip(accumulate(begun), accumulate(grown), strict=True)
+        if then > max(first, least)
+    )
+    return max(many, next(few, least))
 
 
 def difference(request: str, alone: Answer, here: Answer) -> Difference | None:

@@ -58,7 +58,7 @@ class MTPDrafter:
     ) -> None:
         self.layer, self.kv, self.num_rows = layer, kv, rows
         self.num_drafts, self.device = num_drafts, device
-        self.sampler = Sampler(vocab_size)
+        self.sampler = Sampler(vocab_size, scores=False)
         self.hidden: Tensor | None = None
         """[rows, hidden] what each row's next draft reads."""
 

@@ -105,7 +105,7 @@ class ModelDrafter:
         self.model, self.kv = model, kv
         self.num_drafts, self.device = num_drafts, device
         self.done = np.zeros(rows, dtype=np.intp)
-        self.sampler = Sampler(vocab_size)
+        self.sampler = Sampler(vocab_size, scores=False)
         self.shape = StepShape.of(())
 
     def follow(self, rows: RowState, shape: StepShape, before: Ints, hidden: torch.Tensor | None) -> None:

@@ -49,6 +49,12 @@ def family_of(architecture: str) -> tuple[str, Family]:
     )
 
 
+def names_drafts(architecture: str) -> bool:
+    """Whether files of a config.json's architecture have names for a layer that drafts, and are written."""
+    name, family = family_of(architecture)
+    return name not in RECURRENT and any(part.startswith("nextn.") for part in family.names)
+
+
 def export(spec: ModelSpec, config: Config, entries: Mapping[str, TensorEntry]) -> Export:
     """What a GGUF file of a model holds. entries: the checkpoint's tensors, under the names that the model knows.
 
@@ -80,7 +86,7 @@ def _tensors(
     outer = [(part, "", theirs) for part, theirs in family.outer.items()]
     inner = [
         (part, f"blk.{i}.", f"{family.prefix}.{i}.{theirs}")
-        for i in range(spec.layers)
+        for i in range(spec.layers + spec.draft_layers)
         for part, theirs in family.names.items()
     ]
     for part, before, theirs in (*outer[:-1], *inner, *outer[-1:]):
@@ -94,7 +100,7 @@ def _tensors(
 
 
 def _suffixes(part: str) -> Sequence[str]:
-    return ("",) if "." in part else (".weight", ".bias")
+    return ("",) if part.endswith((".weight", ".bias", ".scale")) else (".weight", ".bias")
 
 
 def _take(left: dict[str, TensorEntry], theirs: str, part: str, suffix: str, spec: ModelSpec) -> TensorEntry | None:
@@ -176,7 +182,9 @@ def _factors(rope: RopeConfig) -> Iterator[tuple[str, TensorEntry, bool]]:
 
 
 def _facts(name: str, spec: ModelSpec, config: Config) -> Iterator[tuple[str, Any]]:
-    yield "block_count", spec.layers
+    yield "block_count", spec.layers + spec.draft_layers
+    if spec.draft_layers:
+        yield "nextn_predict_layers", spec.draft_layers
     yield "context_length", config.get(int, "max_position_embeddings", "n_positions", default=spec.context)
     yield "embedding_length", spec.hidden
     yield "feed_forward_length", _width(name, spec, config)

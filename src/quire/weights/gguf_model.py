@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from quire.models.spec import FULL, SLIDING
 from quire.ops.gguf_blocks import BLOCKS, PACKED
 from quire.weights.entries import Cut, TensorEntry, file_entry, read_tensor, rows_of
 from quire.weights.gguf import Gguf, GgufTensorInfo
+
+log = logging.getLogger(__name__)
 
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -66,10 +69,17 @@ GRANITE_MOE_NAMES: Mapping[str, str] = {
     **{f"ffn_{part}_shexp": "shared_mlp.input_linear" for part in ("gate", "up")},
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
+NEXTN_NAMES: Mapping[str, str] = {
+    **{f"nextn.{part}": part for part in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+    **{f"nextn.shared_head_{part}": f"shared_head.{part}" for part in ("norm", "head")},
+}
+"""Of a layer that drafts, which is numbered after the others."""
 GLM4_MOE_NAMES: Mapping[str, str] = {
+    # Of two names for one tensor the first is written.
+    "post_attention_norm": "post_attention_layernorm",
     **LLAMA_NAMES,
     **SHARED_NAMES,
-    "post_attention_norm": "post_attention_layernorm",
+    **NEXTN_NAMES,
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
 ERNIE_MOE_NAMES: Mapping[str, str] = {
@@ -177,13 +187,28 @@ QWEN_NEXT_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("ssm_in", "attn_qkv", "attn_gate"), "linear_attn.in_proj_qkvz"),
     "ssm_ba": "linear_attn.in_proj_ba",
 }
+QWEN35_NAMES: Mapping[str, str] = {
+    **QWEN_NEXT_NAMES,
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    **NEXTN_NAMES,
+}
+QWEN_DRAFT_NAMES: Mapping[str, str] = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+"""Of Qwen3.5's layer that drafts, which a checkpoint has beside the others: what is around its block."""
 APERTUS_NAMES: Mapping[str, str] = {
     **LLAMA_NAMES,
     "attn_norm": "attention_layernorm",
     "ffn_norm": "feedforward_layernorm",
 }
 GLM_NAMES: Mapping[str, str] = {**FUSED_NAMES, "attn_qkv": "self_attn.qkv"}
-RECURRENT = ("granitehybrid", "nemotron_h", "nemotron_h_moe", "qwen3next")
+RECURRENT = ("granitehybrid", "nemotron_h", "nemotron_h_moe", "qwen3next", "qwen35", "qwen35moe")
 """Architectures with recurrent layers: files are read, and not written."""
 
 
@@ -243,6 +268,8 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron_h": Family("NemotronHForCausalLM", NEMOTRON_H_NAMES),
     "nemotron_h_moe": Family("NemotronHForCausalLM", NEMOTRON_H_NAMES),
     "qwen3next": Family("Qwen3NextForCausalLM", QWEN_NEXT_NAMES, shift=1.0, known={"num_nextn_predict_layers": 0}),
+    "qwen35": Family("Qwen3_5ForCausalLM", QWEN35_NAMES, shift=1.0),
+    "qwen35moe": Family("Qwen3_5MoeForCausalLM", QWEN35_NAMES, shift=1.0),
 }
 """By llama.cpp's names, as its converter and the gguf package have them."""
 
@@ -267,7 +294,7 @@ PATTERNS = ("olmo2", "exaone4", "gpt-oss")
 
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are facts of the rotary embedding."""
-NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?)(?:\.(weight|bias|scale))?")
+NAME = re.compile(r"(?:blk\.(\d+)\.)?((?:nextn\.)?\w+?)(?:\.(weight|bias|scale))?")
 LAYER = re.compile(r"blk\.(\d+)\.")
 
 
@@ -293,15 +320,16 @@ def block_entry(info: GgufTensorInfo) -> TensorEntry:
 def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
     """The file's tensors with transformers' names and layouts."""
     found: dict[str, list[TensorEntry]] = {}
-    layers = int(gguf_config(gguf).get("num_hidden_layers", 0))
+    layers = int(gguf_config(gguf).get("num_hidden_layers", 0)) + drafting_layers(gguf)
+    if unnamed := [name for name in gguf.tensors if (layer := LAYER.match(name)) and int(layer[1]) >= layers]:
+        log.warning("%d tensors of a layer for multi-token prediction are not read (%s)", len(unnamed), unnamed[0])
     # In this order gate comes before up, of which some families have one matrix.
     for name, held in sorted(gguf.tensors.items()):
         if held.kind.name in PLAIN:
             entry = file_entry(held.path, held.start, PLAIN[held.kind.name], held.shape, held.kind.name)
         else:
             entry = block_entry(held)
-        layer = LAYER.match(name)
-        if name in FACTORS or (layer and int(layer[1]) >= layers):
+        if name in FACTORS or name in unnamed:
             continue
         theirs = transformers_name(gguf, name)
         entry = restored(gguf, name, theirs, entry)
@@ -313,9 +341,70 @@ def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
     whole = {name: below_each_other(parts) for name, parts in found.items()}
     split = {name for name, parts in found.items() if name.endswith("in_proj_qkvz.weight") and len(parts) > 1}
     whole = {name: by_key_head(gguf, entry) if name in split else entry for name, entry in whole.items()}
+    if gguf.architecture in ("qwen35", "qwen35moe"):
+        whole = beside_the_layers(gguf, by_value_head(gguf, whole))
     if gguf.architecture == "chatglm":
         whole = apart(gguf, whole)
     return whole | (activations(gguf) if gguf.architecture == "apertus" else {})
+
+
+def drafting_layers(gguf: Gguf) -> int:
+    """Layers of the file that draft, and whose names are known."""
+    named = any(part.startswith("nextn.") for part in family_of(gguf).names)
+    return int(gguf.get("nextn_predict_layers", 0)) if named else 0
+
+
+def beside_the_layers(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The entries with a layer that drafts named as in Qwen3.5's checkpoints, beside the others."""
+    prefix, found = f"model.layers.{gguf_config(gguf)['num_hidden_layers']}.", dict[str, TensorEntry]()
+    for name, entry in entries.items():
+        part, _, kind = name.removeprefix(prefix).rpartition(".")
+        if not name.startswith(prefix):
+            found[name] = entry
+        elif part in QWEN_DRAFT_NAMES:
+            found[f"mtp.{QWEN_DRAFT_NAMES[part]}.{kind}"] = entry
+        elif part not in ("embed_tokens", "shared_head.head"):  # the model's own once more
+            found[f"mtp.layers.0.{part}.{kind}"] = entry
+    return found
+
+
+def by_value_head(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The entries of Qwen3.5's recurrent layers with heads of values sorted by their head of keys. In a file the first
+    ones of all heads of keys come first, then the second ones."""
+    keys, values = gguf.get("ssm.group_count"), gguf.get("ssm.time_step_rank")
+    if keys == values:
+        return dict(entries)
+    size, both = gguf.get("ssm.inner_size") // values, 2 * keys * gguf.get("ssm.state_size")
+    heads = torch.arange(values).view(-1, keys).t().flatten()
+
+    def order(count: int, before: int = 0) -> Tensor:
+        rows = before + heads[:, None] * count + torch.arange(count)
+        return torch.cat([torch.arange(before), rows.flatten()])
+
+    orders = {
+        **dict.fromkeys(("in_proj_qkv.weight", "conv1d.weight"), order(size, both)),
+        "in_proj_z.weight": order(size),
+        **dict.fromkeys(("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias"), order(1)),
+    }
+    found = dict[str, TensorEntry]()
+    for name, entry in entries.items():
+        part = name.partition(".linear_attn.")[2]
+        if part in orders:
+            entry = entry.transformed(entry.shape, rows_moved(orders[part]), rows_only=True)
+        elif part == "out_proj.weight":
+            entry = entry.transformed(entry.shape, columns_moved(order(size)))
+        found[name] = entry
+    return found
+
+
+def rows_moved(order: Tensor) -> Callable[[Tensor], Tensor]:
+    """Row i of the result is row order[i]."""
+    return lambda whole: whole[order]
+
+
+def columns_moved(order: Tensor) -> Callable[[Tensor], Tensor]:
+    """Column i of the result is column order[i]."""
+    return lambda whole: whole[:, order]
 
 
 def apart(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -473,7 +562,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
     fields = {
         "architectures": [family.architecture],
         "hidden_size": hidden,
-        # Layers that draft the tokens after the next are counted, and not read.
+        # Layers that draft the tokens after the next are counted among the others.
         "num_hidden_layers": get("block_count") and get("block_count") - get("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads(gguf),
@@ -503,6 +592,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         "eos_token_id": gguf.facts.get("tokenizer.ggml.eos_token_id"),
         "final_logit_softcapping": get("final_logit_softcapping"),
         "attn_logit_softcapping": get("attn_logit_softcapping"),
+        "num_nextn_predict_layers": drafting_layers(gguf),
         **experts(gguf),
         **family.known,
     }
@@ -579,7 +669,7 @@ def recurrent_fields(gguf: Gguf) -> dict[str, Any]:
         "bias": f"blk.{first}.ssm_in.bias" in tensors,
         "conv_bias": f"blk.{first}.ssm_conv1d.bias" in tensors,
     }
-    if gguf.architecture == "qwen3next":
+    if gguf.architecture.startswith("qwen"):
         names = {
             "linear_num_key_heads": sizes["groups"],
             "linear_key_head_dim": sizes["state"],
@@ -587,7 +677,8 @@ def recurrent_fields(gguf: Gguf) -> dict[str, Any]:
             "linear_value_head_dim": sizes["value"],
             "linear_conv_kernel_dim": sizes["width"],
         }
-        return names | {"layer_types": own, "norm_topk_prob": True}
+        drafts = {"mtp_num_hidden_layers": drafting_layers(gguf)}
+        return names | drafts | {"layer_types": own[: layers - get("nextn_predict_layers", 0)], "norm_topk_prob": True}
     # Granite and Bamba call them otherwise than Nemotron-H.
     mamba = dict.fromkeys(("mamba_n_groups", "n_groups"), sizes["groups"])
     mamba |= dict.fromkeys(("mamba_d_state", "ssm_state_size"), sizes["state"])

@@ -23,7 +23,7 @@ from quire.weights.canary import PROBE, Quality, answers, compare, probe
 from quire.weights.entries import TensorEntry, file_entry
 from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import Gguf, find_gguf, read_gguf
-from quire.weights.gguf_export import constant, differences, export
+from quire.weights.gguf_export import constant, differences, export, names_drafts
 from quire.weights.gguf_model import FACTORS, PLAIN, block_entry, gguf_config
 from quire.weights.gguf_write import KIND_BY_NAME, NewTensor, write_gguf
 from quire.weights.load import Progress, build_outline, load_model, match, named, quiet
@@ -201,8 +201,13 @@ def from_checkpoint(
     checkpoint = Checkpoint(folder)
     build = build_outline(config, spec, AUTO, torch.bfloat16, checkpoint.entries)
     held = named(build, checkpoint)
+    left = [key for pattern in build.skipped for key in held if fnmatchcase(key, pattern)]
+    if left and names_drafts(spec.architecture):
+        spec = read_spec(config, mtp=True)
+        build = build_outline(config, spec, AUTO, torch.bfloat16, checkpoint.entries)
+        held, left = named(build, checkpoint), []
     match(build, folder.name, held)
-    if left := [key for pattern in build.skipped for key in held if fnmatchcase(key, pattern)]:
+    if left:
         log.warning("%d tensors of a layer for multi-token prediction are not written: %s", len(left), listed(left))
     entries: dict[str, TensorEntry] = {key: entry for key, entry in held.items() if key in build.slots}
     made = export(spec, Config({**config, **(config.get("text_config") or {})}), entries)

@@ -291,11 +291,11 @@ class SamplingPlan(NamedTuple):
 
 
 class Sampler:
-    """Samples rows over a vocabulary of `vocab_size`."""
+    """Samples rows over a vocabulary of `vocab_size`. scores: say how likely tokens were, where a row asks for it."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, *, scores: bool = True) -> None:
         self.draw = Draw(vocab_size)
-        self.vocab_size = vocab_size
+        self.vocab_size, self.scores = vocab_size, scores
         self._plan: SamplingPlan | None = None
         # Epoch and rows that the plan is for: a drafter samples some of the rows only.
         self._plan_for: tuple[int, bytes] = (-1, b"")
@@ -310,7 +310,7 @@ class Sampler:
         if self._plan_for != key or self._plan is None:
             self._plan, self._plan_for = sampling_plan(rows, shape, self.vocab_size), key
         processors, scored, random_rows = self._plan[:3]
-        raw = torch.from_numpy(x[scored]) if len(scored) else None
+        raw = torch.from_numpy(x[scored]) if self.scores and len(scored) else None
         tokens, peak = _best(x)
         bad = ~np.isfinite(peak)
         errors = dict.fromkeys(np.flatnonzero(bad).tolist(), BROKEN)
