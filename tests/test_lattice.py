@@ -68,8 +68,11 @@ def test_planted_bug_of_groups_is_caught() -> None:
 
 
 RARE = {
-    "a background request is not preempted": 100,
+    "a background request is not preempted": 55,
+    "a pin that is extended keeps its first end on the heap of ends": 32,
+    "abort forgets the waiting queue": 1,
     "abort forgets a preempted row with a step in flight": 6,
+    "an evicted block stays pinned": 19,
     "followers forgotten when their leader ends": 3,
     "followers forgotten when their leader is preempted": 3,
     "short row preempts although blocks are about to be freed": 90,

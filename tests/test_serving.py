@@ -54,7 +54,7 @@ def test_sixty_four_streams_do_not_mix_and_none_is_lost(live: Live) -> None:
     """Each stream equals its answer among three others, and some what they are alone; twice as many as there are
     seats."""
     prompts = [f"Once upon a time, a {animal} number {i}" for i in range(32) for animal in ("dog", "cat")]
-    ask: dict[str, Any] = {"model": "embedded", "temperature": 0, "max_tokens": 40}
+    ask: dict[str, Any] = {"model": "embedded", "temperature": 0, "max_tokens": 24}
 
     async def story() -> list[str]:
         async with AsyncOpenAI(

@@ -15,6 +15,7 @@ from quire.bench.peers import checkpoints, process
 from quire.bench.peers.process import Peer, check, pythons
 from quire.config import Settings
 from quire.errors import InvalidConfig
+from quire.ops.native.library import best_level
 
 TINY = {
     "hidden_size": 64,
@@ -107,3 +108,17 @@ def test_the_bandwidth_of_memory_is_a_speed() -> None:
     before = torch.get_num_threads()
     assert cpu.bandwidth() > 1e6
     assert torch.get_num_threads() == before
+
+
+def test_a_layer_costs_time_and_few_calls(tmp_path: Path) -> None:
+    """Layers in one call of the library make fewer than one each; torch's operations many."""
+    folder = checkpoints.write_folder(tmp_path / "model", {**TINY, "num_hidden_layers": 8}, "bfloat16")
+    found = {}
+    for kernels in ("auto", "torch"):
+        how = {"dtype": "bfloat16", "threads": 1, "cpu_kernels": kernels}
+        measured = cpu._Quire(folder, how, 2, 64, "wall")
+        found[kernels] = measured.layer_cost([[5, 9, 30], [7, 2, 4]], 8)
+        assert measured([[5, 9, 30], [7, 2, 4]], 3) > 0  # it goes on as before
+        assert found[kernels]["us"] > 0
+    assert found["torch"]["calls"] > 10
+    assert found["auto"]["calls"] < found["torch"]["calls"] / (4 if best_level() else 0.5)

@@ -137,6 +137,10 @@ def test_speeds_are_medians_over_interleaved_rounds(monkeypatch: pytest.MonkeyPa
                 asked.append(f"{name} {len(prompts)} x {len(prompts[0])} tokens, {new} new: {prompts[0][:2]}")
                 return 1.0 + (new - 1) * each * slow
 
+            def layer_cost(self, prompts: list[list[int]], layers: int) -> dict[str, float]:
+                asked.append(f"{name} layers of {len(prompts)} x {len(prompts[0])} tokens, {layers}")
+                return {"us": 12.5, "calls": 0.25}
+
             def __enter__(self) -> Any:
                 return self
 
@@ -148,7 +152,7 @@ def test_speeds_are_medians_over_interleaved_rounds(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cpu, "SHAPES", {"smollm2-135m": {**cpu.SHAPES["smollm2-135m"], "num_hidden_layers": 1}})
     monkeypatch.setattr(cpu.checkpoints, "write_folder", lambda folder, shape, dtype: folder.mkdir() or folder)
     monkeypatch.setattr(cpu, "bandwidth", lambda now: 1e9)
-    monkeypatch.setattr(cpu, "_quire", double("quire", 0.25))
+    monkeypatch.setattr(cpu, "_Quire", double("quire", 0.25))
     monkeypatch.setattr(cpu, "Peer", double("transformers", 0.5))
     try:
         words = ("--batch", "4", "--prompt", "3", "--new", "9", "--repeat", "3", "--threads", "1", "--long-prompt", "0")
@@ -162,6 +166,7 @@ def test_speeds_are_medians_over_interleaved_rounds(monkeypatch: pytest.MonkeyPa
     assert made["decode"]["speed"] == {"quire": 16.0, "transformers": 8.0}
     assert made["all"]["speed"] == {"quire": 12.0, "transformers": 7.2}
     assert made["decode"]["ratio"] == {"transformers": 2.0}
+    assert made["decode"]["layer"] == {"us": 12.5, "calls": 0.25}
     check(EXPECTED / "cpu.txt", "\n".join(asked))
 
 

@@ -53,7 +53,14 @@ def test_figures_of_the_engine_and_of_decoding_are_printed_as_written_down(
     sizes = {"batch": 1, "prompt": 128, "new": 64}
     speed = {"quire": 12.345, "llama-cpp": 6.0}
     rows = [
-        {**sizes, "what": "decode", "speed": speed, "ratio": {"llama-cpp": 2.0575}, "share": 0.5},
+        {
+            **sizes,
+            "what": "decode",
+            "speed": speed,
+            "ratio": {"llama-cpp": 2.0575},
+            "share": 0.5,
+            "layer": {"us": 112.55, "calls": 0.3},
+        },
         {**sizes, "what": "all", "speed": {"quire": 1e3, "llama-cpp": 2e3}, "ratio": {"llama-cpp": 0.5}},
     ]
     about = {"shape": "s", "format": "bf16", "threads": 2, "clock": "wall", "cpu": "c", "versions": {"torch": "t"}}

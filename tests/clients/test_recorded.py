@@ -17,7 +17,8 @@ from quire.server.fields import NO_THREADS
 from tests.clients.zoo import CELLS, RECORDED, pinned, results
 from tests.live import Live
 
-FEW = 40
+FEW, CALLS = 12, 40
+"""Tokens of an answer, and of one with tools, whose calls come in pieces only when they have begun."""
 LIMITS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens"})
 WHOLE: Mapping[str, Any] = {
     "/v1/chat/completions": ChatCompletion,
@@ -44,11 +45,12 @@ def known(name: str) -> Any:
 
 def short(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """The request for a short answer, by the field that it has for that or by the usual one."""
+    few = CALLS if body.get("tools") else FEW
     if path.startswith("/api/"):
-        return {**body, "options": {**(body.get("options") or {}), "num_predict": FEW}}
+        return {**body, "options": {**(body.get("options") or {}), "num_predict": few}}
     usual = {"/v1/responses": {"max_output_tokens"}, "/v1/messages/count_tokens": set[str]()}
     limits = LIMITS & body.keys() or usual.get(path, {"max_tokens"})
-    return {**body, **{limit: min(body.get(limit) or FEW, FEW) for limit in limits}}
+    return {**body, **{limit: min(body.get(limit) or few, few) for limit in limits}}
 
 
 @pytest.mark.parametrize("cell", CELLS)

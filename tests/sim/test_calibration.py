@@ -149,6 +149,7 @@ def test_experts_are_read_as_often_as_tokens_use_them() -> None:
 
 def test_an_unknown_card_is_refused_with_what_to_do() -> None:
     assert find_device("H200") is H200
+    assert find_device("h100").bandwidth < H200.bandwidth and find_device("h100").flops == H200.flops
     with pytest.raises(InvalidConfig, match="quire calibrate"):
         find_device("b300")
 

@@ -27,12 +27,14 @@ from rich.console import Console
 from rich.progress import track
 
 from quire.assembly.engine import build_engine
+from quire.bench.layer_cost import NEW, answer, layer_cost
 from quire.bench.peers import checkpoints
 from quire.bench.peers.process import Peer, check, pythons
 from quire.cli.tables import numbers
 from quire.config import Settings
-from quire.engine.engine import Engine
+from quire.engine.executor import Executor
 from quire.errors import InvalidConfig
+from quire.executors.local import LocalExecutor
 
 _FIELDS = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -66,6 +68,8 @@ class Case:
     new: int
     first: dict[str, list[float]] = field(default_factory=dict)
     whole: dict[str, list[float]] = field(default_factory=dict)
+    layer: dict[str, float] = field(default_factory=dict)
+    """Of Quire, see `layer_cost`."""
 
     def speeds(self) -> Iterator[tuple[str, dict[str, float]]]:
         """What is measured, and the median tokens a second of each engine."""
@@ -157,7 +161,8 @@ def _measure(
     with ExitStack() as stack:
         files = stack.enter_context(_written(SHAPES[shape], kind, peers))
         size = _size(files["quire"])
-        engines: dict[str, Decode] = {"quire": _quire(files["quire"], how, sequences, context, clock)}
+        own = _Quire(files["quire"], how, sequences, context + NEW, clock)
+        engines: dict[str, Decode] = {"quire": own}
         versions = {"torch": str(torch.__version__)}
         for name, python in peers.items():
             started = Peer(name, python, files[name], how["threads"], sequences, context, clock)
@@ -168,6 +173,8 @@ def _measure(
             for turn in track(range(repeat), label, console=Console(stderr=True), transient=True, disable=quiet):
                 _round(case, turn, engines)
                 bandwidths.append(bandwidth(CLOCKS[clock]))
+            if case.new > 1:
+                case.layer = own.layer_cost(prompts_of(case, random.Random(repeat)), SHAPES[shape]["num_hidden_layers"])
     floor = statistics.median(bandwidths) / size
     return {
         "shape": shape,
@@ -191,7 +198,7 @@ def _size(model: Path) -> int:
 def _round(case: Case, turn: int, engines: Mapping[str, Decode]) -> None:
     """One turn of every engine, in another order than the last."""
     rng = random.Random(turn)
-    prompts = [[rng.randrange(1000, 40000) for _ in range(case.prompt)] for _ in range(case.batch)]
+    prompts = prompts_of(case, rng)
     # Fresh ones each, so that no prefix is found again.
     again = [[rng.randrange(1000, 40000), *each[1:]] for each in prompts]
     names = list(engines)
@@ -203,6 +210,11 @@ def _round(case: Case, turn: int, engines: Mapping[str, Decode]) -> None:
             case.whole.setdefault(name, []).append(engines[name](again, case.new))
 
 
+def prompts_of(case: Case, rng: random.Random) -> list[list[int]]:
+    """Random tokens."""
+    return [[rng.randrange(1000, 40000) for _ in range(case.prompt)] for _ in range(case.batch)]
+
+
 def _rows(case: Case, floor: float) -> Iterator[dict[str, Any]]:
     """What the JSON has of a case: tokens a second, and Quire's ratio to each peer; of one sequence's decoding its
     share of what memory allows."""
@@ -210,7 +222,8 @@ def _rows(case: Case, floor: float) -> Iterator[dict[str, Any]]:
         ratios = {name: speed["quire"] / other for name, other in speed.items() if name != "quire"}
         share = {"share": speed["quire"] / floor} if what == "decode" and case.batch == 1 else {}
         sizes = {"batch": case.batch, "prompt": case.prompt, "new": case.new}
-        yield {**sizes, "what": what, "speed": speed, "ratio": ratios, **share}
+        layer = {"layer": case.layer} if what == "decode" else {}
+        yield {**sizes, "what": what, "speed": speed, "ratio": ratios, **share, **layer}
 
 
 @contextmanager
@@ -237,28 +250,39 @@ def _written(shape: Mapping[str, Any], kind: str, peers: Mapping[str, str]) -> I
         yield files
 
 
-def _quire(model: Path, how: Mapping[str, Any], batch: int, context: int, clock: str) -> Decode:
-    now = CLOCKS[clock]
-    engine: Engine = build_engine(
-        Settings.of(
-            model=str(model),
-            device="cpu",  # where there is a GPU, too
-            max_num_seqs=batch,
-            max_model_len=context,
-            canary="off",  # random weights say nothing about quality
-            **how,
+class _Quire:
+    """Quire in this process."""
+
+    def __init__(self, model: Path, how: Mapping[str, Any], batch: int, context: int, clock: str) -> None:
+        self.now, self.executors = CLOCKS[clock], list[Executor]()
+        self.engine = build_engine(
+            Settings.of(
+                model=str(model),
+                device="cpu",  # where there is a GPU, too
+                max_num_seqs=batch,
+                max_model_len=context,
+                canary="off",  # random weights say nothing about quality
+                **how,
+            ),
+            wrap=self.keep,
         )
-    )
 
-    def decode(prompts: list[list[int]], new: int) -> float:
-        began = now()
-        for prompt in prompts:
-            engine.submit(prompt, new)
-        while engine.has_pending_work:
-            engine.step()
-        return now() - began
+    def keep(self, executor: Executor) -> Executor:
+        """Remember what runs the model."""
+        self.executors.append(executor)
+        return executor
 
-    return decode
+    def __call__(self, prompts: list[list[int]], new: int) -> float:
+        """See `Decode`."""
+        began = self.now()
+        answer(self.engine, prompts, new)
+        return self.now() - began
+
+    def layer_cost(self, prompts: list[list[int]], layers: int) -> dict[str, float]:
+        """See `layer_cost`."""
+        (executor,) = self.executors
+        assert isinstance(executor, LocalExecutor)
+        return layer_cost(self.engine, executor, prompts, layers, self.now)
 
 
 def bandwidth(now: Callable[[], float] = time.perf_counter) -> float:
@@ -285,7 +309,13 @@ def _show(found: Mapping[str, Any]) -> None:
     table = numbers(title, "case", "quire tok/s", *headings, "of memory's", left=("case",))
     read = f"memory reads {found['bandwidth'] / 1e9:.1f} GB/s, the weights {found['floor']:.1f} times a second"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    table.caption, table.caption_justify = f"{read}; {versions}", "left"
+    costs = [
+        f"quire's layers, {row['what']} of {row['batch']}: {row['layer']['us']:.1f} us each, "
+        f"{row['layer']['calls']:.1f} calls into torch and kernels"
+        for row in rows
+        if "layer" in row
+    ]
+    table.caption, table.caption_justify = "\n".join([f"{read}; {versions}", *costs]), "left"
     for row in rows:
         speeds = [text for name in peers for text in (f"{row['speed'][name]:.1f}", f"{row['ratio'][name]:.2f}")]
         case = f"{row['what']}, {row['batch']} x {row['prompt']} + {row['new']}"

@@ -88,7 +88,10 @@ H200 = Device(
     overlap=2.6,
 )
 
-DEVICES: Mapping[str, Device] = MappingProxyType({"h200": H200})
+H100 = H200._replace(name="h100", memory=80 * _GB, bandwidth=3.1e12, kv_bandwidth=3.2e12)
+"""The same chip with other memory (SXM, 80 GB)."""
+
+DEVICES: Mapping[str, Device] = MappingProxyType({each.name: each for each in (H200, H100)})
 
 
 def find_device(name: str) -> Device:

@@ -72,6 +72,8 @@ class NativeOps(ReferenceOps):
             raise RuntimeError("the CPU kernels do not run on this machine")
         library.quire_start(LEVELS[level], *team_functions())
         self.library, self.level, self.memory = library, level, HugePages()
+        self.calls = 0
+        """Calls of kernels so far."""
         if level == "amx":
             self.unit = integer.UNIT  # tiles are multiplied four at a time
         self.block_types = TILED_BLOCK_TYPES if level == "amx" else BLOCK_TYPES
@@ -89,6 +91,7 @@ class NativeOps(ReferenceOps):
             width //= 2
         x = x if x.stride(-1) == 1 else x.contiguous()
         y = x.new_empty(len(x), width)
+        self.calls += 1
         self.library.quire_linear(
             handle_of(matrix),
             x.data_ptr(),
@@ -169,6 +172,7 @@ class NativeOps(ReferenceOps):
 
     def _norm(self, x: Tensor, residual: Tensor | None, out: Tensor, norm: Norm, scale: float) -> None:
         arguments = norm_call(x, residual, out, norm, x.numel() // x.shape[-1], scale)
+        self.calls += 1
         self.library.quire_norm(ctypes.byref(arguments), threads_for(x))
 
     def qk_norm_rope_store_kv(
@@ -192,6 +196,7 @@ class NativeOps(ReferenceOps):
         q = qkv.new_empty(len(qkv), heads, dim)
         turned = angles.cos, angles.sin, angles.interleaved
         arguments = rope_call(qkv, q, kv, batch.slots, turned, norms, rows=len(qkv), width=qkv.shape[-1], heads=heads)
+        self.calls += 1
         self.library.quire_rope(ctypes.byref(arguments), threads_for(qkv))
         return q
 
@@ -231,7 +236,12 @@ class NativeOps(ReferenceOps):
         """See `Ops.decoder`."""
         if not all(is_supported(layer) for layer in layers):
             return None
-        return NativeDecoder(self.library.quire_run, layers, self.invariant, self.many_queries)
+
+        def run(*arguments: object) -> None:
+            self.calls += 1
+            self.library.quire_run(*arguments)
+
+        return NativeDecoder(run, layers, self.invariant, self.many_queries)
 
     def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """See `Ops.attention`."""
@@ -246,6 +256,7 @@ class NativeOps(ReferenceOps):
                 out[group.rows] = self.attend(q[group.rows], kv, paged, i, how)
         spans = paged.query_start, paged.kv_len, paged.page_table
         arguments = attention_call(q, out, kv, spans, len(paged.kv_len), how, self.many_queries)
+        self.calls += 1
         self.library.quire_attention(ctypes.byref(arguments), torch.get_num_threads())
         return out
 
