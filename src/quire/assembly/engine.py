@@ -70,8 +70,8 @@ from quire.scheduler.scheduler import Scheduler
 from quire.structured_output.llguidance import ParallelMasks
 from quire.types import UNLIMITED, Pooling
 from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
-from quire.weights.files import Checkpoint, read_config
-from quire.weights.kv_scales import kv_scales
+from quire.weights.files import read_config
+from quire.weights.kv_scales import published_scales
 from quire.weights.load import load_model, quiet
 from quire.weights.locate import EMBEDDED
 from quire.weights.pooling import GENERATES, PoolerConfig, overridden
@@ -490,7 +490,7 @@ def _kv_layers(
         raise InvalidConfig(
             "--kv-cache-dtype fp8 works on a CPU only for now: leave it at auto", param="kv_cache_dtype"
         )
-    published = {} if settings.model.load_format == "dummy" else kv_scales(Checkpoint(place_of(settings)).entries)
+    published = {} if settings.model.load_format == "dummy" else published_scales(place_of(settings))
     layers, quality = float8_layers(model, _probe(settings), device, published)
     num_float8 = sum(layer.dtype is not model.dtype for layer in layers)
     whose = f"scales of the checkpoint in {len(published)}, " if published else ""

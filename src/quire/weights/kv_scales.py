@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from quire.errors import InvalidModel
 from quire.weights.entries import TensorEntry
+from quire.weights.files import Checkpoint
 
 PATTERNS = ("*.k_scale", "*.v_scale", "*.kv_scale", "*.k_proj.output_scale", "*.v_proj.output_scale")
 """Names of such tensors."""
 
 NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\..*?(?:\.(k|v|kv)_scale|\.(k|v)_proj\.output_scale)")
+
+
+def published_scales(folder: Path) -> dict[int, tuple[float, float]]:
+    """See `kv_scales`. folder: of the checkpoint, or a GGUF file."""
+    return kv_scales(Checkpoint(folder).entries)
 
 
 def kv_scales(entries: Mapping[str, TensorEntry]) -> dict[int, tuple[float, float]]:
