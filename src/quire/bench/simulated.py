@@ -21,8 +21,13 @@ from quire.scheduler.step_time import StepCost
 from quire.sim.calibration import Calibration
 from quire.sim.copies import CPU_COPIES, GPU_COPIES
 from quire.sim.devices import Device, ModelSizes, step_cost
+from quire.sim.executor import NO_SHARING
+from quire.sim.shared_reads import Sharing
 from quire.types import UNLIMITED
 from quire.weights.locate import EMBEDDED
+
+SHARING_ON_GPUS = Sharing(group=4, step=32)
+"""As attention on a GPU does: `attention_schedule.MIN_GROUP`, `attention.MIN_CASCADE_SPANS`."""
 
 
 def sizes_of(settings: Settings, facts: ModelFacts) -> ModelSizes:
@@ -115,6 +120,7 @@ def build_model(
             raise InvalidConfig("say where steps run: --gpu, or --calibration FILE", param="gpu")
         calibration = Calibration(step_cost(device, sizes_of(settings, facts), draft=_draft(settings)))
     cost, hop = stage_cost(calibration, settings.execution.pipeline_parallel_size)
+    shares = facts.spec.latent is None and not settings.execution.deterministic
     engine = SimulatedEngine(
         settings,
         resolve(settings, facts.spec, where),
@@ -126,6 +132,7 @@ def build_model(
         hop=hop,
         block_bytes=asked.page,
         copies={**(GPU_COPIES if on_card else CPU_COPIES), **calibration.copies},
+        sharing=SHARING_ON_GPUS if on_card and shares else NO_SHARING,
     )
     return SimulatedModel(engine, asked, room, calibration.first_token)
 
