@@ -37,9 +37,9 @@ def sizes_of(settings: Settings, facts: ModelFacts) -> ModelSizes:
     each = (held - (table if spec.tie else 2 * table) * facts.dtype.itemsize) / max(
         1, facts.parameters - (table if spec.tie else 2 * table)
     )
-    expert = 0.0
+    expert_parameters = 0.0
     if moe is not None:
-        expert = 3.0 * spec.hidden * moe.width * (spec.layers - len(moe.dense_layers)) * each
+        expert_parameters = 3.0 * spec.hidden * moe.width * (spec.layers - len(moe.dense_layers))
     quantized = settings.model.quantization if settings.model.quantization != "auto" else ""
     stored = quantized or str((facts.config.get("quantization_config") or {}).get("quant_method", ""))
     kept = torch.float8_e4m3fn if settings.cache.kv_cache_dtype == "fp8" else facts.dtype
@@ -51,9 +51,10 @@ def sizes_of(settings: Settings, facts: ModelFacts) -> ModelSizes:
             windowed += size * window
         else:
             whole += size
+    unread = 0 if spec.tie else table * facts.dtype.itemsize
     return ModelSizes(
-        weights=held - (0 if spec.tie else table * facts.dtype.itemsize) - expert * (moe.num_experts if moe else 0),
-        expert=expert,
+        weights=held - unread - expert_parameters * each * (moe.num_experts if moe else 0),
+        expert=expert_parameters * each,
         experts=moe.num_experts if moe else 0,
         used_experts=moe.num_experts_per_token if moe else 0,
         parameters=max(0, facts.parameters - idle_parameters(spec) - (table if spec.tie else 2 * table)),
@@ -63,6 +64,7 @@ def sizes_of(settings: Settings, facts: ModelFacts) -> ModelSizes:
         windowed=windowed,
         pair=4.0 * spec.heads * max(dim for _, dim in spec.each_heads) * spec.layers,
         layers=spec.layers,
+        expert_parameters=expert_parameters * (moe.num_experts_per_token if moe else 0),
     )
 
 
