@@ -61,12 +61,6 @@ def test_memory_is_scarce_for_as_many_requests_as_run_at_once() -> None:
     assert scarce(asked, about, 64) == 64 // 8 * begun // 4 > -(-(max(LENGTHS) + 24) // 16)
 
 
-def test_more_requests_than_run_at_once_preempt_each_other_in_few_steps() -> None:
-    code, found = verified("--deterministic", "--requests", "24", "--new", "20", "--max-num-seqs", "8")
-    rows = {row["name"]: row for row in found["situations"]}
-    assert code == 0 and rows["preempted"]["happened"] > 0 and rows["warm prefix cache"]["happened"] > 0
-
-
 class Batched(BatchInvariantOps):
     """A planted bug: attention sums as the shape of the batch has it."""
 

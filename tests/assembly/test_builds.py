@@ -125,8 +125,9 @@ ON_HOST: list[dict[str, Any]] = [
 ]
 
 
-def float8(model: Any, probe: tuple[int, ...], device: torch.device) -> Any:
+def float8(model: Any, probe: tuple[int, ...], device: torch.device, published: Any) -> Any:
     """K/V in float8 in all but the first layer."""
+    assert published == {}
     layers = tuple(LayerShape(2, 16, 16, torch.float8_e4m3fn if i else model.dtype, 0.5, 0.25) for i in range(3))
     return layers, Quality(len(probe), 0.75, 0.5, 0.125, 0.25)
 
@@ -135,6 +136,7 @@ def test_executors_on_a_host_are_made_as_written_down(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine, "float8_layers", float8)
+    monkeypatch.setattr(engine, "published_scales", lambda folder: {})
     monkeypatch.setattr(engine, "best_level", lambda: None)
     for options in ON_HOST:
         tried(calls, f"quire serve {options}", lambda options=options: engine.make_executor(of(**options)))

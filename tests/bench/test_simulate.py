@@ -131,7 +131,7 @@ def test_the_table_says_what_was_refused_and_what_is_not_known(calibration: Path
     ("words", "said"),
     [
         ((), "say where steps run, by one of --gpu and --calibration"),
-        (("--gpu", "h2000"), "--gpu must be one of h200, not 'h2000'. Did you mean 'h200'"),
+        (("--gpu", "h2000"), "--gpu must be one of h200, h100, not 'h2000'. Did you mean 'h200'"),
         (("--gpu", "h200", "--trace", "azure-code", "--sessions", "3"), "two loads"),
         (("--gpu", "h200", "--set", "max_num_seq=3"), "no such option of an engine or a deployment"),
         (("--gpu", "h200", "--set", "max_num_seqs"), "must be NAME=VALUE"),

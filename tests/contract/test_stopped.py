@@ -40,4 +40,4 @@ def test_health_says_503_for_a_stopped_engine_after_the_step_timeout(tmp_path: P
     with serving(tmp_path, "--step-timeout", "1") as live:
         asyncio.run(story(live.port))
         said = [line for line in live.log.splitlines() if "no step for" in line]
-        assert len(said) == 2 and "is ended" in said[1]
+        assert len(said) == 2 and "is killed" in said[1]

@@ -147,6 +147,12 @@ def test_experts_are_read_as_often_as_tokens_use_them() -> None:
     assert StepCost(experts=0).distinct_experts(5) == 0.0
 
 
+def test_experts_multiply_prompts_more_slowly_than_other_matrices() -> None:
+    dense = step_cost(H200, DENSE)
+    half = step_cost(H200, DENSE._replace(expert_parameters=DENSE.parameters / 2))
+    assert half.per_token == pytest.approx(dense.per_token * (1 + H200.flops[2] / H200.expert_flops[2]) / 2)
+
+
 def test_an_unknown_card_is_refused_with_what_to_do() -> None:
     assert find_device("H200") is H200
     assert find_device("h100").bandwidth < H200.bandwidth and find_device("h100").flops == H200.flops

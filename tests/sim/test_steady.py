@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from quire.sim.fleet import prepare
 from quire.sim.replica import Replica
 from quire.sim.results import Results
+from quire.sim.shared_reads import Sharing
 from quire.sim.trace import Trace, chats
 from tests.pairs import pairwise
 from tests.sim.fleets import engine_of, state_of, trace_of
@@ -26,6 +28,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "caching": (True, False),
     "eviction": ("lru", "fifo"),
     "noise": ((), (0.8, 1.0, 1.7)),
+    "sharing": (Sharing(), Sharing(group=2, step=2)),
     "drafts": ("", '{"method": "ngram", "num_speculative_tokens": 3, "adaptive": false}', '{"method": "ngram"}'),
 }
 
@@ -67,6 +70,7 @@ def run(case: dict[str, Any], *, step_by_step: bool, cuts: int = 0) -> tuple[str
         eviction_policy=case["eviction"],
         **options,
     )
+    built = replace(built, sharing=case["sharing"])
     results = Results(len(load))
     replica = Replica(0, built, results, step_by_step=step_by_step)
     stepped = 0

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from quire.assembly.engine import make_executor
+from quire.config import Settings
+from quire.errors import InvalidModel
+from quire.executors.local import LocalExecutor
 from quire.layers.quantization.base import WeightStorage
 from quire.ops.quantized import E4M3, to_fp8
 from quire.weights.canary import ROOM, float8_layers, scale_of
-from quire.weights.files import SINGLE
+from quire.weights.files import SINGLE, Checkpoint
+from quire.weights.kv_scales import kv_scales
 from quire.weights.load import load_model
 from tests.checkpoints import make
 from tests.models.feeding import Feeder
@@ -57,6 +64,39 @@ def test_a_layer_whose_numbers_float8_cannot_hold_keeps_the_models_dtype(tmp_pat
     layers, _ = float8_layers(model, TOKENS, CPU)
     assert [layer.dtype for layer in layers] == [E4M3, torch.float32, E4M3]
     assert (layers[1].k_scale, layers[1].v_scale) == (1.0, 1.0)
+
+
+NAMES = {
+    "compressed-tensors": ("self_attn.k_scale", "self_attn.v_scale"),
+    "modelopt": ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+    "older compressed-tensors": ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
+    "one for both": ("self_attn.kv_scale",),
+}
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+def test_scales_of_a_checkpoint_are_used_where_it_has_some(names: tuple[str, ...], tmp_path: Path) -> None:
+    make(tmp_path, SHAPE)
+    edit(
+        tmp_path,
+        **{f"model.layers.{i}.{name}": torch.tensor([0.5 + j]) for i in (0, 2) for j, name in enumerate(names)},
+    )
+    settings = Settings.of(model=str(tmp_path), kv_cache_dtype="fp8", dtype="float32", canary="warn")
+    with closing(make_executor(settings).executor) as executor:
+        assert isinstance(executor, LocalExecutor)
+        kept = [(each.k_scale, each.v_scale) for each in executor.runner.kv]
+    measured, _ = float8_layers(load_model(tmp_path, dtype="float32"), (), CPU)
+    assert kept[0] == kept[2] == (0.5, 1.5 if len(names) == 2 else 0.5)
+    assert kept[1] == pytest.approx((measured[1].k_scale, measured[1].v_scale), rel=1e-4)
+
+
+def test_a_scale_that_is_no_positive_number_is_refused_by_name(tmp_path: Path) -> None:
+    make(tmp_path, SHAPE)
+    for wrong in (torch.tensor([0.0]), torch.tensor([float("nan")]), torch.ones(3)):
+        edit(tmp_path, **{"model.layers.1.self_attn.k_scale": wrong})
+        load_model(tmp_path, dtype="float32")
+        with pytest.raises(InvalidModel, match=r"model\.layers\.1\.self_attn\.k_scale must be one positive number"):
+            kv_scales(Checkpoint(tmp_path).entries)
 
 
 def test_values_four_times_as_large_as_the_probes_are_held() -> None:

@@ -71,6 +71,7 @@ from quire.structured_output.llguidance import ParallelMasks
 from quire.types import UNLIMITED, Pooling
 from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.files import read_config
+from quire.weights.kv_scales import published_scales
 from quire.weights.load import load_model, quiet
 from quire.weights.locate import EMBEDDED
 from quire.weights.pooling import GENERATES, PoolerConfig, overridden
@@ -489,9 +490,11 @@ def _kv_layers(
         raise InvalidConfig(
             "--kv-cache-dtype fp8 works on a CPU only for now: leave it at auto", param="kv_cache_dtype"
         )
-    layers, quality = float8_layers(model, _probe(settings), device)
+    published = {} if settings.model.load_format == "dummy" else published_scales(place_of(settings))
+    layers, quality = float8_layers(model, _probe(settings), device, published)
     num_float8 = sum(layer.dtype is not model.dtype for layer in layers)
-    log.warning("K/V in float8 in %d of %d layers: %s", num_float8, len(layers), quality)
+    whose = f"scales of the checkpoint in {len(published)}, " if published else ""
+    log.warning("K/V in float8 in %d of %d layers: %s%s", num_float8, len(layers), whose, quality)
     threshold = _threshold(settings)
     if threshold is not None:
         threshold.check(quality, "--kv-cache-dtype fp8")

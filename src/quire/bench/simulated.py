@@ -21,8 +21,13 @@ from quire.scheduler.step_time import StepCost
 from quire.sim.calibration import Calibration
 from quire.sim.copies import CPU_COPIES, GPU_COPIES
 from quire.sim.devices import Device, ModelSizes, step_cost
+from quire.sim.executor import NO_SHARING
+from quire.sim.shared_reads import Sharing
 from quire.types import UNLIMITED
 from quire.weights.locate import EMBEDDED
+
+SHARING_ON_GPUS = Sharing(group=4, step=32)
+"""As attention on a GPU does: `attention_schedule.MIN_GROUP`, `attention.MIN_CASCADE_SPANS`."""
 
 
 def sizes_of(settings: Settings, facts: ModelFacts) -> ModelSizes:
@@ -32,9 +37,9 @@ def sizes_of(settings: Settings, facts: ModelFacts) -> ModelSizes:
     each = (held - (table if spec.tie else 2 * table) * facts.dtype.itemsize) / max(
         1, facts.parameters - (table if spec.tie else 2 * table)
     )
-    expert = 0.0
+    expert_parameters = 0.0
     if moe is not None:
-        expert = 3.0 * spec.hidden * moe.width * (spec.layers - len(moe.dense_layers)) * each
+        expert_parameters = 3.0 * spec.hidden * moe.width * (spec.layers - len(moe.dense_layers))
     quantized = settings.model.quantization if settings.model.quantization != "auto" else ""
     stored = quantized or str((facts.config.get("quantization_config") or {}).get("quant_method", ""))
     kept = torch.float8_e4m3fn if settings.cache.kv_cache_dtype == "fp8" else facts.dtype
@@ -46,9 +51,10 @@ def sizes_of(settings: Settings, facts: ModelFacts) -> ModelSizes:
             windowed += size * window
         else:
             whole += size
+    unread = 0 if spec.tie else table * facts.dtype.itemsize
     return ModelSizes(
-        weights=held - (0 if spec.tie else table * facts.dtype.itemsize) - expert * (moe.num_experts if moe else 0),
-        expert=expert,
+        weights=held - unread - expert_parameters * each * (moe.num_experts if moe else 0),
+        expert=expert_parameters * each,
         experts=moe.num_experts if moe else 0,
         used_experts=moe.num_experts_per_token if moe else 0,
         parameters=max(0, facts.parameters - idle_parameters(spec) - (table if spec.tie else 2 * table)),
@@ -58,6 +64,7 @@ def sizes_of(settings: Settings, facts: ModelFacts) -> ModelSizes:
         windowed=windowed,
         pair=4.0 * spec.heads * max(dim for _, dim in spec.each_heads) * spec.layers,
         layers=spec.layers,
+        expert_parameters=expert_parameters * (moe.num_experts_per_token if moe else 0),
     )
 
 
@@ -115,6 +122,7 @@ def build_model(
             raise InvalidConfig("say where steps run: --gpu, or --calibration FILE", param="gpu")
         calibration = Calibration(step_cost(device, sizes_of(settings, facts), draft=_draft(settings)))
     cost, hop = stage_cost(calibration, settings.execution.pipeline_parallel_size)
+    shares = facts.spec.latent is None and not settings.execution.deterministic
     engine = SimulatedEngine(
         settings,
         resolve(settings, facts.spec, where),
@@ -126,6 +134,7 @@ def build_model(
         hop=hop,
         block_bytes=asked.page,
         copies={**(GPU_COPIES if on_card else CPU_COPIES), **calibration.copies},
+        sharing=SHARING_ON_GPUS if on_card and shares else NO_SHARING,
     )
     return SimulatedModel(engine, asked, room, calibration.first_token)
 

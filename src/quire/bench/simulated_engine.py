@@ -18,7 +18,8 @@ from quire.scheduler.kv_offload import KVOffload, Offload
 from quire.scheduler.kv_transfer import PrefillOffload
 from quire.scheduler.step_time import StepCost
 from quire.sim.copies import Role, SimulatedStore, Split
-from quire.sim.executor import SimulatedExecutor
+from quire.sim.executor import NO_SHARING, SimulatedExecutor
+from quire.sim.shared_reads import Sharing
 from quire.types import UNLIMITED
 
 _NOT_DRAFTED = 0.7
@@ -31,7 +32,7 @@ class SimulatedEngine:
 
     prefixes: whether the load says which prompts begin alike; if not, nothing can be cached. hop: seconds from a stage
     of a pipeline to the next; `cost` is of one stage. block_bytes: of a K/V block. copies: what copies of blocks take,
-    see `Calibration`.
+    see `Calibration`. sharing: of reads of prefixes.
     """
 
     settings: Settings
@@ -44,6 +45,7 @@ class SimulatedEngine:
     hop: float = 0.0
     block_bytes: int = 1
     copies: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    sharing: Sharing = NO_SHARING
 
     def __call__(
         self, clock: VirtualClock, seed: int, split: Split | None = None, role: Role = "decode"
@@ -73,6 +75,7 @@ class SimulatedEngine:
             seed=settings.model.seed * 1_000_003 + seed,
             stages=settings.execution.pipeline_parallel_size,
             hop=self.hop,
+            sharing=self.sharing,
         )
         cached = self.prefixes or split is not None
         changed = settings if cached else settings.changed(enable_prefix_caching=False)

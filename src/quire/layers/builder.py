@@ -276,9 +276,9 @@ class ModelBuilder:
         return Norm(self.vector(f"{name}.weight", size, mean=1.0, shift=shift), eps)
 
     def layer_norm(self, name: str, size: int, eps: float, *, bias: bool = True, shift: float = 0.0) -> Norm:
-        """shift: as of `rms_norm`."""
+        """shift: as of `rms_norm`. The bias has the weight's dtype."""
         weight = self.vector(f"{name}.weight", size, mean=1.0, shift=shift)
-        return Norm(weight, eps, self.vector(f"{name}.bias", size) if bias else None, centred=True)
+        return Norm(weight, eps, self.vector(f"{name}.bias", size, exact=bool(shift)) if bias else None, centred=True)
 
     def norm_layer(self, norm: Norm | None, scale: float = 1.0, gain: Tensor | None = None) -> NormLayer:
         """See `NormLayer`."""

@@ -16,7 +16,8 @@ from quire.scheduler.step_time import StepCost
 
 
 class Device(NamedTuple):
-    """A card. memory: bytes. bandwidth: bytes a second of weights; kv_bandwidth: of K/V. flops: by bytes of a weight.
+    """A card. memory: bytes. bandwidth: bytes a second of weights; kv_bandwidth: of K/V. flops, expert_flops: by bytes
+    of a weight, of products with matrices that all tokens use and with those of experts.
 
     step, layer: seconds that any step takes beside, in all and for each layer. row: seconds for each row of logits and
     layer. overlap: see `StepCost`.
@@ -27,6 +28,7 @@ class Device(NamedTuple):
     bandwidth: float
     kv_bandwidth: float
     flops: Mapping[int, float]
+    expert_flops: Mapping[int, float]
     step: float
     layer: float
     row: float
@@ -37,10 +39,10 @@ class ModelSizes(NamedTuple):
     """What a step's time depends on. Bytes and counts.
 
     weights: bytes that every token reads; expert: those of one expert in all layers, of `experts` of which a token uses
-    `used_experts`. parameters: that a token uses, embedding and head left out; head: those of a row of logits. width:
-    bytes of numbers that are multiplied: 2, or 1 for float8. kv: bytes of a position in layers that see everything.
-    windowed: bytes of K/V that a sequence longer than the windows has in the other layers. pair: operations for a pair
-    of tokens in attention, all layers.
+    `used_experts`. parameters: that a token uses, embedding and head left out; expert_parameters: those of experts
+    among them; head: those of a row of logits. width: bytes of numbers that are multiplied: 2, or 1 for float8. kv:
+    bytes of a position in layers that see everything. windowed: bytes of K/V that a sequence longer than the windows
+    has in the other layers. pair: operations for a pair of tokens in attention, all layers.
     """
 
     weights: float
@@ -54,14 +56,16 @@ class ModelSizes(NamedTuple):
     windowed: float
     pair: float
     layers: int
+    expert_parameters: float = 0.0
 
 
 def step_cost(device: Device, sizes: ModelSizes, *, draft: ModelSizes | None = None) -> StepCost:
     """The cost of steps of a model on a card. draft: of a draft model, which runs once for each drafted token."""
-    flops = device.flops[sizes.width if sizes.width in device.flops else 2]
+    width = sizes.width if sizes.width in device.flops else 2
+    flops, expert_flops = device.flops[width], device.expert_flops[width]
     return StepCost(
         base=device.step + device.layer * sizes.layers,
-        per_token=2 * sizes.parameters / flops,
+        per_token=2 * (sizes.parameters - sizes.expert_parameters) / flops + 2 * sizes.expert_parameters / expert_flops,
         per_kv=sizes.kv / device.kv_bandwidth,
         per_row=device.row * sizes.layers + 2 * sizes.head / flops + sizes.windowed / device.kv_bandwidth,
         per_pair=sizes.pair / device.flops[2],
@@ -82,6 +86,7 @@ H200 = Device(
     bandwidth=4.41e12,
     kv_bandwidth=4.5e12,
     flops=MappingProxyType({2: 6.5e14, 1: 6.0e14}),
+    expert_flops=MappingProxyType({2: 4.2e14, 1: 2.0e14}),
     step=1e-6,
     layer=1.87e-5,
     row=3.05e-7,

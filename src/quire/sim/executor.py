@@ -11,9 +11,13 @@ from quire.engine.timing import VirtualClock
 from quire.executors.synthetic import SyntheticHandle
 from quire.scheduler.plan import Plan, Span
 from quire.scheduler.step_time import StepCost
+from quire.sim.shared_reads import SharedReads, Sharing
 
 FIRST_TOKEN = 1 << 30
 """Answers consist of one token each, from here on, chosen by the request's seed. Prompts have smaller ones."""
+
+
+NO_SHARING = Sharing()
 
 
 class SimulatedExecutor:
@@ -22,6 +26,7 @@ class SimulatedExecutor:
 
     An answer repeats one token, so that a prompt which continues it can be foretold. acceptance: the probability that a
     draft is right if those before it were. noise: factors of a step's time, each as likely; empty: none. seed: of both.
+    sharing: of reads of prefixes.
     """
 
     def __init__(
@@ -35,11 +40,13 @@ class SimulatedExecutor:
         seed: int = 0,
         stages: int = 1,
         hop: float = 0.0,
+        sharing: Sharing = NO_SHARING,
     ) -> None:
         self.description, self.cost, self.clock = description, cost, clock
         self.acceptance, self.noise, self.seed = acceptance, noise, seed
         self.lengths: dict[int, int] = {}
         """By row, positions with K/V."""
+        self.shared = SharedReads(sharing)
         self.answers: dict[int, list[int]] = {}
         """By row, what a step without drafts samples."""
         self.hop, self.busy_until = hop, [0.0] * stages
@@ -55,9 +62,11 @@ class SimulatedExecutor:
     def launch(self, plan: Plan) -> SyntheticHandle:
         """Count what the step feeds and reads, and when it is done."""
         lengths, answers = self.lengths, self.answers
+        blocks = dict(plan.new_blocks) if plan.new_sequences else {}
         for opened in plan.new_sequences:
             lengths[opened.row] = opened.num_computed
             answers[opened.row] = [answer_token(opened.seed)]
+            self.shared.open(opened.row, blocks[opened.row][0], opened.num_computed)
         tokens: list[list[int]] = []
         num_fed = kv = rows = 0
         pairs = 0.0
@@ -75,6 +84,8 @@ class SimulatedExecutor:
             else:
                 tokens.append(answers[row] if num_samples else [])
             lengths[row] = length
+        if num_fed == len(plan.spans):  # attention to prompts reads each sequence's own
+            kv -= self.shared.spared([span.row for span in plan.spans])
         seconds = self.cost.seconds(num_fed, kv, rows, pairs)
         if plan.num_drafts:
             seconds += self.cost.per_draft * max(plan.num_drafts)
@@ -101,6 +112,7 @@ class SimulatedExecutor:
     def reset(self) -> None:
         """Forget all rows."""
         self.lengths, self.answers, self.busy_until = {}, {}, [0.0] * len(self.busy_until)
+        self.shared.clear()
 
     def close(self) -> None:
         """Forget all rows."""

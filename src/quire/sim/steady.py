@@ -105,7 +105,8 @@ class SteadyDecode:
             scheduler._last_spans = spans
         plan = Plan((), (), spans)
         fixed, per_kv = executor.cost.fixed(width, width), executor.cost.per_kv
-        kv = sum(executor.lengths[seq.row] for seq in scheduler.running if seq.row is not None)
+        rows = [seq.row for seq in scheduler.running if seq.row is not None]
+        kv = sum(executor.lengths[row] for row in rows) - executor.shared.spared(rows)
         done, last_commit = 0, engine._last_commit
         window = _Fastest(step_times, width)
         while done < most:

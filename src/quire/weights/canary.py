@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -213,18 +214,24 @@ MAX_RELATIVE_ERROR = 0.06
 """Largest median relative error: 3 bits of mantissa have 0.02 to 0.03, values that underflow far more."""
 
 
-def float8_layers(model: Model, encoded: Sequence[int], device: torch.device) -> tuple[tuple[LayerShape, ...], Quality]:
+def float8_layers(
+    model: Model,
+    encoded: Sequence[int],
+    device: torch.device,
+    published: Mapping[int, tuple[float, float]] = MappingProxyType({}),
+) -> tuple[tuple[LayerShape, ...], Quality]:
     """The shape and dtype of each layer's K/V, and the model's quality with it, compared with K/V in its own dtype.
 
-    Layers whose values float8 cannot hold keep the model's dtype.
+    Layers whose values float8 cannot hold keep the model's dtype. published: scales by layer, in place of those of the
+    probe.
     """
     tokens = probe(model.spec.vocab, encoded)
     caches = pages(model, len(tokens), device)
     reference = answers(model, tokens, device, caches)
     layers = []
-    for cache in caches:
+    for i, cache in enumerate(caches):
         heads, dims = cache.k.shape[1], (cache.k.shape[3], cache.v.shape[3])
-        scales = [scale_of(written(pool, len(tokens))) for pool in (cache.k, cache.v)]
+        scales = published.get(i) or [scale_of(written(pool, len(tokens))) for pool in (cache.k, cache.v)]
         rough = any(scale is None for scale in scales)
         kept = [1.0 if rough or scale is None else scale for scale in scales]
         layers.append(LayerShape(heads, *dims, model.dtype if rough else E4M3, kept[0], kept[1]))

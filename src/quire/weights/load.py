@@ -33,6 +33,7 @@ from quire.weights.canary import Canary
 from quire.weights.entries import Cut, TensorEntry
 from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import KINDS
+from quire.weights.kv_scales import PATTERNS
 from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of
 from quire.weights.stacks import unstacked
 
@@ -126,7 +127,7 @@ def load_model(
 def expect_tensors(build: ModelBuilder, entries: Mapping[str, TensorEntry]) -> None:
     """Note what the checkpoint holds, and which of its tensors are not needed."""
     build.modules = modules_of(entries)
-    build.ignore(*(IGNORED_TENSORS if isinstance(build.format, CheckpointFormat) else ()))
+    build.ignore(*PATTERNS, *(IGNORED_TENSORS if isinstance(build.format, CheckpointFormat) else ()))
 
 
 def allocated(spec: ModelSpec, build: ModelBuilder, name: str) -> Model:

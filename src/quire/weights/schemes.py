@@ -47,8 +47,6 @@ ONLINE: Mapping[str, ScaleScheme | StoredBlocks] = {
 IGNORED_TENSORS = (
     "*.input_scale",
     "*.input_scale_ub",
-    "*.k_scale",
-    "*.v_scale",
     "*.weight_shape",
     "*.input_zero_point",
 )

@@ -54,6 +54,11 @@ def handle_of(matrix: PanelMatrix) -> ctypes.Array[CMatrix]:
     return cast("ctypes.Array[CMatrix]", matrix.handle)
 
 
+def reads(norm: Norm) -> bool:
+    """Whether the kernel reads the norm's numbers: weight and bias are of one dtype."""
+    return norm.weight.dtype in FLOATS and (norm.bias is None or norm.bias.dtype is norm.weight.dtype)
+
+
 def norm_call(x: Tensor, residual: Tensor | None, out: Tensor, norm: Norm, rows: int, scale: float) -> CNorm:
     """Of the first `rows` of x, residual and out [R, hidden], which have no gaps."""
     return CNorm(

@@ -21,6 +21,7 @@ from quire.ops.native.call import (
     by_heads,
     handle_of,
     norm_call,
+    reads,
     rope_call,
 )
 from quire.ops.native.library import KERNELS, CAttention, CCall, CLinear, CNorm, CRope
@@ -233,5 +234,5 @@ def is_supported(layer: DecoderLayer) -> bool:
         and gate_up[0].outputs % (2 * PANEL_ROWS) == 0
         and all(part.outputs % PANEL_ROWS == 0 for part in qkv[:-1])
         and not layer.scores.ahead
-        and all(norm.weight.dtype in FLOATS for norm in (layer.attention_norm, layer.mlp_norm))
+        and all(reads(norm) for norm in (layer.attention_norm, layer.mlp_norm))
     )

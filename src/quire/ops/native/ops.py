@@ -40,6 +40,7 @@ from quire.ops.native.call import (
     by_heads,
     handle_of,
     norm_call,
+    reads,
     rope_call,
 )
 from quire.ops.native.decoder import NativeDecoder, is_supported
@@ -146,7 +147,7 @@ class NativeOps(ReferenceOps):
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See `Ops.norm`."""
-        if x.dtype not in FLOATS or not x.is_contiguous() or norm.weight.dtype not in FLOATS:
+        if x.dtype not in FLOATS or not x.is_contiguous() or not reads(norm):
             return super().norm(x, norm)
         out = torch.empty_like(x)
         self._norm(x, None, out, norm, 1.0)
@@ -164,7 +165,7 @@ class NativeOps(ReferenceOps):
         """See `Ops.add_norm`."""
         plain = norm is not None and gain is None and residual.is_contiguous() and residual.dtype in FLOATS
         x = self.norm(x, before) if before else x
-        if norm is None or not plain or not x.is_contiguous() or norm.weight.dtype not in FLOATS:
+        if norm is None or not plain or not x.is_contiguous() or not reads(norm):
             return super().add_norm(x, residual, norm, None, scale, gain)
         out = torch.empty_like(x)
         self._norm(x, residual, out, norm, scale)
