@@ -25,6 +25,7 @@ class Faulty(HashDevice):
         super().__init__(64, 4, drafts=settings.get("drafts", 0), rows=8, seed="one for all")
         fault = settings.get("fault", "")
         self.fault = fault if rank == settings.get("faulty", 1) else fault and "waits for the faulty one"
+        self.beside = fault if rank != settings.get("faulty", 1) else ""
         self.at, self.count = settings.get("at", 4), 0
 
     def launch(self, plan: Plan) -> HashHandle:
@@ -38,6 +39,11 @@ class Faulty(HashDevice):
                 raise MemoryError("there is no memory left on this rank")
             if self.fault == "exit":
                 os._exit(9)
+            if self.fault == "exits after its neighbour has failed":
+                time.sleep(0.1)
+                os._exit(9)
+            if self.beside == "exits after its neighbour has failed":
+                raise ConnectionError("the other rank has closed its connection")
             if self.fault:
                 time.sleep(600)
         return super().launch(plan)

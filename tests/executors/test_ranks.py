@@ -45,8 +45,9 @@ PROMPT = (3, 1, 4, 1, 5)
 class Started:
     """Starts ranks and remembers their processes. faults: settings of each start; the last one's are repeated."""
 
-    def __init__(self, size: int, *faults: dict[str, Any]) -> None:
-        self.size, self.faults, self.count = size, faults or ({},), 0
+    def __init__(self, size: int | RankShape, *faults: dict[str, Any]) -> None:
+        self.shape = size if isinstance(size, RankShape) else RankShape(size)
+        self.faults, self.count = faults or ({},), 0
         self.pids: list[int] = []
 
     def __call__(self) -> Ranks:
@@ -56,7 +57,7 @@ class Started:
             ranks.SILENCE = 60.0  # nobody is stopped any more: a busy machine must not look like it
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
         start = child_processes([sys.executable, "-m", "tests.executors.rank_stub"], environment)
-        made = Ranks(start, settings, RankShape(self.size))
+        made = Ranks(start, settings, self.shape)
         self.pids += [rank.process.process.pid for rank in made.ranks if isinstance(rank.process, ChildProcess)]
         return made
 
@@ -69,7 +70,7 @@ class Started:
 def executor_of() -> Iterator[Callable[..., tuple[RankedExecutor, Started]]]:
     made: list[tuple[RankedExecutor, Started]] = []
 
-    def start(size: int, *faults: dict[str, Any]) -> tuple[RankedExecutor, Started]:
+    def start(size: int | RankShape, *faults: dict[str, Any]) -> tuple[RankedExecutor, Started]:
         started = Started(size, *faults)
         made.append((RankedExecutor(started), started))
         return made[-1]
@@ -161,6 +162,19 @@ def test_a_lost_rank_fails_the_requests_on_it_by_name_and_others_run_on_new_rank
     assert isinstance(it.lost, RankLost)
     assert all(done[id] == (expected((*PROMPT, int(id)), 9), "length", None) for id in ("4", "5"))
     assert started.count == 2 and not set(first) & set(started.left())
+
+
+def test_a_stage_that_fails_for_want_of_a_lost_one_is_not_to_blame(
+    executor_of: Callable[..., tuple[RankedExecutor, Started]],
+) -> None:
+    """The first stage's connection breaks before the engine sees that the second has ended."""
+    executor, started = executor_of(RankShape(1, 2), {"fault": "exits after its neighbour has failed", "at": 1}, {})
+    it = engine(executor)
+    it.submit(PROMPT, 9)
+    plan = it.scheduler.plan()
+    assert plan is not None
+    with pytest.raises(RankLost, match=rf"rank 1 of 2 \(process {started.pids[1]}\) ended with exit code 9"):
+        executor.launch(plan).result()
 
 
 def test_a_rank_that_ends_while_nothing_runs_is_found_by_its_descriptor(

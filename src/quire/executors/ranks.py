@@ -39,6 +39,9 @@ SILENCE = 6.0
 AGREE = 1.0
 """Seconds within which all ranks fail a step, if its request is to blame and not a rank."""
 
+ENDING = 0.25
+"""Seconds within which the end of a rank is seen whose neighbours already fail for want of it."""
+
 CONNECT = 180.0
 """Seconds within which a new process must say something: it imports torch first."""
 
@@ -476,12 +479,15 @@ class RankedExecutor:
                 self._errors.setdefault((message.epoch, message.step), {})[number] = message.reason
 
     def _raise_failure(self) -> None:
-        """Wait a moment for what the other ranks of the first stage that failed a step say: later ones fail with it."""
+        """Wait a moment for what the other ranks of the first stage that failed a step say: later ones fail with it. A
+        rank that says nothing may be lost, and that be why others failed: RankLost, then."""
         ranks, key = self._alive(), min(self._errors)
-        deadline = time.monotonic() + AGREE
-        while not self._agreed(key) and (left := deadline - time.monotonic()) > 0:
+        failed, began = self._errors[key], time.monotonic()
+        while len(failed) < len(ranks.ranks):
+            left = began + (ENDING if self._agreed(key) else AGREE) - time.monotonic()
+            if left <= 0:
+                break
             self._read(left)
-        failed = self._errors[key]
         number = min(failed)
         if not self._agreed(key):
             raise ranks.failed(number, failed[number])
