@@ -397,7 +397,12 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 )
 
 ELSEWHERE = (
-    ("GPU use under load", "a GPU", "quire bench serve --save-result run.json", ""),
+    (
+        "GPU use under load",
+        "a GPU",
+        "quire bench serve --save-result run.json",
+        "[an 8B model on an H100](load-h100-2026-11-26.md)",
+    ),
     (
         "vLLM behind Quire beside vLLM alone",
         "a GPU and vLLM",
@@ -415,8 +420,8 @@ ELSEWHERE = (
     (
         "8B inside 16 GB",
         "a GPU",
-        "quire serve Qwen/Qwen3-8B --quantization fp8 --kv-cache-memory-bytes 4GiB",
-        "[weights and speed by format](formats-h200-2026-11-22.md)",
+        "quire serve Qwen/Qwen3-8B --quantization fp8 --kv-cache-memory-bytes 2GiB",
+        "[memory and speed](load-h100-2026-11-26.md#8b-inside-16-gb)",
     ),
 )
 """What is not measured here: what it needs, its command, and where it was."""
