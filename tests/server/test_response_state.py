@@ -283,6 +283,7 @@ async def test_a_request_in_the_background_takes_items_by_reference(folder: Path
             given = [*(referring(item.id) for item in (*listed, *made.output)), said]
             whole = [*whole, *(item.to_dict() for item in made.output), said]
         last: Any = await client.responses.create(model="tiny", input=given, background=True)
+        last = await until(client, last.id, "completed")  # answered before it is submitted
         by_reference = here.server.port.submitted[-1].prompt
         await client.responses.create(model="tiny", input=whole, store=False)
         assert by_reference == here.server.port.submitted[-1].prompt
