@@ -68,6 +68,14 @@ def test_recordings_of_earlier_processes_make_room_too(tmp_path: Path) -> None:
     assert not old.exists() and (tmp_path / "notes.txt").exists()
 
 
+def test_recordings_that_begin_in_one_second_keep_apart(tmp_path: Path) -> None:
+    for _ in range(3):
+        ring = recording_format.Ring(tmp_path, 1 << 24)
+        ring.begin(b"first")
+        ring.close()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     run(tmp_path / "new").close()
     assert stat.S_IMODE(only(tmp_path / "new").stat().st_mode) == 0o600

@@ -10,9 +10,9 @@ import mmap
 import os
 import struct
 import sys
-import time
 import zlib
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -301,7 +301,8 @@ class Ring:
         self.size = max(MIN_SEGMENT_BYTES, limit // SHARES)
         self.segments = 0
         self.path = folder
-        self._name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
+        # A process may begin several in one second.
+        self._name = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{os.getpid()}"
         self._map: mmap.mmap | None = None
         self._file = -1
         self._used = 0
