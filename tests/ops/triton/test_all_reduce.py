@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -16,8 +17,8 @@ from quire.ops.triton.all_reduce import BLOCK, PROGRAMS, buffer_bytes
 
 ROOT = Path(__file__).parents[3]
 
-MOST = 2 * PROGRAMS * BLOCK * 4 + 4096
-"""Bytes: three turns of each program in float32."""
+MOST = PROGRAMS * BLOCK * 4 + 4096
+"""Bytes: two turns of a program in float32."""
 
 SHAPES = ((1, 64), (3, 7), (1, 5), (1, MOST // 4), (2, 1000), (2, 3), (3, 4096))
 """Of sums one after the other: few numbers and many by turns, so that a program sits out some."""
@@ -32,7 +33,11 @@ def asked(size: int) -> list[list[Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+def digest(x: Tensor) -> str:
+    return hashlib.sha256(x.numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_sums_are_those_of_every_rank_in_float32_and_in_order(size: int, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     with shared.open("wb") as file:
@@ -54,4 +59,4 @@ def test_sums_are_those_of_every_rank_in_float32_and_in_order(size: int, tmp_pat
         total = first.float()
         for part in rest:
             total = total + part.float()
-        assert torch.equal(torch.tensor(got, dtype=first.dtype), total.to(first.dtype))
+        assert got == digest(total.to(first.dtype))
