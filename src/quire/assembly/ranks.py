@@ -20,7 +20,7 @@ from quire.assembly.place import for_child, of_parent, without_secrets
 from quire.config import Settings
 from quire.errors import InvalidConfig
 from quire.executors.ranks import RankedExecutor, Ranks, RankShape, StartRanks, child_processes
-from quire.layers.distributed import DistributedGroup, SmallReduce, no_small_reduce
+from quire.layers.distributed import DistributedGroup, SmallReduce
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
@@ -75,7 +75,7 @@ def build_rank(settings: Mapping[str, Any], shape: RankShape, timeout: timedelta
         in_rank_order=not cuda or bool(made.execution.deterministic),
         timeout=timeout,
         neighbours=neighbours,
-        make_small_reduce=_peer_sum if cuda and shape.tensor > 1 else no_small_reduce,
+        make_small_reduce=_peer_sum if cuda and shape.tensor > 1 else None,
     )
     return build_local(made, group)
 

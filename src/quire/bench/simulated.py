@@ -21,8 +21,7 @@ from quire.scheduler.step_time import StepCost
 from quire.sim.calibration import Calibration
 from quire.sim.copies import CPU_COPIES, GPU_COPIES
 from quire.sim.devices import Device, ModelSizes, step_cost
-from quire.sim.executor import NO_SHARING
-from quire.sim.shared_reads import Sharing
+from quire.sim.shared_reads import NO_SHARING, Sharing
 from quire.types import UNLIMITED
 from quire.weights.locate import EMBEDDED
 

@@ -18,8 +18,8 @@ from quire.scheduler.kv_offload import KVOffload, Offload
 from quire.scheduler.kv_transfer import PrefillOffload
 from quire.scheduler.step_time import StepCost
 from quire.sim.copies import Role, SimulatedStore, Split
-from quire.sim.executor import NO_SHARING, SimulatedExecutor
-from quire.sim.shared_reads import Sharing
+from quire.sim.executor import SimulatedExecutor
+from quire.sim.shared_reads import NO_SHARING, Sharing
 from quire.types import UNLIMITED
 
 _NOT_DRAFTED = 0.7

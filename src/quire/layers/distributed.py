@@ -34,24 +34,9 @@ class SmallReduce(Protocol):
         """As `Reduce`."""
 
 
-class NoSmallReduce:
-    """Nothing is small."""
-
-    most = -1
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Is not called."""
-        raise NotImplementedError
-
-
 MakeSmallReduce = Callable[[dist.ProcessGroup, int], SmallReduce]
 """Of a group's rank; every rank calls it, in the same order. Raises RuntimeError where GPUs do not reach each other's
 memory."""
-
-
-def no_small_reduce(group: dist.ProcessGroup, rank: int) -> SmallReduce:
-    """Ranks reach no memory of each other."""
-    return NoSmallReduce()
 
 
 class DistributedPipeline(LinkedPipeline):
@@ -105,7 +90,7 @@ class DistributedGroup(ParallelGroup):
         in_rank_order: bool,
         timeout: timedelta,
         neighbours: int,
-        make_small_reduce: MakeSmallReduce = no_small_reduce,
+        make_small_reduce: MakeSmallReduce | None = None,
     ) -> None:
         self.size, self.rank, self.neighbours = size, dist.get_rank() % size, neighbours
         self.pipeline = DistributedPipeline(size)
@@ -116,24 +101,22 @@ class DistributedGroup(ParallelGroup):
         self._reduce: Reduce = self._sum_in_rank_order if in_rank_order else self._library_sum
         # A communicator takes its memory in its first exchange: before what is free is measured.
         self._library_sum(torch.zeros(1, device=_device()))
-        self._small = self._agreed(make_small_reduce)
+        self._small = None if make_small_reduce is None else self._agreed(make_small_reduce)
 
-    def _agreed(self, make: MakeSmallReduce) -> SmallReduce:
+    def _agreed(self, make: MakeSmallReduce) -> SmallReduce | None:
         """What every rank has made, or nothing where one could not."""
-        made: SmallReduce = NoSmallReduce()
+        made = None
         try:
             made = make(self._group, self.rank)
         except RuntimeError as error:
             log.warning("ranks do not reach each other's memory, so sums are the library's: %s", error)
-        return made if self.smallest(made.most) >= 0 else NoSmallReduce()
+        return made if self.smallest(made is not None) else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `ParallelGroup`."""
-        if PRECOMPILING.get() is None:
-            return self._small(x) if x.nbytes <= self._small.most else self._reduce(x)
-        if x.nbytes <= self._small.most:
-            self._small(x)
-        return x
+        if self._small is not None and x.nbytes <= self._small.most:
+            return self._small(x)
+        return x if PRECOMPILING.get() is not None else self._reduce(x)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """See `ParallelGroup`. What is sent is as wide as the widest rank's."""

@@ -11,13 +11,10 @@ from quire.engine.timing import VirtualClock
 from quire.executors.synthetic import SyntheticHandle
 from quire.scheduler.plan import Plan, Span
 from quire.scheduler.step_time import StepCost
-from quire.sim.shared_reads import SharedReads, Sharing
+from quire.sim.shared_reads import NO_SHARING, SharedReads, Sharing
 
 FIRST_TOKEN = 1 << 30
 """Answers consist of one token each, from here on, chosen by the request's seed. Prompts have smaller ones."""
-
-
-NO_SHARING = Sharing()
 
 
 class SimulatedExecutor:
@@ -85,7 +82,7 @@ class SimulatedExecutor:
                 tokens.append(answers[row] if num_samples else [])
             lengths[row] = length
         if num_fed == len(plan.spans):  # attention to prompts reads each sequence's own
-            kv -= self.shared.spared([span.row for span in plan.spans])
+            kv -= self.shared.spared(span.row for span in plan.spans)
         seconds = self.cost.seconds(num_fed, kv, rows, pairs)
         if plan.num_drafts:
             seconds += self.cost.per_draft * max(plan.num_drafts)

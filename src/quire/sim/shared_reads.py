@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -11,6 +11,9 @@ class Sharing(NamedTuple):
 
     group: int = 0
     step: int = 0
+
+
+NO_SHARING = Sharing()
 
 
 class SharedReads:
@@ -25,25 +28,25 @@ class SharedReads:
         """A row is opened whose first `num_cached` positions were there."""
         self._begins[row] = first_block, num_cached
 
-    def spared(self, rows: Sequence[int]) -> int:
+    def spared(self, rows: Iterable[int]) -> int:
         """Positions that a step in which these rows decode need not read for each of them.
 
         Rows of one first block count as a group that shares what each of them found; the one that computed it found
         nothing, and reads all of it for the others.
         """
-        group, step = self.sharing
-        if not group or len(rows) < step:
+        if not self.sharing.group:
             return 0
         groups: dict[int, list[int]] = {}
         for row in rows:
             if begins := self._begins.get(row):
                 groups.setdefault(begins[0], []).append(begins[1])
-        return sum(sum(found) - self._read(found) for found in groups.values() if len(found) >= group)
-
-    @staticmethod
-    def _read(found: list[int]) -> int:
-        """What a group reads once of what its rows found: nothing where the one that computed it reads it anyway."""
-        return 0 if 0 in found else max(found)
+        if sum(map(len, groups.values())) < self.sharing.step:
+            return 0
+        return sum(
+            sum(found) - (0 if 0 in found else max(found))
+            for found in groups.values()
+            if len(found) >= self.sharing.group
+        )
 
     def clear(self) -> None:
         """Forget all rows."""

@@ -1,0 +1,66 @@
+"""Which way a group's sums take, in a group of one process; what several give is in `tests/assembly`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire.layers.distributed import DistributedGroup, SmallReduce
+from quire.ops.capture import PRECOMPILING
+
+
+class Doubled:
+    """Says that it was called."""
+
+    most = 16
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def group(make: object) -> DistributedGroup:
+    return DistributedGroup(
+        1,
+        in_rank_order=True,
+        timeout=timedelta(seconds=60),
+        neighbours=1,
+        make_small_reduce=make,  # type: ignore[arg-type]
+    )
+
+
+def test_sums_up_to_so_many_bytes_are_small() -> None:
+    made = group(lambda group, rank: Doubled())
+    assert made.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
+    assert made.all_reduce(torch.ones(5)).tolist() == [1.0] * 5
+
+
+def test_where_memory_is_not_reached_sums_are_the_librarys() -> None:
+    def make(group: dist.ProcessGroup, rank: int) -> SmallReduce:
+        raise RuntimeError("no peer access")
+
+    assert group(make).all_reduce(torch.ones(4)).tolist() == group(None).all_reduce(torch.ones(4)).tolist() == [1.0] * 4
+
+
+def test_nothing_is_exchanged_while_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = group(lambda group, rank: Doubled())
+    monkeypatch.setattr(made, "_reduce", None)
+    monkeypatch.setattr(made, "_gathered", None)
+    recording = PRECOMPILING.set(lambda *launch: None)
+    try:
+        assert made.all_reduce(torch.ones(5)).shape == (5,)
+        assert made.all_reduce(torch.ones(4)).tolist() == [2.0] * 4, "its launch is recorded"
+        assert made.all_gather(torch.ones(3, 4), [4]).shape == (3, 4)
+    finally:
+        PRECOMPILING.reset(recording)
