@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import runs
 from tests.live import Live, serving
 
 pytestmark = pytest.mark.nightly
@@ -23,7 +24,7 @@ def ranks(live: Live) -> list[int]:
         pid = left.pop()
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
             left += (int(child) for child in task.read_text().split())
-        if b"rank_child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if runs(pid, "rank_child"):
             found.append(pid)
     return sorted(found)
 
