@@ -266,11 +266,12 @@ def _expert_facts(name: str, spec: ModelSpec, config: Config) -> Iterator[tuple[
 
 
 def differences(ours: ModelSpec, theirs: ModelSpec) -> list[str]:
-    """Fields of two shapes that do not mean the same: numbers of float32, and rotary embeddings by their angles."""
+    """Fields of two shapes that do not mean the same: numbers of float32, and rotary embeddings by their angles. Layers
+    that draft may be left out, of which there is a warning."""
     return [
         field.name
         for field in fields(ModelSpec)
-        if field.name not in ("architecture", "dtype", "stop", "context", "rope", "ropes")
+        if field.name not in ("architecture", "dtype", "stop", "context", "rope", "ropes", "skipped_drafts")
         and not _same(getattr(ours, field.name), getattr(theirs, field.name))
     ] + (["rope"] if not all(map(_same_rope, ours.layer_ropes, theirs.layer_ropes)) else [])
 
