@@ -42,9 +42,9 @@ def plain(shape: str, **changes: Any) -> Write:
     return write
 
 
-def drafting(shape: str) -> Write:
+def drafting(shape: str, layers: int = 1) -> Write:
     def write(folder: Path) -> Path:
-        mtp.make_mtp(folder, shape)
+        mtp.make_mtp(folder, shape, layers)
         return folder
 
     return write
@@ -91,6 +91,7 @@ KINDS: Mapping[str, Write] = MappingProxyType(
     {
         **{shape: plain(shape) for shape in sorted(checkpoints.FIRST)},
         **{f"mtp {shape}": drafting(shape) for shape in mtp.SHAPES},
+        "mtp deepseek_v3-groups-yarn, three layers": drafting("deepseek_v3-groups-yarn", 3),
         **{f"stored {form}": quantised_in(form) for form in quantised.FORMATS},
         **{
             f"gguf {kind} {shape}": gguf(shape, kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
 
-from quire.assembly.speculate import own_layer, speculative_graph_keys
+from quire.assembly.speculate import own_layers, speculative_graph_keys
 from quire.cli import inspect, plan
 from quire.cli.inspect import read_facts
 from quire.config import Settings
@@ -26,7 +28,9 @@ from quire.model_runner.device_steps import DeviceSteps, TorchSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.memory import allocate, block_bytes, layer_shapes
 from quire.model_runner.mtp import MTPDrafter, MTPProposer
+from quire.model_runner.triton_steps import TritonSteps
 from quire.models.registry import Model, mtp_of
+from quire.ops.triton.ops import TritonOps
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts
@@ -42,6 +46,26 @@ PAGES, SIZE, ROWS, CONTEXT, DRAFTS = 200, 4, 12, 96, 3
 CPU = torch.device("cpu")
 RECURRENT = tuple(shape for shape in SHAPES if shape.startswith(("qwen", "nemotron")))
 DENSE = "deepseek_v3-groups-yarn"
+SEVERAL = (
+    (DENSE, 2),
+    (DENSE, 4),
+    ("glm4_moe-groups", 3),
+    ("mimo-gqa", 3),
+    ("ernie4_5_moe-gqa", 2),
+    ("qwen3_next-shared-keys", 3),
+    ("qwen3_5_text-shared-keys", 2),
+)
+"""Shapes with several layers that draft: fewer than are drafted, as many, and more."""
+
+
+def several(*quick: str, without: Sequence[str] = ()) -> list[Any]:
+    """SEVERAL, of which the first of each shape in `quick` is not for the night alone."""
+    first = [next(each for each in SEVERAL if each[0] == shape) for shape in quick]
+    wanted = [each for each in SEVERAL if each[0] not in without]
+    return [each if each in first else pytest.param(*each, marks=pytest.mark.nightly) for each in wanted]
+
+
+LAYERS = (1, pytest.param(3, marks=pytest.mark.nightly))
 SETTINGS = (
     GREEDY,
     SamplingParams(temperature=0.8),
@@ -52,11 +76,11 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Reference, Model, Path]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Reference, Model, Path]]:
     @cache
-    def make(shape: str) -> tuple[Reference, Model, Path]:
+    def make(shape: str, drafts: int = 1) -> tuple[Reference, Model, Path]:
         folder = tmp_path_factory.mktemp(shape)
-        return make_mtp(folder, shape), load_model(folder, dtype="float32", mtp=True), folder
+        return make_mtp(folder, shape, drafts), load_model(folder, dtype="float32", mtp=True), folder
 
     return make
 
@@ -80,12 +104,12 @@ class Recorder:
 
 def host(model: Model, said: Recorder | None, pages: int) -> LocalExecutor:
     """A CPU's executor; with drafts, if `said` is there to take them."""
-    layer = mtp_of(model)
-    assert layer is not None
+    mtp = mtp_of(model)
+    assert mtp is not None
     drafter = None
     if said is not None:
-        kv = allocate(layer_shapes(layer.kv_shapes, torch.float32), pages=pages, page_size=SIZE)
-        drafter = MTPDrafter(layer, kv, vocab_size=layer.vocab, num_drafts=DRAFTS, rows=ROWS, device=CPU)
+        kv = allocate(layer_shapes(mtp.kv_shapes, torch.float32), pages=pages, page_size=SIZE)
+        drafter = MTPDrafter(mtp.layers, kv, vocab_size=mtp.vocab, num_drafts=DRAFTS, rows=ROWS, device=CPU)
         inner = drafter.propose
 
         def propose(rows: Any, which: Any, num_drafts: Any) -> Any:
@@ -103,10 +127,10 @@ def host(model: Model, said: Recorder | None, pages: int) -> LocalExecutor:
 
 def ahead(model: Model, said: Recorder, pages: int, steps: DeviceSteps | None = None) -> CudaExecutor:
     """A device's executor, which drafts for itself."""
-    layer = mtp_of(model)
-    assert layer is not None
-    kv = allocate(layer_shapes(layer.kv_shapes, torch.float32), pages=pages, page_size=SIZE)
-    proposer = MTPProposer(layer, kv, num_drafts=DRAFTS, rows=ROWS, device=CPU)
+    mtp = mtp_of(model)
+    assert mtp is not None
+    kv = allocate(layer_shapes(mtp.kv_shapes, torch.float32), pages=pages, page_size=SIZE)
+    proposer = MTPProposer(mtp.layers, kv, num_drafts=DRAFTS, rows=ROWS, device=CPU)
     inner = proposer._draft
 
     def draft(key: GraphKey, context: Any) -> None:
@@ -125,11 +149,13 @@ def ahead(model: Model, said: Recorder, pages: int, steps: DeviceSteps | None = 
     return CudaExecutor(model, **sizes, **how, proposer=proposer)  # type: ignore[arg-type]
 
 
-def engine(executor: LocalExecutor, policy: Callable[[int], Any] = FixedDrafts, *, depth: int = 0) -> Engine:
+def engine(
+    executor: LocalExecutor, policy: Callable[[int], Any] = FixedDrafts, *, depth: int = 0, chunk: int = 20
+) -> Engine:
     found = executor.describe()
     cache = make_prefix_cache(SIZE, True, found.num_snapshots if found.recurrent else None)
     kv = KVCacheManager(found.num_blocks, SIZE, cache)
-    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_chunk_tokens": 20}
+    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_chunk_tokens": chunk}
     speculation = policy(found.num_drafts)
     return Engine(Scheduler(kv, rows=ROWS, **sizes, speculation=speculation), executor, lookahead=depth)  # type: ignore[arg-type]
 
@@ -191,11 +217,22 @@ def test_drafts_are_those_of_the_reference(made: Any, shape: str) -> None:
     compare(reference, engine(host(model, said, PAGES), Drawn), asked, want, said)
 
 
-@pytest.mark.parametrize("shape", ["glm4_moe-groups", "qwen3_5_text-shared-keys"])
-def test_drafts_of_a_gguf_file_are_those_of_the_reference(made: Any, shape: str, tmp_path: Path) -> None:
-    reference, _, folder = made(shape)
+@pytest.mark.parametrize(
+    ("shape", "layers", "theirs"),
+    [
+        ("glm4_moe-groups", 1, False),
+        ("glm4_moe-groups", 3, False),
+        ("qwen3_5_text-shared-keys", 1, False),
+        ("qwen3_5_text-shared-keys", 1, True),
+    ],
+)
+def test_drafts_of_a_gguf_file_are_those_of_the_reference(
+    made: Any, shape: str, layers: int, theirs: bool, tmp_path: Path
+) -> None:
+    """theirs: written by llama.cpp's package."""
+    reference, _, folder = made(shape, layers)
     path = tmp_path / "model.gguf"
-    if shape in RECURRENT:
+    if theirs:
         tensors = {n: t for n, t in load_file(folder / "model.safetensors").items() if n.startswith("mtp.")}
         write(path, reference.model, facts={"qwen35.nextn_predict_layers": 1}, drafting=tensors)
     else:
@@ -212,10 +249,68 @@ def test_drafts_on_a_device_are_those_of_the_reference(made: Any, shape: str) ->
     compare(reference, engine(ahead(model, said, PAGES), Drawn, depth=1), asked, want, said)
 
 
+@pytest.mark.parametrize(("shape", "layers"), several(DENSE, "qwen3_next-shared-keys"))
+def test_each_of_several_layers_drafts_as_the_reference(made: Any, shape: str, layers: int) -> None:
+    """In chunks shorter than there are layers, and again where the cache has the prompts."""
+    reference, model, _ = made(shape, layers)
+    asked, want, said = apart(model)
+    it = engine(host(model, said, PAGES), Drawn, chunk=2)
+    compare(reference, it, asked, want, said)
+    said.said.clear()
+    again = [replace(request, id=f"{request.id} again") for request in asked]
+    compare(reference, it, again, want | {f"{name} again": tokens for name, tokens in want.items()}, said)
+    assert it.scheduler.kv.num_hit_tokens > 0
+
+
+@pytest.mark.parametrize(("shape", "layers"), several("mimo-gqa", without=RECURRENT))
+def test_each_of_several_layers_drafts_on_a_device_as_the_reference(made: Any, shape: str, layers: int) -> None:
+    reference, model, _ = made(shape, layers)
+    asked, want, said = apart(model)
+    compare(reference, engine(ahead(model, said, PAGES), Drawn, depth=1, chunk=2), asked, want, said)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+def test_several_layers_draft_through_interpreted_kernels_as_the_reference(tmp_path: Path) -> None:
+    reference = make_mtp(tmp_path, "mimo-gqa", 3)
+    asked, want, said = apart(load_model(tmp_path, dtype="float32", mtp=True))
+    model = load_model(tmp_path, dtype="float32", device=CPU, ops=TritonOps(CPU), mtp=True)
+    it = engine(ahead(model, said, PAGES, TritonSteps(CPU)), Drawn, depth=1, chunk=5)
+    compare(reference, it, asked, want, said)
+
+
+@pytest.mark.parametrize("shape", [DENSE, "glm4_moe-groups"])
+def test_several_layers_draft_as_in_transformers(made: Any, shape: str) -> None:
+    """The reference is compared, since transformers' own way of drafting takes one sequence and no rejected drafts."""
+    reference, _, _ = made(shape, 3)
+    model, form = reference.model, reference.form
+    model.config.num_mtp_layers = 3
+    theirs = MtpModel(model, 3)
+    names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "post_norm"}
+    for layer, own, (block,) in zip(theirs.layers, reference.own, reference.blocks, strict=True):
+        layer.load_state_dict(
+            {f"{names[name]}.weight": tensor for name, tensor in own.items()}
+            | {f"mtp_block.{name}": tensor for name, tensor in block.state_dict().items()}
+        )
+    assert form.normed
+    for length in (1, 2, 3, 17):
+        tokens = [(7 * i + length) % 190 + 3 for i in range(length + 1)]
+        made_drafts, _, _ = theirs(
+            torch.tensor([tokens[1:]]),
+            reference.hidden(tokens[:-1])[None],
+            None,
+            torch.arange(1, length + 1)[None],
+            None,
+        )
+        assert made_drafts[0].tolist() == reference.drafts(tokens, 3)
+
+
 @pytest.mark.parametrize("policy", [FixedDrafts, Drawn, AdaptiveDrafts])
 @pytest.mark.parametrize("shape", [DENSE, RECURRENT[0]])
-def test_no_answer_depends_on_drafts(made: Any, shape: str, policy: Any) -> None:
-    _, model, _ = made(shape)
+@pytest.mark.parametrize("layers", LAYERS)
+def test_no_answer_depends_on_drafts(made: Any, shape: str, policy: Any, layers: int) -> None:
+    _, model, _ = made(shape, layers)
     want = answers(engine(host(model, None, PAGES)), requests(12))
     it = engine(host(model, Recorder(), PAGES), policy)
     assert answers(it, requests(12)) == want
@@ -225,8 +320,9 @@ def test_no_answer_depends_on_drafts(made: Any, shape: str, policy: Any) -> None
 
 
 @pytest.mark.parametrize("shape", [DENSE, RECURRENT[0]])
-def test_no_answer_depends_on_drafts_under_memory_pressure(made: Any, shape: str) -> None:
-    _, model, _ = made(shape)
+@pytest.mark.parametrize("layers", LAYERS)
+def test_no_answer_depends_on_drafts_under_memory_pressure(made: Any, shape: str, layers: int) -> None:
+    _, model, _ = made(shape, layers)
     want = answers(engine(host(model, None, PAGES)), requests(12))
     it = engine(host(model, Recorder(), 26), Drawn)
     assert answers(it, requests(12)) == want
@@ -235,8 +331,9 @@ def test_no_answer_depends_on_drafts_under_memory_pressure(made: Any, shape: str
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("pages", [PAGES, 34])
-def test_no_answer_depends_on_drafts_of_a_device(made: Any, greedy: bool, pages: int) -> None:
-    _, model, _ = made(DENSE)
+@pytest.mark.parametrize("layers", LAYERS)
+def test_no_answer_depends_on_drafts_of_a_device(made: Any, greedy: bool, pages: int, layers: int) -> None:
+    _, model, _ = made(DENSE, layers)
     want = answers(engine(host(model, None, PAGES)), requests(20, greedy=greedy))
     it = engine(ahead(model, Recorder(), pages), Drawn, depth=1)
     assert answers(it, requests(20, greedy=greedy)) == want
@@ -257,16 +354,23 @@ ASKED = (
 )
 
 
-@pytest.fixture(scope="module")
-def wordy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=LAYERS)
+def wordy(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A model for the embedded tokenizer."""
     folder = tmp_path_factory.mktemp("wordy")
-    make_mtp(folder, RECURRENT[0], vocab_size=load_model(embedded(), load_format="dummy").spec.vocab)
+    make_mtp(folder, RECURRENT[0], request.param, vocab_size=load_model(embedded(), load_format="dummy").spec.vocab)
     return folder
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("deterministic", "lookahead"),
+    [
+        (False, 0),
+        (True, 1),
+        pytest.param(False, 1, marks=pytest.mark.nightly),
+        pytest.param(True, 0, marks=pytest.mark.nightly),
+    ],
+)
 def test_grammars_choices_scores_and_budgets_are_the_same(wordy: Path, lookahead: int, deterministic: bool) -> None:
     sizes: dict[str, Any] = {"dtype": "float32", "tokenizer": str(embedded()), "max_model_len": 160, "max_num_seqs": 4}
     sizes |= {
@@ -291,11 +395,17 @@ def test_grammars_choices_scores_and_budgets_are_the_same(wordy: Path, lookahead
 def test_weights_of_the_layer_are_skipped_by_name_without_the_option(
     made: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for shape, pattern in ((DENSE, "model.layers.2.*"), (RECURRENT[0], "mtp.*")):
-        folder = made(shape)[2]
+    for shape, layers, patterns in (
+        (DENSE, 1, ["model.layers.2.*"]),
+        (DENSE, 2, ["model.layers.2.*", "model.layers.3.*"]),
+        (RECURRENT[0], 1, ["mtp.*"]),
+    ):
+        folder = made(shape, layers)[2]
+        caplog.clear()
         with caplog.at_level("INFO"):
             model = load_model(folder, dtype="float32")
-        assert mtp_of(model) is None and f"({pattern})" in caplog.text and '{"method": "mtp"}' in caplog.text
+        assert mtp_of(model) is None and '{"method": "mtp"}' in caplog.text
+        assert all(f"({pattern})" in caplog.text for pattern in patterns)
 
 
 def test_a_model_without_the_layer_or_its_weights_is_refused(made: Any, tmp_path: Path) -> None:
@@ -311,12 +421,12 @@ def test_a_model_without_the_layer_or_its_weights_is_refused(made: Any, tmp_path
         load_model(tmp_path, mtp=True)
     assert mtp_of(load_model(tmp_path)) is None
     with pytest.raises(InvalidConfig, match="own layers"):
-        own_layer(load_model(embedded(), load_format="dummy"))
+        own_layers(load_model(embedded(), load_format="dummy"))
 
 
-def test_plan_and_inspect_count_the_layer(made: Any) -> None:
-    for shape in (DENSE, RECURRENT[0]):
-        _, model, folder = made(shape)
+def test_plan_and_inspect_count_the_layers(made: Any) -> None:
+    for shape, count in ((DENSE, 1), (DENSE, 3), (RECURRENT[0], 1)):
+        _, model, folder = made(shape, count)
         layer, runner = mtp_of(model), CliRunner()
         assert layer is not None
         found = {}
@@ -326,13 +436,14 @@ def test_plan_and_inspect_count_the_layer(made: Any) -> None:
             assert told.exit_code == 0, told.output
             need = plan.need(Settings.of(model=str(folder), block_size=4, max_model_len=96), facts, 1 << 30, CPU)
             found[bool(options)] = need.weights, need.page
-        layers, repeated = ("mtp.", f"model.layers.{model.spec.layers}."), ("embed_tokens", "shared_head.head")
+        layers = ("mtp.", *(f"model.layers.{model.spec.layers + i}." for i in range(count)))
+        repeated = ("embed_tokens", "shared_head.head")
         read = {n: t.numel() for n, t in load_file(folder / "model.safetensors").items() if n.startswith(layers)}
-        size = sum(count for name, count in read.items() if not any(each in name for each in repeated))
+        size = sum(numbers for name, numbers in read.items() if not any(each in name for each in repeated))
         assert found[True][0] - found[False][0] == 4 * size
         assert found[True][1] - found[False][1] == block_bytes(layer_shapes(layer.kv_shapes, torch.float32), 4)
         told = runner.invoke(inspect.command, [str(folder)])
-        assert "1 layer for multi-token prediction" in told.output
+        assert f"{count} layer{'s' * (count > 1)} for multi-token prediction" in told.output
 
 
 def test_graphs_are_captured_for_each_forward_and_number_of_drafts() -> None:

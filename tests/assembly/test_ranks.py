@@ -33,9 +33,12 @@ from tests.checkpoints import SHAPES, VOCAB, make
 from tests.executors.asked import prompts
 from tests.executors.driver import Alternate
 from tests.executors.test_features import FEATURES
+from tests.forked import runs
 from tests.mtp import make_mtp
 from tests.pairs import pairwise
 from tests.weights.test_ranks import UNDIVIDED
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
@@ -234,7 +237,7 @@ def ranks() -> list[int]:
         with suppress(FileNotFoundError):  # a thread that has ended
             pids += map(int, (task / "children").read_text().split())
     pids.sort()
-    return [pid for pid in pids if b"rank_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in pids if runs(pid, "rank_child")]
 
 
 @pytest.mark.parametrize(
@@ -259,17 +262,20 @@ DRAFTING = ("deepseek_v3-groups-yarn", "qwen3_next-shared-keys", "mimo-gqa", "er
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("shape", "kind"),
-    # The others have two layers beside the one that drafts.
+    ("shape", "kind", "layers"),
+    # The others have two layers beside those that draft.
     [
-        (shape, kind)
+        (shape, kind, layers)
         for shape in DRAFTING
         for kind in SIZES
-        if kind != "three" or shape.startswith(("qwen", "nemotron"))
+        for layers in (1, 2)
+        if (kind != "three" or shape.startswith(("qwen", "nemotron"))) and not (layers > 1 and "nemotron" in shape)
     ],
 )
-def test_the_layer_for_multi_token_prediction_drafts_the_same(shape: str, kind: str, tmp_path: Path) -> None:
-    make_mtp(tmp_path, shape)
+def test_the_layers_for_multi_token_prediction_draft_the_same(
+    shape: str, kind: str, layers: int, tmp_path: Path
+) -> None:
+    make_mtp(tmp_path, shape, layers)
     sizes: dict[str, Any] = {"max_model_len": 96, "kv_cache_memory_bytes": 1 << 26, "skip_tokenizer_init": True}
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
     answers = []

@@ -206,6 +206,25 @@ async def test_an_unknown_path_gets_a_404_with_the_nearest_path(path: str, meant
     assert "Did you mean" not in far.text and "GET /openapi.json describes all paths" in far.text
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/audio/transcriptions", "speech is neither read nor written here"),
+        ("/v1/images/generations", "images are not made here"),
+        ("/v1/moderations", "this server does not moderate"),
+        ("/v1/conversations", "use /v1/responses, whose previous_response_id continues a conversation"),
+        ("/v1/threads/t1/runs", "use /v1/responses"),
+        ("/v1/vector_stores", "put what the model should read into a message"),
+        ("/v1/messages/batches", "use /v1/files and /v1/batches, which need --batch-dir"),
+    ],
+)
+async def test_what_other_servers_have_and_this_one_lacks_is_said(path: str, words: str) -> None:
+    async with served() as server:
+        answered = await server.client.post(path)
+    assert answered.status_code == 404
+    assert f"POST {path}: not found: " in answered.text and words in answered.text
+
+
 PATHS = ["/v1/models", "/v1/completions", "/stats", "/metrics", "/version", "/ping", "/nope", "/health/x", "//health"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 from types import SimpleNamespace
@@ -189,6 +190,9 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"functions": [{"name": "a"}]}, "functions", "use tools"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs", "expected object"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "send messages as a field of the request"),
+    ({"chat_template_kwargs": {"tools": [NOW]}}, "chat_template_kwargs", "chat_template_kwargs.tools: send tools as"),
+    ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs", "send add_generation_prompt"),
     ({"modalities": ["text", "audio"]}, "modalities", "text only"),
     ({"reasoning_effort": "hihg"}, "reasoning_effort", "Did you mean 'high'?"),
 ]
@@ -248,6 +252,53 @@ async def test_what_is_not_json_is_refused(body: bytes) -> None:
         for path in OK:
             check_error(await server.client.post(path, content=body, headers=JSON), 400)
         assert (await server.complete())["choices"][0]["text"] == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ('{"prompt": "a"}'.encode("utf-16"), None, "the body is UTF-16 or UTF-32: send the JSON as UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-16-le"), None, "the body is UTF-16 or UTF-32"),
+        (b'{"prompt": "caf\xe9"}', None, "the body is not UTF-8: byte 0xe9 at 15 begins no character"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature", "temperature: a number is out of range"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "seed", "seed: a number is out of range"),
+        (b'{"prompt": [5, [{"a": -1e400}]]}', "prompt", "prompt: a number is out of range"),
+        (b"[1e999]", None, "the body: a number is out of range"),
+        (b'{"prompt": 1e999, "n": ', None, "the body"),
+    ],
+)
+async def test_what_cannot_be_decoded_is_said(body: bytes, param: str | None, words: str) -> None:
+    async with served() as server:
+        response = await server.client.post(COMPLETIONS, content=body, headers=JSON)
+        check_error(response, 400, param, words)
+        assert response.json()["error"]["code"] == "invalid_json"
+
+
+async def test_a_byte_order_mark_means_nothing() -> None:
+    async with served() as server:
+        body = codecs.BOM_UTF8 + json.dumps(OK[COMPLETIONS]).encode()
+        response = await server.client.post(COMPLETIONS, content=body, headers=JSON)
+        assert response.json()["choices"][0]["text"] == ANSWER
+
+
+@pytest.mark.parametrize("depth", [900, 5_000, 50_000])
+async def test_json_that_is_too_deep_is_refused_as_that_whatever_the_decoder_can_read(depth: int) -> None:
+    """How deep that is depends on the version of Python."""
+    async with served() as server:
+        body = b'{"prompt": "a", "metadata": ' + b"[" * depth + b"]" * depth + b"}"
+        response = await server.client.post(COMPLETIONS, content=body, headers=JSON)
+        assert response.status_code == 400 and response.json()["error"]["code"] == "json_too_deep"
+        assert "the JSON is nested more than 64 deep: send what is deeper as text" in response.text
+
+
+async def test_a_whole_number_may_be_written_as_a_float() -> None:
+    """As clients write it whose numbers are all floats, and as vLLM and JSON schemas take it."""
+    async with served() as server:
+        response = await server.post(COMPLETIONS, prompt="the", max_tokens=2.0, n=1.0, top_k=5.0, seed=-1.0, top_p=1.0)
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["completion_tokens"] == 2
+        for field, value in (("max_tokens", 2.5), ("n", 1e300), ("temperature", "hot")):
+            check_error(await server.post(COMPLETIONS, prompt="the", **{"top_k": 5.0, field: value}), 400, field)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])

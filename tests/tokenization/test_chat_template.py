@@ -28,6 +28,14 @@ def test_the_last_message_can_be_left_open() -> None:
     assert text.endswith("<|im_start|>assistant\nhi there ")
 
 
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message"])
+def test_what_a_call_has_as_arguments_is_not_dropped_within_the_templates_own(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs.{name}: send {name} as a field") as refused:
+        render(CHATML, chat_template_kwargs={name: "x"})
+    assert refused.value.param == "chat_template_kwargs"
+    assert render("{{ x }}", chat_template_kwargs={"x": 1, "add_generation_prompt": True, "tools": None}) == "1"
+
+
 def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
     with pytest.raises(InvalidRequest, match="cannot be continued"):
         render("fixed", continue_final_message=True)

@@ -18,7 +18,7 @@ from quire.model_runner.memory import LayerShape, allocate, layer_shapes
 from quire.model_runner.mtp import MTPDrafter, MTPProposer
 from quire.model_runner.sampling.features import RANDOM, TRUNCATED
 from quire.model_runner.speculative import Drafter, ModelDrafter, ModelProposer, NgramDrafter, NgramProposer, Proposer
-from quire.models.mtp import NextTokenLayer
+from quire.models.mtp import NextTokenLayers
 from quire.models.registry import Model, mtp_of
 from quire.ops.base import Ops
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts, SpeculationPolicy, draft_counts
@@ -47,8 +47,8 @@ def build_speculation(settings: Settings, description: Description) -> Speculati
     )
 
 
-Draft: TypeAlias = Model | NextTokenLayer
-"""A draft model, or the model's own layer for multi-token prediction."""
+Draft: TypeAlias = Model | NextTokenLayers
+"""A draft model, or the model's own layers for multi-token prediction."""
 
 
 def most_drafts(settings: Settings) -> int:
@@ -58,7 +58,7 @@ def most_drafts(settings: Settings) -> int:
 
 
 def wants_mtp(settings: Settings) -> bool:
-    """Whether the model is loaded with its layer for multi-token prediction."""
+    """Whether the model is loaded with its layers for multi-token prediction."""
     config = parse(settings.scheduler.speculative_config)
     return config is not None and config.method == "mtp"
 
@@ -78,7 +78,7 @@ def load_draft(
             param="speculative_config",
         )
     if config.method == "mtp":
-        return own_layer(target)
+        return own_layers(target)
     if config.method != "draft_model":
         return None
     if config.model is None and model.model != EMBEDDED:
@@ -118,22 +118,22 @@ def load_draft(
     return draft
 
 
-def own_layer(target: Model) -> NextTokenLayer:
-    """The model's layer for multi-token prediction. Raises InvalidConfig where it was loaded without."""
-    layer = mtp_of(target)
-    if layer is None:
+def own_layers(target: Model) -> NextTokenLayers:
+    """The model's layers for multi-token prediction. Raises InvalidConfig where it was loaded without."""
+    layers = mtp_of(target)
+    if layers is None:
         raise InvalidConfig(
             "speculative_config: method mtp needs Quire's own layers (--executor local): use ngram, or leave it out",
             param="speculative_config",
         )
-    return layer
+    return layers
 
 
 def draft_layers(draft: Draft | None) -> tuple[LayerShape, ...]:
     """The K/V that each layer of what drafts adds to a block."""
     if draft is None:
         return ()
-    return layer_shapes(draft.kv_shapes if isinstance(draft, NextTokenLayer) else draft.spec.kv_shapes, draft.dtype)
+    return layer_shapes(draft.kv_shapes if isinstance(draft, NextTokenLayers) else draft.spec.kv_shapes, draft.dtype)
 
 
 def build_drafter(
@@ -148,8 +148,8 @@ def build_drafter(
         return NgramDrafter(num_drafts, longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
     kv = allocate(draft_layers(draft), pages=pages, page_size=page_size, device=device)
     sizes: dict[str, Any] = {"num_drafts": num_drafts, "rows": rows, "device": device}
-    if isinstance(draft, NextTokenLayer):
-        return MTPDrafter(draft, kv, vocab_size=draft.vocab, **sizes)
+    if isinstance(draft, NextTokenLayers):
+        return MTPDrafter(draft.layers, kv, vocab_size=draft.vocab, **sizes)
     return ModelDrafter(draft, kv, vocab_size=draft.spec.vocab, **sizes)
 
 
@@ -164,8 +164,8 @@ def build_proposer(
     if draft is None:
         return NgramProposer(num_drafts, longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
     kv = allocate(draft_layers(draft), pages=pages, page_size=page_size, device=device)
-    if isinstance(draft, NextTokenLayer):
-        return MTPProposer(draft, kv, num_drafts=num_drafts, rows=rows, device=device)
+    if isinstance(draft, NextTokenLayers):
+        return MTPProposer(draft.layers, kv, num_drafts=num_drafts, rows=rows, device=device)
     return ModelProposer(draft, kv, num_drafts=num_drafts, rows=rows, device=device)
 
 
@@ -175,7 +175,7 @@ def speculative_graph_keys(
     """The steps that speculation adds: verification, drafting, and the draft model's forward over missed tokens.
 
     tokens: most of a captured step. drafts: most a sequence, 0 for no speculation. model: whether a model drafts.
-    forwards: for multi-token prediction, whose layer is fed after each of them.
+    forwards: for multi-token prediction, whose layers are fed after each of them.
     """
     widths = sorted({padding(n) for n in range(1, max_num_seqs + 1)}, reverse=True)
     verified = [(n, d) for d in draft_counts(drafts) if d for n in widths if n * (1 + d) <= MAX_VERIFIED_TOKENS]

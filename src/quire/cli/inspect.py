@@ -42,7 +42,7 @@ class ModelFacts(NamedTuple):
 
     parameters: how many. layers: K/V by layer, None where that is known once it is loaded. foreign: transformers runs
     it. whole: its K/V is kept by sequence, not in blocks. pooler: how prompts become vectors. draft_parameters: of its
-    layer for multi-token prediction, which `parameters` has where it is asked for.
+    layers for multi-token prediction, which `parameters` has where it is asked for.
     """
 
     folder: Path
@@ -86,7 +86,7 @@ def read_facts(settings: Settings) -> ModelFacts:
 
 
 def draft_parameters(config: Mapping[str, Any]) -> int:
-    """Parameters of the layer for multi-token prediction, 0 for a model without one."""
+    """Parameters of the layers for multi-token prediction, 0 for a model without any."""
     try:
         return parameters(read_spec(config, mtp=True)) - parameters(read_spec(config))
     except InvalidModel:
@@ -158,7 +158,9 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
         )
     if facts.draft_parameters:
         option = "" if spec.draft_layers else ', with --speculative-config \'{"method": "mtp"}\''
-        yield "drafts", f"1 layer for multi-token prediction, {count(facts.draft_parameters)} parameters{option}"
+        layers = spec.draft_layers or spec.skipped_drafts
+        what = f"{layers} layer{'s' if layers > 1 else ''} for multi-token prediction"
+        yield "drafts", f"{what}, {count(facts.draft_parameters)} parameters{option}"
     heads = (
         f"{heads} of keys and values, {dim} numbers each" for heads, dim in dict.fromkeys(spec.each_heads) if heads
     )

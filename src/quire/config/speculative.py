@@ -22,7 +22,7 @@ ONLINE_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How to draft. method: `mtp` by the model's own layer for multi-token prediction. model: folder or hub id of the
+    """How to draft. method: `mtp` by the model's own layers for multi-token prediction. model: folder or hub id of the
     draft; for the embedded model its own draft is the default.
 
     num_speculative_tokens: the most drafted a step; how many are is measured (0 where drafting does not pay), unless

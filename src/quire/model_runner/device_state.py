@@ -26,6 +26,7 @@ COUNTERS = (
     "done",
     "state",
     "prompt",
+    "first",
     "stream",
     "rope_shift",
     "min_tokens",
@@ -34,9 +35,10 @@ COUNTERS = (
     *LISTS,
 )
 """Columns of one int32 per row: tokens of its history; those whose K/V is computed, by the model and by a draft model;
-which of its states it goes on from, see `RowState.first_state`; those of its prompt; the key of its noise; what is
-added to positions before tokens are rotated by them; min_tokens; and of the row's lists (see `pack_lists`) the address
-on the device, in two halves, and the sizes of their sections. Those of `sampling.features.COLUMNS` follow."""
+which of its states it goes on from, see `RowState.first_state`; those of its prompt; those whose K/V it found in the
+cache; the key of its noise; what is added to positions before tokens are rotated by them; min_tokens; and of the row's
+lists (see `pack_lists`) the address on the device, in two halves, and the sizes of their sections. Those of
+`sampling.features.COLUMNS` follow."""
 
 Ints32 = npt.NDArray[np.int32]
 Update = tuple["int | Ints32", Ints32]
@@ -298,9 +300,10 @@ def columns(rows: RowState, row: int, lists: int, sizes: Sequence[int]) -> Ints3
     features = rows.features
     out = np.empty(len(COUNTERS) + len(COLUMNS), dtype=np.int32)
     stream = features.stream[row : row + 1].view(np.int32)[0]
-    known = (rows.num_known[row], rows.num_computed[row], 0, 0, rows.prompt_length[row], stream, rows.rope_shift[row])
+    known, computed, prompt = rows.num_known[row], rows.num_computed[row], rows.prompt_length[row]
+    own = (known, computed, 0, 0, prompt, computed, stream, rows.rope_shift[row])
     halves = np.array([lists], dtype=np.int64).view(np.int32)
-    out[: len(COUNTERS)] = (*known, min(int(features.min_tokens[row]), UNLIMITED), *halves, *sizes)
+    out[: len(COUNTERS)] = (*own, min(int(features.min_tokens[row]), UNLIMITED), *halves, *sizes)
     floats = out.view(np.float32)
     for at, (name, column) in enumerate(COLUMNS.items(), len(COUNTERS)):
         (out if column.is_integer else floats)[at] = features.columns[name][row]

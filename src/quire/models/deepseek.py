@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from quire.errors import InvalidModel
@@ -30,7 +31,7 @@ class DeepseekV2(Llama):
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         super().__init__(spec, build)
-        self.mtp = make_mtp(self, build, deepseek_names(spec))
+        self.mtp = make_mtp(self, build, partial(deepseek_names, spec))
 
     def make_attention(self, build: ModelBuilder, index: int) -> LatentAttention:
         """`self_attn` of layer `index`."""

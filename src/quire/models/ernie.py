@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from quire.errors import InvalidModel
@@ -34,7 +35,7 @@ class Ernie45Moe(Ernie45):
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         super().__init__(spec, build)
-        self.mtp = make_mtp(self, build, mtp_names(spec))
+        self.mtp = make_mtp(self, build, partial(mtp_names, spec))
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
@@ -60,8 +61,8 @@ class Ernie45Moe(Ernie45):
         return replace(spec, experts=experts.checked(), draft_layers=drafts)
 
 
-def mtp_names(spec: ModelSpec) -> MTPNames:
-    """Of the layer that drafts, which has no experts, and no norm of its own before the head."""
-    before = "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0"
-    block = DraftBlock("mtp_block.0", spec.last_attention, dense=True)
+def mtp_names(spec: ModelSpec, layer: int) -> MTPNames:
+    """Of a layer that drafts, which has no experts, and no norm of its own before the head."""
+    before = f"mtp_emb_norm.{layer}", f"mtp_hidden_norm.{layer}", f"mtp_linear_proj.{layer}"
+    block = DraftBlock(f"mtp_block.{layer}", spec.last_attention, dense=True)
     return MTPNames("model", *before, [block], "", pattern="model.mtp_*")

@@ -6,6 +6,7 @@ GLM 4.5 and 4.6 (GLM Team 2025) have experts, and rotate halves instead.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from quire.layers.builder import ModelBuilder
@@ -47,7 +48,7 @@ class Glm4Moe(Llama):
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         super().__init__(spec, build)
-        self.mtp = make_mtp(self, build, deepseek_names(spec))
+        self.mtp = make_mtp(self, build, partial(deepseek_names, spec))
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:

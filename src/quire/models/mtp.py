@@ -1,14 +1,16 @@
-"""Multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3): a layer of the model that drafts the token after the next.
+"""Multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3): layers of the model that draft the tokens after the next.
 
-At position p it reads the model's hidden state there, after the final norm, and the embedding of the token at p + 1:
-each normed, one behind the other, projected to the width of the residual stream. One block of the model follows, with
-K/V of its own at position p, and the model's own head, which gives the token at p + 2. For more drafts it reads its own
-output instead of the model's. Checkpoints repeat embedding and head in the layer; they are the model's, and not loaded.
+At position p the first reads the model's hidden state there, after the final norm, and the embedding of the token at
+p + 1: each normed, one behind the other, projected to the width of the residual stream. One block of the model follows,
+with K/V of its own at position p, and the model's own head, which gives the token at p + 2. Where there is another, it
+reads the first one's output at p and the token at p + 2, and gives the token at p + 3. For more drafts than there are
+layers, the last reads its own output. Checkpoints repeat embedding and head in each layer; they are the model's, and
+not loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,9 +36,10 @@ class DraftBlock(NamedTuple):
 
 
 class MTPNames(NamedTuple):
-    """Names of the layer's tensors below `prefix`. norm: empty for the model's own. repeated: patterns of what the
-    model has, too. normed: drafts after the first read the output after `norm`. hidden_first: the projection reads the
-    hidden state before the embedding. pattern: of all its tensors, where that is not what begins with `prefix`."""
+    """Names of one layer's tensors below `prefix`; what several layers call the same is one tensor. norm: empty for the
+    model's own. repeated: patterns of what the model has, too. normed: drafts after this one read the output after
+    `norm`. hidden_first: the projection reads the hidden state before the embedding. pattern: of all tensors of all
+    layers, where those are not what begins with `prefix`."""
 
     prefix: str
     embedding_norm: str
@@ -51,19 +54,23 @@ class MTPNames(NamedTuple):
 
     @property
     def all(self) -> str:
-        """The pattern of all its tensors."""
+        """The pattern of all tensors."""
         return self.pattern or f"{self.prefix}.*"
 
 
+MOST_LAYERS = 32
+"""As many as tokens can be drafted in a step."""
+
+
 def check_draft_layers(spec: ModelSpec) -> int:
-    """1. Raises InvalidModel for a model with none, or with several."""
-    if spec.draft_layers != 1:
+    """How many layers draft. Raises InvalidModel for a model with none, or too many."""
+    if not 1 <= spec.draft_layers <= MOST_LAYERS:
         has = f"{spec.draft_layers} layers" if spec.draft_layers else "no layer"
         raise InvalidModel(
-            f"{spec.architecture} has {has} for multi-token prediction, and speculative_config's method mtp needs one "
-            "(num_nextn_predict_layers in config.json): use ngram, or a draft model"
+            f"{spec.architecture} has {has} for multi-token prediction, and speculative_config's method mtp needs 1 to "
+            f"{MOST_LAYERS} (num_nextn_predict_layers in config.json): use ngram, or a draft model"
         )
-    return 1
+    return spec.draft_layers
 
 
 def with_blocks(target: Llama, blocks: Sequence[DraftBlock]) -> Llama:
@@ -82,18 +89,14 @@ def with_blocks(target: Llama, blocks: Sequence[DraftBlock]) -> Llama:
 
 
 class NextTokenLayer:
-    """The layer and what it shares with the model. kv_shapes: K/V that it keeps of a token."""
+    """One layer, and what it shares with the model. target: the model, whose layers from number `first` on are this
+    one's blocks."""
 
-    def __init__(self, target: Llama, build: ModelBuilder, names: MTPNames) -> None:
-        self.kv_shapes = target.spec.draft_kv_shapes
-        first, own_norm = target.spec.layers, target.norm
-        target = with_blocks(target, names.blocks)
-        spec = target.spec
-        layer = build.scope(names.prefix)
+    def __init__(self, target: Llama, build: ModelBuilder, names: MTPNames, first: int) -> None:
+        spec, layer = target.spec, build.scope(names.prefix)
         layer.ignore(*names.repeated)
-        build.optional.append(names.all)
-        self.dtype, self.ops, self.embedding, self.head = target.dtype, target.ops, target.embedding, target.head
-        self.normed, self.hidden_first, self.vocab = names.normed, names.hidden_first, spec.vocab
+        self.ops, self.embedding, self.head = target.ops, target.embedding, target.head
+        self.normed, self.hidden_first = names.normed, names.hidden_first
         self.rotary = target.rotaries[spec.layer_ropes[first]]
         self.embedding_norm = target.make_norm(layer, names.embedding_norm)
         self.hidden_norm = target.make_norm(layer, names.hidden_norm)
@@ -103,7 +106,7 @@ class NextTokenLayer:
             for i, block in enumerate(names.blocks)
         ]
         self.nothing = build.norm_layer(None)
-        self.norm = build.norm_layer(target.make_norm(layer, names.norm)) if names.norm else own_norm
+        self.norm = build.norm_layer(target.make_norm(layer, names.norm)) if names.norm else target.norm
 
     def forward(self, batch: RaggedBatch, hidden: Tensor, kv: Sequence[LayerKV]) -> Tensor:
         """What `logits` and the next draft read, [R, hidden] of `batch.output_indices`, or [T, hidden] of all tokens.
@@ -128,25 +131,37 @@ class NextTokenLayer:
         return next_token_logits(self.head, hidden if self.normed else self.norm(hidden))
 
 
-def make_mtp(target: Llama, build: ModelBuilder, names: MTPNames) -> NextTokenLayer | None:
-    """The layer, if it is to be loaded, in the last stage; else its tensors are skipped."""
-    if target.spec.draft_layers:
-        if build.pipeline.last:
-            return NextTokenLayer(target, build, names)
-        build.ignore(names.all)
-        return None
-    build.skip_drafts(names.all)
+class NextTokenLayers:
+    """The layers that draft, one for each draft after the last. kv_shapes: K/V that each keeps of a token."""
+
+    def __init__(self, target: Llama, build: ModelBuilder, names: Sequence[MTPNames]) -> None:
+        spec = target.spec
+        self.kv_shapes, self.dtype, self.vocab = spec.draft_kv_shapes, target.dtype, spec.vocab
+        build.optional += (each.all for each in names)
+        longer = with_blocks(target, [block for each in names for block in each.blocks])
+        first = [spec.layers + sum(len(each.blocks) for each in names[:i]) for i in range(len(names))]
+        self.layers = [NextTokenLayer(longer, build, each, at) for each, at in zip(names, first, strict=True)]
+
+
+def make_mtp(target: Llama, build: ModelBuilder, names: Callable[[int], MTPNames]) -> NextTokenLayers | None:
+    """The layers, if they are to be loaded, in the last stage; else their tensors are skipped. names: of each."""
+    spec = target.spec
+    every = [names(i) for i in range(max(1, spec.draft_layers, spec.skipped_drafts))]
+    if spec.draft_layers and build.pipeline.last:
+        return NextTokenLayers(target, build, every)
+    for pattern in dict.fromkeys(each.all for each in every):
+        (build.ignore if spec.draft_layers else build.skip_drafts)(pattern)
     return None
 
 
-def deepseek_names(spec: ModelSpec) -> MTPNames:
-    """Of DeepSeek V3 and models like it: the layer is numbered after the others."""
+def deepseek_names(spec: ModelSpec, layer: int) -> MTPNames:
+    """Of DeepSeek V3 and models like it: the layers are numbered after the others."""
     repeated = ("embed_tokens.*", "shared_head.head.*", "self_attn.rotary_emb.inv_freq")
     own = ("enorm", "hnorm", "eh_proj", [DraftBlock("", spec.last_attention)], "shared_head.norm")
-    return MTPNames(f"model.layers.{spec.layers}", *own, repeated=repeated)
+    return MTPNames(f"model.layers.{spec.layers + layer}", *own, repeated=repeated, normed=True)
 
 
-def qwen_names(spec: ModelSpec) -> MTPNames:
-    """Of Qwen3-Next and Qwen3.5."""
-    own = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", [DraftBlock("layers.0", spec.last_attention)], "norm")
-    return MTPNames("mtp", *own, normed=True)
+def qwen_names(spec: ModelSpec, layer: int) -> MTPNames:
+    """Of Qwen3-Next and Qwen3.5, whose layers have a block each, and the rest in common."""
+    block = DraftBlock(f"layers.{layer}", spec.last_attention)
+    return MTPNames("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", [block], "norm", normed=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from torch import Tensor
@@ -72,7 +73,7 @@ class NemotronH(Llama):
             {f"{top}.{theirs}": f"model.{ours}" for top in ("backbone", "model") for theirs, ours in body.items()}
         )
         super().__init__(spec, build)
-        self.mtp = make_mtp(self, build, mtp_names(spec))
+        self.mtp = make_mtp(self, build, partial(mtp_names, spec))
 
     def make_block(self, build: ModelBuilder, index: int) -> SingleBlock:
         """Layer `index`."""
@@ -174,9 +175,14 @@ def read_draft_blocks(config: Config, kinds: Sequence[str]) -> tuple[int, ...]:
     return tuple(kinds.index(kind) for kind in found)
 
 
-def mtp_names(spec: ModelSpec) -> MTPNames:
+def mtp_names(spec: ModelSpec, layer: int) -> MTPNames:
     """Of the layer that drafts: the norms and the matrix before it are of its first block, the norm after it of the
-    last."""
+    last. Raises InvalidModel for several that are to be loaded, for which no checkpoint has names."""
+    if spec.draft_layers > 1 and layer:
+        raise InvalidModel(
+            "config.json: of Nemotron-H, one layer that drafts is supported with speculative_config's method mtp, not "
+            f"{spec.draft_layers} (num_nextn_predict_layers)"
+        )
     like = spec.draft_blocks or (spec.last_attention,)
     dense = spec.experts.dense_layers if spec.experts is not None else frozenset()
     blocks = [DraftBlock(str(i), layer, dense=layer in dense) for i, layer in enumerate(like)]

@@ -34,8 +34,8 @@ class MiMo(Qwen2):
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         super().__init__(spec, build)
         around = ("token_layernorm", "hidden_layernorm", "input_proj", [DraftBlock("", spec.last_attention)])
-        names = MTPNames("model.mtp_layers.0", *around, "final_layernorm", normed=True, hidden_first=True)
-        self.mtp = make_mtp(self, build, names._replace(pattern="model.mtp_layers.*"))
+        names = MTPNames("", *around, "final_layernorm", normed=True, hidden_first=True, pattern="model.mtp_layers.*")
+        self.mtp = make_mtp(self, build, lambda i: names._replace(prefix=f"model.mtp_layers.{i}"))
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:

@@ -4,6 +4,7 @@ attention; experts in Qwen3-Next and in some of Qwen3.5."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -32,7 +33,7 @@ class Qwen3Next(Llama):
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
         super().__init__(spec, build)
-        self.mtp = make_mtp(self, build, qwen_names(spec))
+        self.mtp = make_mtp(self, build, partial(qwen_names, spec))
 
     def make_attention(self, build: ModelBuilder, index: int) -> Mixer:
         """`self_attn` or `linear_attn` of layer `index`."""

@@ -19,7 +19,7 @@ from quire.layers.linear import ParallelGroup
 from quire.layers.vision import VisionTower
 from quire.models.heads import Classify
 from quire.models.labels import class_count
-from quire.models.mtp import NextTokenLayer, check_draft_layers
+from quire.models.mtp import NextTokenLayers, check_draft_layers
 from quire.models.spec import Config, ModelSpec, check_sizes
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
@@ -101,13 +101,14 @@ DERIVED: Mapping[str, str] = {
 
 def read_spec(fields: Mapping[str, Any], *, pools: bool = False, mtp: bool = False) -> ModelSpec:
     """The shape that a config.json describes. pools: a decoder is served without its language model's head. mtp: with
-    its layer for multi-token prediction.
+    its layers for multi-token prediction.
 
-    Raises InvalidModel for an architecture or a field that is unknown, and for a model without such a layer.
+    Raises InvalidModel for an architecture or a field that is unknown, and for a model without such layers.
     """
     name = architecture_name(fields)
     spec = find_architecture(name).read(Config(fields), name)
-    spec = replace(spec, draft_layers=check_draft_layers(spec) if mtp else 0)
+    found = spec.draft_layers
+    spec = replace(spec, draft_layers=check_draft_layers(spec) if mtp else 0, skipped_drafts=0 if mtp else found)
     if name.endswith(CLASSIFIER):
         spec = replace(spec, generates=False, classes=class_count(fields))
     elif pools or name in DERIVED:
@@ -136,9 +137,9 @@ def vision_of(model: Model) -> VisionTower | None:
     return cast("VisionTower | None", getattr(model, "vision", None))
 
 
-def mtp_of(model: Model) -> NextTokenLayer | None:
-    """A model's layer for multi-token prediction; None where it has none, or was built without."""
-    return cast("NextTokenLayer | None", getattr(model, "mtp", None))
+def mtp_of(model: Model) -> NextTokenLayers | None:
+    """A model's layers for multi-token prediction; None where it has none, or was built without."""
+    return cast("NextTokenLayers | None", getattr(model, "mtp", None))
 
 
 def parameters(spec: ModelSpec) -> int:

@@ -48,11 +48,11 @@ class ModelSpec:
     logits of a next token. classes: outputs of its classifier, 0 for none. token_types: kinds of segments; a token of
     kind t is fed as its id plus t times `vocab`. first_position: the row of learned positions for the first token.
     classifier_pooling: which hidden states the classifier reads: cls, mean or last.
-    draft_layers: layers for multi-token prediction to be loaded, see `models/mtp.py`. draft_blocks: of each block of
-    such a layer, the number of the model's layer that it is like; empty for one block like the last that attends.
-    dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text ids. vision: its encoder of
-    images; None where it has none, or is to be used without. ranks: among how many layers are divided. stage: the
-    layers of this stage of a pipeline; None: all.
+    draft_layers: layers for multi-token prediction to be loaded, see `models/mtp.py`. skipped_drafts: those that are
+    not. draft_blocks: of each block of such a layer, the number of the model's layer that it is like; empty for one
+    block like the last that attends. dtype: the checkpoint's, as config.json names it, or empty. stop: its end-of-text
+    ids. vision: its encoder of images; None where it has none, or is to be used without. ranks: among how many layers
+    are divided. stage: the layers of this stage of a pipeline; None: all.
     """
 
     architecture: str
@@ -101,6 +101,7 @@ class ModelSpec:
     first_position: int = 0
     classifier_pooling: str = "last"
     draft_layers: int = 0
+    skipped_drafts: int = 0
     draft_blocks: tuple[int, ...] = ()
     dtype: str = ""
     stop: tuple[int, ...] = ()
@@ -170,7 +171,7 @@ class ModelSpec:
 
     @property
     def draft_kv_shapes(self) -> tuple[KVShape, ...]:
-        """K/V of the layer for multi-token prediction, which attends as the last layer that does; none without it."""
+        """K/V of the layers for multi-token prediction, which attend as the last layer that does; none without them."""
         if not self.draft_layers:
             return ()
         return (self._kv_shape(self.kv_layers[self.last_attention], True),) * self.draft_layers

@@ -34,6 +34,32 @@ OLLAMA_PATHS = (
 INTERNAL = "the server met an error of its own; its log says more"
 
 
+_NO_SPEECH = "speech is neither read nor written here"
+_RESPONSES = "use /v1/responses, whose previous_response_id continues a conversation"
+_TRAINING = "models are served here, not trained"
+_DOCUMENTS = "documents are not stored here: put what the model should read into a message"
+
+NOT_SERVED: Mapping[str, str] = {
+    "/v1/audio": _NO_SPEECH,
+    "/v1/realtime": _NO_SPEECH,
+    "/v1/images": "images are not made here; where the model reads images, they are parts of messages",
+    "/v1/videos": "videos are not made here",
+    "/v1/moderations": "this server does not moderate",
+    "/v1/assistants": _RESPONSES,
+    "/v1/threads": _RESPONSES,
+    "/v1/conversations": _RESPONSES,
+    "/v1/chatkit": _RESPONSES,
+    "/v1/fine_tuning": _TRAINING,
+    "/v1/evals": _TRAINING,
+    "/v1/vector_stores": _DOCUMENTS,
+    "/v1/containers": "this server runs no code",
+    "/v1/uploads": "send a file whole to /v1/files, which needs --batch-dir",
+    "/v1/messages/batches": "use /v1/files and /v1/batches, which need --batch-dir",
+    "/v1/complete": "use /v1/messages, or /v1/completions",
+}
+"""Paths of OpenAI's and Anthropic's APIs, by how they begin, that this server lacks, and what to do instead."""
+
+
 class NotFound(InvalidRequest):
     """The path, or an id in it, names nothing."""
 
@@ -124,9 +150,17 @@ async def routing_error(request: Request, error: Exception) -> Response:
     if status == 405 and error.headers:
         message += f"; allowed: {error.headers.get('Allow', '')}"
     if status == 404:
-        message += "." + (nearest(path, _paths(request)) or " GET /openapi.json describes all paths")
+        message += _hint(path, request)
     text = body(message, status, InvalidRequest.kind, code=status, path=path)
     return Response(text, status, error.headers, JSON)
+
+
+def _hint(path: str, request: Request) -> str:
+    """What a client of a path that is not there should know."""
+    for start, why in NOT_SERVED.items():
+        if path == start or path.startswith(f"{start}/"):
+            return f": {why}"
+    return "." + (nearest(path, _paths(request)) or " GET /openapi.json describes all paths")
 
 
 def _paths(request: Request) -> list[str]:

@@ -143,7 +143,7 @@ FIELD_NAMES: Mapping[str, str] = {
 def read_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """`options` as fields of a chat request. Raises InvalidRequest naming one that is wrong or not supported."""
     kept = check(given or {}, Options.__struct_fields__, where="options.", no_ops=OPTION_HINTS, refused=REFUSED_OPTIONS)
-    options = converted({name: _whole(value) for name, value in kept.items()}, Options, "options.")
+    options = converted(kept, Options, "options.")
     chosen = {name: value for name, value in msgspec.structs.asdict(options).items() if value is not None}
     none = {"presence_penalty": 0, "frequency_penalty": 0, "repeat_penalty": 1}
     if options.repeat_last_n not in (None, -1) and any(chosen.get(name, off) != off for name, off in none.items()):
@@ -162,11 +162,6 @@ def read_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
         for name, value in chosen.items()
         if name != "repeat_last_n" and value not in unset.get(name, ())
     }
-
-
-def _whole(value: Any) -> Any:
-    """A number such as 8.0 as 8: clients whose numbers are all floats send whole ones so."""
-    return int(value) if type(value) is float and abs(value) < 1 << 53 and value.is_integer() else value
 
 
 def _shared(request: OllamaRequest) -> dict[str, Any]:

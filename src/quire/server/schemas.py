@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -209,13 +212,18 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 def parse(body: bytes, kind: type[T], limits: Limits) -> T:
-    """The request of type `kind` in `body`. Raises InvalidRequest naming the field; NaN and Infinity are not JSON."""
+    """The request of type `kind` in `body`. Raises InvalidRequest naming the field; NaN and Infinity are not JSON.
+
+    A byte order mark before the JSON, as editors on Windows write it, means nothing (RFC 8259, 8.1).
+    """
+    body = body.removeprefix(codecs.BOM_UTF8)
     try:
         raw = msgspec.json.decode(body)
     except RecursionError as error:
-        raise InvalidRequest(f"the JSON is nested more than {limits.max_depth} deep", code="json_too_deep") from error
+        why = f"the JSON is nested more than {limits.max_depth} deep: send what is deeper as text"
+        raise InvalidRequest(why, code="json_too_deep") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}", code="invalid_json") from error
+        raise _not_json(body, error) from error
     if not isinstance(raw, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {_name(raw)}", code="invalid_json")
     check_depth(raw, limits)
@@ -224,12 +232,65 @@ def parse(body: bytes, kind: type[T], limits: Limits) -> T:
     return converted(kept, kind)
 
 
+def _not_json(body: bytes, error: Exception) -> InvalidRequest:
+    """What is wrong with a body that the decoder refuses."""
+    if b"\0" in body[:4]:
+        return InvalidRequest("the body is UTF-16 or UTF-32: send the JSON as UTF-8", code="invalid_json")
+    try:
+        body.decode()
+    except UnicodeDecodeError as found:
+        why = f"the body is not UTF-8: byte {body[found.start]:#04x} at {found.start} begins no character"
+        return InvalidRequest(why, code="invalid_json")
+    if "out of range" not in str(error):
+        return InvalidRequest(f"the body is not JSON: {error}", code="invalid_json")
+    name = _out_of_range(body)
+    where = "the body" if name is None else name[:64]
+    return InvalidRequest(f"{where}: a number is out of range", param=name and name[:64], code="invalid_json")
+
+
+def _out_of_range(body: bytes) -> str | None:
+    """The field with the first number that is too large for a float; None where that cannot be found."""
+    huge = object()
+
+    def number(text: str) -> object:
+        return huge if math.isinf(float(text)) else None
+
+    try:
+        raw = json.loads(body, parse_float=number, parse_int=number)
+    except (ValueError, RecursionError):
+        return None
+    fields = raw.items() if isinstance(raw, dict) else ()
+    return next((name for name, value in fields if _holds(value, huge)), None)
+
+
+def _holds(value: Any, sought: object) -> bool:
+    """Whether a value of JSON is, or has within, the very object that is sought."""
+    level = [value]
+    while level:
+        if any(one is sought for one in level):
+            return True
+        inside = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [one for several in inside for one in several]
+    return False
+
+
 def converted(given: Mapping[str, Any], kind: type[T], where: str = "") -> T:
-    """`given` as a `kind`. where: path of the object. Raises InvalidRequest naming the field whose type is wrong."""
+    """`given` as a `kind`. where: path of the object. Raises InvalidRequest naming the field whose type is wrong.
+
+    A number such as 8.0 is the integer 8: clients whose numbers are all floats send whole ones so.
+    """
     try:
         return msgspec.convert(given, kind)
+    except msgspec.ValidationError:
+        pass
+    try:
+        return msgspec.convert({name: _whole(value) for name, value in given.items()}, kind)
     except msgspec.ValidationError as error:
         raise _named(error, where) from error
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if type(value) is float and abs(value) < 1 << 53 and value.is_integer() else value
 
 
 # Fields that are objects with fields of their own; `json_schema` is in `response_format`.

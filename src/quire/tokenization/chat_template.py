@@ -82,8 +82,11 @@ class ChatTemplate:
         """The prompt. continue_final_message: end with the last message's text, for the model to continue it.
 
         Tools, calls and results are written as text where the template does not know tools.
-        Raises InvalidRequest when the template refuses the messages or fails.
+        Raises InvalidRequest when the template refuses the messages or fails, and for chat_template_kwargs that this
+        call has as arguments, with another value.
         """
+        own = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        _check_kwargs(chat_template_kwargs or {}, own | {"continue_final_message": continue_final_message})
         shown = [self._shown(message) for message in messages]
         if not self._knows_tools:
             shown = describe_tools(shown, tools, self._style, system=self._takes_system)
@@ -258,6 +261,14 @@ def _template(path: Path) -> str:
         raise InvalidModel(f"chat template {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidModel(f"chat template {path} is not text: {error}") from error
+
+
+def _check_kwargs(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for a value that would not reach the template, since `own` has another by that name."""
+    for name, value in own.items():
+        if name in given and given[name] != value:
+            why = f"chat_template_kwargs.{name}: send {name} as a field of the request, not within chat_template_kwargs"
+            raise InvalidRequest(why, param="chat_template_kwargs")
 
 
 def _line(error: BaseException) -> str:
