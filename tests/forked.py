@@ -103,6 +103,7 @@ def _nested(fds: list[int]) -> tuple[Start, list[int]] | None:
     """Give this process a template, for what it starts. In a fork of that: what it becomes."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
+        _prctl(_SET_NAME, ctypes.c_char_p(NAME.encode()))
         here.close()
         for fd in fds:
             os.close(fd)

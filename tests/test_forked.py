@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import Popen, forking, runs
+from tests.live import serving
 
 QUIRE = (sys.executable, "-m", "quire")
 
@@ -47,3 +48,8 @@ def test_variables_that_imports_read_are_not_those_of_a_fork() -> None:
     with Popen(code, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "2"}) as process:
         assert "python" in Path(f"/proc/{process.pid}/comm").read_text()
         process.communicate()
+
+
+def test_the_engine_of_a_forked_server_is_told_from_what_forks_it(tmp_path: Path) -> None:
+    with serving(tmp_path) as live:
+        assert runs(live.engine_pid(), "engine_child")
