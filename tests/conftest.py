@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of pytest-xdist would fight over the cores otherwise
@@ -13,7 +14,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import torch
+
+from tests.forked import forking
 
 if not torch.cuda.is_available():  # chosen before any kernel is defined, whichever test module imports one first
     os.environ["TRITON_INTERPRET"] = "1"
@@ -44,6 +48,13 @@ class Garbage:
         if cls.pages() > cls.limit:
             gc.collect()
             cls.limit = cls.pages() + cls.growth
+
+
+@pytest.fixture(scope="module")
+def forked_children() -> Iterator[None]:
+    """Processes that the code under test starts in this one are forked (`tests.forked`)."""
+    with forking():
+        yield
 
 
 def pytest_runtest_logfinish() -> None:

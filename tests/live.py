@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 
+from tests.forked import NAME, Popen, runs
+
 if TYPE_CHECKING:
     from openai import OpenAI
 
@@ -94,9 +96,9 @@ class Live:
         return Memory(resident(self.process.pid), resident(self.engine_pid()))
 
     def engine_pid(self) -> int:
-        """The engine's process: the server's only child."""
+        """The engine's process: the server's only child, but for what forks it."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
+        return next(int(child) for child in children if not runs(child, NAME))
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
@@ -131,16 +133,21 @@ def tls_pair(folder: Path) -> tuple[str, str]:
 
 @contextmanager
 def serving(
-    folder: Path, *args: str, ends: int = 0, module: str = "quire", environ: Mapping[str, str] = MappingProxyType({})
+    folder: Path,
+    *args: str,
+    ends: int = 0,
+    module: str = "quire",
+    environ: Mapping[str, str] = MappingProxyType({}),
+    start: type[subprocess.Popen[bytes]] = Popen,
 ) -> Iterator[Live]:
     """`quire serve ARGS` on a port of the system's choice, stopped at the end; its log goes to `folder`.
 
     ends: the exit code it is to have. module: what is run, with the same arguments. environ: variables besides. No
-    engine stands by, which would be a third process of each server.
+    engine stands by, which would be a third process of each server. start: what makes the process; by default a fork.
     """
     log = folder / "server.log"
     with log.open("w") as out:
-        process = subprocess.Popen(
+        process = start(
             [sys.executable, "-m", module, "serve", "--port", "0", *args],
             cwd=ROOT,
             stdout=out,

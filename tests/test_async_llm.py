@@ -29,6 +29,8 @@ from quire.types import EmbeddingRequestOutput, RequestOutput, StructuredOutputs
 from tests import encoders
 from tests.contract.unreliable import Fate
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 T = TypeVar("T")
 
 OPTIONS: dict[str, Any] = {

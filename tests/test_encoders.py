@@ -21,6 +21,8 @@ from quire.weights.files import read_config
 from tests import encoders
 from tests.encoders import FAMILIES
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 ATOL = 1e-5
 
 

@@ -83,7 +83,15 @@ REUSED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
-@pytest.mark.parametrize("options", REUSED.values(), ids=REUSED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            options, marks=pytest.mark.nightly if name in ("whole prompts", "ahead", "no slots") else (), id=name
+        )
+        for name, options in REUSED.items()
+    ],
+)
 def test_answers_from_cached_prefixes_are_those_of_transformers(
     made: tuple[PreTrainedModel, Path], known: dict[tuple[int, ...], list[int]], options: dict[str, Any]
 ) -> None:

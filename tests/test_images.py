@@ -31,6 +31,8 @@ from tests.checkpoints import make as make_text
 from tests.pairs import pairwise
 from tests.vision import FAMILIES, make, picture, place_of, theirs
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 MARKS = {"gemma3": "<start_of_image>", "gemma4": "<|image|>", "gemma4-small": "<|image|>"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 

@@ -353,8 +353,15 @@ def wordy(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return folder
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("deterministic", "lookahead"),
+    [
+        (False, 0),
+        (True, 1),
+        pytest.param(False, 1, marks=pytest.mark.nightly),
+        pytest.param(True, 0, marks=pytest.mark.nightly),
+    ],
+)
 def test_grammars_choices_scores_and_budgets_are_the_same(wordy: Path, lookahead: int, deterministic: bool) -> None:
     sizes: dict[str, Any] = {"dtype": "float32", "tokenizer": str(embedded()), "max_model_len": 160, "max_num_seqs": 4}
     sizes |= {

@@ -42,7 +42,7 @@ def test_ready_in_little_more_than_twice_what_importing_torch_takes(tmp_path: Pa
 
     def starting() -> float:
         before = spent()
-        with serving(tmp_path):
+        with serving(tmp_path, start=subprocess.Popen):
             pass
         return spent() - before
 
@@ -235,7 +235,7 @@ def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
 
 
 def test_a_killed_engine_fails_what_is_in_flight_and_comes_back(tmp_path: Path) -> None:
-    with serving(tmp_path) as live:
+    with serving(tmp_path, start=subprocess.Popen) as live:
         body = {"model": "embedded", "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with live.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()

@@ -136,15 +136,24 @@ def plain(count: int, seed: int = 1) -> dict[str, tuple[int, ...]]:
     return answers(engine("none"), requests(count, seed))
 
 
-@pytest.mark.parametrize("kind", ["ngram", "model"])
-@pytest.mark.parametrize("policy", [FixedDrafts, Drawn, AdaptiveDrafts])
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        (FixedDrafts, "model"),
+        (Drawn, "ngram"),
+        (AdaptiveDrafts, "ngram"),
+        pytest.param(FixedDrafts, "ngram", marks=pytest.mark.nightly),
+        pytest.param(Drawn, "model", marks=pytest.mark.nightly),
+        pytest.param(AdaptiveDrafts, "model", marks=pytest.mark.nightly),
+    ],
+)
 def test_answers_are_the_same_with_any_drafts(kind: str, policy: type[FixedDrafts]) -> None:
     it = engine(kind, policy)
     assert answers(it, requests(COUNT)) == plain(COUNT)
     assert it.scheduler.draft_stats.num_drafted > 100
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_answers_are_the_same_when_running_ahead(depth: int) -> None:
     assert answers(engine("model", Drawn, depth=depth), requests(COUNT)) == plain(COUNT)
 
@@ -195,8 +204,15 @@ def ahead(kind: str, steps: DeviceSteps | None = None) -> Engine:
     )
 
 
-@pytest.mark.parametrize("kind", ["ngram", "model"])
-@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize(
+    ("greedy", "kind"),
+    [
+        (False, "ngram"),
+        (True, "model"),
+        pytest.param(False, "model", marks=pytest.mark.nightly),
+        pytest.param(True, "ngram", marks=pytest.mark.nightly),
+    ],
+)
 def test_answers_are_the_same_where_the_device_drafts(kind: str, greedy: bool) -> None:
     """Greedy rows are sampled and verified there; the others by the host, from drafts it asks back."""
     asked = [r for r in requests(COUNT) if not greedy or r.sampling == GREEDY]

@@ -151,7 +151,10 @@ def test_what_is_shown_can_be_held_saved_and_opened_again(live: Live, browser: B
     alone.close()
 
 
-@pytest.mark.parametrize(("size", "theme"), [("desktop", "light"), ("desktop", "dark"), ("phone", "dark")])
+@pytest.mark.parametrize(
+    ("size", "theme"),
+    [("desktop", "light"), pytest.param("desktop", "dark", marks=pytest.mark.nightly), ("phone", "dark")],
+)
 def test_the_page_is_accessible(live: Live, browser: Browser, size: str, theme: str) -> None:
     opened = Opened(browser, live.url, size, theme, "engine")
     page = opened.page
@@ -168,7 +171,9 @@ def test_the_page_is_accessible(live: Live, browser: Browser, size: str, theme: 
     opened.close()
 
 
-@pytest.mark.parametrize(("size", "theme"), [("desktop", "light"), ("phone", "dark")])
+@pytest.mark.parametrize(
+    ("size", "theme"), [pytest.param("desktop", "light", marks=pytest.mark.nightly), ("phone", "dark")]
+)
 def test_the_page_of_routes_is_accessible(live: Live, browser: Browser, size: str, theme: str) -> None:
     opened = Opened(browser, live.url, size, theme)
     page = opened.page

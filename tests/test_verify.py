@@ -75,7 +75,11 @@ class Untiled(BatchInvariantOps):
 
 
 @pytest.mark.parametrize(
-    ("bug", "args"), [(Batched, ()), (Untiled, ("--quantization", "fp8", "--speculative-config", NGRAM))]
+    ("bug", "args"),
+    [
+        (Batched, ()),
+        pytest.param(Untiled, ("--quantization", "fp8", "--speculative-config", NGRAM), marks=pytest.mark.nightly),
+    ],
 )
 def test_a_planted_dependence_on_the_batch_is_caught(
     bug: type[BatchInvariantOps], args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

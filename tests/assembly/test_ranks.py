@@ -33,9 +33,12 @@ from tests.checkpoints import SHAPES, VOCAB, make
 from tests.executors.asked import prompts
 from tests.executors.driver import Alternate
 from tests.executors.test_features import FEATURES
+from tests.forked import runs
 from tests.mtp import make_mtp
 from tests.pairs import pairwise
 from tests.weights.test_ranks import UNDIVIDED
+
+pytestmark = pytest.mark.usefixtures("forked_children")
 
 OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
@@ -234,7 +237,7 @@ def ranks() -> list[int]:
         with suppress(FileNotFoundError):  # a thread that has ended
             pids += map(int, (task / "children").read_text().split())
     pids.sort()
-    return [pid for pid in pids if b"rank_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in pids if runs(pid, "rank_child")]
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,8 @@ BLOCK_CUTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 LATER = pytest.mark.nightly
+SLOW = ("mamba2", "falcon_h1")
+"""A chunk takes transformers a step for each token."""
 
 
 def make(name: str) -> PreTrainedModel:
@@ -135,11 +137,15 @@ def built(folder: Path, **options: Any) -> Engine:
 
 
 def cases() -> list[Any]:
-    """Every model in every cut; in CI every model in chunks, and each other cut of every third model."""
+    """Every model in every cut; in CI every model in chunks but the slowest, and each other cut of every third."""
     everything = [(n, c) for n in BLOCKS for c in BLOCK_CUTS] + [(n, c) for n in STATES for c in CUTS]
     models, cuts = [*BLOCKS, *STATES], [*BLOCK_CUTS]
     return [
-        pytest.param(n, c, marks=() if c == "chunked" or (models.index(n) + cuts.index(c)) % 3 == 0 else LATER)
+        pytest.param(
+            n,
+            c,
+            marks=() if (c == "chunked" and n not in SLOW) or (models.index(n) + cuts.index(c)) % 3 == 0 else LATER,
+        )
         for n, c in everything
     ]
 

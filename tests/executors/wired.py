@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from quire.executors.contract import translate
 from quire.executors.grpc_client import RemoteExecutor
 from quire.executors.grpc_server import ExecutorServer
 from quire.scheduler.plan import Mask, Plan, Result, Span
+from tests.forked import Popen
 
 _READY = re.compile(r"is ready at 127\.0\.0\.1:(\d+)")
 
@@ -41,7 +41,7 @@ class Killable:
         self.log = folder / f"executor-{time.monotonic_ns()}.log"
         argv = [sys.executable, "-m", "quire", "executor", "--listen", f"127.0.0.1:{port}", "--max-num-seqs", "8"]
         with self.log.open("wb") as out:
-            self.process = subprocess.Popen([*argv, *more], stdout=out, stderr=out, start_new_session=True)
+            self.process = Popen([*argv, *more], stdout=out, stderr=out, start_new_session=True)
         self.port = self._wait()
 
     def _wait(self, seconds: float = 600.0) -> int:

@@ -237,8 +237,9 @@ def part(page: str, name: str) -> str:
     return page.partition(f"<!-- {name} -->\n")[2].partition(f"<!-- /{name} -->")[0]
 
 
-def canaries() -> str:
-    """What the canary finds of the embedded model, quantised on request, and stored in GGUF's types."""
+def canaries(types: Iterable[str] = FILE_TYPES) -> str:
+    """What the canary finds of the embedded model, quantised on request, and stored in GGUF's types: MXFP4, and of
+    those that `quire quantize` writes `types`."""
     rows = []
     settings = Settings.of()
     for method in ONLINE:
@@ -253,7 +254,7 @@ def canaries() -> str:
     reference = AutoModelForCausalLM.from_pretrained(embedded(), dtype=torch.float32)
     before = answers(model, probe(model.spec.vocab, tokens), CPU)
     with tempfile.TemporaryDirectory() as place:
-        for kind in FILE_TYPES:
+        for kind in types:
             path = Path(place) / f"{kind}.gguf"
             quantize(embedded(), path, kind, check=False, progress=quiet)
             after = answers(load_model(path, dtype="float32"), probe(model.spec.vocab, tokens), CPU)

@@ -444,6 +444,9 @@ MANY_TENSORS = (
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
     "openai/gpt-oss-120b",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "zai-org/GLM-4.5-Air",
+    "baidu/ERNIE-4.5-300B-A47B-PT",
 )
 """Models of so many matrices that only `make nightly` makes plans for them."""
 

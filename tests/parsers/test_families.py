@@ -94,12 +94,14 @@ def test_what_the_template_of_a_family_renders_is_read_as_it_was_meant(name: Too
         assert calls_in(parts) == calls and parts[0] == TextPart("content", "Let me look:")
 
 
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_at_every_place_the_text_may_be_cut(name: ToolParser) -> None:
+def test_at_every_place_the_text_may_be_cut(name: ToolParser, step: int) -> None:
+    """In CI all at once, and at every third alone."""
     text = "So: " * (not STYLES[name].bare) + rendered(name)
     whole = fed(reader_of(STYLES[name], TOOLS), text)
     assert fed(reader_of(STYLES[name], TOOLS), text, range(1, len(text))) == whole
-    for at in range(len(text)):
+    for at in range(0, len(text), step):
         assert fed(reader_of(STYLES[name], TOOLS), text, [at]) == whole, text[:at]
 
 

@@ -21,6 +21,7 @@ from quire import LLM
 from quire.cli import main
 from quire.config import Settings
 from quire.weights.locate import embedded
+from tests.forked import Popen, forking
 from tests.live import ROOT, Live, environment, serving
 
 CARD = torch.cuda.is_available()
@@ -109,6 +110,7 @@ class Deployment:
                 from tests.surface.ahead import installed
 
                 stack.enter_context(installed())
+            stack.enter_context(forking())
             yield
 
     @contextlib.contextmanager
@@ -176,9 +178,7 @@ class Deployment:
         """`quire ARGUMENTS` in one of its own, ended by SIGTERM; its exit code has to be 0."""
         self.rest()
         argv = [sys.executable, "-m", self.module, *map(str, arguments)]
-        process = subprocess.Popen(
-            argv, cwd=ROOT, env=environment() | self.environ(), stdout=subprocess.PIPE, text=True
-        )
+        process = Popen(argv, cwd=ROOT, env=environment() | self.environ(), stdout=subprocess.PIPE, text=True)
         try:
             yield process
             process.send_signal(signal.SIGTERM)

@@ -1,0 +1,47 @@
+"""Forked processes are to those that start them what started ones are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.forked import Popen, forking, runs
+
+QUIRE = (sys.executable, "-m", "quire")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+
+
+def test_output_exit_code_folder_and_variables_are_those_of_a_started_process(tmp_path: Path) -> None:
+    (tmp_path / "quire.yaml").write_text("max-num-seqs: 7\n")
+    commands = (["config", "--config", "quire.yaml"], ["config", "--max-num-seqz", "3"], ["version"])
+    how = {"cwd": tmp_path, "capture_output": True, "text": True}
+    for words in commands:
+        variables = os.environ | {"QUIRE_MAX_LOGPROBS": "3"}
+        started = subprocess.run([*QUIRE, *words], env=variables, check=False, **how)  # type: ignore[call-overload]
+        with forking():
+            forked = subprocess.run([*QUIRE, *words], env=variables, check=False, **how)  # type: ignore[call-overload]
+        assert (forked.returncode, forked.stdout, forked.stderr) == (
+            started.returncode,
+            started.stdout,
+            started.stderr,
+        )
+
+
+def test_a_fork_is_a_child_that_is_waited_for_and_killed() -> None:
+    with Popen([*QUIRE, "chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        parent = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1]
+        assert int(parent) == os.getpid() and runs(process.pid, "quire") and process.poll() is None
+        process.kill()
+        assert process.wait(60) == -9
+
+
+def test_variables_that_imports_read_are_not_those_of_a_fork() -> None:
+    code = [*QUIRE, "version"]
+    with Popen(code, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "2"}) as process:
+        assert "python" in Path(f"/proc/{process.pid}/comm").read_text()
+        process.communicate()
