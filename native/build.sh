@@ -16,7 +16,7 @@ compile avx2
 compile avx512 $avx512
 compile avx512_bf16 $avx512 -mavx512bf16
 compile amx $avx512 -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8
-source=$(cat kernels.h kernels.c integers.h tiled_attention.h blocks.c library.c build.sh | sha256sum | cut -c1-64)
+source=$(cat kernels.h kernels.c integers.h rounded.h float8.h tiled_attention.h blocks.c library.c build.sh | sha256sum | cut -c1-64)
 gcc -O2 -std=c11 -D_GNU_SOURCE "-DSOURCE=\"$source\"" -fPIC -fvisibility=default -Wall -c library.c -o "$work/library.o"
 gcc -O3 -std=c11 -mavx2 -fPIC -fvisibility=default -Wall -c blocks.c -o "$work/blocks.o"
 gcc -shared -Wl,-s -o "$out" "$work"/*.o -lm

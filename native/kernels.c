@@ -254,7 +254,7 @@ static const float *group_sums(const struct matrix *m, const float *x, int64_t r
 }
 
 INLINE int64_t panel_bytes(const struct matrix *m) {
-    const int bits[] = {32, 16, 8, 4, 6};
+    const int bits[] = {32, 16, 8, 4, 6, 8};
     return m->k * LANES * bits[m->kind] / 8;
 }
 
@@ -635,29 +635,34 @@ static void configure(int rows, int more) {
     _tile_loadconfig(&c);
 }
 
-/* Two panels by up to 32 rows: sums in tiles 0 to 3, x in 4 and 5, the matrix in 6 and 7. */
-INLINE void tiles(const void *const *weight, const uint16_t *x, int64_t stride, int64_t k, int rows, int more,
-                  float *out) {
+#define TILES_PRODUCT(SUM, X, WEIGHT) \
+    if (int8) \
+        _tile_dpbssd(SUM, X, WEIGHT); \
+    else \
+        _tile_dpbf16ps(SUM, X, WEIGHT);
+
+/* Two panels, of bfloat16 or int8, by up to 32 rows of as many bytes, `count` times 64, `stride` bytes apart: sums in tiles
+   0 to 3, x in 4 and 5, the matrix in 6 and 7 -> out [panels][32][16], of float or int32. */
+INLINE void tiles(const void *const *weight, const void *x, int64_t stride, int64_t count, int more, int int8, void *out) {
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-    for (int64_t i = 0; i < k / 32; i++) {
-        _tile_loadd(4, x + 32 * i, 2 * stride);
+    for (int64_t i = 0; i < count; i++) {
+        _tile_loadd(4, (const char *)x + 64 * i, stride);
         _tile_loadd(6, (const uint32_t *)weight[0] + i * 256, 64);
         _tile_loadd(7, (const uint32_t *)weight[1] + i * 256, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
+        TILES_PRODUCT(0, 4, 6)
+        TILES_PRODUCT(1, 4, 7)
         if (more) {
-            _tile_loadd(5, x + 16 * stride + 32 * i, 2 * stride);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            _tile_loadd(5, (const char *)x + 16 * stride + 64 * i, stride);
+            TILES_PRODUCT(2, 5, 6)
+            TILES_PRODUCT(3, 5, 7)
         }
     }
-    _tile_stored(0, out, 64);
-    _tile_stored(1, out + 512, 64);
+    _tile_stored(0, (float *)out, 64);
+    _tile_stored(1, (float *)out + 512, 64);
     if (more) {
-        _tile_stored(2, out + 256, 64);
-        _tile_stored(3, out + 768, 64);
+        _tile_stored(2, (float *)out + 256, 64);
+        _tile_stored(3, (float *)out + 768, 64);
     }
-    (void)rows;
 }
 
 static void pieces_amx(const struct linear *a, const void *const *weight, const int64_t *panel, int count,
@@ -672,7 +677,7 @@ static void pieces_amx(const struct linear *a, const void *const *weight, const 
         }
         for (int p = 0; p < count; p += 2) {
             const void *both[2] = {weight[p], weight[p + 1 < count ? p + 1 : p]};
-            tiles(both, x + r * stride, stride, a->matrix->k, now, more, made);
+            tiles(both, x + r * stride, 2 * stride, a->matrix->k / 32, more, 0, made);
             for (int i = 0; i < now; i++) {
                 vf first = loadf(made + 16 * i), second = loadf(made + 512 + 16 * i);
                 if (a->gate) {
@@ -710,6 +715,8 @@ INLINE vf fused(vf a, vf b, vf c) {
 }
 
 #include "integers.h"
+#include "rounded.h"
+#include "float8.h"
 
 #define FEW 8 /* rows up to which numbers are multiplied as they are read */
 
@@ -720,6 +727,14 @@ INLINE vf fused(vf a, vf b, vf c) {
 #endif
 
 static void linear(const struct linear *a, int64_t *next) {
+    if (a->rounded) {
+        rounded_linear(a, next);
+        return;
+    }
+    if (a->matrix->kind == FLOAT8) {
+        float8_linear(a, next);
+        return;
+    }
     if (a->x_bf16 && a->matrix->kind >= INT8 && (a->rows <= MANY || a->invariant)) {
         integer_linear(a, next);
         return;

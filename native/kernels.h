@@ -9,6 +9,8 @@
      INT4  [n / 16][k / 8][16] words of 32 bits, number i of 8 in bits 4 i to 4 i + 3
      INT6  [n / 16][k / 16][3][16] words, of numbers + 32: their lower 4 bits as two words of INT4, and in byte i of the
            third the upper 2 bits of numbers 2 i, 2 i + 1, 2 i + 8 and 2 i + 9; no tiles of AMX multiply them
+     FLOAT8 [n / 16][k / 4][16][4] e4m3 numbers, without NaN, whose scales are of float32, of all columns or of groups of
+           a multiple of 128
 
    Scales, zero points and minima of groups of columns are [n / 16][k / group][16].
 
@@ -22,7 +24,7 @@
 
 #include <stdint.h>
 
-enum { F32, BF16, INT8, INT4, INT6 };
+enum { F32, BF16, INT8, INT4, INT6, FLOAT8 };
 
 /* How scales are stored: float16, bfloat16, float32; or bytes, unsigned with minima or signed, times float16 numbers
    of 256 columns, [n / 16][k / 256][2][16]: what scales and what minima are multiplied by. */
@@ -45,6 +47,8 @@ struct linear {
     int64_t rows, x_stride, y_stride;
     int32_t x_bf16, y_bf16, bias_bf16, gate;
     int32_t inputs, invariant; /* invariant: a row's bits must not depend on how many rows there are */
+    int32_t rounded; /* rows become int8 by their own largest number, see rounded.h: of a matrix of INT8 with a float32
+                        scale a row */
 };
 
 struct attention {

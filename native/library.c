@@ -8,7 +8,7 @@
 
 extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx;
 
-#define VERSION 4
+#define VERSION 5
 
 static const struct kernels *chosen;
 static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
@@ -74,9 +74,9 @@ typedef void (*kernel)(const void *, int64_t *);
 
 void quire_linear(const struct matrix *matrix, const void *x, void *y, const void *bias, int64_t rows,
                   int64_t x_stride, int32_t inputs, int32_t x_bf16, int32_t bias_bf16, int32_t gate, int32_t invariant,
-                  int32_t threads) {
+                  int32_t rounded, int32_t threads) {
     struct linear a = {matrix, x,          y,    bias,   rows,      x_stride, gate ? matrix->n / 2 : matrix->n,
-                       x_bf16, x_bf16, bias_bf16, gate, inputs, invariant};
+                       x_bf16, x_bf16, bias_bf16, gate, inputs, invariant, rounded};
     run((kernel)chosen->linear, &a, threads);
 }
 

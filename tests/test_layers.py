@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 
 LAYERS = (
-    ("errors", "heap", "deprecated"),
+    ("errors", "heap", "spinning", "deprecated"),
     ("checks",),
     ("types",),
     ("values", "build"),
@@ -44,7 +44,19 @@ FORBIDDEN = {
 """What the order of the layers alone would still allow."""
 
 TORCH_FREE = (
-    *("types", "errors", "heap", "checks", "config", "tokenization", "parsers", "scheduler", "engine", "multimodal"),
+    *(
+        "types",
+        "errors",
+        "heap",
+        "spinning",
+        "checks",
+        "config",
+        "tokenization",
+        "parsers",
+        "scheduler",
+        "engine",
+        "multimodal",
+    ),
     *("observability", "frontend", "server", "sim", "cli"),
 )
 NEEDS_TORCH = {f"quire.cli.{name}" for name in ("check", "diff", "doctor", "inspect", "plan", "quantize", "verify")}

@@ -218,12 +218,21 @@ def test_drafts_are_those_of_the_reference(made: Any, shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "layers"), [("glm4_moe-groups", 1), ("glm4_moe-groups", 3), ("qwen3_5_text-shared-keys", 1)]
+    ("shape", "layers", "theirs"),
+    [
+        ("glm4_moe-groups", 1, False),
+        ("glm4_moe-groups", 3, False),
+        ("qwen3_5_text-shared-keys", 1, False),
+        ("qwen3_5_text-shared-keys", 1, True),
+    ],
 )
-def test_drafts_of_a_gguf_file_are_those_of_the_reference(made: Any, shape: str, layers: int, tmp_path: Path) -> None:
+def test_drafts_of_a_gguf_file_are_those_of_the_reference(
+    made: Any, shape: str, layers: int, theirs: bool, tmp_path: Path
+) -> None:
+    """theirs: written by llama.cpp's package."""
     reference, _, folder = made(shape, layers)
     path = tmp_path / "model.gguf"
-    if shape in RECURRENT:
+    if theirs:
         tensors = {n: t for n, t in load_file(folder / "model.safetensors").items() if n.startswith("mtp.")}
         write(path, reference.model, facts={"qwen35.nextn_predict_layers": 1}, drafting=tensors)
     else:

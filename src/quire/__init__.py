@@ -73,4 +73,5 @@ def __getattr__(name: str) -> Any:
     if name not in _LOADED:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     module, attribute = _LOADED[name]
+    importlib.import_module("quire.spinning").limit_spinning()
     return getattr(importlib.import_module(module), attribute)

@@ -18,6 +18,7 @@ def main() -> None:
     """Run the command line. Whenever Ctrl-C comes, there is no traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    importlib.import_module("quire.spinning").limit_spinning()
     importlib.import_module("quire.cli").main()
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.assembly import engine
@@ -26,12 +28,23 @@ from quire.ops.panels import UNIT, PanelMatrix
 from quire.ops.quantized import dequantize
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
+from quire.types import UNLIMITED
 from quire.weights.gguf import KINDS
 from tests.ops.batches import Pages, poisoned
 
 REFERENCE = ReferenceOps()
 BEST = best_level()
-SOURCES = ("kernels.h", "kernels.c", "integers.h", "tiled_attention.h", "blocks.c", "library.c", "build.sh")
+SOURCES = (
+    "kernels.h",
+    "kernels.c",
+    "integers.h",
+    "rounded.h",
+    "float8.h",
+    "tiled_attention.h",
+    "blocks.c",
+    "library.c",
+    "build.sh",
+)
 HERE = [level for level, number in LEVELS.items() if BEST is not None and number <= LEVELS[BEST]]
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 
@@ -277,9 +290,76 @@ def test_matrices_of_checkpoints_are_arranged_and_others_stay(ops: NativeOps) ->
     arranged, x = ops.arranged(scaled), torch.randn(2, 64)
     assert isinstance(arranged, PanelMatrix)
     agree(ops.quantized_linear(x, arranged), x @ dequantize(scaled).t(), 1e-5)
-    float8 = scaled._replace(weight=torch.randn(32, 64).to(torch.float8_e4m3fn))
-    assert ops.arranged(float8) is float8
-    agree(ops.quantized_linear(x, float8), x @ dequantize(float8).t(), 1e-5)
+    float8, nan = (scaled._replace(weight=torch.full((32, 64), n).to(torch.float8_e4m3fn)) for n in (1.5, math.nan))
+    halves = float8._replace(scale=torch.rand(32, 2), width=32)
+    cut = float8._replace(scale=torch.rand(32, 2), width=128, offset=96)
+    for kept in (nan, halves, cut):
+        assert ops.arranged(kept) is kept
+    for each in (float8, halves, cut):
+        agree(ops.quantized_linear(x, ops.arranged(each)), x @ dequantize(each).t(), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(96, 256), (100, 384), (33, 72), (17, 2), (1, 40)], ids=str)
+def test_rows_rounded_to_int8_have_the_bits_of_the_reference(
+    ops: NativeOps, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Integer sums are exact, and what scales them has one order. -128 is the number whose size is no int8."""
+    stored = QuantizedMatrix(torch.randint(-128, 128, shape, dtype=torch.int8), torch.rand(shape[0], 1) / 99)
+    matrix = ops.arranged_int8(stored)
+    assert isinstance(matrix, PanelMatrix)
+    assert torch.equal(matrix.values_of(), dequantize(stored))
+    assert matrix.padded == -(-shape[1] // ops.unit) * ops.unit
+    for rows in (0, 1, 2, 3, 5, 8, 9, 16, 17, 33, 70):
+        x = (torch.randn(rows, shape[1]) * torch.logspace(-3, 3, 70)[:rows, None]).to(dtype)
+        x[2:3] = 0
+        bias, wider = torch.randn(shape[0]).to(dtype), F.pad(x, (16, 16))[:, 16:-16]
+        for each in (None, bias):
+            wanted = REFERENCE.rounded_linear(x, stored, each)
+            assert torch.equal(ops.rounded_linear(x, matrix, each), wanted), rows
+            assert torch.equal(ops.rounded_linear(wider, matrix, each), wanted), rows
+        gates: tuple[Gate, ...] = ("silu", "gelu", "relu2")
+        for gate in gates if rows and shape[0] % 2 == 0 else ():
+            wanted = REFERENCE.rounded_linear(x, stored, bias, gate)
+            agree(ops.rounded_linear(x, matrix, bias, gate), wanted, DTYPES[dtype])
+    x = torch.randn(3, shape[1]).to(dtype)
+    assert torch.equal(ops.rounded_linear(x, stored), REFERENCE.rounded_linear(x, stored))
+
+
+def test_numbers_that_are_not_finite_stay_seen_where_rows_are_rounded(ops: NativeOps) -> None:
+    matrix = ops.arranged_int8(QuantizedMatrix(torch.ones(32, 64, dtype=torch.int8), torch.ones(32, 1)))
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x = torch.randn(3, 64).bfloat16()
+        x[1, 50] = bad
+        made = ops.rounded_linear(x, matrix)
+        assert bool(made[[0, 2]].isfinite().all())
+        assert not bool(made[1].isfinite().any())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(96, 256), (100, 384), (33, 72), (1, 40)], ids=str)
+def test_rows_by_float8_have_the_same_bits_in_any_batch_and_are_right(
+    ops: NativeOps, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Every number that float8 has, among them those without an exponent."""
+    bits = torch.arange(256, dtype=torch.int16).repeat(-(-shape[0] * shape[1] // 256))[: shape[0] * shape[1]]
+    bits[bits & 127 == 127] = 3
+    weight = bits.to(torch.uint8).view(torch.float8_e4m3fn).view(shape)
+    for width in (UNLIMITED, 128, 256):
+        groups = 1 if width == UNLIMITED else -(-shape[1] // width)
+        stored = QuantizedMatrix(weight, torch.rand(shape[0], groups) + 0.1, width)
+        matrix, x, bias = ops.arranged(stored), torch.randn(70, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
+        assert isinstance(matrix, PanelMatrix)
+        assert torch.equal(matrix.values_of(), dequantize(stored))
+        whole = ops.quantized_linear(x, matrix, bias)
+        agree(whole, x.float() @ dequantize(stored).t() + bias.float(), 4e-3 if dtype is torch.bfloat16 else 1e-5)
+        for first, count in ((0, 1), (3, 2), (5, 4), (1, 8), (9, 17), (20, 33)):
+            assert torch.equal(
+                ops.quantized_linear(x[first : first + count], matrix, bias), whole[first : first + count]
+            )
+        if shape[0] % 2 == 0:
+            gated = REFERENCE.apply_gate(x.float() @ dequantize(stored).t(), "silu")
+            agree(ops.quantized_linear(x, matrix, None, "silu"), gated, 2 * DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,11 +19,13 @@ from quire.ops.base import (
     Angles,
     AnyMatrix,
     DecoderLayer,
+    Gate,
     IntegerMatrix,
     MixedMatrix,
     Norm,
     Norms,
     Projection,
+    QuantizedMatrix,
     Scores,
 )
 from quire.ops.integer import pack_integers
@@ -66,9 +68,19 @@ def eight_bits(ops: NativeOps, outputs: int, inputs: int) -> AnyMatrix:
     return ops.arranged(pack_integers(numbers, 32, torch.full((outputs, -(-inputs // 32)), 0.01)))
 
 
+def eight_bit_rows(outputs: int, inputs: int) -> QuantizedMatrix:
+    numbers = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    return QuantizedMatrix(numbers, torch.full((outputs, 1), 0.01))
+
+
 def projection(ops: NativeOps, outputs: int, inputs: int, dtype: torch.dtype, kind: str) -> Projection:
-    """A matrix: plain, of integers, or of both in two parts."""
+    """A matrix: plain, of integers, for rows that are rounded, of float8, or of plain and integers in two parts."""
     bias = torch.randn(outputs).to(dtype) if kind != "plain" else None
+    if kind == "rounded":
+        return Projection(ops.arranged_int8(eight_bit_rows(outputs, inputs)), bias, rounded=True)
+    if kind == "float8":
+        numbers = (40 * torch.randn(outputs, inputs)).to(torch.float8_e4m3fn)
+        return Projection(ops.arranged(eight_bit_rows(outputs, inputs)._replace(weight=numbers)), bias)
     if kind == "integers":
         return Projection(eight_bits(ops, outputs, inputs), bias)
     if kind == "mixed":
@@ -78,7 +90,7 @@ def projection(ops: NativeOps, outputs: int, inputs: int, dtype: torch.dtype, ki
 
 
 def layer(ops: NativeOps, dtype: torch.dtype, kind: str, more: Mapping[str, Any]) -> DecoderLayer:
-    single = "plain" if kind == "plain" else "integers"
+    single = "integers" if kind == "mixed" else kind
     norm = [Norm(torch.rand(HIDDEN).to(dtype), 1e-5) for _ in range(2)]
     made = DecoderLayer(
         norm[0],
@@ -97,6 +109,12 @@ def layer(ops: NativeOps, dtype: torch.dtype, kind: str, more: Mapping[str, Any]
     return made._replace(**more)
 
 
+def product(ops: NativeOps, x: Tensor, by: Projection, gate: Gate = "") -> Tensor:
+    if by.rounded:
+        return ops.rounded_linear(x, by.matrix, by.bias, gate)  # type: ignore[arg-type]
+    return ops.quantized_linear(x, by.matrix, by.bias, gate)
+
+
 def one_by_one(
     ops: NativeOps,
     layers: list[DecoderLayer],
@@ -109,12 +127,12 @@ def one_by_one(
     batch, x, scale = ops.prepare(batch), torch.zeros_like(residual), 1.0
     for each, pool, turned in zip(layers, kv, angles, strict=True):
         x, residual = ops.add_norm(x, residual, each.attention_norm, None, scale)
-        qkv = ops.quantized_linear(x, each.qkv.matrix, each.qkv.bias)
+        qkv = product(ops, x, each.qkv)
         mixed = ops.self_attention(qkv, each.heads, pool, batch, turned, each.scores, each.norms)
-        x = ops.quantized_linear(mixed.flatten(1), each.out.matrix, each.out.bias)
+        x = product(ops, mixed.flatten(1), each.out)
         x, residual = ops.add_norm(x, residual, each.mlp_norm, None, each.attention_scale)
-        gated = ops.quantized_linear(x, each.gate_up.matrix, each.gate_up.bias, each.gate)
-        x, scale = ops.quantized_linear(gated, each.down.matrix, each.down.bias), each.mlp_scale
+        gated = product(ops, x, each.gate_up, each.gate)
+        x, scale = product(ops, gated, each.down), each.mlp_scale
     return x, residual
 
 
@@ -131,7 +149,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["plain", "integers", "mixed"])
+@pytest.mark.parametrize("kind", ["plain", "integers", "mixed", "rounded", "float8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layers_in_one_call_have_the_bits_of_layers_one_by_one(ops: NativeOps, dtype: torch.dtype, kind: str) -> None:
     every = [layer(ops, dtype, kind, more) for more in VARIANTS.values()]
@@ -210,7 +228,7 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("quantization", ["auto", "q8_0"])
+@pytest.mark.parametrize("quantization", ["auto", "q8_0", "int8_w8a8", "fp8"])
 def test_a_model_runs_its_layers_in_one_call(tmp_path: Path, quantization: str) -> None:
     """All of them where every token's hidden state is wanted; otherwise all but the last, which computes some."""
     assert BEST is not None

@@ -29,8 +29,7 @@ from quire.weights.entries import file_entry
 from quire.weights.gguf import KINDS, GgufTensorInfo, read_gguf
 from quire.weights.gguf_model import block_entry, gguf_config, gguf_entries
 from quire.weights.gguf_write import NewTensor, write_gguf
-from quire.weights.load import load_model, quiet
-from quire.weights.quantize import quantize
+from quire.weights.load import load_model
 from tests.checkpoints import GPT_OSS_ROPE, greedy, make
 from tests.gguf_files import HALVES, TYPES, stored, write
 from tests.models.feeding import Feeder
@@ -158,12 +157,6 @@ def test_rows_of_a_recurrent_layer_that_are_sorted_by_kind_are_sorted_by_head_in
     assert entry.stored is not None
     blocks = entry.stored.read(()).view(-1, 34)
     assert torch.equal(BLOCKS["Q8_0"](blocks).values().view(wanted.shape), entry.read(()))
-
-
-def test_models_with_recurrent_layers_are_not_written_as_gguf(tmp_path: Path) -> None:
-    make(tmp_path / "source", "bamba-gqa")
-    with pytest.raises(InvalidModel, match="recurrent layers are read, and not written"):
-        quantize(tmp_path / "source", tmp_path / "out.gguf", "q8_0", vocabulary=False, progress=quiet)
 
 
 WIDE = {

@@ -259,6 +259,9 @@ class MixedMatrix(NamedTuple):
 AnyMatrix = QuantizedMatrix | IntegerMatrix | PanelMatrix | MixedMatrix
 """A quantized matrix."""
 
+Int8Matrix = QuantizedMatrix | PanelMatrix
+"""Of int8, with one scale a row."""
+
 ExpertMatrices = QuantizedMatrix | IntegerMatrix
 """Of all experts of a layer: one below the other [E out, in], or see `IntegerMatrix`."""
 
@@ -294,10 +297,11 @@ class Scores(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A linear layer's matrix [out, in], and its bias [out], if any."""
+    """A linear layer's matrix [out, in], and its bias [out], if any. rounded: it is for `Ops.rounded_linear`."""
 
     matrix: AnyMatrix
     bias: Tensor | None
+    rounded: bool = False
 
 
 class DecoderLayer(NamedTuple):
@@ -426,6 +430,12 @@ class Ops(Protocol):
     ) -> Tensor:
         """As `linear`, but each token of x is rounded to int8 by its own largest number and multiplied by weight
         [out, in] int8 with integer sums; the result is scaled back. scale [out, 1] float32."""
+
+    def rounded_linear(self, x: Tensor, matrix: Int8Matrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """`int8_linear`, with a matrix of `arranged_int8`."""
+
+    def arranged_int8(self, matrix: QuantizedMatrix) -> Int8Matrix:
+        """A matrix of int8 with one scale a row as `rounded_linear` reads it fastest. Called once, when loaded."""
 
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """made [T, K, n], weights [T, K] float32 -> [T, n]: for each token the sum of its experts' outputs times their

@@ -26,13 +26,14 @@ UNIT = 32
 class PanelKind(IntEnum):
     """What a panel holds for k columns: float32 [k, 16]; bfloat16 [k / 2, 16, 2]; int8 [k / 4, 16, 4]; or words of 32
     bits [k / 8, 16], column i of 8 in bits 4 i to 4 i + 3; or numbers + 32 of 6 bits, [k / 16, 3, 16] words, see
-    `native/kernels.h`."""
+    `native/kernels.h`; or float8_e4m3fn [k / 4, 16, 4]."""
 
     F32 = 0
     BF16 = 1
     INT8 = 2
     INT4 = 3
     INT6 = 4
+    FLOAT8 = 5
 
 
 class ScaleKind(IntEnum):
@@ -131,6 +132,8 @@ class PanelMatrix:
             return words.view(torch.bfloat16).float()
         if self.kind is PanelKind.INT8:
             return words.view(torch.int8).float()
+        if self.kind is PanelKind.FLOAT8:
+            return words.view(torch.float8_e4m3fn).float()
         stored = words.view(torch.uint8)
         if self.kind is PanelKind.INT6:
             return sixes_of(stored)

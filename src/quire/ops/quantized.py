@@ -29,9 +29,11 @@ from quire.ops.base import (
     ExpertBiases,
     ExpertMatrices,
     Gate,
+    Int8Matrix,
     IntegerMatrix,
     MixedMatrix,
     Norms,
+    QuantizedMatrix,
     Routing,
     ScanInputs,
     ScanWeights,
@@ -331,6 +333,15 @@ class BaseOps(ABC):
             sums = torch._int_mm(F.pad(rounded, (0, 0, 0, missing)), weight.t())[: len(x)].float()
         out = (sums * steps * scale.t()).to(x.dtype)
         return self.apply_gate(out if bias is None else out + bias, gate)
+
+    def arranged_int8(self, matrix: QuantizedMatrix) -> Int8Matrix:
+        """See `Ops.arranged_int8`."""
+        return matrix
+
+    def rounded_linear(self, x: Tensor, matrix: Int8Matrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """See `Ops.rounded_linear`."""
+        assert isinstance(matrix, QuantizedMatrix), "matrices in panels are multiplied by their own kernels"
+        return self.int8_linear(x, matrix.weight, matrix.scale, bias, gate)
 
     def segment_attention(
         self, qkv: Tensor, heads: int, lengths: Sequence[int], angles: Angles | None = None, scale: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
@@ -17,6 +18,14 @@ from quire.types import UNLIMITED
 from quire.weights.entries import Cut, TensorEntry, rows_of
 from quire.weights.files import listed
 from quire.weights.gguf_model import FAMILIES, PATTERNS, RECURRENT, VARIANTS, Family
+from quire.weights.gguf_recurrent import (
+    WHOLE,
+    as_in_the_file,
+    no_mlp,
+    recurrent_facts,
+    state_as_in_the_file,
+    written_family,
+)
 
 LAYER_NORMS = ("gpt2", "command-r", "cohere2", "nemotron", "starcoder2", "phimoe")
 """Architectures whose norms subtract the mean: their epsilon has another name."""
@@ -42,17 +51,19 @@ def family_of(architecture: str) -> tuple[str, Family]:
         for family in variants.values():
             if family.architecture == architecture:
                 return name, family
-    known = ", ".join(sorted({family.architecture for name, family in FAMILIES.items() if name not in RECURRENT}))
+    known = ", ".join(sorted({family.architecture for family in FAMILIES.values()}))
     raise InvalidModel(
         f"{architecture} has no name in GGUF that is known here: not written (known: {known}); "
         "`quire serve --quantization` quantizes a model while it is loaded"
     )
 
 
-def names_drafts(architecture: str) -> bool:
-    """Whether files of a config.json's architecture have names for a layer that drafts, and are written."""
-    name, family = family_of(architecture)
-    return name not in RECURRENT and any(part.startswith("nextn.") for part in family.names)
+def names_drafts(spec: ModelSpec) -> bool:
+    """Whether files of a model have names for its layers that draft. Qwen3.5's share what is around their blocks, which
+    files have for each: so there are names for one."""
+    name, family = family_of(spec.architecture)
+    several = spec.skipped_drafts > 1 and name in RECURRENT
+    return any(part.startswith("nextn.") for part in family.names) and not several
 
 
 def export(spec: ModelSpec, config: Config, entries: Mapping[str, TensorEntry]) -> Export:
@@ -60,12 +71,7 @@ def export(spec: ModelSpec, config: Config, entries: Mapping[str, TensorEntry]) 
 
     Raises InvalidModel for a model that GGUF has no names for, and for one that is quantized already.
     """
-    name, family = family_of(spec.architecture)
-    if name in RECURRENT:
-        raise InvalidModel(
-            f"{spec.architecture}: GGUF files of models with recurrent layers are read, and not written: "
-            "`quire serve --quantization` quantizes a model while it is loaded"
-        )
+    name, family = written_family(*family_of(spec.architecture), spec)
     packed = [key for key, entry in entries.items() if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2]
     if packed:
         raise InvalidModel(f"the checkpoint is quantized already ({listed(packed)}): write GGUF of the original one")
@@ -80,7 +86,7 @@ def _tensors(
     name: str, family: Family, spec: ModelSpec, entries: Mapping[str, TensorEntry]
 ) -> Iterator[tuple[str, TensorEntry, bool]]:
     """Every tensor once. Raises InvalidModel where one has no name."""
-    left = dict(entries)
+    left = as_in_the_file(name, spec, experts_apart(entries))
     if spec.tie:
         left.pop("lm_head.weight", None)
     outer = [(part, "", theirs) for part, theirs in family.outer.items()]
@@ -100,7 +106,7 @@ def _tensors(
 
 
 def _suffixes(part: str) -> Sequence[str]:
-    return ("",) if part.endswith((".weight", ".bias", ".scale")) else (".weight", ".bias")
+    return ("",) if part.endswith((".weight", ".bias", ".scale")) or part in WHOLE else (".weight", ".bias")
 
 
 def _take(left: dict[str, TensorEntry], theirs: str, part: str, suffix: str, spec: ModelSpec) -> TensorEntry | None:
@@ -115,13 +121,33 @@ def _take(left: dict[str, TensorEntry], theirs: str, part: str, suffix: str, spe
     if key not in left:
         return None
     # Gate and up are one matrix of the checkpoint, and two of the file.
-    if part in ("ffn_gate_shexp", "ffn_up_shexp") and theirs.endswith("input_linear"):
+    if theirs.endswith("input_linear"):
         whole, half = left[key], left[key].shape[0] // 2
-        first = part == "ffn_gate_shexp"
+        first = part.startswith("ffn_gate")
         if not first:
             left.pop(key)
         return rows_of(whole, 0 if first else half, half)
     return left.pop(key)
+
+
+GRANITE_EXPERT = re.compile(r"(.*block_sparse_moe\.)(input|output)_linear\.(\d+)\.weight")
+
+
+def experts_apart(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The entries with Granite's matrices of each expert, of gate and up in one, named as those of other families."""
+    found = dict[str, TensorEntry]()
+    for key, entry in entries.items():
+        expert = GRANITE_EXPERT.fullmatch(key)
+        if expert is None:
+            found[key] = entry
+            continue
+        scope, half = f"{expert[1]}experts.{expert[3]}.", entry.shape[0] // 2
+        if expert[2] == "output":
+            found[f"{scope}down_proj.weight"] = entry
+        else:
+            found[f"{scope}gate_proj.weight"] = rows_of(entry, 0, half)
+            found[f"{scope}up_proj.weight"] = rows_of(entry, half, half)
+    return found
 
 
 def stacked(entries: Sequence[TensorEntry]) -> TensorEntry:
@@ -137,6 +163,8 @@ def stacked(entries: Sequence[TensorEntry]) -> TensorEntry:
 
 def _converted(name: str, family: Family, spec: ModelSpec, ours: str, entry: TensorEntry) -> tuple[TensorEntry, bool]:
     """The tensor as llama.cpp's converter stores it: see `gguf_model.restored`."""
+    if ".ssm_" in ours:
+        return state_as_in_the_file(ours, spec, entry), True
     if family.interleaved and (".attn_q." in ours or ".attn_k." in ours):
         heads = spec.heads if ".attn_q." in ours else spec.kv_heads
         return entry.transformed(entry.shape, lambda whole: interleaved(whole, heads)), True
@@ -194,7 +222,7 @@ def _facts(name: str, spec: ModelSpec, config: Config) -> Iterator[tuple[str, An
     yield "attention.value_length", spec.head_dim
     yield "vocab_size", spec.vocab
     yield f"attention.layer_norm{'' if name in LAYER_NORMS else '_rms'}_epsilon", spec.norm_eps
-    if name != "gpt2":
+    if name != "gpt2" and (spec.rope.dim or spec.ropes):
         yield from _rope_facts(spec)
     width = min(spec.windows)
     if width < UNLIMITED:
@@ -208,6 +236,9 @@ def _facts(name: str, spec: ModelSpec, config: Config) -> Iterator[tuple[str, An
     yield from _scale_facts(name, spec, config)
     if spec.experts is not None:
         yield from _expert_facts(name, spec, config)
+    if name in RECURRENT:
+        # Some of these are lists in place of a number above.
+        yield from recurrent_facts(name, spec, config)
 
 
 def _width(name: str, spec: ModelSpec, config: Config) -> int:
@@ -228,7 +259,7 @@ def _rope_facts(spec: ModelSpec) -> Iterator[tuple[str, Any]]:
 
 
 def _scale_facts(name: str, spec: ModelSpec, config: Config) -> Iterator[tuple[str, Any]]:
-    if name in ("granite", "granitemoe"):
+    if name in ("granite", "granitemoe") or spec.architecture.startswith("GraniteMoeHybrid"):
         yield "attention.scale", spec.scale
         yield "embedding_scale", spec.embedding_scale
         yield "residual_scale", spec.residual_scale
@@ -272,6 +303,7 @@ def differences(ours: ModelSpec, theirs: ModelSpec) -> list[str]:
         field.name
         for field in fields(ModelSpec)
         if field.name not in ("architecture", "dtype", "stop", "context", "rope", "ropes", "skipped_drafts")
+        and not (field.name == "mlp" and no_mlp(ours))
         and not _same(getattr(ours, field.name), getattr(theirs, field.name))
     ] + (["rope"] if not all(map(_same_rope, ours.layer_ropes, theirs.layer_ropes)) else [])
 

@@ -180,8 +180,9 @@ NEMOTRON_H_NAMES: Mapping[str, str] = {
     "ffn_latent_up": "mixer.fc2_latent_proj",
 }
 QWEN_NEXT_NAMES: Mapping[str, str] = {
-    **QWEN2_MOE_NAMES,
+    # Of two names for one tensor the first is written.
     "post_attention_norm": "post_attention_layernorm",
+    **QWEN2_MOE_NAMES,
     **{part: name.replace("mamba.", "linear_attn.") for part, name in SSM_NAMES.items()},
     # Files have either the matrix as it is, or its rows by kind in two.
     **dict.fromkeys(("ssm_in", "attn_qkv", "attn_gate"), "linear_attn.in_proj_qkvz"),
@@ -209,7 +210,7 @@ APERTUS_NAMES: Mapping[str, str] = {
 }
 GLM_NAMES: Mapping[str, str] = {**FUSED_NAMES, "attn_qkv": "self_attn.qkv"}
 RECURRENT = ("granitehybrid", "nemotron_h", "nemotron_h_moe", "qwen3next", "qwen35", "qwen35moe")
-"""Architectures with recurrent layers: files are read, and not written."""
+"""Architectures with recurrent layers."""
 
 
 class Family(NamedTuple):
@@ -342,7 +343,9 @@ def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
     split = {name for name, parts in found.items() if name.endswith("in_proj_qkvz.weight") and len(parts) > 1}
     whole = {name: by_key_head(gguf, entry) if name in split else entry for name, entry in whole.items()}
     if gguf.architecture in ("qwen35", "qwen35moe"):
-        whole = beside_the_layers(gguf, by_value_head(gguf, whole))
+        heads = gguf.get("ssm.group_count"), gguf.get("ssm.time_step_rank")
+        whole = by_value_head(whole, *heads, gguf.get("ssm.state_size"), gguf.get("ssm.inner_size") // heads[1])
+        whole = beside_the_layers(gguf, whole)
     if gguf.architecture == "chatglm":
         whole = apart(gguf, whole)
     return whole | (activations(gguf) if gguf.architecture == "apertus" else {})
@@ -368,14 +371,17 @@ def beside_the_layers(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[st
     return found
 
 
-def by_value_head(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def by_value_head(
+    entries: Mapping[str, TensorEntry], keys: int, values: int, key: int, size: int, *, back: bool = False
+) -> dict[str, TensorEntry]:
     """The entries of Qwen3.5's recurrent layers with heads of values sorted by their head of keys. In a file the first
-    ones of all heads of keys come first, then the second ones."""
-    keys, values = gguf.get("ssm.group_count"), gguf.get("ssm.time_step_rank")
+    ones of all heads of keys come first, then the second ones. keys, values: heads, of `key` and `size` numbers. back:
+    sorted as in a file."""
     if keys == values:
         return dict(entries)
-    size, both = gguf.get("ssm.inner_size") // values, 2 * keys * gguf.get("ssm.state_size")
+    both = 2 * keys * key
     heads = torch.arange(values).view(-1, keys).t().flatten()
+    heads = torch.argsort(heads) if back else heads
 
     def order(count: int, before: int = 0) -> Tensor:
         rows = before + heads[:, None] * count + torch.arange(count)
@@ -517,14 +523,18 @@ def restored_state(name: str, entry: TensorEntry) -> TensorEntry:
     return entry
 
 
-def by_key_head(gguf: Gguf, entry: TensorEntry) -> TensorEntry:
+def sorted_by_key_head(keys: int, size: int, values: int) -> Tensor:
     """Rows of gates, then of queries, keys and values of all heads, as they belong to heads of keys: of each its query,
-    its key, its values and their gates."""
-    keys, values = gguf.get("ssm.group_count"), gguf.get("ssm.inner_size")
-    size = gguf.get("ssm.state_size") * keys
-    kinds = torch.split(torch.arange(entry.shape[0]), [values, size, size, values])
+    its key, its values and their gates. keys: heads, of `size` numbers in all; values: numbers of all heads."""
+    kinds = torch.split(torch.arange(2 * (size + values)), [values, size, size, values])
     gate, query, key, value = (kind.view(keys, -1) for kind in kinds)
-    rows = torch.cat([query, key, value, gate], 1).flatten()
+    return torch.cat([query, key, value, gate], 1).flatten()
+
+
+def by_key_head(gguf: Gguf, entry: TensorEntry) -> TensorEntry:
+    """The matrix as a checkpoint has it: see `sorted_by_key_head`."""
+    keys = gguf.get("ssm.group_count")
+    rows = sorted_by_key_head(keys, gguf.get("ssm.state_size") * keys, gguf.get("ssm.inner_size"))
     return entry.transformed(entry.shape, lambda whole: whole[rows], rows_only=True)
 
 

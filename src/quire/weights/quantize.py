@@ -53,7 +53,9 @@ FILE_TYPES: Mapping[str, int] = MappingProxyType(
 FALLBACK: Mapping[str, str] = MappingProxyType({"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"})
 """Types in place of K-quants for matrices whose rows are no multiple of 256 numbers."""
 
-UNQUANTIZED = re.compile(r"norm|ffn_gate_inp|position_embd|_bias$|\.bias$|sinks|rope_|layer_output_scale|exp_probs")
+UNQUANTIZED = re.compile(
+    r"norm|ssm_conv1d|ssm_[ad]$|ffn_gate_inp|position_embd|_bias$|\.bias$|sinks|rope_|layer_output_scale|exp_probs"
+)
 """Tensors that stay float32: small ones, and routers."""
 
 VERSION = 2
@@ -202,7 +204,7 @@ def from_checkpoint(
     build = build_outline(config, spec, AUTO, torch.bfloat16, checkpoint.entries)
     held = named(build, checkpoint)
     left = [key for pattern in build.skipped for key in held if fnmatchcase(key, pattern)]
-    if left and names_drafts(spec.architecture):
+    if left and names_drafts(spec):
         spec = read_spec(config, mtp=True)
         build = build_outline(config, spec, AUTO, torch.bfloat16, checkpoint.entries)
         held, left = named(build, checkpoint), []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from quire.ops.base import AnyMatrix, Gate, Ops, Projection, QuantizedMatrix
+from quire.ops.base import AnyMatrix, Gate, Int8Matrix, Ops, Projection
 from quire.ops.quantized import dequantize
 
 
@@ -178,14 +178,16 @@ class QuantizedWeight:
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         """As `WeightStorage.apply`."""
-        if self.activations and not self.exact and isinstance(self.matrix, QuantizedMatrix):
-            return self.ops.int8_linear(x, self.matrix.weight, self.matrix.scale, self.bias, gate)
-        return self.ops.quantized_linear(x, self.matrix, self.bias, gate)
+        if not self.activations:
+            return self.ops.quantized_linear(x, self.matrix, self.bias, gate)
+        if self.exact:
+            return self.ops.linear(x, self.dequantize().to(x.dtype), self.bias, gate)
+        return self.ops.rounded_linear(x, cast(Int8Matrix, self.matrix), self.bias, gate)
 
     @property
     def projection(self) -> Projection | None:
-        """What a `Decoder` multiplies by; None where activations are rounded."""
-        return None if self.activations else Projection(self.matrix, self.bias)
+        """What a `Decoder` multiplies by; None while it is exact where it is not."""
+        return None if self.activations and self.exact else Projection(self.matrix, self.bias, self.activations)
 
     def dequantize(self, rows: slice = slice(None)) -> Tensor:
         """The values that it represents, [rows, columns] float32."""

@@ -51,8 +51,8 @@ class ScaleScheme:
 
 
 def weight_of(matrix: QuantizedMatrix, ops: Ops, bias: Tensor | None, scaling: ScaleScheme) -> QuantizedWeight:
-    """The final form: as it is where activations are rounded, too."""
-    held = matrix if scaling.activations else ops.arranged(matrix)
+    """The final form."""
+    held = ops.arranged_int8(matrix) if scaling.activations else ops.arranged(matrix)
     return QuantizedWeight(ops, held, bias, scaling.activations)
 
 

@@ -197,6 +197,7 @@ class NativeDecoder:
                     gate,
                     part.inputs,
                     self.invariant,
+                    projection.rounded,
                 ),
                 at > 0,
             )

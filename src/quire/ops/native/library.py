@@ -14,7 +14,7 @@ from typing import ClassVar
 
 FILE = Path(__file__).with_name("libquire_cpu.so")
 
-VERSION = 4
+VERSION = 5
 """Of the functions and structures."""
 
 LEVELS: Mapping[str, int] = MappingProxyType({"avx2": 0, "avx512": 1, "avx512_bf16": 2, "amx": 3})
@@ -37,7 +37,7 @@ class CLinear(Structure):
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("matrix", "x", "y", "bias")),
         *((name, c_int64) for name in ("rows", "x_stride", "y_stride")),
-        *((name, c_int32) for name in ("x_bf16", "y_bf16", "bias_bf16", "gate", "inputs", "invariant")),
+        *((name, c_int32) for name in ("x_bf16", "y_bf16", "bias_bf16", "gate", "inputs", "invariant", "rounded")),
     ]
 
 
@@ -106,7 +106,7 @@ def load() -> ctypes.CDLL | None:
         return None
     if library.quire_version() != VERSION:
         return None
-    library.quire_linear.argtypes = [POINTER(CMatrix), *[c_void_p] * 3, *[c_int64] * 2, *[c_int32] * 6]
+    library.quire_linear.argtypes = [POINTER(CMatrix), *[c_void_p] * 3, *[c_int64] * 2, *[c_int32] * 7]
     library.quire_linear.restype = None
     for name, kind in (("attention", CAttention), ("norm", CNorm), ("rope", CRope)):
         function = getattr(library, f"quire_{name}")

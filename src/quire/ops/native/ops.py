@@ -19,6 +19,7 @@ from quire.ops.base import (
     Decoder,
     DecoderLayer,
     Gate,
+    Int8Matrix,
     IntegerMatrix,
     MixedMatrix,
     Norm,
@@ -28,7 +29,7 @@ from quire.ops.base import (
 )
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.huge_pages import HugePages
-from quire.ops.integer import integers_of
+from quire.ops.integer import integers_of, pack_rows
 from quire.ops.matmul import TILE_ROWS, in_tiles
 from quire.ops.native.call import (
     FLOATS,
@@ -45,9 +46,10 @@ from quire.ops.native.call import (
 )
 from quire.ops.native.decoder import NativeDecoder, is_supported
 from quire.ops.native.library import LEVELS, load, team_functions
-from quire.ops.native.pack import BLOCK_TYPES, TILED_BLOCK_TYPES, empty_blocks, in_panels, write_blocks
+from quire.ops.native.pack import BLOCK_TYPES, TILED_BLOCK_TYPES, empty_blocks, float8_panels, in_panels, write_blocks
 from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
+from quire.ops.quantized import E4M3
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps, weigh
 from quire.types import UNLIMITED
@@ -63,7 +65,7 @@ class NativeOps(ReferenceOps):
     invariant = False
     """Whether a row's bits must not depend on how many rows there are, see `native/kernels.h`."""
     unit = panels.UNIT
-    """What columns of GGUF's blocks are padded to a multiple of."""
+    """What columns are padded to a multiple of."""
     many_queries = 8
     """Queries of a span above which torch attends: its products of many rows are faster than ours of few."""
 
@@ -82,10 +84,19 @@ class NativeOps(ReferenceOps):
 
     def panel_linear(self, x: Tensor, matrix: PanelMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a matrix in panels."""
+        return self._product(x, matrix, bias, gate, rounded=False)
+
+    def rounded_linear(self, x: Tensor, matrix: Int8Matrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """See `Ops.rounded_linear`."""
+        if not isinstance(matrix, PanelMatrix):
+            return super().rounded_linear(x, matrix, bias, gate)
+        return self._product(x, matrix, bias, gate, rounded=True)
+
+    def _product(self, x: Tensor, matrix: PanelMatrix, bias: Tensor | None, gate: Gate, *, rounded: bool) -> Tensor:
         if matrix.order is not None:
             x = x.index_select(-1, matrix.order)
         if x.dtype not in FLOATS:
-            return self.panel_linear(x.float(), matrix, bias, gate).to(x.dtype)
+            return self._product(x.float(), matrix, bias, gate, rounded=rounded).to(x.dtype)
         width = matrix.outputs
         fused = gate in GATES and (not gate or width % (2 * PANEL_ROWS) == 0)
         if gate and fused:
@@ -105,6 +116,7 @@ class NativeOps(ReferenceOps):
             bias is not None and bias.dtype is torch.bfloat16,
             GATES[gate] if fused else 0,
             self.invariant,
+            rounded,
             torch.get_num_threads(),
         )
         return y if fused else self.apply_gate(y, gate)
@@ -113,15 +125,25 @@ class NativeOps(ReferenceOps):
         """See `Ops.arranged`."""
         if isinstance(matrix, MixedMatrix):
             return MixedMatrix(tuple(self._in_panels(cast(IntegerMatrix, part)) for part in matrix.parts))
+        if isinstance(matrix, QuantizedMatrix) and matrix.weight.dtype is E4M3:
+            float8 = float8_panels(matrix, self.unit)
+            return matrix if float8 is None else self._kept(float8)
         found = integers_of(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
         return self._in_panels(found) if isinstance(found, IntegerMatrix) else matrix
+
+    def arranged_int8(self, matrix: QuantizedMatrix) -> Int8Matrix:
+        """See `Ops.arranged_int8`."""
+        return self._in_panels(pack_rows(matrix.weight, matrix.scale))
 
     def empty_panels(self, outputs: int, inputs: int, dtype: torch.dtype) -> PanelMatrix:
         """See `Ops.empty_panels`."""
         return PanelMatrix.empty(outputs, inputs, dtype, self.memory.zeros)
 
     def _in_panels(self, matrix: IntegerMatrix) -> PanelMatrix:
-        made, copy = in_panels(matrix), self.memory.copy
+        return self._kept(in_panels(matrix, self.unit))
+
+    def _kept(self, made: PanelMatrix) -> PanelMatrix:
+        copy = self.memory.copy
         made.weight = copy(made.weight)
         made.scale, made.zero, made.supers = (
             None if each is None else copy(each) for each in (made.scale, made.zero, made.supers)

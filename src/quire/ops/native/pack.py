@@ -3,30 +3,60 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import IntegerKind, IntegerMatrix
+from quire.ops.base import IntegerKind, IntegerMatrix, QuantizedMatrix
 from quire.ops.gguf_blocks import IQ4_VALUES
 from quire.ops.integer import WIDE, floats_of, halves_of, scales_of
 from quire.ops.native.library import CBlocks
 from quire.ops.panels import PANEL_ROWS, PanelKind, PanelMatrix, ScaleKind, Zeros, pack_numbers, panels_of
 
 
-def in_panels(matrix: IntegerMatrix) -> PanelMatrix:
-    """The same matrix in panels."""
-    numbers = codes_of(matrix)
+def in_panels(matrix: IntegerMatrix, unit: int) -> PanelMatrix:
+    """The same matrix in panels. unit: what columns are padded to a multiple of."""
+    kept = columns_of(matrix, unit)
+    numbers = codes_of(matrix)[:, :kept]
     kind = PanelKind.INT8 if matrix.bits == 8 else PanelKind.INT4
     values = values_of(matrix) if kind is PanelKind.INT4 else None
     made = PanelMatrix(
-        kind, matrix.outputs, matrix.inputs, matrix.padded, pack_numbers(numbers), values=values, order=matrix.order
+        kind, matrix.outputs, matrix.inputs, kept, pack_numbers(numbers), values=values, order=matrix.order
     )
     scale_into(made, matrix)
     return made
+
+
+RUN = 128
+"""Columns of a matrix of float8 that are decoded at a time: no group begins within."""
+
+
+def float8_panels(matrix: QuantizedMatrix, unit: int) -> PanelMatrix | None:
+    """A matrix of float8_e4m3fn in panels. unit: what columns are padded to a multiple of. None for what the kernels do
+    not read: NaN, and other groups than of a multiple of RUN columns from the first on."""
+    weight, outputs, inputs = matrix.weight.view(torch.int8), *matrix.weight.shape
+    whole = matrix.scale.shape[1] == 1
+    regular = whole or (matrix.width % RUN == 0 and matrix.offset == 0)
+    if not regular or bool(((weight & 127) == 127).any()):
+        return None
+    step = unit if whole else math.lcm(unit, matrix.width)
+    padded = -(-inputs // step) * step
+    numbers = pack_numbers(F.pad(weight, (0, padded - inputs)))
+    made = PanelMatrix(PanelKind.FLOAT8, outputs, inputs, padded, numbers, scale_kind=ScaleKind.F32)
+    made.group, made.scale = padded if whole else matrix.width, panels_of(matrix.scale)
+    return made
+
+
+def columns_of(matrix: IntegerMatrix, unit: int) -> int:
+    """Columns with those of zeros that are kept: whole groups, in a multiple of `unit`."""
+    groups = {IntegerKind.ROWS: 1, IntegerKind.ZEROS: matrix.group, IntegerKind.SUPERBLOCKS: 256}
+    step = math.lcm(unit, groups.get(matrix.kind, WIDE))
+    return min(matrix.padded, -(-matrix.inputs // step) * step)
 
 
 def codes_of(matrix: IntegerMatrix) -> Tensor:
@@ -67,7 +97,12 @@ def scale_into(made: PanelMatrix, matrix: IntegerMatrix) -> None:
         if zero is not None and matrix.kind is IntegerKind.ZEROS and bool(zero.any()):
             made.zero = panels_of(zero.bfloat16())
     assert made.scale is not None
+    if matrix.kind is IntegerKind.ROWS:
+        made.group = made.padded
+        return
     made.group = matrix.padded // made.scale.shape[1]
+    kept = made.padded // made.group
+    made.scale, made.zero = (None if each is None else each[:, :kept] for each in (made.scale, made.zero))
 
 
 class BlockType(NamedTuple):
