@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 OWN_CHOICES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-"""Variables by which whoever starts the process says it."""
+"""Variables that decide it where the user sets them."""
 
 SPINS = "200"
 """Some microseconds, about what threads that share a product wait for each other on cores of their own. libgomp's own
