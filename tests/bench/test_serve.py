@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from xml.etree import ElementTree
 
 import pytest
@@ -19,7 +22,7 @@ from click.testing import CliRunner, Result
 from quire.bench.charts import COLOURS
 from quire.bench.load_client import ClientTally, LoadJob, RequestTiming, run_job
 from quire.bench.load_levels import USERS, load_levels, trace_level
-from quire.bench.monitor import parse_metrics
+from quire.bench.monitor import fetch, parse_metrics
 from quire.bench.serve import measured
 from quire.cli import main
 from quire.errors import InvalidRequest
@@ -301,3 +304,14 @@ def test_gauges_are_read_by_the_names_that_vllm_and_quire_share() -> None:
     )
     assert parse_metrics(text) == {"running": 5.0, "tokens": 40.0}
     assert parse_metrics("<html>") == {} and parse_metrics("") == {}
+
+
+def test_what_is_refused_leaves_no_open_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.14 warns of an HTTPError that nobody has closed."""
+    refused = HTTPError("http://x", 404, "Not Found", Message(), io.BytesIO(b"no"))
+
+    def answer(*_: Any, **__: Any) -> None:
+        raise refused
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    assert fetch("http://x") is None and refused.closed
