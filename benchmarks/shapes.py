@@ -221,6 +221,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama-3.2-1b": llama(2048, 16, (32, 8, 64), 8192, 128256, tied=True, stretch=32.0),
         "llama-3.2-3b": llama(3072, 28, (24, 8, 128), 8192, 128256, tied=True, stretch=32.0),
         "llama-3.1-8b": llama(4096, 32, (32, 8, 128), 14336, 128256, tied=False, stretch=8.0),
+        "llama-3.1-70b": llama(8192, 80, (64, 8, 128), 28672, 128256, tied=False, stretch=8.0),
         "gpt2": {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",

@@ -115,7 +115,7 @@ KINDS: Mapping[str, Write] = MappingProxyType(
 NUMBERS: Mapping[str, Sequence[Any]] = MappingProxyType(
     {
         "quantization": ("auto", "auto", "auto", "int8", "q8_0", "q4_0", "fp8", "int8_w8a8", "fp8_per_block"),
-        "kv_cache_dtype": ("auto", "auto", "auto", "fp8"),
+        "kv_cache_dtype": ("auto", "auto", "auto", "fp8", "fp8_e5m2"),
         "executor": ("auto", "auto", "auto", "auto", "hf"),
     }
 )

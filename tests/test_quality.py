@@ -45,6 +45,16 @@ def test_weights_and_kv_are_quantised_on_request_and_measured() -> None:
     assert len(tokens(engine)) == len(tokens(plain)) == 12
 
 
+def test_kv_in_e5m2_moves_answers_more_than_in_e4m3_and_takes_the_same_memory() -> None:
+    one, other = (build_engine(Settings.of(**SMALL, kv_cache_dtype=name)) for name in ("fp8", "fp8_e5m2"))
+    kl = [each.description.static_gauges["quire:canary_kv_kl_nats"] for each in (one, other)]
+    assert 0 < 2 * kl[0] < kl[1] < 0.02
+    assert other.description.static_gauges["quire:kv_cache_float8_layers"] == 8
+    assert one.description.block_bytes == other.description.block_bytes
+    one.close()
+    assert len(tokens(other)) == 12
+
+
 def test_a_server_prints_what_its_canary_found_and_tells_it_in_its_metrics(tmp_path: Path) -> None:
     with serving(tmp_path, "--quantization", "int8", "--kv-cache-dtype", "fp8") as server:
         assert 0.9 < server.metric("quire:canary_top1_agreement") <= 1

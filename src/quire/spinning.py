@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 OWN_CHOICES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-"""Variables that decide it where the user sets them."""
+"""Variables by which the process that starts this one says it."""
 
 SPINS = "200"
 """Some microseconds, about what threads that share a product wait for each other on cores of their own. libgomp's own

@@ -125,9 +125,9 @@ ON_HOST: list[dict[str, Any]] = [
 ]
 
 
-def float8(model: Any, probe: tuple[int, ...], device: torch.device, published: Any) -> Any:
+def float8(model: Any, probe: tuple[int, ...], device: torch.device, published: Any, form: Any) -> Any:
     """K/V in float8 in all but the first layer."""
-    assert published == {}
+    assert published == {} and form.dtype is torch.float8_e4m3fn
     layers = tuple(LayerShape(2, 16, 16, torch.float8_e4m3fn if i else model.dtype, 0.5, 0.25) for i in range(3))
     return layers, Quality(len(probe), 0.75, 0.5, 0.125, 0.25)
 

@@ -1,4 +1,4 @@
-"""On two GPUs: ranks answer as one does, over NCCL and the GPUs' memory, captured or not."""
+"""On two GPUs, and on four where there are so many: ranks answer as one does, over NCCL and the GPUs' memory."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ ON_CARDS: Mapping[str, Any] = MappingProxyType(
     {**OPTIONS, "device": "cuda", "block_size": 16, "num_gpu_blocks_override": 200, "canary": "off"}
     | {"speculative_config": None, "max_model_len": 160, "max_num_batched_tokens": 128}
 )
+SIZES = [
+    pytest.param(size, marks=pytest.mark.skipif(torch.cuda.device_count() < size, reason=f"needs {size} CUDA devices"))
+    for size in (2, 4)
+]
 SITUATION: Mapping[str, Any] = MappingProxyType(
     {"lookahead": 1, "drafts": 0, "blocks": 200, "prefixes": True, "tokens": 128}
 )
@@ -35,13 +39,13 @@ SITUATION: Mapping[str, Any] = MappingProxyType(
 
 @pytest.fixture
 def on_cards(tmp_path: Path) -> Any:
-    """Called with a shape and options: the executors of one rank and of two."""
+    """Called with a shape, a number of ranks and options: the executors of one rank and of so many."""
     with ExitStack() as closing:
 
-        def made(shape: str, **options: Any) -> tuple[Executor, Executor]:
+        def made(shape: str, size: int, **options: Any) -> tuple[Executor, Executor]:
             make(tmp_path, shape)
             asked = {**ON_CARDS, "model": str(tmp_path), **options}
-            both = [make_executor(Settings.of(**asked, tensor_parallel_size=size)).executor for size in (1, 2)]
+            both = [make_executor(Settings.of(**asked, tensor_parallel_size=each)).executor for each in (1, size)]
             for each in both:
                 closing.callback(each.close)
             return both[0], both[1]
@@ -49,17 +53,19 @@ def on_cards(tmp_path: Path) -> Any:
         yield made
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", sorted(FIRST - set(UNDIVIDED)))
-def test_every_family_answers_with_every_feature_as_one_rank_does(shape: str, on_cards: Any) -> None:
-    one, two = on_cards(shape)
+def test_every_family_answers_with_every_feature_as_one_rank_does(shape: str, size: int, on_cards: Any) -> None:
+    one, several = on_cards(shape, size)
     for name in FEATURES:
         situation = {**SITUATION, "asked": name}
-        check_equal(*(answers(engine(each, situation, 1), name, VOCAB) for each in (one, two)))
+        check_equal(*(answers(engine(each, situation, 1), name, VOCAB) for each in (one, several)))
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"deterministic": True}], ids=["eager", "deterministic"])
 @pytest.mark.parametrize("shape", ["llama-gqa-tied", "qwen3_moe-gqa"])
-def test_without_graphs_and_deterministic(shape: str, options: Mapping[str, Any], on_cards: Any) -> None:
-    one, two = on_cards(shape, **options)
+def test_without_graphs_and_deterministic(shape: str, options: Mapping[str, Any], size: int, on_cards: Any) -> None:
+    one, several = on_cards(shape, size, **options)
     situation = {**SITUATION, "asked": "logprobs"}
-    check_equal(*(answers(engine(each, situation, 1), situation["asked"], VOCAB) for each in (one, two)))
+    check_equal(*(answers(engine(each, situation, 1), situation["asked"], VOCAB) for each in (one, several)))

@@ -23,6 +23,7 @@ from quire.assembly.text import build_tokenizer
 from quire.config import Settings
 from quire.llm import LLM
 from quire.models.registry import ARCHITECTURES, CLASSIFIER, DERIVED
+from quire.ops.quantized import FLOAT8
 from quire.weights.canary import PROBE, answers, compare, float8_layers, probe
 from quire.weights.gguf_model import FAMILIES, VARIANTS
 from quire.weights.load import DType, load_model, quiet
@@ -250,7 +251,8 @@ def canaries(types: Iterable[str] = FILE_TYPES) -> str:
         rows.append((f"`--quantization {method}`", canary.quality))
     model = load_model(embedded(), dtype="float32")
     tokens = build_tokenizer(settings).encode(PROBE)
-    rows.append(("`--kv-cache-dtype fp8`", float8_layers(model, tokens, CPU)[1]))
+    for name, form in FLOAT8.items():
+        rows.append((f"`--kv-cache-dtype {name}`", float8_layers(model, tokens, CPU, form=form)[1]))
     reference = AutoModelForCausalLM.from_pretrained(embedded(), dtype=torch.float32)
     before = answers(model, probe(model.spec.vocab, tokens), CPU)
     with tempfile.TemporaryDirectory() as place:

@@ -15,7 +15,7 @@ from quire.config import Settings
 from quire.errors import InvalidModel
 from quire.executors.local import LocalExecutor
 from quire.layers.quantization.base import WeightStorage
-from quire.ops.quantized import E4M3, to_fp8
+from quire.ops.quantized import E4M3, FLOAT8, Float8, to_fp8
 from quire.weights.canary import ROOM, float8_layers, scale_of
 from quire.weights.files import SINGLE, Checkpoint
 from quire.weights.kv_scales import kv_scales
@@ -54,15 +54,17 @@ def test_a_float8_pool_holds_what_was_written_to_the_last_bit_of_its_mantissa(tm
             assert bool((error <= (pool[there].abs() / 16).clamp(min=scale * 2**-9)).all())
 
 
-def test_a_layer_whose_numbers_float8_cannot_hold_keeps_the_models_dtype(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FLOAT8.values(), ids=FLOAT8)
+def test_a_layer_whose_numbers_float8_cannot_hold_keeps_the_models_dtype(tmp_path: Path, form: Float8) -> None:
     make(tmp_path, SHAPE)
     name = "model.layers.1.self_attn.k_proj.bias"
     bias = load_file(tmp_path / SINGLE)[name]
-    bias[3] = 1e7
+    # Beside it all others underflow.
+    bias[3] = 1e7 if form.dtype is E4M3 else 1e13
     edit(tmp_path, **{name: bias})
     model = load_model(tmp_path, dtype="float32")
-    layers, _ = float8_layers(model, TOKENS, CPU)
-    assert [layer.dtype for layer in layers] == [E4M3, torch.float32, E4M3]
+    layers, _ = float8_layers(model, TOKENS, CPU, form=form)
+    assert [layer.dtype for layer in layers] == [form.dtype, torch.float32, form.dtype]
     assert (layers[1].k_scale, layers[1].v_scale) == (1.0, 1.0)
 
 
@@ -99,13 +101,15 @@ def test_a_scale_that_is_no_positive_number_is_refused_by_name(tmp_path: Path) -
             kv_scales(Checkpoint(tmp_path).entries)
 
 
-def test_values_four_times_as_large_as_the_probes_are_held() -> None:
-    found = torch.linspace(-3.0, 3.0, 400).view(100, 2, 2)
-    scale = scale_of(found)
+@pytest.mark.parametrize(("name", "error"), [("fp8", 0.07), ("fp8_e5m2", 0.126)])
+def test_values_four_times_as_large_as_the_probes_are_held(name: str, error: float) -> None:
+    form, found = FLOAT8[name], torch.linspace(-3.0, 3.0, 400).view(100, 2, 2)
+    scale = scale_of(found, form)
     assert scale is not None
     larger = ROOM * found
-    assert ((to_fp8(larger, scale).float() * scale - larger).abs() <= 0.07 * larger.abs()).all()
-    assert scale_of(torch.zeros(4, 2, 2)) is scale_of(torch.full((4, 2, 2), torch.inf)) is None
+    assert ((to_fp8(larger, scale, form.dtype).float() * scale - larger).abs() <= error * larger.abs()).all()
+    assert to_fp8(100 * larger, scale, form.dtype).float().abs().max() == form.most
+    assert scale_of(torch.zeros(4, 2, 2), form) is scale_of(torch.full((4, 2, 2), torch.inf), form) is None
 
 
 class Asked:

@@ -60,6 +60,7 @@ from quire.ops.base import Ops
 from quire.ops.batch_invariant import BatchInvariantOps, SteadyOps, stable_rows
 from quire.ops.native.library import LEVELS, best_level
 from quire.ops.native.ops import InvariantNativeOps, NativeOps
+from quire.ops.quantized import FLOAT8
 from quire.ops.reference import ReferenceOps
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.encoder_cache import EncoderCache
@@ -484,19 +485,20 @@ def _kv_layers(
 
     Raises InvalidConfig where float8 is not supported, InvalidModel where it is below the canary's threshold.
     """
-    if settings.cache.kv_cache_dtype == "auto":
+    name = settings.cache.kv_cache_dtype
+    if name == "auto":
         return layer_shapes(model.spec.kv_shapes, model.dtype, model.spec.state_shapes), {}
     if device.type != "cpu":
         raise InvalidConfig(
-            "--kv-cache-dtype fp8 works on a CPU only for now: leave it at auto", param="kv_cache_dtype"
+            f"--kv-cache-dtype {name} works on a CPU only for now: leave it at auto", param="kv_cache_dtype"
         )
     published = {} if settings.model.load_format == "dummy" else published_scales(place_of(settings))
-    layers, quality = float8_layers(model, _probe(settings), device, published)
+    layers, quality = float8_layers(model, _probe(settings), device, published, FLOAT8[name])
     num_float8 = sum(layer.dtype is not model.dtype for layer in layers)
     whose = f"scales of the checkpoint in {len(published)}, " if published else ""
     log.warning("K/V in float8 in %d of %d layers: %s%s", num_float8, len(layers), whose, quality)
     threshold = _threshold(settings)
     if threshold is not None:
-        threshold.check(quality, "--kv-cache-dtype fp8")
+        threshold.check(quality, f"--kv-cache-dtype {name}")
     gauges = {f"quire:canary_kv_{name.removeprefix('quire:canary_')}": value for name, value in quality.facts.items()}
     return layers, gauges | {"quire:kv_cache_float8_layers": float(num_float8)}

@@ -155,7 +155,8 @@ def check_recurrent(settings: Settings, spec: ModelSpec) -> None:
     """Raise InvalidConfig for K/V that models with recurrent layers are not served with."""
     if spec.recurrent and settings.cache.kv_cache_dtype != "auto":
         raise InvalidConfig(
-            "--kv-cache-dtype fp8 does not go with models with recurrent layers: leave it at auto",
+            f"--kv-cache-dtype {settings.cache.kv_cache_dtype} does not go with models with recurrent layers: leave it "
+            "at auto",
             param="kv_cache_dtype",
         )
 
@@ -175,7 +176,8 @@ def check_pooling(settings: Settings, spec: ModelSpec) -> None:
         )
     if settings.cache.kv_cache_dtype != "auto":
         raise InvalidConfig(
-            "--kv-cache-dtype fp8 does not go with pooling models: leave it at auto", param="kv_cache_dtype"
+            f"--kv-cache-dtype {settings.cache.kv_cache_dtype} does not go with pooling models: leave it at auto",
+            param="kv_cache_dtype",
         )
 
 

@@ -17,6 +17,7 @@ from quire.config.speculative import parse
 from quire.errors import InvalidConfig
 from quire.model_runner.memory import block_bytes, layer_shapes
 from quire.models.registry import idle_parameters
+from quire.ops.quantized import FLOAT8
 from quire.scheduler.step_time import StepCost
 from quire.sim.calibration import Calibration
 from quire.sim.copies import CPU_COPIES, GPU_COPIES
@@ -41,7 +42,8 @@ def sizes_of(settings: Settings, facts: ModelFacts) -> ModelSizes:
         expert_parameters = 3.0 * spec.hidden * moe.width * (spec.layers - len(moe.dense_layers))
     quantized = settings.model.quantization if settings.model.quantization != "auto" else ""
     stored = quantized or str((facts.config.get("quantization_config") or {}).get("quant_method", ""))
-    kept = torch.float8_e4m3fn if settings.cache.kv_cache_dtype == "fp8" else facts.dtype
+    name = settings.cache.kv_cache_dtype
+    kept = FLOAT8[name].dtype if name in FLOAT8 else facts.dtype
     whole, windowed = 0, 0.0
     for layer, shape in enumerate(layer_shapes(spec.kv_shapes, kept, spec.state_shapes)):
         size = block_bytes((shape,), 1)

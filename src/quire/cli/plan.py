@@ -34,6 +34,7 @@ from quire.layers.quantization.gguf import StoredBlocks, kept_bytes
 from quire.layers.stages import Pipeline
 from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, plan_snapshots, state_bytes, usable_blocks
 from quire.models.spec import ModelSpec
+from quire.ops.quantized import FLOAT8
 from quire.ops.reference import ReferenceOps
 from quire.weights.load import build_outline, cut_stages, stored_blocks
 from quire.weights.schemes import AUTO, ONLINE, read_scheme
@@ -150,7 +151,7 @@ def need_of(
         gathered=gathered_tokens(limits, device),
         image_tokens=image_tokens(settings, find_processor(settings)) if spec.vision is not None else (0, 0),
     )
-    kept = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8" else facts.dtype
+    kept = FLOAT8[cache.kv_cache_dtype].dtype if cache.kv_cache_dtype in FLOAT8 else facts.dtype
     size = limits.max_model_len if facts.whole else limits.block_size
     if facts.foreign and kept is not facts.dtype:
         raise InvalidConfig("--kv-cache-dtype does not go with --executor hf", param="kv_cache_dtype")

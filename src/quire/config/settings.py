@@ -542,10 +542,10 @@ class CacheConfig:
     gpu_memory_utilization: float = option(
         0.92, "Share of the GPU's memory to use in all; no meaning on a CPU.", low=0.01, high=1
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = option(
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e5m2"] = option(
         "auto",
         "How K/V is stored; auto: as activations are; fp8: in half the memory (float8 e4m3), but for layers whose "
-        "numbers it cannot hold.",
+        "numbers it cannot hold; fp8_e5m2: as fp8, with a wider range and a bit less of mantissa.",
     )
     enable_prefix_caching: bool = option(True, "Keep the K/V of finished requests for prompts that begin the same.")
     state_snapshots: int | None = option(

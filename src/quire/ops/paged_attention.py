@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Scores
-from quire.ops.quantized import E4M3, to_fp8
+from quire.ops.quantized import FLOAT8_MAX, to_fp8
 from quire.ops.ragged import LayerKV, RaggedBatch, fields_of
 
 FEW = 32
@@ -154,7 +154,7 @@ class PagedAttentionMetadata(RaggedBatch):
         result through a weight of zero."""
         if len(self.begun):
             for pool in (kv.k, kv.v):
-                (pool.view(torch.uint8) if pool.dtype is E4M3 else pool).index_fill_(0, self.begun, 0)
+                (pool.view(torch.uint8) if pool.dtype in FLOAT8_MAX else pool).index_fill_(0, self.begun, 0)
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor) -> None:
         """Write k [T, G, D] and v [T, G, E] into the batch's slots."""
@@ -167,8 +167,9 @@ class PagedAttentionMetadata(RaggedBatch):
             rows = ((page * heads * size + offset)[:, None] + head).flatten()
             self.targets[heads] = rows
         for pool, new, scale in ((kv.k, k, kv.k_scale), (kv.v, v, kv.v_scale)):
-            if pool.dtype is E4M3:  # whose bytes torch moves only as bytes
-                pool, new = pool.view(torch.uint8), to_fp8(new, scale).view(torch.uint8)
+            if pool.dtype in FLOAT8_MAX:  # whose bytes torch moves only as bytes
+                new = to_fp8(new, scale, pool.dtype).view(torch.uint8)
+                pool = pool.view(torch.uint8)
             dim = pool.shape[-1]
             pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
 

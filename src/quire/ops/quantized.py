@@ -9,9 +9,10 @@ number per byte or two, the even column's in the low bits, with a scale and a ze
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import Self, TypeVar, cast
+from types import MappingProxyType
+from typing import NamedTuple, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,9 +53,27 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 
 
-def to_fp8(x: Tensor, scale: float) -> Tensor:
-    """x / scale as e4m3; numbers beyond its range become its largest."""
-    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+class Float8(NamedTuple):
+    """A format of K/V in 8 bits. most: its largest number. error: the largest median relative error of values that it
+    holds, whose own are half of this: those that underflow have far more."""
+
+    dtype: torch.dtype
+    most: float
+    error: float
+
+
+FLOAT8: Mapping[str, Float8] = MappingProxyType(
+    {"fp8": Float8(E4M3, E4M3_MAX, 0.06), "fp8_e5m2": Float8(torch.float8_e5m2, 57344.0, 0.12)}
+)
+"""By the names of `--kv-cache-dtype`: three bits of mantissa, or two and a wider range."""
+
+FLOAT8_MAX: Mapping[torch.dtype, float] = MappingProxyType({each.dtype: each.most for each in FLOAT8.values()})
+
+
+def to_fp8(x: Tensor, scale: float, dtype: torch.dtype = E4M3) -> Tensor:
+    """x / scale in float8; numbers beyond its range become its largest."""
+    most = FLOAT8_MAX[dtype]
+    return (x.float() / scale).clamp(-most, most).to(dtype)
 
 
 INT8_MAX = 127.0

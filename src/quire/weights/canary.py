@@ -18,7 +18,7 @@ from quire.errors import InvalidModel
 from quire.layers.quantization.base import QuantizedWeight, WeightStorage
 from quire.model_runner.memory import LayerShape, allocate, layer_shapes
 from quire.models.registry import Model
-from quire.ops.quantized import E4M3, E4M3_MAX, to_fp8
+from quire.ops.quantized import FLOAT8, Float8, to_fp8
 from quire.ops.ragged import LayerKV, RaggedBatch, StateSlots
 from quire.weights.files import listed
 
@@ -210,20 +210,18 @@ def gain(matrix: QuantizedWeight) -> float:
 ROOM = 4.0
 """Other texts may have values this many times as large as the probe's largest."""
 
-MAX_RELATIVE_ERROR = 0.06
-"""Largest median relative error: 3 bits of mantissa have 0.02 to 0.03, values that underflow far more."""
-
 
 def float8_layers(
     model: Model,
     encoded: Sequence[int],
     device: torch.device,
     published: Mapping[int, tuple[float, float]] = MappingProxyType({}),
+    form: Float8 = FLOAT8["fp8"],
 ) -> tuple[tuple[LayerShape, ...], Quality]:
     """The shape and dtype of each layer's K/V, and the model's quality with it, compared with K/V in its own dtype.
 
     Layers whose values float8 cannot hold keep the model's dtype. published: scales by layer, in place of those of the
-    probe.
+    probe. form: of float8.
     """
     tokens = probe(model.spec.vocab, encoded)
     caches = pages(model, len(tokens), device)
@@ -231,10 +229,10 @@ def float8_layers(
     layers = []
     for i, cache in enumerate(caches):
         heads, dims = cache.k.shape[1], (cache.k.shape[3], cache.v.shape[3])
-        scales = published.get(i) or [scale_of(written(pool, len(tokens))) for pool in (cache.k, cache.v)]
+        scales = published.get(i) or [scale_of(written(pool, len(tokens)), form) for pool in (cache.k, cache.v)]
         rough = any(scale is None for scale in scales)
         kept = [1.0 if rough or scale is None else scale for scale in scales]
-        layers.append(LayerShape(heads, *dims, model.dtype if rough else E4M3, kept[0], kept[1]))
+        layers.append(LayerShape(heads, *dims, model.dtype if rough else form.dtype, kept[0], kept[1]))
     room = allocate(layers, pages=-(-len(tokens) // PAGE), page_size=PAGE, device=device)
     return tuple(layers), compare(reference, answers(model, tokens, device, room), tokens)
 
@@ -244,11 +242,11 @@ def written(pool: Tensor, count: int) -> Tensor:
     return pool[1:].transpose(1, 2).flatten(0, 1)[:count].float()
 
 
-def scale_of(found: Tensor) -> float | None:
+def scale_of(found: Tensor, form: Float8) -> float | None:
     """The scale of float8 values; None where rounding would lose too much."""
     largest = float(found.abs().max())
     if not 0 < largest < float("inf"):
         return None
-    scale = largest * ROOM / E4M3_MAX
-    apart = (to_fp8(found, scale).float() * scale - found).abs() / found.abs().clamp(min=1e-30)
-    return scale if float(apart.median()) < MAX_RELATIVE_ERROR else None
+    scale = largest * ROOM / form.most
+    apart = (to_fp8(found, scale, form.dtype).float() * scale - found).abs() / found.abs().clamp(min=1e-30)
+    return scale if float(apart.median()) < form.error else None
