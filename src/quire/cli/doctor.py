@@ -230,5 +230,8 @@ def extras() -> Finding:
     here = ", ".join(name for name in PROBES if name not in missing) or "none"
     says = f"installed: {here}"
     if missing:
-        says += ". Not, each by pip install 'quire-llm[NAME]' (in a clone: pip install -e '.[NAME]'):"
+        names = ",".join(missing)
+        says += (
+            f". Missing (pip install 'quire-llm[{names}]', in a clone pip install -e '.[{names}]', or some of them):"
+        )
     return Finding("extras", "ok", "\n".join([says, *(f"  {name}: {purpose}" for name, purpose in missing.items())]))
