@@ -136,7 +136,7 @@ def integer_product(a: Tensor, b: Tensor) -> Tensor:
     if adds_exactly() and a.shape[1] > 1:  # of a single column torch's product is wrong on any
         return torch._int_mm(a, b.t()).float()
     total = torch.zeros(len(a), len(b), dtype=torch.int32)
-    for x, y in zip(a.split(EXACT, 1), b.split(EXACT, 1), strict=True):
+    for x, y in zip(torch.split(a, EXACT, 1), torch.split(b, EXACT, 1), strict=True):
         total += F.linear(x.float(), y.float()).int()
     return total.float()
 
