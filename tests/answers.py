@@ -32,7 +32,7 @@ class Subject:
         shared = draw(40)
         self.prompts = [(shared if i % 3 == 0 else ()) + draw(rng.randrange(2, 60)) for i in range(15)]
         self.prompts.append(self.prompts[0])
-        guesses = Feeder(ours, page_size=16).greedy([list(prompt) for prompt in self.prompts], new)
+        guesses = Feeder(ours, page_size=16).greedy([list(prompt) for prompt in self.prompts], new, chunked=False)
         asked = zip(self.prompts, guesses, strict=True)
         self.want = [tuple(greedy(theirs, prompt, new, guess)) for prompt, guess in asked]
 

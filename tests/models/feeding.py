@@ -67,9 +67,13 @@ class Feeder:
             left = {i: tokens for i, tokens in left.items() if tokens}
         return [torch.cat(parts) for parts in outputs]
 
-    def greedy(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """The next `count` tokens of every prompt: fed raggedly in chunks, then all decoded together."""
-        answers = [[int(rows[-1].argmax())] for rows in self.prompts(prompts, random.Random(count))]
+    def greedy(self, prompts: list[list[int]], count: int, *, chunked: bool = True) -> list[list[int]]:
+        """The next `count` tokens of every prompt: fed raggedly in chunks, or all in one step, then decoded."""
+        if chunked:
+            fed = self.prompts(prompts, random.Random(count))
+        else:
+            fed = self.step(list(enumerate(prompts)))
+        answers = [[int(rows[-1].argmax())] for rows in fed]
         for _ in range(count - 1):
             logits = self.step([(i, answer[-1:]) for i, answer in enumerate(answers)])
             for answer, rows in zip(answers, logits, strict=True):

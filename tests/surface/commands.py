@@ -279,7 +279,7 @@ COMMANDS = (
     Item("quire bench serve, quire bench report", recorded, part="server", ci=("grpc",)),
     Item("quire bench latency", latency),
     Item("quire bench throughput", throughput),
-    Item("quire bench startup", startup, executors=("local",)),
+    Item("quire bench startup", startup, executors=("local",), ci=()),  # tests/bench/test_offline.py has it in CI
     Item("python -m benchmarks.pair", pair, part="server", ci=()),
     Item(
         "quire export-onnx",
