@@ -196,10 +196,6 @@ class Template:
         self._sock.close()
 
 
-def _environ() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith(READ_LATE)}
-
-
 class _Templates:
     """The template of this process."""
 
@@ -211,7 +207,12 @@ class _Templates:
             with there:
                 argv = [sys.executable, "-m", "tests.forked", str(there.fileno())]
                 process = _Started(
-                    argv, pass_fds=[there.fileno()], cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True
+                    argv,
+                    pass_fds=[there.fileno()],
+                    cwd=ROOT,
+                    env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # or numpy has threads as soon as it is imported
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
                 )
             self.template = Template(here)
             atexit.register(process.wait)
@@ -225,10 +226,13 @@ _NAMES = tuple(inspect.signature(_Started._execute_child).parameters)[1:]  # typ
 
 
 def _forkable(args: Any, env: Mapping[str, str] | None) -> bool:
-    """Whether a command is one of `MODULES`, with variables that say to imports what this process's do."""
-    if sys.platform != "linux" or isinstance(args, str) or list(args[:2]) != [sys.executable, "-m"]:
+    """Whether a command is one of `MODULES`, with variables that say to imports what this process's do.
+
+    Nothing is where there is a GPU: a process in which its driver was asked anything cannot be forked.
+    """
+    if sys.platform != "linux" or Path("/dev/nvidiactl").exists():
         return False
-    if args[2] not in MODULES:
+    if isinstance(args, str) or list(args[:2]) != [sys.executable, "-m"] or args[2] not in MODULES:
         return False
     ours, theirs = os.environ, os.environ if env is None else env
     changed = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}

@@ -13,7 +13,9 @@ from tests.forked import Popen, forking, runs
 
 QUIRE = (sys.executable, "-m", "quire")
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or Path("/dev/nvidiactl").exists(), reason="processes are forked on Linux without a GPU"
+)
 
 
 def test_output_exit_code_folder_and_variables_are_those_of_a_started_process(tmp_path: Path) -> None:
