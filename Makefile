@@ -6,7 +6,7 @@ SEED ?= 1
 REFERENCE = docs/reference
 SITE ?= $(CURDIR)/out/site
 
-.PHONY: lowest check format lint types test gpu bench nightly mutation docs site errors wheel proto
+.PHONY: lowest check format lint types test gpu bench nightly mutation docs site errors pythons wheel proto
 
 # mypy has one thread, which would leave the other core idle.
 check: lint
@@ -62,6 +62,11 @@ lowest:
 	rm -rf $(LOWEST) && $(PYTHON) -m tests.lowest > $(LOWEST).txt
 	$(PYTHON) -m pip install -q --no-deps --target $(LOWEST) -r $(LOWEST).txt
 	PYTHONPATH=$(LOWEST):$(CURDIR)/src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 tests/server tests/frontend tests/structured_output tests/tokenization tests/cli tests/test_config.py tests/test_serving.py
+
+# The package, built, installed and asked by each supported Python that is on this machine.
+pythons:
+	for python in python3.11 python3.12 python3.13 python3.14; do \
+	  if command -v $$python >/dev/null; then PYTHON=$$python .ci/package || exit 1; else echo "no $$python here"; fi; done
 
 wheel:
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .

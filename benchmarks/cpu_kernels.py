@@ -42,7 +42,7 @@ FORMATS: Mapping[str, tuple[float, str, Mapping[str, Any]]] = MappingProxyType(
 )
 """Bytes of a number of a layer's matrices with its share of scales, --quantization, and what config.json says."""
 
-CASES = {"prompt": (1, 512, 512), "1": (1, 256, 1), "8": (8, 192, 1)}
+CASES = {"prompt": (1, 512, 512), "1": (1, 256, 1), "8": (8, 192, 1), "64": (64, 128, 1), "256": (256, 128, 1)}
 """Sequences, tokens of each, and how many of them are computed in the step."""
 
 PAGE = 16

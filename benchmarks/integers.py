@@ -32,7 +32,8 @@ from quire.ops.quantized import BaseOps
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.int8_gemm import int8_linear
-from quire.ops.triton.integer_gemm import dequantize, integer_linear
+from quire.ops.triton.integer_gemm import dequantize, integer_gemm_config, integer_linear
+from quire.ops.triton.integer_mma import MmaConfig, integer_mma
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.precompile import Precompiler
 
@@ -86,6 +87,13 @@ W8A8: Sequence[GemmConfig] = (
     GemmConfig(128, 128, 128, 4, 4), GemmConfig(256, 128, 128, 8, 3),
 )  # fmt: skip
 """Tiles of products with int8 activations."""
+
+IN_REGISTERS: dict[int, Sequence[tuple[int, int, int, int, int]]] = {
+    8: ((64, 1, 256, 4, 2), (32, 2, 256, 4, 2), (64, 1, 512, 4, 2), (32, 1, 512, 2, 4), (64, 2, 256, 8, 2)),
+    16: ((64, 1, 256, 4, 1), (64, 1, 256, 4, 2), (64, 1, 256, 4, 3), (32, 2, 256, 4, 2), (64, 2, 256, 8, 2)),
+    32: ((64, 1, 256, 4, 1), (64, 1, 256, 4, 2), (32, 2, 128, 4, 2), (128, 1, 256, 8, 1)),
+}
+"""Tiles of `integer_mma` by rows: outputs, chunks, columns of a chunk, warps and steps ahead."""
 
 MAX_SUMS = 130
 """Sums that a thread may have: more do not fit its registers."""
@@ -391,6 +399,34 @@ class Bench:
                     self.note(f"WRONG {product.kind} {product.name} {dtype} rows {rows_text}: {error:.1e}, {same}")
         self.note(f"{count} products as chosen now checked, {wrong} wrong, {self.left:.0f} s left")
 
+    def in_registers(self, kind: str) -> None:
+        """Products that pass no shared memory, by tiles of its own, beside what `integer_gemm` would choose."""
+        cases = [(rows, self.product(kind, name)) for rows in IN_REGISTERS for name in PRODUCTS]
+
+        def work(product: Product, x: Tensor, how: MmaConfig | None, matrix: IntegerMatrix) -> Tensor:
+            if how is not None:
+                return integer_mma(x, matrix, None, self.ops.card, self.ops.arrived, product.gate, how)
+            chosen = integer_gemm_config(len(x), matrix, self.ops.card, gated=product.gate != "")
+            assert chosen is not None
+            return self.call(product, matrix, x, chosen)
+
+        def ways(rows: int, product: Product) -> Iterator[tuple[str, Callable[[IntegerMatrix], Tensor]]]:
+            x = noise(rows, product.matrices[0].inputs)
+            yield "through shared memory", partial(work, product, x, None)
+            for outputs, chunks, chunk, warps, ahead in IN_REGISTERS[rows]:
+                for wanted in (2, 4, 6):
+                    how = MmaConfig(rows, outputs, chunks, chunk, warps, ahead, wanted)
+                    yield str(tuple(how)), partial(work, product, x, how)
+
+        self.precompile([partial(way, p.matrices[0]) for rows, p in cases for _, way in ways(rows, p)])
+        for rows, product in cases:
+            x = noise(rows, product.matrices[0].inputs)
+            want = ReferenceOps().linear(x.float(), product.exact, None, product.gate)
+            for how, way in ways(rows, product):
+                if self.left > 5:
+                    self.timed(product, rows, how, [partial(way, matrix) for matrix in product.matrices], want)
+            self.say(product, rows)
+
     def half(self, rows: int) -> None:
         """The fastest candidates for awq, in float16: right and as fast?"""
         for name in PRODUCTS:
@@ -431,15 +467,20 @@ class Bench:
 @click.command("integers")
 @click.option("--seconds", default=135.0, show_default=True, help="Nothing new is begun after these.")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice((*KINDS, "w8a8")), help="Only these.")
+@click.option("--in-registers", is_flag=True, help="Tiles of products that pass no shared memory, of 4-bit kinds.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the rows here, too.")
-def command(seconds: float, kinds: tuple[str, ...], path: Path | None) -> None:
+def command(seconds: float, kinds: tuple[str, ...], in_registers: bool, path: Path | None) -> None:
     """Check and time products with matrices of integers on this machine's CUDA device."""
     needed("the tests check the kernels on a CPU, too")
     bench = Bench(seconds)
     bench.note(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
     with torch.inference_mode():
         try:
-            measure_kinds(bench, kinds) if kinds else measure(bench)
+            if in_registers:
+                for kind in kinds or ("awq", "q4_k"):
+                    bench.in_registers(kind)
+            else:
+                measure_kinds(bench, kinds) if kinds else measure(bench)
         finally:
             if path is not None:
                 rows = [asdict(row) for row in bench.rows]

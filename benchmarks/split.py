@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -61,6 +62,7 @@ class Servers:
     "--goodput", "targets", multiple=True, default=TARGETS, show_default=True, help="ttft:MS,tpot:MS; several."
 )
 @click.option("--host-gib", default=8.0, show_default=True, help="Host memory of each side of the split, for blocks.")
+@click.option("--connections", default=1, show_default=True, help="Between the two sides of the split.")
 @click.option("--processes", default=4, show_default=True, help="Client processes.")
 @click.option("--check", default=8, show_default=True, help="Requests, one by one, whose tokens are compared.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Also store every request's times there.")
@@ -73,6 +75,7 @@ def command(
     new: tuple[int, int],
     targets: tuple[str, ...],
     host_gib: float,
+    connections: int,
     processes: int,
     check: int,
     path: Path | None,
@@ -87,7 +90,7 @@ def command(
         levels = [level(rate, round(rate * seconds), prompt, new) for rate in rates]
         probes = level(1.0, check, prompt, (16, 16))
         for name in ARRANGEMENTS:
-            with arranged(name, model, options, host_gib) as servers:
+            with arranged(name, model, options, host_gib, connections) as servers:
                 run = partial(offered, servers, processes)
                 run(level(max(rates), 4 * processes, prompt, new, seed=99))  # warms caches and connections
                 tokens = [greedy(servers.asked[0], each) for each in probes.prompts]
@@ -107,13 +110,16 @@ def command(
 
 
 @contextmanager
-def arranged(name: str, model: str, options: Sequence[str], host_gib: float) -> Iterator[Servers]:
-    """Two servers of a model, started at the same time, ready and, when split, connected."""
+def arranged(name: str, model: str, options: Sequence[str], host_gib: float, connections: int) -> Iterator[Servers]:
+    """Two servers of a model, started at the same time, ready and, when split, connected. A decode engine connects to
+    an address as often as it is named."""
     ports = free_port(), free_port()
     roles: tuple[Sequence[str], Sequence[str]] = (), ()
     if name == "split":
-        address = ("--kv-offloading-size", str(host_gib), "--disaggregation-address", f"127.0.0.1:{free_port()}")
-        roles = (*address, "--disaggregation-mode", "prefill"), (*address, "--disaggregation-mode", "decode")
+        size, address = ("--kv-offloading-size", str(host_gib)), f"127.0.0.1:{free_port()}"
+        prefill = (*size, "--disaggregation-mode", "prefill", "--disaggregation-address", address)
+        addresses = ",".join([address] * connections)
+        roles = prefill, (*size, "--disaggregation-mode", "decode", "--disaggregation-address", addresses)
     began = time.perf_counter()
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
 
@@ -154,14 +160,13 @@ def metric(port: int, name: str, labels: str = "") -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def transfer(port: int) -> dict[str, float]:
-    """What a decode engine has got so far: prompts, those that another engine did not compute, bytes, seconds from
-    asking to the last block."""
-    outcomes = metric(port, "quire:remote_prefills_total")
-    done = metric(port, "quire:remote_prefills_total", 'outcome="done"')
+def transfer(port: int) -> Row:
+    """What a decode engine has got so far: prompts by outcome, bytes, and seconds from asking to the last block."""
+    name = "quire:remote_prefills_total"
+    text = (fetch(f"http://127.0.0.1:{port}/metrics") or b"").decode()
+    outcomes = re.findall(rf'^{name}{{.*outcome="(\w+)".*}} (\S+)$', text, re.MULTILINE)
     return {
-        "prompts": done,
-        "failed": outcomes - done,
+        "outcomes": {outcome: float(count) for outcome, count in outcomes if float(count)},
         "bytes": metric(port, "quire:kv_offload_copied_bytes_total", 'copy="receive"'),
         "seconds": metric(port, "quire:remote_prefill_seconds_total"),
     }

@@ -155,6 +155,23 @@ def test_a_server_that_is_not_there_is_named() -> None:
         list(ChatClient("127.0.0.1:9", model="m").answer(HELLO))
 
 
+def test_a_server_without_tls_is_not_taken_for_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            peer = listening.accept()[0]
+            with peer:
+                peer.recv(4096)
+                peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        at = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(Unavailable, match=f"It may speak no TLS: try http://{at}$"):
+            list(ChatClient(f"https://{at}", model="m").answer(HELLO))
+        thread.join()
+
+
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:abc", "http://x:99999", "http://[::1", "http://a b"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InvalidConfig, match="--url"):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from xml.etree import ElementTree
 
 import pytest
@@ -18,8 +21,8 @@ from click.testing import CliRunner, Result
 
 from quire.bench.charts import COLOURS
 from quire.bench.load_client import ClientTally, LoadJob, RequestTiming, run_job
-from quire.bench.load_levels import load_levels, trace_level
-from quire.bench.monitor import parse_metrics
+from quire.bench.load_levels import USERS, load_levels, trace_level
+from quire.bench.monitor import fetch, parse_metrics
 from quire.bench.serve import measured
 from quire.cli import main
 from quire.errors import InvalidRequest
@@ -213,10 +216,31 @@ def test_where_nothing_is_answered_the_server_is_quoted_and_no_more_is_asked(tmp
     asked: list[str] = []
     with answering(said, asked) as url:
         address = url.removeprefix("http://")  # as people write it
-        options = ("--max-concurrency", "1,2,4", "--num-prompts", "3", "--processes", "1", "--num-warmups", "0")
+        options = ("--max-concurrency", "1,2,3", "--num-prompts", "3", "--processes", "1", "--num-warmups", "0")
         done = quire("bench", "serve", "--base-url", address, "--save-result", tmp_path / "x.json", *options)
-    assert done.exit_code == 1 and "answered no request: {'400': 3}; it says: the \"prompt\" is too long" in done.output
+    assert done.exit_code == 1 and 'answered no request, 3 x 400; it says: the "prompt" is too long' in done.output
     assert asked.count("/v1/completions") == 3 + 1
+
+
+def test_more_users_than_requests_are_measured_as_no_level() -> None:
+    """They would be as many users as there are requests, under another name."""
+    default = load_levels(**GIVEN | {"users": None, "num_prompts": 10})
+    assert [level.users for level in default] == [1, 2, 4, 8]
+    assert [level.users for level in load_levels(**GIVEN | {"users": None})] == list(USERS)
+    done = quire("bench", "serve", "--max-concurrency", "4,64", "--num-prompts", "10")
+    assert done.exit_code == 2 and "10 requests keep no 64 users busy: raise --num-prompts" in done.output
+
+
+@pytest.mark.parametrize(("host", "where"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_a_server_may_be_named_by_host_and_port_as_in_vllm(host: str, where: str) -> None:
+    done = quire("bench", "serve", "--host", host, "--port", (port := free_port()))
+    assert done.exit_code == 1 and f"http://{where}:{port} does not answer" in done.output
+
+
+def test_a_table_for_programs_has_no_spaces_at_the_ends_of_lines(upstream: str) -> None:
+    done = quire("bench", "serve", "--base-url", upstream, *QUICK, "--max-concurrency", 1, "--num-prompts", 2)
+    assert "times in milliseconds" in done.output
+    assert not [line for line in done.output.splitlines() if line.endswith(" ")]
 
 
 @pytest.mark.parametrize(
@@ -280,3 +304,14 @@ def test_gauges_are_read_by_the_names_that_vllm_and_quire_share() -> None:
     )
     assert parse_metrics(text) == {"running": 5.0, "tokens": 40.0}
     assert parse_metrics("<html>") == {} and parse_metrics("") == {}
+
+
+def test_what_is_refused_leaves_no_open_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.14 warns of an HTTPError that nobody has closed."""
+    refused = HTTPError("http://x", 404, "Not Found", Message(), io.BytesIO(b"no"))
+
+    def answer(*_: Any, **__: Any) -> None:
+        raise refused
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    assert fetch("http://x") is None and refused.closed

@@ -330,7 +330,7 @@ def test_verifications_are_reported_as_written_down(calls: Calls, monkeypatch: p
 
 def test_a_comparison_needs_a_package_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff, "import_module", Calls().to("import_module", raises=ImportError("transformers")))
-    with pytest.raises(InvalidConfig, match=r"^quire diff compares with transformers: pip install 'quire-llm\[dev\]'$"):
+    with pytest.raises(InvalidConfig, match=r"^quire diff compares with transformers: pip install 'quire-llm\[hf\]' "):
         diff.reference(Path("folder"), (5,))
 
 

@@ -138,4 +138,6 @@ def test_memory_limits_and_processors_that_are_small_are_said(monkeypatch: pytes
 def test_extras_that_are_not_installed_are_named_with_their_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "grpc" else object())
     one = doctor.extras()
-    assert "installed: hf, onnx, otel, ray, report, vision" in one.says and "pip install 'quire-llm[grpc]'" in one.says
+    assert "installed: hf, onnx, otel, ray, report, vision" in one.says
+    assert "(pip install 'quire-llm[grpc]', in a clone pip install -e '.[grpc]', or" in one.says
+    assert one.says.endswith(":\n  grpc: --executor grpc")

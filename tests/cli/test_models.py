@@ -170,6 +170,10 @@ def test_names_of_ollamas_library_are_listed(little: LittleHub) -> None:
     ("args", "words"),
     [
         (("rm", ""), "name the model to remove"),
+        (
+            ("quantize", "embedded", "/no/x.gguf", "--type", "q8_0"),
+            "/no/x.gguf: there is no folder /no: make it, or name",
+        ),
         (("quantize", "embedded", "", "--type", "q8_0"), "OUT is empty: name the file to write, such as model.gguf"),
         (("quantize", "", "x.gguf", "--type", "q8_0"), "model '' is neither"),
     ],

@@ -178,13 +178,18 @@ def sent(offsets: dict[str, int], places: Sequence[int], values: Sequence[int]) 
     names, begins = [*offsets], [*offsets.values()]
     lines: list[str] = []
     last = ("", -2)
+    # The upper half of an address may be 0, where an interpreter's heap is in the first 4 GiB.
+    pointers: set[int] = set()
     for place, value in zip(places, values, strict=True):
         at = int(np.searchsorted(begins, place, side="right")) - 1
         name, index = names[at], place - begins[at]
         if name in COLUMNS and not COLUMNS[name].is_integer:
             shown = f"{np.array([value], np.int32).view(np.float32)[0]:g}"
+        elif name in ("lists_low", "lists_high") and (value or index in pointers):
+            shown = "address"
+            pointers.add(index)
         else:
-            shown = "address" if name in ("lists_low", "lists_high") and value else str(value)
+            shown = str(value)
         if (name, index) == (last[0], last[1] + 1):
             lines[-1] += f" {shown}"
         else:

@@ -120,6 +120,32 @@ def test_spans_of_traces_are_as_written_down(monkeypatch: pytest.MonkeyPatch) ->
     check(EXPECTED / "spans.txt", "\n".join(lines))
 
 
+def test_traces_end_where_awaiting_those_that_have_ended_calls_no_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Python 3.14, where gathering tasks that have ended does not give way to the event loop."""
+    calls = []
+
+    async def gather(*tasks: Any, return_exceptions: bool) -> None:
+        calls.append(len(tasks))
+        assert len(calls) == 1, "it waits for the same tasks again, without end"
+
+    monkeypatch.setattr(tracing.asyncio, "gather", gather)
+    provider = TracerProvider(shutdown_on_exit=False)
+
+    async def explain(id: str) -> bytes:
+        return b"{}"
+
+    async def run() -> None:
+        traces = Traces(provider, explain, model="m")
+
+        async def server() -> None:
+            traces.on_end(ended("cmpl-1"))
+
+        await traces.run(server())
+
+    asyncio.run(run())
+    assert calls == [1]
+
+
 def test_statistics_are_logged_as_written_down(caplog: pytest.LogCaptureFixture) -> None:
     cache = {"utilization": 0.25}
     told = iter(

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.ops import quantized
 from quire.ops.base import XIELU, Angles, Norm, Norms
 from quire.ops.matmul import can_pack, pack, packed_linear
 from quire.ops.ragged import LayerKV
@@ -141,3 +142,16 @@ def test_a_packed_product_gives_a_row_the_same_bits_in_any_batch(dtype: torch.dt
 def test_only_what_the_cpu_computes_in_is_packed() -> None:
     assert not can_pack(torch.float16, CPU)
     assert not can_pack(torch.float32, torch.device("meta"))
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_products_of_integers_are_exact_where_torch_s_own_are_not(
+    by_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a processor without VNNI they are cut to 16 bits on the way, and of one column on any."""
+    trusted = by_torch and quantized.adds_exactly()
+    monkeypatch.setattr(quantized, "adds_exactly", lambda: trusted)
+    for columns in (1, 72, 2500):
+        a, b = (torch.randint(-128, 128, (rows, columns), dtype=torch.int8) for rows in (5, 33))
+        a[0], b[0] = 127, -128
+        assert torch.equal(quantized.integer_product(a, b), (a.long() @ b.long().t()).float())

@@ -30,7 +30,11 @@ def test_the_embedded_model_lies_in_the_package(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "no spaces/here", "three/part/name", "lonely", ""])
 def test_what_is_neither_folder_nor_hub_id_is_refused(name: str) -> None:
     path = name.startswith((".", "/"))
-    why = f"^there is no folder {name}$" if path else "neither 'embedded', nor a folder or file here, nor a hub id"
+    why = (
+        f"^there is no folder or file {name}$"
+        if path
+        else "neither 'embedded', nor a folder or file here, nor a hub id"
+    )
     with pytest.raises(InvalidModel, match=why):
         locate.locate(name)
 
@@ -91,7 +95,7 @@ def test_a_folder_without_a_model_is_distinguished_from_one_with(tmp_path: Path)
 
 
 def test_what_looks_like_a_path_is_named_as_one(tmp_path: Path) -> None:
-    with pytest.raises(InvalidModel, match=r"^there is no folder \./no/such$"):
+    with pytest.raises(InvalidModel, match=r"^there is no folder or file \./no/such$"):
         locate.locate("./no/such")
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").touch()

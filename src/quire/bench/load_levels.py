@@ -17,6 +17,9 @@ from quire.errors import InvalidRequest
 TOKENS = (100, 1000)
 """Range of random token ids: in every vocabulary, and beyond most special tokens."""
 
+USERS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Numbers of users where none are given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadLevel:
@@ -39,7 +42,7 @@ class LoadLevel:
 
 def load_levels(
     *,
-    users: Sequence[int],
+    users: Sequence[int] | None,
     rates: Sequence[float] | None,
     burstiness: float,
     trace: Path | None,
@@ -53,9 +56,10 @@ def load_levels(
 ) -> list[LoadLevel]:
     """Make each level's requests, the same for the same arguments.
 
-    Levels are numbers of `users`, each of whom sends again when answered; or `rates`, with gamma-distributed gaps; or
-    one recorded `trace`. length, new: lengths of prompts and answers, from and to. shared: length of a prefix that all
-    prompts have. Raises click.UsageError for a trace with a rate, InvalidRequest for a trace that cannot be read.
+    Levels are numbers of `users`, each of whom sends again when answered, by default those of USERS for which there are
+    enough requests; or `rates`, with gamma-distributed gaps; or one recorded `trace`. length, new: lengths of prompts
+    and answers, from and to. shared: length of a prefix that all prompts have. Raises click.UsageError for a trace with
+    a rate and for more users than requests, InvalidRequest for a trace that cannot be read.
     """
     rng = random.Random(seed)
     if trace is not None and rates is not None:
@@ -70,6 +74,11 @@ def load_levels(
         return LoadLevel(name=name, users=at_once, prompts=prompts, output_lens=output_lens, due=due)
 
     if rates is None:
+        users = [n for n in USERS if num_prompts is None or n <= num_prompts] if users is None else users
+        if num_prompts is not None and (most := max(users)) > num_prompts:
+            raise click.UsageError(
+                f"{num_prompts} requests keep no {most} users busy: raise --num-prompts, or lower --max-concurrency"
+            )
         return [level(f"{n} users" if n > 1 else "1 user", num_prompts or max(20, 4 * n), n, []) for n in users]
     levels = []
     for rate in rates:

@@ -121,6 +121,9 @@ def fetch(url: str, key: str = "") -> bytes | None:
     try:
         with urllib.request.urlopen(request, timeout=5) as response:
             return bytes(response.read()) if response.status == 200 else None
+    except urllib.error.HTTPError as refused:
+        refused.close()  # it holds the connection
+        return None
     except (urllib.error.URLError, OSError, http.client.HTTPException):
         return None
 

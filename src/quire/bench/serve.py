@@ -25,21 +25,21 @@ from rich.progress import Progress
 
 from quire import __version__
 from quire.bench.load_client import ClientResult, LoadJob, RequestTiming, encode_request, run_clients, summarize
-from quire.bench.load_levels import load_levels, parse_counts, parse_goodput, parse_range, parse_rates
+from quire.bench.load_levels import USERS, load_levels, parse_counts, parse_goodput, parse_range, parse_rates
 from quire.bench.monitor import GPUMonitor, MetricsMonitor, environment, fetch, served_model
 from quire.bench.offline import FILE, writable
 from quire.cli.ranges import FiniteRange
-from quire.cli.tables import numbers
+from quire.cli.tables import numbers, print_table
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
 
-USERS = "1,2,4,8,16,32,64,128"
 QUANTILES = (50, 90, 95, 99)
 SHOWN: Any = MappingProxyType({"metavar": "TEXT", "show_default": True})
 OUTPUT: Any = MappingProxyType({"metavar": "FILE", "help": "Save all of it there, for `quire bench report`."})
 HELP: Mapping[str, str] = MappingProxyType(
     {
-        "users": "Users, each asking again when answered: one measurement for each number.",
+        "users": "Users, each asking again when answered: one measurement for each number. "
+        f"Unset: {','.join(map(str, USERS))}, as far as --num-prompts goes.",
         "rates": "Instead of users: requests a second, whether or not others are answered.",
         "burstiness": "Of the rate: 1 is a Poisson process, less comes in bursts.",
         "trace": "Instead of users: a CSV of TIMESTAMP,ContextTokens,GeneratedTokens, as Azure publishes them.",
@@ -51,10 +51,12 @@ HELP: Mapping[str, str] = MappingProxyType(
 
 
 @click.command("serve")
-@click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="The server.")
+@click.option("--base-url", help="The server. Unset: http, --host and --port.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Of the server, where --base-url is not given.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Its port, likewise.")
 @click.option("--model", help="Unset: the first that the server names.")
 @click.option("--api-key", envvar="OPENAI_API_KEY", default="", help="Of the server, if it wants one.")
-@click.option("--max-concurrency", "users", type=parse_counts, default=USERS, **SHOWN, help=HELP["users"])
+@click.option("--max-concurrency", "users", type=parse_counts, metavar="N[,N...]", help=HELP["users"])
 @click.option("--request-rate", "rates", type=parse_rates, metavar="R[,R...]", help=HELP["rates"])
 @click.option("--burstiness", type=FiniteRange(0.01), default=1.0, show_default=True, help=HELP["burstiness"])
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help=HELP["trace"])
@@ -74,22 +76,27 @@ HELP: Mapping[str, str] = MappingProxyType(
 @click.option("--processes", type=click.IntRange(1), default=min(4, os.cpu_count() or 1), show_default=True)
 @click.option("--label", help="What the report calls this run. Unset: the model.")
 @click.option("--save-result", "path", type=FILE, callback=writable, **OUTPUT)
-def command(base_url: str, model: str | None, api_key: str, path: Path | None, processes: int, **given: Any) -> None:
+def command(
+    base_url: str | None,
+    host: str,
+    port: int,
+    model: str | None,
+    api_key: str,
+    path: Path | None,
+    processes: int,
+    **given: Any,
+) -> None:
     """Load-test a server that runs: tokens/s and times by number of users, by rate, or along a recorded trace."""
-    try:
-        origin = Origin.parse(base_url)
-    except InvalidConfig as error:
-        raise click.BadParameter(str(error).removeprefix("upstream: "), param_hint="--base-url") from error
+    num_warmups, goals, label = (given.pop(name) for name in ("num_warmups", "goals", "label"))
+    levels = load_levels(**given)
+    origin = _origin(base_url or f"http://{f'[{host}]' if ':' in host else host}:{port}")
     base_url = str(origin)
     model = model or served_model(base_url, api_key)
     job = LoadJob(host=origin.host, port=origin.port, model=model, streams=1, prompts=[], output_lens=[], key=api_key)
     job = replace(job, path=origin.prefix, tls=origin.tls)
-    about: dict[str, Any] = {"label": given.pop("label") or model, "model": model, "server": base_url}
+    about: dict[str, Any] = {"label": label or model, "model": model, "server": base_url}
     about |= {"quire": __version__, "environment": environment(api_key)}
     about |= {"version": parse_version(fetch(f"{base_url}/version", api_key) or b"")}
-    num_warmups = given.pop("num_warmups")
-    goals = given.pop("goals")
-    levels = load_levels(**given)
     if num_warmups:
         # Reversed, so that the first level's prompts are not in the prefix cache.
         prompts = [prompt[::-1] for prompt in levels[0].prompts[:num_warmups]]
@@ -120,7 +127,15 @@ def command(base_url: str, model: str | None, api_key: str, path: Path | None, p
         click.echo(f"{path} holds all results; `quire bench report {path}` plots them")
     if not any(row["ok"] for row in found):
         said = asyncio.run(refusal(replace(job, prompts=levels[0].prompts, output_lens=levels[0].output_lens)))
-        raise click.ClickException(f"{base_url} answered no request: {found[0]['statuses']}; it says: {said}")
+        raise click.ClickException(f"{base_url} answered no request{refused(found[0])}; it says: {said}")
+
+
+def _origin(url: str) -> Origin:
+    """A server's address. Raises click.BadParameter."""
+    try:
+        return Origin.parse(url)
+    except InvalidConfig as error:
+        raise click.BadParameter(str(error).removeprefix("upstream: "), param_hint="--base-url") from error
 
 
 def parse_version(body: bytes) -> Any:
@@ -191,9 +206,14 @@ def measured(results: Sequence[ClientResult], goals: Mapping[str, float]) -> dic
 
 def summary_line(row: Mapping[str, Any]) -> str:
     """One line about one level."""
+    said = f"{row['level']}: {row['ok']} of {row['requests']} answered, {row['tokens_s']:,.0f} tokens/s"
+    return said + refused(row)
+
+
+def refused(row: Mapping[str, Any]) -> str:
+    """How many requests had which status, besides those that were answered."""
     other = {status: count for status, count in row["statuses"].items() if status != "200"}
-    refused = "".join(f", {count} x {status if status != '0' else 'broken'}" for status, count in other.items())
-    return f"{row['level']}: {row['ok']} of {row['requests']} answered, {row['tokens_s']:,.0f} tokens/s{refused}"
+    return "".join(f", {count} x {status if status != '0' else 'broken'}" for status, count in other.items())
 
 
 def show(found: Sequence[Mapping[str, Any]]) -> None:
@@ -208,4 +228,4 @@ def show(found: Sequence[Mapping[str, Any]]) -> None:
         good = "" if row["good"] is None else f"{100 * row['good'] / row['requests']:.0f} %"
         answered = f"{row['ok']}/{row['requests']}"
         table.add_row(row["level"], answered, f"{row['requests_s']:.2f}", f"{row['tokens_s']:,.0f}", *ms, good)
-    Console(width=max(Console().width, 120)).print(table)
+    print_table(table, least=120)

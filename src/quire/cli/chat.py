@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import shlex
+import ssl
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
@@ -126,7 +127,9 @@ class ChatClient:
             if isinstance(error, http.client.HTTPException):
                 raise
             hint = _STARTED if re.search(r"[.:]|^localhost$", self._url) else _NAMED.format(self._url)
-            raise Unavailable(f"no server answers at {self._url}: {error}{hint}") from error
+            if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+                hint = f". It may speak no TLS: try http{self._url.removeprefix('https')}"
+            raise Unavailable(f"no server answers at {self._url}: {error.strerror or error}{hint}") from error
         if answer.status != 200:
             with answer:
                 raise self._error(answer.status, answer.read())

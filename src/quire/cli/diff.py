@@ -104,7 +104,9 @@ def reference(folder: Path, tokens: Sequence[int]) -> list[Tensor]:
     try:
         library = import_module("transformers")
     except ImportError:
-        raise InvalidConfig("quire diff compares with transformers: pip install 'quire-llm[dev]'") from None
+        raise InvalidConfig(
+            "quire diff compares with transformers: pip install 'quire-llm[hf]' (in a clone: pip install -e '.[hf]')"
+        ) from None
     vision = folder.is_dir() and "vision_config" in read_config(folder)
     auto = library.AutoModelForImageTextToText if vision else library.AutoModelForCausalLM
     where = {"gguf_file": folder.name} if folder.is_file() else {}

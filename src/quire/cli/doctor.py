@@ -228,5 +228,10 @@ def extras() -> Finding:
         if not there:
             missing[extra] = purpose
     here = ", ".join(name for name in PROBES if name not in missing) or "none"
-    lines = "; ".join(f"{purpose}: pip install 'quire-llm[{extra}]'" for extra, purpose in missing.items())
-    return Finding("extras", "ok", f"installed: {here}" + (f". Not: {lines}" if lines else ""))
+    says = f"installed: {here}"
+    if missing:
+        names = ",".join(missing)
+        says += (
+            f". Missing (pip install 'quire-llm[{names}]', in a clone pip install -e '.[{names}]', or some of them):"
+        )
+    return Finding("extras", "ok", "\n".join([says, *(f"  {name}: {purpose}" for name, purpose in missing.items())]))

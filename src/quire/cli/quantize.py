@@ -48,6 +48,8 @@ def command(
     """
     if not out.name:
         raise InvalidConfig("OUT is empty: name the file to write, such as model.gguf", param="out")
+    if not out.parent.is_dir():
+        raise InvalidConfig(f"{out}: there is no folder {out.parent}: make it, or name another", param="out")
     if kind is None:
         known = ", ".join((*FILE_TYPES, *NAMES))
         raise InvalidConfig(f"name the type with --type: q4_k_m is the usual one (known: {known})", param="type")

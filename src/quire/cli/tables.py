@@ -34,9 +34,10 @@ def print_pairs(rows: Iterable[tuple[str, str]]) -> None:
     print_table(table)
 
 
-def print_table(table: Table) -> None:
-    """Print a table, for programs without spaces at the ends of lines."""
+def print_table(table: Table, *, least: int = 0) -> None:
+    """Print a table, for programs without spaces at the ends of lines. least: columns, however narrow the terminal."""
     out = console()
+    out.width = max(out.width, least)
     if out.is_terminal:
         out.print(table)
         return

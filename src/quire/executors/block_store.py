@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
@@ -136,6 +136,7 @@ class DeviceCopies:
         self.turn = 0
         if self.on_gpu:
             self.save_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.bus_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self.load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
@@ -171,26 +172,50 @@ class DeviceCopies:
 
     @torch.inference_mode()
     def load(self, pairs: Pairs) -> None:
-        """Over the bus and into the blocks, on a stream of its own."""
-        if self.on_gpu:
-            with torch.cuda.stream(self.load_stream):
-                self._load(pairs, self.load_stream.synchronize)
-        else:
-            self._load(pairs, lambda: None)
-
-    def _load(self, pairs: Pairs, synchronize: Callable[[], None]) -> None:
+        """Over the bus on one stream and into the blocks on another, so that the bus does not wait for them."""
+        scattered: list[torch.cuda.Event | None] = [None, None]
         for turn, piece in enumerate(_pieces(pairs, self.size)):
-            _, blocks = _columns(piece)
             buffer, parts = self.inward[turn % 2]
+            arrived = self._from_host(buffer, piece, scattered[turn % 2])
+            scattered[turn % 2] = self._scatter(parts, piece, arrived)
+        if self.on_gpu:
+            self.load_stream.synchronize()
+
+    def _from_host(self, buffer: Tensor, piece: Pairs, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Copy lines into a staging buffer, once what was in it has been scattered."""
+        with self._on("bus_stream"):
+            if free is not None:
+                free.wait()
             for i, (slot, _) in enumerate(piece):
                 buffer[i].copy_(self.lines[slot], non_blocking=True)
+            return self._recorded()
+
+    def _scatter(
+        self, parts: list[tuple[Tensor, Tensor]], piece: Pairs, arrived: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
+        """Copy a staging buffer into blocks."""
+        _, blocks = _columns(piece)
+        with self._on("load_stream"):
+            if arrived is not None:
+                arrived.wait()
             chosen = blocks.to(self.device, non_blocking=True)
             for part, line in parts:
                 part.index_copy_(0, chosen, line[: len(piece)])
-        synchronize()
+            return self._recorded()
+
+    def _on(self, stream: str) -> AbstractContextManager[object]:
+        return torch.cuda.stream(getattr(self, stream)) if self.on_gpu else nullcontext()
+
+    def _recorded(self) -> torch.cuda.Event | None:
+        """An event of the current stream; None on a CPU."""
+        if not self.on_gpu:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def fence(self) -> Callable[[], None]:
-        """Steps and saves that were launched before may still use the blocks: the load's stream waits for them."""
+        """Steps and saves that were launched before may still use the blocks: the stream that writes them waits."""
         with self.queue:
             event = self.queue.record()
         if event is None:

@@ -63,7 +63,10 @@ class Traces(FrontendObserver):
             await server
         finally:
             while self._exports:
-                await asyncio.gather(*self._exports, return_exceptions=True)
+                ended = list(self._exports)
+                await asyncio.gather(*ended, return_exceptions=True)
+                # Where all have ended, Python 3.14 awaits nothing, and their callbacks have not been called.
+                self._exports.difference_update(ended)
             await asyncio.to_thread(self._provider.shutdown)
 
     async def _trace(self, answers: list[tuple[int, FinishedRequest]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import repeat
 from types import MappingProxyType
 from typing import NamedTuple, Self, TypeVar, cast
@@ -117,6 +118,27 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     exact = x.float()
     scale = exact.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / INT8_MAX
     return (exact / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
+
+
+EXACT = 1024
+"""Columns of int8 whose products float32 adds up exactly, in any order: 127 * 128 * 1024 < 2 ** 24."""
+
+
+@cache
+def adds_exactly() -> bool:
+    """Whether torch multiplies integers right on this CPU: without VNNI, sums of two products are cut to 16 bits."""
+    largest = torch.full((33, 72), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest.t()) == 72 * 127 * 127).all())
+
+
+def integer_product(a: Tensor, b: Tensor) -> Tensor:
+    """a int8 [T, in], b int8 [out, in], on a CPU -> their exact product, float32 [T, out]."""
+    if adds_exactly() and a.shape[1] > 1:  # of a single column torch's product is wrong on any
+        return torch._int_mm(a, b.t()).float()
+    total = torch.zeros(len(a), len(b), dtype=torch.int32)
+    for x, y in zip(torch.split(a, EXACT, 1), torch.split(b, EXACT, 1), strict=True):
+        total += F.linear(x.float(), y.float()).int()
+    return total.float()
 
 
 def in_best_groups(scores: Tensor, how: TopK) -> Tensor:
@@ -345,10 +367,12 @@ class BaseOps(ABC):
     ) -> Tensor:
         """See `Ops.int8_linear`."""
         rounded, steps = quantize_tokens(x)
-        if x.is_cuda and any(size % 8 for size in weight.shape):
+        if not x.is_cuda:
+            sums = integer_product(rounded, weight)
+        elif any(size % 8 for size in weight.shape):
             sums = self.linear(rounded.float(), weight.float())
         else:
-            missing = max(0, LEAST - len(x)) if x.is_cuda else 0
+            missing = max(0, LEAST - len(x))
             sums = torch._int_mm(F.pad(rounded, (0, 0, 0, missing)), weight.t())[: len(x)].float()
         out = (sums * steps * scale.t()).to(x.dtype)
         return self.apply_gate(out if bias is None else out + bias, gate)

@@ -37,7 +37,7 @@ def locate(model: str, *, revision: str | None = None, cache: str | None = None)
             f"{model} is a file but not a .gguf file: name one, or the folder that holds config.json{held}"
         )
     if model.startswith(("./", "../", "/", "~")) and not model.endswith(".gguf"):
-        raise InvalidModel(f"there is no folder {model}")
+        raise InvalidModel(f"there is no folder or file {model}")
     name = parse_name(model)
     # OWNER/REPO/FILE.gguf names a file of a repository; one folder less is a path.
     if model.endswith(".gguf") and (name is None or path.parent.is_dir() or model.count("/") < 2):

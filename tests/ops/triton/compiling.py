@@ -48,6 +48,7 @@ from quire.ops.base import (
     TopK,
 )
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
+from quire.ops.triton import integer_mma
 from quire.ops.triton.all_reduce import PeerSum
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
@@ -393,6 +394,13 @@ def around() -> None:
     steps.write_drafts(state, tokens)
 
 
+def in_registers(ops: TritonOps) -> None:
+    """Products with 4-bit matrices that do not pass through shared memory."""
+    matrix = next(each for each in integers() if each.bits == 4 and each.group == 128)
+    for rows, gate in ((4, ""), (16, ""), (32, "silu")):
+        integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
+
+
 def main() -> None:
     driver.set_active(NoCard())
     plain, found = JITFunction.run, []
@@ -419,6 +427,7 @@ def main() -> None:
         by_row(ops)
         across(ops)
         single(ops)
+        in_registers(ops)
         around()
         print(json.dumps(found))
         return

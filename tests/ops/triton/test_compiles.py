@@ -39,6 +39,7 @@ def test_a_few_kernels_compile(tmp_path: Path) -> None:
     around a step."""
     assert compiled(90, 227, tmp_path, "few") >= {
         "vector_kernel",
+        "mma_kernel",
         "norm_kernel",
         "sum_kernel",
         "prepare_inputs_kernel",

@@ -52,6 +52,7 @@ from quire.ops.triton import (
     integer_experts,
     integer_gemm,
     integer_gemv,
+    integer_mma,
     invariant_gemm,
     latent,
     quantized_gemm,
@@ -231,6 +232,8 @@ class TritonOps(BaseOps):
         """As `linear`. For many rows the matrix is dequantized first."""
         if integer_gemv.takes(x, self.card, matrix):
             return integer_gemv.integer_gemv(integer_gemm.ordered(x, matrix), matrix, bias, self.card, gate)
+        if integer_mma.takes(x, matrix, gate, self.card):
+            return integer_mma.integer_mma(x, matrix, bias, self.card, self.arrived, gate)
         how = integer_gemm.integer_gemm_config(len(x), matrix, self.card, gated=num_parts(gate) == 2)
         if how is None or x.dtype is torch.float32:
             if not gate and matrix.outputs > MOST_OUTPUTS:
