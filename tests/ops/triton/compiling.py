@@ -51,6 +51,7 @@ from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.triton import integer_mma
 from quire.ops.triton.all_reduce import PeerSum
 from quire.ops.triton.launch import HOPPER, DeviceInfo
+from quire.ops.triton.long_spans import gather_kv_kernel
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.sampler import RequestedFeatures, RowHistories, SamplingTensors, sample
 from quire.types import UNLIMITED
@@ -401,6 +402,12 @@ def in_registers(ops: TritonOps) -> None:
         integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
 
 
+def for_any_row() -> None:
+    """Rows of a table begin at any multiple of four bytes, and no kernel is compiled later for some of them."""
+    apart = {each.name for each in gather_kv_kernel.made.params if each.do_not_specialize_on_alignment}
+    assert apart == {"pages"}
+
+
 def main() -> None:
     driver.set_active(NoCard())
     plain, found = JITFunction.run, []
@@ -428,6 +435,7 @@ def main() -> None:
         across(ops)
         single(ops)
         in_registers(ops)
+        for_any_row()
         around()
         print(json.dumps(found))
         return

@@ -63,7 +63,8 @@ def serves(q: Tensor) -> bool:
     return q.dtype.itemsize == 2 and q.shape[2] <= MOST_DIM
 
 
-@kernel(do_not_specialize=["length"])
+# pages is a row of a table, which begins where the rows before end: one kernel for every row.
+@kernel(do_not_specialize=["length"], do_not_specialize_on_alignment=["pages"])
 def gather_kv_kernel(
     k, v, pages, keys, values, length, k_unit, v_unit,
     GROUPS: tl.constexpr, PAGE: tl.constexpr, BLOCK_P: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
