@@ -290,6 +290,7 @@ def multiplied(
     return y
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["held"])
 def mma_kernel(
     x, weight, words, supers, bias, out, parts, arrived, held, outputs, inputs, length,
@@ -354,9 +355,6 @@ def mma_kernel(
         y, is_last = added_up(y, parts, arrived, SPLITS)
     if is_last:
         give(y, bias, out, first, held, outputs, row, GATE, ACT, BIAS)
-
-
-launched = Kernel(mma_kernel)
 
 
 class MmaConfig(NamedTuple):
@@ -425,7 +423,7 @@ def integer_mma(
     runs = triton.cdiv(pieces, each)
     out = x.new_empty(num_rows, outputs)
     parts = x.new_empty(runs * tiles * columns * how.outputs * how.rows, dtype=torch.float32) if runs > 1 else x
-    launched[(tiles, columns, runs)](
+    mma_kernel[(tiles, columns, runs)](
         *(x, matrix.weight.view(torch.int32), matrix.words, supers_of(matrix), x if bias is None else bias, out),
         *(parts, arrived),
         *(num_rows, outputs, inputs, each * piece),
