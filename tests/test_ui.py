@@ -519,6 +519,15 @@ def test_escape_stops_an_answer_and_a_failed_one_can_be_retried(live: Live, brow
     opened.close()
 
 
+def test_a_message_that_is_sent_before_the_models_are_known_is_answered(live: Live, browser: Browser) -> None:
+    opened = Opened(browser, live.url)
+    opened.page.route("**/v1/models", lambda route: None)  # held back
+    opened.page.reload()
+    opened.ask("Tell me a story about a dog.")
+    assert opened.page.locator(".talk .assistant > .text").inner_text() and opened.complaints == []
+    opened.close()
+
+
 def test_an_answer_outlives_a_reload_and_the_server_in_its_middle(browser: Browser, tmp_path: Path) -> None:
     """What had come is kept, it is said that it is not whole, and the next message is answered."""
     grown = "(document.querySelector('.talk .assistant:last-child > .text')?.textContent.length ?? 0) > 20"

@@ -70,7 +70,9 @@ export class ChatSettings {
   /** The body of a request for these messages. */
   request(messages) {
     const system = this.form.elements.system.value.trim();
-    const asked = { model: this.model, messages: system ? [{ role: "system", content: system }, ...messages] : messages };
+    // Before the models are known, the server's own is asked.
+    const model = this.model || undefined;
+    const asked = { model, messages: system ? [{ role: "system", content: system }, ...messages] : messages };
     for (const name of NUMBERS) {
       const value = this.form.elements[name].value;
       if (value !== "") asked[name] = Number(value);
