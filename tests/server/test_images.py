@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import random
 import struct
+import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -284,29 +285,51 @@ def test_images_that_cannot_be_read_take_no_step(live: Live) -> None:
     unread(live, 40, 120)
 
 
-def gaps(live: Live, count: int) -> list[float]:
-    """Seconds between tokens of an answer."""
-    asked = {"model": "m", "prompt": "a", "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 0}
-    times = list[float]()
-    with live.http.stream("POST", "/v1/completions", json=asked) as stream:
-        times += [time.perf_counter() for line in stream.iter_lines() if line.startswith("data: {")]
-    return [after - before for before, after in pairwise(times)]
+NEIGHBOUR = """
+import http.client, json, sys, time
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
+asked = {"model": "m", "prompt": "a", "max_tokens": int(sys.argv[2]), "ignore_eos": True, "stream": True}
+connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+times = []
+for line in connection.getresponse():
+    if line.startswith(b"data: {"):
+        times.append(time.perf_counter())
+        if len(times) == 1:
+            print(flush=True)
+print(*(after - before for before, after in zip(times, times[1:])))
+"""
+"""A client that streams an answer, says when it has begun, and in the end the seconds between its tokens."""
+
+
+def gaps(live: Live, count: int, bodies: list[dict[str, Any]], apart: float, pool: ThreadPoolExecutor) -> list[float]:
+    """Seconds between tokens of an answer, in a process of its own, while bodies are refused. apart: seconds between
+    these, but that each client waits for its answer."""
+    command = [sys.executable, "-c", NEIGHBOUR, str(live.port), str(count)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as neighbour:
+        assert neighbour.stdout is not None
+        assert neighbour.stdout.readline() == "\n"
+        thrown = []
+        for body in bodies:
+            thrown.append(pool.submit(live.http.post, "/v1/chat/completions", json=body))
+            time.sleep(apart)
+        found = [float(each) for each in neighbour.stdout.read().split()]
+    assert all(400 <= one.result().status_code < 500 for one in thrown)
+    return found
 
 
 @pytest.mark.nightly
-def test_a_thousand_of_them(live: Live, record_property: Any) -> None:
+@pytest.mark.parametrize("apart", [0.01, 0.0], ids=["a hundred a second", "as fast as four clients can"])
+def test_a_thousand_of_them(live: Live, apart: float, record_property: Any) -> None:
     """How much longer gaps between a neighbour's tokens are, with damaged images and without in turns, is reported and
     not asserted: a busy machine has its own."""
     throw(live, 1000)
     unread(live, 1000, 400)
     chance, found = random.Random(1), dict[bool, list[float]]({False: [], True: []})
     with ThreadPoolExecutor(4) as pool:
-        for turn in range(20):
+        for turn in range(40):
             damage = turn % 2 == 1
             bodies = [chat(image(damaged(chance))) for _ in range(50 * damage)]
-            thrown = [pool.submit(live.http.post, "/v1/chat/completions", json=body) for body in bodies]
-            found[damage] += gaps(live, 100)
-            assert all(400 <= one.result().status_code < 500 for one in thrown)
+            found[damage] += gaps(live, 100, bodies, apart, pool)
     without, beside = (float(np.percentile(found[damage], 99)) for damage in (False, True))
     record_property("p99_gap_ratio", beside / without)
     print(f"p99 between tokens: {1e3 * without:.1f} ms without damaged images, {1e3 * beside:.1f} ms with them")
