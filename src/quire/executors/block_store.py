@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
@@ -134,10 +134,11 @@ class DeviceCopies:
         self.outward, self.inward = buffers(), buffers()
         self.free: list[torch.cuda.Event | None] = [None, None]
         self.turn = 0
-        if self.on_gpu:
-            self.save_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self.bus_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self.load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # None is the current stream: on a CPU all is done in order.
+        self.save_stream, self.bus_stream, self.load_stream = (
+            torch.cuda.Stream(device) if self.on_gpu else None  # type: ignore[no-untyped-call]
+            for _ in range(3)
+        )
 
     @torch.inference_mode()
     def save(self, pairs: Pairs) -> Callable[[], None]:
@@ -158,17 +159,12 @@ class DeviceCopies:
         return (lambda: None) if done is None else done.synchronize
 
     def _to_host(self, buffer: Tensor, piece: Pairs, gathered: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        if gathered is None:
-            for i, (_, slot) in enumerate(piece):
-                self.lines[slot].copy_(buffer[i])
-            return None
         with torch.cuda.stream(self.save_stream):
-            gathered.wait()
+            if gathered is not None:
+                gathered.wait()
             for i, (_, slot) in enumerate(piece):
                 self.lines[slot].copy_(buffer[i], non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        return done
+            return self._recorded()
 
     @torch.inference_mode()
     def load(self, pairs: Pairs) -> None:
@@ -178,12 +174,12 @@ class DeviceCopies:
             buffer, parts = self.inward[turn % 2]
             arrived = self._from_host(buffer, piece, scattered[turn % 2])
             scattered[turn % 2] = self._scatter(parts, piece, arrived)
-        if self.on_gpu:
+        if self.load_stream is not None:
             self.load_stream.synchronize()
 
     def _from_host(self, buffer: Tensor, piece: Pairs, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """Copy lines into a staging buffer, once what was in it has been scattered."""
-        with self._on("bus_stream"):
+        with torch.cuda.stream(self.bus_stream):
             if free is not None:
                 free.wait()
             for i, (slot, _) in enumerate(piece):
@@ -195,16 +191,13 @@ class DeviceCopies:
     ) -> torch.cuda.Event | None:
         """Copy a staging buffer into blocks."""
         _, blocks = _columns(piece)
-        with self._on("load_stream"):
+        with torch.cuda.stream(self.load_stream):
             if arrived is not None:
                 arrived.wait()
             chosen = blocks.to(self.device, non_blocking=True)
             for part, line in parts:
                 part.index_copy_(0, chosen, line[: len(piece)])
             return self._recorded()
-
-    def _on(self, stream: str) -> AbstractContextManager[object]:
-        return torch.cuda.stream(getattr(self, stream)) if self.on_gpu else nullcontext()
 
     def _recorded(self) -> torch.cuda.Event | None:
         """An event of the current stream; None on a CPU."""
@@ -218,9 +211,10 @@ class DeviceCopies:
         """Steps and saves that were launched before may still use the blocks: the stream that writes them waits."""
         with self.queue:
             event = self.queue.record()
-        if event is None:
+        stream = self.load_stream
+        if event is None or stream is None:
             return lambda: None
-        return lambda: self.load_stream.wait_event(event)
+        return lambda: stream.wait_event(event)
 
 
 class Workers:

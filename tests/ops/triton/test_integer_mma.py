@@ -12,7 +12,8 @@ from quire.ops.base import Gate
 from quire.ops.integer import dequantize_integers
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS
-from quire.ops.triton.integer_mma import NIBBLES, NIBBLES_16, MmaConfig, config, integer_mma, takes
+from quire.ops.triton.integer_gemm import in_float16
+from quire.ops.triton.integer_mma import NIBBLES, MmaConfig, config, integer_mma, takes
 from quire.ops.triton.launch import DeviceInfo
 from tests.ops.triton.device import DEVICE
 from tests.ops.triton.integers import made, off
@@ -31,7 +32,7 @@ def test_four_bytes_become_eight_numbers(dtype: torch.dtype) -> None:
         given = [(byte * k + 7 * k) % 256 for k in (1, 3, 5, 11)]
         less = byte % 17, byte * 3 % 17
         twice = [(0x10001 * ((0xE400 if half else 0xC300) + each)) for each in less]
-        held = computed(NIBBLES_16 if half else NIBBLES, int.from_bytes(bytes(given), "little"), *twice)
+        held = computed(in_float16(NIBBLES) if half else NIBBLES, int.from_bytes(bytes(given), "little"), *twice)
         words = torch.tensor([held[f"${i}"] for i in range(4)]).to(torch.uint32).view(torch.int32)
         assert words.view(dtype).tolist() == [(b & 15) - less[0] for b in given] + [(b >> 4) - less[1] for b in given]
 

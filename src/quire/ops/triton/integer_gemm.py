@@ -39,7 +39,7 @@ ZEROS, SUPERBLOCKS, PAIRS, ROW, FLOATS = (tl.constexpr(int(kind)) for kind in In
 MINUS_136, MINUS_128 = tl.constexpr(0xC308), tl.constexpr(0xC300)
 """-136 and -128 in bfloat16: what makes 128 + q a number around 8, and q itself."""
 
-NIBBLES = """{
+SPREAD_NIBBLES = """{
 .reg .b32 a, b, c, d, e, f, g, h, one;
 mov.b32 one, 0x3f803f80;
 prmt.b32 a, $4, $4, 0x1100;
@@ -50,7 +50,10 @@ lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
 lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
 lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
 lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
-prmt.b32 e, $5, $6, 0x5410;
+"""
+"""Four bytes -> 128 and the numbers in their low halves (a, b) and in their high halves (c, d), two in each."""
+
+NIBBLES = f"""{SPREAD_NIBBLES}prmt.b32 e, $5, $6, 0x5410;
 prmt.b32 f, $7, $8, 0x5410;
 prmt.b32 g, $9, $10, 0x5410;
 prmt.b32 h, $11, $12, 0x5410;
@@ -58,7 +61,7 @@ fma.rn.bf16x2 $0, a, one, e;
 fma.rn.bf16x2 $1, b, one, f;
 fma.rn.bf16x2 $2, c, one, g;
 fma.rn.bf16x2 $3, d, one, h;
-}"""
+}}"""
 """Four bytes -> the numbers in their low and in their high halves, plus those in the low halves of the next operands.
 Each byte by itself: with some instructions of the matrix units a thread's four bytes are of two rows. The last operand
 is not used: the pipeline then loads it as early as the bytes."""

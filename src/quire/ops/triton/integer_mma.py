@@ -23,9 +23,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from quire.ops.base import Gate, IntegerKind, IntegerMatrix, num_parts
-from quire.ops.triton import launch, rows
+from quire.ops.triton import integer_gemm, launch, rows
 from quire.ops.triton.gemv import COUNTERS
-from quire.ops.triton.integer_gemm import ordered, supers_of
+from quire.ops.triton.integer_gemm import (
+    LARGER,
+    MINUS_128,
+    MINUS_136,
+    PAIRS,
+    SPREAD_NIBBLES,
+    SUPERBLOCKS,
+    ZEROS,
+    in_float16,
+    ordered,
+    supers_of,
+)
 from quire.ops.triton.launch import DeviceInfo, Kernel
 from quire.ops.triton.rows import GATES
 
@@ -34,37 +45,19 @@ LEAST = (8, 0)
 
 MAX_ROWS = 32
 
-NIBBLES = """{
-.reg .b32 a, b, c, d, one;
-mov.b32 one, 0x3f803f80;
-prmt.b32 a, $4, $4, 0x1100;
-prmt.b32 b, $4, $4, 0x3322;
-shr.u32 c, a, 4;
-shr.u32 d, b, 4;
-lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
-lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
-lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
-fma.rn.bf16x2 $0, a, one, $5;
+NIBBLES = f"""{SPREAD_NIBBLES}fma.rn.bf16x2 $0, a, one, $5;
 fma.rn.bf16x2 $1, b, one, $5;
 fma.rn.bf16x2 $2, c, one, $6;
 fma.rn.bf16x2 $3, d, one, $6;
-}"""
+}}"""
 """Four bytes of a row -> the numbers in their low and in their high halves, less zero points: 0x4300 with q in its last
 bits is 128 + q, and the next operands have -128 - zero of either half twice."""
 
-NIBBLES_16 = NIBBLES.replace("4300", "6400").replace("3f80", "3c00").replace("bf16", "f16")
-"""The same in float16, with 1024 + q."""
-
-FROM_NIBBLES, FROM_NIBBLES_16 = gl.constexpr(NIBBLES), gl.constexpr(NIBBLES_16)
-ZEROS, SUPERBLOCKS, PAIRS = (
-    gl.constexpr(int(kind)) for kind in (IntegerKind.ZEROS, IntegerKind.SUPERBLOCKS, IntegerKind.PAIRS)
-)
-LARGER = gl.constexpr(0xE400 - 0xC300)
-"""What the bits of -128 - z in bfloat16 become those of -1024 - z in float16 by."""
+FROM_NIBBLES, FROM_NIBBLES_16 = gl.constexpr(NIBBLES), gl.constexpr(in_float16(NIBBLES))
 
 wait, release = gluon.jit(launch.wait.fn), gluon.jit(launch.release.fn)
 activate, apply_gate = gluon.jit(rows.activate.fn), gluon.jit(rows.apply_gate.fn)
+upper, byte_of = gluon.jit(integer_gemm.upper.fn), gluon.jit(integer_gemm.byte_of.fn)
 # Named otherwise before Triton 3.7.
 barrier = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
 copy = gl.constexpr(getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared)
@@ -97,25 +90,10 @@ def zeros_of(word, W: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr):
     if KIND == ZEROS:
         zero = word & 0xFFFF
     else:
-        zero = gl.full_like(word, 0xC308 if KIND == PAIRS else 0xC300)
+        zero = gl.full_like(word, MINUS_136 if KIND == PAIRS else MINUS_128)
     if gl.float16 == DTYPE:
         zero += LARGER
     return gl.expand_dims(gl.convert_layout(zero | (zero << 16), gl.SliceLayout(2, W), assert_trivial=True), 2)
-
-
-@gluon.jit
-def upper(word, HALF: gl.constexpr):
-    """The number in the first 16 bits of words. HALF: it is float16, otherwise bfloat16."""
-    if HALF:
-        return (word >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    else:
-        return (word & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def byte_of(word, i: gl.constexpr):
-    """Byte i of words, from the lowest."""
-    return ((word >> (8 * i)) & 255).to(gl.float32)
 
 
 @gluon.jit
