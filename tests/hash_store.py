@@ -36,6 +36,8 @@ class HashStore:
         self.on_disk: dict[bytes, Contents] = {}
         self.work: list[tuple[CopyDone, Callable[[], CopyDone]]] = []
         self.busy: dict[int, int] = {}
+        self.held = set[int]()
+        """Blocks that are saved for the loads that begin next."""
         self.closed = False
 
     def files(self) -> Sequence[bytes]:
@@ -50,7 +52,9 @@ class HashStore:
     def _contents(self, block: int) -> Contents:
         return tuple(self.device.mem.get((block, i)) for i in range(self.device.size))
 
-    def save(self, ticket: int, copies: Sequence[tuple[bytes, int, int]]) -> None:
+    def save(self, ticket: int, copies: Sequence[tuple[bytes, int, int]], held: bool) -> None:
+        if held:
+            self.held |= {block for _, block, _ in copies}
         taken = [(key, slot, self._contents(block)) for key, block, slot in copies]
         for _, slot, _ in taken:
             assert not self.busy.get(slot), "a slot is written while a copy uses it"
@@ -68,6 +72,7 @@ class HashStore:
         self._later(CopyDone("save", ticket), work)
 
     def load(self, ticket: int, copies: Sequence[tuple[bytes, int, int]]) -> None:
+        self.held -= {block for _, _, block in copies}
         failed = {key: "copy" for key, _, _ in copies if self._fails()}
 
         def write() -> None:
@@ -158,6 +163,7 @@ class HashStore:
 
     def poll(self) -> Sequence[CopyDone]:
         """Those of a kind end in order, as one thread ends them."""
+        assert not self.held, "no load overwrites what is held for one"
         ended, left, stuck = list[CopyDone](), [], set[str]()
         for done, work in self.work:
             if done.kind in stuck or self.rng.random() < 0.4:

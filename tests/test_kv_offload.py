@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from quire import LLM, SamplingParams
 from quire.assembly.grpc import host
+from quire.assembly.kv_offload import block_mover
 from quire.cli import main
 from quire.config import Settings
 from quire.engine.engine import Engine
@@ -47,7 +48,7 @@ def tiers_of(executor: Executor, block_size: int, folder: Path) -> KVOffload:
     if isinstance(runner, LookaheadRunner):
         device = torch.device(executor.describe().device)
         lines = host_lines(SLOTS, size, pinned=device.type == "cuda")
-        copies: DeviceCopies | HostCopies = DeviceCopies(runner.kv, lines, runner.queue, device)
+        copies: DeviceCopies | HostCopies = DeviceCopies(lines, block_mover(runner.kv, device), runner.queue, device)
     else:
         lines = host_lines(SLOTS, size, pinned=False)
         copies = HostCopies(runner.kv, lines)

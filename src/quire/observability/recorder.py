@@ -339,11 +339,11 @@ class RecordedStore:
         if self.clock.deciding:
             self.recorder.copy_started(kind, ticket, copies)
 
-    def save(self, ticket: int, copies: abc.Sequence[tuple[bytes, int, int]]) -> None:
+    def save(self, ticket: int, copies: abc.Sequence[tuple[bytes, int, int]], held: bool) -> None:
         """Record it, then copy to host memory."""
         self.started("save", ticket, copies)
         with self.recorder.failing("copy"):
-            self.inner.save(ticket, copies)
+            self.inner.save(ticket, copies, held)
 
     def load(self, ticket: int, copies: abc.Sequence[tuple[bytes, int, int]]) -> None:
         """Record it, then copy to the device."""

@@ -65,11 +65,12 @@ class BlockStore(Protocol):
     def files(self) -> Seq[bytes]:
         """Keys of the files that are there at the start, least recently used first."""
 
-    def save(self, ticket: int, copies: Seq[tuple[bytes, int, int]]) -> None:
-        """Copy (key, block, slot) to host memory. Later steps may overwrite the blocks at once."""
+    def save(self, ticket: int, copies: Seq[tuple[bytes, int, int]], held: bool) -> None:
+        """Copy (key, block, slot) to host memory. Later steps may overwrite the blocks at once; not those that are
+        held, which the loads that begin next overwrite."""
 
     def load(self, ticket: int, copies: Seq[tuple[bytes, int, int]]) -> None:
-        """Copy (key, slot, block) to the device, after what was saved before."""
+        """Copy (key, slot, block) to the device, each after what was saved of the block before."""
 
     def read(self, ticket: int, copies: Seq[tuple[bytes, int]]) -> None:
         """Read files into (key, slot)."""
@@ -661,10 +662,17 @@ class KVOffload(NoOffload):
 
     def flush(self) -> None:
         """Saves first: a load may write to a block that is saved."""
-        if self._saves:
-            saves, self._saves = self._saves, []
-            entries, self._saved = self._saved, []
-            self.store.save(self._begin(PendingCopy("save", entries)), saves)
+        written = {block for ticket in self._loads for block in self.pending[ticket].blocks}
+        saves, self._saves = [*zip(self._saves, self._saved, strict=True)], []
+        self._saved = []
+        groups = [(held, [each for each in saves if (each[0][1] in written) == held]) for held in (False, True)]
+        begun = [
+            (self._begin(PendingCopy("save", [entry for _, entry in group])), [copy for copy, _ in group], held)
+            for held, group in groups
+            if group
+        ]
+        for each in begun:
+            self.store.save(*each)
         loads, self._loads = self._loads, []
         for ticket in loads:
             copy = self.pending[ticket]
