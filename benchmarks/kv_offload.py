@@ -49,8 +49,10 @@ LONG: Mapping[str, Any] = {
 class Bench:
     """One engine whose device holds `tokens` and an eighth more; prompts of `tokens` tokens each."""
 
-    def __init__(self, model: str, tokens: int, folder: Path | None, host_gib: float, **options: Any) -> None:
-        self.tokens, self.rng = tokens, random.Random(1)
+    def __init__(
+        self, model: str, tokens: int, folder: Path | None, host_gib: float, pause: float = 0.0, **options: Any
+    ) -> None:
+        self.tokens, self.rng, self.pause = tokens, random.Random(1), pause
         self.size = size = int(options.pop("block_size", 64))
         if folder is not None:
             options |= {"kv_offloading_dir": str(folder), "kv_offloading_dir_size": 64.0}
@@ -83,6 +85,7 @@ class Bench:
         cached = []
         for i in range(rounds):
             seconds["computed"].append(self.first_token(self.prompt())[0])
+            time.sleep(self.pause)
             took, found = self.first_token(kept[i % len(kept)])
             seconds["came back"].append(took)
             cached.append(found)
@@ -132,6 +135,7 @@ def bus_speeds(size: int = 1 << 29, rounds: int = 4) -> dict[str, float]:
 @click.option("--tokens", default=1500, help="Of a prompt.")
 @click.option("--rounds", default=11, help="Of each kind.")
 @click.option("--host-gib", default=1.0, help="Host memory for blocks.")
+@click.option("--pause", default=0.0, help="Seconds for which the engine is idle before a prompt comes back.")
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Folder for blocks: give little host memory.")
 @click.option("--block-size", default=16, help="Tokens of a block.")
 @click.option("--option", "options", multiple=True, help="name=value, an option of LLM; several are allowed.")
@@ -140,6 +144,7 @@ def command(
     tokens: int,
     rounds: int,
     host_gib: float,
+    pause: float,
     folder: Path | None,
     block_size: int,
     options: tuple[str, ...],
@@ -151,7 +156,7 @@ def command(
             changed = LONG if model == "32k" else {}
             model = str(write(Path(made), "qwen2.5-7b" if changed else model, config=changed))
             given |= {"load_format": "dummy"}
-        bench = Bench(model, tokens, folder, host_gib, block_size=block_size, **given)
+        bench = Bench(model, tokens, folder, host_gib, pause, block_size=block_size, **given)
         try:
             click.echo(json.dumps(bench.measure(rounds)))
         finally:

@@ -2,8 +2,8 @@
 torch tensors.
 
 What is saved is taken out of the pool in the order of steps. On a CPU that is a copy of memory. On a GPU blocks are
-gathered into a staging buffer and from there copied to pinned memory, on streams of their own; the next step waits for
-the first alone, and not even for that where only a load writes to the blocks. All else is done by threads: loads, which
+gathered into a staging buffer and from there copied to pinned memory, on streams of their own; what overwrites them, a
+step or a load, waits for the first alone. All else is done by threads: loads, which
 write to blocks that no step uses, and files.
 """
 
@@ -14,7 +14,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -56,16 +56,24 @@ def block_bytes(kv: Seq[LayerKV]) -> int:
     return sum(each.shape[1] for each in pool_tensors(kv))
 
 
+Wait = Callable[[], None]
+Begin = Callable[[], Wait]
+
+
 class PoolCopies(Protocol):
     """Copies between blocks of a pool and lines of host memory."""
 
-    def save(self, pairs: Pairs, held: bool) -> Callable[[], None]:
+    def save(self, pairs: Pairs, held: bool) -> Begin:
         """Copy (block, line), after the steps that were launched before; and before those launched later, unless the
-        blocks are held for a load. Returns what waits until the lines are written."""
+        blocks are held. Returns what begins it, as far as that is not done; and that what waits until the lines are
+        written. Each is called by a thread."""
 
-    def load(self, pairs: Pairs) -> Callable[[], None]:
+    def overwritten(self, blocks: Seq[int]) -> None:
+        """Steps that are launched later overwrite blocks that were held."""
+
+    def load(self, pairs: Pairs) -> Wait:
         """Called where the steps are launched. What it returns is called by another thread: it copies (line, block),
-        after steps and saves that were launched before, and waits until the blocks are written."""
+        after steps and saves that were begun before, and waits until the blocks are written."""
 
 
 class BlockMover(Protocol):
@@ -120,15 +128,18 @@ class HostCopies:
         self.parts = _parts(pool_tensors(kv), lines)
 
     @torch.inference_mode()
-    def save(self, pairs: Pairs, held: bool) -> Callable[[], None]:
+    def save(self, pairs: Pairs, held: bool) -> Begin:
         """The copy is made here: the blocks may be overwritten at once."""
         for piece in _pieces(pairs, MAX_GATHERED):
             blocks, slots = map(torch.tensor, _columns(piece))
             for part, line in self.parts:
                 line.index_copy_(0, slots, part.index_select(0, blocks))
-        return lambda: None
+        return lambda: lambda: None
 
-    def load(self, pairs: Pairs) -> Callable[[], None]:
+    def overwritten(self, blocks: Seq[int]) -> None:
+        """They have been copied."""
+
+    def load(self, pairs: Pairs) -> Wait:
         """No step uses the blocks meanwhile, and what was saved before has been copied."""
         return partial(self._load, pairs)
 
@@ -184,6 +195,19 @@ class Lane:
             self.stream.synchronize()
 
 
+class Gathered:
+    """Blocks that are taken out of the pool together. launched: whether `event` is known."""
+
+    def __init__(self) -> None:
+        self.launched = threading.Event()
+        self.event: torch.cuda.Event | None = None
+
+    def wait(self) -> torch.cuda.Event | None:
+        """The event that is reached when they have been gathered."""
+        self.launched.wait()
+        return self.event
+
+
 class DeviceCopies:
     """Copies of a pool on a GPU, or of one on a CPU as if it were on a GPU. queue: in which steps run. lines: pinned.
 
@@ -196,9 +220,10 @@ class DeviceCopies:
         self.lines, self.mover, self.queue, self.device = lines, mover, queue, device
         self.size = max(1, min(MAX_GATHERED, STAGING_BYTES // lines.shape[1]))
         self.outward, self.inward = (self._lane(), self._lane()), (self._lane(), self._lane())
+        self._launching = threading.Lock()
         self._num_pieces = 0
-        self._gathered: dict[int, torch.cuda.Event | None] = {}
-        """By block that is held for the next load: when it may be overwritten."""
+        self._gathered: dict[int, Gathered] = {}
+        """By block that was held when it was saved last: what overwrites it waits for that."""
 
     @torch.inference_mode()
     def _lane(self) -> Lane:
@@ -215,40 +240,65 @@ class DeviceCopies:
         lane.synchronize()
         return lane
 
-    @torch.inference_mode()
-    def save(self, pairs: Pairs, held: bool) -> Callable[[], None]:
+    def save(self, pairs: Pairs, held: bool) -> Begin:
         """Gather behind the steps before. Later steps wait for that; and for the bus, where more is saved than both
-        buffers hold: not if the blocks are held for a load."""
+        buffers hold: not if the blocks are held, which a thread gathers."""
         with self.queue:
             launched = self.queue.record()
-        for piece in _pieces(pairs, self.size):
-            lane = self.outward[self._num_pieces % 2]
-            self._num_pieces += 1
-            lane.after(launched)
-            with lane.submitted():
-                blocks, slots = _columns(piece)
-                self.mover.gather(torch.tensor(blocks).to(self.device, non_blocking=True), lane.buffer)
-                gathered = lane.record()
-                for at, slot, count in _runs(slots):
-                    self.lines[slot : slot + count].copy_(lane.buffer[at : at + count], non_blocking=True)
-            if held:
-                self._gathered |= dict.fromkeys(blocks, gathered)
-            elif gathered is not None:
-                with self.queue:
-                    gathered.wait()
-        return partial(_reached, [lane.record() for lane in self.outward])
+        pieces = [(piece, Gathered()) for piece in _pieces(pairs, self.size)]
+        begin = partial(self._save, pieces, launched)
+        if held:
+            self._gathered.update((block, each) for piece, each in pieces for block, _ in piece)
+            return begin
+        wait = begin()
+        self._wait_for(each for _, each in pieces)
+        return lambda: wait
 
-    def load(self, pairs: Pairs) -> Callable[[], None]:
+    def _save(self, pieces: Seq[tuple[Pairs, Gathered]], launched: torch.cuda.Event | None) -> Wait:
+        try:
+            for piece, gathered in pieces:
+                with self._launching:
+                    self._launch_save(piece, gathered, launched)
+            ends = [lane.record() for lane in self.outward]
+        finally:
+            for _, gathered in pieces:
+                gathered.launched.set()
+        return partial(_reached, ends)
+
+    @torch.inference_mode()
+    def _launch_save(self, piece: Pairs, gathered: Gathered, launched: torch.cuda.Event | None) -> None:
+        """Gather a piece on the next lane, and copy it over the bus."""
+        lane = self.outward[self._num_pieces % 2]
+        self._num_pieces += 1
+        lane.after(launched)
+        with lane.submitted():
+            blocks, slots = _columns(piece)
+            self.mover.gather(torch.tensor(blocks).to(self.device, non_blocking=True), lane.buffer)
+            gathered.event = lane.record()
+            gathered.launched.set()
+            for at, slot, count in _runs(slots):
+                self.lines[slot : slot + count].copy_(lane.buffer[at : at + count], non_blocking=True)
+
+    def _wait_for(self, pieces: Iterable[Gathered]) -> None:
+        """Have steps that are launched later wait."""
+        for each in pieces:
+            if (event := each.wait()) is not None:
+                with self.queue:
+                    event.wait()
+
+    def overwritten(self, blocks: Seq[int]) -> None:
+        """Steps wait until they have been gathered."""
+        self._wait_for({self._gathered.pop(block) for block in blocks if block in self._gathered})
+
+    def load(self, pairs: Pairs) -> Wait:
         """The other thread launches and waits."""
         with self.queue:
             launched = self.queue.record()
-        gathered = {block: self._gathered.pop(block, launched) for _, block in pairs}
+        gathered = {block: self._gathered.pop(block) for _, block in pairs if block in self._gathered}
         return partial(self._load, pairs, launched, gathered)
 
     @torch.inference_mode()
-    def _load(
-        self, pairs: Pairs, launched: torch.cuda.Event | None, gathered: dict[int, torch.cuda.Event | None]
-    ) -> None:
+    def _load(self, pairs: Pairs, launched: torch.cuda.Event | None, gathered: Mapping[int, Gathered]) -> None:
         for turn, piece in enumerate(_pieces(pairs, self.size)):
             lane = self.inward[turn % 2]
             with lane.submitted():
@@ -256,8 +306,9 @@ class DeviceCopies:
                 for at, slot, count in _runs(slots):
                     lane.buffer[at : at + count].copy_(self.lines[slot : slot + count], non_blocking=True)
                 chosen = torch.tensor(blocks).to(self.device, non_blocking=True)
-                for event in {launched, *(gathered[block] for block in blocks)}:
-                    lane.after(event)
+                lane.after(launched)
+                for each in {gathered[block] for block in blocks if block in gathered}:
+                    lane.after(each.wait())
                 self.mover.scatter(chosen, lane.buffer)
         for lane in self.inward:
             lane.synchronize()
@@ -312,7 +363,8 @@ class TieredBlockStore:
         os.set_blocking(self._waker, False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._saver, self._loader = Workers("kv-saves", 1), Workers("kv-loads", 1)
+        self._saver, self._saved = Workers("kv-saves", 1), Workers("kv-saved", 1)
+        self._loader = Workers("kv-loads", 1)
         self._writer = Workers("kv-writes", 1)
         self._readers = Workers("kv-reads", NUM_READERS if files is not None else 0)
         self._closed = self._stopped = False
@@ -322,19 +374,30 @@ class TieredBlockStore:
         return [] if self._files is None else self._files.scan()
 
     def save(self, ticket: int, copies: Seq[tuple[bytes, int, int]], held: bool) -> None:
-        """Take the blocks out of the pool now, and wait for host memory in a thread."""
-        began = time.perf_counter()
-        wait = self.copies.save([(block, slot) for _, block, slot in copies], held)
-        self._saver.put(lambda: self._run("save", ticket, [key for key, *_ in copies], wait, began))
+        """Take the blocks out of the pool now, or in a thread, and wait for host memory in another."""
+        began, keys = time.perf_counter(), [key for key, *_ in copies]
+        begin = self.copies.save([(block, slot) for _, block, slot in copies], held)
+
+        def work() -> None:
+            try:
+                wait = begin()
+            except Exception:  # of whatever class: the blocks are computed again
+                self.report(CopyDone("save", ticket, dict.fromkeys(keys, "copy"), time.perf_counter() - began))
+            else:
+                self._saved.put(lambda: self._run("save", ticket, keys, wait, began))
+
+        self._saver.put(work)
+
+    def overwritten(self, blocks: Seq[int]) -> None:
+        """Steps that are launched later wait for what they overwrite."""
+        self.copies.overwritten(blocks)
 
     def load(self, ticket: int, copies: Seq[tuple[bytes, int, int]]) -> None:
         """In a thread."""
         work = self.copies.load([(slot, block) for _, slot, block in copies])
         self._loader.put(lambda: self._run("load", ticket, [key for key, *_ in copies], work))
 
-    def _run(
-        self, kind: Copy, ticket: int, keys: Seq[bytes], work: Callable[[], None], began: float | None = None
-    ) -> None:
+    def _run(self, kind: Copy, ticket: int, keys: Seq[bytes], work: Wait, began: float | None = None) -> None:
         began = time.perf_counter() if began is None else began
         failed = NO_FAILURES
         try:
@@ -413,8 +476,8 @@ class TieredBlockStore:
         if self._closed:
             return
         self._closed = True
-        self._saver.close(timeout=1.0)
-        self._loader.close(timeout=1.0)
+        for each in (self._saver, self._saved, self._loader):
+            each.close(timeout=1.0)
         self._writer.close(timeout=LAST_WRITES)
         self._stopped = True
         self._readers.close(timeout=0.1)

@@ -332,6 +332,7 @@ class RecordedStore:
         self.inner, self.recorder, self.clock = inner, recorder, clock
         self.num_slots, self.block_bytes, self.max_files = inner.num_slots, inner.block_bytes, inner.max_files
         self.files, self.remove, self.wait = inner.files, inner.remove, inner.wait
+        self.overwritten = inner.overwritten
         self.fileno, self.close = inner.fileno, inner.close
 
     def started(self, kind: Copy, ticket: int, copies: Iterable[tuple[bytes, *tuple[int, ...]]]) -> None:

@@ -78,6 +78,9 @@ class SimulatedStore:
         """See `BlockStore`."""
         self.copy("save", ticket, len(copies))
 
+    def overwritten(self, blocks: Seq[int]) -> None:
+        """Nothing is copied."""
+
     def load(self, ticket: int, copies: Seq[tuple[bytes, int, int]]) -> None:
         """See `BlockStore`."""
         self.copy("load", ticket, len(copies))

@@ -253,6 +253,9 @@ class ScriptedCopies:
         """Compare it with the recorded one."""
         self.started("save", ticket, copies)
 
+    def overwritten(self, blocks: Sequence[int]) -> None:
+        """Nothing is copied."""
+
     def load(self, ticket: int, copies: Sequence[tuple[bytes, int, int]]) -> None:
         """Compare it with the recorded one."""
         self.started("load", ticket, copies)
