@@ -101,6 +101,8 @@ def by_row(ops: TritonOps) -> None:
     ops.add_norm(x, x, rms)
     ops.add_norm(x, x, layer._replace(bias=None))
     ops.add_norm(x, x, None, rms, 0.2)
+    ops.add_norms(x, x, [rms] * 3, rms)
+    ops.sum_norms(x, rms, x, rms)
     ops.silu_mul(x)
     ops.gelu(x)
     ops.relu2(x)
