@@ -77,7 +77,7 @@ class Bench:
         return time.perf_counter() - began, answer.num_cached_tokens
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """In turns: a new prompt, one of four that were seen before it, and the same one, which is on the device then."""
+        """In turns: a new prompt, one of four that were seen before it, and the same again, from the device."""
         kept = [self.prompt() for _ in range(4)]
         for prompt in (*kept, *kept, self.prompt()):
             self.first_token(prompt)
@@ -114,7 +114,7 @@ def bus_speeds(size: int = 1 << 29, rounds: int = 4) -> dict[str, float]:
     """Gigabytes a second that copies of `size` bytes between pinned memory and the GPU reach, each way and both."""
     host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
     ways = {"in": [(device[0], host[0])], "out": [(host[1], device[1])]}
     ways["both, each"] = ways["in"] + ways["out"]
     found = {}

@@ -169,7 +169,7 @@ def _reached(events: Seq[torch.cuda.Event | None]) -> None:
 
 
 @dataclass(frozen=True)
-class Lane:
+class StagingBuffer:
     """A stream with a staging buffer [blocks, bytes] that is used in its order. stream: None on a CPU, on which all is
     done in order."""
 
@@ -211,7 +211,7 @@ class Gathered:
 class DeviceCopies:
     """Copies of a pool on a GPU, or of one on a CPU as if it were on a GPU. queue: in which steps run. lines: pinned.
 
-    Two lanes take turns in each direction: while the one copies over the bus, the other gathers or scatters. Blocks
+    Two buffers take turns in each direction: while the one copies over the bus, the other gathers or scatters. Blocks
     that go out and blocks that take their places share the bus, which carries both ways at once: each piece of a load
     waits for what it overwrites alone.
     """
@@ -219,26 +219,28 @@ class DeviceCopies:
     def __init__(self, lines: Tensor, mover: BlockMover, queue: WorkQueue, device: torch.device) -> None:
         self.lines, self.mover, self.queue, self.device = lines, mover, queue, device
         self.size = max(1, min(MAX_GATHERED, STAGING_BYTES // lines.shape[1]))
-        self.outward, self.inward = (self._lane(), self._lane()), (self._lane(), self._lane())
+        self.outward, self.inward = (self._staging(), self._staging()), (self._staging(), self._staging())
         self._launching = threading.Lock()
         self._num_pieces = 0
         self._gathered: dict[int, Gathered] = {}
         """By block that was held when it was saved last: what overwrites it waits for that."""
 
     @torch.inference_mode()
-    def _lane(self) -> Lane:
-        """A lane; the block that takes stray writes is moved there and back, so that nothing is compiled or allocated
+    def _staging(self) -> StagingBuffer:
+        """A buffer; the block that takes stray writes is moved there and back, so that nothing is compiled or allocated
         later."""
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        lane = Lane(stream, torch.empty((self.size, self.lines.shape[1]), dtype=torch.uint8, device=self.device))
+        staging = StagingBuffer(
+            stream, torch.empty((self.size, self.lines.shape[1]), dtype=torch.uint8, device=self.device)
+        )
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        with lane.submitted():
+        with staging.submitted():
             null = torch.tensor([NULL_BLOCK]).to(self.device, non_blocking=True)
-            self.mover.gather(null, lane.buffer)
-            self.mover.scatter(null, lane.buffer)
-        lane.synchronize()
-        return lane
+            self.mover.gather(null, staging.buffer)
+            self.mover.scatter(null, staging.buffer)
+        staging.synchronize()
+        return staging
 
     def save(self, pairs: Pairs, held: bool) -> Begin:
         """Gather behind the steps before. Later steps wait for that; and for the bus, where more is saved than both
@@ -259,7 +261,7 @@ class DeviceCopies:
             for piece, gathered in pieces:
                 with self._launching:
                     self._launch_save(piece, gathered, launched)
-            ends = [lane.record() for lane in self.outward]
+            ends = [staging.record() for staging in self.outward]
         finally:
             for _, gathered in pieces:
                 gathered.launched.set()
@@ -267,17 +269,17 @@ class DeviceCopies:
 
     @torch.inference_mode()
     def _launch_save(self, piece: Pairs, gathered: Gathered, launched: torch.cuda.Event | None) -> None:
-        """Gather a piece on the next lane, and copy it over the bus."""
-        lane = self.outward[self._num_pieces % 2]
+        """Gather a piece into the next buffer, and copy it over the bus."""
+        staging = self.outward[self._num_pieces % 2]
         self._num_pieces += 1
-        lane.after(launched)
-        with lane.submitted():
+        staging.after(launched)
+        with staging.submitted():
             blocks, slots = _columns(piece)
-            self.mover.gather(torch.tensor(blocks).to(self.device, non_blocking=True), lane.buffer)
-            gathered.event = lane.record()
+            self.mover.gather(torch.tensor(blocks).to(self.device, non_blocking=True), staging.buffer)
+            gathered.event = staging.record()
             gathered.launched.set()
             for at, slot, count in _runs(slots):
-                self.lines[slot : slot + count].copy_(lane.buffer[at : at + count], non_blocking=True)
+                self.lines[slot : slot + count].copy_(staging.buffer[at : at + count], non_blocking=True)
 
     def _wait_for(self, pieces: Iterable[Gathered]) -> None:
         """Have steps that are launched later wait."""
@@ -300,18 +302,18 @@ class DeviceCopies:
     @torch.inference_mode()
     def _load(self, pairs: Pairs, launched: torch.cuda.Event | None, gathered: Mapping[int, Gathered]) -> None:
         for turn, piece in enumerate(_pieces(pairs, self.size)):
-            lane = self.inward[turn % 2]
-            with lane.submitted():
+            staging = self.inward[turn % 2]
+            with staging.submitted():
                 slots, blocks = _columns(piece)
                 for at, slot, count in _runs(slots):
-                    lane.buffer[at : at + count].copy_(self.lines[slot : slot + count], non_blocking=True)
+                    staging.buffer[at : at + count].copy_(self.lines[slot : slot + count], non_blocking=True)
                 chosen = torch.tensor(blocks).to(self.device, non_blocking=True)
-                lane.after(launched)
+                staging.after(launched)
                 for each in {gathered[block] for block in blocks if block in gathered}:
-                    lane.after(each.wait())
-                self.mover.scatter(chosen, lane.buffer)
-        for lane in self.inward:
-            lane.synchronize()
+                    staging.after(each.wait())
+                self.mover.scatter(chosen, staging.buffer)
+        for staging in self.inward:
+            staging.synchronize()
 
 
 class Workers:

@@ -703,10 +703,10 @@ class KVOffload(NoOffload):
             self._write_ahead()
 
     def _begin_ahead(self) -> list[tuple[tuple[bytes, int, int], HostBlock]]:
-        """Give slots to blocks that are full, as far as there are any."""
+        """Give slots to blocks that are full, as far as there are any: in the order in which they would be evicted."""
         begun = list[tuple[tuple[bytes, int, int], HostBlock]]()
         ahead, self._ahead = self._ahead, {}
-        for block, key in ahead.items():
+        for block, key in reversed(ahead.items()):
             if key in self.host:
                 continue
             if (slot := self._take_slot()) is None:
