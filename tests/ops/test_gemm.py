@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.capture import PRECOMPILING
 from quire.ops.cublaslt import CublasLt
 from quire.ops.gemm import TORCH, TORCH_GEMM, GemmAlgorithm, GemmAutotuner, GemmShape, SameBits, autotuning, on_the_card
 
@@ -260,3 +261,25 @@ def test_without_memory_to_compare_the_usual_algorithm_stays(
     with autotuning(tmp_path / "book.json"):
         assert GemmAutotuner(same, Watch(1.0)).algorithm(X, WEIGHT, None) is TORCH_GEMM
     assert "not enough memory" in caplog.text
+
+
+def test_nothing_is_compared_while_kernels_are_compiled_and_not_run(tmp_path: Path) -> None:
+    calls = 0
+
+    def count(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+
+    x, weight, usual = torch.randn(3, 50), torch.randn(2, 50), Summed(TORCH)
+    same = SameBits(BothOrders(), usual, 2, torch.device("cpu"))
+    library = GemmAutotuner(same, Watch(2.0, 1.0), usual)
+    token = PRECOMPILING.set(lambda *args, **options: None)
+    try:
+        with autotuning(tmp_path / "book.json"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Summed, "__call__", lambda self, *args: count(*args))
+            assert library.algorithm(x, weight, None) is usual
+    finally:
+        PRECOMPILING.reset(token)
+    assert calls == 1, "what comparing launches is compiled"
+    with autotuning(tmp_path / "book.json"):
+        assert library.algorithm(x, weight, None).name == "forwards", "what was not compared is not remembered"

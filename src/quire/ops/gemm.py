@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.capture import NotCapturable, captured
+from quire.ops.capture import PRECOMPILING, NotCapturable, captured
 
 log = logging.getLogger(__name__)
 
@@ -194,8 +194,14 @@ class SameBits:
         self.version = f"{library.version}, in order"
 
     def supports(self, x: Tensor, weight: Tensor) -> bool:
-        """See `GemmLibrary`."""
-        return x.numel() >= self.least * x.shape[-1] and self.library.supports(x, weight)
+        """See `GemmLibrary`. Nothing is compared while kernels are compiled beforehand, since they are not run; those
+        that comparing will launch are compiled, too."""
+        if x.numel() < self.least * x.shape[-1] or not self.library.supports(x, weight):
+            return False
+        if PRECOMPILING.get() is None:
+            return True
+        self.usual(x.view(-1, x.shape[-1]), weight, None, x.new_empty(x.numel() // x.shape[-1], len(weight)))
+        return False
 
     def algorithms(self, shape: GemmShape) -> list[GemmAlgorithm]:
         """Those of the library that have the same bits; none where memory does not suffice to compare them."""

@@ -26,9 +26,6 @@ BUSY = 128
 """Tiles from which on a program takes all runs of its tile: about one for each multiprocessor of an H100 or H200. With
 fewer, runs side by side are faster; with 128 to 256 tiles they take up to twice as long (measured)."""
 
-TOGETHER = 8
-"""Tiles of rows that are computed before the next outputs: the GPU's programs then share what they read in L2."""
-
 
 def tile_of(rows: int, outputs: int, gated: bool) -> GemmConfig:
     """The tile for so many rows; the matrix units take 64 outputs by any number of rows."""
@@ -39,30 +36,17 @@ def tile_of(rows: int, outputs: int, gated: bool) -> GemmConfig:
     return GemmConfig(128, 64, 64, 8, 4) if gated else GemmConfig(128, 128, 64, 8, 4)
 
 
-@triton.jit
-def tile_at(TOGETHER: tl.constexpr):
-    """This program's tile (of rows, of outputs): outputs change after TOGETHER tiles of rows."""
-    across, columns = tl.num_programs(0), tl.num_programs(1)
-    place = tl.program_id(1) * across + tl.program_id(0)
-    first = place // (TOGETHER * columns) * TOGETHER
-    beside = tl.minimum(across - first, TOGETHER)
-    inside = place % (TOGETHER * columns)
-    return first + inside % beside, inside // beside
-
-
 @kernel
 def invariant_kernel(
     x, weight, bias, out, parts, arrived, rows, outputs, inputs, length,
     GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, RUNS: tl.constexpr, SPLIT: tl.constexpr,
-    TOGETHER: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program of a grid (rows, outputs, runs): a tile of x [T, in] times weight [out, in]. EVEN: BLOCK_K divides
-    inputs. SPLIT: one of RUNS runs of `length` inputs, which the last program adds up; else all of them, one after the
-    other."""
-    high, wide = tile_at(TOGETHER)
-    n, k = wide * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    r = high * ROWS + tl.arange(0, ROWS)
+    """Program (rows, outputs, run): a tile of x [T, in] times weight [out, in]. EVEN: BLOCK_K divides inputs. SPLIT:
+    one of RUNS runs of `length` inputs, which the last program adds up; else all of them, one after the other."""
+    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     held = (r < rows)[:, None]
     line = weight + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * inputs
     far = tl.cast(outputs, tl.int64) * inputs
@@ -150,5 +134,5 @@ def multiply(
         *(x, weight, x if bias is None else bias, out, parts, arrived, rows, outputs, inputs, length),
         GATE=gated, ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % RUN == 0, ROWS=how.rows,
         BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages, RUNS=runs, SPLIT=split,
-        TOGETHER=TOGETHER, PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
+        PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
     )  # fmt: skip
