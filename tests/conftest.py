@@ -37,6 +37,7 @@ class Garbage:
 
     growth = 1 << 16
     limit = 0
+    modules = 0
 
     @classmethod
     def pages(cls) -> int:
@@ -48,6 +49,23 @@ class Garbage:
         if cls.pages() > cls.limit:
             gc.collect()
             cls.limit = cls.pages() + cls.growth
+
+    @classmethod
+    def after_module(cls) -> None:
+        """What modules and libraries keep for good is millions of objects: every tenth time they are excluded, too."""
+        cls.modules += 1
+        if cls.modules % 10 == 0:
+            gc.collect()
+            gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        if nextitem is not None and nextitem.path != item.path:
+            Garbage.after_module()
 
 
 @pytest.fixture(scope="module")
