@@ -35,8 +35,9 @@ gpu:
 bench:
 	$(PYTHON) -m quire bench engine --requests 1000
 
+# Hours on two cores: PART=3/8 runs the third of eight parts. A line for each test, and at the end the slowest.
 nightly:
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal -m nightly
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -v -n $(or $(WORKERS),2) --dist worksteal --durations=50 -m nightly --part $(or $(PART),1/1)
 
 # Minutes to hours: --paths, --count and --seconds bound it.
 mutation:

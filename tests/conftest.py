@@ -18,11 +18,26 @@ import pytest
 import torch
 
 from tests.forked import forking
+from tests.parts import part_of
 
 if not torch.cuda.is_available():  # chosen before any kernel is defined, whichever test module imports one first
     os.environ["TRITON_INTERPRET"] = "1"
 
 gc.set_threshold(50_000)  # what collecting the tests leaves would be scanned again and again otherwise
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="K/N", help="a part of the selected tests: see tests/parts.py")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    try:
+        chosen = part_of(items, config.getoption("--part"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.hook.pytest_deselected(items=[*({*items} - {*chosen})])
+    items[:] = chosen
 
 
 def pytest_collection_finish() -> None:
