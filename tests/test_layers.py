@@ -84,6 +84,7 @@ LOADERS = {
     *(f"quire.bench.peers.{name}" for name in ("checkpoints", "llama_cpp", "openvino", "transformers")),
     "quire.assembly.engine",
     "quire.assembly.images",
+    "quire.assembly.kv_offload",
     "quire.assembly.ranks",
     "quire.assembly.hf",
     "quire.assembly.text",

@@ -19,16 +19,16 @@ from benchmarks import host as program
 from benchmarks.host import Card, Host, text_of
 
 MOST = {
-    "plain": (9, 20),
-    "logprobs": (9, 21),
-    "allowed": (9, 20),
-    "bias": (9, 20),
-    "bad words": (9, 20),
-    "min_tokens": (9, 20),
-    "stop strings": (10, 23),
-    "JSON schema": (11, 33),
-    "regex": (11, 33),
-    "tools": (11, 34),
+    "plain": (6, 17),
+    "logprobs": (6, 18),
+    "allowed": (6, 17),
+    "bias": (6, 17),
+    "bad words": (6, 17),
+    "min_tokens": (6, 17),
+    "stop strings": (9, 21),
+    "JSON schema": (8, 29),
+    "regex": (8, 29),
+    "tools": (8, 29),
 }
 """Calls of Python's functions and of built-in ones for each row of a step, at most."""
 

@@ -9,7 +9,15 @@ import pytest
 from llguidance import LLMatcher
 
 from quire.structured_output.call_rules import escaped
-from quire.structured_output.llguidance import Matcher, TimeBudget, _TokenizerAdapter, vocabulary
+from quire.structured_output.llguidance import (
+    UNKNOWN,
+    Beginning,
+    Matcher,
+    TimeBudget,
+    _TokenizerAdapter,
+    vocabulary,
+    with_mask_inside,
+)
 from quire.structured_output.thought_budget import ThoughtBudget
 from quire.token_masks import mask_table
 from quire.tokenization.tokenizer import Tokenizer
@@ -86,6 +94,53 @@ def test_masks_that_the_library_wrote_hold_up_to_the_first_draft_that_is_not_all
     inner.left = -1
     assert found.collect(lines, 2, [2, 1]) == 1 and lines[:, 0].tolist() == [7, 7, 0, 8, 8]
     assert found.why() == "it cannot be followed any further"
+
+
+@pytest.mark.parametrize(
+    ("last", "filled", "why"), [(2, 1, "the answer left it"), (3, 1, "it cannot"), (0, 0, "it cannot")]
+)
+def test_a_matcher_that_fails_while_it_fills_memory_has_no_mask_there_and_says_why(
+    last: int, filled: int, why: str
+) -> None:
+    found, inner = matcher(last)
+    inner.unsafe_compute_mask_ptr = lambda *where: inner._count(f"fill {where}")  # type: ignore[attr-defined]
+    outputs = [[1], [1, 2]] if last else [[]]
+    assert [found.fill([7, *output], 1, 64) for output in outputs] == [True] * filled + [False] * (
+        len(outputs) - filled
+    )
+    assert found.mask() == b"" and found.why().startswith(why)
+    assert "fill (64, 4)" in inner.calls
+
+
+def test_an_answer_that_ends_needs_no_mask_of_the_library() -> None:
+    found, inner = matcher(99)
+    inner.unsafe_compute_mask_ptr = lambda *where: inner._count("fill")  # type: ignore[attr-defined]
+    assert [found.fill([1, 2, 3, 1][:n], 0, 64) for n in range(5)] == [True, True, True, False, False]
+    assert found.mask() == b"\x08"
+    assert found.fill([2], 0, 64), "another answer"
+    assert inner.calls == ["fill", "token 1", "fill", "token 2", "fill", "reset", "token 2", "fill"]
+
+
+def test_a_grammar_asks_for_the_mask_in_a_text_before_its_answers_do() -> None:
+    """The library keeps that mask, also for copies, until another is made."""
+
+    class Copied(Failing):
+        def deep_copy(self) -> Copied:
+            self.inside = Copied(self.left)
+            return self.inside
+
+        def rollback(self, count: int) -> bool:  # type: ignore[override]
+            super().rollback(count)
+            return True
+
+    begun, masks = Beginning((2,), (b"\x04", b"\x2d")), ["token 3", "mask", "back 1"]
+    outer = Copied(99)
+    assert with_mask_inside(outer, begun, frozenset({5})) is outer.inside and outer.inside.calls == masks  # type: ignore[arg-type]
+    for last in (0, 1):  # the library fails: answers begin from the matcher as it was
+        outer = Copied(last)
+        assert with_mask_inside(outer, begun, frozenset({5})) is outer  # type: ignore[arg-type]
+    for known in (UNKNOWN, Beginning((), (b"\x20",))):  # nothing is known, or only the end may follow
+        assert with_mask_inside(outer, known, frozenset({5})) is outer  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("special", [False, True])

@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 
 from quire.scheduler.constraint import FREE, MaskRequest
 from quire.scheduler.plan import Mask
+from quire.structured_output import llguidance
 from quire.structured_output.llguidance import EMPTY_MASK, LlguidanceCompiler, Matcher, ParallelMasks, TimeBudget
 from quire.token_masks import MaskTable
 from quire.tokenization.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ STRUCTURES = (
     StructuredOutputsParams(json_object=True),
     StructuredOutputsParams(grammar='start: "{" inner* "}"\ninner: "a" | "[" inner "]"'),
 )
+TEXT = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
 
 
 def fresh(structure: StructuredOutputsParams) -> Matcher:
@@ -163,6 +165,21 @@ def test_a_step_asks_the_library_once_for_each_row_and_not_at_all_where_a_gramma
         seen.append([(each.masks, each.tokens, each.resets) for each in watched])
     after = [max(0, step - begins) for step in range(10)]
     assert seen == [[(count, count, 0)] * 3 for count in after]
+
+
+@pytest.mark.parametrize("structure", [*STRUCTURES, StructuredOutputsParams(regex="1[a-d]*2?"), TEXT])
+def test_a_mask_that_is_known_before_answers_begin_changes_none(
+    structure: StructuredOutputsParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = compiler()(structure)
+    monkeypatch.setattr(llguidance, "with_mask_inside", lambda matcher, *known: matcher)
+    without, ran = compiler()(structure), random.Random(5)
+    for _ in range(12):
+        one, other, output = make(), without(), list[int]()
+        while len(output) < 12 and END not in output:
+            mask = one.masks(output, ())[0]
+            assert mask == other.masks(output, ())[0], output
+            output.append(ran.choice(sorted(allowed(mask))))
 
 
 def test_masks_that_are_alike_are_one_line() -> None:

@@ -129,20 +129,19 @@ class EngineStats:
         for kind, id, _, _ in step.decisions:
             if kind == "opened" and (times := times_by_id.get(id)) is not None and times.opened is None:
                 times.opened = planned
-        for i, (id, tokens, finish, _, _, _, cached, *_) in enumerate(events):
-            times = times_by_id[id]
-            if tokens:
-                self.num_generated_tokens += len(tokens)
-                if times.first_token is None:
-                    times.first_token = now
-                    self.num_prompt_tokens += times.seq.prompt_length
-                    self.num_cached_tokens += cached
-                    self.num_host_tokens += times.seq.num_from_host
-                    self.num_disk_tokens += times.seq.num_from_disk
-                    self.num_remote_tokens += times.seq.num_from_remote
-                    events[i] = times.reported(events[i])
-            if finish is not None:
-                ended.append(self.on_finish(id, finish, now))
+        for i, event in enumerate(events):
+            self.num_generated_tokens += len(event[1])
+            # A report comes with a request's first token.
+            if event.report is not None and (times := times_by_id[event.id]).first_token is None:
+                seq, times.first_token = times.seq, now
+                self.num_prompt_tokens += seq.prompt_length
+                self.num_cached_tokens += event.num_cached
+                self.num_host_tokens += seq.num_from_host
+                self.num_disk_tokens += seq.num_from_disk
+                self.num_remote_tokens += seq.num_from_remote
+                events[i] = times.reported(event)
+            if (finish := event[2]) is not None:
+                ended.append(self.on_finish(event.id, finish, now))
         return ended
 
     def on_finish(self, id: str, finish: FinishReason, now: float) -> Completed:

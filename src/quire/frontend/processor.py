@@ -197,8 +197,9 @@ class OutputProcessor:
     last: float | None = None
     report: PromptReport | None = None
     detokenize_seconds: float = 0.0
-    _tokens: list[int] = field(default_factory=list)
-    _logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _tokens: tuple[int, ...] = ()
+    _logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of tokens that no delta has had: mostly those of one step, which are passed on as they come."""
 
     def process(self, event: RequestStepOutput) -> Delta | None:
         """The delta after one step of the engine; None while all text is held back."""
@@ -211,10 +212,16 @@ class OutputProcessor:
             self.report = event.report
         if finish is not None:
             return self._last(event, finish)
-        text, used, stop = self._read(tokens)
-        self._count(tokens, logprobs, used)
-        if stop is not None:
-            return self._delta(text, finish="stop", reason=stop)
+        if self.finder is None:
+            text = self.detokenizer.feed(tokens)
+            self.count += len(tokens)
+            self._tokens += tokens
+            self._logprobs += logprobs
+        else:
+            text, used, stop = self._read(tokens)
+            self._count(tokens, logprobs, used)
+            if stop is not None:
+                return self._delta(text, finish="stop", reason=stop)
         # Log-probabilities of the prompt are sent with the first tokens, even where those have no text yet.
         whole = self.prompt_logprobs is not None or not self.sampling.detokenize
         return self._delta(text) if text or (tokens and whole) else None
@@ -263,8 +270,7 @@ class OutputProcessor:
         self.count += used
         self.num_surplus += len(tokens) - used
         self._tokens += tokens[:used]
-        if logprobs:
-            self._logprobs += logprobs[:used]
+        self._logprobs += logprobs[:used]
 
     def _delta(
         self, text: str, *, finish: str | None = None, reason: int | str | None = None, error: str | None = None
@@ -273,8 +279,8 @@ class OutputProcessor:
         delta = Delta(
             self.index,
             text,
-            tuple(self._tokens),
-            tuple(self._logprobs),
+            self._tokens,
+            self._logprobs,
             finish,
             reason,
             self.prompt_logprobs,
@@ -282,7 +288,7 @@ class OutputProcessor:
             error,
             report=self.report,
         )
-        self._tokens, self._logprobs = [], []
+        self._tokens = self._logprobs = ()
         self.prompt_logprobs = None
         return delta
 

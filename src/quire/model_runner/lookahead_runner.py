@@ -472,7 +472,9 @@ class LookaheadRunner(BaseRunner):
         if not step.samples:
             sampled = nothing_sampled(len(shape.sample_indices))
         sampled = sampled._replace(logprobs=self._logprobs(step, sampled))
-        matches = ~shape.is_last_sample & (np.append(sampled.tokens[1:], DROPPED) != DROPPED)
+        matches = None
+        if not shape.one_sample_each:
+            matches = ~shape.is_last_sample & (np.append(sampled.tokens[1:], DROPPED) != DROPPED)
         keep, failed = rows.advance(shape, sampled.tokens, sampled.bad, matches)
         if step.plan.num_drafts:
             self._record_drafts(step)

@@ -217,6 +217,8 @@ class RowState:
 
     def advance_chunks(self, shape: StepShape) -> None:
         """The part of `advance` that waits for no sample: prompt chunks."""
+        if not len(shape.prompt_spans):
+            return
         chunked = shape.row[shape.prompt_spans]
         self.num_computed[chunked] += shape.num_tokens[shape.prompt_spans]
         if self.recurrent:

@@ -189,8 +189,8 @@ def step_result(
 ) -> Result:
     """The Result of a step. keep [Q]: how many samples each sampling span keeps; failed [Q]: which failed it, or -1."""
     flat = sampled.tokens.tolist()
-    drafted = bool(plan.num_drafts)
-    drafts = [rows.drafts_of(shape.spans[s].row) if drafted else [] for s in plan.masked_spans]
+    masked = plan.masked_spans
+    drafts = [rows.drafts_of(shape.spans[s].row) for s in masked] if plan.num_drafts else [[]] * len(masked)
     if shape.one_sample_each and not sampled.errors:
         alone = {s: [score] for s, score in sampled.logprobs.items()}
         return Result([[token] for token in flat], drafts, alone, dict(scores))
@@ -224,5 +224,6 @@ def sampled_from_host(host_tokens: npt.NDArray[np.int32] | None) -> Sampled:
     """The tokens that the device sampled, and which samples have none (-1: broken logits, -2: nothing is allowed)."""
     tokens = np.zeros(0, np.intp) if host_tokens is None else host_tokens.astype(np.intp)
     bad = (tokens == -1) | (tokens == -2)
-    errors = {r: BROKEN if tokens[r] == -1 else NO_TOKEN_ALLOWED for r in np.flatnonzero(bad).tolist()}
+    failed = np.flatnonzero(bad).tolist() if bad.any() else ()
+    errors = {r: BROKEN if tokens[r] == -1 else NO_TOKEN_ALLOWED for r in failed}
     return Sampled(tokens, bad, errors, {})

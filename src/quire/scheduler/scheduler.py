@@ -260,6 +260,7 @@ class Scheduler:
         self._decisions = [d for d in self._decisions if d.kind == "preempted"] + self.waiting.set_aside()
         tokens_left, speculation = min(self._preempt_background(), max_tokens), self.speculation
         speculation.begin_plan(min(self.max_num_seqs, len(running) + len(self.waiting)))
+        max_drafts, max_chunk = speculation.max_drafts, self.max_chunk_tokens
         self.encoder_cache.begin_plan()
         while tokens_left > 0:
             if i >= len(running):
@@ -275,13 +276,13 @@ class Scheduler:
                 self._release(seq)
                 continue
             num_tokens = seq.num_unscheduled + seq.num_drafts
-            if num_tokens > self.max_chunk_tokens or num_tokens > tokens_left:
-                num_tokens = min(self.max_chunk_tokens, tokens_left)
+            if num_tokens > max_chunk or num_tokens > tokens_left:
+                num_tokens = min(max_chunk, tokens_left)
             if seq in others or (seq.pending_images and not (num_tokens := self._limit_to_images(seq, num_tokens))):
                 i += 1
                 continue
-            num_samples = max(0, num_tokens - seq.num_unscheduled + 1)
-            num_drafts = speculation.num_drafts(seq) if num_samples and speculation.max_drafts else 0
+            num_samples = num_tokens - seq.num_unscheduled + 1 if num_tokens >= seq.num_unscheduled else 0
+            num_drafts = speculation.num_drafts(seq) if max_drafts and num_samples else 0
             # the furthest position, whatever is accepted before it; a draft model writes there once it has sampled
             target = length + seq.max_inflight - seq.num_unscheduled + num_tokens + num_drafts
             i += 1
@@ -297,17 +298,31 @@ class Scheduler:
                     masked.append(len(spans))
             else:
                 seq.num_unscheduled -= num_tokens
-            spans.append(self._span(seq, num_tokens, num_samples))
+            if (span := seq.span) != (seq.row, num_tokens, num_samples, num_samples) or seq.needs_prompt_logits:
+                span = self._span(seq, num_tokens, num_samples)
+            spans.append(span)
             seqs.append(seq)
             drafts_by_span.append(seq.num_drafts)
             tokens_left -= num_tokens
+        drafts = tuple(drafts_by_span) if max_drafts else ()
+        return self._planned(spans, seqs, masked, drafts, tuple(new_sequences), tuple(new_blocks))
+
+    def _planned(
+        self,
+        spans: list[Span],
+        seqs: list[Sequence],
+        masked: list[int],
+        drafts: tuple[int, ...],
+        opened: tuple[NewSequence, ...],
+        grown: tuple[tuple[int, tuple[int, ...]], ...],
+    ) -> Plan | None:
+        """The plan of these spans, of the sequences `seqs`, which is in flight now; None: there is nothing to do."""
         dropped, encode = self.encoder_cache.work()
         if not spans and not encode:
             return None
         if self._last_spans != (current := tuple(spans)):
             self._last_spans = current  # while spans stay equal, the object stays the same
-        drafts, snapshots = tuple(drafts_by_span) if speculation.max_drafts else (), self.kv.snapshots.plan(seqs, spans)
-        opened, grown = tuple(new_sequences), tuple(new_blocks)
+        snapshots = self.kv.snapshots.plan(seqs, spans)
         plan = Plan(opened, grown, self._last_spans, tuple(masked), drafts, snapshots, dropped, encode)
         self.inflight.append(InflightStep(plan, seqs, [seqs[j] for j in masked], [], self._decisions))
         self._decisions = []
@@ -498,7 +513,7 @@ class Scheduler:
             if prompt_logprobs:
                 outputs.append(RequestStepOutput(seq.request.id, (), prompt_logprobs=prompt_logprobs))
         else:
-            tokens, request, stop, pooled = seq.tokens, seq.request, None, result.pooled.get(j, b"")
+            tokens, request, stop = seq.tokens, seq.request, None
             first = len(tokens) == len(request.prompt)
             if span.num_samples > 1:
                 self.speculation.record_acceptance(seq, span.num_samples - 1, len(new_tokens) - 1)
@@ -507,21 +522,13 @@ class Scheduler:
             if len(tokens) >= seq.max_length or not request.stop.isdisjoint(new_tokens):
                 finish, stop = seq.truncate_at_stop(new_tokens)
             seq.num_computed = len(tokens) - 1
-            report = self._prompt_report(seq) if first else None
             logprobs = tuple(result.logprobs[j][: len(new_tokens)]) if j in result.logprobs else ()
-            outputs.append(
-                RequestStepOutput(
-                    request.id,
-                    tuple(new_tokens),
-                    finish,
-                    stop,
-                    logprobs,
-                    prompt_logprobs,
-                    seq.num_cached * first,
-                    pooled=pooled,
-                    report=report,
-                )
-            )
+            output = RequestStepOutput(request.id, tuple(new_tokens), finish, stop, logprobs, prompt_logprobs)
+            if first:
+                output = output._replace(num_cached=seq.num_cached, report=self._prompt_report(seq))
+            if j in result.pooled:
+                output = output._replace(pooled=result.pooled[j])
+            outputs.append(output)
         if seq.num_computed >= seq.next_cache_at:
             self.kv.cache_blocks(seq)
         if seq.waiters and seq.num_computed >= min(upto for upto, _ in seq.waiters):

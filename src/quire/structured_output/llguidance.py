@@ -111,13 +111,14 @@ class LlguidanceCompiler:
             raise _refusal(structure, why)
         size = -(-vocabulary.vocab_size // 32) * 4
         beginning = _beginning(first, mask, eos)
+        first = with_mask_inside(first, beginning, eos)
         return lambda: Matcher(first.deep_copy(), eos, size, beginning=beginning)
 
 
 def _ahead(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> str:
     """Why the grammar fails within the first tokens of one answer that it allows; empty if it does not."""
     for _ in range(_AHEAD):
-        bits = int.from_bytes(mask, "little") & ~sum(1 << token for token in eos)
+        bits = int.from_bytes(mask, "little") & ~_as_bits(eos)
         if not bits or matcher.is_stopped():
             return ""
         matcher.consume_token((bits & -bits).bit_length() - 1)
@@ -157,6 +158,25 @@ def _beginning(matcher: LLMatcher, mask: bytes, eos: frozenset[int]) -> Beginnin
             matcher.reset()
             return UNKNOWN
     return Beginning(tuple(tokens), (*masks, mask))
+
+
+def with_mask_inside(matcher: LLMatcher, beginning: Beginning, eos: frozenset[int]) -> LLMatcher:
+    """A copy of `matcher`, which has consumed a grammar's beginning, that knows the mask after one token more.
+
+    The library keeps the last mask that it made, for as long as an answer stays in the same text, and gives it to
+    copies; without it, the first mask in a text takes each answer up to a millisecond. The token with the greatest id
+    is one that begins a text, where one may begin there.
+    """
+    bits = int.from_bytes(beginning.masks[-1] if beginning.masks else b"", "little") & ~_as_bits(eos)
+    inside = matcher.deep_copy()
+    if not bits or not inside.consume_token(bits.bit_length() - 1):
+        return matcher
+    inside.compute_bitmask()
+    return inside if inside.rollback(1) and not inside.is_error() else matcher
+
+
+def _as_bits(tokens: frozenset[int]) -> int:
+    return sum(1 << token for token in tokens)
 
 
 _LIMITS = LLParserLimits(
@@ -251,6 +271,10 @@ def message(why: str) -> str:
     return text[:_MAX_MESSAGE] + "..." if len(text) > _MAX_MESSAGE else text
 
 
+_STUCK = "it cannot be followed any further"
+"""Why an answer ends where the library does not say it."""
+
+
 class TimeBudget(NamedTuple):
     """CPU seconds that the masks of one answer may take: `once`, and `each` for every token.
 
@@ -292,6 +316,8 @@ class Matcher:
         self._last = -1
         self._over = False
         self._why = ""
+        self._inside = False
+        """Whether the library, which has consumed a token, makes the next masks."""
         self._time_spent = 0.0
         self._end = _bits(eos)
 
@@ -302,8 +328,41 @@ class Matcher:
         made = self._walk(drafts)
         self._time_spent += self._budget.clock() - began
         if self._time_spent > self._budget.once + self._budget.each * len(output):
-            self._why = self._why or "following it takes too much time: make it simpler"
+            self._end_with(self._why or "following it takes too much time: make it simpler")
         return made
+
+    def fill(self, tokens: Sequence[int], begin: int, address: int) -> bool:
+        """Follow the output, `tokens[begin:]`, and write the next mask to memory at `address`, of `mask_bytes`.
+
+        False: the library has none, and `mask` knows it.
+        """
+        seen, library = self._num_seen, self._matcher
+        known = begin + seen
+        # As `follow` does, which is for all cases: this is each row's of each step.
+        if len(tokens) != known + 1 or not seen or tokens[known - 1] != self._last:
+            if self.follow(tokens, begin, ()) is None:
+                return False
+        elif self._inside:
+            token = tokens[known]
+            if token in self._eos or not library.consume_token(token):
+                self.follow(tokens, begin, ())
+                return False
+            self._last, self._num_seen = token, seen + 1
+        elif self._beginning.tokens[seen : seen + 1] == (tokens[known],):
+            self._last, self._num_seen = tokens[known], seen + 1
+            return False
+        elif self.follow(tokens, begin, ()) is None:
+            return False
+        library.unsafe_compute_mask_ptr(address, self.mask_bytes)
+        if library.is_error():
+            # The mask would allow the text to end.
+            self._end_with(message(library.get_error()) or _STUCK)
+            return False
+        return True
+
+    def _end_with(self, why: str) -> None:
+        """No token is allowed any more."""
+        self._why, self._inside = why, False
 
     def why(self) -> str:
         """See Constraint."""
@@ -330,7 +389,9 @@ class Matcher:
             if not self._over and not self._matcher.consume_token(token):
                 self._why = message(self._matcher.get_error()) or "the answer left it"
         self._num_seen = len(tokens) - begin
-        return None if self._over or self._why else self._matcher
+        follows = not (self._over or self._why)
+        self._inside = follows and self._num_seen > 0
+        return self._matcher if follows else None
 
     def _restart(self, begin: int) -> int:
         """The output is not what has been consumed: begin again, at index `begin`."""
@@ -346,7 +407,7 @@ class Matcher:
         text are written here.
         """
         if self._matcher.is_error():
-            self._why = message(self._matcher.get_error()) or "it cannot be followed any further"
+            self._end_with(message(self._matcher.get_error()) or _STUCK)
             lines[begin] = 0
             return 1
         over = False
@@ -394,7 +455,7 @@ class Matcher:
         mask: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             # The mask would allow the text to end.
-            self._why = message(self._matcher.get_error()) or "it cannot be followed any further"
+            self._end_with(message(self._matcher.get_error()) or _STUCK)
             return EMPTY_MASK
         return mask
 
@@ -403,31 +464,43 @@ class DistinctMasks:
     """Writes the masks of a step to `lines`, those of `size` bytes that are alike once: rows inside a text mostly have
     the same. That is less to copy to a device, and the masks of many rows do not fit into a core's cache.
 
-    The library writes to a buffer that stays in the cache, and what it wrote is compared with the last few others.
+    The library writes to `address`, memory that stays in the cache, and what it wrote is compared with the last few
+    others. given: the lines of masks that are kept elsewhere, by identity. used: lines that have been written.
     """
 
     COMPARED = 8
 
     def __init__(self, lines: Lines, size: int) -> None:
-        self._bytes, self._size = lines.reshape(-1).view(np.uint8).data, size
+        self._lines, self._size = lines, size
+        self._bytes = lines.reshape(-1).view(np.uint8).data
         self._known: deque[tuple[bytearray, int]] = deque(maxlen=self.COMPARED)
+        self.given: dict[int, int] = {}
+        self.used = 0
         self._next()
 
     def _next(self) -> None:
         self._mask = bytearray(max(1, self._size))
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mask))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mask))
 
-    def line_of(self, library: LLMatcher, free: int) -> int:
-        """The line that has the library's mask: `free`, where it is written, unless one is known."""
-        size, mask = self._size, self._mask
-        library.unsafe_compute_mask_ptr(self._address, size)
+    def line(self) -> int:
+        """The line that has the mask at `address`."""
+        mask = self._mask
         for known, line in self._known:
             if known == mask:
                 return line
+        free, size = self.used, self._size
         self._bytes[free * size : (free + 1) * size] = mask
         self._known.append((mask, free))
+        self.used += 1
         self._next()
         return free
+
+    def give(self, mask: bytes) -> int:
+        """A new line with a mask that is kept elsewhere, for all rows of the step that have the same object."""
+        line = self.given[id(mask)] = self.used
+        write_mask(mask, self._lines[line])
+        self.used += 1
+        return line
 
 
 class ParallelMasks:
@@ -497,46 +570,64 @@ class ParallelMasks:
         return made
 
     def _together(self, requests: Sequence[MaskRequest]) -> MaskTable:
-        count = sum([1 + len(drafts) for *_, drafts in requests])
+        count = len(requests) + sum([len(request[3]) for request in requests])
         width = next((one[0].mask_bytes // 4 for one in requests if isinstance(one[0], Matcher)), 0)
         lines = self._buffer(count, width or self._lines.shape[1])
-        at, size, due = lines.ctypes.data, 4 * width, self._clock() + self.WAKE
+        distinct, clock = DistinctMasks(lines, 4 * width), self._clock
+        given, due = distinct.given, clock() + self.WAKE
+        places, rest = list[list[int]](), list[tuple[list[int], MaskRequest]]()
+        for request in requests:
+            matcher, tokens, begin, drafts = request
+            if drafts or not isinstance(matcher, Matcher) or clock() > due:
+                span = list[int]()
+                rest.append((span, request))
+            elif matcher.fill(tokens, begin, distinct.address):
+                span = [distinct.line()]
+            else:
+                mask = matcher.mask()
+                line = given.get(id(mask))
+                span = [distinct.give(mask) if line is None else line]
+            places.append(span)
+        used = distinct.used
+        if rest:
+            used, lines = self._rest(rest, lines, used, width)
+        return MaskTable(lines[:used], places)
+
+    def _rest(
+        self, rest: Sequence[tuple[list[int], MaskRequest]], lines: Lines, used: int, width: int
+    ) -> tuple[int, Lines]:
+        """Masks of spans with drafts, of other constraints than matchers, and those that threads make.
+
+        rest: the places of each request are put into its list. lines: of which `used` are written; width: of a mask, 0:
+        no matcher is among them. Returns how many are used then, and the lines.
+        """
+        count, at, size = len(lines), lines.ctypes.data, 4 * width
         left = list[tuple[LLMatcher, int]]()
         drafted = list[tuple[LLMatcher, int, list[int]]]()
         checks = list[tuple[Matcher, list[int], Sequence[int]]]()
         others = list[tuple[list[int], list[Mask]]]()
-        places = list[list[int]]()
-        distinct, used = DistinctMasks(lines, size), 0
-        for request in requests:
+        for span, request in rest:
             constraint, tokens, begin, drafts = request
-            span = [*range(used, used + 1 + len(drafts))] if drafts else [used]
-            places.append(span)
+            span += range(used, used + 1 + len(drafts))
             matcher = constraint if isinstance(constraint, Matcher) else None
             library = None if matcher is None else matcher.follow(tokens, begin, drafts)
             if matcher is None or library is None:
                 known: list[Mask] = [matcher.mask()] if matcher and not drafts else one_by_one([request])[0]
                 others.append((span, known))
-            elif not (drafts or left or self._clock() > due):
-                span[0] = distinct.line_of(library, used)
-                if library.is_error():
-                    span[0] = used
-                    checks.append((matcher, span, drafts))
             else:
                 checks.append((matcher, span, drafts))
                 if drafts and (walked := matcher.drafts_to_walk(drafts)):
                     drafted.append((library, used, walked))
                 else:
                     left.append((library, used))
-            if span[-1] >= used:
-                used = span[-1] + 1
+            used = span[-1] + 1
         if left:
             self._executor.unsafe_compute_mask_ptr(left, at, size, count)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, at, size, count)
         for matcher, span, drafts in checks:
             held = matcher.collect(lines, span[0], drafts)
-            if held < len(span):
-                span[held:] = [-1] * (len(span) - held)
+            span[held:] = [-1] * (len(span) - held)
         if not width:
             least = max((-(-len(mask or b"") // 4) for _, masks in others for mask in masks), default=0)
             lines = self._buffer(count, max(least, self._lines.shape[1]))
@@ -547,7 +638,7 @@ class ParallelMasks:
                 if mask is not None and line == span[n]:
                     write_mask(mask, lines[line])
                 span[n] = line
-        return MaskTable(lines[:used], places)
+        return used, lines
 
     def _buffer(self, count: int, words: int) -> npt.NDArray[np.int32]:
         if len(self._lines) < count or self._lines.shape[1] != words:
@@ -563,7 +654,7 @@ def _allows(mask: bytes | npt.NDArray[np.uint8], token: int) -> bool:
 
 
 def _bits(tokens: frozenset[int]) -> bytes:
-    return sum(1 << token for token in tokens).to_bytes(max(tokens, default=0) // 8 + 1, "little")
+    return _as_bits(tokens).to_bytes(max(tokens, default=0) // 8 + 1, "little")
 
 
 def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:

@@ -126,6 +126,9 @@ def both(
     biases: ExpertBiases = NO_BIASES,
 ) -> Tensor:
     inner = few.multiply_slots(x, routing, gate_up, gate, CARD, biases.gate_up)
+    early = few.multiply_slots(x, routing._replace(early=True), gate_up, gate, CARD, biases.gate_up)
+    used = routing.experts.flatten() >= 0
+    assert torch.equal(early[used], inner[used])
     return few.add_slots(inner, routing, down, CARD, biases.down)
 
 
@@ -195,7 +198,7 @@ def test_tokens_that_fill_up_a_step_and_idle_experts_are_not_read() -> None:
     x, router = torch.randn(4, 64, device=DEVICE).div(20), torch.randn(9, 64, device=DEVICE)
     routing = TritonOps(DEVICE).route(x, router, TopK(2, True), batch=padded(4, 2))
     assert (routing.experts[2:] == -1).all()
-    real = Routing(*(each[:2] for each in routing))
+    real = Routing(*(each[:2] for each in routing[:2]))
     want = REFERENCE.quantized_experts(x[:2].half().float(), real, gate_up, down, "silu")
     idle = [e for e in range(9) if e not in real.experts.flatten().tolist()]
     for matrix in (gate_up, down):

@@ -9,6 +9,7 @@ programs, and no library chooses by shape. Its price: a long context is read by 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Self
@@ -270,7 +271,7 @@ class TritonOps(BaseOps):
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See `Ops.norm`."""
-        return rows.norm(x, norm, self.card)
+        return rows.norms(x, [norm], self.card)[0]
 
     def add_norm(
         self,
@@ -282,7 +283,24 @@ class TritonOps(BaseOps):
         gain: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.add_norm`."""
-        return rows.norm(x, norm, self.card, residual, before, scale, gain), residual
+        made = rows.norms(x, [norm] if norm else [], self.card, residual, before, scale, gain)
+        return made[0] if made else residual, residual
+
+    def add_norms(
+        self, x: Tensor, residual: Tensor, norms: Sequence[Norm], before: Norm | None = None, scale: float = 1.0,
+        gain: Tensor | None = None,
+    ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+        """See `Ops.add_norms`."""
+        if len(norms) > 1 and not rows.computes_norms(norms):
+            return super().add_norms(x, residual, norms, before, scale, gain)
+        return rows.norms(x, norms, self.card, residual, before, scale, gain), residual
+
+    def sum_norms(self, x: Tensor, norm: Norm, other: Tensor, other_norm: Norm) -> Tensor:
+        """See `Ops.sum_norms`."""
+        if not rows.computes_norms((norm, other_norm)):
+            return super().sum_norms(x, norm, other, other_norm)
+        rows.norms(x, [], self.card, other, norm, beside=other_norm)
+        return other
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.silu_mul`."""
