@@ -23,7 +23,8 @@ from tests.parts import part_of
 if not torch.cuda.is_available():  # chosen before any kernel is defined, whichever test module imports one first
     os.environ["TRITON_INTERPRET"] = "1"
 
-gc.set_threshold(50_000)  # what collecting the tests leaves would be scanned again and again otherwise
+gc.set_threshold(50_000)
+gc.disable()  # until tests are collected: what that leaves would be scanned again and again
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Exclude all modules and tests from garbage collection: they stay, and scanning them takes half a second."""
+    gc.enable()
     gc.freeze()
     atexit.register(gc.unfreeze)  # or libraries that look for leaks at the end find all of it
 

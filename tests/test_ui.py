@@ -153,7 +153,7 @@ def test_what_is_shown_can_be_held_saved_and_opened_again(live: Live, browser: B
 
 @pytest.mark.parametrize(
     ("size", "theme"),
-    [("desktop", "light"), pytest.param("desktop", "dark", marks=pytest.mark.nightly), ("phone", "dark")],
+    [pytest.param("desktop", theme, marks=pytest.mark.nightly) for theme in ("light", "dark")] + [("phone", "dark")],
 )
 def test_the_page_is_accessible(live: Live, browser: Browser, size: str, theme: str) -> None:
     opened = Opened(browser, live.url, size, theme, "engine")
