@@ -36,6 +36,8 @@ class HashStore:
         self.on_disk: dict[bytes, Contents] = {}
         self.work: list[tuple[CopyDone, Callable[[], CopyDone]]] = []
         self.busy: dict[int, int] = {}
+        self.held: dict[int, Callable[[int], None]] = {}
+        """What takes a block that was held when it was saved last."""
         self.closed = False
 
     def files(self) -> Sequence[bytes]:
@@ -50,24 +52,41 @@ class HashStore:
     def _contents(self, block: int) -> Contents:
         return tuple(self.device.mem.get((block, i)) for i in range(self.device.size))
 
-    def save(self, ticket: int, copies: Sequence[tuple[bytes, int, int]]) -> None:
-        taken = [(key, slot, self._contents(block)) for key, block, slot in copies]
-        for _, slot, _ in taken:
+    def save(self, ticket: int, copies: Sequence[tuple[bytes, int, int]], held: bool) -> None:
+        """Blocks that are held are taken as late as they may be."""
+        taken: dict[int, Contents] = {}
+
+        def take(block: int) -> None:
+            taken.setdefault(block, self._contents(block))
+
+        for _, block, slot in copies:
             assert not self.busy.get(slot), "a slot is written while a copy uses it"
             self.busy[slot] = 1
-        failed = {key: "copy" for key, _, _ in taken if self._fails()}
+            if held:
+                self.held[block] = take
+            else:
+                take(block)
+        failed = {key: "copy" for key, _, _ in copies if self._fails()}
         resets = self.device.resets
 
         def work() -> CopyDone:
-            for key, slot, contents in taken:
+            for key, block, slot in copies:
+                take(block)
                 # What a device copied that failed meanwhile is worth nothing.
-                self.memory[slot] = key, contents if self.device.resets == resets else (GARBAGE,) * self.device.size
+                kept = taken[block] if self.device.resets == resets else (GARBAGE,) * self.device.size
+                self.memory[slot] = key, kept
                 self.busy[slot] = 0
             return CopyDone("save", ticket, failed, 1e-6)
 
         self._later(CopyDone("save", ticket), work)
 
+    def overwritten(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if block in self.held:
+                self.held.pop(block)(block)
+
     def load(self, ticket: int, copies: Sequence[tuple[bytes, int, int]]) -> None:
+        self.overwritten([block for _, _, block in copies])
         failed = {key: "copy" for key, _, _ in copies if self._fails()}
 
         def write() -> None:

@@ -307,6 +307,11 @@ STATES = [
 ]
 """Bugs of recurrent states, which combinations without them do not show."""
 
+AHEAD = [
+    Bug("blocks that are being saved are overwritten", T, "self._overwritten.append(block)", "pass"),
+]
+"""Of tiers whose host memory holds more than the device."""
+
 TIERS = [
     Bug("a block is loaded that has not arrived", T, "if entry.ready or key in self._lookup:", "if True:"),
     Bug(
@@ -328,7 +333,12 @@ TIERS = [
     Bug("the prefix is not held while more of it comes", T, "            pool.incref(block)\n", "            pass\n"),
     Bug("blocks that came back are never free", T, "            pool.decref(block)\n", "            pass\n"),
     Bug("evicted blocks keep their keys", T, "key = self.keys.pop(block, None)", "key = self.keys.get(block)"),
-    Bug("evicted blocks count as come back", T, "        self.arrived.pop(block, None)\n        key", "        key"),
+    Bug(
+        "evicted blocks count as come back",
+        T,
+        "        self.arrived.pop(block, None)\n        self._ahead",
+        "        self._ahead",
+    ),
     Bug("more files than allowed", T, "        self._make_room_on_disk(1)\n", ""),
     Bug("a waiting sequence is forgotten", T, "            freed += copy.waiters\n        for", "        for"),
     Bug(

@@ -17,7 +17,15 @@ import torch
 from quire.engine.engine import Engine
 from quire.engine.events import Observer, StepRecord
 from quire.engine.executor import Executor
-from quire.executors.block_store import DeviceCopies, HostCopies, TieredBlockStore, block_bytes, host_lines
+from quire.executors.block_store import (
+    DeviceCopies,
+    HostCopies,
+    TieredBlockStore,
+    TorchMover,
+    block_bytes,
+    host_lines,
+    pool_tensors,
+)
 from quire.executors.kv_transfer import Address, TcpPrefillClient, TcpPrefillServer
 from quire.executors.local import LocalExecutor
 from quire.model_runner.lookahead_runner import LookaheadRunner
@@ -42,7 +50,9 @@ def store_of(executor: Executor, slots: int) -> TieredBlockStore:
     runner = executor.runner
     lines = host_lines(slots, block_bytes(runner.kv), pinned=False)
     if isinstance(runner, LookaheadRunner):
-        return TieredBlockStore(DeviceCopies(runner.kv, lines, runner.queue, torch.device("cpu")), lines)
+        return TieredBlockStore(
+            DeviceCopies(lines, TorchMover(pool_tensors(runner.kv)), runner.queue, torch.device("cpu")), lines
+        )
     return TieredBlockStore(HostCopies(runner.kv, lines), lines)
 
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from quire import LLM, SamplingParams
 from quire.assembly.grpc import host
+from quire.assembly.kv_offload import block_mover
 from quire.cli import main
 from quire.config import Settings
 from quire.engine.engine import Engine
@@ -36,20 +37,21 @@ from tests.surface.blocks import FOUND
 from tests.test_deterministic import Ahead, Situation, Subject
 
 PRESSED = Situation(pages=36, size=8)
-SLOTS, FILES = 24, 400
+SLOTS, MANY_SLOTS, FILES = 24, 50, 400
+"""Slots that are fewer than the blocks of the device under pressure, and more; files."""
 
 
-def tiers_of(executor: Executor, block_size: int, folder: Path) -> KVOffload:
-    """Few slots of host memory, and files for all that they have no room for."""
+def tiers_of(executor: Executor, block_size: int, folder: Path, slots: int = SLOTS) -> KVOffload:
+    """Slots of host memory, and files for all that they have no room for."""
     assert isinstance(executor, LocalExecutor)
     runner = executor.runner
     size = block_bytes(runner.kv)
     if isinstance(runner, LookaheadRunner):
         device = torch.device(executor.describe().device)
-        lines = host_lines(SLOTS, size, pinned=device.type == "cuda")
-        copies: DeviceCopies | HostCopies = DeviceCopies(runner.kv, lines, runner.queue, device)
+        lines = host_lines(slots, size, pinned=device.type == "cuda")
+        copies: DeviceCopies | HostCopies = DeviceCopies(lines, block_mover(runner.kv, device), runner.queue, device)
     else:
-        lines = host_lines(SLOTS, size, pinned=False)
+        lines = host_lines(slots, size, pinned=False)
         copies = HostCopies(runner.kv, lines)
     folder.mkdir(exist_ok=True)
     files = BlockFiles(folder, b"f" * 32, size)
@@ -60,9 +62,10 @@ class Tiered(Subject):
     """The answers that count are those of an engine without tiers; `folder` turns tiers on."""
 
     folder: Path | None = None
+    slots = SLOTS
 
     def tiers(self, executor: Executor) -> Offload | None:
-        return None if self.folder is None else tiers_of(executor, PRESSED.size, self.folder)
+        return None if self.folder is None else tiers_of(executor, PRESSED.size, self.folder, self.slots)
 
     def converse(self, folder: Path, count: int, seed: int = 1, situation: Situation = PRESSED) -> Engine:
         """`count` requests, some at a time, each of them many times: every one is answered as alone."""
@@ -109,7 +112,12 @@ KINDS = [
     (TieredAhead, "gpt2-odd-heads", "bfloat16"),
     (Tiered, "qwen3_moe-gqa", "bfloat16"),
 ]
-EVERY = pytest.mark.parametrize(("kind", "shape", "dtype"), KINDS, ids=lambda each: getattr(each, "__name__", each))
+AT_NIGHT = KINDS[4:5] + KINDS[6:]
+EVERY = pytest.mark.parametrize(
+    ("kind", "shape", "dtype"),
+    [pytest.param(*each, marks=pytest.mark.nightly) if each in AT_NIGHT else each for each in KINDS],
+    ids=lambda each: getattr(each, "__name__", each),
+)
 
 
 def converse(kind: type[Tiered], shape: str, dtype: str, count: int, factory: pytest.TempPathFactory) -> Engine:
@@ -134,6 +142,17 @@ def test_two_thousand_answers_have_the_bits_that_they_have_without_tiers(
     kind: type[Tiered], shape: str, dtype: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     converse(kind, shape, dtype, 2000, tmp_path_factory)
+
+
+@pytest.mark.parametrize("kind", [Tiered, TieredAhead])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_blocks_that_are_saved_before_they_are_evicted_have_the_same_bits(
+    kind: type[Tiered], depth: int, tmp_path: Path
+) -> None:
+    subject = kind(model("llama-gqa-tied", "bfloat16", tmp_path))
+    subject.slots = MANY_SLOTS
+    engine = subject.converse(tmp_path / "kv", 30, situation=PRESSED._replace(depth=depth))
+    assert engine.scheduler.kv.offload.stats.num_hit["host"] > 0
 
 
 SITUATIONS = {

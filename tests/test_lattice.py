@@ -9,7 +9,7 @@ import pytest
 
 from quire.types import UNLIMITED
 from tests import lattice
-from tests.mutants import BUGS, HARMLESS, PREFILLS, STATES, TIERS, Bug, plant
+from tests.mutants import AHEAD, BUGS, HARMLESS, PREFILLS, STATES, TIERS, Bug, plant
 
 SHARES = 8
 """Half of them in CI."""
@@ -23,7 +23,7 @@ def _sample(seed: str, count: int, **fixed: object) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize(
-    "share", [*range(SHARES // 2), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(SHARES // 2, SHARES))]
+    "share", [*range(SHARES // 4), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(SHARES // 4, SHARES))]
 )
 def test_every_combination_gives_the_naive_loops_tokens(share: int) -> None:
     for combo in _sample(f"share {share}", PER_SHARE):
@@ -133,6 +133,8 @@ def test_planted_bug_of_states_is_caught_and_by_combinations_with_states_alone(b
 
 
 TIERED = {"reuse": True, "tight": 1, "size": 1, "snapshots": None}
+LARGE = ((500, 0), (200, 9))
+"""Slots that are more than the device's blocks, and files."""
 RARE_TIERS = {
     "a failed copy is kept": 47,
     "saves are forgotten after a reset": 73,
@@ -141,16 +143,13 @@ RARE_TIERS = {
 """As `RARE`: combinations that are passed over."""
 
 
-@pytest.mark.parametrize("bug", [*TIERS, *PREFILLS], ids=lambda b: b.name)
+@pytest.mark.parametrize("bug", [*TIERS, *AHEAD, *PREFILLS], ids=lambda b: b.name)
 def test_planted_bug_of_tiers_is_caught_and_by_combinations_with_tiers_alone(bug: Bug) -> None:
     classes = plant(bug)
     for combo in _sample(bug.name, 3, tiers=None):
         lattice.run(combo, classes)
-    draws = [
-        _sample(bug.name, 40, tiers=tiers, fails=fails, **TIERED)
-        for tiers in (((40, 2), (4, 6), (30, 500)) if bug in TIERS else ((40, 2, 1), (6, 3, 1)))
-        for fails in (False, True)
-    ]
+    sizes = ((40, 2, 1), (6, 3, 1)) if bug in PREFILLS else ((40, 2), (4, 6), (30, 500)) if bug in TIERS else LARGE
+    draws = [_sample(bug.name, 40, tiers=tiers, fails=fails, **TIERED) for tiers in sizes for fails in (False, True)]
     for combo in itertools.islice(itertools.chain(*zip(*draws, strict=True)), RARE_TIERS.get(bug.name, 0), None):
         try:
             lattice.run(combo, classes)

@@ -12,7 +12,7 @@ from quire.model_runner.graphs import CudaQueue
 from quire.weights.load import load_model
 from tests import checkpoints
 from tests.test_deterministic import Ahead, Situation, seen_in_every_situation
-from tests.test_kv_offload import PRESSED, TieredAhead
+from tests.test_kv_offload import MANY_SLOTS, PRESSED, SLOTS, TieredAhead
 
 fixed = pytest.importorskip("quire.ops.triton.ops")
 kernels = pytest.importorskip("quire.model_runner.triton_steps")
@@ -35,16 +35,21 @@ class OnCard(Ahead):
 
 
 class TieredOnCard(TieredAhead, OnCard):
-    """With K/V tiers: saves in the order of steps, loads on a stream of their own."""
+    """With K/V tiers: saves in the order of steps, loads on streams of their own."""
 
 
+@pytest.mark.parametrize("slots", [SLOTS, MANY_SLOTS])
 @pytest.mark.parametrize("situation", [PRESSED, PRESSED._replace(depth=1), PRESSED._replace(drafts=4, depth=1)])
 @pytest.mark.parametrize("shape", ["llama-gqa-tied", "gemma2-gqa", "deepseek_v2-groups-yarn"])
-def test_answers_have_the_bits_that_they_have_without_tiers(shape: str, situation: Situation, tmp_path: Path) -> None:
+def test_answers_have_the_bits_that_they_have_without_tiers(
+    shape: str, situation: Situation, slots: int, tmp_path: Path
+) -> None:
     checkpoints.make(tmp_path, shape)
     device = OnCard.device
     model = load_model(tmp_path, dtype="bfloat16", device=device, ops=fixed.BatchInvariantTritonOps(device))
-    engine = TieredOnCard(model).converse(tmp_path / "kv", 100, situation=situation)
+    subject = TieredOnCard(model)
+    subject.slots = slots
+    engine = subject.converse(tmp_path / "kv", 100, situation=situation)
     stats = engine.scheduler.kv.offload.stats
     assert stats.num_hit["host"] > 0 and stats.failures.keys() <= {"no_room", "timeout"}
 

@@ -125,6 +125,8 @@ class Engine:
         # samples for a fraction of a step's time, gets its next forward first.
         while len(flight) > self.lookahead + self._masks_due:
             self._commit()
+        if not flight:  # there may be no further step for long
+            _as_step_failure(scheduler.kv.offload.flush)
 
     def _hand_in_masks(self) -> None:
         """Commit the steps before the newest one, and have it sampled."""

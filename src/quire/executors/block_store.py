@@ -2,8 +2,9 @@
 torch tensors.
 
 What is saved is taken out of the pool in the order of steps. On a CPU that is a copy of memory. On a GPU blocks are
-gathered into a staging buffer, in order, and from there copied to pinned memory on a stream of their own, so that a
-step waits for the first alone. All else is done by threads: loads, which write to blocks that no step uses, and files.
+gathered into a staging buffer and from there copied to pinned memory, on streams of their own; what overwrites them, a
+step or a load, waits for the first alone. All else is done by threads: loads, which
+write to blocks that no step uses, and files.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
@@ -28,6 +30,7 @@ from quire.executors.block_files import BadBlock, BlockFiles
 from quire.model_runner.graphs import WorkQueue
 from quire.ops.ragged import LayerKV
 from quire.scheduler.kv_offload import NO_FAILURES, Copy, CopyDone
+from quire.scheduler.plan import NULL_BLOCK
 
 NUM_READERS = 4
 """Threads that read files: a checksum takes a core for each 1 or 2 GB/s."""
@@ -53,27 +56,69 @@ def block_bytes(kv: Seq[LayerKV]) -> int:
     return sum(each.shape[1] for each in pool_tensors(kv))
 
 
+Wait = Callable[[], None]
+Begin = Callable[[], Wait]
+
+
 class PoolCopies(Protocol):
     """Copies between blocks of a pool and lines of host memory."""
 
-    def save(self, pairs: Pairs) -> Callable[[], None]:
-        """Copy (block, line), after the steps that were launched before and before those launched later. Returns what
-        waits until the lines are written."""
+    def save(self, pairs: Pairs, held: bool) -> Begin:
+        """Copy (block, line), after the steps that were launched before; and before those launched later, unless the
+        blocks are held. Returns what begins it, as far as that is not done; and that what waits until the lines are
+        written. Each is called by a thread."""
 
-    def load(self, pairs: Pairs) -> None:
-        """Copy (line, block), and wait until the blocks are written. Called by another thread."""
+    def overwritten(self, blocks: Seq[int]) -> None:
+        """Steps that are launched later overwrite blocks that were held."""
 
-    def fence(self) -> Callable[[], None]:
-        """Called where the steps are launched. What it returns is called before `load`, by its thread."""
+    def load(self, pairs: Pairs) -> Wait:
+        """Called where the steps are launched. What it returns is called by another thread: it copies (line, block),
+        after steps and saves that were begun before, and waits until the blocks are written."""
 
 
-def _columns(pairs: Pairs) -> tuple[Tensor, Tensor]:
+class BlockMover(Protocol):
+    """Copies between blocks of a pool, all layers of each, and the first lines of a buffer on the same device.
+
+    blocks [n] int64. lines [>= n, bytes] uint8.
+    """
+
+    def gather(self, blocks: Tensor, lines: Tensor) -> None:
+        """From blocks to lines."""
+
+    def scatter(self, blocks: Tensor, lines: Tensor) -> None:
+        """From lines to blocks."""
+
+
+class TorchMover:
+    """A `BlockMover` by operations of torch, some for each layer. tensors: see `pool_tensors`."""
+
+    def __init__(self, tensors: Seq[Tensor]) -> None:
+        self.tensors = tensors
+
+    def gather(self, blocks: Tensor, lines: Tensor) -> None:
+        """From blocks to lines."""
+        for part, line in _parts(self.tensors, lines):
+            line[: len(blocks)].copy_(part.index_select(0, blocks))
+
+    def scatter(self, blocks: Tensor, lines: Tensor) -> None:
+        """From lines to blocks."""
+        for part, line in _parts(self.tensors, lines):
+            part.index_copy_(0, blocks, line[: len(blocks)])
+
+
+def _columns(pairs: Pairs) -> tuple[list[int], list[int]]:
     first, second = zip(*pairs, strict=True)
-    return torch.tensor(first), torch.tensor(second)
+    return list(first), list(second)
 
 
 def _pieces(pairs: Pairs, most: int) -> list[Pairs]:
     return [pairs[at : at + most] for at in range(0, len(pairs), most)]
+
+
+def _runs(slots: Seq[int]) -> list[tuple[int, int, int]]:
+    """(where it begins, its first slot, how many) of each run of slots that lie one behind the other."""
+    starts = [i for i in range(len(slots)) if not i or slots[i] != slots[i - 1] + 1]
+    return [(at, slots[at], end - at) for at, end in zip(starts, [*starts[1:], len(slots)], strict=True)]
 
 
 class HostCopies:
@@ -83,25 +128,27 @@ class HostCopies:
         self.parts = _parts(pool_tensors(kv), lines)
 
     @torch.inference_mode()
-    def save(self, pairs: Pairs) -> Callable[[], None]:
+    def save(self, pairs: Pairs, held: bool) -> Begin:
         """The copy is made here: the blocks may be overwritten at once."""
         for piece in _pieces(pairs, MAX_GATHERED):
-            blocks, slots = _columns(piece)
+            blocks, slots = map(torch.tensor, _columns(piece))
             for part, line in self.parts:
                 line.index_copy_(0, slots, part.index_select(0, blocks))
-        return lambda: None
+        return lambda: lambda: None
+
+    def overwritten(self, blocks: Seq[int]) -> None:
+        """They have been copied."""
+
+    def load(self, pairs: Pairs) -> Wait:
+        """No step uses the blocks meanwhile, and what was saved before has been copied."""
+        return partial(self._load, pairs)
 
     @torch.inference_mode()
-    def load(self, pairs: Pairs) -> None:
-        """No step uses the blocks meanwhile."""
+    def _load(self, pairs: Pairs) -> None:
         for piece in _pieces(pairs, MAX_GATHERED):
-            slots, blocks = _columns(piece)
+            slots, blocks = map(torch.tensor, _columns(piece))
             for part, line in self.parts:
                 part.index_copy_(0, blocks, line.index_select(0, slots))
-
-    def fence(self) -> Callable[[], None]:
-        """What was saved before has been copied."""
-        return lambda: None
 
 
 def _parts(tensors: Seq[Tensor], lines: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -114,107 +161,159 @@ def _parts(tensors: Seq[Tensor], lines: Tensor) -> list[tuple[Tensor, Tensor]]:
     return parts
 
 
+def _reached(events: Seq[torch.cuda.Event | None]) -> None:
+    """Wait for them."""
+    for event in events:
+        if event is not None:
+            event.synchronize()
+
+
+@dataclass(frozen=True)
+class StagingBuffer:
+    """A stream with a staging buffer [blocks, bytes] that is used in its order. stream: None on a CPU, on which all is
+    done in order."""
+
+    stream: torch.cuda.Stream | None
+    buffer: Tensor
+
+    def submitted(self) -> AbstractContextManager[object]:
+        """What is submitted inside the block belongs to the stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def after(self, event: torch.cuda.Event | None) -> None:
+        """Let the stream wait for an event."""
+        if event is not None and self.stream is not None:
+            self.stream.wait_event(event)
+
+    def record(self) -> torch.cuda.Event | None:
+        """An event of what was submitted so far."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def synchronize(self) -> None:
+        """Wait until nothing is left to do."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+class Gathered:
+    """Blocks that are taken out of the pool together. launched: whether `event` is known."""
+
+    def __init__(self) -> None:
+        self.launched = threading.Event()
+        self.event: torch.cuda.Event | None = None
+
+    def wait(self) -> torch.cuda.Event | None:
+        """The event that is reached when they have been gathered."""
+        self.launched.wait()
+        return self.event
+
+
 class DeviceCopies:
     """Copies of a pool on a GPU, or of one on a CPU as if it were on a GPU. queue: in which steps run. lines: pinned.
 
-    Two staging buffers take turns in each direction: while one is copied over the bus, the other is gathered into.
+    Two buffers take turns in each direction: while the one copies over the bus, the other gathers or scatters. Blocks
+    that go out and blocks that take their places share the bus, which carries both ways at once: each piece of a load
+    waits for what it overwrites alone.
     """
 
-    def __init__(self, kv: Seq[LayerKV], lines: Tensor, queue: WorkQueue, device: torch.device) -> None:
-        self.queue, self.device, self.lines = queue, device, lines
-        self.on_gpu = device.type == "cuda"
-        size = max(1, min(MAX_GATHERED, STAGING_BYTES // lines.shape[1]))
-        self.size = size
-        tensors = pool_tensors(kv)
+    def __init__(self, lines: Tensor, mover: BlockMover, queue: WorkQueue, device: torch.device) -> None:
+        self.lines, self.mover, self.queue, self.device = lines, mover, queue, device
+        self.size = max(1, min(MAX_GATHERED, STAGING_BYTES // lines.shape[1]))
+        self.outward, self.inward = (self._staging(), self._staging()), (self._staging(), self._staging())
+        self._launching = threading.Lock()
+        self._num_pieces = 0
+        self._gathered: dict[int, Gathered] = {}
+        """By block that was held when it was saved last: what overwrites it waits for that."""
 
-        def buffers() -> list[tuple[Tensor, list[tuple[Tensor, Tensor]]]]:
-            made = [torch.empty((size, lines.shape[1]), dtype=torch.uint8, device=device) for _ in range(2)]
-            return [(each, _parts(tensors, each)) for each in made]
-
-        self.outward, self.inward = buffers(), buffers()
-        self.free: list[torch.cuda.Event | None] = [None, None]
-        self.turn = 0
-        # None is the current stream: on a CPU all is done in order.
-        self.save_stream, self.bus_stream, self.load_stream = (
-            torch.cuda.Stream(device) if self.on_gpu else None  # type: ignore[no-untyped-call]
-            for _ in range(3)
+    @torch.inference_mode()
+    def _staging(self) -> StagingBuffer:
+        """A buffer; the block that takes stray writes is moved there and back, so that nothing is compiled or allocated
+        later."""
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        staging = StagingBuffer(
+            stream, torch.empty((self.size, self.lines.shape[1]), dtype=torch.uint8, device=self.device)
         )
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with staging.submitted():
+            null = torch.tensor([NULL_BLOCK]).to(self.device, non_blocking=True)
+            self.mover.gather(null, staging.buffer)
+            self.mover.scatter(null, staging.buffer)
+        staging.synchronize()
+        return staging
 
-    @torch.inference_mode()
-    def save(self, pairs: Pairs) -> Callable[[], None]:
-        """Gather in the order of steps; a step waits for the bus only where more is saved than both buffers hold."""
-        done = None
-        for piece in _pieces(pairs, self.size):
-            blocks, _ = _columns(piece)
-            buffer, parts = self.outward[self.turn]
-            with self.queue:
-                if (free := self.free[self.turn]) is not None:
-                    free.wait()
-                chosen = blocks.to(self.device, non_blocking=True)
-                for part, line in parts:
-                    line[: len(piece)].copy_(part.index_select(0, chosen))
-                gathered = self.queue.record()
-            done = self.free[self.turn] = self._to_host(buffer, piece, gathered)
-            self.turn = 1 - self.turn
-        return (lambda: None) if done is None else done.synchronize
-
-    def _to_host(self, buffer: Tensor, piece: Pairs, gathered: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        with torch.cuda.stream(self.save_stream):
-            if gathered is not None:
-                gathered.wait()
-            for i, (_, slot) in enumerate(piece):
-                self.lines[slot].copy_(buffer[i], non_blocking=True)
-            return self._recorded()
-
-    @torch.inference_mode()
-    def load(self, pairs: Pairs) -> None:
-        """Over the bus on one stream and into the blocks on another, so that the bus does not wait for them."""
-        scattered: list[torch.cuda.Event | None] = [None, None]
-        for turn, piece in enumerate(_pieces(pairs, self.size)):
-            buffer, parts = self.inward[turn % 2]
-            arrived = self._from_host(buffer, piece, scattered[turn % 2])
-            scattered[turn % 2] = self._scatter(parts, piece, arrived)
-        if self.load_stream is not None:
-            self.load_stream.synchronize()
-
-    def _from_host(self, buffer: Tensor, piece: Pairs, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Copy lines into a staging buffer, once what was in it has been scattered."""
-        with torch.cuda.stream(self.bus_stream):
-            if free is not None:
-                free.wait()
-            for i, (slot, _) in enumerate(piece):
-                buffer[i].copy_(self.lines[slot], non_blocking=True)
-            return self._recorded()
-
-    def _scatter(
-        self, parts: list[tuple[Tensor, Tensor]], piece: Pairs, arrived: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
-        """Copy a staging buffer into blocks."""
-        _, blocks = _columns(piece)
-        with torch.cuda.stream(self.load_stream):
-            if arrived is not None:
-                arrived.wait()
-            chosen = blocks.to(self.device, non_blocking=True)
-            for part, line in parts:
-                part.index_copy_(0, chosen, line[: len(piece)])
-            return self._recorded()
-
-    def _recorded(self) -> torch.cuda.Event | None:
-        """An event of the current stream; None on a CPU."""
-        if not self.on_gpu:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def fence(self) -> Callable[[], None]:
-        """Steps and saves that were launched before may still use the blocks: the stream that writes them waits."""
+    def save(self, pairs: Pairs, held: bool) -> Begin:
+        """Gather behind the steps before. Later steps wait for that; and for the bus, where more is saved than both
+        buffers hold: not if the blocks are held, which a thread gathers."""
         with self.queue:
-            event = self.queue.record()
-        stream = self.load_stream
-        if event is None or stream is None:
-            return lambda: None
-        return lambda: stream.wait_event(event)
+            launched = self.queue.record()
+        pieces = [(piece, Gathered()) for piece in _pieces(pairs, self.size)]
+        begin = partial(self._save, pieces, launched)
+        if held:
+            self._gathered.update((block, each) for piece, each in pieces for block, _ in piece)
+            return begin
+        wait = begin()
+        self._wait_for(each for _, each in pieces)
+        return lambda: wait
+
+    def _save(self, pieces: Seq[tuple[Pairs, Gathered]], launched: torch.cuda.Event | None) -> Wait:
+        try:
+            for piece, gathered in pieces:
+                with self._launching:
+                    self._launch_save(piece, gathered, launched)
+            ends = [staging.record() for staging in self.outward]
+        finally:
+            for _, gathered in pieces:
+                gathered.launched.set()
+        return partial(_reached, ends)
+
+    @torch.inference_mode()
+    def _launch_save(self, piece: Pairs, gathered: Gathered, launched: torch.cuda.Event | None) -> None:
+        """Gather a piece into the next buffer, and copy it over the bus."""
+        staging = self.outward[self._num_pieces % 2]
+        self._num_pieces += 1
+        staging.after(launched)
+        with staging.submitted():
+            blocks, slots = _columns(piece)
+            self.mover.gather(torch.tensor(blocks).to(self.device, non_blocking=True), staging.buffer)
+            gathered.event = staging.record()
+            gathered.launched.set()
+            for at, slot, count in _runs(slots):
+                self.lines[slot : slot + count].copy_(staging.buffer[at : at + count], non_blocking=True)
+
+    def _wait_for(self, pieces: Iterable[Gathered]) -> None:
+        """Have steps that are launched later wait."""
+        for each in pieces:
+            if (event := each.wait()) is not None:
+                with self.queue:
+                    event.wait()
+
+    def overwritten(self, blocks: Seq[int]) -> None:
+        """Steps wait until they have been gathered."""
+        self._wait_for({self._gathered.pop(block) for block in blocks if block in self._gathered})
+
+    def load(self, pairs: Pairs) -> Wait:
+        """The other thread launches and waits."""
+        with self.queue:
+            launched = self.queue.record()
+        gathered = {block: self._gathered.pop(block) for _, block in pairs if block in self._gathered}
+        return partial(self._load, pairs, launched, gathered)
+
+    @torch.inference_mode()
+    def _load(self, pairs: Pairs, launched: torch.cuda.Event | None, gathered: Mapping[int, Gathered]) -> None:
+        for turn, piece in enumerate(_pieces(pairs, self.size)):
+            staging = self.inward[turn % 2]
+            with staging.submitted():
+                slots, blocks = _columns(piece)
+                for at, slot, count in _runs(slots):
+                    staging.buffer[at : at + count].copy_(self.lines[slot : slot + count], non_blocking=True)
+                chosen = torch.tensor(blocks).to(self.device, non_blocking=True)
+                staging.after(launched)
+                for each in {gathered[block] for block in blocks if block in gathered}:
+                    staging.after(each.wait())
+                self.mover.scatter(chosen, staging.buffer)
+        for staging in self.inward:
+            staging.synchronize()
 
 
 class Workers:
@@ -266,7 +365,8 @@ class TieredBlockStore:
         os.set_blocking(self._waker, False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._copier = Workers("kv-copies", 1)
+        self._saver, self._saved = Workers("kv-saves", 1), Workers("kv-saved", 1)
+        self._loader = Workers("kv-loads", 1)
         self._writer = Workers("kv-writes", 1)
         self._readers = Workers("kv-reads", NUM_READERS if files is not None else 0)
         self._closed = self._stopped = False
@@ -275,25 +375,31 @@ class TieredBlockStore:
         """Keys of the files that are there, least recently used first."""
         return [] if self._files is None else self._files.scan()
 
-    def save(self, ticket: int, copies: Seq[tuple[bytes, int, int]]) -> None:
-        """Take the blocks out of the pool now, and wait for host memory in a thread."""
-        began = time.perf_counter()
-        wait = self.copies.save([(block, slot) for _, block, slot in copies])
-        self._copier.put(lambda: self._run("save", ticket, [key for key, *_ in copies], wait, began))
+    def save(self, ticket: int, copies: Seq[tuple[bytes, int, int]], held: bool) -> None:
+        """Take the blocks out of the pool now, or in a thread, and wait for host memory in another."""
+        began, keys = time.perf_counter(), [key for key, *_ in copies]
+        begin = self.copies.save([(block, slot) for _, block, slot in copies], held)
+
+        def work() -> None:
+            try:
+                wait = begin()
+            except Exception:  # of whatever class: the blocks are computed again
+                self.report(CopyDone("save", ticket, dict.fromkeys(keys, "copy"), time.perf_counter() - began))
+            else:
+                self._saved.put(lambda: self._run("save", ticket, keys, wait, began))
+
+        self._saver.put(work)
+
+    def overwritten(self, blocks: Seq[int]) -> None:
+        """Steps that are launched later wait for what they overwrite."""
+        self.copies.overwritten(blocks)
 
     def load(self, ticket: int, copies: Seq[tuple[bytes, int, int]]) -> None:
         """In a thread."""
-        fence, keys = self.copies.fence(), [key for key, *_ in copies]
+        work = self.copies.load([(slot, block) for _, slot, block in copies])
+        self._loader.put(lambda: self._run("load", ticket, [key for key, *_ in copies], work))
 
-        def work() -> None:
-            fence()
-            self.copies.load([(slot, block) for _, slot, block in copies])
-
-        self._copier.put(lambda: self._run("load", ticket, keys, work))
-
-    def _run(
-        self, kind: Copy, ticket: int, keys: Seq[bytes], work: Callable[[], None], began: float | None = None
-    ) -> None:
+    def _run(self, kind: Copy, ticket: int, keys: Seq[bytes], work: Wait, began: float | None = None) -> None:
         began = time.perf_counter() if began is None else began
         failed = NO_FAILURES
         try:
@@ -372,7 +478,8 @@ class TieredBlockStore:
         if self._closed:
             return
         self._closed = True
-        self._copier.close(timeout=1.0)
+        for each in (self._saver, self._saved, self._loader):
+            each.close(timeout=1.0)
         self._writer.close(timeout=LAST_WRITES)
         self._stopped = True
         self._readers.close(timeout=0.1)

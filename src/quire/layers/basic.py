@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -79,6 +79,17 @@ class NormLayer:
     def add(self, x: Tensor, residual: Tensor, before: NormLayer) -> tuple[Tensor, Tensor]:
         """(norm of the sum, sum) of residual and of what `before` makes of x. See `Ops.add_norm`."""
         return self.ops.add_norm(x, residual, self.norm, before.norm, before.scale, before.gain)
+
+    def add_norms(
+        self, x: Tensor, residual: Tensor, before: NormLayer, others: Sequence[Norm]
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """(norm of the sum, other norms of it, sum): as `add`."""
+        if self.norm is None or not others:
+            made, total = self.add(x, residual, before)
+            return made, [self.ops.norm(total, each) for each in others], total
+        norms = (self.norm, *others)
+        (made, *rest), total = self.ops.add_norms(x, residual, norms, before.norm, before.scale, before.gain)
+        return made, rest, total
 
 
 class Embedding:

@@ -218,24 +218,29 @@ class MoE:
         self.latent = latent
         self.all_reduce = parallel.all_reduce
 
-    def __call__(self, x: Tensor, batch: RaggedBatch | None = None, asked: Tensor | None = None) -> Tensor:
-        """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`. asked: what the router reads instead of x."""
-        routing = self._owned(self._route(x if asked is None else asked, batch))
+    def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`. What all tokens use is computed between the choice of
+        experts and their products, so that their matrices may be requested meanwhile."""
+        routing = self.route(x, batch)
+        if self.shared is None:
+            return self.apply(x, routing)
+        mlp, gate = self.shared
+        shared, logits = mlp(x), None if gate is None else gate.apply(x)
+        return self.ops.add_shared(self.apply(x, routing._replace(early=True)), shared, logits)
+
+    def route(self, x: Tensor, batch: RaggedBatch | None) -> Routing:
+        """The experts of tokens x [T, hidden]. batch: see `Ops.route`."""
+        (stored, correction, gains), how = self.router, self.config.choice
+        if isinstance(stored, Plain):
+            return self._owned(self.ops.route(x, stored.weight, how, correction, batch, stored.bias, gains))
+        return self._owned(self.ops.select_experts(stored.apply(x), how, correction, gains))
+
+    def apply(self, x: Tensor, routing: Routing) -> Tensor:
+        """What the experts of `routing` make of x [T, hidden]: [T, hidden], without what all tokens use."""
         read = x if self.latent is None else self.latent[0].apply(x)
         routed = self._weighed(read, routing) if self.config.weighs_inputs else self.experts(read, routing)
         routed = self.all_reduce(routed)
-        if self.latent is not None:
-            routed = self.latent[1].apply(routed)
-        if self.shared is None:
-            return routed
-        mlp, gate = self.shared
-        return self.ops.add_shared(routed, mlp(x), None if gate is None else gate.apply(x))
-
-    def _route(self, x: Tensor, batch: RaggedBatch | None) -> Routing:
-        (stored, correction, gains), how = self.router, self.config.choice
-        if isinstance(stored, Plain):
-            return self.ops.route(x, stored.weight, how, correction, batch, stored.bias, gains)
-        return self.ops.select_experts(stored.apply(x), how, correction, gains)
+        return routed if self.latent is None else self.latent[1].apply(routed)
 
     def _owned(self, routing: Routing) -> Routing:
         """The routing to this rank's experts, numbered from 0: others are none, as padding is."""

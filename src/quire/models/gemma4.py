@@ -37,16 +37,19 @@ class Mixture:
     def __init__(self, build: ModelBuilder, spec: ModelSpec, mlp: MLPFunction, experts: MoE) -> None:
         self.mlp, self.experts, self.ops = mlp, experts, build.ops
         names = "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"
-        before, self.after_mlp, after = (build.rms_norm(name, spec.hidden, spec.norm_eps) for name in names)
-        self.before_experts, self.after_experts = build.norm_layer(before), build.norm_layer(after)
-        self.asked = Norm(build.vector("router.scale", spec.hidden, mean=1.0), spec.norm_eps)
-        self.sum = build.norm_layer(None)
+        before, self.after_mlp, self.after = (build.rms_norm(name, spec.hidden, spec.norm_eps) for name in names)
+        asked = Norm(build.vector("router.scale", spec.hidden, mean=1.0), spec.norm_eps)
+        self.norms = before, asked
+        """Of the residual: what experts and what the router read."""
 
-    def __call__(self, x: Tensor, residual: Tensor, batch: RaggedBatch | None) -> Tensor:
-        """x: the normed residual [T, hidden], for the MLP."""
-        made = self.ops.norm(self.mlp(x), self.after_mlp)
-        routed = self.experts(self.before_experts(residual), batch, self.ops.norm(residual, self.asked))
-        return self.sum.add(routed, made, self.after_experts)[1]
+    def __call__(self, x: Tensor, normed: Sequence[Tensor], batch: RaggedBatch | None) -> Tensor:
+        """x: the normed residual [T, hidden], for the MLP. normed: of `norms`. Experts are chosen first, so that their
+        matrices may be requested while the MLP computes."""
+        read, asked = normed
+        routing = self.experts.route(asked, batch)
+        made = self.mlp(x)
+        routed = self.experts.apply(read, routing._replace(early=True))
+        return self.ops.sum_norms(routed, self.after, made, self.after_mlp)
 
 
 class LayerInput:
@@ -90,9 +93,11 @@ class Gemma4Block(Block):
         """As `Block.__call__`, with the norm in `stream`. own [T, n]: the layer's inputs, if it has any."""
         x, residual = self.before_attention.add(*stream)
         x = self.attention(x, angles, batch, kv, output)
-        x, residual = self.before_mlp.add(x, select_rows(residual, output), self.after_attention)
+        others = () if self.mixture is None else self.mixture.norms
+        residual = select_rows(residual, output)
+        x, normed, residual = self.before_mlp.add_norms(x, residual, self.after_attention, others)
         real = batch if output is None else None
-        x = self.mlp(x, real) if self.mixture is None else self.mixture(x, residual, real)
+        x = self.mlp(x, real) if self.mixture is None else self.mixture(x, normed, real)
         if self.own is None or own is None:
             return x, residual, self.last
         _, residual = self.sum.add(x, residual, self.after_mlp)

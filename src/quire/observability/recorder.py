@@ -332,6 +332,7 @@ class RecordedStore:
         self.inner, self.recorder, self.clock = inner, recorder, clock
         self.num_slots, self.block_bytes, self.max_files = inner.num_slots, inner.block_bytes, inner.max_files
         self.files, self.remove, self.wait = inner.files, inner.remove, inner.wait
+        self.overwritten = inner.overwritten
         self.fileno, self.close = inner.fileno, inner.close
 
     def started(self, kind: Copy, ticket: int, copies: Iterable[tuple[bytes, *tuple[int, ...]]]) -> None:
@@ -339,11 +340,11 @@ class RecordedStore:
         if self.clock.deciding:
             self.recorder.copy_started(kind, ticket, copies)
 
-    def save(self, ticket: int, copies: abc.Sequence[tuple[bytes, int, int]]) -> None:
+    def save(self, ticket: int, copies: abc.Sequence[tuple[bytes, int, int]], held: bool) -> None:
         """Record it, then copy to host memory."""
         self.started("save", ticket, copies)
         with self.recorder.failing("copy"):
-            self.inner.save(ticket, copies)
+            self.inner.save(ticket, copies, held)
 
     def load(self, ticket: int, copies: abc.Sequence[tuple[bytes, int, int]]) -> None:
         """Record it, then copy to the device."""

@@ -116,10 +116,15 @@ class TopK(NamedTuple):
 
 class Routing(NamedTuple):
     """Which experts each token uses, the best first, int32 [T, K], and their weights, float32 [T, K]. Expert -1
-    with weight 0: none."""
+    with weight 0: none.
+
+    early: other kernels were launched since those that made it, so that the next may read it before they wait for the
+    preceding one (`ops/triton/launch.py`).
+    """
 
     experts: Tensor
     weights: Tensor
+    early: bool = False
 
 
 class ExpertBiases(NamedTuple):
@@ -508,6 +513,20 @@ class Ops(Protocol):
         gain: a tensor of one number that the sum is multiplied by. `residual` may be overwritten by the sum. Without a
         norm both results are the sum.
         """
+
+    def add_norms(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norms: Sequence[Norm],
+        before: Norm | None = None,
+        scale: float = 1.0,
+        gain: Tensor | None = None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """(each norm of the sum, sum), as `add_norm`; of at least one norm."""
+
+    def sum_norms(self, x: Tensor, norm: Norm, other: Tensor, other_norm: Norm) -> Tensor:
+        """The sum of x and `other`, each normed and rounded. `other` may be overwritten by it."""
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
         """y [T, out] itself, or what a gate makes of its halves, [T, out / 2]; relu2: [T, out]."""

@@ -34,6 +34,7 @@ from quire.ops.base import (
     Int8Matrix,
     IntegerMatrix,
     MixedMatrix,
+    Norm,
     Norms,
     QuantizedMatrix,
     Routing,
@@ -230,6 +231,39 @@ class BaseOps(ABC):
             "relu2": self.relu2,
         }
         return gates[gate](y) if gate else y
+
+    @abstractmethod
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See `Ops.norm`."""
+
+    @abstractmethod
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None = None,
+        scale: float = 1.0,
+        gain: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Ops.add_norm`."""
+
+    def add_norms(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norms: Sequence[Norm],
+        before: Norm | None = None,
+        scale: float = 1.0,
+        gain: Tensor | None = None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """See `Ops.add_norms`."""
+        first, total = self.add_norm(x, residual, norms[0], before, scale, gain)
+        return [first, *(self.norm(total, each) for each in norms[1:])], total
+
+    def sum_norms(self, x: Tensor, norm: Norm, other: Tensor, other_norm: Norm) -> Tensor:
+        """See `Ops.sum_norms`."""
+        return self.add_norm(x, self.norm(other, other_norm), None, norm)[1]
 
     @abstractmethod
     def qk_norm_rope_store_kv(

@@ -33,6 +33,8 @@ FILES_TRIED, PREFILL_TRIED, ALL_TRIED = 1, 2, 3
 """Values of `Sequence.num_fetches`."""
 LONGEST_WAIT = 1.0
 """Seconds that a sequence waits for blocks at least, before it computes them after all; or twice the time of that."""
+MIN_AHEAD = 8
+"""Blocks of the device that are saved together before they are evicted."""
 MAX_WRITES = 16
 """Files that are being written at once."""
 RETRY = 0.98
@@ -65,11 +67,15 @@ class BlockStore(Protocol):
     def files(self) -> Seq[bytes]:
         """Keys of the files that are there at the start, least recently used first."""
 
-    def save(self, ticket: int, copies: Seq[tuple[bytes, int, int]]) -> None:
-        """Copy (key, block, slot) to host memory. Later steps may overwrite the blocks at once."""
+    def save(self, ticket: int, copies: Seq[tuple[bytes, int, int]], held: bool) -> None:
+        """Copy (key, block, slot) to host memory. Later steps may overwrite the blocks at once; those that are held not
+        before `overwritten` was called, or a load of them."""
+
+    def overwritten(self, blocks: Seq[int]) -> None:
+        """Steps from now on may overwrite blocks that were held."""
 
     def load(self, ticket: int, copies: Seq[tuple[bytes, int, int]]) -> None:
-        """Copy (key, slot, block) to the device, after what was saved before."""
+        """Copy (key, slot, block) to the device, each after what was saved of the block before."""
 
     def read(self, ticket: int, copies: Seq[tuple[bytes, int]]) -> None:
         """Read files into (key, slot)."""
@@ -364,8 +370,9 @@ def next_key(key: bytes, tokens: Seq[int]) -> bytes:
 class KVOffload(NoOffload):
     """Which block is on which tier, and what is copied when. prefill: the engines that compute prompts for this one.
 
-    A block that is evicted from the device is copied to host memory, unless it is there. From a full host memory the
-    least recently used one goes; half of it is kept in files as well, or free, so that none is lost for want of a
+    A block that is evicted from the device is copied to host memory, unless it is there. Where host memory holds more
+    than the device, blocks are copied as soon as some are full, so that eviction costs nothing. From a full host memory
+    the least recently used one goes; half of it is kept in files as well, or free, so that none is lost for want of a
     file. Of files, too, the least recently used goes. A block that comes back stays on the tiers that it was on.
     """
 
@@ -387,6 +394,11 @@ class KVOffload(NoOffload):
         self.now = 0.0
         self._optimism = 1.0
         self._num_copies = self._num_writes = 0
+        self._ahead: dict[int, bytes] = {}
+        """Keys of blocks of the device that are to be saved before they are evicted."""
+        self._saves_ahead = False
+        self._overwritten: list[int] = []
+        """Blocks that were evicted while they are saved."""
         self._saves: list[tuple[bytes, int, int]] = []
         self._saved: list[HostBlock] = []
         self._loads: list[int] = []
@@ -397,6 +409,7 @@ class KVOffload(NoOffload):
     def attach(self, pool: BlockPool, pins: Pins) -> None:
         """The pool whose blocks are kept. What comes back takes the place of no pinned one."""
         self.pool, self.pins = pool, pins
+        self._saves_ahead = self.store.num_slots > pool.num_blocks
         self._make_room_on_disk(0)
 
     # ---------------------------------------------------------------- from the device
@@ -413,16 +426,21 @@ class KVOffload(NoOffload):
 
     def cached(self, block: int, seq: Sequence, index: int) -> None:
         """Note its key."""
-        self.keys[block] = self.keys_of(seq, index + 1)[index]
+        self.keys[block] = key = self.keys_of(seq, index + 1)[index]
+        if self._saves_ahead and key not in self.host:
+            self._ahead[block] = key
 
     def evict(self, block: int) -> None:
         """Copy it to host memory before the next step, unless it is there."""
         self.arrived.pop(block, None)
+        self._ahead.pop(block, None)
         key = self.keys.pop(block, None)
         if key is None:
             return
-        if key in self.host:
+        if (held := self.host.get(key)) is not None:
             self.host.move_to_end(key)
+            if not held.ready:
+                self._overwritten.append(block)
         elif (slot := self._take_slot()) is None:
             self.stats.fail("no_room")
         else:
@@ -661,10 +679,21 @@ class KVOffload(NoOffload):
 
     def flush(self) -> None:
         """Saves first: a load may write to a block that is saved."""
-        if self._saves:
-            saves, self._saves = self._saves, []
-            entries, self._saved = self._saved, []
-            self.store.save(self._begin(PendingCopy("save", entries)), saves)
+        written = {block for ticket in self._loads for block in self.pending[ticket].blocks}
+        saves, self._saves = [*zip(self._saves, self._saved, strict=True)], []
+        self._saved = []
+        groups = [[each for each in saves if (each[0][1] in written) == held] for held in (False, True)]
+        ahead = self._begin_ahead() if len(self._ahead) >= MIN_AHEAD else []
+        begun = [
+            (self._begin(PendingCopy("save", [entry for _, entry in group])), [copy for copy, _ in group], held)
+            for group, held in ((groups[0], False), (groups[1], True), (ahead, True))
+            if group
+        ]
+        for each in begun:
+            self.store.save(*each)
+        if self._overwritten:
+            blocks, self._overwritten = self._overwritten, []
+            self.store.overwritten([block for block in blocks if block not in written])
         loads, self._loads = self._loads, []
         for ticket in loads:
             copy = self.pending[ticket]
@@ -672,6 +701,19 @@ class KVOffload(NoOffload):
             self.store.load(ticket, [(entry.key, entry.slot, block) for entry, block in pairs])
         if self._may_write and self.store.max_files:
             self._write_ahead()
+
+    def _begin_ahead(self) -> list[tuple[tuple[bytes, int, int], HostBlock]]:
+        """Give slots to blocks that are full, as far as there are any: in the order in which they would be evicted."""
+        begun = list[tuple[tuple[bytes, int, int], HostBlock]]()
+        ahead, self._ahead = self._ahead, {}
+        for block, key in reversed(ahead.items()):
+            if key in self.host:
+                continue
+            if (slot := self._take_slot()) is None:
+                break
+            entry = self.host[key] = HostBlock(key, slot, key in self.disk)
+            begun.append(((key, block, slot), entry))
+        return begun
 
     def poll(self, now: float) -> Seq[Sequence]:
         """Take what has ended, let those go on that have waited too long, and give up what none waits for."""
@@ -755,6 +797,8 @@ class KVOffload(NoOffload):
         """What is being copied from or to the device is of no use; other tiers keep what they have."""
         self.keys.clear()
         self.arrived.clear()
+        self._ahead.clear()
+        self._overwritten.clear()
         for copy in self.pending.values():
             if copy.kind == "save":
                 for entry in copy.entries:

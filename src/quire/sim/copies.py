@@ -74,9 +74,12 @@ class SimulatedStore:
         """None are there at the start."""
         return ()
 
-    def save(self, ticket: int, copies: Seq[tuple[bytes, int, int]]) -> None:
+    def save(self, ticket: int, copies: Seq[tuple[bytes, int, int]], held: bool) -> None:
         """See `BlockStore`."""
         self.copy("save", ticket, len(copies))
+
+    def overwritten(self, blocks: Seq[int]) -> None:
+        """Nothing is copied."""
 
     def load(self, ticket: int, copies: Seq[tuple[bytes, int, int]]) -> None:
         """See `BlockStore`."""

@@ -249,9 +249,12 @@ class ScriptedCopies:
         """The state has those that were there."""
         return ()
 
-    def save(self, ticket: int, copies: Sequence[tuple[bytes, int, int]]) -> None:
+    def save(self, ticket: int, copies: Sequence[tuple[bytes, int, int]], held: bool) -> None:
         """Compare it with the recorded one."""
         self.started("save", ticket, copies)
+
+    def overwritten(self, blocks: Sequence[int]) -> None:
+        """Nothing is copied."""
 
     def load(self, ticket: int, copies: Sequence[tuple[bytes, int, int]]) -> None:
         """Compare it with the recorded one."""

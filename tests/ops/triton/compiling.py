@@ -50,6 +50,7 @@ from quire.ops.base import (
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.triton import integer_mma
 from quire.ops.triton.all_reduce import PeerSum
+from quire.ops.triton.blocks import BlockCopies
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.long_spans import gather_kv_kernel
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
@@ -100,6 +101,8 @@ def by_row(ops: TritonOps) -> None:
     ops.add_norm(x, x, rms)
     ops.add_norm(x, x, layer._replace(bias=None))
     ops.add_norm(x, x, None, rms, 0.2)
+    ops.add_norms(x, x, [rms] * 3, rms)
+    ops.sum_norms(x, rms, x, rms)
     ops.silu_mul(x)
     ops.gelu(x)
     ops.relu2(x)
@@ -402,6 +405,14 @@ def in_registers(ops: TritonOps) -> None:
         integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
 
 
+def blocks() -> None:
+    """Blocks of K/V in words, and in bytes."""
+    for width in (4096, 15):
+        copies, lines = BlockCopies([torch.empty((3, width), dtype=torch.uint8)]), torch.empty((2, width))
+        copies.gather(torch.tensor([1]), lines.to(torch.uint8))
+        copies.scatter(torch.tensor([1]), lines.to(torch.uint8))
+
+
 def for_any_row() -> None:
     """Rows of a table begin at any multiple of four bytes, and no kernel is compiled later for some of them."""
     apart = {each.name for each in gather_kv_kernel.made.params if each.do_not_specialize_on_alignment}
@@ -435,6 +446,7 @@ def main() -> None:
         across(ops)
         single(ops)
         in_registers(ops)
+        blocks()
         for_any_row()
         around()
         print(json.dumps(found))

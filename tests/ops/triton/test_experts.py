@@ -142,11 +142,11 @@ def test_weights_of_a_router_are_those_of_the_papers() -> None:
     """Of a token with scores 0.5, 0.7, 0.2 and 0.4, two groups."""
     logits = torch.tensor([[0.5, 0.7, 0.2, 0.4]]).logit()
     correction = torch.tensor([0.0, 0.0, 0.6, 0.6])
-    chosen, weights = REFERENCE.select_experts(logits, TopK(2, True, sigmoid=True, scale=3.0), correction)
+    chosen, weights, _ = REFERENCE.select_experts(logits, TopK(2, True, sigmoid=True, scale=3.0), correction)
     assert chosen.tolist() == [[3, 2]]
     torch.testing.assert_close(weights, torch.tensor([[2.0, 1.0]]))
     best = TopK(2, False, sigmoid=True, groups=2, used_groups=1)
-    chosen, weights = REFERENCE.select_experts(logits, best)
+    chosen, weights, _ = REFERENCE.select_experts(logits, best)
     assert chosen.tolist() == [[1, 0]]
     torch.testing.assert_close(weights, torch.tensor([[0.7, 0.5]]))
 
@@ -154,7 +154,7 @@ def test_weights_of_a_router_are_those_of_the_papers() -> None:
 def test_a_router_with_a_margin_weighs_an_expert_among_those_that_are_nearly_as_good() -> None:
     """1 is near 1.1 by a margin of 0.1, -3 is not; of those left, 0.95 is near 1, the first is no longer there."""
     logits = torch.tensor([[1.0, -3.0, 1.1, 0.95], [-2.0, -2.1, -1.0, -2.5]])
-    chosen, weights = REFERENCE.select_experts(logits, TopK(2, False, margin=0.1))
+    chosen, weights, _ = REFERENCE.select_experts(logits, TopK(2, False, margin=0.1))
     assert chosen.tolist() == [[2, 0], [2, 0]]
     first, second = (torch.tensor(some).softmax(0)[0] for some in ([1.1, 1.0], [1.0, 0.95]))
     torch.testing.assert_close(weights[0], torch.stack((first, second)))
@@ -284,6 +284,8 @@ def test_experts_without_a_gate_and_gates_by_the_error_function(how: ExpertConfi
     for added in (NO_BIASES, biases):
         got = experts(x, routing, rise, down, gate, how, CARD, added)
         torch.testing.assert_close(got, REFERENCE.experts(x, routing, rise, down, gate, added), atol=1e-4, rtol=1e-4)
+        if how.gate_up.rows == 1:
+            assert torch.equal(experts(x, routing._replace(early=True), rise, down, gate, how, CARD, added), got)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +380,7 @@ def test_tokens_that_fill_up_a_step_read_no_expert(how: ExpertConfig) -> None:
     made = experts(x, got, gate_up, down, "silu", how, CARD)
     torch.testing.assert_close(
         made[:real],
-        REFERENCE.experts(x[:real], Routing(*(each[:real] for each in want)), gate_up, down, "silu"),
+        REFERENCE.experts(x[:real], Routing(*(each[:real] for each in want[:2])), gate_up, down, "silu"),
         atol=1e-4,
         rtol=1e-4,
     )

@@ -38,6 +38,30 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> 
 
 
 @DTYPES
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_several_norms_of_one_sum_and_the_sum_of_two(
+    count: int, kind: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Bit for bit what norms one after the other make."""
+    torch.manual_seed(count)
+    x, residual, *weights = (torch.randn(s).to(dtype).to(DEVICE) for s in [(5, 130)] * 2 + [(130,)] * (count + 2))
+    before, other, *norms = (
+        Norm(each, 0.1 * (i + 1), each if kind == "layer" else None, centred=kind == "layer")
+        for i, each in enumerate(weights)
+    )
+    gain = torch.tensor([0.5], dtype=dtype, device=DEVICE)
+    first, total = OPS.add_norm(x, residual.clone(), norms[0], before, 0.3, gain)
+    got, stream = OPS.add_norms(x, residual.clone(), norms, before, 0.3, gain)
+    torch.testing.assert_close(stream, total, atol=0, rtol=0)
+    torch.testing.assert_close(got, [first, *(OPS.norm(total, each) for each in norms[1:])], atol=0, rtol=0)
+    wanted = OPS.add_norm(x, OPS.norm(residual, other), None, before)[1]
+    torch.testing.assert_close(OPS.sum_norms(x, before, residual.clone(), other), wanted, atol=0, rtol=0)
+    exact, sums = REFERENCE.add_norms(x, residual.clone(), norms, before, 0.3, gain)
+    torch.testing.assert_close((got, stream), (exact, sums), atol=2 * tolerance, rtol=2 * tolerance)
+
+
+@DTYPES
 def test_activations(dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     x = 6 * torch.randn(3, 2100).to(dtype).to(DEVICE)

@@ -348,7 +348,7 @@ def tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: i
     """
     few = max(1, 64 // share)
     columns = large(card, dim, wide).columns
-    warps, run = 2 if dim <= 128 and wide <= 2 else 4, 64 // columns if columns > 16 else 1
+    warps, run = 2 if dim <= 128 and wide <= 2 else 4, 64 // columns
     small = Tile(16, columns, warps, 2, 4, run, slim=dim <= 64 and wide <= 2 and most == 1)
     if not card.sms:
         # Hopper's asynchronous units are the faster ones for a single query, too: 15 us instead of 23 (measured).

@@ -36,7 +36,7 @@ from quire.ops.base import (
 )
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton.gemv import GemmConfig, lines, numbers, two
-from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait, wait_and_release
 from quire.ops.triton.quantized_gemm import FOUR_AT_ONCE
 from quire.ops.triton.rows import GATES, apply_gate, warps
 
@@ -468,16 +468,18 @@ def combine_kernel(
 def few_gate_up_kernel(
     x, weight, bias, experts, out, width, hidden,
     USED: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N of a slot's outputs, out [slots, width], by multiply-adds: see BY_TOKEN in `experts_kernel`. There are
-    TIMES * BLOCK_K inputs."""
+    TIMES * BLOCK_K inputs. EARLY: which expert it is, is known before the preceding kernel has ended, so that its
+    matrix is requested before the wait."""
     slot = tl.program_id(1).to(tl.int64)
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    wait(DEPENDENT)
-    release(DEPENDENT)
+    wait_and_release(DEPENDENT and not EARLY)
     expert = tl.load(experts + slot).to(tl.int64)
     if expert < 0:
+        wait_and_release(DEPENDENT and EARLY)
         return
     whole = expert * width * 2 if GATE else expert * width
     line = weight + (whole + n[:, None]) * hidden + k[None, :]
@@ -488,6 +490,7 @@ def few_gate_up_kernel(
         tiles += (lines(line, n, k, i * BLOCK_K, width, hidden, EVEN),)  # type: ignore[assignment]
         if GATE:
             ups += (lines(line + far, n, k, i * BLOCK_K, width, hidden, EVEN),)  # type: ignore[assignment]
+    wait_and_release(DEPENDENT and EARLY)
     row = x + slot // USED * hidden
     value = numbers(row, n, k, 0, hidden, APART)
     y = tiles[0].to(tl.float32) * value
@@ -836,7 +839,7 @@ def multiply_gate_up(
         USED=used, GATE=num_parts(gate) == 2, ACT=GATES[gate], BIAS=bias is not None,
         EVEN=hidden % how.inputs == 0 and width % how.outputs == 0,
         BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(hidden, how.inputs), APART=apart(how),
-        DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
+        EARLY=routing.early, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
 

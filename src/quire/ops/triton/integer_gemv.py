@@ -37,7 +37,7 @@ from quire.ops.triton.integer_gemm import (
     supers_of,
     upper,
 )
-from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait, wait_and_release
 from quire.ops.triton.rows import GATES
 
 UNIT = tl.constexpr(64)
@@ -491,13 +491,14 @@ def integer_gemv_kernel(
     MODE: tl.constexpr, USED: tl.constexpr, UNITS: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr,
     BIAS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     ROWS: tl.constexpr, WARPS: tl.constexpr, BATCHES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_N: tl.constexpr, FLOAT16: tl.constexpr, FAST: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN_N: tl.constexpr, FLOAT16: tl.constexpr, FAST: tl.constexpr, EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """16 outputs of all rows; with GATE as many gates, and what they gate.
 
     x and weight are int64: four numbers of x, eight bytes. The warps take units by turns, 8 / ROWS of each in a batch;
-    DEPTH batches are requested before the wait, the others as many batches ahead. MODE: see `DENSE`. experts, weights:
-    of the slots; size, scales, extra: how far the next expert's weight, words and supers are.
+    DEPTH batches are requested before the wait, the others as many batches ahead. MODE: see `DENSE`. EARLY: of a slot,
+    too, for which expert it has is known before. experts, weights: of the slots; size, scales, extra: how far the next
+    expert's weight, words and supers are.
     """
     i = tl.arange(0, 32 * WARPS)
     thread = i // 32, i % 32 // 4, i % 4
@@ -505,10 +506,11 @@ def integer_gemv_kernel(
     ALL: tl.constexpr = UNITS * USED if MODE == TOKEN else UNITS
     number = tl.program_id(1)
     if MODE == SLOT:
-        wait(DEPENDENT)
+        wait(DEPENDENT and not EARLY)
         expert = tl.load(experts + number).to(tl.int64)
-        release(DEPENDENT)
+        release(DEPENDENT and not EARLY)
         if expert < 0:
+            wait_and_release(DEPENDENT and EARLY)
             return
         weight, words, supers = weight + expert * size, words + expert * scales, supers + expert * extra
         if BIAS:
@@ -528,9 +530,7 @@ def integer_gemv_kernel(
              requested_marks(matrix, experts, weights, b, outputs, thread, MODE, UNITS, ALL, KIND, GROUP, ROWS, PARTS,
                              WARPS, EVEN, EVEN_N)),
         )  # fmt: skip
-    if MODE != SLOT:
-        wait(DEPENDENT)
-        release(DEPENDENT)
+    wait_and_release(DEPENDENT and (MODE != SLOT or EARLY))
     columns = ()
     for b in tl.static_range(BATCHES):
         columns += (taken(x, b, rows, inputs, thread, MODE, UNITS, ALL, ROWS, WARPS, BITS, FAST),)  # type: ignore[assignment]
@@ -664,7 +664,7 @@ def launch(
 ) -> None:
     """count: programs of the same outputs."""
     rows = len(x) if routing is None else 1
-    experts, weights = (x, x) if routing is None else routing
+    experts, weights = (x, x) if routing is None else routing[:2]
     used = 1 if routing is None else routing.experts.shape[1]
     outputs, supers = out.shape[-1], supers_of(matrix)
     strides = (0, 0, 0) if routing is None else (matrix.weight.stride(0) // 8, matrix.words.stride(0), supers.stride(0))
@@ -680,5 +680,5 @@ def launch(
         BITS=matrix.bits, KIND=int(matrix.kind), GROUP=matrix.group, HALF=matrix.half, ROWS=padded, WARPS=warps,
         BATCHES=batches, DEPTH=max(1, REGISTERS // registers), EVEN=units * padded == 8 * warps * batches,
         EVEN_N=outputs % 16 == 0, FLOAT16=x.dtype is torch.float16, FAST=any(card.capability),
-        DEPENDENT=card.dependent, num_warps=warps, **card.options,
+        EARLY=routing is not None and routing.early, DEPENDENT=card.dependent, num_warps=warps, **card.options,
     )  # fmt: skip

@@ -94,6 +94,13 @@ def release(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
+def wait_and_release(DEPENDENT: tl.constexpr):
+    """Both."""
+    wait(DEPENDENT)
+    release(DEPENDENT)
+
+
+@triton.jit
 def fetch(start, offsets):
     """Prefetch the lines at start + offsets into L2. Only on a GPU: the interpreter cannot."""
     tl.inline_asm_elementwise(

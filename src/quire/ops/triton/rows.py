@@ -3,7 +3,7 @@ v."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -27,18 +27,26 @@ def normalize(x, weight, bias, inside, columns, eps, CENTRED: tl.constexpr):
 
 @kernel
 def norm_kernel(
-    x, residual, weight, bias, first_weight, first_bias, gain_of_sum, out, columns, eps, first_eps, scale,
-    NORM: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr, GAINED: tl.constexpr, CENTRED: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, residual, weight, bias, second_weight, third_weight, first_weight, first_bias, beside_weight, gain_of_sum, out,
+    second_out, third_out, columns, eps, second_eps, third_eps, first_eps, beside_eps, scale,
+    NORMS: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr, BESIDE: tl.constexpr, GAINED: tl.constexpr,
+    CENTRED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. With ADD the sum is rounded, stored in `residual`, then normed, if NORM; with FIRST x is
-    normed before, scaled and rounded; with GAINED the rounded sum is multiplied. Both norms are of one kind."""
+    """One row per program. With ADD the sum is rounded, stored in `residual`, then normed, NORMS times, each time from
+    the sum; with FIRST x is normed before, scaled and rounded, with BESIDE the residual is normed before and rounded;
+    with GAINED the rounded sum is multiplied. All norms are of one kind; second, third and BESIDE have no bias."""
     at = tl.arange(0, BLOCK)
     inside = at < columns
     gain, shift = row_of(weight, bias, at, inside, BIAS)
-    first_gain, first_shift = gain, shift
+    first_gain, first_shift, beside_gain, second_gain, third_gain = gain, shift, gain, gain, gain
     if FIRST:
         first_gain, first_shift = row_of(first_weight, first_bias, at, inside, BIAS)
+    if BESIDE:
+        beside_gain = row_of(beside_weight, bias, at, inside, False)[0]
+    if NORMS > 1:
+        second_gain = row_of(second_weight, bias, at, inside, False)[0]
+    if NORMS > 2:
+        third_gain = row_of(third_weight, bias, at, inside, False)[0]
     place = tl.program_id(0).to(tl.int64) * columns + at
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -47,14 +55,25 @@ def norm_kernel(
         exact = normalize(value.to(tl.float32), first_gain, first_shift, inside, columns, first_eps, CENTRED)
         value = exact.to(value.dtype)
     if ADD:
-        total = value.to(tl.float32) * scale + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        added = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        if BESIDE:
+            exact = normalize(added, beside_gain, 0.0, inside, columns, beside_eps, CENTRED)
+            added = exact.to(value.dtype).to(tl.float32)
+        total = value.to(tl.float32) * scale + added
         if GAINED:
             total = total.to(value.dtype).to(tl.float32) * tl.load(gain_of_sum).to(tl.float32)
         value = total.to(value.dtype)
         tl.store(residual + place, value, mask=inside)
-    if NORM:
-        exact = normalize(value.to(tl.float32), gain, shift, inside, columns, eps, CENTRED)
-        tl.store(out + place, exact.to(value.dtype), mask=inside)
+    exact = value.to(tl.float32)
+    if NORMS > 0:
+        made = normalize(exact, gain, shift, inside, columns, eps, CENTRED)
+        tl.store(out + place, made.to(value.dtype), mask=inside)
+    if NORMS > 1:
+        made = normalize(exact, second_gain, 0.0, inside, columns, second_eps, CENTRED)
+        tl.store(second_out + place, made.to(value.dtype), mask=inside)
+    if NORMS > 2:
+        made = normalize(exact, third_gain, 0.0, inside, columns, third_eps, CENTRED)
+        tl.store(third_out + place, made.to(value.dtype), mask=inside)
 
 
 @triton.jit
@@ -152,31 +171,47 @@ def warps(size: int) -> int:
     return min(16, max(1, size // 512))
 
 
-def norm(
+MOST_NORMS = 3
+"""Norms of one sum that `norm_kernel` computes at once."""
+
+
+def computes_norms(norms: Sequence[Norm]) -> bool:
+    """Whether `norms` takes these of one sum: a few RMS norms."""
+    return len(norms) <= MOST_NORMS and not any(each.centred or each.bias is not None for each in norms)
+
+
+def norms(
     x: Tensor,
-    norm: Norm | None,
+    of_sum: Sequence[Norm],
     card: DeviceInfo,
     residual: Tensor | None = None,
     before: Norm | None = None,
     scale: float = 1.0,
     gain: Tensor | None = None,
-) -> Tensor:
-    """See `Ops.norm`; with `residual`, `Ops.add_norm`, with the sum stored in `residual`."""
+    beside: Norm | None = None,
+) -> list[Tensor]:
+    """Each of `of_sum`: see `Ops.add_norms`; without `residual`, norms of x. The sum is stored in `residual`.
+
+    beside: a norm that the residual passes before x is added. More norms than one, and `beside`, are as
+    `computes_norms` says.
+    """
     x = x.contiguous()
     columns = x.shape[-1]
     size = block(columns)
-    last = norm or before or Norm(x, 0.0)
-    first = before or last
-    out = residual if norm is None and residual is not None else torch.empty_like(x)
+    given = [each for each in (*of_sum, before, beside) if each is not None] or [Norm(x, 0.0)]
+    last, second, third = (of_sum[i] if i < len(of_sum) else given[0] for i in range(MOST_NORMS))
+    first, side = before or last, beside or last
+    outs = [torch.empty_like(x) for _ in of_sum]
     norm_kernel[(x.numel() // columns,)](
         *(x, x if residual is None else residual, last.weight, last.weight if last.bias is None else last.bias),
-        *(first.weight, first.weight if first.bias is None else first.bias, x if gain is None else gain, out, columns),
-        *(last.eps, first.eps, scale),
-        NORM=norm is not None, ADD=residual is not None, FIRST=before is not None, GAINED=gain is not None,
-        CENTRED=last.centred,
-        BIAS=last.bias is not None, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(size), **card.options,
+        *(second.weight, third.weight, first.weight, first.weight if first.bias is None else first.bias),
+        *(side.weight, x if gain is None else gain, *outs, *[x] * (MOST_NORMS - len(outs)), columns),
+        *(last.eps, second.eps, third.eps, first.eps, side.eps, scale),
+        NORMS=len(outs), ADD=residual is not None, FIRST=before is not None, BESIDE=beside is not None,
+        GAINED=gain is not None, CENTRED=last.centred, BIAS=last.bias is not None, BLOCK=size,
+        DEPENDENT=card.dependent, num_warps=warps(size), **card.options,
     )  # fmt: skip
-    return out
+    return outs
 
 
 def add_shared(routed: Tensor, shared: Tensor, logits: Tensor | None, card: DeviceInfo) -> Tensor:
