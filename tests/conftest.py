@@ -18,15 +18,32 @@ import pytest
 import torch
 
 from tests.forked import forking
+from tests.parts import part_of
 
 if not torch.cuda.is_available():  # chosen before any kernel is defined, whichever test module imports one first
     os.environ["TRITON_INTERPRET"] = "1"
 
-gc.set_threshold(50_000)  # what collecting the tests leaves would be scanned again and again otherwise
+gc.set_threshold(50_000)
+gc.disable()  # until tests are collected: what that leaves would be scanned again and again
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="K/N", help="a part of the selected tests: see tests/parts.py")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    try:
+        chosen = part_of(items, config.getoption("--part"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.hook.pytest_deselected(items=[*({*items} - {*chosen})])
+    items[:] = chosen
 
 
 def pytest_collection_finish() -> None:
     """Exclude all modules and tests from garbage collection: they stay, and scanning them takes half a second."""
+    gc.enable()
     gc.freeze()
     atexit.register(gc.unfreeze)  # or libraries that look for leaks at the end find all of it
 
@@ -37,6 +54,7 @@ class Garbage:
 
     growth = 1 << 16
     limit = 0
+    modules = 0
 
     @classmethod
     def pages(cls) -> int:
@@ -48,6 +66,23 @@ class Garbage:
         if cls.pages() > cls.limit:
             gc.collect()
             cls.limit = cls.pages() + cls.growth
+
+    @classmethod
+    def after_module(cls) -> None:
+        """What modules and libraries keep for good is millions of objects: every tenth time they are excluded, too."""
+        cls.modules += 1
+        if cls.modules % 10 == 0:
+            gc.collect()
+            gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        if nextitem is not None and nextitem.path != item.path:
+            Garbage.after_module()
 
 
 @pytest.fixture(scope="module")

@@ -47,12 +47,16 @@ MODULES = (
     "tests.agent",
     "tests.contract.limited",
     "tests.contract.unreliable",
+    "tests.ops.triton.peers",
     "tests.surface.ahead",
     "tests.thinker",
 )
 """What is forked. Whatever else is run is started."""
 
-READ_LATE = ("QUIRE_", "OTEL_", "PYTEST_", "GLOO_", "NCCL_", "TORCH_SYMM_", "ONEDNN_PRIMITIVE_", "LRU_CACHE_")
+READ_LATE = (
+    *("QUIRE_", "OTEL_", "PYTEST_", "GLOO_", "NCCL_", "TORCH_SYMM_", "ONEDNN_PRIMITIVE_", "LRU_CACHE_"),
+    *("HF_", "OLLAMA_"),  # huggingface_hub is not among what a template imports
+)
 """Beginnings of the variables that may differ from a template's: nothing reads them while it is imported."""
 
 _SET_CHILD_SUBREAPER, _SET_NAME = 36, 15
@@ -161,6 +165,7 @@ def main() -> None:
         importlib.import_module(name)
     for name in MODULES:
         sys.modules.pop(name, None)  # or runpy warns of what it runs
+    assert "huggingface_hub" not in sys.modules, "it reads HF_ variables as it is imported: see READ_LATE"
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     gc.collect()
     gc.freeze()

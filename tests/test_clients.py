@@ -34,12 +34,19 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield live
 
 
+THROUGH_ANOTHER_AT_NIGHT = pytest.mark.parametrize(
+    "live", ["native", pytest.param("upstream", marks=pytest.mark.nightly)], indirect=True, scope="module"
+)
+"""Of long answers: what is passed on is compared byte by byte in `tests/server/test_proxy.py`."""
+
+
 @pytest.fixture
 def claude(live: Any) -> Iterator[Anthropic]:
     with Anthropic(api_key="none", base_url=live.url, http_client=httpx2.Client(trust_env=False)) as client:
         yield client
 
 
+@THROUGH_ANOTHER_AT_NIGHT
 def test_a_forced_call_obeys_its_schema_whole_and_streamed(live: Any) -> None:
     ask: dict[str, Any] = {"model": "embedded", "messages": HI, "tools": [TOOL], "seed": 3, "max_tokens": 120}
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
@@ -56,6 +63,7 @@ def test_a_forced_call_obeys_its_schema_whole_and_streamed(live: Any) -> None:
         assert (name, pieces) == ("weather", call.function.arguments)
 
 
+@THROUGH_ANOTHER_AT_NIGHT
 def test_several_calls_can_be_forced_and_all_obey(live: Any) -> None:
     made = live.openai.chat.completions.create(
         model="embedded", messages=HI, tools=[TOOL], tool_choice="required", seed=1, max_tokens=200
@@ -108,6 +116,7 @@ def test_messages_stream_what_they_say_whole(live: Any, claude: Any) -> None:
     assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
 
 
+@THROUGH_ANOTHER_AT_NIGHT
 def test_messages_call_tools(live: Any, claude: Any) -> None:
     tool: Any = {"name": "weather", "input_schema": SCHEMA}
     choice: Any = {"type": "tool", "name": "weather"}
@@ -132,6 +141,7 @@ class Place(BaseModel):
     far: bool
 
 
+@THROUGH_ANOTHER_AT_NIGHT
 def test_answers_and_calls_are_objects_of_an_ordinary_class(live: Any, claude: Any) -> None:
     schema = Trip.model_json_schema()
     assert "additionalProperties" not in schema
@@ -223,6 +233,7 @@ def llama(live: Any) -> Iterator[ollama.Client]:
     client._client.close()
 
 
+@THROUGH_ANOTHER_AT_NIGHT
 def test_ollamas_client_chats_and_generates_whole_and_streamed(live: Any, llama: ollama.Client) -> None:
     few: Any = {"temperature": 0, "num_predict": 40, "num_ctx": 4096}
     same = live.openai.chat.completions.create(model="embedded", messages=HI, temperature=0, max_tokens=40)
@@ -245,6 +256,7 @@ def test_ollamas_client_chats_and_generates_whole_and_streamed(live: Any, llama:
     assert llama.generate("embedded").done_reason == llama.chat("embedded").done_reason == "load"
 
 
+@THROUGH_ANOTHER_AT_NIGHT
 def test_ollamas_client_gets_objects_of_an_ordinary_class_and_tool_calls(live: Any, llama: ollama.Client) -> None:
     schema = Trip.model_json_schema()
     made = llama.chat("embedded", HI, format=schema, options={"seed": 3, "num_predict": 200})

@@ -107,6 +107,7 @@ class Quiet(SimpleHTTPRequestHandler):
         """Tests are quiet."""
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
 def test_the_search_box_shows_what_is_looked_for_first(site: Path) -> None:
     """Pages of help before benchmarks and the changelog, which mention everything."""

@@ -87,7 +87,7 @@ REUSED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     "options",
     [
         pytest.param(
-            options, marks=pytest.mark.nightly if name in ("whole prompts", "ahead", "no slots") else (), id=name
+            options, marks=() if name in ("chunks and states between", "every bit") else pytest.mark.nightly, id=name
         )
         for name, options in REUSED.items()
     ],

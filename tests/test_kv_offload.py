@@ -112,7 +112,12 @@ KINDS = [
     (TieredAhead, "gpt2-odd-heads", "bfloat16"),
     (Tiered, "qwen3_moe-gqa", "bfloat16"),
 ]
-EVERY = pytest.mark.parametrize(("kind", "shape", "dtype"), KINDS, ids=lambda each: getattr(each, "__name__", each))
+AT_NIGHT = KINDS[4:5] + KINDS[6:]
+EVERY = pytest.mark.parametrize(
+    ("kind", "shape", "dtype"),
+    [pytest.param(*each, marks=pytest.mark.nightly) if each in AT_NIGHT else each for each in KINDS],
+    ids=lambda each: getattr(each, "__name__", each),
+)
 
 
 def converse(kind: type[Tiered], shape: str, dtype: str, count: int, factory: pytest.TempPathFactory) -> Engine:

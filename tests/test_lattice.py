@@ -23,7 +23,7 @@ def _sample(seed: str, count: int, **fixed: object) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize(
-    "share", [*range(SHARES // 2), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(SHARES // 2, SHARES))]
+    "share", [*range(SHARES // 4), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(SHARES // 4, SHARES))]
 )
 def test_every_combination_gives_the_naive_loops_tokens(share: int) -> None:
     for combo in _sample(f"share {share}", PER_SHARE):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -107,8 +108,13 @@ def name_of(path: Path) -> str:
 
 
 MODULES = {name_of(path): path for path in sorted((SOURCE / "quire").rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in MODULES.items()}
 INSIDE = sorted(name for name in MODULES if "." in name and not name.endswith("__main__"))
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    """Not made by importing, which every worker does."""
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"), str(MODULES[module]))
 
 
 def package(module: str) -> str:
@@ -140,7 +146,7 @@ def test_every_package_is_in_a_layer() -> None:
 def test_a_package_imports_only_itself_and_lower_layers(module: str) -> None:
     level = {name: index for index, layer in enumerate(LAYERS) for name in layer}
     own = package(module)
-    for target in imports(TREES[module]):
+    for target in imports(tree_of(module)):
         if target == "quire" or target.split(".")[0] != "quire":
             top = target.split(".")[0]
             assert top not in FORBIDDEN.get(own, ()), f"{module} imports {target}"
@@ -152,7 +158,7 @@ def test_a_package_imports_only_itself_and_lower_layers(module: str) -> None:
 
 def test_the_scheduler_needs_the_standard_library_only_and_reads_no_clock_and_no_environment() -> None:
     for module in (name for name in INSIDE if package(name) == "scheduler"):
-        for target in imports(TREES[module]):
+        for target in imports(tree_of(module)):
             top = target.split(".")[0]
             assert top == "quire" or top in sys.stdlib_module_names, f"{module} imports {target}"
             assert top not in ("time", "datetime", "os"), f"{module} imports {target}"
@@ -160,7 +166,7 @@ def test_the_scheduler_needs_the_standard_library_only_and_reads_no_clock_and_no
 
 def test_there_are_no_import_cycles() -> None:
     """`quire` itself is left out: it names `LLM` for type checkers and imports it on demand."""
-    graph = {name: {t for t in imports(TREES[name]) if t in MODULES and t != name} for name in INSIDE}
+    graph = {name: {t for t in imports(tree_of(name)) if t in MODULES and t != name} for name in INSIDE}
     for targets in graph.values():
         targets.discard("quire")
     try:
@@ -179,14 +185,14 @@ def test_imports_stand_at_the_top_but_for_optional_packages() -> None:
         for requirement in requirements
     }
     optional |= {name.partition("_")[0] for name in optional if name.startswith("opentelemetry_")}
-    for module, tree in TREES.items():
+    for module, tree in ((module, tree_of(module)) for module in MODULES):
         for function in functions(tree):
             for target in imports(function):
                 assert target.split(".")[0] in optional, f"{module}.{function.name} imports {target}"
 
 
 def test_modules_are_loaded_by_name_only_where_it_must_be() -> None:
-    loads = {module for module in INSIDE if {"importlib", "importlib.util"} & set(imports(TREES[module]))}
+    loads = {module for module in INSIDE if {"importlib", "importlib.util"} & set(imports(tree_of(module)))}
     assert loads == LOADERS
 
 
@@ -199,12 +205,12 @@ def is_mutable(value: ast.expr | None) -> bool:
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_modules_hold_no_mutable_state(module: str) -> None:
-    for node in TREES[module].body:
+    for node in tree_of(module).body:
         frozen = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith(READ_ONLY)
         if isinstance(node, ast.Assign | ast.AnnAssign) and is_mutable(node.value) and not frozen:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             assert ast.unparse(target) == "__all__", f"{module}: line {node.lineno}"
-    for inner in ast.walk(TREES[module]):
+    for inner in ast.walk(tree_of(module)):
         assert not isinstance(inner, ast.Global), f"{module}: line {inner.lineno}"
 
 

@@ -35,7 +35,7 @@ def held() -> Counter[str]:
         {"dtype": "bfloat16", "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         {"deterministic": True},
         {"quantization": "int8", "kv_cache_dtype": "fp8"},
-        {"kv_cache_dtype": "fp8_e5m2"},
+        pytest.param({"kv_cache_dtype": "fp8_e5m2"}, marks=pytest.mark.nightly),
     ],
     ids=lambda options: " ".join(options) or "default",
 )

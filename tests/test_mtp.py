@@ -306,7 +306,7 @@ def test_several_layers_draft_as_in_transformers(made: Any, shape: str) -> None:
         assert made_drafts[0].tolist() == reference.drafts(tokens, 3)
 
 
-@pytest.mark.parametrize("policy", [FixedDrafts, Drawn, AdaptiveDrafts])
+@pytest.mark.parametrize("policy", [FixedDrafts, Drawn, pytest.param(AdaptiveDrafts, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("shape", [DENSE, RECURRENT[0]])
 @pytest.mark.parametrize("layers", LAYERS)
 def test_no_answer_depends_on_drafts(made: Any, shape: str, policy: Any, layers: int) -> None:
@@ -329,7 +329,7 @@ def test_no_answer_depends_on_drafts_under_memory_pressure(made: Any, shape: str
     assert it.gauges().preemptions > 0
 
 
-@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("greedy", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("pages", [PAGES, 34])
 @pytest.mark.parametrize("layers", LAYERS)
 def test_no_answer_depends_on_drafts_of_a_device(made: Any, greedy: bool, pages: int, layers: int) -> None:
@@ -365,8 +365,8 @@ def wordy(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 @pytest.mark.parametrize(
     ("deterministic", "lookahead"),
     [
-        (False, 0),
         (True, 1),
+        pytest.param(False, 0, marks=pytest.mark.nightly),
         pytest.param(False, 1, marks=pytest.mark.nightly),
         pytest.param(True, 0, marks=pytest.mark.nightly),
     ],

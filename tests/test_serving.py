@@ -18,6 +18,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from tests.forked import forking
 from tests.live import Behind, Live, environment, serving, standing
 
 
@@ -26,6 +27,12 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("live")
     with standing(request.param, folder, "--dtype", "float32", "--max-num-seqs", "32") as live:
         yield live
+
+
+THROUGH_ANOTHER_AT_NIGHT = pytest.mark.parametrize(
+    "live", ["native", pytest.param("upstream", marks=pytest.mark.nightly)], indirect=True, scope="module"
+)
+"""What depends on the server that generates: how answers are passed on is in `tests/server/test_proxy.py`."""
 
 
 def test_ready_in_little_more_than_twice_what_importing_torch_takes(tmp_path: Path) -> None:
@@ -50,6 +57,7 @@ def test_ready_in_little_more_than_twice_what_importing_torch_takes(tmp_path: Pa
     assert took < 2.4 * max(before, after)
 
 
+@THROUGH_ANOTHER_AT_NIGHT
 def test_sixty_four_streams_do_not_mix_and_none_is_lost(live: Live) -> None:
     """Each stream equals its answer among three others, and some what they are alone; twice as many as there are
     seats."""
@@ -204,6 +212,7 @@ def test_counters_equal_what_clients_saw(live: Live) -> None:
     assert live.metric("vllm:num_requests_running") == 0 and live.metric("vllm:kv_cache_usage_perc") == 0
 
 
+@THROUGH_ANOTHER_AT_NIGHT
 def test_an_idle_server_sleeps(live: Live) -> None:
     live.settled()
 
@@ -287,12 +296,13 @@ def test_a_key_covers_every_route_but_health(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_start_says_so_in_one_line(args: tuple[str, ...], says: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "quire", "serve", "--port", "0", *args],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=600,
-        check=False,
-    )
+    with forking():
+        done = subprocess.run(
+            [sys.executable, "-m", "quire", "serve", "--port", "0", *args],
+            capture_output=True,
+            text=True,
+            env=environment(),
+            timeout=600,
+            check=False,
+        )
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr

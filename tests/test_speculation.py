@@ -141,7 +141,7 @@ def plain(count: int, seed: int = 1) -> dict[str, tuple[int, ...]]:
     [
         (FixedDrafts, "model"),
         (Drawn, "ngram"),
-        (AdaptiveDrafts, "ngram"),
+        pytest.param(AdaptiveDrafts, "ngram", marks=pytest.mark.nightly),
         pytest.param(FixedDrafts, "ngram", marks=pytest.mark.nightly),
         pytest.param(Drawn, "model", marks=pytest.mark.nightly),
         pytest.param(AdaptiveDrafts, "model", marks=pytest.mark.nightly),

@@ -153,7 +153,7 @@ def test_what_is_shown_can_be_held_saved_and_opened_again(live: Live, browser: B
 
 @pytest.mark.parametrize(
     ("size", "theme"),
-    [("desktop", "light"), pytest.param("desktop", "dark", marks=pytest.mark.nightly), ("phone", "dark")],
+    [pytest.param("desktop", theme, marks=pytest.mark.nightly) for theme in ("light", "dark")] + [("phone", "dark")],
 )
 def test_the_page_is_accessible(live: Live, browser: Browser, size: str, theme: str) -> None:
     opened = Opened(browser, live.url, size, theme, "engine")
@@ -219,6 +219,7 @@ def test_the_keyboard_reaches_everything(live: Live, browser: Browser) -> None:
     opened.close()
 
 
+@pytest.mark.nightly
 def test_the_time_from_opening_the_page_to_an_answer_is_measured(live: Live) -> None:
     """As `.ci/newcomer` does, with a browser of its own."""
     script = Path(__file__).parents[1] / "tools/page_time.py"
@@ -609,7 +610,14 @@ def test_a_turn_late_in_a_long_conversation_costs_no_more_than_an_early_one(live
     opened.close()
 
 
-@pytest.mark.parametrize(("size", "theme"), [("desktop", "light"), ("desktop", "dark"), ("phone", "light")])
+@pytest.mark.parametrize(
+    ("size", "theme"),
+    [
+        pytest.param("desktop", "light", marks=pytest.mark.nightly),
+        ("desktop", "dark"),
+        pytest.param("phone", "light", marks=pytest.mark.nightly),
+    ],
+)
 def test_reasoning_tool_calls_and_errors_are_shown(live: Live, browser: Browser, size: str, theme: str) -> None:
     opened = Opened(browser, live.url, size, theme)
     page = opened.page

@@ -1,19 +1,19 @@
-"""How long a thread of OpenMP that waits for another keeps its core busy: to be said before torch is imported."""
+"""How long a waiting OpenMP thread spins before it sleeps. Must be set before torch is imported."""
 
 from __future__ import annotations
 
 import os
 
 OWN_CHOICES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-"""Variables by which the process that starts this one says it."""
+"""Environment variables that set it. Where one is set, it is left as it is."""
 
 SPINS = "200"
-"""Some microseconds, about what threads that share a product wait for each other on cores of their own. libgomp's own
-choice is some milliseconds: where another program has one of the cores, a thread spins as long at each of the hundreds
-of products of a step for one that is not running, and uses up the time in which it could."""
+"""Iterations: a few microseconds, about as long as threads wait for each other in a matrix product on idle cores.
+libgomp's default is some milliseconds. Where another program runs on one of the cores, a thread then spins that long in
+each of the hundreds of products of a step, waiting for a thread that is not scheduled."""
 
 
 def limit_spinning() -> None:
-    """Let threads sleep soon, unless the environment says otherwise. For this process, and those it starts."""
+    """Make threads of this process and its children sleep soon, unless the environment sets it otherwise."""
     if not any(name in os.environ for name in OWN_CHOICES):
         os.environ["GOMP_SPINCOUNT"] = SPINS

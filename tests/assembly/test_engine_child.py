@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from quire.engine.protocol import Configure, encode_frame
+from tests.forked import Popen
 from tests.live import ROOT, environment
 
 
@@ -19,7 +19,7 @@ def test_an_engine_whose_front_went_away_while_it_was_built_ends_without_a_word(
 ) -> None:
     here, there = socket.socketpair()
     with (tmp_path / "said").open("wb") as said:
-        process = subprocess.Popen(
+        process = Popen(
             [sys.executable, "-m", "quire.assembly.engine_child", str(there.fileno())],
             pass_fds=[there.fileno()],
             cwd=ROOT,

@@ -136,12 +136,18 @@ def test_a_load_test_asks_and_saves_what_is_written_down(
 def test_a_job_is_divided_among_processes_as_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
     done: list[int] = []
+    started: list[list[str]] = []
 
     class Process:
         def __init__(self, argv: list[str], **_: object) -> None:
             assert argv == [sys.executable, "-m", "quire.bench.load_client"]
-            self.stdin, self.stdout = io.BytesIO(), io.BytesIO(b'..{"tokens": %d}' % len(given))
-            self.stdin.close = lambda: given.append(json.loads(self.stdin.getvalue()))  # type: ignore[method-assign]
+            self.stdin, self.stdout = io.BytesIO(), io.BytesIO(load_client.READY + b'..{"tokens": %d}' % len(started))
+            started.append(argv)
+            self.stdin.close = self.begin  # type: ignore[method-assign]
+
+        def begin(self) -> None:
+            job, begin = map(json.loads, self.stdin.getvalue().splitlines())
+            given.append({**job, "begin": begin})
 
         def wait(self) -> int:
             return 0
@@ -157,8 +163,8 @@ def test_a_job_is_divided_among_processes_as_written_down(monkeypatch: pytest.Mo
         results = load_client.run_clients(job, processes, done.append)
         lines += [f"{processes}: {json.dumps(each)}" for each in given]
         lines.append(f"{results} {sum(done)} done")
-        given.clear()
-        done.clear()
+        for each in (given, done, started):
+            each.clear()
     check(EXPECTED / "shares.txt", "\n".join(lines))
 
 

@@ -48,6 +48,7 @@ def test_prompts_are_of_tokens_that_every_model_has() -> None:
     assert max(token for prompt in load.asked(2, 7)[0] for token in prompt) < 1000
 
 
+@pytest.mark.nightly
 def test_both_are_started_in_turn_where_there_is_a_model(tmp_path: Path) -> None:
     fake = tmp_path / "vllm.py"
     fake.write_text(

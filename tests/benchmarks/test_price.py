@@ -220,6 +220,7 @@ def test_what_is_compiled_after_ready_is_noted_with_its_time(monkeypatch: pytest
 # ---------------------------------------------------------------- HTTP
 
 
+@pytest.mark.nightly
 def test_a_server_is_measured_plain_with_logprobs_and_with_a_schema(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     few = ("--streams", "2", "--requests", "2", "--processes", "1", "--repeat", "1", "--new", "4", "6")

@@ -325,6 +325,7 @@ SAID = BROKEN | {
 }
 
 
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("how", SAID)
 def test_broken_and_hostile_input_is_one_clear_line_and_exit_code_2_and_nothing_of_it_runs(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch

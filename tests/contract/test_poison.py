@@ -33,7 +33,7 @@ TIMEOUT = 100.0
 REST = 4.0
 """Seconds of idleness after which the engine has given back what it had free, so that it is not counted as before."""
 
-SHARE = 20
+SHARE = 40
 """Of how many poisons one runs every time; all of them do at night."""
 
 

@@ -395,7 +395,9 @@ class Eager(AdaptiveDrafts):
         super().__init__(most, NearlyFree({(1 << w, d): 1.0 + 0.001 * d for w in range(5) for d in draft_counts(most)}))
 
 
-@pytest.mark.parametrize("most", [1, 3, 8])
+@pytest.mark.parametrize(
+    "most", [pytest.param(1, marks=pytest.mark.nightly), 3, pytest.param(8, marks=pytest.mark.nightly)]
+)
 def test_every_graph_key_is_precompiled_with_any_number_of_drafts_and_any_end(most: int) -> None:
     cuda = pytest.importorskip("quire.assembly.cuda")
     rows, length, queue = 4, 40, Noted()

@@ -36,7 +36,7 @@ THERE = ("block_size", "num_gpu_blocks_override", "max_model_len", "lookahead", 
 
 
 NAMES = ["plain", "chunked", "tight", "ahead", "drafts"]
-EVERYWHERE = ("chunked", "drafts")
+EVERYWHERE = ("drafts",)
 """What is done in CI of ONNX behind gRPC too. Each of the two is seen by itself with all options."""
 
 

@@ -27,6 +27,7 @@ Pair = tuple[PreTrainedModel, Path]
 LATER = [pytest.param(shape, marks=() if shape in FIRST else pytest.mark.nightly) for shape in SHAPES]
 EVERY = pytest.mark.parametrize("pair", SHAPES, indirect=True, scope="module")
 FIRST_OF_EACH = pytest.mark.parametrize("pair", LATER, indirect=True, scope="module")
+HALF = [pytest.param(shape, marks=() if shape in sorted(FIRST)[::2] else pytest.mark.nightly) for shape in SHAPES]
 FOURTH = [pytest.param(shape, marks=() if shape in sorted(FIRST)[::4] else pytest.mark.nightly) for shape in SHAPES]
 
 
@@ -59,7 +60,7 @@ def test_logits_are_those_of_transformers_in_ragged_chunks(pair: Pair) -> None:
     same_logits(pair, page_size=16)
 
 
-@FIRST_OF_EACH
+@pytest.mark.parametrize("pair", FOURTH, indirect=True, scope="module")
 def test_logits_are_those_of_transformers_with_a_token_a_page(pair: Pair) -> None:
     same_logits(pair, page_size=1)
 
@@ -73,7 +74,7 @@ def test_greedy_answers_are_those_of_transformers(pair: Pair) -> None:
     assert all(len(set(answer)) >= 16 for answer in ours), "an answer that repeats itself would hide errors"
 
 
-@FIRST_OF_EACH
+@pytest.mark.parametrize("pair", HALF, indirect=True, scope="module")
 def test_bfloat16_stays_near_float32(pair: Pair) -> None:
     reference, folder = pair
     asked = prompts(load_model(folder).spec.vocab)

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.capture import PRECOMPILING
 from quire.ops.cublaslt import CublasLt
-from quire.ops.gemm import TORCH, GemmAlgorithm, GemmAutotuner, GemmShape, autotuning, on_the_card
+from quire.ops.gemm import TORCH, TORCH_GEMM, GemmAlgorithm, GemmAutotuner, GemmShape, SameBits, autotuning, on_the_card
 
 X, WEIGHT, BIAS = torch.ones(3, 4), torch.ones(2, 4), torch.ones(2)
 SHAPE = "3,2,4,0,float32"
@@ -195,3 +196,90 @@ def test_a_tuned_algorithm_is_captured(tmp_path: Path) -> None:
     assert torch.equal(got, want)
     with pytest.raises(ValueError, match="small"):
         CublasLt(torch.device("cuda")).algorithm(GemmShape(96, 8192, 2048, False, torch.bfloat16), "00ff")
+
+
+class Summed:
+    """An algorithm that adds up products one after the other, forwards or backwards."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        out.zero_()
+        for i in sorted(range(x.shape[1]), reverse=self.name == "backwards"):
+            out += x[:, i : i + 1] * weight[:, i]
+        if bias is not None:
+            out += bias
+
+
+class BothOrders(Two):
+    """A library with an algorithm of either order, the wrong one first."""
+
+    def algorithms(self, shape: GemmShape) -> Sequence[GemmAlgorithm]:
+        return [Summed("backwards"), Summed("forwards")]
+
+    def algorithm(self, shape: GemmShape, name: str) -> GemmAlgorithm:
+        return Summed(name)
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(2)])
+def test_only_algorithms_of_the_same_order_are_taken(bias: Tensor | None, tmp_path: Path) -> None:
+    x, weight, usual = torch.randn(3, 50), torch.randn(2, 50), Summed(TORCH)
+    same = SameBits(BothOrders(), usual, 2, torch.device("cpu"))
+    library = GemmAutotuner(same, Watch(2.0, 1.0), usual)
+    with autotuning(tmp_path / "book.json"):
+        assert library.algorithm(x, weight, bias).name == "forwards"
+        assert library.algorithm(x[:1], weight, bias) is usual, "too few rows"
+    assert library.untuned().algorithm(x, weight, bias) is usual
+    written = json.loads((tmp_path / "book.json").read_text())
+    (key,) = set(written) - {"format"}
+    assert key == f"{Two.version}, in order", "default mode has its own"
+
+
+def test_a_remembered_algorithm_is_compared_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    x, weight, usual = torch.randn(3, 50), torch.randn(2, 50), Summed(TORCH)
+    same, shape = SameBits(BothOrders(), usual, 2, torch.device("cpu")), GemmShape(3, 2, 50, False, torch.float32)
+    book = tmp_path / "book.json"
+    book.write_text(json.dumps({"format": 1, same.version: {str(shape): "backwards"}}))
+    with autotuning(book), caplog.at_level(logging.WARNING):
+        assert GemmAutotuner(same, Watch(2.0, 1.0), usual).algorithm(x, weight, None).name == "forwards"
+    assert "differ" in caplog.text
+    assert json.loads(book.read_text())[same.version][str(shape)] == "forwards"
+    caplog.clear()
+    with autotuning(book):
+        assert GemmAutotuner(same, Watch(), usual).algorithm(x, weight, None).name == "forwards", "without timing"
+
+
+def test_without_memory_to_compare_the_usual_algorithm_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object, **options: object) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    same = SameBits(BothOrders(), TORCH_GEMM, 2, torch.device("cpu"))
+    monkeypatch.setattr(same, "_compared", full)
+    with autotuning(tmp_path / "book.json"):
+        assert GemmAutotuner(same, Watch(1.0)).algorithm(X, WEIGHT, None) is TORCH_GEMM
+    assert "not enough memory" in caplog.text
+
+
+def test_nothing_is_compared_while_kernels_are_compiled_and_not_run(tmp_path: Path) -> None:
+    calls = 0
+
+    def count(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+
+    x, weight, usual = torch.randn(3, 50), torch.randn(2, 50), Summed(TORCH)
+    same = SameBits(BothOrders(), usual, 2, torch.device("cpu"))
+    library = GemmAutotuner(same, Watch(2.0, 1.0), usual)
+    token = PRECOMPILING.set(lambda *args, **options: None)
+    try:
+        with autotuning(tmp_path / "book.json"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Summed, "__call__", lambda self, *args: count(*args))
+            assert library.algorithm(x, weight, None) is usual
+    finally:
+        PRECOMPILING.reset(token)
+    assert calls == 1, "what comparing launches is compiled"
+    with autotuning(tmp_path / "book.json"):
+        assert library.algorithm(x, weight, None).name == "forwards", "what was not compared is not remembered"

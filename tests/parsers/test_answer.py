@@ -113,7 +113,7 @@ calls: Any = st.lists(
 
 
 @pytest.mark.parametrize("name", [name for name, style in STYLES.items() if not getattr(style, "form", None)])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(made=calls, sizes=cuts)
 def test_calls_that_are_well_written_are_read_as_they_were_meant(
     name: str, made: list[tuple[str, dict[str, Any]]], sizes: list[int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, get_args
 
 import pytest
@@ -117,15 +118,18 @@ def test_a_call_that_is_cut_off_is_never_completed(name: ToolParser) -> None:
         assert read in ([], [{}], [CALLS[0][1]]), text[:at]
 
 
-PIECES = {
-    name: [
+@cache
+def pieces(name: ToolParser) -> list[str]:
+    """Marks of a style, and calls in it. Not made by importing, which every worker does."""
+    style = STYLES[name]
+    return [
         *(mark for mark in (style.before, style.between, style.finish, style.after, style.head("now")) if mark),
         *(style.marks if not isinstance(style, TaggedStyle) else (style.begin, *style.opens, *style.closes)),
         rendered(name),
         rendered(name, CALLS[1:2]),
     ]
-    for name, style in STYLES.items()
-}
+
+
 PLAIN = ["{", "}", "[", "]", '"', ":", ",", "\n", "  ", "city", "7", "null", "<", ">", "</", "é€😀", "Yes.", "\\", "'"]
 MARKS = [
     mark
@@ -154,7 +158,7 @@ def split_at_random(seed: int, count: int) -> Iterator[tuple[str, str, list[int]
     names, thoughts = sorted(STYLES), ["none", *THOUGHTS]
     for i in range(count):
         name, thinks = names[i % len(names)], thoughts[i // len(names) % len(thoughts)]
-        own = [*PIECES[name], *(MARKS if thinks != "none" else ())]
+        own = [*pieces(name), *(MARKS if thinks != "none" else ())]
         text = "".join(rng.choice(own if rng.random() < 0.6 else PLAIN) for _ in range(rng.randrange(1, 9)))
         cuts = sorted(rng.sample(range(len(text) + 1), rng.randrange(min(len(text), 12) + 1)))
         inside = rng.random() < 0.5

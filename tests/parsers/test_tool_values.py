@@ -98,7 +98,7 @@ def check(name: str, text: str, most: int = 1 << 20) -> None:
 
 @pytest.mark.parametrize("cuts", [3, pytest.param(1 << 20, marks=pytest.mark.nightly)], ids=["few cuts", "all cuts"])
 @pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(call=calls, ascii=st.booleans())
 @example(call={"name": "weather", "arguments": [1]}, ascii=True)
 @example(call={"name": "weather", "arguments": 7}, ascii=True)

@@ -123,6 +123,7 @@ def test_a_client_that_disconnects_and_a_deadline_end_their_requests(two: Live) 
     two.settled()
 
 
+@pytest.mark.nightly
 def test_a_killed_replica_loses_its_streams_alone_and_who_asks_again_is_answered(two: Live) -> None:
     found = run(two, benchmark.kill, clients=8, tokens=60)
     assert found["replicas"] == 2 and found["streams"] == found["answered_in_the_end"] == 8

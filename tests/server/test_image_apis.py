@@ -197,6 +197,9 @@ AXES: dict[str, Sequence[Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "served", ["gemma4", pytest.param("qwen3-vl", marks=pytest.mark.nightly)], indirect=True, scope="module"
+)
 def test_every_api_says_what_the_library_says(served: Served) -> None:
     asked = dict[Ask, list[Said]]()
     for each in pairwise(AXES):

@@ -19,6 +19,7 @@ from quire.weights.hub import choose, label_of, split_of, variants_of
 from quire.weights.locate import locate
 from quire.weights.names import ModelName, mapped_names, on_hub, parse_name
 from tests.checkpoints import make
+from tests.forked import forking
 from tests.hub_server import LittleHub, environment, hub, use
 from tests.tokenization.vocabulary import CHATML, byte_level, save
 
@@ -26,14 +27,15 @@ NAME, FILES = "owner/tiny", "owner/files-GGUF"
 
 
 def quire(cache: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "quire", *words],
-        env=environment(cache, **more),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    with forking():
+        return subprocess.run(
+            [sys.executable, "-m", "quire", *words],
+            env=environment(cache, **more),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
 
 
 @pytest.fixture

@@ -72,7 +72,15 @@ def test_blocks_have_the_error_of_their_type(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "near"), [("f16", 1e-9), ("bf16", 1e-9), ("q8_0", 3e-4), ("q6_k", 2e-3), ("q4_k", 0.01), ("q4_0", 0.03)]
+    ("kind", "near"),
+    [
+        pytest.param("f16", 1e-9, marks=pytest.mark.nightly),
+        ("bf16", 1e-9),
+        ("q8_0", 3e-4),
+        pytest.param("q6_k", 2e-3, marks=pytest.mark.nightly),
+        ("q4_k", 0.01),
+        pytest.param("q4_0", 0.03, marks=pytest.mark.nightly),
+    ],
 )
 def test_the_embedded_model_is_written_and_answers_alike(tmp_path: Path, kind: str, near: float) -> None:
     made = written(embedded(), tmp_path / "m.gguf", kind)

@@ -1,4 +1,4 @@
-"""What a layer costs in one step of decoding: microseconds, and calls into torch and into the library of kernels."""
+"""Cost of a layer in a decode step: microseconds, and calls of torch operations and of native kernels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from quire.ops.native.ops import NativeOps
 from quire.ops.ragged import LayerKV, RaggedBatch
 
 NEW = 10
-"""Tokens of each answer: all but the first take a step that is timed."""
+"""Tokens of each answer. Each but the first is a timed step."""
 
 
 class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts torch's operations."""
+    """Counts torch operations."""
 
     count = 0
 
@@ -30,7 +30,7 @@ class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class WatchedModel:
-    """A model in whose place this is called: forwards of so many tokens are timed, by `now`, or their calls counted."""
+    """A wrapper of a model: times its forwards of `tokens` tokens by the clock `now`, or counts their calls."""
 
     def __init__(self, model: Model, tokens: int, now: Callable[[], float], counts: bool) -> None:
         self.model, self.tokens, self.now, self.counts = model, tokens, now, counts
@@ -55,7 +55,7 @@ class WatchedModel:
 
     @property
     def library_calls(self) -> int:
-        """So far."""
+        """Calls of native kernels since the model was loaded, 0 with other operations."""
         ops = getattr(self.model, "ops", None)
         return ops.calls if isinstance(ops, NativeOps) else 0
 
@@ -63,12 +63,12 @@ class WatchedModel:
 def layer_cost(
     engine: Engine, executor: LocalExecutor, prompts: Sequence[Sequence[int]], layers: int, now: Callable[[], float]
 ) -> dict[str, float]:
-    """Of a step that decodes one token of each sequence: `us`, the median microseconds of the model's forward, and
-    `calls`, both divided among its layers. Embedding and last norm count, the head does not."""
+    """Cost of a layer where a step decodes one token of each prompt: `us`, the median microseconds of the model's
+    forward over `layers`, and `calls`, likewise. Embedding and final norm are included, the head is not."""
     model, found = executor.runner.model, dict[bool, WatchedModel]()
-    answer(engine, prompts, 1)  # so that prompts are found again, and all sequences are decoded together
+    answer(engine, prompts, 1)  # fills the prefix cache, so that all sequences decode together
     try:
-        for counts in (False, True):  # counting takes time
+        for counts in (False, True):  # separately: counting takes time
             found[counts] = executor.runner.model = WatchedModel(model, len(prompts), now, counts)
             answer(engine, prompts, NEW)
     finally:
@@ -77,7 +77,7 @@ def layer_cost(
 
 
 def answer(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> None:
-    """All prompts, by so many tokens each."""
+    """Generate `new` tokens for each prompt."""
     for prompt in prompts:
         engine.submit(prompt, new)
     while engine.has_pending_work:

@@ -1,8 +1,8 @@
 """Load clients: processes that send completion requests over raw HTTP and record when their tokens come.
 
-One process is `python -m quire.bench.load_client` with a LoadJob as JSON on standard input; `run_clients` starts
-several at once. Connections are kept open and only the last event of an answer is parsed, so that one core sends and
-reads far more than a server produces.
+One process is `python -m quire.bench.load_client`. Its standard input is two lines: a LoadJob as JSON, and, once it has
+written READY, the time at which to begin. `run_clients` starts several at once. Connections are kept open and only the
+last event of an answer is parsed, so that one core sends and reads far more than a server produces.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from quire.observability.prometheus import percentile
 
 FAILURES = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
 """Raised by connections that break and by peers that do not speak HTTP."""
+
+READY = b"+"
+"""Written to standard output by a process that has its job and waits for the time at which to begin."""
 
 ClientResult = dict[str, Any]
 """One process's ClientTally as plain JSON."""
@@ -207,12 +210,12 @@ async def run_job(job: LoadJob) -> ClientTally:
 def run_clients(
     job: LoadJob, processes: int, on_progress: Callable[[int], None] = lambda count: None
 ) -> list[ClientResult]:
-    """Divide a job among at most `processes` processes that begin at the same time.
+    """Divide a job among at most `processes` processes that begin at the same time, as soon as all of them are ready.
 
-    on_progress: called from threads with the number of requests that ended since the last call.
+    on_progress: called from threads with the number of requests that ended since the last call. Raises RuntimeError if
+    a process ends before it is ready.
     """
     workers = max(1, min(processes, job.streams, len(job.prompts)))
-    begin = time.time() + 1.0 + 0.25 * workers
     running = []
     for i in range(workers):
         share = replace(
@@ -221,17 +224,29 @@ def run_clients(
             prompts=job.prompts[i::workers],
             output_lens=job.output_lens[i::workers],
             due=job.due[i::workers],
-            begin=begin,
             report_progress=True,
         )
         argv = [sys.executable, "-m", "quire.bench.load_client"]
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdin is not None
-        with process.stdin as stdin:
-            stdin.write(json.dumps(asdict(share)).encode())
+        _write_line(process, asdict(share))
         running.append(process)
+    for process in running:
+        assert process.stdout is not None
+        if process.stdout.read(len(READY)) != READY:
+            raise RuntimeError("a load client ended before it was ready; its error is on standard error")
+    begin = time.time() + 0.02
+    for process in running:
+        assert process.stdin is not None
+        with process.stdin:
+            _write_line(process, begin)
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(partial(_read_result, on_progress=on_progress), running))
+
+
+def _write_line(process: subprocess.Popen[bytes], value: Any) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(value).encode() + b"\n")
+    process.stdin.flush()
 
 
 def _read_result(process: subprocess.Popen[bytes], on_progress: Callable[[int], None]) -> ClientResult:
@@ -267,7 +282,9 @@ def summarize(results: Sequence[ClientResult]) -> dict[str, Any]:
 
 def main() -> None:
     """Run the job on standard input and print its tally."""
-    given: dict[str, Any] = json.load(sys.stdin)
+    given: dict[str, Any] = json.loads(sys.stdin.readline())
+    print(READY.decode(), end="", flush=True)
+    given["begin"] = json.loads(sys.stdin.readline())
     print(json.dumps(asdict(asyncio.run(run_job(LoadJob(**given))))))
 
 

@@ -27,8 +27,8 @@ from quire.ops.ragged import LayerKV, RaggedBatch
 
 
 class DraftBlock(NamedTuple):
-    """A block of the layer. name: prefix of its tensors, empty where it is the layer's own. like: the number of the
-    model's layer that it attends as. dense: it has an MLP, where the model's other layers may have experts."""
+    """A decoder block of a layer for multi-token prediction. name: prefix of its tensors below the layer's, or empty.
+    like: number of the model's layer whose kind of attention it has. dense: an MLP, even in a model of experts."""
 
     name: str
     like: int
@@ -36,10 +36,10 @@ class DraftBlock(NamedTuple):
 
 
 class MTPNames(NamedTuple):
-    """Names of one layer's tensors below `prefix`; what several layers call the same is one tensor. norm: empty for the
-    model's own. repeated: patterns of what the model has, too. normed: drafts after this one read the output after
-    `norm`. hidden_first: the projection reads the hidden state before the embedding. pattern: of all tensors of all
-    layers, where those are not what begins with `prefix`."""
+    """Names of one layer's tensors below `prefix`. Layers that name the same tensor share it. norm: empty for the
+    model's final norm. repeated: patterns of copies of the model's own tensors. normed: the next draft reads this
+    layer's output after `norm`. hidden_first: the projection's input begins with the hidden state, otherwise with the
+    embedding. pattern: of all tensors of all layers, if they do not all begin with `prefix`."""
 
     prefix: str
     embedding_norm: str
@@ -54,16 +54,16 @@ class MTPNames(NamedTuple):
 
     @property
     def all(self) -> str:
-        """The pattern of all tensors."""
+        """Pattern of the names of all tensors."""
         return self.pattern or f"{self.prefix}.*"
 
 
 MOST_LAYERS = 32
-"""As many as tokens can be drafted in a step."""
+"""The most tokens that can be drafted in a step."""
 
 
 def check_draft_layers(spec: ModelSpec) -> int:
-    """How many layers draft. Raises InvalidModel for a model with none, or too many."""
+    """The number of layers for multi-token prediction. Raises InvalidModel for 0 and for more than MOST_LAYERS."""
     if not 1 <= spec.draft_layers <= MOST_LAYERS:
         has = f"{spec.draft_layers} layers" if spec.draft_layers else "no layer"
         raise InvalidModel(
@@ -74,7 +74,7 @@ def check_draft_layers(spec: ModelSpec) -> int:
 
 
 def with_blocks(target: Llama, blocks: Sequence[DraftBlock]) -> Llama:
-    """The model as if it had these blocks, too, as its last layers."""
+    """A copy of the model with these blocks as further layers, by which they are built."""
     spec, like = target.spec, [block.like for block in blocks]
     per_layer = ("windows", "chunks", "ropes", "layer_heads", "layer_mlp", "ahead")
     longer: dict[str, Any] = {
@@ -89,8 +89,8 @@ def with_blocks(target: Llama, blocks: Sequence[DraftBlock]) -> Llama:
 
 
 class NextTokenLayer:
-    """One layer, and what it shares with the model. target: the model, whose layers from number `first` on are this
-    one's blocks."""
+    """A layer for multi-token prediction. Embedding, RoPE and head are the model's. target: a model of `with_blocks`,
+    whose layers from number `first` on are this layer's blocks."""
 
     def __init__(self, target: Llama, build: ModelBuilder, names: MTPNames, first: int) -> None:
         spec, layer = target.spec, build.scope(names.prefix)
@@ -132,7 +132,8 @@ class NextTokenLayer:
 
 
 class NextTokenLayers:
-    """The layers that draft, one for each draft after the last. kv_shapes: K/V that each keeps of a token."""
+    """A model's layers for multi-token prediction; each makes one draft, the last one all further ones too. kv_shapes:
+    K/V shapes of a token, by layer."""
 
     def __init__(self, target: Llama, build: ModelBuilder, names: Sequence[MTPNames]) -> None:
         spec = target.spec
@@ -144,7 +145,7 @@ class NextTokenLayers:
 
 
 def make_mtp(target: Llama, build: ModelBuilder, names: Callable[[int], MTPNames]) -> NextTokenLayers | None:
-    """The layers, if they are to be loaded, in the last stage; else their tensors are skipped. names: of each."""
+    """The layers, if they are loaded and this is the last stage; else their tensors are skipped. names: by number."""
     spec = target.spec
     every = [names(i) for i in range(max(1, spec.draft_layers, spec.skipped_drafts))]
     if spec.draft_layers and build.pipeline.last:
@@ -155,13 +156,13 @@ def make_mtp(target: Llama, build: ModelBuilder, names: Callable[[int], MTPNames
 
 
 def deepseek_names(spec: ModelSpec, layer: int) -> MTPNames:
-    """Of DeepSeek V3 and models like it: the layers are numbered after the others."""
+    """Names in DeepSeek V3's and similar checkpoints, where these layers are numbered after the others."""
     repeated = ("embed_tokens.*", "shared_head.head.*", "self_attn.rotary_emb.inv_freq")
     own = ("enorm", "hnorm", "eh_proj", [DraftBlock("", spec.last_attention)], "shared_head.norm")
     return MTPNames(f"model.layers.{spec.layers + layer}", *own, repeated=repeated, normed=True)
 
 
 def qwen_names(spec: ModelSpec, layer: int) -> MTPNames:
-    """Of Qwen3-Next and Qwen3.5, whose layers have a block each, and the rest in common."""
+    """Names in Qwen3-Next's and Qwen3.5's checkpoints: layers share all tensors but their blocks."""
     block = DraftBlock(f"layers.{layer}", spec.last_attention)
     return MTPNames("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", [block], "norm", normed=True)

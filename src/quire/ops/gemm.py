@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.capture import NotCapturable, captured
+from quire.ops.capture import PRECOMPILING, NotCapturable, captured
 
 log = logging.getLogger(__name__)
 
@@ -133,43 +134,110 @@ def autotuning(path: Path) -> Iterator[None]:
 
 
 class GemmAutotuner:
-    """Of one engine. products: the library, None if there is none and torch multiplies. timed: measures algorithms."""
+    """Of one engine. products: the library, None if there is none and `usual` multiplies. timed: measures algorithms.
+    usual: the algorithm beside the library's, of name TORCH."""
 
-    def __init__(self, products: GemmLibrary | None, timed: Timed) -> None:
-        self.products, self.timed = products, timed
+    def __init__(self, products: GemmLibrary | None, timed: Timed, usual: GemmAlgorithm = TORCH_GEMM) -> None:
+        self.products, self.timed, self.usual = products, timed, usual
         self.known: dict[GemmShape, GemmAlgorithm] = {}
+
+    def untuned(self) -> GemmAutotuner:
+        """One with the usual algorithm alone."""
+        return GemmAutotuner(None, self.timed, self.usual)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in], weight [out, in] -> [..., out]."""
-        outputs, inputs = weight.shape
-        shape = GemmShape(x.numel() // inputs, outputs, inputs, bias is not None, x.dtype)
-        way = self.known.get(shape) or self._autotune(shape, x, weight, bias)
+        way = self.algorithm(x, weight, bias)
         if way is TORCH_GEMM:
             return F.linear(x, weight, bias)
-        out = x.new_empty(*x.shape[:-1], outputs)
+        out = x.new_empty(*x.shape[:-1], len(weight))
         way(x.contiguous(), weight, bias, out)
         return out
 
+    def algorithm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> GemmAlgorithm:
+        """The fastest algorithm for a shape, from now on; the usual one where nothing is tuned. Raises NotCapturable if
+        it would have to be timed while a graph is captured."""
+        outputs, inputs = weight.shape
+        shape = GemmShape(x.numel() // inputs, outputs, inputs, bias is not None, x.dtype)
+        return self.known.get(shape) or self._autotune(shape, x, weight, bias)
+
     def _autotune(self, shape: GemmShape, x: Tensor, weight: Tensor, bias: Tensor | None) -> GemmAlgorithm:
-        """The fastest algorithm for a shape, from now on; torch's where nothing is tuned. Raises NotCapturable if it
-        would have to be timed while a graph is captured."""
         products, book = self.products, AUTOTUNING.get()
         if products is None or book is None or not products.supports(x, weight):
-            return TORCH_GEMM
+            return self.usual
         way, name = None, book.find(products.version, shape)
         try:
-            way = TORCH_GEMM if name == TORCH else None if name is None else products.algorithm(shape, name)
+            way = self.usual if name == TORCH else None if name is None else products.algorithm(shape, name)
         except ValueError as error:
             log.warning("%s: %s is timed again: %s", book.path, shape, error)
         if way is None:
             if capturing(x):
                 raise NotCapturable(f"the fastest algorithm for {shape} is not known yet")
-            ways, out = [TORCH_GEMM, *products.algorithms(shape)], x.new_empty(shape.rows, shape.outputs)
+            ways, out = [self.usual, *products.algorithms(shape)], x.new_empty(shape.rows, shape.outputs)
             took = self.timed([partial(each, x.reshape(-1, shape.inputs), weight, bias, out) for each in ways])
             way = ways[min(range(len(ways)), key=took.__getitem__)]
             book.note(products.version, shape, way.name)
         self.known[shape] = way
         return way
+
+
+class SameBits:
+    """A `GemmLibrary` of another one's algorithms that add up the products of an output in the order of `usual`.
+
+    Whether one does is found out by comparing all bits of what both make of random numbers: which products are added
+    up after which depends on the algorithm and the shape, not on the numbers.
+    """
+
+    def __init__(self, library: GemmLibrary, usual: GemmAlgorithm, least: int, device: torch.device) -> None:
+        """least: rows below which nothing is looked for."""
+        self.library, self.usual, self.least, self.device = library, usual, least, device
+        self.version = f"{library.version}, in order"
+
+    def supports(self, x: Tensor, weight: Tensor) -> bool:
+        """See `GemmLibrary`. Nothing is compared while kernels are compiled beforehand, since they are not run; those
+        that comparing will launch are compiled, too."""
+        if x.numel() < self.least * x.shape[-1] or not self.library.supports(x, weight):
+            return False
+        if PRECOMPILING.get() is None:
+            return True
+        self.usual(x.view(-1, x.shape[-1]), weight, None, x.new_empty(x.numel() // x.shape[-1], len(weight)))
+        return False
+
+    def algorithms(self, shape: GemmShape) -> list[GemmAlgorithm]:
+        """Those of the library that have the same bits; none where memory does not suffice to compare them."""
+        return self._same(shape, self.library.algorithms(shape))
+
+    def algorithm(self, shape: GemmShape, name: str) -> GemmAlgorithm:
+        """See `GemmLibrary`. It is compared again. Raises NotCapturable while a graph is captured."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise NotCapturable(f"whether an algorithm for {shape} has the usual one's bits is not known yet")
+        for found in self._same(shape, [self.library.algorithm(shape, name)]):
+            return found
+        raise ValueError("its results differ from the usual algorithm's")
+
+    def _same(self, shape: GemmShape, ways: Sequence[GemmAlgorithm]) -> list[GemmAlgorithm]:
+        try:
+            return self._compared(shape, ways)
+        except torch.OutOfMemoryError:
+            log.warning("%s: not enough memory to compare algorithms of the library with the usual one", shape)
+            return []
+
+    def _compared(self, shape: GemmShape, ways: Sequence[GemmAlgorithm]) -> list[GemmAlgorithm]:
+        drawn = torch.Generator(self.device).manual_seed(shape.rows)
+
+        def noise(*size: int) -> Tensor:
+            return torch.empty(size, dtype=shape.kind, device=self.device).normal_(generator=drawn)
+
+        x, weight = noise(shape.rows, shape.inputs), noise(shape.outputs, shape.inputs)
+        bias = noise(shape.outputs) if shape.bias else None
+        want, out = (torch.empty(shape.rows, shape.outputs, dtype=shape.kind, device=self.device) for _ in range(2))
+        self.usual(x, weight, bias, want)
+
+        def made(way: GemmAlgorithm) -> Tensor:
+            way(x, weight, bias, out.fill_(math.nan))
+            return out
+
+        return [way for way in ways if torch.equal(made(way), want)]
 
 
 def capturing(x: Tensor) -> bool:

@@ -1,5 +1,5 @@
-"""Memory of a CPU in pages of 2 MiB. A product that reads a matrix once needs the address of another page of 4 KiB
-every 170 ns; where these come from two tables, as in a virtual machine, one core reads half as fast."""
+"""CPU memory in pages of 2 MiB. A product that reads a matrix once crosses into another page of 4 KiB every 170 ns, and
+with nested page tables, as in a virtual machine, the misses of the TLB halve the bandwidth of a core."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PAGE = 2 << 20
 """Bytes of a huge page."""
 
 CHUNK = 64 << 20
-"""Bytes of the memory that small tensors share."""
+"""Bytes of a chunk of memory that small tensors share."""
 
 
 def huge_zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU, in huge pages where the system has them and they are large enough for one. They take memory as
-    they are written. Raises RuntimeError, as torch does, where there is not as much."""
+    """Zeros on the CPU, in huge pages if the system has them and the tensor is at least one page. Memory is committed
+    as it is written. Raises RuntimeError if there is not enough, as torch does."""
     size = math.prod(shape) * dtype.itemsize
     if size < PAGE or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
@@ -37,14 +37,13 @@ def huge_zeros(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 class HugePages:
-    """Tensors in such memory, small ones one after the other, so that none of 1 MiB takes 2. May be called from several
-    threads."""
+    """Allocates tensors in huge pages. Small ones share chunks: one of 1 MiB does not take 2. Thread-safe."""
 
     def __init__(self) -> None:
         self.lock, self.chunk, self.used = Lock(), torch.empty(0, dtype=torch.uint8), 0
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Zeros. Memory is freed when no tensor of its chunk is left."""
+        """Zeros [*shape]. A chunk is freed with the last of its tensors."""
         size = math.prod(shape) * dtype.itemsize
         if size > CHUNK // 4:
             return huge_zeros(*shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""K/V that several sequences share, which a step on a GPU reads once (see `ops.triton.attention`)."""
+"""Reads of K/V prefixes that several sequences share, which a step on a GPU does once (see `ops.triton.attention`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 
 class Sharing(NamedTuple):
-    """From how many sequences of a group, in a step of how many, what the group shares is read once; group 0: never."""
+    """When a shared prefix is read once: from `group` sequences that share it, in a step of at least `step` that share
+    any. group 0: never."""
 
     group: int = 0
     step: int = 0
@@ -17,22 +18,22 @@ NO_SHARING = Sharing()
 
 
 class SharedReads:
-    """Which rows begin with the same blocks."""
+    """Rows by the blocks that they begin with."""
 
     def __init__(self, sharing: Sharing) -> None:
         self.sharing = sharing
         self._begins: dict[int, tuple[int, int]] = {}
-        """By row, its first block, and how many positions were found in the prefix cache."""
+        """By row: its first block, and its number of cached positions when it was opened."""
 
     def open(self, row: int, first_block: int, num_cached: int) -> None:
-        """A row is opened whose first `num_cached` positions were there."""
+        """A row is opened, with its first `num_cached` positions in the prefix cache."""
         self._begins[row] = first_block, num_cached
 
     def spared(self, rows: Iterable[int]) -> int:
-        """Positions that a step in which these rows decode need not read for each of them.
+        """How many positions a decode step of these rows saves by reading shared prefixes once.
 
-        Rows of one first block count as a group that shares what each of them found; the one that computed it found
-        nothing, and reads all of it for the others.
+        Rows with the same first block are a group, which shares what each of them found in the cache. The row that
+        computed the prefix found nothing; its own read serves the others.
         """
         if not self.sharing.group:
             return 0

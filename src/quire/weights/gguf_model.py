@@ -73,9 +73,9 @@ NEXTN_NAMES: Mapping[str, str] = {
     **{f"nextn.{part}": part for part in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
     **{f"nextn.shared_head_{part}": f"shared_head.{part}" for part in ("norm", "head")},
 }
-"""Of a layer that drafts, which is numbered after the others."""
+"""Names of a layer for multi-token prediction, which is numbered after the others."""
 GLM4_MOE_NAMES: Mapping[str, str] = {
-    # Of two names for one tensor the first is written.
+    # Where two names stand for one tensor, the first is written.
     "post_attention_norm": "post_attention_layernorm",
     **LLAMA_NAMES,
     **SHARED_NAMES,
@@ -180,7 +180,7 @@ NEMOTRON_H_NAMES: Mapping[str, str] = {
     "ffn_latent_up": "mixer.fc2_latent_proj",
 }
 QWEN_NEXT_NAMES: Mapping[str, str] = {
-    # Of two names for one tensor the first is written.
+    # Where two names stand for one tensor, the first is written.
     "post_attention_norm": "post_attention_layernorm",
     **QWEN2_MOE_NAMES,
     **{part: name.replace("mamba.", "linear_attn.") for part, name in SSM_NAMES.items()},
@@ -202,7 +202,7 @@ QWEN_DRAFT_NAMES: Mapping[str, str] = {
     "eh_proj": "fc",
     "shared_head.norm": "norm",
 }
-"""Of Qwen3.5's layer that drafts, which a checkpoint has beside the others: what is around its block."""
+"""Names of Qwen3.5's tensors for multi-token prediction outside of the layer's block, in a file and in a checkpoint."""
 APERTUS_NAMES: Mapping[str, str] = {
     **LLAMA_NAMES,
     "attn_norm": "attention_layernorm",
@@ -352,13 +352,13 @@ def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
 
 
 def drafting_layers(gguf: Gguf) -> int:
-    """Layers of the file that draft, and whose names are known."""
+    """How many layers for multi-token prediction are read: those of architectures that have names for them."""
     named = any(part.startswith("nextn.") for part in family_of(gguf).names)
     return int(gguf.get("nextn_predict_layers", 0)) if named else 0
 
 
 def beside_the_layers(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The entries with a layer that drafts named as in Qwen3.5's checkpoints, beside the others."""
+    """The entries, with the layer for multi-token prediction named as in Qwen3.5's checkpoints (`mtp.*`)."""
     prefix, found = f"model.layers.{gguf_config(gguf)['num_hidden_layers']}.", dict[str, TensorEntry]()
     for name, entry in entries.items():
         part, _, kind = name.removeprefix(prefix).rpartition(".")
@@ -366,7 +366,7 @@ def beside_the_layers(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[st
             found[name] = entry
         elif part in QWEN_DRAFT_NAMES:
             found[f"mtp.{QWEN_DRAFT_NAMES[part]}.{kind}"] = entry
-        elif part not in ("embed_tokens", "shared_head.head"):  # the model's own once more
+        elif part not in ("embed_tokens", "shared_head.head"):  # copies of the model's own
             found[f"mtp.layers.0.{part}.{kind}"] = entry
     return found
 
@@ -524,8 +524,9 @@ def restored_state(name: str, entry: TensorEntry) -> TensorEntry:
 
 
 def sorted_by_key_head(keys: int, size: int, values: int) -> Tensor:
-    """Rows of gates, then of queries, keys and values of all heads, as they belong to heads of keys: of each its query,
-    its key, its values and their gates. keys: heads, of `size` numbers in all; values: numbers of all heads."""
+    """The order that sorts rows by head of keys: of each its query, key, values and gates. Before, rows are the gates,
+    queries, keys and values of all heads. keys: number of heads of keys. size: of their rows in all. values: rows of
+    values in all."""
     kinds = torch.split(torch.arange(2 * (size + values)), [values, size, size, values])
     gate, query, key, value = (kind.view(keys, -1) for kind in kinds)
     return torch.cat([query, key, value, gate], 1).flatten()
@@ -572,7 +573,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
     fields = {
         "architectures": [family.architecture],
         "hidden_size": hidden,
-        # Layers that draft the tokens after the next are counted among the others.
+        # block_count includes layers for multi-token prediction.
         "num_hidden_layers": get("block_count") and get("block_count") - get("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads(gguf),

@@ -1,4 +1,4 @@
-"""What GGUF files of models with recurrent layers have beside those of others: the opposite of `gguf_model`'s part."""
+"""Tensors and metadata of recurrent layers for GGUF files that are written: the inverse of reading in `gguf_model`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from quire.weights.gguf_model import (
 )
 
 WHOLE = ("ssm_a", "ssm_d")
-"""Parts whose names have no suffix."""
+"""Tensors whose names in a file have no `.weight`."""
 
 
 def written_family(name: str, family: Family, spec: ModelSpec) -> tuple[str, Family]:
-    """llama.cpp's name, and the names of tensors as its converter writes them now."""
+    """The architecture's name in llama.cpp, and its tensors' names as the current converter writes them."""
     if name == "nemotron_h" and spec.experts is not None:
         return "nemotron_h_moe", family
     if spec.architecture.startswith("GraniteMoeHybrid") and spec.experts is not None:
         return name, VARIANTS[name]["expert_count"]
     if name == "qwen3next":
-        # Older files have queries, keys, values and gates in one matrix, as checkpoints do.
+        # Older files have queries, keys, values and gates in one matrix, like checkpoints.
         divided = {part: QWEN35_NAMES[part] for part in ("attn_qkv", "attn_gate")}
         return name, family._replace(names={k: v for k, v in family.names.items() if k != "ssm_in"} | divided)
     return name, family
 
 
 def as_in_the_file(name: str, spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """A checkpoint's tensors as the converter divides and sorts them, and with its numbers of layers that draft."""
+    """A checkpoint's tensors split, reordered and numbered as llama.cpp's converter does."""
     found = dict(entries)
     if name == "qwen3next":
         assert spec.delta is not None
@@ -61,7 +61,7 @@ def as_in_the_file(name: str, spec: ModelSpec, entries: Mapping[str, TensorEntry
 
 
 def state_as_in_the_file(ours: str, spec: ModelSpec, entry: TensorEntry) -> TensorEntry:
-    """A tensor of a recurrent layer in the file's shape: see `gguf_model.restored_state`."""
+    """A tensor of a recurrent layer in its shape in a file. The inverse of `gguf_model.restored_state`."""
     mamba = spec.mamba
     if ours.endswith(".ssm_a"):
         shape = (*entry.shape, 1) if mamba is not None else entry.shape
@@ -77,7 +77,7 @@ def state_as_in_the_file(ours: str, spec: ModelSpec, entry: TensorEntry) -> Tens
 
 
 def recurrent_facts(name: str, spec: ModelSpec, config: Config) -> Iterator[tuple[str, Any]]:
-    """Metadata of recurrent layers, and what takes the place of a fact that other models have."""
+    """Metadata of recurrent layers, and the entries that these architectures write otherwise."""
     delta = spec.delta
     if delta is not None:
         yield from _state_facts(delta.key, delta.key_heads, delta.value_heads, delta.value, delta.width)
@@ -114,7 +114,7 @@ def recurrent_facts(name: str, spec: ModelSpec, config: Config) -> Iterator[tupl
 
 
 def no_mlp(spec: ModelSpec) -> bool:
-    """Whether a model of layers of one kind each has none that is an MLP, so that its width means nothing."""
+    """Whether no layer is an MLP, in a model whose layers are each attention, Mamba or an MLP: it has no MLP width."""
     attends = {i for i, (heads, _) in enumerate(spec.each_heads) if heads}
     alone = spec.mamba is not None and len(spec.recurrent | attends) < spec.layers
     return alone and spec.experts is not None and spec.experts.dense_layers <= spec.recurrent | attends

@@ -1,4 +1,4 @@
-"""Scales of keys and values in float8 that a checkpoint has, as ModelOpt, compressed-tensors and AutoFP8 write them."""
+"""Scales of K/V in float8 from a checkpoint, as written by ModelOpt, compressed-tensors and AutoFP8."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from quire.weights.entries import TensorEntry
 from quire.weights.files import Checkpoint
 
 PATTERNS = ("*.k_scale", "*.v_scale", "*.kv_scale", "*.k_proj.output_scale", "*.v_proj.output_scale")
-"""Names of such tensors."""
+"""Names of the tensors of scales."""
 
 NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\..*?(?:\.(k|v|kv)_scale|\.(k|v)_proj\.output_scale)")
 
 
 def published_scales(folder: Path) -> dict[int, tuple[float, float]]:
-    """See `kv_scales`. folder: of the checkpoint, or a GGUF file."""
+    """`kv_scales` of a checkpoint's folder, or of a GGUF file."""
     return kv_scales(Checkpoint(folder).entries)
 
 
 def kv_scales(entries: Mapping[str, TensorEntry]) -> dict[int, tuple[float, float]]:
-    """(k_scale, v_scale), what one stored unit stands for, by layer, of those that have both, or one for both.
+    """(k_scale, v_scale) by layer, the factors from stored to actual values. Layers that lack one are left out.
 
-    entries: the checkpoint's tensors. Raises InvalidModel for a scale that is no positive number.
+    entries: the checkpoint's tensors. Raises InvalidModel for a scale that is not one positive number.
     """
     found: dict[int, dict[str, float]] = {}
     for name, entry in entries.items():

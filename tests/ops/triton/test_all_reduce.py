@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.triton.all_reduce import BLOCK, PROGRAMS, buffer_bytes
+from tests.forked import Popen
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,7 +45,7 @@ def test_sums_are_those_of_every_rank_in_float32_and_in_order(size: int, tmp_pat
         file.truncate(size * buffer_bytes(size, MOST))
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     ranks = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, "-m", "tests.ops.triton.peers", *map(str, (shared, rank, size, MOST))],
             cwd=ROOT,
             env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},

@@ -54,11 +54,9 @@ def answers(executor: Executor, depth: int, shared: int = 18, new: int = 5) -> l
     return [done[str(i)] for i in range(len(SAMPLING))]
 
 
-ALL_AT_ONCE = (
-    "glm4-gqa", "nemotron-gqa", "gpt_oss-gqa-mxfp4", "qwen3_next-shared-keys", "nemotron_h-gqa",
-)  # fmt: skip
-"""In CI: shapes that have between them every kind of norm, of rotation, of mixer and of MLP. What else
-kernels can do is compared with the reference one by one."""
+ALL_AT_ONCE = ("gpt_oss-gqa-mxfp4", "nemotron_h-gqa")
+"""In CI: windows, sinks and experts; states and layers without rotation. What else kernels can do is compared with the
+reference one by one."""
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # hashes wrap around, as they do on a card

@@ -29,7 +29,7 @@ EVERY = [{name: value for part in parts for name, value in part.items()} for par
 
 
 NIGHTLY = () if ON_CARD else (pytest.mark.nightly,)
-BY_DAY = ("qwen3-vl", "gemma3")
+BY_DAY = ("gemma3",)
 
 
 @pytest.fixture(

@@ -132,7 +132,7 @@ def both(
     return few.add_slots(inner, routing, down, CARD, biases.down)
 
 
-@pytest.mark.parametrize(("hidden", "width"), [(128, 64), (100, 40)])
+@pytest.mark.parametrize(("hidden", "width"), [pytest.param(128, 64, marks=pytest.mark.nightly), (100, 40)])
 def test_floats_of_four_bits_with_biases_and_a_clamped_gate(hidden: int, width: int) -> None:
     gate_up, down = mixture("floats", 32, 5, hidden, width)
     x, biases = 9 * inputs(3, gate_up).bfloat16(), random_biases(5, hidden, width)

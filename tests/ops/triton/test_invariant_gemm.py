@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from quire.ops.base import Gate
+from quire.ops.gemm import autotuning
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import invariant_gemm
 from quire.ops.triton.invariant_gemm import runs_of, tile_of
@@ -34,7 +37,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_is_right(
     want = REFERENCE.linear(x.float(), weight.float(), bias.float(), gate)
     assert float((whole.float() - want).norm() / want.norm()) < 2e-3
     monkeypatch.setattr(invariant_gemm, "BUSY", busy)
-    for start, count in ((0, 1), (299, 1), (5, 17), (2, 65)):
+    for start, count in ((0, 1), (299, 1), (5, 17), (2, 65), (0, 257)):
         got = OPS.linear(x[start : start + count], weight, bias, gate)
         assert torch.equal(got, whole[start : start + count]), (start, count)
     assert not OPS.arrived.any()
@@ -74,3 +77,25 @@ def test_tiles_of_real_size_have_the_same_bits(outputs: int, inputs: int) -> Non
     want = x.double() @ weight.double().T
     assert float((same("").double() - want).norm() / want.norm()) < 4e-3
     same("silu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_the_library_have_the_same_bits(gate: Gate, biased: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ops = BatchInvariantTritonOps(DEVICE)
+    x = torch.randn(1500, 4096, dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.randn(28672, 4096, dtype=torch.bfloat16, device=DEVICE) / 64
+    bias = torch.randn(28672, dtype=torch.bfloat16, device=DEVICE) if biased else None
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), autotuning(tmp_path / "book.json"):
+        stream.wait_stream(torch.cuda.default_stream())
+        whole = ops.linear(x, weight, bias, gate)
+        for count in (1, 64, 127, 128, 256, 512, 777):
+            assert torch.equal(ops.linear(x[7 : 7 + count], weight, bias, gate), whole[7 : 7 + count]), count
+    stream.synchronize()
+    assert torch.equal(OPS.linear(x, weight, bias, gate), whole), "without the library"
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert any(way is not ops.gemm.usual for way in ops.gemm.known.values())

@@ -1,4 +1,4 @@
-"""How Python's objects become arguments of the library's kernels."""
+"""Arguments of native kernels, made of tensors and of objects of `ops.base`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from quire.ops.panels import PanelMatrix
 from quire.ops.ragged import LayerKV
 
 GATES: Mapping[str, int] = MappingProxyType({"": 0, "silu": 1, "gelu": 2})
-"""Those that products have, by what the library calls them."""
+"""Numbers of the gate functions that native products apply, by name."""
 
 FLOATS = (torch.float32, torch.bfloat16)
 
 MOST_DIM, MOST_KEY_DIM = 1024, 512
-"""Numbers of a head that the kernels have room for: that are rotated, and of a key that is attended to."""
+"""Largest head dimensions of the kernels: of RoPE, and of keys in attention."""
 
 
 def address(x: Tensor | None) -> int | None:
-    """Where its numbers lie."""
+    """The address of a tensor's data; None without a tensor."""
     return None if x is None else x.data_ptr()
 
 
 def by_heads(norms: Norms, dim: int) -> bool:
-    """Whether the kernel norms heads so: by themselves, before they are rotated, q and k alike."""
+    """Whether the RoPE kernel supports these norms: of each head of q and k, before RoPE, in one dtype."""
     weights = (norms.q.weight, norms.k.weight)
     alike = weights[0].dtype is weights[1].dtype and weights[0].dtype in FLOATS
     plain = not norms.after_rope and norms.v_eps is None and not norms.q.centred and not norms.k.centred
@@ -38,7 +38,7 @@ def by_heads(norms: Norms, dim: int) -> bool:
 
 
 def handle_of(matrix: PanelMatrix) -> ctypes.Array[CMatrix]:
-    """What the kernels know a matrix by."""
+    """The C struct of a matrix, made once."""
     if matrix.handle is None:
         made = CMatrix(
             matrix.outputs,
@@ -55,12 +55,12 @@ def handle_of(matrix: PanelMatrix) -> ctypes.Array[CMatrix]:
 
 
 def reads(norm: Norm) -> bool:
-    """Whether the kernel reads the norm's numbers: weight and bias are of one dtype."""
+    """Whether the kernel supports the dtypes of a norm: weight and bias have the same one."""
     return norm.weight.dtype in FLOATS and (norm.bias is None or norm.bias.dtype is norm.weight.dtype)
 
 
 def norm_call(x: Tensor, residual: Tensor | None, out: Tensor, norm: Norm, rows: int, scale: float) -> CNorm:
-    """Of the first `rows` of x, residual and out [R, hidden], which have no gaps."""
+    """Arguments of the norm kernel for the first `rows` rows of x, residual and out, contiguous [R, hidden]."""
     return CNorm(
         x.data_ptr(),
         address(residual),
@@ -89,7 +89,8 @@ def rope_call(
     width: int,
     heads: int,
 ) -> CRope:
-    """Of the first `rows` of qkv, [rows, width] without gaps, to q [rows, heads * D] and into the cache.
+    """Arguments of the RoPE kernel: from the first `rows` rows of qkv, contiguous [R, width], to q [R, heads * D] and
+    the K/V cache at `slots`.
 
     angles: cosines, sines, and whether pairs are neighbours.
     """
@@ -130,8 +131,8 @@ def attention_call(
     how: Scores,
     most: int,
 ) -> CAttention:
-    """q [T, H, D] -> out. spans: query starts, lengths and page table of `count` spans; those of more than `most`
-    queries are left out."""
+    """Arguments of the attention kernel: q [T, H, D] -> out. spans: query starts, K/V lengths and block table of
+    `count` spans; those of more than `most` queries are skipped."""
     query_start, kv_len, page_table = spans
     return CAttention(
         q.data_ptr(),

@@ -1,5 +1,5 @@
-"""Layers of Llama's structure in one call of the library: what would be eight calls a layer, each of which costs Python
-and torch as much as the kernels of a small model do. The kernels are the same, and so are all bits."""
+"""All decoder layers of Llama's structure in one native call. Eight calls a layer have an overhead in Python and torch
+that is as large as the kernels of a small model. The kernels are the same, and so are the results, to the bit."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.types import UNLIMITED
 
 MOST_ROWS = 64
-"""Tokens up to which layers run in one call: of more, what is saved is nothing beside what is computed."""
+"""Most tokens of a step that runs in one call. In larger steps the overhead of calls is negligible."""
 
 Pools = tuple[tuple[int, int, int, torch.Size], ...]
-"""Of each layer the addresses of its K/V, how many numbers a value has, and the shape of keys."""
+"""For each layer: addresses of its K and V, head dimension of V, and the shape of K."""
 
 
 class NativeDecoder:
-    """See `Decoder`. Arguments of all calls lie ready, and so do their inputs and results: what changes from step to
-    step is copied there, and arguments are written again where there are other rows, spans or pools.
+    """See `Decoder`. Arguments, inputs and results are preallocated: each step copies its inputs there, and arguments
+    are rebuilt when the number of rows or spans or the K/V tensors change.
 
-    invariant: as of `NativeOps`. many_queries: the most of a span that the kernels attend.
+    invariant: see `NativeOps`. many_queries: most queries of a span that the attention kernel takes.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class NativeDecoder:
     def _reserve(self, hidden: int, dtype: torch.dtype) -> None:
         layers, self.dtype, self.hidden, self.state = self.layers, dtype, hidden, None
 
-        def room(width: int, kind: torch.dtype = dtype) -> Tensor:
+        def zeros(width: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(MOST_ROWS, width, dtype=kind)
 
-        with torch.inference_mode(False):  # what is made within one cannot be written without one
+        with torch.inference_mode(False):  # inference tensors could not be written outside of it
             wide = max(layer.qkv.matrix.outputs for layer in layers)
-            self.residual, self.x, self.normed = (room(hidden) for _ in range(3))
-            self.qkv, self.q, self.mixed = (room(wide) for _ in range(3))
-            self.gated = room(max(layer.gate_up.matrix.outputs // 2 for layer in layers))
+            self.residual, self.x, self.normed = (zeros(hidden) for _ in range(3))
+            self.qkv, self.q, self.mixed = (zeros(wide) for _ in range(3))
+            self.gated = zeros(max(layer.gate_up.matrix.outputs // 2 for layer in layers))
             self.slots = torch.zeros(MOST_ROWS, dtype=torch.int64)
             self.query_start, self.kv_len = (torch.zeros(MOST_ROWS + 1, dtype=torch.int32) for _ in range(2))
-            self.page_table = room(16, torch.int32)
+            self.page_table = zeros(16, torch.int32)
 
     def __call__(
         self, residual: Tensor, batch: RaggedBatch, kv: Sequence[LayerKV], angles: Sequence[Angles]
@@ -72,7 +72,7 @@ class NativeDecoder:
         """See `Decoder`."""
         rows, dtype = len(residual), residual.dtype
         fits = 0 < rows <= MOST_ROWS and batch.last_visible is None and batch.max_query <= self.many_queries
-        # Rows in float32 have several ways, see `InvariantNativeOps.panel_linear`.
+        # In float32 the kernel depends on the number of rows, see `InvariantNativeOps.panel_linear`.
         one_way = dtype is torch.bfloat16 or not self.invariant
         if not (fits and one_way and kv and dtype in FLOATS):
             return None
@@ -106,7 +106,7 @@ class NativeDecoder:
         angles: Sequence[Angles],
         distinct: Sequence[Angles],
     ) -> bool:
-        """Make arguments ready for such a batch; False: the kernels do not take it."""
+        """Prepare the arguments for a batch. False if the kernels do not support it."""
         pools = tuple((each.k.data_ptr(), each.v.data_ptr(), each.v.shape[-1], each.k.shape) for each in kv)
         state = rows, len(batch.kv_len), batch.page_size, pools
         longer = batch.page_table.shape[1] > self.page_table.shape[1]
@@ -158,7 +158,7 @@ class NativeDecoder:
         scale: float,
         first: bool,
     ) -> Iterator[tuple[Structure, bool]]:
-        """The arguments of a layer's kernels, in order, and whether each may run with the one before."""
+        """Arguments of a layer's kernels, in order, and whether each may run concurrently with the one before."""
         if first:
             yield self._norm(self.residual, None, layer.attention_norm, rows, 1.0), False
         else:
@@ -177,7 +177,7 @@ class NativeDecoder:
     def _products(
         self, projection: Projection, x: Tensor, y: Tensor, rows: int, gate: int = 0
     ) -> Iterator[tuple[CLinear, bool]]:
-        """Of each part of a matrix, side by side. Rows of x and of results have no gaps."""
+        """Products of x with each part of a matrix, into adjacent columns of y. x and y are contiguous."""
         parts, bias = parts_of(projection.matrix), projection.bias
         whole = sum(part.outputs for part in parts) // (2 if gate else 1)
         half, at = self.dtype is torch.bfloat16, 0
@@ -211,21 +211,21 @@ class NativeDecoder:
 
     def _attention(self, layer: DecoderLayer, kv: LayerKV, batch: PagedAttentionMetadata) -> CAttention:
         shape = MOST_ROWS, layer.heads, kv.k.shape[-1]
-        # The buffers are as wide as the widest layer needs, and rows have no gaps.
+        # Buffers have the size of the widest layer; rows are contiguous.
         q, mixed = (each.view(-1)[: math.prod(shape)].view(shape) for each in (self.q, self.mixed))
         spans = self.query_start, self.kv_len, self.page_table
         return attention_call(q, mixed, kv, spans, len(batch.kv_len), layer.scores, UNLIMITED)
 
 
 def parts_of(matrix: AnyMatrix) -> list[PanelMatrix]:
-    """The matrices in panels that a matrix is made of; empty where any is not, or is in another order of columns."""
+    """The panel matrices that a matrix consists of; empty if a part has another layout or reordered columns."""
     parts = matrix.parts if isinstance(matrix, MixedMatrix) else (matrix,)
     panels = [part for part in parts if isinstance(part, PanelMatrix) and part.order is None and part.which is None]
     return panels if len(panels) == len(parts) else []
 
 
 def is_supported(layer: DecoderLayer) -> bool:
-    """Whether the kernels compute such a layer."""
+    """Whether the kernels support a layer."""
     qkv, out, gate_up, down = (parts_of(each.matrix) for each in (layer.qkv, layer.out, layer.gate_up, layer.down))
     return (
         all((qkv, out, gate_up, down))

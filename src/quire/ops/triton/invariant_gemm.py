@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Gate, num_parts
+from quire.ops.gemm import TORCH
 from quire.ops.triton.gemv import GemmConfig, added_up, given, handed_in, num_runs, part
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.rows import GATES
@@ -21,8 +22,9 @@ from quire.ops.triton.rows import GATES
 RUN = 256
 """Inputs of which a run's length is a multiple; a block's inputs divide it."""
 
-BUSY = 264
-"""Tiles from which on a program takes all runs of its tile: two for each multiprocessor of an H200."""
+BUSY = 128
+"""Tiles from which on a program takes all runs of its tile: about one for each multiprocessor of an H100 or H200. With
+fewer, runs side by side are faster; with 128 to 256 tiles they take up to twice as long (measured)."""
 
 
 def tile_of(rows: int, outputs: int, gated: bool) -> GemmConfig:
@@ -83,19 +85,49 @@ def runs_of(outputs: int, inputs: int, gated: bool) -> tuple[int, int]:
     return length, triton.cdiv(inputs, length)
 
 
+class OneRun:
+    """A `gemm.GemmAlgorithm`: `invariant_linear` for matrices whose inputs are one run."""
+
+    name = TORCH
+
+    def __init__(self, card: DeviceInfo, arrived: Tensor) -> None:
+        self.card, self.arrived = card, arrived
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """See `gemm.GemmAlgorithm`."""
+        multiply(x, weight, bias, out, (x.shape[-1], 1), self.card, self.arrived, "")
+
+
 def invariant_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, card: DeviceInfo, arrived: Tensor, gate: Gate = ""
 ) -> Tensor:
     """x [T, in], weight [out, in] of 16 bits -> [T, out], or [T, out / 2] with a gate. arrived: [COUNTERS] int32,
     zeros."""
+    outputs = weight.shape[0] // num_parts(gate)
+    out = x.new_empty(len(x), outputs)
+    runs = runs_of(outputs, x.shape[-1], num_parts(gate) == 2)
+    multiply(x, weight, bias, out, runs, card, arrived, gate)
+    return out
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    cut: tuple[int, int],
+    card: DeviceInfo,
+    arrived: Tensor,
+    gate: Gate,
+) -> None:
+    """`invariant_linear` into `out`. cut: the length and the number of runs."""
     x = x.contiguous()
     rows, inputs = x.shape
     outputs, gated = weight.shape[0] // num_parts(gate), num_parts(gate) == 2
     how = tile_of(rows, outputs, gated).fitted(card, weight.element_size() * num_parts(gate), x.element_size())
-    length, runs = runs_of(outputs, inputs, gated)
+    length, runs = cut
     across, columns = triton.cdiv(rows, how.rows), triton.cdiv(outputs, how.outputs)
     split = runs > 1 and across * columns < BUSY
-    out = x.new_empty(rows, outputs)
     size = runs * across * columns * 2 * how.rows * how.outputs
     parts = x.new_empty(size, dtype=torch.float32) if split else x
     invariant_kernel[(across, columns, runs if split else 1)](
@@ -104,4 +136,3 @@ def invariant_linear(
         BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages, RUNS=runs, SPLIT=split,
         PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
     )  # fmt: skip
-    return out

@@ -40,7 +40,7 @@ from quire.ops.base import (
     num_parts,
 )
 from quire.ops.cublaslt import CublasLt
-from quire.ops.gemm import GemmAutotuner, on_the_card
+from quire.ops.gemm import GemmAutotuner, SameBits, on_the_card
 from quire.ops.integer import integers_of
 from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.panels import PanelMatrix
@@ -74,15 +74,14 @@ MOST_OUTPUTS = 1 << 15
 log = logging.getLogger(__name__)
 
 
-def gemm_library(device: torch.device) -> GemmAutotuner:
-    """A new one for each engine: its workspace serves one product at a time."""
-    products = None
+def gemm_library(device: torch.device) -> CublasLt | None:
+    """A new one for each engine: its workspace serves one product at a time. None where there is none."""
     if device.type == "cuda":
         try:
-            products = CublasLt(device)
+            return CublasLt(device)
         except (OSError, RuntimeError) as error:
-            log.warning("torch chooses the algorithms of matrix products, because cuBLASLt is not available: %s", error)
-    return GemmAutotuner(products, on_the_card)
+            log.warning("matrix products are not tuned, because cuBLASLt is not available: %s", error)
+    return None
 
 
 class TritonOps(BaseOps):
@@ -99,14 +98,18 @@ class TritonOps(BaseOps):
         self.card = DeviceInfo.of(torch.device(device), dependent)
         self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self.one = torch.ones((), device=device)
-        self.gemm = gemm_library(self.arrived.device)
+        self.gemm = self.make_gemm(gemm_library(self.arrived.device))
         self.dense = dense_attention(self.card)
 
     def untuned(self) -> Self:
         """See `Ops.untuned`."""
         made = copy(self)
-        made.gemm = GemmAutotuner(None, on_the_card)
+        made.gemm = self.gemm.untuned()
         return made
+
+    def make_gemm(self, library: CublasLt | None) -> GemmAutotuner:
+        """What multiplies many rows of 16 bits. library: see `gemm_library`."""
+        return GemmAutotuner(library, on_the_card)
 
     def prepare(self, batch: RaggedBatch) -> AttentionPlan:
         """See `Ops.prepare`."""
@@ -395,6 +398,10 @@ RESTORED, EXACT = GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
 """Of matrices restored on the way, and of any in float32, which takes more registers."""
 
 
+LEAST_LIBRARY_ROWS = 128
+"""From which on the library's products were faster than `invariant_linear` (H100, 28,672 outputs)."""
+
+
 class BatchInvariantTritonOps(TritonOps):
     """`Ops` whose launches do not depend on the batch."""
 
@@ -409,7 +416,16 @@ class BatchInvariantTritonOps(TritonOps):
         """See `Ops.linear`."""
         if x.dtype is torch.float32:
             return gemv.gemv_linear(x, weight, bias, EXACT, self.card, gate)
-        return invariant_gemm.invariant_linear(x, weight, bias, self.card, self.arrived, gate)
+        runs = invariant_gemm.runs_of(len(weight) // num_parts(gate), x.shape[-1], num_parts(gate) == 2)[1]
+        if runs > 1 or self.gemm.algorithm(x, weight, bias) is self.gemm.usual:
+            return invariant_gemm.invariant_linear(x, weight, bias, self.card, self.arrived, gate)
+        return self.apply_gate(self.gemm.linear(x, weight, bias), gate)
+
+    def make_gemm(self, library: CublasLt | None) -> GemmAutotuner:
+        """See `TritonOps.make_gemm`. The library's products of one run, as far as they have the same bits."""
+        usual = invariant_gemm.OneRun(self.card, self.arrived)
+        same = None if library is None else SameBits(library, usual, LEAST_LIBRARY_ROWS, self.arrived.device)
+        return GemmAutotuner(same, on_the_card, usual)
 
     def fused_linear(self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`, dequantized on the way."""
