@@ -52,7 +52,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.structured_output.llguidance import LlguidanceCompiler, ParallelMasks
 from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.tokenizer import Tokenizer
-from quire.types import Request, RequestStepOutput, SamplingParams
+from quire.types import Request, RequestOutput, RequestStepOutput, SamplingParams
 
 Ints = npt.NDArray[np.int32]
 
@@ -300,24 +300,25 @@ class Host:
         jobs = {job.request.id: job for ids, sampling in asked for job in self.jobs(name, ids, sampling)}
         for job in jobs.values():
             engine.add(job.request, job.constraint)
-        steps, texts = list[float](), list[float]()
+        steps, texts, done = list[float](), list[float](), list[RequestOutput]()
 
         def step() -> int:
             before = card.host()
             outputs = engine.step()
             made = card.host()
             ended = read(jobs, outputs)
+            done.extend([request_output(job.call, [job.deltas]) for job in ended])
             if all_run and not ended and len(outputs) == len(jobs):
                 texts.append(card.host() - made)
                 steps.append(card.host() - before)
-            return ended
+            return len(ended)
 
         while engine.has_pending_work:
             all_run = len(self.scheduler.running) == len(jobs) and not self.scheduler.waiting
             (self.steady if all_run else call)(step)
-        done = [request_output(job.call, [job.deltas]) for job in jobs.values()]
         ended, clock_end = card.host(), card.now()
-        assert [len(each.outputs[0].token_ids) for each in done] == batch.new, f"an answer to {name} ended early"
+        made = sorted(len(each.outputs[0].token_ids) for each in done)
+        assert made == sorted(batch.new), f"an answer to {name} ended early"
         return {
             "step_us": 1e6 * least(steps),
             "text_us": 1e6 * least(texts),
@@ -344,15 +345,16 @@ def call(step: Callable[[], int]) -> int:
     return step()
 
 
-def read(jobs: Mapping[str, Asked], outputs: Sequence[RequestStepOutput]) -> int:
-    """What `LLM` does with the outputs of a step; how many answers ended."""
-    ended = 0
+def read(jobs: Mapping[str, Asked], outputs: Sequence[RequestStepOutput]) -> list[Asked]:
+    """What `LLM` does with the outputs of a step, in the engine's thread; the answers that ended."""
+    ended = list[Asked]()
     for event in outputs:
         job = jobs[event.id]
         delta = job.processor.process(event)
         if delta is not None:
             job.deltas.append(delta)
-            ended += delta.finish_reason is not None
+            if delta.finish_reason is not None:
+                ended.append(job)
     return ended
 
 

@@ -177,9 +177,9 @@ def test_what_is_enqueued_is_returned_once_in_order(llm: LLM) -> None:
 def test_what_is_enqueued_runs_before_it_is_waited_for(llm: LLM) -> None:
     llm.enqueue("a", SamplingParams(max_tokens=5))
     [batch] = llm._enqueued
-    error = batch.ended.get(timeout=30)
-    batch.ended.put(error)
-    assert error is None
+    ended = batch.ended.get(timeout=30)
+    batch.ended.put(ended)
+    assert ended[1] is None
     [output] = llm.wait_for_completion((RequestOutput,))
     assert output.outputs[0].text == "bcdef"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,11 @@ from quire.config import Settings
 from quire.engine.executor import Description
 from quire.engine.thread import Listener
 from quire.errors import QuireError
+from quire.frontend.interface import Call, Delta
+from quire.frontend.outputs import request_output
 from quire.scheduler.constraint import Constraint
 from quire.tokenization.chat_template import ChatTemplate
-from quire.types import Request, RequestStepOutput, StructuredOutputsParams, TokenLogprobs
+from quire.types import Request, RequestOutput, RequestStepOutput, StructuredOutputsParams, TokenLogprobs
 from quire.weights.pooling import GENERATES
 from tests.calls import Calls, shown
 from tests.expected import check
@@ -266,3 +269,32 @@ def test_a_caller_that_is_gone_has_its_request_ended(monkeypatch: pytest.MonkeyP
     assert reader.take(event) is None
     del job
     assert reader.take(event) == "abort"
+
+
+def test_an_output_is_put_together_once_when_its_answers_have_ended_and_others_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last answer of the second prompt waits for the first prompt's output, which is not waited for at the end."""
+    made, put_together, while_running = Made(monkeypatch), list[str](), list[list[str]]()
+    first, make, thread = threading.Event(), request_output, made.thread
+
+    def output(call: Call, choices: Sequence[Sequence[Delta]]) -> RequestOutput:
+        put_together.append(call.id)
+        first.set()
+        return make(call, choices)
+
+    def submit(each: list[tuple[Request, Constraint, Listener]]) -> None:
+        def run() -> None:
+            for request, _, listener in each[:3]:
+                thread._answer(request, listener)
+            first.wait(20)
+            while_running.append([*put_together])
+            thread._answer(each[3][0], each[3][2])
+
+        threading.Thread(target=run).start()
+
+    monkeypatch.setattr(llm, "request_output", output)
+    monkeypatch.setattr(thread, "submit", submit)
+    outputs = made.llm.generate(["a", "b"], SamplingParams(n=2, max_tokens=9), use_tqdm=False)
+    assert while_running == [["llm-0"]] and put_together == ["llm-0", "llm-1"]
+    assert [[each.text for each in one.outputs] for one in outputs] == [["hi.", "hi."]] * 2

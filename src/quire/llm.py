@@ -140,7 +140,7 @@ class LLM:
         self._thread.check()
         check_method(others)
         read, params = self._completions(prompts, sampling_params, suffix)
-        return [job.output() for job in self._run(read, params, use_tqdm, priority)]
+        return self._outputs(read, params, use_tqdm, priority)
 
     def enqueue(
         self,
@@ -190,7 +190,7 @@ class LLM:
                 batches.append(self._enqueued.popleft())
         with contextlib.ExitStack() as stack:
             stack.push(_Running(self._thread, [reader for batch in batches for reader in batch.readers]))
-            return [job.output() for job in _wait(batches, use_tqdm)]
+            return [job.output() for job in _wait(batches, use_tqdm, _Job.output)]
 
     def beam_search(
         self,
@@ -380,7 +380,7 @@ class LLM:
             self._prompts.bound(*one, off=off)
             for one in zip((talk.text or "" for talk in talks), begun, each, strict=True)
         ]
-        return [job.output() for job in self._run(talks, bound, use_tqdm)]
+        return self._outputs(talks, bound, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str, None, TokenTotal]:
         """The pieces of the first answer's text as they are generated. Closing the iterator ends the request.
@@ -456,6 +456,18 @@ class LLM:
         with _Running(self._thread, batch.readers):
             return _wait([batch], watch)
 
+    def _outputs(
+        self,
+        prompts: Sequence[ReadPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        watch: bool,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """The answers to prompts, each put together when it has ended, while others run on."""
+        batch = self._batch(prompts, params, priority)
+        with _Running(self._thread, batch.readers):
+            return [job.output() for job in _wait([batch], watch, _Job.output)]
+
     def _batch(
         self,
         prompts: Sequence[ReadPrompt],
@@ -465,8 +477,9 @@ class LLM:
         each = _for_each(params or self.default_sampling_params(), len(prompts))
         urgency = self._priorities(priority, len(prompts))
         jobs = [self._job(prompt, one, urgent) for prompt, one, urgent in zip(prompts, each, urgency, strict=True)]
-        ended: SimpleQueue[QuireError | None] = SimpleQueue()
-        return _Batch(jobs, [reader for job in jobs for reader in self._readers(job, ended.put)], ended)
+        ended: SimpleQueue[_Ended] = SimpleQueue()
+        readers = [reader for job in jobs for reader in self._readers(job, _putting(job, ended))]
+        return _Batch(jobs, readers, ended)
 
     def _completions(
         self,
@@ -557,9 +570,14 @@ class _Job:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.choices: list[list[Delta]] = [[] for _ in range(call.sampling.n)]
+        self.num_ended = 0
+        self._output: RequestOutput | None = None
 
     def output(self) -> RequestOutput:
-        return request_output(self.call, self.choices)
+        """What its caller gets, once all answers have ended."""
+        if self._output is None:
+            self._output = request_output(self.call, self.choices)
+        return self._output
 
     def likeliest(self) -> Sequence[tuple[int, float]]:
         """The likeliest (token id, log-probability) after the prompt. Raises an error that ended it."""
@@ -611,24 +629,39 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The prompts of one call. ended: gets None for each answer that is complete, or why it will never be."""
+    """The prompts of one call. ended: gets each answer that is complete."""
 
     jobs: list[_Job]
     readers: list[_Reader]
-    ended: SimpleQueue[QuireError | None]
+    ended: SimpleQueue[_Ended]
 
 
-def _wait(batches: Sequence[_Batch], watch: bool) -> list[_Job]:
-    """The jobs of all batches when every answer is complete. watch: show progress on a terminal."""
+_Ended = tuple["weakref.ref[_Job]", QuireError | None]
+"""The end of an answer: whose it is, and why it will never be complete."""
+
+
+def _putting(job: _Job, ended: SimpleQueue[_Ended]) -> Callable[[QuireError | None], None]:
+    of = weakref.ref(job)  # an interrupted caller drops it
+    return lambda error: ended.put((of, error))
+
+
+def _wait(batches: Sequence[_Batch], watch: bool, each: Callable[[_Job], object] | None = None) -> list[_Job]:
+    """The jobs of all batches when every answer is complete. watch: show progress on a terminal. each: called for each
+    job that is complete, while others run."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not (watch and console.file.isatty())) as progress:
         task = progress.add_task("answers", total=sum(len(batch.readers) for batch in batches))
         for batch in batches:
             for _ in batch.readers:
-                error = wait_for(batch.ended)
+                of, error = wait_for(batch.ended)
                 if error is not None:
                     raise error
                 progress.advance(task)
+                job = of()
+                if job is not None:
+                    job.num_ended += 1
+                    if each is not None and job.num_ended == len(job.choices):
+                        each(job)
     return [job for batch in batches for job in batch.jobs]
 
 

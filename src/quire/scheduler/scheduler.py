@@ -473,12 +473,16 @@ class Scheduler:
     def masks(self) -> SequenceOf[SequenceOf[Mask]]:
         """For the newest step in flight, by masked span, when they are ready."""
         step = self.inflight[-1]
-        requests: list[MaskRequest] = []
-        for seq, j in zip(step.masked_seqs, step.plan.masked_spans, strict=True):
-            num_drafts = step.plan.spans[j].num_samples - 1
-            drafts = seq.draft_tokens[:num_drafts] if num_drafts else ()
-            constraint = FREE if seq.finish_reason else seq.constraint
-            requests.append((constraint, seq.tokens, len(seq.request.prompt), drafts))
+        spans, drafted = step.plan.spans, bool(step.plan.num_drafts)
+        requests: list[MaskRequest] = [
+            (
+                FREE if seq.finish_reason else seq.constraint,
+                seq.tokens,
+                len(seq.request.prompt),
+                seq.draft_tokens[: spans[j].num_samples - 1] if drafted else (),
+            )
+            for seq, j in zip(step.masked_seqs, step.plan.masked_spans, strict=True)
+        ]
         return self.compute_masks(requests)
 
     def commit(self, result: Result) -> list[RequestStepOutput]:
