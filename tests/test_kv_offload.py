@@ -146,12 +146,13 @@ def test_two_thousand_answers_have_the_bits_that_they_have_without_tiers(
 
 @pytest.mark.parametrize("kind", [Tiered, TieredAhead])
 @pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_blocks_that_are_saved_before_they_are_evicted_have_the_same_bits(
-    kind: type[Tiered], depth: int, tmp_path: Path
+    kind: type[Tiered], depth: int, count: int, tmp_path: Path
 ) -> None:
     subject = kind(model("llama-gqa-tied", "bfloat16", tmp_path))
     subject.slots = MANY_SLOTS
-    engine = subject.converse(tmp_path / "kv", 30, situation=PRESSED._replace(depth=depth))
+    engine = subject.converse(tmp_path / "kv", count, situation=PRESSED._replace(depth=depth))
     assert engine.scheduler.kv.offload.stats.num_hit["host"] > 0
 
 
