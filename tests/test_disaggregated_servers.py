@@ -29,6 +29,10 @@ BLOCK = 65536
 """Bytes of a block of the embedded model."""
 
 
+ALWAYS = ("--disaggregation-max-slowdown", "1e9")
+"""However long the prefill engine takes, on a machine that does much else."""
+
+
 @contextmanager
 def split(folder: Path, *options: str) -> Iterator[tuple[Live, Live]]:
     """A prefill and a decode server that are connected."""
@@ -41,7 +45,7 @@ def split(folder: Path, *options: str) -> Iterator[tuple[Live, Live]]:
         each.mkdir()
     with (
         serving(folders[0], *common, "--disaggregation-mode", "prefill") as prefill,
-        serving(folders[1], *common, "--disaggregation-mode", "decode", *options) as decode,
+        serving(folders[1], *common, "--disaggregation-mode", "decode", *ALWAYS, *options) as decode,
     ):
         eventually(lambda: ": connected" in decode.log)
         yield prefill, decode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import socket
 import threading
@@ -29,6 +30,8 @@ from quire.executors.block_store import (
 from quire.executors.kv_transfer import Address, TcpPrefillClient, TcpPrefillServer
 from quire.executors.local import LocalExecutor
 from quire.model_runner.lookahead_runner import LookaheadRunner
+from quire.observability.explain import explain
+from quire.observability.history import History
 from quire.observability.recorder import recorded
 from quire.observability.recording_format import RecordingReader
 from quire.scheduler.kv_offload import KVOffload, Offload
@@ -89,7 +92,13 @@ class Split(Tiered):
 
         return Prefiller(self.built(PREFILL, make), Address(*listener.getsockname()))
 
-    def decode(self, *addresses: Address, timeout: float = 10.0, situation: Situation = DECODE) -> Engine:
+    def decode(
+        self,
+        *addresses: Address,
+        timeout: float = 10.0,
+        situation: Situation = DECODE,
+        slowdown: float = math.inf,
+    ) -> Engine:
         def make(executor: Executor) -> Offload:
             store = store_of(executor, 64)
             return KVOffload(
@@ -98,6 +107,7 @@ class Split(Tiered):
                 TcpPrefillClient(
                     *(addresses, SECRET, ABOUT, store.memory, store.report), min_tokens=SIZE, timeout=timeout
                 ),
+                slowdown,
             )
 
         return self.built(situation, make)
@@ -228,6 +238,35 @@ def test_answers_have_the_bits_that_one_engine_gives(
         assert stats.prefills.keys() <= {"done", "cancelled", "no_room"}
         prefiller.paused.set()
         check_nothing_is_held(engine, prefiller.engine)
+
+
+def test_a_prefill_engine_that_took_long_is_not_asked_and_the_explanation_says_what_was_predicted(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    it = subject(*KINDS[0], tmp_path_factory.getbasetemp())
+    prefiller = it.prefill()
+    engine = connected(it.decode(prefiller.address, slowdown=4.0))
+    history = History()
+    history.attach(engine.scheduler.kv)
+    engine.observers = (*engine.observers, history)
+    offload = engine.scheduler.kv.offload
+    assert isinstance(offload, KVOffload)
+    # Steps of some sizes, and a prefill engine that took hours for two prompts.
+    step_times = engine.scheduler.step_times
+    for tokens, seconds in ((1, 1e-4), (50, 5e-3), (100, 1e-2)):
+        step_times.add(tokens, seconds)
+    for blocks in (1, 2):
+        offload.times["receive"].add(blocks, 3600.0 * blocks)
+    with ended(engine, prefiller):
+        asked = it.requests[:4]
+        assert it.ask(engine, asked) == {request.id: it.alone[request.id] for request in asked}
+        assert offload.stats.prefills.keys() == {"slower"} and not offload.stats.copied["receive"]
+        explained = explain(history, asked[0].id, engine.clock.now())
+    assert explained is not None
+    prefix = explained["prefix"]
+    assert prefix["transfer"]["failed"] == "slower" and prefix["transfer"]["seconds"] == 0
+    assert prefix["transfer"]["predicted_seconds"] >= 3600 > 100 * prefix["transfer"]["computing_seconds"]
+    assert "a prefill engine was predicted to take" in prefix["why"] and "computed here" in prefix["why"]
 
 
 @pytest.mark.nightly

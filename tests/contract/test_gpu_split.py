@@ -27,7 +27,7 @@ def test_a_split_between_two_cards_answers_as_one_engine(tmp_path: Path) -> None
     kinds = {
         "one": ("0", ()),
         "prefill": ("0", (*role[:2], "--disaggregation-mode", "prefill")),
-        "decode": ("1", (*role, "--disaggregation-mode", "decode")),
+        "decode": ("1", (*role, "--disaggregation-mode", "decode", "--disaggregation-max-slowdown", "1e9")),
     }
     prompts = random_prompts(40, seed=3)
     with ExitStack() as stack:

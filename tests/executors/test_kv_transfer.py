@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import socket
 import struct
@@ -118,7 +119,8 @@ def forged(
 ) -> None:
     """A frame of any contents."""
     head = kv_link._HEAD.pack(kind, prompt, number, size)
-    made = hmac.digest(link._keys[0], struct.pack("<Q", link._sent) + head + payload, "sha256")
+    pieces = hashlib.sha256(payload).digest() if payload else b""
+    made = hmac.digest(link._keys[0], struct.pack("<Q", link._sent) + head + pieces, "sha256")
     link._sent += 1
     link._out.sendall(head + payload + (digest or made))
 
@@ -239,7 +241,7 @@ def huge(sock: socket.socket) -> None:
     sock.recv(32)
     sock.sendall(kv_link._proof(SECRET, b"server", nonces))
     keys = kv_link._proof(SECRET, b"to client", nonces), kv_link._proof(SECRET, b"to server", nonces)
-    with closing(Link(sock, *keys, 5.0)) as link:
+    with closing(Link(sock, *keys, 5.0, secret=True)) as link:
         forged(link, Kind.ABOUT, 0, 0, (1 << 32) - 1)
         link.payload(link.head(), 1 << 16)
         link.head()

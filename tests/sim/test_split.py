@@ -21,7 +21,7 @@ from quire.sim.calibration import Calibration, StepSampler, fit, fit_copies, rea
 from quire.sim.copies import GPU_COPIES
 from quire.sim.fleet import Fleet, FleetConfig, PrefillPool, Totals, prepare, simulate_fleet
 from quire.sim.replica import Replica
-from quire.sim.results import Results
+from quire.sim.results import Results, percentile
 from quire.sim.sessions import Sessions
 from quire.sim.trace import Trace
 from tests.sim.fleets import COST, engine_of, trace_of
@@ -31,8 +31,11 @@ COPIES = {"save": (1e-4, 0.0), "load": (2e-4, 0.0), "send": (3e-4, 1e-6), "read"
 STEP = StepCost(base=1e-2, per_token=1e-4)
 
 
-def side(**options: Any) -> SimulatedEngine:
-    return replace(engine_of(**{"blocks": 200, "chunk": 128, **options}), block_bytes=100, copies=COPIES)
+def side(slowdown: float = 1e9, **options: Any) -> SimulatedEngine:
+    """An engine of a split. slowdown: with the default, a prefill engine is always asked."""
+    engine = engine_of(**{"blocks": 200, "chunk": 128, **options})
+    changes = {"disaggregation_mode": "decode", "disaggregation_max_slowdown": slowdown}
+    return replace(engine, block_bytes=100, copies=COPIES, settings=engine.settings.changed(**changes))
 
 
 def split(engine: SimulatedEngine, engines: int = 1, replicas: int = 1, timeout: float = 10.0) -> FleetConfig:
@@ -92,6 +95,50 @@ def test_decoding_is_not_held_up_by_prompts_that_another_engine_computes() -> No
 def test_what_comes_too_late_is_computed_by_the_replica() -> None:
     results, totals = simulate_fleet(split(side(cost=STEP), timeout=0.1), long_prompts(40, 500.0))
     assert totals.tiers["prefills_timeout"] > 3 and bytes(results.status) == b"\1" * 40
+
+
+def asked(send: tuple[float, float], slowdown: float, rate: float, count: int = 150) -> tuple[Results, dict[str, int]]:
+    """What comes of long prompts, by a network on which a block takes `send`."""
+    engine = replace(side(slowdown, cost=STEP, tokens=512, chunk=512, blocks=2000), copies={**COPIES, "send": send})
+    results, totals = simulate_fleet(split(engine), long_prompts(count, rate))
+    assert bytes(results.status) == b"\1" * count
+    return results, dict(totals.tiers)
+
+
+def first_tokens(results: Results, q: float) -> float:
+    """A percentile of the seconds to the first token."""
+    return percentile(sorted(results.ttft(results.answered())), q)
+
+
+SLOW, FAST = (5e-2, 0.0), (1e-5, 0.0)
+"""A prompt's 20 blocks take a second on the one, where computing it takes 25 ms; and next to nothing on the other."""
+
+
+def test_a_prefill_engine_that_is_slow_is_asked_only_now_and_then() -> None:
+    always, counts = asked(SLOW, 1e9, 5.0)
+    assert "prefills_slower" not in counts
+    seldom, found = asked(SLOW, 4.0, 5.0)
+    assert found["prefills_slower"] > 10 * found["prefills_done"] > 0
+    assert first_tokens(seldom, 50) < 0.1 * first_tokens(always, 50)
+
+
+def test_a_prefill_engine_that_has_become_fast_is_asked_again() -> None:
+    """Each time that it is not asked, its prediction is a little less; and then it is measured anew."""
+    _, found = asked((4e-3, 0.0), 2.0, 5.0, count=400)
+    assert found["prefills_done"] > 8 and found["prefills_slower"] > found["prefills_done"]
+
+
+def test_a_prefill_engine_that_is_fast_is_asked_for_nearly_all() -> None:
+    _, found = asked(FAST, 4.0, 5.0)
+    assert found["prefills_done"] > 10 * found.get("prefills_slower", 0)
+
+
+def test_both_engines_compute_prompts_where_one_alone_would_not_keep_up() -> None:
+    """Those that wait in the queue count as well: what the other engine computes, they need not wait for."""
+    alone, _ = asked(SLOW, 0.1, 60.0)
+    both, found = asked((5e-3, 0.0), 1.0, 60.0)
+    assert min(found["prefills_done"], found["prefills_slower"]) > 20
+    assert first_tokens(both, 90) < 0.9 * first_tokens(alone, 90)
 
 
 def test_users_in_sessions_are_answered_by_a_split() -> None:

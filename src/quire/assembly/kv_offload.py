@@ -74,7 +74,7 @@ def build_offload(settings: Settings, executor: Executor) -> Offload | None:
     if mode == "decode":
         least, timeout = config.disaggregation_min_tokens, config.disaggregation_timeout
         client = TcpPrefillClient(addresses(settings), *shared, min_tokens=least, timeout=timeout)
-        return KVOffload(store, block_size, client)
+        return KVOffload(store, block_size, client, config.disaggregation_max_slowdown)
     if listener is not None:
         server = TcpPrefillServer(listener, *shared, store.wake, block_size, SEND_TIMEOUT)
         return PrefillOffload(store, block_size, server)

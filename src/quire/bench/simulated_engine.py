@@ -111,4 +111,5 @@ class SimulatedEngine:
             return KVOffload(store, limits.block_size)
         if role == "prefill":
             return PrefillOffload(store, limits.block_size, split.server(store))
-        return KVOffload(store, limits.block_size, split.client(store))
+        slowdown = self.settings.disaggregation.disaggregation_max_slowdown
+        return KVOffload(store, limits.block_size, split.client(store), slowdown)

@@ -797,6 +797,13 @@ class DisaggregationConfig:
         low=1,
         high=UNLIMITED,
     )
+    disaggregation_max_slowdown: float = option(
+        4.0,
+        "A decode engine computes a prompt itself where a prefill engine is predicted to take more than so many times "
+        "as long, by what it has taken so far. 1: it is asked only where it is faster; a large number: always.",
+        low=0.1,
+        high=1e9,
+    )
     disaggregation_timeout: float = option(
         10.0,
         "Seconds that a decode engine waits for the next part of a prompt's K/V before it computes the rest itself.",
@@ -812,7 +819,7 @@ def check_disaggregation(config: DisaggregationConfig) -> None:
     """Raise InvalidConfig for a bad address, and for options without a mode, or not of this mode."""
     mode = config.disaggregation_mode
     for entry in fields(config)[1:]:
-        of_decode = entry.name.endswith(("min_tokens", "timeout"))
+        of_decode = entry.name.endswith(("min_tokens", "max_slowdown", "timeout"))
         if getattr(config, entry.name) != entry.default and (mode == "none" or (of_decode and mode == "prefill")):
             raise InvalidConfig(
                 f"{entry.name} is for disaggregation_mode {'decode' if of_decode else 'prefill and decode'}, and that "

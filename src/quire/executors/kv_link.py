@@ -1,13 +1,15 @@
 """A connection between a prefill engine and a decode engine: a handshake by a shared secret, and frames.
 
 Both sides prove that they know the secret, without sending it, and derive a key for each direction. Each frame has an
-HMAC of its number, its header and its payload: what is changed, repeated, left out or added ends the connection.
-Nothing is encrypted. Before a peer is known, a few fixed bytes are read of it; afterwards no frame is larger than a
-bound, and a block goes straight to where it is kept.
+HMAC of its number, its header and the digests of its payload's pieces, which threads make: what is changed, repeated,
+left out or added ends the connection. Without a secret anyone could make an HMAC, so that pieces have a CRC-32, which
+shows faults at a third of the cost. Nothing is encrypted. Before a peer is known, a few fixed bytes are read of it;
+afterwards no frame is larger than a bound, and a block goes straight to where it is kept.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import secrets
@@ -15,6 +17,9 @@ import select
 import socket
 import struct
 import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
@@ -22,13 +27,17 @@ from typing import NamedTuple
 from quire.errors import QuireError
 
 MAGIC = b"quire\0pd"
-VERSION = 1
+VERSION = 2
 _HELLO = struct.Struct("<8sH32s")
 """Magic, version, a nonce."""
 _HEAD = struct.Struct("<BQII")
 """Kind, number of the request, number of the block, bytes of the payload."""
 _COUNT = struct.Struct("<Q")
 _DIGEST = 32
+PIECE = 512 << 10
+"""Bytes of a payload that have a digest of their own."""
+HASHERS = 4
+"""Threads of a connection that make digests: SHA-256 takes a core for each 1 or 2 GB/s."""
 MAX_ABOUT = 1 << 16
 """Bytes of what the engines have in common."""
 MAX_PREFILL = 8 << 20
@@ -64,15 +73,25 @@ class LinkLost(QuireError):
         self.reason = reason
 
 
+def _sha256(piece: memoryview) -> bytes:
+    return hashlib.sha256(piece).digest()
+
+
+def _crc32(piece: memoryview) -> bytes:
+    return zlib.crc32(piece).to_bytes(4, "big")
+
+
 class Link:
     """An authenticated connection. One thread may send while another receives. timeout: seconds for a frame that has
-    begun, either way."""
+    begun, either way. secret: whether others cannot know the keys."""
 
-    def __init__(self, sock: socket.socket, out_key: bytes, in_key: bytes, timeout: float) -> None:
+    def __init__(self, sock: socket.socket, out_key: bytes, in_key: bytes, timeout: float, *, secret: bool) -> None:
         # Two objects, so that neither thread changes the time that the other waits; both stay non-blocking below.
         self._in, self._out = sock, sock.dup()
         self._keys = out_key, in_key
         self._sent = self._received = 0
+        self._digest_of: Callable[[memoryview], bytes] = _sha256 if secret else _crc32
+        self._hashers = ThreadPoolExecutor(HASHERS, "quire-kv-hash")
         self.timeout = timeout
 
     def send(self, kind: Kind, number: int = 0, block: int = 0, payload: bytes | memoryview = b"") -> None:
@@ -80,7 +99,7 @@ class Link:
         view = memoryview(payload).cast("B")
         head = _HEAD.pack(kind, number, block, len(view))
         digest = hmac.new(self._keys[0], _COUNT.pack(self._sent) + head, "sha256")
-        digest.update(view)
+        self._update(digest, view)
         self._sent += 1
         try:
             self._out.settimeout(self.timeout)
@@ -88,6 +107,12 @@ class Link:
                 self._out.sendall(part)
         except OSError as error:
             raise LinkLost("timeout" if isinstance(error, TimeoutError) else "closed") from error
+
+    def _update(self, digest: hmac.HMAC, view: memoryview) -> None:
+        """Add a payload, or whole pieces of one."""
+        pieces = [view[at : at + PIECE] for at in range(0, len(view), PIECE)]
+        made = map(self._digest_of, pieces) if len(pieces) < 2 else self._hashers.map(self._digest_of, pieces)
+        digest.update(b"".join(made))
 
     def wait(self, seconds: float | None, wake: int | None = None) -> bool:
         """Whether a frame begins within `seconds`, or before the descriptor `wake` can be read; None: without limit."""
@@ -118,7 +143,7 @@ class Link:
     def payload_into(self, view: memoryview) -> None:
         """Read the payload into `view`, of just its size. Raises LinkLost; then what was written is of no use."""
         _read(self._in, view, self._deadline)
-        self._digest.update(view)
+        self._update(self._digest, view)
         found = bytearray(_DIGEST)
         _read(self._in, memoryview(found), self._deadline)
         if not hmac.compare_digest(self._digest.digest(), found):
@@ -126,11 +151,11 @@ class Link:
 
     def discard(self, head: Head) -> None:
         """Read a payload that has no place any more."""
-        scratch = memoryview(bytearray(min(head.size, 1 << 16)))
+        scratch = memoryview(bytearray(min(head.size, PIECE)))
         for left in range(head.size, 0, -len(scratch)):
             piece = scratch[:left]
             _read(self._in, piece, self._deadline)
-            self._digest.update(piece)
+            self._update(self._digest, piece)
         self.payload_into(scratch[:0])
 
     def shutdown(self) -> None:
@@ -141,6 +166,7 @@ class Link:
     def close(self) -> None:
         """Free it, when no thread uses it."""
         self.shutdown()
+        self._hashers.shutdown(wait=False)
         self._in.close()
         self._out.close()
 
@@ -197,7 +223,8 @@ def accept(sock: socket.socket, secret: bytes, about: dict[str, str], timeout: f
     if not hmac.compare_digest(proof, _proof(secret, b"client", nonces)):
         raise LinkLost("secret", "it does not know the secret")
     _sent(sock, _proof(secret, b"server", nonces), timeout)
-    link = Link(sock, _proof(secret, b"to client", nonces), _proof(secret, b"to server", nonces), timeout)
+    keys = _proof(secret, b"to client", nonces), _proof(secret, b"to server", nonces)
+    link = Link(sock, *keys, timeout, secret=bool(secret))
     _agree(link, about)
     return link
 
@@ -220,7 +247,8 @@ def connect(sock: socket.socket, secret: bytes, about: dict[str, str], timeout: 
         ) from None
     if not hmac.compare_digest(proof, _proof(secret, b"server", nonces)):
         raise LinkLost("secret", "it does not know the secret")
-    link = Link(sock, _proof(secret, b"to server", nonces), _proof(secret, b"to client", nonces), timeout)
+    keys = _proof(secret, b"to server", nonces), _proof(secret, b"to client", nonces)
+    link = Link(sock, *keys, timeout, secret=bool(secret))
     _agree(link, about)
     return link
 

@@ -46,8 +46,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "quire:remote_prefills": (
         "outcome",
         "Prompts that a prefill engine was to compute: done, or why it did not, or not all: down, closed, timeout, "
-        "secret, version, fingerprint, format, checksum, refused, busy, failed, cancelled, no_room, images. The rest "
-        "was computed here.",
+        "secret, version, fingerprint, format, checksum, refused, busy, failed, cancelled, no_room, images, "
+        "slower. The rest was computed here.",
     ),
     "quire:remote_prefill_seconds": (
         "",

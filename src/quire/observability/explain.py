@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -187,6 +188,11 @@ def _with_transfer(transfer: Transfer, used: int, found: dict[str, Any]) -> dict
     peer, seconds = transfer.peer, short(transfer.seconds)
     if not transfer.failed:
         why = f"{peer} computed {transfer.tokens} tokens and sent {transfer.num_bytes:,} bytes in {_time(seconds)}"
+    elif transfer.failed == "slower":
+        why = (
+            f"a prefill engine was predicted to take {_time(short(transfer.predicted))} for {transfer.tokens} tokens, "
+            f"and computing them here {_time(short(transfer.computing))}, so they were computed here"
+        )
     elif not peer:
         why = f"no prefill engine computed {transfer.tokens} tokens ({transfer.failed}), so they were computed here"
     else:
@@ -200,6 +206,8 @@ def _with_transfer(transfer: Transfer, used: int, found: dict[str, Any]) -> dict
         "received_tokens": transfer.received,
         "bytes": transfer.num_bytes,
         "seconds": seconds,
+        "predicted_seconds": short(transfer.predicted),
+        "computing_seconds": None if transfer.computing == math.inf else short(transfer.computing),
         "failed": transfer.failed or None,
     }
     return {**found, "remote_tokens": used, "transfer": about, "why": f"{found['why']}; {why}"}

@@ -104,11 +104,12 @@ class KVCacheManager:
             length = self.snapshots.shared_length(other, length)
         return (other, length) if length >= least else None
 
-    def fetch(self, seq: Sequence, step_times: StepTimeModel, max_tokens: int) -> bool:
+    def fetch(self, seq: Sequence, step_times: StepTimeModel, max_tokens: int, num_queued: int) -> bool:
         """Start to bring back evicted blocks of its prefix, where that is faster than computing them in steps of
-        `max_tokens`. True: it waits for them."""
-        offload = self.offload
-        return seq.num_fetches < ALL_TRIED and offload.fetch(seq, self._cacheable_tokens(seq), step_times, max_tokens)
+        `max_tokens`. num_queued: sequences that could be admitted, this one among them. True: it waits for them."""
+        if seq.num_fetches >= ALL_TRIED:
+            return False
+        return self.offload.fetch(seq, self._cacheable_tokens(seq), step_times, max_tokens, num_queued)
 
     def record_admission(self, seq: Sequence) -> None:
         """Count the lookup of an admitted sequence, and register the block of its prompt that it computes next."""

@@ -170,7 +170,9 @@ class HostBlock:
 @dataclass(eq=False, slots=True)
 class PendingCopy:
     """A copy that has not ended. waiters: sequences that wait for it, until `due`. Of a load: tokens, salt: the prefix
-    whose last blocks it brings. held: device blocks before them. blocks: device blocks that it writes."""
+    whose last blocks it brings. held: device blocks before them. blocks: device blocks that it writes. Of what a
+    prefill engine sends: began, and amount, the blocks that had been asked for and had not come, with these; predicted,
+    computing: see `Transfer`."""
 
     kind: Copy
     entries: list[HostBlock]
@@ -181,6 +183,10 @@ class PendingCopy:
     held: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     cancelled: bool = False
+    began: float = 0.0
+    amount: int = 0
+    predicted: float = 0.0
+    computing: float = math.inf
 
 
 @dataclass(slots=True)
@@ -221,7 +227,9 @@ class Offload(Protocol):
     def evict(self, block: int) -> None:
         """`block` is about to be overwritten."""
 
-    def fetch(self, seq: Sequence, known: Seq[int], step_times: StepTimeModel, max_tokens: int) -> bool:
+    def fetch(
+        self, seq: Sequence, known: Seq[int], step_times: StepTimeModel, max_tokens: int, num_queued: int
+    ) -> bool:
         """Start to bring back blocks of `known`, its tokens that may be cached. True: it waits for that."""
 
     def admit(self, seq: Sequence) -> None:
@@ -291,7 +299,9 @@ class NoOffload:
     def evict(self, block: int) -> None:
         """Nothing is kept."""
 
-    def fetch(self, seq: Sequence, known: Seq[int], step_times: StepTimeModel, max_tokens: int) -> bool:
+    def fetch(
+        self, seq: Sequence, known: Seq[int], step_times: StepTimeModel, max_tokens: int, num_queued: int
+    ) -> bool:
         """Nothing comes back."""
         return False
 
@@ -369,6 +379,7 @@ def next_key(key: bytes, tokens: Seq[int]) -> bytes:
 
 class KVOffload(NoOffload):
     """Which block is on which tier, and what is copied when. prefill: the engines that compute prompts for this one.
+    max_slowdown: how many times as long as computing a prompt here they may be predicted to take.
 
     A block that is evicted from the device is copied to host memory, unless it is there. Where host memory holds more
     than the device, blocks are copied as soon as some are full, so that eviction costs nothing. From a full host memory
@@ -378,8 +389,15 @@ class KVOffload(NoOffload):
 
     next_key: Callable[[bytes, Seq[int]], bytes] = staticmethod(next_key)
 
-    def __init__(self, store: BlockStore, block_size: int, prefill: PrefillClient | None = None) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        block_size: int,
+        prefill: PrefillClient | None = None,
+        max_slowdown: float = math.inf,
+    ) -> None:
         super().__init__()
+        self.max_slowdown = max_slowdown
         self.store, self.block_size = store, block_size
         self.prefill: PrefillClient = NoPrefillClient() if prefill is None else prefill
         self.keys: dict[int, bytes] = {}
@@ -390,9 +408,9 @@ class KVOffload(NoOffload):
         self.disk: OrderedDict[bytes, None] = OrderedDict((key, None) for key in store.files())
         self.free_slots = list(range(store.num_slots - 1, -1, -1))
         self.pending: dict[int, PendingCopy] = {}
-        self.times: dict[Copy, LineFit] = {"load": LineFit(), "read": LineFit()}
+        self.times: dict[Copy, LineFit] = {"load": LineFit(), "read": LineFit(), "receive": LineFit()}
         self.now = 0.0
-        self._optimism = 1.0
+        self._optimism: dict[Copy, float] = dict.fromkeys(self.times, 1.0)
         self._num_copies = self._num_writes = 0
         self._ahead: dict[int, bytes] = {}
         """Keys of blocks of the device that are to be saved before they are evicted."""
@@ -515,7 +533,9 @@ class KVOffload(NoOffload):
 
     # ---------------------------------------------------------------- back to the device
 
-    def fetch(self, seq: Sequence, known: Seq[int], step_times: StepTimeModel, max_tokens: int) -> bool:
+    def fetch(
+        self, seq: Sequence, known: Seq[int], step_times: StepTimeModel, max_tokens: int, num_queued: int
+    ) -> bool:
         """First what is on disk is read, then what is on no tier is computed by a prefill engine, then all of it is
         loaded; reads and loads if that is predicted to pay."""
         if seq.num_fetches >= ALL_TRIED:
@@ -536,7 +556,10 @@ class KVOffload(NoOffload):
                 return True
         if seq.num_fetches < PREFILL_TRIED:
             seq.num_fetches = PREFILL_TRIED
-            if self._receive(seq, run, wanted, len(held)):
+            # Those behind it in the queue wait for what is computed here.
+            if self._receive(
+                seq, run, wanted, len(held), lambda n: num_queued * self._compute_seconds(n, step_times, max_tokens)
+            ):
                 return True
         run = run[: next((i for i, key in enumerate(run) if key not in self.host), len(run))]
         rest = -(-len(seq.tokens) // size) - len(held)
@@ -570,14 +593,22 @@ class KVOffload(NoOffload):
     def _copy_seconds(self, kind: Copy, count: int) -> float:
         """What a copy of so many blocks takes; 0 while none has been measured."""
         base, per_block = self.times[kind].line()
-        return (base + per_block * count) * self._optimism
+        return (base + per_block * count) * self._optimism[kind]
 
-    def _declined(self, seconds: float, compute: float) -> bool:
+    def _declined(self, seconds: float, compute: float, *kinds: Copy) -> bool:
+        """Whether copies of these kinds take too long. Each time that they do, less is predicted the next time."""
         if seconds < compute:
             return False
-        self.stats.num_declined += 1
-        self._optimism *= RETRY
+        for kind in kinds:
+            self._optimism[kind] *= RETRY
         return True
+
+    def _receive_seconds(self, amount: int) -> float:
+        """What it takes until a prefill engine has sent so many blocks, with those that it was asked for before: by
+        what earlier ones have taken, and by how long the oldest one has been waited for."""
+        waiting = next((copy for copy in self.pending.values() if copy.kind == "receive"), None)
+        least = 0.0 if waiting is None else (self.now - waiting.began) * amount / waiting.amount
+        return max(self._copy_seconds("receive", amount), least)
 
     def _read(self, seq: Sequence, run: Seq[bytes], compute: float) -> bool:
         """Start to read those of `run` that are on disk alone."""
@@ -585,7 +616,8 @@ class KVOffload(NoOffload):
         if not missing:
             return False
         seconds = self._copy_seconds("read", len(missing)) + self._copy_seconds("load", len(run))
-        if self._declined(seconds, compute):
+        if self._declined(seconds, compute, "read", "load"):
+            self.stats.num_declined += 1
             return False
         for key in run:
             if key in self.host:
@@ -604,13 +636,20 @@ class KVOffload(NoOffload):
         self.store.read(ticket, [(each.key, each.slot) for each in entries])
         return True
 
-    def _receive(self, seq: Sequence, run: Seq[bytes], wanted: Seq[bytes], num_held: int) -> bool:
-        """Have a prefill engine compute the blocks behind `run`, of one prompt as many as half the slots."""
+    def _receive(
+        self, seq: Sequence, run: Seq[bytes], wanted: Seq[bytes], num_held: int, compute: Callable[[int], float]
+    ) -> bool:
+        """Have a prefill engine compute the blocks behind `run`, of one prompt as many as half the slots. compute:
+        seconds that so many tokens take here."""
         size, first = self.block_size, num_held + len(run)
         keys = wanted[len(run) :][: self.store.num_slots // 2]
         if len(keys) * size < self.prefill.min_tokens:
             return False
         reason = "images" if seq.request.images else self.prefill.unavailable()
+        asked = sum(len(copy.entries) for copy in self.pending.values() if copy.kind == "receive")
+        predicted, computing = self._receive_seconds(asked + len(keys)), compute(len(keys) * size)
+        if not reason and self._declined(predicted, self.max_slowdown * computing, "receive"):
+            reason = "slower"
         entries = list[HostBlock]()
         for key in run:
             if key in self.host:
@@ -621,9 +660,18 @@ class KVOffload(NoOffload):
             entries.append(HostBlock(key, slot, key in self.disk, "remote"))
             self.host[key] = entries[-1]
         if not entries:
-            self._end_prefill([seq], Transfer("", len(keys) * size, 0, 0, 0.0, reason or "no_room"))
+            nothing = Transfer("", len(keys) * size, 0, 0, 0.0, reason or "no_room", predicted, computing)
+            self._end_prefill([seq], nothing)
             return False
-        ticket = self._begin(PendingCopy("receive", entries, [seq]))
+        ticket = self._begin(
+            PendingCopy(
+                *("receive", entries, [seq]),
+                began=self.now,
+                amount=asked + len(entries),
+                predicted=predicted,
+                computing=computing,
+            )
+        )
         self._lookup |= dict.fromkeys((each.key for each in entries), ticket)
         tokens, request = seq.tokens[: (first + len(entries)) * size + 1], seq.request
         prefill = Prefill(request.id, tokens, first, request.cache_salt, request.priority)
@@ -642,7 +690,8 @@ class KVOffload(NoOffload):
         """Start to copy a run of blocks that are in host memory behind the blocks `held` of the same prefix."""
         pool, entries = self.pool, [self.host[key] for key in run]
         received = any(each.origin == "remote" for each in entries)
-        if not received and self._declined(self._copy_seconds("load", len(run)), compute):
+        if not received and self._declined(self._copy_seconds("load", len(run)), compute, "load"):
+            self.stats.num_declined += 1
             return False
         for block in held:
             pool.incref(block)
@@ -743,13 +792,17 @@ class KVOffload(NoOffload):
             self.stats.fail(reason)
         moved = len(copy.entries) - len(done.failed)
         self.stats.copied[copy.kind] += moved
-        if copy.kind in self.times and moved:
-            self._optimism = 1.0
-            self.times[copy.kind].add(moved, done.seconds)
+        measured = moved
+        if copy.kind == "receive":  # what did not come in time says how slow it is, what was lost says nothing
+            measured = copy.amount if set(done.failed.values()) <= {"timeout"} else 0
+        if copy.kind in self.times and measured:
+            self._optimism[copy.kind] = 1.0
+            self.times[copy.kind].add(measured, done.seconds)
         if copy.kind == "receive":
             reason, size = next(iter(done.failed.values()), ""), self.block_size
             sizes = len(copy.entries) * size, moved * size, moved * self.store.block_bytes
-            self._end_prefill(copy.waiters, Transfer(done.peer, *sizes, done.seconds, reason))
+            found = Transfer(done.peer, *sizes, done.seconds, reason, copy.predicted, copy.computing)
+            self._end_prefill(copy.waiters, found)
         if copy.kind in ("load", "read", "receive"):
             for entry in copy.entries:
                 self._lookup.pop(entry.key, None)

@@ -384,7 +384,7 @@ class Scheduler:
                 return self._note_waiting(seq, reason)
             inflight = self.kv.find_inflight_prefix(seq)
             if inflight is None:
-                if not self.kv.fetch(seq, self.step_times, self.max_num_batched_tokens):
+                if not self.kv.fetch(seq, self.step_times, self.max_num_batched_tokens, self.waiting.num_queued):
                     return self._admit(seq, tokens_left, has_spans, new_sequences)
                 self.waiting.await_blocks()  # those behind it may go first
                 self._decisions.append(Decision("waits", seq.request.id, "tier"))

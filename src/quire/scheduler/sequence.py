@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -21,7 +22,9 @@ NO_SPAN = Span(-1, 0, 0, 0)
 
 class Transfer(NamedTuple):
     """K/V of a prompt that was to come from a prefill engine. peer: its address; empty: none was asked. tokens: asked
-    for. received, num_bytes: tokens and bytes that came. seconds: from asking to the end. failed: why not all came."""
+    for. received, num_bytes: tokens and bytes that came. seconds: from asking to the end. failed: why not all came.
+    predicted, computing: seconds that it was predicted to take, and that computing the prompt here was; infinite: too
+    little was known."""
 
     peer: str
     tokens: int
@@ -29,6 +32,8 @@ class Transfer(NamedTuple):
     num_bytes: int
     seconds: float
     failed: str
+    predicted: float = 0.0
+    computing: float = math.inf
 
 
 @dataclass(eq=False, slots=True)

@@ -3,7 +3,8 @@ whole.
 
 `BatchInvariantTritonOps` computes each row with the same bits in any batch: sums of plain products are cut by the
 matrix alone (see `invariant_gemm`), other products and all of attention have one tile shape and no sums split among
-programs, and no library chooses by shape. Its price: a long context is read by one program per K/V head.
+programs, and a library multiplies only where its results have the same bits (see `gemm.SameBits`). Its price: a long
+context is read by one program per K/V head.
 """
 
 from __future__ import annotations
@@ -396,7 +397,6 @@ class TritonOps(BaseOps):
 
 RESTORED, EXACT = GemmConfig(64, 64, 64, 4, 3), GemmConfig(16, 32, 64, 4, 3)
 """Of matrices restored on the way, and of any in float32, which takes more registers."""
-
 
 LEAST_LIBRARY_ROWS = 128
 """From which on the library's products were faster than `invariant_linear` (H100, 28,672 outputs)."""
