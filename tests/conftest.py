@@ -31,12 +31,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", metavar="K/N", help="a part of the selected tests: see tests/parts.py")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     try:
-        chosen = part_of(items, config.getoption("--part"))
+        part_of([], config.getoption("--part"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = part_of(items, config.getoption("--part"))
     config.hook.pytest_deselected(items=[*({*items} - {*chosen})])
     items[:] = chosen
 

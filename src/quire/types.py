@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json as jsons
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args, overload
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from quire import checks
 from quire.errors import InvalidRequest, QuireError
-
-T = TypeVar("T")
 
 UNLIMITED = 1 << 30
 """No limit, as a number."""
@@ -56,58 +54,6 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
-
-
-class Deferred(Sequence[T]):
-    """A sequence that is made when it is first read, for what no step of the engine is to wait for.
-
-    make: makes it; called once. length: how long it is.
-    """
-
-    __slots__ = ("_length", "_made", "_make")
-
-    def __init__(self, make: Callable[[], Sequence[T]], length: int) -> None:
-        self._make: Callable[[], Sequence[T]] | None = make
-        self._length = length
-        self._made: Sequence[T] = ()
-
-    def made(self) -> Sequence[T]:
-        """All of it."""
-        if self._make is not None:
-            self._made, self._make = self._make(), None
-        return self._made
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, at: int) -> T: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[T]: ...
-
-    def __getitem__(self, at: int | slice) -> T | Sequence[T]:
-        whole = isinstance(at, slice) and at.indices(self._length) == (0, self._length, 1)
-        return self if whole else self.made()[at]
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self.made())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and [*self] == [*other]
-
-    def __hash__(self) -> int:
-        return hash((*self,))
-
-    def __repr__(self) -> str:
-        return repr((*self,))
-
-
-def joined(first: Sequence[T], second: Sequence[T]) -> Sequence[T]:
-    """One sequence behind another, made when it is read if one of them is."""
-    if isinstance(first, Deferred) or isinstance(second, Deferred):
-        return Deferred(lambda: (*first, *second), len(first) + len(second))
-    return (*first, *second)
 
 
 Ahead = Literal["none", "possible", "open"]
@@ -463,8 +409,7 @@ class PromptReport(NamedTuple):
 class RequestStepOutput(NamedTuple):
     """What one request got from one step. `finish` is None while it goes on.
 
-    `prompt_logprobs` come with the chunk that computed them (position 0 has none), in the
-    engine's own process as a `Deferred`, which messages have no type for. `num_cached` counts the prompt
+    `prompt_logprobs` come with the chunk that computed them (position 0 has none). `num_cached` counts the prompt
     tokens whose K/V came from the prefix cache. `error` says what went wrong when finish is 'error', `status` whose
     mistake it is, as an HTTP status (`quire.errors.of`), and `param` which field of the request is to blame, if one is.
     `pooled`: float32 numbers, with the first token, if asked for. `report`: of the prompt, with the first token.

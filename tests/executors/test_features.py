@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -125,11 +126,14 @@ def agree(got: dict[str, Answer], want: dict[str, Answer], tolerance: float) -> 
             assert tops[0] == pytest.approx(tops[1], abs=tolerance)
 
 
-WANT = answers(on_host(), 0)
+@cache
+def wanted() -> dict[str, Answer]:
+    """What the CPU answers."""
+    return answers(on_host(), 0)
 
 
 def test_what_the_cpu_answers_has_every_feature() -> None:
-    for name, answer in WANT.items():
+    for name, answer in wanted().items():
         names = name.split("+")
         assert len(answer.tokens) >= (5 if "min_tokens" in names else 1)
         assert (len(answer.logprobs) == len(answer.tokens)) is any("logprobs" in one.split() for one in names)
@@ -139,7 +143,7 @@ def test_what_the_cpu_answers_has_every_feature() -> None:
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_every_pair_of_features_answers_as_on_the_cpu(lookahead: int, drafts: int) -> None:
-    agree(answers(on_device(TorchSteps(), drafts), lookahead), WANT, 1e-6)
+    agree(answers(on_device(TorchSteps(), drafts), lookahead), wanted(), 1e-6)
 
 
 def test_prompts_are_scored_in_sizes_that_were_there_when_the_engine_started() -> None:
@@ -147,17 +151,17 @@ def test_prompts_are_scored_in_sizes_that_were_there_when_the_engine_started() -
     steps, sizes = TorchSteps(), list[int]()
     score = steps.score
 
-    def counted(logits: Tensor, tokens: Tensor, wanted: Tensor, scores: Tensor) -> None:
-        assert len(logits) == len(tokens) == len(wanted) == len(scores)
+    def counted(logits: Tensor, tokens: Tensor, which: Tensor, scores: Tensor) -> None:
+        assert len(logits) == len(tokens) == len(which) == len(scores)
         sizes.append(len(tokens))
-        score(logits, tokens, wanted, scores)
+        score(logits, tokens, which, scores)
 
     steps.score = counted  # type: ignore[method-assign]
     executor = on_device(steps, 0)
     executor.runner.precompile([GraphKey(16, 16, 1)])
     known = {*sizes}
     sizes.clear()
-    agree(answers(executor, 1), WANT, 1e-6)
+    agree(answers(executor, 1), wanted(), 1e-6)
     assert known == {*PIECES} and {*sizes} == {16}
 
 
@@ -166,4 +170,4 @@ def test_prompts_are_scored_in_sizes_that_were_there_when_the_engine_started() -
 @pytest.mark.parametrize(("lookahead", "drafts"), [(1, 0), pytest.param(2, 2, marks=pytest.mark.nightly)])
 def test_every_pair_of_features_by_interpreted_kernels(lookahead: int, drafts: int) -> None:
     kernels = pytest.importorskip("quire.model_runner.triton_steps")
-    agree(answers(on_device(kernels.TritonSteps(torch.device("cpu")), drafts), lookahead), WANT, 1e-5)
+    agree(answers(on_device(kernels.TritonSteps(torch.device("cpu")), drafts), lookahead), wanted(), 1e-5)

@@ -33,15 +33,19 @@ static void store_tile(int tile, void *to, int64_t stride) {
         memcpy((char *)to + r * stride, tile_bytes[tile][r], tile_sizes.columns[tile]);
 }
 
+/* A row of a sum has 16 columns of 4 bytes. Column c of b's row i has what four bytes, or two halves, of a are multiplied with. */
+
 static void multiply_bytes(int sum, int a, int b) {
-    for (int r = 0; r < tile_sizes.rows[sum]; r++)
-        for (int c = 0; c < tile_sizes.columns[sum] / 4; c++) {
-            int32_t total;
-            memcpy(&total, &tile_bytes[sum][r][4 * c], 4);
-            for (int i = 0; i < tile_sizes.columns[a]; i++)
-                total += (int8_t)tile_bytes[a][r][i] * (int8_t)tile_bytes[b][i / 4][4 * c + i % 4];
-            memcpy(&tile_bytes[sum][r][4 * c], &total, 4);
+    __mmask16 columns = (__mmask16)((1u << tile_sizes.columns[sum] / 4) - 1);
+    for (int r = 0; r < tile_sizes.rows[sum]; r++) {
+        __m512i total = _mm512_loadu_si512(tile_bytes[sum][r]);
+        for (int i = 0; i < tile_sizes.columns[a]; i++) {
+            __m512i row = _mm512_loadu_si512(tile_bytes[b][i / 4]);
+            row = _mm512_srai_epi32(_mm512_sll_epi32(row, _mm_cvtsi32_si128(24 - i % 4 * 8)), 24);
+            total = _mm512_add_epi32(total, _mm512_mullo_epi32(_mm512_set1_epi32((int8_t)tile_bytes[a][r][i]), row));
         }
+        _mm512_mask_storeu_epi32(tile_bytes[sum][r], columns, total);
+    }
 }
 
 static float half_in(const uint8_t *at) {
@@ -52,12 +56,14 @@ static float half_in(const uint8_t *at) {
 }
 
 static void multiply_halves(int sum, int a, int b) {
-    for (int r = 0; r < tile_sizes.rows[sum]; r++)
-        for (int c = 0; c < tile_sizes.columns[sum] / 4; c++) {
-            float total;
-            memcpy(&total, &tile_bytes[sum][r][4 * c], 4);
-            for (int i = 0; i < tile_sizes.columns[a] / 2; i++)
-                total += half_in(&tile_bytes[a][r][2 * i]) * half_in(&tile_bytes[b][i / 2][4 * c + i % 2 * 2]);
-            memcpy(&tile_bytes[sum][r][4 * c], &total, 4);
+    __mmask16 columns = (__mmask16)((1u << tile_sizes.columns[sum] / 4) - 1);
+    for (int r = 0; r < tile_sizes.rows[sum]; r++) {
+        __m512 total = _mm512_loadu_ps(tile_bytes[sum][r]);
+        for (int i = 0; i < tile_sizes.columns[a] / 2; i++) {
+            __m512i row = _mm512_loadu_si512(tile_bytes[b][i / 2]);
+            row = i % 2 ? _mm512_and_si512(row, _mm512_set1_epi32((int)0xffff0000u)) : _mm512_slli_epi32(row, 16);
+            total = _mm512_fmadd_ps(_mm512_set1_ps(half_in(&tile_bytes[a][r][2 * i])), _mm512_castsi512_ps(row), total);
         }
+        _mm512_mask_storeu_ps(tile_bytes[sum][r], columns, total);
+    }
 }

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.executor import Description
-from quire.types import Deferred, FinishReason, Request, RequestStepOutput
+from quire.types import FinishReason, Request, RequestStepOutput
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True):
@@ -150,14 +150,7 @@ class FrameReader:
         del buffer[:at]
 
 
-def _plain(value: object) -> object:
-    """What stands in a message for a value of another type than its field's."""
-    if isinstance(value, Deferred):
-        return value.made()
-    raise NotImplementedError(f"a message cannot hold {type(value).__name__}")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder()
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:

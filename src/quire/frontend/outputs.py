@@ -31,7 +31,7 @@ def request_output(call: Call, choices: Sequence[Sequence[Delta]]) -> RequestOut
         prompt_token_ids=call.prompt,
         outputs=tuple(_completion(call, deltas) for deltas in choices),
         finished=all(deltas[-1].finish_reason is not None for deltas in choices),
-        prompt_logprobs=next((tuple(one.prompt_logprobs) for one in choices[0] if one.prompt_logprobs), None),
+        prompt_logprobs=next((one.prompt_logprobs for one in choices[0] if one.prompt_logprobs), None),
         num_cached_tokens=max(delta.num_cached for delta in choices[0]),
     )
 

@@ -19,16 +19,7 @@ from quire.frontend.interface import Call, Delta, Timings
 from quire.tokenization.detokenizer import Detokenizer, NoText, StopFinder, StopStrings
 from quire.tokenization.no_tokenizer import without_text
 from quire.tokenization.tokenizer import Tokenizer
-from quire.types import (
-    BACKGROUND,
-    Pooling,
-    PromptReport,
-    Request,
-    RequestStepOutput,
-    SamplingParams,
-    TokenLogprobs,
-    joined,
-)
+from quire.types import BACKGROUND, Pooling, PromptReport, Request, RequestStepOutput, SamplingParams, TokenLogprobs
 from quire.weights.pooling import GENERATES, PoolerConfig
 
 log = logging.getLogger("uvicorn.error")
@@ -198,7 +189,7 @@ class OutputProcessor:
     detokenizer: Detokenizer
     finder: StopFinder | None
     eos: frozenset[int]
-    prompt_logprobs: Sequence[TokenLogprobs | None] | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     count: int = 0
     num_surplus: int = 0
     cached: int = 0
@@ -214,7 +205,7 @@ class OutputProcessor:
         """The delta after one step of the engine; None while all text is held back."""
         _, tokens, finish, _, logprobs, prompt, cached = event[:7]
         if prompt and self.prompt_logprobs is not None:
-            self.prompt_logprobs = joined(self.prompt_logprobs, prompt)
+            self.prompt_logprobs += prompt
         if cached:
             self.cached = cached
         if event.report is not None:

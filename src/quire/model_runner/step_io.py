@@ -6,7 +6,6 @@ Array arithmetic only: no Python per token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +19,7 @@ from quire.model_runner.row_state import Ints, RowState, StepShape
 from quire.model_runner.sampling.sampler import BROKEN, Sampled, score_tokens
 from quire.ops.ragged import NO_LONG_SPANS, LayerKV, LongSpans, RaggedBatch, StateSlots
 from quire.scheduler.plan import NO_TOKEN_ALLOWED, Mask, Plan, Result
-from quire.types import Deferred, TokenLogprobs
+from quire.types import TokenLogprobs
 
 _CHUNK = 1 << 24
 """Logits held at once for prompt log-probabilities, in numbers: 64 MiB."""
@@ -140,14 +139,13 @@ class PromptScores(NamedTuple):
     host: Tensor
     spans: list[tuple[int, list[int], int]]
 
-    def read(self) -> dict[int, Sequence[TokenLogprobs]]:
-        """By span, once the scores have arrived; made when they are read."""
-        table, out, begin = self.host.numpy(), dict[int, Sequence[TokenLogprobs]](), 0
+    def read(self) -> dict[int, list[TokenLogprobs]]:
+        """By span, once the scores have arrived."""
+        table, out, begin = self.host.numpy(), dict[int, list[TokenLogprobs]](), 0
         for s, targets, wanted in self.spans:
-            count = len(targets)
-            lines = table[begin : begin + count]
-            out[s] = Deferred(partial(read_scores, lines, targets, [wanted] * count), count)
-            begin += count
+            lines = table[begin : begin + len(targets)]
+            out[s] = read_scores(lines, targets, [wanted] * len(targets))
+            begin += len(targets)
         return out
 
 
@@ -186,7 +184,7 @@ def step_result(
     sampled: Sampled,
     keep: Ints,
     failed: Ints,
-    scores: Mapping[int, Sequence[TokenLogprobs]],
+    scores: Mapping[int, list[TokenLogprobs]],
     rows: RowState,
 ) -> Result:
     """The Result of a step. keep [Q]: how many samples each sampling span keeps; failed [Q]: which failed it, or -1."""

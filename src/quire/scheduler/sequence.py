@@ -5,22 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 from quire.errors import InvalidRequest, StepFailed
 from quire.scheduler.block_pool import BlockKey, RadixNode
 from quire.scheduler.constraint import FREE, Constraint
 from quire.scheduler.encoder_cache import PendingImage
 from quire.scheduler.plan import NO_TOKEN_ALLOWED, ImageSpan, NewSequence, Plan, Span
-from quire.types import (
-    UNLIMITED,
-    Deferred,
-    FinishReason,
-    Request,
-    RequestStepOutput,
-    TokenLogprobs,
-    error_output,
-)
+from quire.types import UNLIMITED, FinishReason, Request, RequestStepOutput, TokenLogprobs, error_output
 
 PrefixKey: TypeAlias = tuple[int, BlockKey]
 """A node of the prefix cache (by identity) and the block of tokens that would follow it."""
@@ -181,10 +173,10 @@ class Sequence:
     def take_prompt_logprobs(self, rows: Seq[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
         """Those of `rows`, of prompt positions from num_computed + 1, that were not sent before a preemption."""
         prompt = self.prompt_length
-        unsent = rows[max(0, self.prompt_logprobs_sent - self.num_computed) : prompt - 1 - self.num_computed]
+        unsent = tuple(rows[max(0, self.prompt_logprobs_sent - self.num_computed) : prompt - 1 - self.num_computed])
         self.prompt_logprobs_sent = max(self.prompt_logprobs_sent, min(self.num_computed + len(rows), prompt - 1))
         self.needs_prompt_logits = self.prompt_logprobs_sent < prompt - 1
-        return cast(tuple[TokenLogprobs, ...], unsent if isinstance(unsent, Deferred) else tuple(unsent))
+        return unsent
 
     def truncate_at_stop(self, new_tokens: list[int]) -> tuple[FinishReason, int | None]:
         """End at the first stop token of `new_tokens`, or at the limit; tokens behind it are dropped.
