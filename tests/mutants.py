@@ -122,7 +122,7 @@ BUGS = [
         _MASKS,
         "        self.inflight[-1][2].sample(self.scheduler.masks())",
     ),
-    Bug("masks do not walk the drafts", S, "seq.draft_tokens[:num_drafts] if num_drafts else ()\n", "[]\n"),
+    Bug("masks do not walk the drafts", S, "seq.draft_tokens[: spans[j].num_samples - 1] if drafted else (),", "(),"),
     Bug(
         "masks asked for after the depth check",
         E,

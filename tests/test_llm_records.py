@@ -287,7 +287,7 @@ def test_an_output_is_put_together_once_when_its_answers_have_ended_and_others_r
         def run() -> None:
             for request, _, listener in each[:3]:
                 thread._answer(request, listener)
-            first.wait(20)
+            first.wait(60)
             while_running.append([*put_together])
             thread._answer(each[3][0], each[3][2])
 
