@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -259,7 +260,8 @@ def errands() -> list[Errand]:
             + b"[" * 100_000
             + b"]" * 100_000
             + b"}\n",
-            "failed",
+            # CPython 3.14 reads so many levels, and refuses that line alone.
+            "completed" if sys.version_info >= (3, 14) else "failed",
         ),
         Errand("the same custom_id twice", line("a") + line("a"), "failed"),
         Errand("custom_ids that are none", line(None) + line(5) + line({}), "failed"),

@@ -125,7 +125,7 @@ def apply_gate(y, z, KIND: tl.constexpr):
     elif KIND == 3:
         y = tl.minimum(y, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         z = tl.minimum(tl.maximum(z, -LIMIT, propagate_nan=tl.PropagateNan.ALL), LIMIT, tl.PropagateNan.ALL)
-        return activate(ALPHA * y, 0) / ALPHA * (z + 1.0)
+        return activate(y * ALPHA, 0) / ALPHA * (z + 1.0)
     else:
         return activate(y, KIND) * z
 
