@@ -200,7 +200,7 @@ class SameBits:
             return False
         if PRECOMPILING.get() is None:
             return True
-        self.usual(x.view(-1, x.shape[-1]), weight, None, x.new_empty(x.numel() // x.shape[-1], len(weight)))
+        self.usual(x.reshape(-1, x.shape[-1]), weight, None, x.new_empty(x.numel() // x.shape[-1], len(weight)))
         return False
 
     def algorithms(self, shape: GemmShape) -> list[GemmAlgorithm]:
