@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 
-from tests.forked import NAME, Popen, runs
+from tests.forked import NAME, Popen, forking, runs
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -120,6 +120,13 @@ def environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("QUIRE_", "OPENAI_"))}
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return kept | {"PYTHONPATH": os.pathsep.join(paths), "NO_PROXY": "*"}
+
+
+def ended_server(*args: str) -> subprocess.CompletedProcess[str]:
+    """`quire serve` with arguments with which it ends by itself."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *args]
+    with forking():
+        return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=600, check=False)
 
 
 def tls_pair(folder: Path) -> tuple[str, str]:

@@ -18,8 +18,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from tests.forked import forking
-from tests.live import Behind, Live, environment, serving, standing
+from tests.live import Behind, Live, ended_server, serving, standing
 
 
 @pytest.fixture(scope="module", params=["native", "upstream"])
@@ -296,13 +295,5 @@ def test_a_key_covers_every_route_but_health(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_start_says_so_in_one_line(args: tuple[str, ...], says: str) -> None:
-    with forking():
-        done = subprocess.run(
-            [sys.executable, "-m", "quire", "serve", "--port", "0", *args],
-            capture_output=True,
-            text=True,
-            env=environment(),
-            timeout=600,
-            check=False,
-        )
+    done = ended_server(*args)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr

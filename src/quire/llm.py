@@ -451,10 +451,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         watch: bool,
         priority: int | Sequence[int] | None = None,
+        each: Callable[[_Job], object] | None = None,
     ) -> list[_Job]:
+        """The jobs of prompts, all ended. each: see `_wait`."""
         batch = self._batch(prompts, params, priority)
         with _Running(self._thread, batch.readers):
-            return _wait([batch], watch)
+            return _wait([batch], watch, each)
 
     def _outputs(
         self,
@@ -464,9 +466,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The answers to prompts, each put together when it has ended, while others run on."""
-        batch = self._batch(prompts, params, priority)
-        with _Running(self._thread, batch.readers):
-            return [job.output() for job in _wait([batch], watch, _Job.output)]
+        return [job.output() for job in self._run(prompts, params, watch, priority, _Job.output)]
 
     def _batch(
         self,

@@ -21,8 +21,7 @@ from quire.frontend.upstream import UpstreamBackend
 from quire.observability.live_view import RequestTimeline
 from quire.observability.observer import ObserverGroup
 from quire.scheduler.routing import RoutingPolicy
-from tests.forked import forking
-from tests.live import Live, environment, serving
+from tests.live import Live, ended_server, environment, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -202,15 +201,7 @@ def _lives(pid: int) -> bool:
     ],
 )
 def test_what_cannot_start_says_so_in_one_line(args: tuple[str, ...], says: str) -> None:
-    with forking():
-        done = subprocess.run(
-            [sys.executable, "-m", "quire", "serve", "--port", "0", *args],
-            capture_output=True,
-            text=True,
-            env=environment(),
-            timeout=600,
-            check=False,
-        )
+    done = ended_server(*args)
     asked_wrongly = "nothing" not in says  # 1: what was asked for is in order, and is not there
     assert done.returncode == (2 if asked_wrongly else 1), done.stderr
     assert says in done.stderr and "Traceback" not in done.stderr, done.stderr

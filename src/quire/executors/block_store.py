@@ -3,8 +3,8 @@ torch tensors.
 
 What is saved is taken out of the pool in the order of steps. On a CPU that is a copy of memory. On a GPU blocks are
 gathered into a staging buffer and from there copied to pinned memory, on streams of their own; what overwrites them, a
-step or a load, waits for the first alone. All else is done by threads: loads, which
-write to blocks that no step uses, and files.
+step or a load, waits for the first alone. All else is done by threads: loads, which write to blocks that no step uses,
+and files.
 """
 
 from __future__ import annotations

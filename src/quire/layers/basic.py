@@ -83,10 +83,8 @@ class NormLayer:
     def add_norms(
         self, x: Tensor, residual: Tensor, before: NormLayer, others: Sequence[Norm]
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """(norm of the sum, other norms of it, sum): as `add`."""
-        if self.norm is None or not others:
-            made, total = self.add(x, residual, before)
-            return made, [self.ops.norm(total, each) for each in others], total
+        """(norm of the sum, other norms of it, sum): as `add`, of a layer with a norm."""
+        assert self.norm is not None
         norms = (self.norm, *others)
         (made, *rest), total = self.ops.add_norms(x, residual, norms, before.norm, before.scale, before.gain)
         return made, rest, total

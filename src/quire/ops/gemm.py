@@ -147,12 +147,7 @@ class GemmAutotuner:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in], weight [out, in] -> [..., out]."""
-        way = self.algorithm(x, weight, bias)
-        if way is TORCH_GEMM:
-            return F.linear(x, weight, bias)
-        out = x.new_empty(*x.shape[:-1], len(weight))
-        way(x.contiguous(), weight, bias, out)
-        return out
+        return multiplied(self.algorithm(x, weight, bias), x, weight, bias)
 
     def algorithm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> GemmAlgorithm:
         """The fastest algorithm for a shape, from now on; the usual one where nothing is tuned. Raises NotCapturable if
@@ -179,6 +174,15 @@ class GemmAutotuner:
             book.note(products.version, shape, way.name)
         self.known[shape] = way
         return way
+
+
+def multiplied(way: GemmAlgorithm, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in], weight [out, in] -> [..., out], by one algorithm."""
+    if way is TORCH_GEMM:
+        return F.linear(x, weight, bias)
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    way(x.contiguous(), weight, bias, out)
+    return out
 
 
 class SameBits:

@@ -41,7 +41,7 @@ from quire.ops.base import (
     num_parts,
 )
 from quire.ops.cublaslt import CublasLt
-from quire.ops.gemm import GemmAutotuner, SameBits, on_the_card
+from quire.ops.gemm import GemmAutotuner, SameBits, multiplied, on_the_card
 from quire.ops.integer import integers_of
 from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.panels import PanelMatrix
@@ -417,9 +417,10 @@ class BatchInvariantTritonOps(TritonOps):
         if x.dtype is torch.float32:
             return gemv.gemv_linear(x, weight, bias, EXACT, self.card, gate)
         runs = invariant_gemm.runs_of(len(weight) // num_parts(gate), x.shape[-1], num_parts(gate) == 2)[1]
-        if runs > 1 or self.gemm.algorithm(x, weight, bias) is self.gemm.usual:
+        way = self.gemm.usual if runs > 1 else self.gemm.algorithm(x, weight, bias)
+        if way is self.gemm.usual:
             return invariant_gemm.invariant_linear(x, weight, bias, self.card, self.arrived, gate)
-        return self.apply_gate(self.gemm.linear(x, weight, bias), gate)
+        return self.apply_gate(multiplied(way, x, weight, bias), gate)
 
     def make_gemm(self, library: CublasLt | None) -> GemmAutotuner:
         """See `TritonOps.make_gemm`. The library's products of one run, as far as they have the same bits."""
