@@ -14,17 +14,21 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import _pytest.logging
 import pytest
 import torch
 
 from tests.forked import forking
 from tests.parts import part_of
+from tests.worker import CatchingLogs, Ending, compile_share
 
 if not torch.cuda.is_available():  # chosen before any kernel is defined, whichever test module imports one first
     os.environ["TRITON_INTERPRET"] = "1"
 
 gc.set_threshold(50_000)
 gc.disable()  # until tests are collected: what that leaves would be scanned again and again
+
+_pytest.logging.catching_logs = CatchingLogs  # type: ignore[misc,assignment]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
         part_of([], config.getoption("--part"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+    if hasattr(config, "workerinput"):
+        Ending.at_once = True
+        compile_share(config)
 
 
 @pytest.hookimpl(trylast=True)
@@ -49,14 +56,15 @@ def pytest_collection_finish() -> None:
     """Exclude all modules and tests from garbage collection: they stay, and scanning them takes half a second."""
     gc.enable()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or libraries that look for leaks at the end find all of it
+    if not Ending.at_once:
+        atexit.register(gc.unfreeze)  # or libraries that look for leaks at the end find all of it
 
 
 class Garbage:
     """Python counts objects, not their bytes: a model that waits for the collector is few of them, and gigabytes of
     models did. So garbage is collected whenever the process has grown by so many pages, of 4 KiB."""
 
-    growth = 1 << 16
+    growth = 1 << 17
     limit = 0
     modules = 0
 
@@ -73,9 +81,9 @@ class Garbage:
 
     @classmethod
     def after_module(cls) -> None:
-        """What modules and libraries keep for good is millions of objects: every tenth time they are excluded, too."""
+        """What modules and libraries keep for good is millions of objects: now and then they are excluded, too."""
         cls.modules += 1
-        if cls.modules % 10 == 0:
+        if cls.modules % 30 == 0:
             gc.collect()
             gc.freeze()
 
