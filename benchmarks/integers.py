@@ -410,22 +410,21 @@ class Bench:
             assert chosen is not None
             return self.call(product, matrix, x, chosen)
 
-        def ways(rows: int, product: Product) -> Iterator[tuple[str, Callable[[IntegerMatrix], Tensor]]]:
-            x = noise(rows, product.matrices[0].inputs)
+        def ways(product: Product, x: Tensor) -> Iterator[tuple[str, Callable[[IntegerMatrix], Tensor]]]:
             yield "through shared memory", partial(work, product, x, None)
-            for outputs, chunks, chunk, warps, ahead in IN_REGISTERS[rows]:
+            for outputs, chunks, chunk, warps, ahead in IN_REGISTERS[len(x)]:
                 for wanted in (2, 4, 6):
-                    how = MmaConfig(rows, outputs, chunks, chunk, warps, ahead, wanted)
+                    how = MmaConfig(len(x), outputs, chunks, chunk, warps, ahead, wanted)
                     yield str(tuple(how)), partial(work, product, x, how)
 
-        self.precompile([partial(way, p.matrices[0]) for rows, p in cases for _, way in ways(rows, p)])
-        for rows, product in cases:
-            x = noise(rows, product.matrices[0].inputs)
+        given = [(product, noise(rows, product.matrices[0].inputs)) for rows, product in cases]
+        self.precompile([partial(way, product.matrices[0]) for product, x in given for _, way in ways(product, x)])
+        for product, x in given:
             want = ReferenceOps().linear(x.float(), product.exact, None, product.gate)
-            for how, way in ways(rows, product):
+            for how, way in ways(product, x):
                 if self.left > 5:
-                    self.timed(product, rows, how, [partial(way, matrix) for matrix in product.matrices], want)
-            self.say(product, rows)
+                    self.timed(product, len(x), how, [partial(way, matrix) for matrix in product.matrices], want)
+            self.say(product, len(x))
 
     def half(self, rows: int) -> None:
         """The fastest candidates for awq, in float16: right and as fast?"""

@@ -81,19 +81,28 @@ def serving(port: int) -> AbstractContextManager[int]:
 
 
 def measure(pid: int, port: int, seconds: float) -> dict[str, float]:
-    """tokens/s, and milliseconds of CPU a token in the server's two processes."""
-    before, began = (made(port), ticks(pid)), time.perf_counter()
+    """tokens/s, and milliseconds of CPU a token in the server's two processes, from one token to another at least so
+    many seconds later: the first steps may wait for kernels that compile."""
+    before, began = (more_than(made(port), port), ticks(pid)), time.perf_counter()
     time.sleep(seconds)
-    after, took = (made(port), ticks(pid)), time.perf_counter() - began
+    after, took = (more_than(before[0], port), ticks(pid)), time.perf_counter() - began
     tokens, cpu = after[0] - before[0], (after[1] - before[1]) / os.sysconf("SC_CLK_TCK")
-    if not tokens:
-        raise click.ClickException("no token was made: is the server stuck?")
     return {"tokens_per_s": tokens / took, "cpu_ms": 1e3 * cpu / tokens}
 
 
 def made(port: int) -> int:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats", timeout=10) as answer:
         return int(json.load(answer)["generated_tokens"])
+
+
+def more_than(count: int, port: int) -> int:
+    """The number of tokens made, as soon as it is above `count`. Raises ClickException after a minute."""
+    until = time.monotonic() + 60
+    while (now := made(port)) <= count:
+        if time.monotonic() > until:
+            raise click.ClickException("no token was made for a minute: is the server stuck?")
+        time.sleep(0.005)
+    return now
 
 
 def ticks(pid: int) -> int:
@@ -114,9 +123,11 @@ def streaming(port: int, streams: int) -> Iterator[None]:
     job = LoadJob(
         host="127.0.0.1", port=port, model="embedded", streams=streams, prompts=small, output_lens=new, begin=0.0
     )
-    process = subprocess.Popen([sys.executable, "-m", "quire.bench.load_client"], stdin=subprocess.PIPE, text=True)
+    argv = [sys.executable, "-m", "quire.bench.load_client"]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     assert process.stdin is not None
-    process.stdin.write(json.dumps(asdict(job)))
+    # The second line is when it may begin: at once.
+    process.stdin.write(f"{json.dumps(asdict(job))}\n{job.begin}\n")
     process.stdin.close()
     try:
         yield

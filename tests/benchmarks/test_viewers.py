@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from benchmarks.viewers import VIEWERS, compare
+from benchmarks.viewers import VIEWERS, compare, streaming
 
 
 def test_ratios_are_of_medians_and_to_none() -> None:
@@ -18,6 +18,15 @@ def test_ratios_are_of_medians_and_to_none() -> None:
     compared = compare(found)
     assert compared["medians"]["none"]["tokens_per_s"] == 100.0
     assert compared["ratios"] == {"reading": {"tokens_per_s": 0.99, "cpu_ms": 1.02}}
+
+
+def test_streams_ask_the_server_until_they_are_ended() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(200)
+        with streaming(server.getsockname()[1], 1):
+            one, _ = server.accept()
+            with one:
+                assert one.recv(5) == b"POST "
 
 
 def test_viewers_come_and_go_as_standard_input_says() -> None:
