@@ -47,7 +47,7 @@ class _Patches:
 
         if languages not in self._changes:
             looked = self._look(fn)
-            self._changes[languages] = [(owner, name, vars(owner)[name]) for owner, name, _ in looked._changes]
+            self._changes[languages] = [(owner, name, _direct(vars(owner)[name])) for owner, name, _ in looked._changes]
             looked.restore()
         scope = Scope()
         for change in self._changes[languages]:
@@ -56,27 +56,46 @@ class _Patches:
         return scope
 
 
-def _remember_types() -> None:
-    """A type of a block, and what a tensor derives from its type, is the same for the same elements and shape."""
-    make_block, make_tensor = language.block_type.__init__, language.tensor.__init__
-    blocks: dict[Any, dict[str, Any]] = {}
-    tensors: dict[Any, tuple[Any, dict[str, Any]]] = {}
+def _direct(function: Any) -> Any:
+    """A function of Triton's language as the interpreter calls it, without the two that only pass on `_semantic`."""
+    wrapper = (getattr(function, "__kwdefaults__", None) or {}).get("member")
+    wrapped = getattr(wrapper, "__wrapped__", None)
+    if wrapped is None or not language.core.is_builtin(wrapper):
+        return function
+    semantic = interpreter.interpreter_semantic
 
-    def block(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (id(element_ty), *(getattr(size, "value", size) for size in shape))
-        if key not in blocks:
-            make_block(self, element_ty, shape)
-            blocks[key] = dict(vars(self))  # has the elements' type, so that no other gets its id
-        vars(self).update(blocks[key])
+    def direct(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return wrapped(*args, **kwargs)
+
+    return direct
+
+
+def _remember_types() -> None:
+    """There is one type of blocks of the same elements and shape, and what a tensor derives from its type is derived
+    once for each type."""
+    make_block, make_tensor = language.block_type.__init__, language.tensor.__init__
+    blocks: dict[Any, Any] = {}
+
+    def block(cls: Any, element_ty: Any, shape: Any) -> Any:
+        key = (id(element_ty), *[getattr(size, "value", size) for size in getattr(shape, "values", shape)])
+        made = blocks.get(key)
+        if made is None:
+            blocks[key] = made = object.__new__(cls)  # has the elements' type, so that no other gets its id
+            make_block(made, element_ty, shape)
+        return made
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
-        key = (type.name, id(type.scalar))
-        if key not in tensors:
+        made = type.__dict__.get("_of_tensors")
+        if made is None:
             make_tensor(self, handle, type)
-            tensors[key] = type, dict(vars(self), handle=None)
-        vars(self).update(tensors[key][1], handle=handle, type=type)
+            type._of_tensors = made = dict(vars(self), handle=None)
+        values = self.__dict__
+        values.update(made)
+        values["handle"], values["type"] = handle, type
 
-    language.block_type.__init__, language.tensor.__init__ = block, tensor
+    language.block_type.__new__, language.block_type.__init__ = block, lambda self, element_ty, shape: None
+    language.tensor.__init__ = tensor
 
 
 def _remember_dtypes() -> None:
@@ -97,6 +116,8 @@ def _leave_equal_shapes() -> None:
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         one, other = lhs.type, rhs.type
+        if one is other:
+            return lhs, rhs
         if one.is_block() and other.is_block() and one.shape.values == other.shape.values:
             return lhs, rhs
         return plain(self, lhs, rhs)
@@ -111,7 +132,6 @@ def _compare_types_once() -> None:
     plain, plain_equal = semantic.binary_op_type_checking_impl, language.dtype.__eq__
     alike: dict[tuple[int, bool], tuple[Any, bool]] = {}
     numbers: dict[Any, tuple[Any, Any]] = {}
-    wide: dict[Any, tuple[Any, Any]] = {}
 
     def scalar(dtype: Any) -> Any:
         return tensor(interpreter.TensorHandle(np.zeros(1, interpreter._get_np_dtype(dtype)), dtype), dtype)
@@ -134,17 +154,33 @@ def _compare_types_once() -> None:
             numbers[key] = dtype, right if left is one and right.dtype is dtype else None
         return numbers[key][1]
 
+    def common(left: Any, right: Any) -> tuple[Any, Any] | None:
+        """The types that two operands have for an operation on their elements; None where the interpreter finds out."""
+        if not left.is_block() and not right.is_block():
+            return left, right
+        if not left.is_block():
+            return right.with_element_ty(left), right
+        if not right.is_block():
+            return left, left.with_element_ty(right)
+        sizes = [*zip(left.shape, right.shape, strict=False)]
+        if len(left.shape) != len(right.shape) or any(a != b and 1 not in (a, b) for a, b in sizes):
+            return None
+        shape = [*map(max, sizes)]
+        return language.block_type(left.scalar, shape), language.block_type(right.scalar, shape)
+
     def fit(self: Any, lhs: Any, rhs: Any) -> Any:
-        """A scalar beside a block is of the block's type, and left to NumPy to broadcast."""
-        left, right = lhs.type.is_block(), rhs.type.is_block()
+        """Operands have the type of their result, and their numbers are left to NumPy to broadcast."""
+        left, right = lhs.type, rhs.type
         if left is right:
+            return lhs, rhs
+        known = left.__dict__.setdefault("_beside", {})
+        if id(right) not in known:
+            known[id(right)] = common(left, right), right  # so that no other gets its id
+        types = known[id(right)][0]
+        if types is None:
             return self.broadcast_impl_value(lhs, rhs)
-        block, one = (lhs, rhs) if left else (rhs, lhs)
-        key = (block.type.name, id(block.dtype), id(one.dtype))
-        if key not in wide:
-            wide[key] = block.type.with_element_ty(one.dtype), block.dtype  # the ids are theirs
-        one = tensor(one.handle, wide[key][0])
-        return (lhs, one) if left else (one, rhs)
+        one, other = types
+        return lhs if one is left else tensor(lhs.handle, one), rhs if other is right else tensor(rhs.handle, other)
 
     def checked(
         self: Any, lhs: Any, rhs: Any, left_ptr: bool = False, right_ptr: bool = False, check: bool = True,

@@ -229,7 +229,7 @@ class Clients:
         """Requests that are not what they seem."""
         self._number += 1
         poison = self._evil[(self._number * 7 + number) % len(self._evil)]
-        heard = await send(self.port, *poison.parts, pause=poison.pause, hang_up=poison.hang_up, seconds=HANGS)
+        heard = await send(self.port, *poison.sent(), pause=poison.pause, hang_up=poison.hang_up, seconds=HANGS)
         fine = all(answer.status in (*poison.statuses, *RESTARTING, *ELSEWHERE) for answer in heard)
         if not fine:
             self.figures.odd.append(f"{poison.name}: {[answer.status for answer in heard]}")

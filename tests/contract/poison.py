@@ -6,7 +6,8 @@ The same hole returns in a sibling path, so fields are poisoned at every endpoin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from tests.contract.wire import request
@@ -18,13 +19,17 @@ HOST = b"Host: 127.0.0.1\r\n"
 
 
 class Poison(NamedTuple):
-    """parts: what is sent, `pause` seconds apart. statuses: what may come back, 0 for a closed connection."""
+    """parts: what is sent, `pause` seconds apart, or what makes it. statuses: what may come back, 0 for a closed
+    connection."""
 
     name: str
-    parts: tuple[bytes, ...]
+    parts: tuple[bytes | Callable[[], bytes], ...]
     statuses: tuple[int, ...]
     pause: float = 0.0
     hang_up: bool = False
+
+    def sent(self) -> list[bytes]:
+        return [part if isinstance(part, bytes) else part() for part in self.parts]
 
 
 class Endpoint(NamedTuple):
@@ -62,11 +67,12 @@ def every(name: str, statuses: tuple[int, ...], **fields: Any) -> Iterator[Poiso
         )
 
 
-def post(path: str, body: Any, headers: Mapping[str, str] | None = None) -> bytes:
-    return request("POST", path, body, headers)
+def post(path: str, body: Any, headers: Mapping[str, str] | None = None) -> Callable[[], bytes]:
+    """Makes the request, when it is sent: all of them are hundreds of megabytes, and most are sent at night alone."""
+    return partial(request, "POST", path, body, headers)
 
 
-def raw(body: str | bytes) -> Iterator[tuple[str, bytes]]:
+def raw(body: str | bytes) -> Iterator[tuple[str, Callable[[], bytes]]]:
     data = body if isinstance(body, bytes) else body.encode("utf-8", "surrogatepass")
     for endpoint in ENDPOINTS:
         yield endpoint.path, post(endpoint.path, data)

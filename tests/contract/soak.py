@@ -87,7 +87,7 @@ async def _soak(live: Live, seconds: float) -> Figures:
 
 async def _swallow(port: int, some: list[Poison], answers: Counter[int]) -> None:
     for poison in some:
-        for answer in await send(port, *poison.parts, pause=poison.pause, hang_up=poison.hang_up, seconds=300):
+        for answer in await send(port, *poison.sent(), pause=poison.pause, hang_up=poison.hang_up, seconds=300):
             assert answer.status in poison.statuses, (poison.name, answer)
             answers[answer.status] += 1
 

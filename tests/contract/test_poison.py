@@ -65,7 +65,7 @@ async def swallow(port: int, some: Sequence[Poison], at_once: int = 4) -> dict[s
         async with seats:
             try:
                 heard[poison.name] = await send(
-                    port, *poison.parts, pause=poison.pause, hang_up=poison.hang_up, seconds=TIMEOUT
+                    port, *poison.sent(), pause=poison.pause, hang_up=poison.hang_up, seconds=TIMEOUT
                 )
             except TimeoutError:
                 heard[poison.name] = []
@@ -172,7 +172,7 @@ def test_every_endpoint_gets_enough_hostile_requests() -> None:
     for endpoint in ENDPOINTS:
         assert sum(endpoint.path in poison.name for poison in every) >= 80
     for path in (FILES, BATCHES, VECTORS):
-        assert sum(path.encode() in poison.parts[0][:80] for poison in file_poisons()) >= 25
+        assert sum(path.encode() in poison.sent()[0][:80] for poison in file_poisons()) >= 25
 
 
 def test_hostile_requests_affect_only_their_senders(live: Live) -> None:

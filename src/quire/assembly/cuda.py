@@ -111,7 +111,7 @@ def make_executor(
             dtype=model.dtype,
             device=device,
             steps=make_steps(settings, device),
-            queue=CudaQueue(device, _captured(settings), make_precompiler(), preparing),
+            queue=CudaQueue(device, _captured(settings), make_precompiler(parallel), preparing),
             proposer=build_proposer(settings, draft, **sizes, device=device),
             depth=limits.lookahead,
             warm=keys,
@@ -200,10 +200,12 @@ def _timed_steps(max_num_seqs: int, drafts: int) -> list[tuple[int, int]]:
     return [(n, d) for d in draft_counts(drafts) for n in widths if n * (1 + d) <= MAX_VERIFIED_TOKENS]
 
 
-def make_precompiler() -> Callable[[Works], None]:
+def make_precompiler(parallel: ParallelGroup) -> Callable[[Works], None]:
     """Compiles kernels in threads, up to 16: more wait for Python's lock. With Triton's interpreter there is nothing to
     compile."""
-    return no_precompile if knobs.runtime.interpret else Precompiler(min(16, os.cpu_count() or 1), compiling)
+    if knobs.runtime.interpret:
+        return no_precompile
+    return Precompiler(min(16, os.cpu_count() or 1), compiling, parallel)
 
 
 def graph_keys(max_num_seqs: int, tokens: int, captured: int) -> list[GraphKey]:

@@ -62,5 +62,12 @@ def joined(parts: Iterable[TextPart]) -> list[TextPart]:
 
 def possible(text: str, markers: Iterable[str]) -> int:
     """The number of characters at the end of `text` that may be the beginning of a marker."""
-    sizes = (size for marker in markers for size in range(1, len(marker)) if text.endswith(marker[:size]))
-    return max(sizes, default=0)
+    most = 0
+    for marker in markers:
+        first = marker[:1]
+        at = text.find(first, max(0, len(text) - len(marker) + 1))
+        while at >= 0 and not marker.startswith(text[at:]):
+            at = text.find(first, at + 1)
+        if at >= 0:
+            most = max(most, len(text) - at)
+    return most
