@@ -40,7 +40,7 @@ from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, b
 from quire.model_runner.images import ImageRunner
 from quire.model_runner.memory import GIB, LayerShape, block_bytes, layer_shapes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads
-from quire.model_runner.sampling.features import EDITED, RANDOM, SCORED, TRUNCATED
+from quire.model_runner.sampling.features import EDITED, MASKED, RANDOM, SCORED, TRUNCATED
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
 from quire.models.registry import Model
 from quire.models.spec import ModelSpec
@@ -221,8 +221,9 @@ def graph_keys(max_num_seqs: int, tokens: int, captured: int) -> list[GraphKey]:
     forwards = [GraphKey(largest, widths[0], largest)] + [GraphKey(t, s, t) for t in mixed for s in widths]
     draws = (0, RANDOM, RANDOM | TRUNCATED)
     heads = [GraphKey.head(n, features) for features in draws for n in decode]
-    # Edited logits are float32, for which the kernels are compiled again.
+    # Logits with bias or penalties are float32, for which the kernels are compiled again.
     edited = [GraphKey.head(decode[0], features | EDITED | SCORED) for features in draws]
+    edited.append(GraphKey.head(decode[0], MASKED))
     return [*dict.fromkeys(forwards), *(GraphKey(n, n, 1) for n in decode), *edited, *heads]
 
 

@@ -36,16 +36,16 @@ class Penalties(NamedTuple):
     presence_penalty: Tensor
 
 
-@kernel(do_not_specialize=["masked"])
+@kernel(do_not_specialize=["masked", "whole", "copied"])
 def restrict_kernel(
-    logits, edited, row_of, mask_of, masks, mask_words, lists_low, lists_high, allowed_words, raw, masked, vocab,
-    chunks, COPY: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+    logits, edited, row_of, mask_of, masks, mask_words, lists_low, lists_high, allowed_words, raw, masked, whole,
+    copied, vocab, chunks, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a row: its greatest logit as the model made it to raw [R, chunks] (NaN counts as inf); then what the
     row's mask or its list of allowed tokens does not have becomes -inf. A list that is shorter than the vocabulary
     allows nothing after its end.
 
-    COPY: all of it goes to `edited`; otherwise that is `logits`. Without WHOLE, a row that may have every token is
+    copied: all of it goes to `edited`; otherwise that is `logits`. Without whole, a row that may have every token is
     neither copied nor read: its raw is -inf.
     """
     r, chunk = tl.program_id(0), tl.program_id(1)
@@ -58,7 +58,7 @@ def restrict_kernel(
     mask = tl.where(masked > 0, tl.load(mask_of + r), -1)
     count = tl.load(allowed_words + row)
     greatest = tl.full([], float("-inf"), tl.float32)
-    if WHOLE or ((mask >= 0) | (count > 0)):
+    if (whole > 0) | (mask >= 0) | (count > 0):
         inside = at < vocab
         x = tl.load(logits + r.to(tl.int64) * vocab + at, mask=inside, other=float("-inf")).to(tl.float32)
         greatest = tl.max(tl.where(x != x, float("inf"), x), 0)
@@ -72,10 +72,8 @@ def restrict_kernel(
             lists = address(tl.load(lists_low + row), tl.load(lists_high + row)).to(tl.pointer_type(tl.int32))
             held = tl.load(lists + word, mask=word < count, other=0)
             kept = kept & (((held >> bit) & 1) > 0)
-        x = tl.where(kept, x, float("-inf"))
-        tl.store(
-            edited + r.to(tl.int64) * vocab + at, x.to(edited.dtype.element_ty), mask=inside if COPY else inside & ~kept
-        )
+        x = tl.where(kept, x, float("-inf")).to(edited.dtype.element_ty)
+        tl.store(edited + r.to(tl.int64) * vocab + at, x, mask=inside & ((copied > 0) | ~kept))
     tl.store(raw + r * chunks + chunk, greatest)
 
 
@@ -93,11 +91,11 @@ def restrict(
     Fill raw [R, chunks] float32. masks: the line of each row, the lines, and the words of a line. masked: whether they
     are of this step. whole: rows that may have every token are copied and read, too."""
     count, vocab = logits.shape
+    copied = edited is not logits
     restrict_kernel[(count, raw.shape[1])](
-        *(logits, edited, rows, *masks, lists.lists_low, lists.lists_high, lists.allowed_words, raw, int(masked)),
-        *(vocab, raw.shape[1]),
-        COPY=edited is not logits, WHOLE=whole or edited is not logits, CHUNK=chunk, DEPENDENT=card.dependent,
-        num_warps=4, **card.options,
+        *(logits, edited, rows, *masks, lists.lists_low, lists.lists_high, lists.allowed_words, raw),
+        *(int(masked), int(whole or copied), int(copied), vocab, raw.shape[1]),
+        CHUNK=chunk, DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip
 
 
