@@ -47,6 +47,7 @@ MODULES = (
     "quire.assembly.rank_child",
     "tests.agent",
     "tests.contract.limited",
+    "tests.contract.starved",
     "tests.contract.unreliable",
     "tests.ops.triton.peers",
     "tests.surface.ahead",

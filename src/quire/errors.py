@@ -127,11 +127,18 @@ class ExecutorLost(StepFailed):
 
 
 class RankLost(ExecutorLost):
-    """One of the processes that hold parts of the model is gone or hangs, so that all have to be started again."""
+    """One of the processes that hold parts of the model is gone or hangs, so that all have to be started again.
+
+    details: what a library said of it, for the log alone: it may name files and addresses.
+    """
+
+    def __init__(self, message: str, *, details: str = "") -> None:
+        super().__init__(f"{message}: {details}" if details else message)
+        self._public = message
 
     def for_clients(self) -> str:
         """Which rank it was, and what happened to it."""
-        return f"{self}: send the request again once the engine has restarted"
+        return f"{self._public}: send the request again once the engine has restarted"
 
 
 def of(status: int, message: str, *, param: str | None = None) -> QuireError:

@@ -1,22 +1,29 @@
-"""A server whose model is divided: a rank is killed and another stopped under streams, and what clients are told."""
+"""A server whose model is divided: a rank is killed, stopped, or out of memory under streams, and what
+clients are told."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.contract.starved_rank_child import SECRET, SEED
 from tests.live import Live, serving
 
 pytestmark = pytest.mark.nightly
 
 LOSSES = [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "has not answered for")]
 """What a rank is sent, and what the error says of it."""
+
+STARVING = "tests.contract.starved"
+STARVE = {"prompt": "One more", "seed": SEED, "max_tokens": 1500, "ignore_eos": True}
+OUT_OF_MEMORY = "could not run a step (OutOfMemoryError)"
 
 
 def ranks(live: Live) -> list[int]:
@@ -43,10 +50,15 @@ def ask(live: Live, tokens: int) -> Any:
     return live.http.post("/v1/completions", json=body)
 
 
-def lose_a_rank(number: signal.Signals, said: str, folder: Path, *args: str, streams: int = 16) -> tuple[float, float]:
-    """Rank 1 of a server is sent a signal under streams: each is refused with its name, the server answers as before
-    with new ranks, and nothing is left. Seconds from the signal to the last refusal, and to the first answer."""
-    with serving(folder, *args) as live:
+def lose_a_rank(
+    lose: Callable[[Live, int], object], said: str, folder: Path, *args: str, streams: int = 16, module: str = "quire"
+) -> tuple[float, float]:
+    """Rank 1 of a server is lost under streams: each is refused with its name, the server answers as before with new
+    ranks, and nothing is left. Seconds from the loss to the last refusal, and to the first answer.
+
+    lose: is given the server and the rank's process.
+    """
+    with serving(folder, *args, module=module) as live:
         wanted = ask(live, 8).json()["choices"][0]["text"]
         before = ranks(live)
         assert len(before) == 2
@@ -54,8 +66,8 @@ def lose_a_rank(number: signal.Signals, said: str, folder: Path, *args: str, str
             asked = [pool.submit(ask, live, 1500) for _ in range(streams)]
             while live.stats()["active_requests"] < streams:
                 assert not any(each.done() for each in asked)
-            os.kill(before[1], number)
             sent = time.monotonic()
+            lose(live, before[1])
             answers = [each.result() for each in asked]
         refused = time.monotonic() - sent
         assert {answer.status_code for answer in answers} == {503}
@@ -69,9 +81,37 @@ def lose_a_rank(number: signal.Signals, said: str, folder: Path, *args: str, str
     return refused, answered
 
 
+def signalled(number: signal.Signals) -> Callable[[Live, int], None]:
+    """A rank gets a signal."""
+    return lambda live, rank: os.kill(rank, number)
+
+
+def starve(live: Live, rank: int) -> None:
+    """A rank of `starved` runs out of memory; the request with which it does is refused as the others are."""
+    answer = live.http.post("/v1/completions", json=STARVE)
+    assert answer.status_code == 503 and f"(process {rank}) {OUT_OF_MEMORY}" in answer.text
+    assert SECRET not in answer.text and "allocate" not in answer.text
+    assert "llocate" in live.log, "why is in the log"
+
+
 @pytest.mark.parametrize("divided", ["--tensor-parallel-size", "--pipeline-parallel-size"])
 @pytest.mark.parametrize(("number", "said"), LOSSES)
 def test_a_lost_rank_is_named_and_the_server_answers_again(
     number: signal.Signals, said: str, divided: str, tmp_path: Path
 ) -> None:
-    lose_a_rank(number, said, tmp_path, divided, "2")
+    lose_a_rank(signalled(number), said, tmp_path, divided, "2")
+
+
+def test_a_rank_without_memory_is_named_and_the_server_answers_again(tmp_path: Path) -> None:
+    lose_a_rank(starve, OUT_OF_MEMORY, tmp_path, "--tensor-parallel-size", "2", module=STARVING)
+
+
+def test_a_stage_without_memory_for_one_request_answers_the_others(tmp_path: Path) -> None:
+    """All ranks of that stage fail the step: the engine finds the request, and no rank is started again."""
+    with serving(tmp_path, "--pipeline-parallel-size", "2", module=STARVING) as live, ThreadPoolExecutor(9) as pool:
+        wanted, before = ask(live, 48).json()["choices"][0]["text"], ranks(live)
+        beside = [pool.submit(ask, live, 48) for _ in range(8)]
+        culprit = live.http.post("/v1/completions", json=STARVE)
+        assert culprit.status_code == 500 and SECRET not in culprit.text and SECRET in live.log
+        assert {each.result().json()["choices"][0]["text"] for each in beside} == {wanted}
+        assert ranks(live) == before

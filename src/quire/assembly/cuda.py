@@ -40,7 +40,7 @@ from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, b
 from quire.model_runner.images import ImageRunner
 from quire.model_runner.memory import GIB, LayerShape, block_bytes, layer_shapes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads
-from quire.model_runner.sampling.features import EDITED, RANDOM, SCORED, TRUNCATED
+from quire.model_runner.sampling.features import EDITED, MASKED, RANDOM, SCORED, TRUNCATED
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
 from quire.models.registry import Model
 from quire.models.spec import ModelSpec
@@ -111,7 +111,7 @@ def make_executor(
             dtype=model.dtype,
             device=device,
             steps=make_steps(settings, device),
-            queue=CudaQueue(device, _captured(settings), make_precompiler(), preparing),
+            queue=CudaQueue(device, _captured(settings), make_precompiler(parallel), preparing),
             proposer=build_proposer(settings, draft, **sizes, device=device),
             depth=limits.lookahead,
             warm=keys,
@@ -200,10 +200,12 @@ def _timed_steps(max_num_seqs: int, drafts: int) -> list[tuple[int, int]]:
     return [(n, d) for d in draft_counts(drafts) for n in widths if n * (1 + d) <= MAX_VERIFIED_TOKENS]
 
 
-def make_precompiler() -> Callable[[Works], None]:
+def make_precompiler(parallel: ParallelGroup) -> Callable[[Works], None]:
     """Compiles kernels in threads, up to 16: more wait for Python's lock. With Triton's interpreter there is nothing to
     compile."""
-    return no_precompile if knobs.runtime.interpret else Precompiler(min(16, os.cpu_count() or 1), compiling)
+    if knobs.runtime.interpret:
+        return no_precompile
+    return Precompiler(min(16, os.cpu_count() or 1), compiling, parallel)
 
 
 def graph_keys(max_num_seqs: int, tokens: int, captured: int) -> list[GraphKey]:
@@ -219,8 +221,9 @@ def graph_keys(max_num_seqs: int, tokens: int, captured: int) -> list[GraphKey]:
     forwards = [GraphKey(largest, widths[0], largest)] + [GraphKey(t, s, t) for t in mixed for s in widths]
     draws = (0, RANDOM, RANDOM | TRUNCATED)
     heads = [GraphKey.head(n, features) for features in draws for n in decode]
-    # Edited logits are float32, for which the kernels are compiled again.
+    # Logits with bias or penalties are float32, for which the kernels are compiled again.
     edited = [GraphKey.head(decode[0], features | EDITED | SCORED) for features in draws]
+    edited.append(GraphKey.head(decode[0], MASKED))
     return [*dict.fromkeys(forwards), *(GraphKey(n, n, 1) for n in decode), *edited, *heads]
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from quire import heap
 from quire.assembly.ranks import build_rank, device_of
+from quire.engine.executor import Executor
 from quire.errors import QuireError
 from quire.executors.rank_loop import RankLink, RankLoop, die_with
 from quire.executors.ranks import BuildRank, RankReady, RankRefused
@@ -22,19 +24,23 @@ START_TIMEOUT = timedelta(hours=1)
 """Within which ranks meet: while they load weights, one may be much slower. The engine knows whether they live."""
 
 
-def main() -> None:
-    """Build this rank's part of the model, then run plans until the engine closes the socket or ends."""
+Wrap = Callable[[Executor], Executor]
+
+
+def main(wrap: Wrap = lambda executor: executor) -> None:
+    """Build this rank's part of the model, then run plans until the engine closes the socket or ends. wrap: applied to
+    the executor, for tests."""
     parent = os.getppid()
     link = RankLink(socket.socket(fileno=int(sys.argv[1])))
     asked = link.first()
     if asked.place.dies_with_parent:
         die_with(parent)
-    run(link, asked, asked.place.listener)
+    run(link, asked, asked.place.listener, wrap)
 
 
-def run(link: RankLink, asked: BuildRank, listener: int | None) -> None:
+def run(link: RankLink, asked: BuildRank, listener: int | None, wrap: Wrap = lambda executor: executor) -> None:
     """As a rank, until the engine closes the link, which ends the process. listener: rank 0's descriptor, on which the
-    others find it."""
+    others find it. wrap: see `main`."""
     if asked.rank:
         logging.disable(logging.WARNING)  # rank 0 says the same
     try:
@@ -45,7 +51,7 @@ def run(link: RankLink, asked: BuildRank, listener: int | None) -> None:
         os._exit(2)
     heap.settled()
     link.send(RankReady(built.executor.describe(), built.limits._asdict(), built.static_gauges))
-    RankLoop(built.executor, link, asked.rank, asked.shape).run()
+    RankLoop(wrap(built.executor), link, asked.rank, asked.shape).run()
 
 
 def join(asked: BuildRank, listener: int | None) -> None:

@@ -87,11 +87,18 @@ class FollowingStep(StepHandle, Protocol):
         """What the last stage has sampled, which `result` waits for."""
 
 
+class Failed(NamedTuple):
+    """Why a step failed, in one line, and the class of the error that began it."""
+
+    reason: str
+    kind: str
+
+
 class Running(NamedTuple):
     """A launched step. handle: or why it could not be launched."""
 
     step: int
-    handle: StepHandle | str
+    handle: StepHandle | Failed
 
 
 class RankLoop:
@@ -141,15 +148,15 @@ class RankLoop:
         plan = message.plan._replace(spans=self.spans) if message.same_spans else message.plan
         self.spans = plan.spans
         try:
-            handle: StepHandle | str = self.executor.launch(plan)
+            handle: StepHandle | Failed = self.executor.launch(plan)
         except Exception as error:  # the engine finds out whose fault it is
-            handle = reason(error)
+            handle = failed(error)
         running = Running(message.step, handle)
-        if self.follows and (isinstance(handle, str) or cast(FollowingStep, handle).failure):
+        if self.follows and (isinstance(handle, Failed) or cast(FollowingStep, handle).failure):
             self._answer(running)
             return
         self.inflight.append(running)
-        if plan.masked_spans and not isinstance(handle, str):
+        if plan.masked_spans and not isinstance(handle, Failed):
             self.unmasked.add(message.step)
 
     def _catch_up(self, message: Launch) -> None:
@@ -165,31 +172,34 @@ class RankLoop:
 
     def _sample(self, message: HandMasks) -> None:
         for place, (step, handle) in enumerate(self.inflight):
-            if step == message.step and not isinstance(handle, str):
+            if step == message.step and not isinstance(handle, Failed):
                 self.unmasked.discard(step)
                 try:
                     handle.sample(message.masks)
                 except Exception as error:
-                    self.inflight[place] = Running(step, reason(error))
+                    self.inflight[place] = Running(step, failed(error))
 
     def _answer(self, running: Running) -> None:
         step, handle = running
-        if isinstance(handle, str):
-            self.link.send(StepError(self.epoch, step, handle))
+        if isinstance(handle, Failed):
+            self.link.send(StepError(self.epoch, step, *handle))
             return
         try:
             result = handle.result()
         except Exception as error:
-            self.link.send(StepError(self.epoch, step, reason(error)))
+            self.link.send(StepError(self.epoch, step, *failed(error)))
             return
         if self.answers:
             self.link.send(StepDone(self.epoch, step, result, getattr(handle, "sampled", None)))
 
 
-def reason(error: Exception) -> str:
-    """Why a step failed, in one line."""
+def failed(error: Exception) -> Failed:
+    """Why a step failed, for the engine."""
     words = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
-    return " ".join(words.split())
+    began: BaseException = error
+    while began.__cause__ is not None:
+        began = began.__cause__
+    return Failed(" ".join(words.split()), type(began).__name__)
 
 
 def die_with(parent: int) -> None:

@@ -156,11 +156,12 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepError(msgspec.Struct, tag=True, frozen=True):
-    """Why this rank could not run a step."""
+    """Why this rank could not run a step. kind: the class of the error that began it."""
 
     epoch: int
     step: int
     reason: str
+    kind: str
 
 
 ToRank = BuildRank | Launch | HandMasks | LoadImage | Reset | Ping
@@ -336,15 +337,15 @@ class Ranks:
             elif now - rank.asked > SILENCE:
                 raise self._lost(number, f"has not answered for {now - rank.asked:.1f} s")
 
-    def _lost(self, number: int, what: str) -> RankLost:
+    def _lost(self, number: int, what: str, details: str = "") -> RankLost:
         """The error for a rank without which the others cannot go on."""
         name = self.ranks[number].process.name
-        self.lost = RankLost(f"rank {number} of {len(self.ranks)} ({name}) {what}")
+        self.lost = RankLost(f"rank {number} of {len(self.ranks)} ({name}) {what}", details=details)
         return self.lost
 
-    def failed(self, number: int, reason: str) -> RankLost:
+    def failed(self, number: int, error: StepError) -> RankLost:
         """The error for a rank that alone failed a step."""
-        return self._lost(number, f"could not run a step: {reason}")
+        return self._lost(number, f"could not run a step ({error.kind})", error.reason)
 
     def kill(self) -> None:
         """End every process, also those that are stopped or wait for others."""
@@ -402,7 +403,7 @@ class RankedExecutor:
         self._samples: list[StepSamples] = []
         self._spans = NO_SPANS
         self._results: dict[tuple[int, int], StepDone] = {}
-        self._errors: dict[tuple[int, int], dict[int, str]] = {}
+        self._errors: dict[tuple[int, int], dict[int, StepError]] = {}
 
     def describe(self) -> Description:
         """That of the rank that answers; all have as many blocks, whose bytes are those on all ranks."""
@@ -476,7 +477,7 @@ class RankedExecutor:
             if isinstance(message, StepDone) and message.epoch == self._epoch:
                 self._results[message.epoch, message.step] = message
             elif isinstance(message, StepError) and message.epoch == self._epoch:
-                self._errors.setdefault((message.epoch, message.step), {})[number] = message.reason
+                self._errors.setdefault((message.epoch, message.step), {})[number] = message
 
     def _raise_failure(self) -> None:
         """Wait a moment for what the other ranks of the first stage that failed a step say: later ones fail with it. A
@@ -491,7 +492,7 @@ class RankedExecutor:
         number = min(failed)
         if not self._agreed(key):
             raise ranks.failed(number, failed[number])
-        raise StepFailed(failed[number])
+        raise StepFailed(failed[number].reason)
 
     def _agreed(self, key: tuple[int, int]) -> bool:
         """Whether all ranks of a stage, and of none before it, failed a step."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import threading
-from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,10 @@ from triton import knobs
 
 import quire.ops.triton
 from quire.assembly.cuda import make_precompiler
+from quire.layers.linear import ONE_RANK
 from quire.model_runner.graphs import no_precompile
 from quire.ops.capture import PRECOMPILING
+from quire.ops.triton import precompile
 from quire.ops.triton.launch import Kernel
 from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.precompile import PROBES, DeferredCompiler, Precompiler, ReportProgress
@@ -161,6 +163,88 @@ def test_a_compilation_that_fails_stops_no_other() -> None:
     assert finished == [1]
 
 
+class Neighbours:
+    """One of two ranks in threads of one process. met: their values, of which the least is wanted."""
+
+    size = 2
+
+    def __init__(self, rank: int, met: list[int], barrier: threading.Barrier) -> None:
+        self.rank, self.met, self.barrier = rank, met, barrier
+
+    def smallest(self, value: int) -> int:
+        self.barrier.wait(300)
+        self.met.append(value)
+        self.barrier.wait(300)
+        least = min(self.met)
+        if self.barrier.wait(300) == 0:
+            self.met.clear()
+        self.barrier.wait(300)
+        return least
+
+
+def test_ranks_compile_a_share_each_and_then_what_is_missing() -> None:
+    compiled: list[tuple[int, int]] = []
+    cache: set[int] = set()
+    ranks: list[list[int]] = [[], []]
+    met, barrier = list[int](), threading.Barrier(2)
+
+    def compile_one(rank: int, n: int) -> None:
+        ranks[rank].append(n)
+        if n not in cache:
+            compiled.append((rank, n))
+            cache.add(n)
+
+    def run(rank: int) -> None:
+        here = Neighbours(rank, met, barrier)
+        with DeferredCompiler(lambda made: None) as held:
+            for n in range(7):
+                held.submit(compile_one, rank, n)
+            told = list[tuple[int, int]]()
+            held.run(1, lambda *each: told.append(each), slice(rank, None, 2))
+            here.smallest(0)
+            held.run(1, lambda *each: told.append(each))
+            assert told == [(n + 1, 7) for n in range(7)]
+
+    together(run)
+    assert sorted(n for _, n in compiled) == [*range(7)] and all(n % 2 == rank for rank, n in compiled)
+    assert ranks == [[0, 2, 4, 6, 1, 3, 5], [1, 3, 5, 0, 2, 4, 6]]
+
+
+def together(run: Callable[[int], object]) -> None:
+    """In two threads."""
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(run, rank) for rank in range(2)]:
+            each.result(300)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_precompile_everything_if_one_lacked_a_kernel_even_if_another_fails(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met, barrier = list[int](), threading.Barrier(2)
+    lacked, done = threading.local(), [[], []]  # type: ignore[var-annotated]
+
+    @contextmanager
+    def missed() -> Iterator[list[str]]:
+        yield lacked.names
+
+    monkeypatch.setattr(precompile, "_missed", missed)
+
+    def run(rank: int) -> None:
+        lacked.names = ["kernel"] if rank == 0 else []
+
+        def work(n: int) -> None:
+            done[rank].append(n)
+            if fails and rank == 1:
+                raise ValueError("no such shape")
+
+        Precompiler(1, unwatched, Neighbours(rank, met, barrier))([partial(work, n) for n in range(3 * PROBES)])
+
+    together(run)
+    assert len(done[0]) == PROBES + 3 * PROBES
+    assert len(done[1]) == (2 if fails else 4 * PROBES)
+
+
 def test_results_of_work_that_was_never_run_are_cancelled() -> None:
     with DeferredCompiler(print) as held:
         left = held.submit(lambda: 1)
@@ -169,6 +253,6 @@ def test_results_of_work_that_was_never_run_are_cancelled() -> None:
 
 def test_the_interpreter_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.runtime, "interpret", True)
-    assert make_precompiler() is no_precompile
+    assert make_precompiler(ONE_RANK) is no_precompile
     monkeypatch.setattr(knobs.runtime, "interpret", False)
-    assert isinstance(make_precompiler(), Precompiler)
+    assert isinstance(make_precompiler(ONE_RANK), Precompiler)

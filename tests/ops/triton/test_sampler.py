@@ -385,3 +385,24 @@ def test_logits_of_sixteen_bits_draw_what_they_would_draw_in_float32(
     logits = (torch.randn(6, 5000, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     rows = [Row(params, seed=seed) for seed in range(6)]
     assert drawn(logits, rows) == drawn(logits.float(), rows)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2], ids=["in place", "in a copy"])
+def test_restricted_rows_of_sixteen_bits_stand_beside_others(logprobs: int | None) -> None:
+    logits = (torch.randn(8, 5000, generator=torch.Generator().manual_seed(1)) * 3).bfloat16()
+    logits[6, 4999] = math.nan
+    few, mask = tuple(range(3, 4900, 7)), bytes([0x5A]) * 620
+    rows = [
+        Row(SamplingParams(temperature=0.0, logprobs=logprobs)),
+        Row(SamplingParams(temperature=0.0), mask=mask),
+        Row(SamplingParams(temperature=0.9, allowed_token_ids=few)),
+        Row(SamplingParams(temperature=0.9, top_p=0.7, top_k=40)),
+        Row(SamplingParams(temperature=0.9, top_k=40, allowed_token_ids=few), mask=mask),
+        Row(SamplingParams(temperature=0.0), mask=bytes(620)),
+        Row(SamplingParams(temperature=0.0), mask=mask),
+        Row(SamplingParams(temperature=0.0)),
+    ]
+    tokens, state = drawn(logits, rows)
+    assert state == [FINE] * 5 + [STUCK, BROKEN, FINE]
+    assert tokens[:5] == expected(logits[:5].float(), rows[:5])
+    assert sampled(logits, rows) == sampled(logits.float(), rows)

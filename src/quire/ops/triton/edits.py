@@ -36,14 +36,18 @@ class Penalties(NamedTuple):
     presence_penalty: Tensor
 
 
-@kernel(do_not_specialize=["masked"])
+@kernel(do_not_specialize=["masked", "whole", "copied"])
 def restrict_kernel(
-    logits, row_of, mask_of, masks, mask_words, lists_low, lists_high, allowed_words, raw, masked, vocab, chunks,
-    CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+    logits, edited, row_of, mask_of, masks, mask_words, lists_low, lists_high, allowed_words, raw, masked, whole,
+    copied, vocab, chunks, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a row: its greatest logit as the model made it to raw [R, chunks] (NaN counts as inf); then what the
     row's mask or its list of allowed tokens does not have becomes -inf. A list that is shorter than the vocabulary
-    allows nothing after its end."""
+    allows nothing after its end.
+
+    copied: all of it goes to `edited`; otherwise that is `logits`. Without whole, a row that may have every token is
+    neither copied nor read: its raw is -inf.
+    """
     r, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     wait(DEPENDENT)
@@ -51,20 +55,26 @@ def restrict_kernel(
     row = tl.load(row_of + r)
     if row < 0:
         return
-    mine = logits + r.to(tl.int64) * vocab
-    x = tl.load(mine + at, mask=at < vocab, other=float("-inf"))
-    tl.store(raw + r * chunks + chunk, tl.max(tl.where(x != x, float("inf"), x), 0))
-    word, bit = at // 32, at % 32
-    mask = tl.load(mask_of + r)
-    if (masked > 0) & (mask >= 0):
-        words = tl.load(mask_words)
-        held = tl.load(masks + mask.to(tl.int64) * words + word, mask=word < words, other=0)
-        tl.store(mine + at, float("-inf"), mask=(at < vocab) & (((held >> bit) & 1) == 0))
+    mask = tl.where(masked > 0, tl.load(mask_of + r), -1)
     count = tl.load(allowed_words + row)
-    if count > 0:
-        lists = address(tl.load(lists_low + row), tl.load(lists_high + row)).to(tl.pointer_type(tl.int32))
-        held = tl.load(lists + word, mask=word < count, other=0)
-        tl.store(mine + at, float("-inf"), mask=(at < vocab) & (((held >> bit) & 1) == 0))
+    greatest = tl.full([], float("-inf"), tl.float32)
+    if (whole > 0) | (mask >= 0) | (count > 0):
+        inside = at < vocab
+        x = tl.load(logits + r.to(tl.int64) * vocab + at, mask=inside, other=float("-inf")).to(tl.float32)
+        greatest = tl.max(tl.where(x != x, float("inf"), x), 0)
+        word, bit = at // 32, at % 32
+        kept = inside
+        if mask >= 0:
+            words = tl.load(mask_words)
+            held = tl.load(masks + mask.to(tl.int64) * words + word, mask=word < words, other=0)
+            kept = kept & (((held >> bit) & 1) > 0)
+        if count > 0:
+            lists = address(tl.load(lists_low + row), tl.load(lists_high + row)).to(tl.pointer_type(tl.int32))
+            held = tl.load(lists + word, mask=word < count, other=0)
+            kept = kept & (((held >> bit) & 1) > 0)
+        x = tl.where(kept, x, float("-inf")).to(edited.dtype.element_ty)
+        tl.store(edited + r.to(tl.int64) * vocab + at, x, mask=inside & ((copied > 0) | ~kept))
+    tl.store(raw + r * chunks + chunk, greatest)
 
 
 @triton.jit
@@ -74,16 +84,17 @@ def address(low, high):
 
 
 def restrict(
-    logits: Tensor, rows: Tensor, masks: tuple[Tensor, Tensor, Tensor], lists: ListTensors, raw: Tensor,
-    card: DeviceInfo,
-    chunk: int, *, masked: bool,
+    logits: Tensor, edited: Tensor, rows: Tensor, masks: tuple[Tensor, Tensor, Tensor], lists: ListTensors,
+    raw: Tensor, card: DeviceInfo, chunk: int, *, masked: bool, whole: bool,
 ) -> None:  # fmt: skip
-    """Forbid, in logits [R, V] float32, what masks and allowed tokens leave out; fill raw [R, chunks]. masks: the
-    line of each row, the lines, and the words of a line. masked: whether they are of this step."""
+    """Copy logits [R, V] to edited [R, V], which may be the same; what masks and allowed tokens leave out becomes -inf.
+    Fill raw [R, chunks] float32. masks: the line of each row, the lines, and the words of a line. masked: whether they
+    are of this step. whole: rows that may have every token are copied and read, too."""
     count, vocab = logits.shape
+    copied = edited is not logits
     restrict_kernel[(count, raw.shape[1])](
-        *(logits, rows, *masks, lists.lists_low, lists.lists_high, lists.allowed_words, raw, int(masked)),
-        *(vocab, raw.shape[1]),
+        *(logits, edited, rows, *masks, lists.lists_low, lists.lists_high, lists.allowed_words, raw),
+        *(int(masked), int(whole or copied), int(copied), vocab, raw.shape[1]),
         CHUNK=chunk, DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 Triton compiles a kernel when it is first launched, and that launch waits: with an empty cache, steps get ready one
 compilation after another. Most of the time is spent in LLVM and in the assembler, without the GIL, so that threads
-compile several at a time.
+compile several at a time. Ranks need the same kernels: each compiles a share, and finds the others' in the cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from triton import AsyncCompileMode, knobs
@@ -29,6 +29,34 @@ PROBES = 8
 """Pieces of work that show whether the cache lacks any kernel: a start that lacks none does little more."""
 
 
+class Sharing(Protocol):
+    """The processes of a host that need the same kernels at the same time, or this one alone: a `ParallelGroup`."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def smallest(self, value: int) -> int:
+        """The least of every process's value, once all have called it."""
+
+
+class Alone:
+    """One process."""
+
+    rank, size = 0, 1
+
+    def smallest(self, value: int) -> int:
+        """See `Sharing`."""
+        return value
+
+
+ALONE = Alone()
+
+
 class DeferredCompiler(Executor):
     """Keeps what is submitted until `run`: threads that compile would slow down the thread that records."""
 
@@ -43,13 +71,15 @@ class DeferredCompiler(Executor):
         self.futures[future] = partial(fn, *args, **kwargs)
         return future
 
-    def run(self, workers: int, report: ReportProgress) -> None:
-        """Run all calls, `workers` at a time. report: called with (done, total)."""
+    def run(self, workers: int, report: ReportProgress, share: slice = slice(None)) -> None:
+        """Run a share of the calls, unless they have run, `workers` at a time. report: called with (done, total)."""
         pool = ThreadPoolExecutor(workers)
+        due = [one for one in [*self.futures.items()][share] if not one[0].done()]
+        before = sum(future.done() for future in self.futures)
         try:
-            running = [pool.submit(self._fulfil, *one) for one in self.futures.items()]
-            for done, _ in enumerate(as_completed(running), 1):
-                report(done, len(running))
+            running = [pool.submit(self._fulfil, *one) for one in due]
+            for done, _ in enumerate(as_completed(running), before + 1):
+                report(done, len(self.futures))
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -77,39 +107,56 @@ def with_launcher(kernel: Any) -> None:
 
 class Precompiler:
     """Compiles what pieces of work launch. workers: compilations at once. watch: a context whose value is called with
-    (done, total).
+    (done, total). ranks: that all call this with the same work.
 
     What torch computes meanwhile is meaningless: its own operations do run, on memory that kernels would have filled.
     Launches that are not recorded are compiled when they are launched.
     """
 
-    def __init__(self, workers: int, watch: Callable[[], AbstractContextManager[ReportProgress]]) -> None:
-        self.workers, self.watch = workers, watch
+    def __init__(
+        self, workers: int, watch: Callable[[], AbstractContextManager[ReportProgress]], ranks: Sharing = ALONE
+    ) -> None:
+        self.workers, self.watch, self.ranks = workers, watch, ranks
         self.seen: set[tuple[object, ...]] = set()
 
     def __call__(self, works: Sequence[Callable[[], object]]) -> None:
         """Compile what some of them launch; what all launch, if any kernel of those was in no cache."""
         apart = -(-len(works) // PROBES) or 1
-        try:
-            if self._precompile(works[apart // 2 :: apart]):
-                self._precompile(works)
-        except Exception as failure:
-            # Of any kind: steps are compiled as they are launched, and may meet it again.
-            log.warning("kernels are compiled one by one, because compiling in parallel failed (%r)", failure)
+        missed = self._precompile(works[apart // 2 :: apart])
+        # A rank that lacked none may have found what another has just compiled.
+        if self.ranks.smallest(-missed):
+            self._precompile(works)
 
     def _precompile(self, works: Sequence[Callable[[], object]]) -> int:
-        """Returns how many kernels were in no cache."""
+        """Returns how many kernels were in no cache. All ranks meet once, also those that fail."""
         held = DeferredCompiler(with_launcher)
-        with _missed() as missed, AsyncCompileMode(held, ignore_errors=True), held:
-            token = PRECOMPILING.set(self._record)
+        with _missed() as missed, self.watch() as report:
             try:
-                for work in works:
-                    work()
-            finally:
-                PRECOMPILING.reset(token)
-            with self.watch() as report:
-                held.run(self.workers, report)
+                with AsyncCompileMode(held, ignore_errors=True), held:
+                    with self._meeting():
+                        self._record_all(works)
+                        held.run(self.workers, report, slice(self.ranks.rank, None, self.ranks.size))
+                    held.run(self.workers, report)
+            except Exception as failure:
+                # Of any kind: steps are compiled as they are launched, and may meet it again.
+                log.warning("kernels are compiled one by one, because compiling in parallel failed (%r)", failure)
         return len(missed)
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Wait at the end for what the other ranks do inside."""
+        try:
+            yield
+        finally:
+            self.ranks.smallest(0)
+
+    def _record_all(self, works: Sequence[Callable[[], object]]) -> None:
+        token = PRECOMPILING.set(self._record)
+        try:
+            for work in works:
+                work()
+        finally:
+            PRECOMPILING.reset(token)
 
     def _record(self, made: Any, grid: object, *args: Any, **options: Any) -> None:
         """Compile a launch's kernel, once: Triton is slow to notice that it is being compiled, and a model has the same

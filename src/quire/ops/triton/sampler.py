@@ -3,9 +3,9 @@
 `survey_kernel` reads every chunk of every row: the greatest logit, and for each block of 32 tokens an upper bound on
 their scores. `choose_kernel` takes a row's greatest logit, or opens its blocks, the highest bound first, until no other
 block can hold a higher score: a handful of the vocabulary. For a row that truncates, the threshold is found first, by
-bisection (`limited`). Masks, lists of tokens (allowed, bias, bans) and penalties are applied to a float32 copy before
-both, see `edits.py`; log-probabilities are of the logits as they were, see `logprobs.py`. What no row asks for is not
-launched; what one row asks for changes nothing for another.
+bisection (`limited`). Masks, lists of tokens (allowed, bias, bans) and penalties are applied before both, see
+`edits.py`; log-probabilities are of the logits as they were, see `logprobs.py`. What no row asks for is not launched;
+what one row asks for changes nothing for another.
 """
 
 from __future__ import annotations
@@ -231,7 +231,9 @@ def choose_kernel(
         return
     at, inside = r * chunks + c, c < chunks
     tops = tl.load(peak + at, mask=inside, other=float("-inf"))
-    top, before = tl.max(tops, 0), tl.max(tl.load(raw + at, mask=inside, other=float("-inf")), 0)
+    # A row that was not edited has no other greatest logit from before.
+    top = tl.max(tops, 0)
+    before = tl.maximum(top, tl.max(tl.load(raw + at, mask=inside, other=float("-inf")), 0))
     token = tl.load(winner + r * chunks + tl.argmax(tops, 0))
     bad = tl.where(tl.abs(before) == float("inf"), 1, tl.where(top == float("-inf"), 2, 0))
     if HOT:
@@ -306,10 +308,8 @@ def sample(
     s, unedited, raw = settings, logits, peak
     same = {"DEPENDENT": card.dependent, **card.options}
     if asked.edited:
-        # Not rounded, and not in place where log-probabilities of what the model made are wanted.
-        logits = logits.to(torch.float32, copy=asked.scored)
-        raw = logits.new_empty(count, chunks)
-        edit(logits, rows, positions, histories, settings, card, asked, tally=tally, raw=raw)
+        raw = logits.new_empty(count, chunks, dtype=torch.float32)
+        logits = edit(logits, rows, positions, histories, settings, card, asked, tally=tally, raw=raw)
     survey_kernel[(count, chunks)](
         *(logits, rows, positions, s.temperature, s.stream, peak, winner, held, holder, bounds, peaks, vocab, chunks),
         HOT=asked.random, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4, **same,
@@ -330,12 +330,17 @@ def edit(
     logits: Tensor, rows: Tensor, positions: Tensor, histories: RowHistories, settings: SamplingTensors,
     card: DeviceInfo,
     asked: RequestedFeatures, *, tally: Tensor, raw: Tensor,
-) -> None:  # fmt: skip
-    """Apply masks, lists and penalties in place; the greatest logits as they were go to raw [R, chunks]."""
+) -> Tensor:  # fmt: skip
+    """Logits [R, V] after masks, lists and penalties; the greatest ones as they were go to raw [R, chunks]."""
+    # Sums are not rounded, and nothing is changed where log-probabilities of what the model made are wanted.
+    added = asked.listed or asked.penalised
+    dtype = torch.float32 if added else logits.dtype
+    edited = logits if dtype == logits.dtype and not asked.scored else torch.empty_like(logits, dtype=dtype)
     lists = settings.lists
     masks = histories.mask_index, histories.masks, histories.mask_words
-    restrict(logits, rows, masks, lists, raw, card, CHUNK, masked=asked.masked)
+    restrict(logits, edited, rows, masks, lists, raw, card, CHUNK, masked=asked.masked, whole=added)
     if asked.listed:
-        edit_by_lists(logits, rows, positions, histories.tokens, histories.prompt, lists, card)
+        edit_by_lists(edited, rows, positions, histories.tokens, histories.prompt, lists, card)
     if asked.penalised:
-        penalise(logits, rows, positions, histories.tokens, histories.prompt, settings.penalties, tally, card)
+        penalise(edited, rows, positions, histories.tokens, histories.prompt, settings.penalties, tally, card)
+    return edited
