@@ -24,7 +24,7 @@ import click
 
 from quire.assembly.engine import build_engine
 from quire.bench.calibrate import about
-from quire.bench.simulated import build_model
+from quire.bench.simulated import build_model, layer_shares
 from quire.config import Settings
 from quire.config.option import amount
 from quire.engine.engine import Engine
@@ -117,7 +117,8 @@ def predicted(
     settings: Settings, trace: Trace, samples: Sequence[StepSample], memory: str
 ) -> tuple[dict[str, float], float]:
     """The same figures by simulation, and the error of the fit."""
-    calibration = fit(samples, about(settings), stages=settings.execution.pipeline_parallel_size)
+    stages = settings.execution.pipeline_parallel_size
+    calibration = fit(samples, about(settings), stages=stages, shares=layer_shares(settings, stages))
     size = int(memory)
     model = build_model(settings, calibration=calibration, memory=size, prefixes=False)
     results, _ = simulate_fleet(FleetConfig(model.engine), trace)

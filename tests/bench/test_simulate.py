@@ -187,6 +187,8 @@ def test_mixed_and_split_deployments_are_compared(runs: Callable[..., list[dict[
     assert mixed["prefill_replicas"] == 0 and not mixed["tiers"] and mixed["answered"] == split["answered"] == 60
     assert split["tiers"]["remote_tokens"] > 0 and 0 < split["prefill_utilisation"] < 1
     assert split["replica_hours"] > 1.4 * mixed["replica_hours"], "prefill engines are paid for"
+    less, more = runs(*SHORT, "--prefill-replicas", 1, "--set", "prefill_max_slowdown=0.1,1e9", few=60)
+    assert less["tiers"].get("remote_tokens", 0) < more["tiers"]["remote_tokens"]
     ask = ("simulate", "--calibration", calibration, "--num-prompts", 30, *SHORT, "--prefill-replicas", 1)
     said = quire(*ask, "--prefill-calibration", calibration, "--prefill-min-tokens", 20)
     assert "prefills done" in said and "prefill engines 1, busy" in said

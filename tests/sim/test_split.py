@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from quire.bench.simulated import stage_cost
+from quire.bench.simulated import staged
 from quire.bench.simulated_engine import SimulatedEngine
+from quire.cli.inspect import read_facts
+from quire.config import Settings
 from quire.engine.timing import VirtualClock
 from quire.errors import InvalidConfig
 from quire.scheduler.kv_offload import KVOffload
@@ -31,15 +33,16 @@ COPIES = {"save": (1e-4, 0.0), "load": (2e-4, 0.0), "send": (3e-4, 1e-6), "read"
 STEP = StepCost(base=1e-2, per_token=1e-4)
 
 
-def side(slowdown: float = 1e9, **options: Any) -> SimulatedEngine:
-    """An engine of a split. slowdown: with the default, a prefill engine is always asked."""
-    engine = engine_of(**{"blocks": 200, "chunk": 128, **options})
-    changes = {"disaggregation_mode": "decode", "disaggregation_max_slowdown": slowdown}
-    return replace(engine, block_bytes=100, copies=COPIES, settings=engine.settings.changed(**changes))
+def side(**options: Any) -> SimulatedEngine:
+    """An engine of a split."""
+    return replace(engine_of(**{"blocks": 200, "chunk": 128, **options}), block_bytes=100, copies=COPIES)
 
 
-def split(engine: SimulatedEngine, engines: int = 1, replicas: int = 1, timeout: float = 10.0) -> FleetConfig:
-    return FleetConfig(engine, replicas, prefill=PrefillPool(engine, engines, 16, timeout))
+def split(
+    engine: SimulatedEngine, engines: int = 1, replicas: int = 1, timeout: float = 10.0, slowdown: float = 1e9
+) -> FleetConfig:
+    """slowdown: with the default, a prefill engine is always asked."""
+    return FleetConfig(engine, replicas, prefill=PrefillPool(engine, engines, 16, timeout, slowdown))
 
 
 def long_prompts(count: int, rate: float, seed: int = 1) -> Trace:
@@ -99,8 +102,8 @@ def test_what_comes_too_late_is_computed_by_the_replica() -> None:
 
 def asked(send: tuple[float, float], slowdown: float, rate: float, count: int = 150) -> tuple[Results, dict[str, int]]:
     """What comes of long prompts, by a network on which a block takes `send`."""
-    engine = replace(side(slowdown, cost=STEP, tokens=512, chunk=512, blocks=2000), copies={**COPIES, "send": send})
-    results, totals = simulate_fleet(split(engine), long_prompts(count, rate))
+    engine = replace(side(cost=STEP, tokens=512, chunk=512, blocks=2000), copies={**COPIES, "send": send})
+    results, totals = simulate_fleet(split(engine, slowdown=slowdown), long_prompts(count, rate))
     assert bytes(results.status) == b"\1" * count
     return results, dict(totals.tiers)
 
@@ -186,8 +189,9 @@ def test_a_tier_that_is_slower_than_computing_is_not_used() -> None:
 # ---------------------------------------------------------------- pipelines
 
 
-def piped(stages: int, cost: StepCost = STEP, hop: float = 0.0) -> SimulatedEngine:
-    return replace(engine_of(stages - 1, cost=cost, max_num_seqs=16, pipeline_parallel_size=stages), hop=hop)
+def piped(stages: int, cost: StepCost = STEP, hop: float = 0.0, shares: tuple[float, ...] = ()) -> SimulatedEngine:
+    engine = engine_of(stages - 1, cost=cost, max_num_seqs=16, pipeline_parallel_size=stages)
+    return replace(engine, hop=hop, stages=Calibration(cost, stages=stages, shares=shares).costs())
 
 
 def test_a_request_alone_passes_all_stages_and_several_share_them() -> None:
@@ -204,11 +208,26 @@ def test_a_request_alone_passes_all_stages_and_several_share_them() -> None:
     assert seconds[2] == pytest.approx(300 * STEP.seconds(4), rel=0.1)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_steps_of_a_pipeline_are_fitted(stages: int) -> None:
+UNLIKE = (0.8, 1.2)
+"""Shares of the layers of two stages."""
+
+
+def test_the_stage_that_takes_longest_sets_the_pace_and_all_of_them_the_way() -> None:
+    cost = replace_cost(STEP, per_row=1e-3)
+    first, last = Calibration(cost, stages=2, shares=UNLIKE).costs()
+    assert first.seconds(7, 0, 6) == pytest.approx(0.8 * STEP.seconds(7)), "logits are the last one's"
+    assert last.seconds(7, 0, 6) == pytest.approx(1.2 * STEP.seconds(7) + 2 * 6e-3)
+    results, _ = simulate_fleet(FleetConfig(piped(2, cost, shares=UNLIKE)), trace_of([(0.0, 10, 11)]))
+    assert results.end[0] - results.first[0] == pytest.approx(10 * (first.seconds(1, 0, 1) + last.seconds(1, 0, 1)))
+    results, _ = simulate_fleet(FleetConfig(piped(2, cost, shares=UNLIKE)), trace_of([(0.0, 10, 101)] * 12))
+    assert max(results.end) == pytest.approx(200 * last.seconds(6, 0, 6), rel=0.05)
+
+
+@pytest.mark.parametrize(("stages", "shares"), [(1, ()), (2, ()), (3, ()), (2, UNLIKE), (3, (1.2, 0.9, 0.9))])
+def test_steps_of_a_pipeline_are_fitted(stages: int, shares: tuple[float, ...]) -> None:
     cost, hop = replace_cost(STEP, per_kv=1e-6, per_row=1e-4), 4e-3 if stages > 1 else 0.0
     sampler, results = StepSampler(), Results(120)
-    replica = Replica(0, piped(stages, cost, hop), results)
+    replica = Replica(0, piped(stages, cost, hop, shares), results)
     replica.engine.observers = (sampler,)
     replica._steady.possible = False
     rng = random.Random(stages)
@@ -217,7 +236,7 @@ def test_steps_of_a_pipeline_are_fitted(stages: int) -> None:
         request = trace_of([(at, rng.randrange(4, 100), rng.randrange(2, 30))])
         run_one(replica, at, number, request)
     replica.advance(math.inf)
-    found = fit(sampler.samples, noise=False, stages=stages)
+    found = fit(sampler.samples, noise=False, stages=stages, shares=shares)
     assert found.stages == stages and found.error < 0.08
     for tokens, kv, rows in ((1, 50, 1), (6, 400, 6), (100, 100, 1)):
         assert found.cost.seconds(tokens, kv, rows) == pytest.approx(cost.seconds(tokens, kv, rows), rel=0.1)
@@ -232,13 +251,19 @@ def run_one(replica: Replica, at: float, number: int, trace: Trace) -> None:
     replica.send(at, number, replace(prepare(trace, 0)[1], id=str(number)))
 
 
-def test_a_model_measured_whole_is_cut_evenly_and_other_cuts_are_refused() -> None:
-    whole = Calibration(COST)
-    cost, hop = stage_cost(whole, 4)
-    assert 4 * cost.seconds(100, 1000, 8, 50.0) == pytest.approx(COST.seconds(100, 1000, 8, 50.0)) and hop == 0.0
-    assert stage_cost(Calibration(COST, stages=2, hop=0.1), 2) == (COST, 0.1)
-    with pytest.raises(InvalidConfig, match="of 2 stages, and --pipeline-parallel-size is 1"):
-        stage_cost(Calibration(COST, stages=2), 1)
+def test_a_model_measured_whole_is_cut_as_it_is_loaded_and_other_cuts_are_refused() -> None:
+    """The embedded model's eight layers are alike; its embedding and its head make the outer stages smaller."""
+    asked = Settings.of(pipeline_parallel_size=4)
+    facts = read_facts(asked)
+    cut = staged(Calibration(COST, hop=1.0), asked, facts)
+    assert cut.shares == (0.5, 1.5, 1.5, 0.5) and cut.stages == 4 and cut.hop == 0.0
+    first, *_, last = costs = cut.costs()
+    assert sum(each.seconds(100, 1000, 8, 50.0) for each in costs) == pytest.approx(COST.seconds(100, 1000, 8, 50.0))
+    assert first.per_row == 0.0 and last.per_row == pytest.approx(COST.per_row)
+    two = Calibration(COST, stages=2, hop=0.1)
+    assert staged(two, asked.changed(pipeline_parallel_size=2), facts) == two
+    with pytest.raises(InvalidConfig, match="of 2 stages, and --pipeline-parallel-size is 4"):
+        staged(two, asked, facts)
 
 
 # ---------------------------------------------------------------- what copies take
@@ -250,7 +275,7 @@ def test_copies_are_fitted_by_a_line_and_kept_in_the_file(tmp_path: Path) -> Non
     found = fit_copies(copies)
     assert found["load"] == pytest.approx((1e-4, 2e-9), rel=0.01)
     assert found["send"][0] == 0.0 and 1e-3 < 4096 * found["send"][1] < 3e-3
-    made = Calibration(COST, copies=found, stages=3, hop=0.25)
+    made = Calibration(COST, copies=found, stages=3, hop=0.25, shares=(1.2, 0.9, 0.9))
     made.write(tmp_path / "here.json")
     assert read_calibration(tmp_path / "here.json") == made
     engine = SimulatedEngine(side().settings, side().limits, 10, COST, copies={**GPU_COPIES, **found})

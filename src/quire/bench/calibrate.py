@@ -19,6 +19,7 @@ from quire import __version__
 from quire.assembly.engine import build_engine
 from quire.assembly.text import require_text
 from quire.bench.offline import FILE, writable
+from quire.bench.simulated import layer_shares
 from quire.cli.base import OFFLINE, SettingsCommand
 from quire.cli.ranges import FiniteRange
 from quire.cli.tables import print_pairs
@@ -68,7 +69,8 @@ def command(settings: Settings, output: Path, seconds: float, recording: Path | 
         found = measure(settings, seconds)
     else:
         sampler, stages = recorded_steps(recording)
-        found = fit(sampler.samples, {**about(settings), "recording": recording.name}, stages=stages)
+        said = {**about(settings), "recording": recording.name}
+        found = fit(sampler.samples, said, stages=stages, shares=layer_shares(settings, stages))
         found = replace(found, copies=fit_copies(recorded_copies(recording)))
     found.write(output)
     cost = found.cost
@@ -169,7 +171,8 @@ def measure(settings: Settings, seconds: float) -> Calibration:
         device, stages = engine.description.device, engine.scheduler.groups
     finally:
         engine.close()
-    return fit(sampler.samples[_WARM_UP:], {**about(settings), "device": device}, stages=stages)
+    said = {**about(settings), "device": device}
+    return fit(sampler.samples[_WARM_UP:], said, stages=stages, shares=layer_shares(settings, stages))
 
 
 def _mixes(engine: Engine) -> Any:

@@ -39,7 +39,7 @@ MAX_RUNS = 256
 """Most combinations of --set."""
 _DEPLOYMENT = (
     *("replicas", "prefill_replicas", "policy", "max_imbalance", "routers", "speed", "users", "startup_time"),
-    "autoscale_tokens",
+    *("autoscale_tokens", "prefill_max_slowdown"),
 )
 """What --set may name besides the engine's options."""
 _TARGET = re.compile(r"(ttft|tpot|itl|e2el)_(mean|p50|p90|p95|p99)=(\d+(?:\.\d+)?)(ms|s)")
@@ -75,7 +75,7 @@ class Question:
 
 def _positive(name: str, value: str) -> float:
     try:
-        number = float(value) if name in ("speed", "startup_time") else int(value)
+        number = float(value) if name in ("speed", "startup_time", "prefill_max_slowdown") else int(value)
     except ValueError:
         number = -1
     if number < 0 or (number == 0 and name != "prefill_replicas"):
@@ -133,6 +133,7 @@ _TEXTS: Mapping[str, str] = MappingProxyType(
         "prefill_steps": "Step times of these engines, where they differ.",
         "prefill_least": "Prompts with fewer tokens are computed by the replica.",
         "prefill_wait": "Seconds that a replica waits for the next block.",
+        "prefill_slowest": "A replica computes a prompt itself where they are predicted to take so many times as long.",
         "tokens": "Queued prompt tokens a replica may have.",
         "goals": "Count the requests within ttft:MS,tpot:MS,e2el:MS.",
         "targets": "Look for the fewest replicas with, for example, ttft_p99=500ms.",
@@ -177,6 +178,13 @@ def _deployment_options() -> list[click.Parameter]:
         click.Option(["--prefill-replicas"], type=nonnegative, default=0, help=_TEXTS["prefill"], **_SHOWN),
         click.Option(["--prefill-calibration"], type=FILE, help=_TEXTS["prefill_steps"]),
         click.Option(["--prefill-min-tokens"], type=_COUNT, default=256, help=_TEXTS["prefill_least"], **_SHOWN),
+        click.Option(
+            ["--prefill-max-slowdown"],
+            type=FiniteRange(0.1),
+            default=4.0,
+            help=_TEXTS["prefill_slowest"],
+            **_SHOWN,
+        ),
         click.Option(["--prefill-timeout"], type=FiniteRange(0.1), default=10.0, help=_TEXTS["prefill_wait"], **_SHOWN),
         click.Option(["--price-per-hour", "price"], type=FiniteRange(0), help="Of a replica."),
     ]
@@ -347,7 +355,8 @@ def simulated(
     if engines:
         other = question.prefill_calibration
         build = (model if other is None else model_of(other)).engine
-        pool = PrefillPool(build, engines, given["prefill_min_tokens"], given["prefill_timeout"])
+        asked = (given["prefill_min_tokens"], given["prefill_timeout"], given["prefill_max_slowdown"])
+        pool = PrefillPool(build, engines, *asked)
     scaling = None
     if given["autoscale"] is not None:
         low, high = given["autoscale"]

@@ -18,12 +18,12 @@ from quire.errors import InvalidConfig
 from quire.model_runner.memory import block_bytes, layer_shapes
 from quire.models.registry import idle_parameters
 from quire.ops.quantized import FLOAT8
-from quire.scheduler.step_time import StepCost
 from quire.sim.calibration import Calibration
 from quire.sim.copies import CPU_COPIES, GPU_COPIES
 from quire.sim.devices import Device, ModelSizes, step_cost
 from quire.sim.shared_reads import NO_SHARING, Sharing
 from quire.types import UNLIMITED
+from quire.weights.load import cut_bytes
 from quire.weights.locate import EMBEDDED
 
 SHARING_ON_GPUS = Sharing(group=4, step=32)
@@ -122,17 +122,18 @@ def build_model(
         if device is None:
             raise InvalidConfig("say where steps run: --gpu, or --calibration FILE", param="gpu")
         calibration = Calibration(step_cost(device, sizes_of(settings, facts), draft=_draft(settings)))
-    cost, hop = stage_cost(calibration, settings.execution.pipeline_parallel_size)
+    calibration = staged(calibration, settings, facts)
     shares = facts.spec.latent is None and not settings.execution.deterministic
     engine = SimulatedEngine(
         settings,
         resolve(settings, facts.spec, where),
         asked.blocks,
-        cost,
+        calibration.cost,
         calibration.noise,
         prefixes=prefixes,
         recurrent=bool(facts.spec.recurrent),
-        hop=hop,
+        stages=calibration.costs(),
+        hop=calibration.hop,
         block_bytes=asked.page,
         copies={**(GPU_COPIES if on_card else CPU_COPIES), **calibration.copies},
         sharing=SHARING_ON_GPUS if on_card and shares else NO_SHARING,
@@ -140,20 +141,33 @@ def build_model(
     return SimulatedModel(engine, asked, room, calibration.first_token)
 
 
-def stage_cost(calibration: Calibration, stages: int) -> tuple[StepCost, float]:
-    """The cost of a step in one of so many stages, and seconds from one to the next. Stages of a model that was
-    measured whole are an even share of it. Raises InvalidConfig for another number of stages than was measured."""
+def staged(calibration: Calibration, settings: Settings, facts: ModelFacts) -> Calibration:
+    """Step times of the settings' stages. A model that was measured whole is cut as when it is loaded, and passing
+    from stage to stage takes no time. Raises InvalidConfig for another number of stages than was measured."""
+    stages = settings.execution.pipeline_parallel_size
     if calibration.stages == stages:
-        return calibration.cost, calibration.hop
+        return calibration
     if calibration.stages > 1:
         raise InvalidConfig(
             f"the calibration is of {calibration.stages} stages, and --pipeline-parallel-size is {stages}: calibrate "
             "with as many, or without",
             param="pipeline_parallel_size",
         )
-    cost, share = calibration.cost, 1 / stages
-    seconds = ("base", "per_token", "per_kv", "per_row", "per_pair", "weights", "per_expert", "per_draft")
-    return cost._replace(**{name: getattr(cost, name) * share for name in seconds}), 0.0
+    mean = calibration.cost.scaled(1 / stages)
+    return replace(calibration, cost=mean, stages=stages, hop=0.0, shares=stage_shares(settings, facts, stages))
+
+
+def layer_shares(settings: Settings, stages: int) -> tuple[float, ...]:
+    """See `Calibration.shares`."""
+    return () if stages == 1 else stage_shares(settings, read_facts(settings), stages)
+
+
+def stage_shares(settings: Settings, facts: ModelFacts, stages: int) -> tuple[float, ...]:
+    """By the bytes of layers, as they are cut."""
+    entries = {} if facts.checkpoint is None else facts.checkpoint.entries
+    where = (facts.config, facts.spec, settings.model.quantization, facts.dtype, entries)
+    sizes = [sum(each) for each in cut_bytes(*where, stages)]
+    return tuple(stages * size / sum(sizes) for size in sizes)
 
 
 def _draft(settings: Settings) -> ModelSizes | None:

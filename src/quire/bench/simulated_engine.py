@@ -30,9 +30,9 @@ _NOT_DRAFTED = 0.7
 class SimulatedEngine:
     """Builds engines of these settings. num_blocks: of K/V. cost: of steps. noise: factors of their times.
 
-    prefixes: whether the load says which prompts begin alike; if not, nothing can be cached. hop: seconds from a stage
-    of a pipeline to the next; `cost` is of one stage. block_bytes: of a K/V block. copies: what copies of blocks take,
-    see `Calibration`. sharing: of reads of prefixes.
+    prefixes: whether the load says which prompts begin alike; if not, nothing can be cached. stages: the cost of
+    each stage of a pipeline; `cost` is their mean. hop: seconds from one to the next. block_bytes: of a K/V block.
+    copies: what copies of blocks take, see `Calibration`. sharing: of reads of prefixes.
     """
 
     settings: Settings
@@ -42,6 +42,7 @@ class SimulatedEngine:
     noise: tuple[float, ...] = ()
     prefixes: bool = True
     recurrent: bool = False
+    stages: tuple[StepCost, ...] = ()
     hop: float = 0.0
     block_bytes: int = 1
     copies: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -73,7 +74,7 @@ class SimulatedEngine:
             acceptance=_NOT_DRAFTED if accepted is None else accepted,
             noise=self.noise,
             seed=settings.model.seed * 1_000_003 + seed,
-            stages=settings.execution.pipeline_parallel_size,
+            stages=self.stages,
             hop=self.hop,
             sharing=self.sharing,
         )
@@ -111,5 +112,4 @@ class SimulatedEngine:
             return KVOffload(store, limits.block_size)
         if role == "prefill":
             return PrefillOffload(store, limits.block_size, split.server(store))
-        slowdown = self.settings.disaggregation.disaggregation_max_slowdown
-        return KVOffload(store, limits.block_size, split.client(store), slowdown)
+        return KVOffload(store, limits.block_size, split.client(store), split.max_slowdown)

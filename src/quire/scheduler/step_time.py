@@ -36,6 +36,13 @@ class StepCost(NamedTuple):
     overlap: float = 1.0
     per_draft: float = 0.0
 
+    def scaled(self, factor: float, rows: float | None = None) -> StepCost:
+        """So many times as long. rows: the factor of logits and drafts, where that differs."""
+        rows = factor if rows is None else rows
+        body = ("base", "per_token", "per_kv", "per_pair", "weights", "per_expert")
+        changed = {name: getattr(self, name) * factor for name in body}
+        return self._replace(**changed, per_row=self.per_row * rows, per_draft=self.per_draft * rows)
+
     def fixed(self, tokens: int, rows: int = 0) -> float:
         """Of a step, what does not depend on context."""
         read = self.weights + self.per_expert * self.distinct_experts(tokens)

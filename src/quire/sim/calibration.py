@@ -94,8 +94,9 @@ class Calibration:
     """Step times of a model on a device. about: model, device, versions, when. error: mean relative error of the fit.
 
     first_token: seconds that a client waits beyond the engine, for each request. noise: factors of a step's time.
-    stages: of the pipeline; `cost` is that of one of them. hop: seconds from a stage to the next. copies: of K/V
-    blocks, by kind: seconds of a block of any size, and of each of its bytes.
+    stages: of the pipeline; `cost` is their mean. shares: of layers, of each stage, relative to their mean; logits are
+    the last one's then. Empty: stages are alike. hop: seconds from a stage to the next. copies: of K/V blocks, by kind:
+    seconds of a block of any size, and of each of its bytes.
     """
 
     cost: StepCost
@@ -107,6 +108,14 @@ class Calibration:
     stages: int = 1
     hop: float = 0.0
     copies: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    shares: tuple[float, ...] = ()
+
+    def costs(self) -> tuple[StepCost, ...]:
+        """Of a step in each stage."""
+        last = self.stages - 1
+        shared = enumerate(self.shares)
+        unlike = tuple(self.cost.scaled(share, self.stages * (stage == last)) for stage, share in shared)
+        return unlike or (self.cost,) * self.stages
 
     def write(self, path: Path) -> None:
         """Write the file, readable by its owner alone: it names hardware. Raises OSError."""
@@ -145,7 +154,10 @@ def read_calibration(path: Path) -> Calibration:
         for kind, (base, each) in said.get("copies", {}).items():
             copies[kind] = _number(base, kind), _number(each, kind)
         count, about = int(said["samples"]), dict(said["about"])
-        return Calibration(cost, noise, *numbers, count, about, max(1, stages), hop, copies)
+        shares = tuple(_number(each, "shares") for each in said.get("shares", ()))
+        if shares and len(shares) != stages:
+            raise ValueError(f"shares must be of {stages} stages")
+        return Calibration(cost, noise, *numbers, count, about, max(1, stages), hop, copies, shares)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidConfig(f"{path} is damaged: {type(error).__name__}: {error}", param="calibration") from error
 
@@ -160,13 +172,18 @@ def _number(value: object, name: str) -> float:
 
 
 def fit(
-    samples: Sequence[StepSample], about: Mapping[str, Any] = {}, *, noise: bool = True, stages: int = 1
+    samples: Sequence[StepSample],
+    about: Mapping[str, Any] = {},
+    *,
+    noise: bool = True,
+    stages: int = 1,
+    shares: Sequence[float] = (),
 ) -> Calibration:
     """The line through samples. Raises InvalidConfig for fewer than `MIN_SAMPLES`.
 
     Their mean is met exactly, so that a simulation of the same steps takes as long as they did. stages: of the pipeline
-    that ran them, which are taken to be alike: of its steps those count that waited for no other one, or at the last
-    stage alone, which a few rounds find out.
+    that ran them: of its steps those count that waited for no other one, or at the last stage alone, which a few rounds
+    find out. shares: see `Calibration`.
     """
     if len(samples) < MIN_SAMPLES:
         raise InvalidConfig(f"{len(samples)} steps are too few for a calibration: {MIN_SAMPLES} are needed")
@@ -174,7 +191,7 @@ def fit(
     columns = np.column_stack([np.ones(len(table)), *table.T[:4], np.zeros(len(table))])
     seconds = table[:, 4]
     if stages > 1:
-        found, columns, seconds = _fit_stage(columns, seconds, table[:, 5], stages)
+        found, columns, seconds = _fit_stage(columns, seconds, table[:, 5], _parts(stages, shares))
     else:
         found = _relative(columns, seconds)
         found *= seconds.sum() / np.maximum(columns @ found, 1e-9).sum()
@@ -196,7 +213,18 @@ def fit(
         middle = (np.arange(_NUM_NOISE) + 0.5) / _NUM_NOISE
         drawn = np.quantile(ratios, middle)
         kept = tuple(float(each) for each in drawn / drawn.mean())
-    return Calibration(cost, kept, 0.0, error, len(samples), dict(about), stages, float(found[-1]))
+    hop, parts = float(found[-1]), tuple(shares)
+    return Calibration(cost, kept, 0.0, error, len(samples), dict(about), stages, hop, shares=parts)
+
+
+def _parts(stages: int, shares: Sequence[float]) -> Table:
+    """[stages, 6]: what each stage has of the mean stage's coefficients, of which the last is the hop's."""
+    parts = np.ones((stages, 6))
+    if shares:
+        parts *= np.asarray(shares)[:, None]
+        parts[:, 3] = [0.0] * (stages - 1) + [stages]
+    parts[:, 5] = 0.0
+    return parts
 
 
 def _relative(columns: Table, seconds: Table) -> Table:
@@ -204,31 +232,46 @@ def _relative(columns: Table, seconds: Table) -> Table:
     return non_negative(columns / seconds[:, None], np.ones(len(seconds)))
 
 
-def _fit_stage(columns: Table, gaps: Table, latency: Table, stages: int) -> tuple[Table, Table, Table]:
-    """What a step takes in one stage [6], and columns [N, 6] and seconds [N] of the steps whose times say it.
+def _fit_stage(columns: Table, gaps: Table, latency: Table, parts: Table) -> tuple[Table, Table, Table]:
+    """What a step takes in a mean stage [6], and columns [N, 6] and seconds [N] of the steps whose times say it.
 
-    gaps [N]: seconds since the step before was committed, or since the step's plan. latency [N]: since its launch. A
-    step that waits for no other takes its latency for all stages and the hops between them; one that the last stage
-    begins as soon as it has ended the one before takes its gap for that stage. Of others neither is known.
+    parts [stages, 6]: see `_parts`. gaps [N]: seconds since the step before was committed, or since the step's
+    plan. latency [N]: since its launch. A step that waits for no other takes its latency for all stages and the
+    hops between them; one that the last stage begins as soon as it has ended the one before takes its gap for that
+    stage; and where an earlier stage does so, and neither waits after it, the gap is what it takes there and how
+    much longer it is on its way from there. Of others nothing is known.
 
-    A commit that comes late makes one gap long and the next one short: errors are relative to what is predicted, and
-    all gaps together are met.
+    A commit that comes late makes one gap long and the next one short: errors are relative to what is predicted,
+    and all gaps together are met.
     """
+    stages = len(parts)
     ends, hops = np.cumsum(gaps), (stages - 1) / stages  # idle times between steps change nothing
     found = non_negative(columns, gaps / stages)
     rows, seconds, predicted = list[Table](), list[float](), 0.0
     for number in range(_ROUNDS):
         rows, seconds, predicted = [], [], 0.0
-        guess, hop, free = np.maximum(columns @ found, 1e-9), float(found[-1]), [-math.inf] * stages
+        guess = np.maximum(columns @ (found * parts).T, 1e-9)
+        hop, free = float(found[-1]), [-math.inf] * stages
+        last, held_before = columns[0], stages
         for each, own, gap, taken, end in zip(columns, guess, gaps, latency, ends, strict=True):
-            at, waited, before = end - taken, False, end - gap
+            at = arrived = end - taken
+            held, before = -1, end - gap
             for stage in range(stages):
-                waited |= free[stage] > at
-                if stage == stages - 1 and (not waited or at <= before):
-                    rows.append(np.array([*each[:-1], 0.0 if waited else hops]))
-                    seconds.append(gap if waited else taken / stages)
-                free[stage] = max(at, free[stage]) + own
+                held, arrived = (stage if free[stage] > at else held), at
+                free[stage] = max(at, free[stage]) + own[stage]
                 at = free[stage] + hop
+            if held < 0:
+                rows.append(np.array([*each[:-1], hops]))
+                seconds.append(taken / stages)
+            elif arrived <= before:
+                rows.append(each * parts[-1])
+                seconds.append(gap)
+            elif held_before <= held < stages - 1:  # both went on from there without waiting
+                row = each * parts[held] + (each - last) * parts[held + 1 :].sum(0)
+                if row @ found > own[held] / 2:  # relative errors of small differences say nothing
+                    rows.append(row)
+                    seconds.append(gap)
+            last, held_before = each, held
             predicted += max(0.0, free[-1] - before)
             free[-1] = end
         if len(rows) < MIN_SAMPLES:

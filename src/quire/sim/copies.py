@@ -246,10 +246,10 @@ class SimulatedServer:
 
 class Split:
     """What connects the prefill engines of a deployment with its decode engines. min_tokens: least tokens of a prompt
-    that are computed there. timeout: seconds to wait for the next block of one."""
+    that are computed there. timeout: seconds to wait for the next block of one. max_slowdown: see `KVOffload`."""
 
-    def __init__(self, min_tokens: int, timeout: float) -> None:
-        self.min_tokens, self.timeout = min_tokens, timeout
+    def __init__(self, min_tokens: int, timeout: float, max_slowdown: float) -> None:
+        self.min_tokens, self.timeout, self.max_slowdown = min_tokens, timeout, max_slowdown
         self.servers: list[SimulatedServer] = []
         self.clients: list[SimulatedClient] = []
 

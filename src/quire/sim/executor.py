@@ -18,8 +18,8 @@ FIRST_TOKEN = 1 << 30
 
 
 class SimulatedExecutor:
-    """Steps run one after another, as on a device, and take what `cost` says: in each of `stages` of a pipeline, whose
-    stages a step passes one after another, `hop` seconds apart.
+    """Steps run one after another, as on a device, and take what `cost` says: or in each stage of a pipeline, whose
+    stages a step passes one after another, `hop` seconds apart, what the stage's of `stages` says.
 
     An answer repeats one token, so that a prompt which continues it can be foretold. acceptance: the probability that a
     draft is right if those before it were. noise: factors of a step's time, each as likely; empty: none. seed: of both.
@@ -35,21 +35,22 @@ class SimulatedExecutor:
         acceptance: float = 0.0,
         noise: Sequence[float] = (),
         seed: int = 0,
-        stages: int = 1,
+        stages: Sequence[StepCost] = (),
         hop: float = 0.0,
         sharing: Sharing = NO_SHARING,
     ) -> None:
         self.description, self.cost, self.clock = description, cost, clock
+        self.costs = tuple(stages) or (cost,)
         self.acceptance, self.noise, self.seed = acceptance, noise, seed
         self.lengths: dict[int, int] = {}
         """By row, positions with K/V."""
         self.shared = SharedReads(sharing)
         self.answers: dict[int, list[int]] = {}
         """By row, what a step without drafts samples."""
-        self.hop, self.busy_until = hop, [0.0] * stages
+        self.hop, self.busy_until = hop, [0.0] * len(self.costs)
         """When each stage has done what was launched."""
         self.busy = 0.0
-        """Seconds that steps have taken in all, of one stage."""
+        """Seconds that steps have taken in all, of a stage on average."""
         self._random = random.Random(seed)
 
     def describe(self) -> Description:
@@ -83,9 +84,8 @@ class SimulatedExecutor:
             lengths[row] = length
         if num_fed == len(plan.spans):  # attention to prompts reads each sequence's own
             kv -= self.shared.spared(span.row for span in plan.spans)
-        seconds = self.cost.seconds(num_fed, kv, rows, pairs)
-        if plan.num_drafts:
-            seconds += self.cost.per_draft * max(plan.num_drafts)
+        most_drafts = max(plan.num_drafts, default=0)
+        seconds = [cost.seconds(num_fed, kv, rows, pairs) + cost.per_draft * most_drafts for cost in self.costs]
         return SyntheticHandle(self.clock, self.run(seconds), tokens, {})
 
     def _verify(self, span: Span, length: int) -> tuple[int, list[int]]:
@@ -95,15 +95,14 @@ class SimulatedExecutor:
             accepted += 1
         return length - (num_drafts - accepted), self.answers[span.row] * (accepted + 1)
 
-    def run(self, seconds: float) -> float:
-        """When a step of so many seconds is done that is launched now."""
-        if self.noise:
-            seconds *= self.noise[int(self._random.random() * len(self.noise))]
-        self.busy += seconds
+    def run(self, seconds: Sequence[float]) -> float:
+        """When a step of so many seconds in each stage is done that is launched now."""
+        factor = self.noise[int(self._random.random() * len(self.noise))] if self.noise else 1.0
+        self.busy += sum(seconds) * factor / len(seconds)
         done, busy = self.clock.time - self.hop, self.busy_until
         for stage, until in enumerate(busy):
             done += self.hop
-            busy[stage] = done = (until if until > done else done) + seconds
+            busy[stage] = done = (until if until > done else done) + seconds[stage] * factor
         return done
 
     def reset(self) -> None:

@@ -35,12 +35,13 @@ _START, _LOOK, _ARRIVAL = 0, 1, 2
 
 
 class PrefillPool(NamedTuple):
-    """Engines that compute the prompts of all replicas. build: makes one. min_tokens, timeout: see `Split`."""
+    """Engines that compute the prompts of all replicas. build: makes one. The rest: see `Split`."""
 
     build: BuildSide
     engines: int
     min_tokens: int
     timeout: float
+    max_slowdown: float
 
 
 class Autoscaling(NamedTuple):
@@ -354,7 +355,7 @@ class SplitReplicas:
     """
 
     def __init__(self, pool: PrefillPool, results: Results) -> None:
-        self.connections = Split(pool.min_tokens, pool.timeout)
+        self.connections = Split(pool.min_tokens, pool.timeout, pool.max_slowdown)
         build = partial(pool.build, split=self.connections, role="prefill")
         self.prefill = [Replica(number, build, results) for number in range(pool.engines)]
         self.all: list[Replica] = [*self.prefill]

@@ -116,7 +116,9 @@ class SteadyDecode:
             if planned >= until or next_arrival <= planned:
                 break
             kv += width
-            flight.append((planned, planned, SyntheticHandle(clock, executor.run(fixed + (per_kv * kv + 0.0)), [], {})))
+            flight.append(
+                (planned, planned, SyntheticHandle(clock, executor.run([fixed + (per_kv * kv + 0.0)]), [], {}))
+            )
             if delay is not None:
                 delay.on_launch(planned)
             _, launched, handle = flight.popleft()

@@ -372,6 +372,7 @@ def invariant(ops: BatchInvariantTritonOps) -> None:
     """Products of any number of rows, cut into runs or not."""
     for rows in (1, 32, 64, 200, 1000):
         ops.linear(halves(rows, 4096), halves(128, 4096))
+        ops.linear(halves(rows, 4096), halves(4096, 4096))
         ops.linear(halves(rows, 4096), halves(28672, 4096), None, "silu")
         ops.linear(halves(rows, 4096), halves(28672, 4096))
     shapes = [(32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32), (8, 2, 128, torch.float32)]
