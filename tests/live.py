@@ -50,7 +50,9 @@ class Live:
         """OpenAI's own client of it."""
         from openai import OpenAI
 
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=httpx.Client(trust_env=False, verify=False))
+        return OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", http_client=httpx.Client(trust_env=False, verify=False)
+        )
 
     @property
     def log(self) -> str:
