@@ -158,7 +158,8 @@ def runs(starts: Sequence[Row]) -> Iterator[str]:
     """Each process: its command, commit, versions, and seconds until it was ready."""
     for row in starts:
         about = row["environment"]
-        versions = f"torch {about['torch']}, Python {about['python']}, {about['card'] or about['system']}"
+        card = ", ".join(dict.fromkeys(about["card"].splitlines()))
+        versions = f"torch {about['torch']}, Python {about['python']}, {card or about['system']}"
         yield (
             f"- `python -m benchmarks.price {' '.join(about['argv'])}` at {about['revision']}: {versions}; "
             f"ready in {row['ready_s']:.1f} s"
