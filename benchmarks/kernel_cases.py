@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -160,8 +161,17 @@ def decode_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield f"attention prompt 4 x 1024 {heads}", partial(attention, ops, "prompt 4 x 1024", heads, [(0, 1024)] * 4)
 
 
-def latent_attention(ops: TritonOps, name: str, heads: int, spans: Sequence[tuple[int, int]]) -> Case:
-    """Attention of `heads` heads to the latents of DeepSeek V2 and V3."""
+BEFORE = ", through registers"
+"""After the names of cases that `attention_kernel` has, which was there before `latent_mma`."""
+
+
+def latent_attention(
+    ops: TritonOps, name: str, heads: int, spans: Sequence[tuple[int, int]], ringed: bool = True
+) -> Case:
+    """Attention of `heads` heads to the latents of DeepSeek V2 and V3. ringed: tiles of 16 rows by `latent_mma`."""
+    if not ringed:
+        ops = copy(ops)
+        ops.card = replace(ops.card, shared=200 << 10)
     latents, rotated = 512, 64
     held, width = sum(past + n for past, n in spans), 2 * (latents + rotated)
     needed = sum(-(-(past + n) // PAGE) for past, n in spans) + 1
@@ -181,7 +191,7 @@ def latent_attention(ops: TritonOps, name: str, heads: int, spans: Sequence[tupl
 
     flops = 2 * heads * (2 * latents + rotated) * sum(n * (past + (n + 1) / 2) for past, n in spans)
     calls = [partial(attend, q, turned, kv, batch) for batch in batches for _ in range(max(1, 8 // len(batches)))]
-    return Case(f"latent attention {name} {heads} heads", check, calls, held * width, flops)
+    return Case(f"latent attention {name} {heads} heads{'' if ringed else BEFORE}", check, calls, held * width, flops)
 
 
 def by_head(ops: TritonOps, tokens: int, heads: int, inputs: int, outputs: int) -> Case:
@@ -204,15 +214,17 @@ def latent_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
         "decode 16 x 1024": [(1023, 1)] * 16,
         "decode 64 x 1024": [(1023, 1)] * 64,
         "decode 256 x 1024": [(1023, 1)] * 256,
-        "decode 1 x 32768": [(32767, 1)],
-        "decode 16 x 8192": [(8191, 1)] * 16,
+        **{f"decode {n} x 8192": [(8191, 1)] * n for n in (1, 16, 64)},
+        **{f"decode {n} x 32768": [(32767, 1)] * n for n in (1, 16)},
         "verify 16 x 4096, 4 each": [(4092, 4)] * 16,
         "prompt 8 x 1024": [(0, 1024)] * 8,
         "prompt 1 x 4096": [(0, 4096)],
     }
     for name, spans in layouts.items():
-        for heads in (16, 128) if name.startswith("decode") else (16,):
-            yield f"latent attention {name} {heads} heads", partial(latent_attention, ops, name, heads, spans)
+        for heads in (16, 32, 128) if name.startswith("decode") else (16,):
+            for ringed in (True, False) if heads == 16 and name.startswith("decode") else (True,):
+                label = f"latent attention {name} {heads} heads{'' if ringed else BEFORE}"
+                yield label, partial(latent_attention, ops, name, heads, spans, ringed)
     for tokens in (1, 16, 64, 256, 4096):
         for inputs, outputs in ((128, 512), (512, 128)):
             yield (

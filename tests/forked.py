@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,6 +169,8 @@ def main() -> None:
         sys.modules.pop(name, None)  # or runpy warns of what it runs
     assert "huggingface_hub" not in sys.modules, "it reads HF_ variables as it is imported: see READ_LATE"
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        each.atexit = False  # libraries of torch, which take 50 ms at each end
     gc.collect()
     gc.freeze()
     start, fds = _serve(sock)

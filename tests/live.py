@@ -43,14 +43,16 @@ class Live:
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process, self._log = process, log
         self.url = self._wait()
-        self.http = httpx.Client(base_url=self.url, timeout=600.0, trust_env=False)
+        self.http = httpx.Client(base_url=self.url, timeout=600.0, trust_env=False, verify=False)
 
     @cached_property
     def openai(self) -> OpenAI:
         """OpenAI's own client of it."""
         from openai import OpenAI
 
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=httpx.Client(trust_env=False))
+        return OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", http_client=httpx.Client(trust_env=False, verify=False)
+        )
 
     @property
     def log(self) -> str:

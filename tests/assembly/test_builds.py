@@ -452,3 +452,15 @@ def test_a_server_that_has_gone_is_found_out_by_the_next_read(gone: type[Excepti
     full: Any = SimpleNamespace(sendall=Calls().to("sendall", raises=OSError("full")))
     with pytest.raises(OSError, match="full"):
         engine_child._send(full, BuildFailed("InvalidModel", "it is broken"))
+
+
+@pytest.mark.parametrize(("quantization", "read"), [("auto", 0), ("int8", 1)])
+def test_the_probes_tokens_are_made_once_where_weights_are_quantized(
+    quantization: str, read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, known = engine.build_tokenizer, []
+    monkeypatch.setattr(engine, "build_tokenizer", lambda settings: known.append(settings) or real(settings))
+    settings = of(device="cpu", num_gpu_blocks_override=8, quantization=quantization)
+    gauges = engine.make_executor(settings).static_gauges
+    assert len(known) == read
+    assert ("quire:canary_top1_agreement" in gauges) == bool(read)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -452,7 +453,7 @@ def choose_level(asked: str) -> str | None:
 
 def build_canary(settings: Settings) -> Canary | None:
     """The check of quantised weights, None if it is off."""
-    return None if settings.model.canary == "off" else Canary(_probe(settings), _threshold(settings))
+    return None if settings.model.canary == "off" else Canary(partial(_probe, settings), _threshold(settings))
 
 
 def _threshold(settings: Settings) -> Threshold | None:

@@ -58,7 +58,7 @@ class CublasLt:
 
     @cached_property
     def workspace(self) -> Tensor:
-        """Allocated at the first product: float32 and deterministic engines never use it."""
+        """Allocated at the first product: float32 engines never use it."""
         return torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
 
     def supports(self, x: Tensor, weight: Tensor) -> bool:

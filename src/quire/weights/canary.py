@@ -7,8 +7,9 @@ Without a reference, scales that no quantizer makes are looked for. K/V in float
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -143,15 +144,21 @@ def probe(vocab: int, encoded: Sequence[int]) -> tuple[int, ...]:
 
 
 class Canary:
-    """The check of one model. encoded: the probe's tokens. threshold: None accepts any quality.
+    """The check of one model. encode: makes the probe's tokens, if anything is checked. threshold: None accepts any
+    quality.
 
     quality: None where nothing is quantized. suspects: matrices with impossible scales.
     """
 
-    def __init__(self, encoded: Sequence[int] = (), threshold: Threshold | None = None) -> None:
-        self.encoded, self.threshold = encoded, threshold
+    def __init__(self, encode: Callable[[], Sequence[int]] = tuple, threshold: Threshold | None = None) -> None:
+        self._encode, self.threshold = encode, threshold
         self.quality: Quality | None = None
         self.suspects: tuple[str, ...] = ()
+
+    @cached_property
+    def encoded(self) -> Sequence[int]:
+        """The probe's tokens; empty where there is no tokenizer."""
+        return self._encode()
 
     def record_reference(self, model: Model, device: torch.device) -> Tensor:
         """Logits of the probe with the present weights."""

@@ -254,8 +254,14 @@ def latents(ops: TritonOps, dtype: torch.dtype = BF16) -> None:
             q = halves(spans * n, heads, plain + 64, dtype=dtype)
             rotated = ops.norm_rope_store_latent(q, q[:, 0], pool, batch(spans, n), angles, norm)
             absorbed = ops.heads_linear(q[..., :plain], weight[:, :plain])
-            mixed = ops.latent_attention(absorbed, rotated, pool, batch(spans, n), Scores(0.1))
+            mixed = ops.latent_attention(absorbed, rotated, pool, batch(spans, n), 0.1)
             ops.heads_linear(mixed, weight[:, plain:].transpose(1, 2))
+
+
+def in_shared_memory(ops: TritonOps) -> None:
+    """Latent attention of DeepSeek V2 Lite as it decodes."""
+    pool = LayerKV(halves(4, 1, 64, 64), halves(4, 1, 64, 512))
+    ops.latent_attention(halves(64, 16, 512), halves(64, 16, 64), pool, batch(64, 1), 0.1)
 
 
 def recurrent(ops: TritonOps, dtype: torch.dtype = BF16) -> None:
@@ -366,6 +372,7 @@ def invariant(ops: BatchInvariantTritonOps) -> None:
     """Products of any number of rows, cut into runs or not."""
     for rows in (1, 32, 64, 200, 1000):
         ops.linear(halves(rows, 4096), halves(128, 4096))
+        ops.linear(halves(rows, 4096), halves(4096, 4096))
         ops.linear(halves(rows, 4096), halves(28672, 4096), None, "silu")
         ops.linear(halves(rows, 4096), halves(28672, 4096))
     shapes = [(32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32), (8, 2, 128, torch.float32)]
@@ -446,6 +453,7 @@ def main() -> None:
         across(ops)
         single(ops)
         in_registers(ops)
+        in_shared_memory(ops)
         blocks()
         for_any_row()
         around()

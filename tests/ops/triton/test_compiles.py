@@ -35,11 +35,12 @@ def test_every_kernel_compiles(capability: int, kilobytes: int, tmp_path: Path, 
 
 
 def test_a_few_kernels_compile(tmp_path: Path) -> None:
-    """What CI has of the above, which takes minutes: of one pass over each row, of one output, of sums over GPUs, and
-    around a step."""
+    """What CI has of the above, which takes minutes: of one pass over each row, of one output, of latents that
+    wait in shared memory, of sums over GPUs, and around a step."""
     assert compiled(90, 227, tmp_path, "few") >= {
         "vector_kernel",
         "mma_kernel",
+        "latent_kernel",
         "norm_kernel",
         "sum_kernel",
         "prepare_inputs_kernel",

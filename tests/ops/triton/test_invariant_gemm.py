@@ -13,6 +13,7 @@ from quire.ops.gemm import autotuning
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import invariant_gemm
 from quire.ops.triton.invariant_gemm import runs_of, tile_of
+from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps
 from tests.ops.triton.device import DEVICE
 from tests.ops.triton.test_batch_invariant import alike
@@ -25,10 +26,11 @@ KIND = torch.float16
 
 @pytest.mark.parametrize("gate", ["", "silu"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 1100), (136, 272)])
-@pytest.mark.parametrize("busy", [1, 264])
+@pytest.mark.parametrize(("busy", "one_run_from"), [(1, 4096), (264, 4096), (264, 40)])
 def test_a_row_has_the_same_bits_in_any_batch_and_is_right(
-    gate: Gate, outputs: int, inputs: int, busy: int, monkeypatch: pytest.MonkeyPatch
+    gate: Gate, outputs: int, inputs: int, busy: int, one_run_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(invariant_gemm, "WHOLE", one_run_from)
     torch.manual_seed(0)
     x = torch.randn(300, inputs, dtype=KIND, device=DEVICE)
     weight = torch.randn(outputs, inputs, dtype=KIND, device=DEVICE) / inputs**0.5
@@ -45,18 +47,44 @@ def test_a_row_has_the_same_bits_in_any_batch_and_is_right(
 
 def test_several_runs_are_added_in_order_whoever_computes_them() -> None:
     assert runs_of(40, 1100, False) == (768, 2)
-    assert runs_of(4096, 14336, False) == (3584, 4)
+    assert runs_of(2048, 8192, False) == (1024, 8)
+
+
+def test_a_matrix_of_many_outputs_has_one_run_whose_order_a_library_has_too() -> None:
+    assert runs_of(4096, 14336, False) == (14336, 1)
     assert runs_of(28672, 4096, True) == (4096, 1)
     assert runs_of(128256, 4096, False) == (4096, 1)
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_every_tile_divides_a_run(gated: bool) -> None:
+def test_every_tile_divides_a_run_and_fits(gated: bool) -> None:
+    card = DeviceInfo(sms=0, shared=227 << 10)
     for rows in (1, 16, 17, 64, 65, 256, 257, 8192):
-        for outputs in (64, 4096, 128256):
+        for outputs in (64, 4096, 6144, 128256):
             tile = tile_of(rows, outputs, gated)
             assert invariant_gemm.RUN % tile.inputs == 0
             assert tile.outputs % 64 == 0 and tile.warps % 4 == 0, "the matrix units take 64 outputs by four warps"
+            assert tile.fitted(card, 4 if gated else 2, 2).stages == tile.stages
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs", [4096, 6144])
+def test_sums_of_any_tile_are_equal_before_they_are_rounded(outputs: int, kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    size = torch.randint(-9, 5, (700, 14336), device=DEVICE)
+    x = (torch.randn(700, 14336, device=DEVICE) * 2.0**size).to(kind)
+    weight = torch.randn(outputs, 14336, dtype=kind, device=DEVICE)
+
+    def sums(rows: Tensor) -> Tensor:
+        out = torch.empty(len(rows), outputs, device=DEVICE)
+        invariant_gemm.multiply(rows, weight, None, out, runs_of(outputs, 14336, False), OPS.card, OPS.arrived, "")
+        return out
+
+    whole = sums(x)
+    for count in (1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257):
+        assert torch.equal(sums(x[3 : 3 + count]), whole[3 : 3 + count]), count
 
 
 @pytest.mark.gpu
@@ -83,17 +111,29 @@ def test_tiles_of_real_size_have_the_same_bits(outputs: int, inputs: int) -> Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("gate", ["", "silu"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_products_of_the_library_have_the_same_bits(gate: Gate, biased: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "kind"),
+    [
+        (28672, 4096, torch.bfloat16),
+        (6144, 4096, torch.float16),
+        (4096, 4096, torch.bfloat16),
+        (4096, 14336, torch.bfloat16),
+        (4096, 14336, torch.float16),
+    ],
+)
+def test_products_of_the_library_have_the_same_bits(
+    gate: Gate, biased: bool, outputs: int, inputs: int, kind: torch.dtype, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     ops = BatchInvariantTritonOps(DEVICE)
-    x = torch.randn(1500, 4096, dtype=torch.bfloat16, device=DEVICE)
-    weight = torch.randn(28672, 4096, dtype=torch.bfloat16, device=DEVICE) / 64
-    bias = torch.randn(28672, dtype=torch.bfloat16, device=DEVICE) if biased else None
+    x = torch.randn(1500, inputs, dtype=kind, device=DEVICE)
+    weight = torch.randn(outputs, inputs, dtype=kind, device=DEVICE) / 64
+    bias = torch.randn(outputs, dtype=kind, device=DEVICE) if biased else None
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), autotuning(tmp_path / "book.json"):
         stream.wait_stream(torch.cuda.default_stream())
         whole = ops.linear(x, weight, bias, gate)
-        for count in (1, 64, 127, 128, 256, 512, 777):
+        for count in (1, 9, 16, 17, 64, 127, 128, 256, 512, 777):
             assert torch.equal(ops.linear(x[7 : 7 + count], weight, bias, gate), whole[7 : 7 + count]), count
     stream.synchronize()
     assert torch.equal(OPS.linear(x, weight, bias, gate), whole), "without the library"

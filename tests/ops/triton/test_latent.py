@@ -3,6 +3,8 @@ reference, over pools that are NaN wherever no sequence wrote."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,9 @@ from quire.ops.base import Angles, Norm, Ops
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
+from quire.ops.triton.attention import latent_tiles
+from quire.ops.triton.latent_mma import takes
+from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.types import UNLIMITED
 from tests.ops.batches import Pages, poisoned
@@ -24,6 +29,11 @@ IMPLEMENTATIONS = {
     "kernels": TritonOps(DEVICE),
     "invariant-kernels": BatchInvariantTritonOps(DEVICE),
 }
+
+MANY: Spans = [(37 * i % 190, 1) for i in range(19)]
+"""More than have one piece a program."""
+HOPPER = DeviceInfo(132, (9, 0), shared=227 << 10)
+NEEDS_CARD = pytest.mark.skipif(DEVICE.type != "cuda", reason="the interpreter does not run Gluon")
 
 
 def check(
@@ -71,6 +81,81 @@ def test_a_long_context_is_split_and_combined() -> None:
 
 def test_the_sizes_of_published_models_in_half_precision() -> None:
     check(IMPLEMENTATIONS["kernels"], [(130, 1), (0, 20)], 16, 512, 64, 64, torch.float16, 4e-3)
+
+
+@pytest.mark.gpu
+@NEEDS_CARD
+@pytest.mark.parametrize("ops", ["kernels", "invariant-kernels"])
+@pytest.mark.parametrize(("heads", "page"), [(5, 4), (8, 16), (16, 64), (20, 64)])
+@pytest.mark.parametrize("spans", [DECODE, VERIFY, MANY, [(3000, 1), (200, 2)]])
+def test_latents_in_shared_memory_are_attended_as_the_naive_loop(ops: str, heads: int, page: int, spans: Spans) -> None:
+    check(IMPLEMENTATIONS[ops], spans, heads, 512, 64, page, torch.float16, 4e-3)
+
+
+@pytest.mark.gpu
+@NEEDS_CARD
+def test_latents_in_shared_memory_in_bfloat16() -> None:
+    check(IMPLEMENTATIONS["kernels"], [*MANY, (1000, 1)], 16, 512, 64, 64, torch.bfloat16, 3e-2)
+
+
+@pytest.mark.gpu
+@NEEDS_CARD
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("spans", [[(5000, 1), (40, 1)], [(61 * i % 700, 1) for i in range(150)]])
+def test_replays_have_the_same_bits(heads: int, spans: Spans) -> None:
+    """Launched one after another, each before the preceding one has ended."""
+    torch.manual_seed(0)
+    ops, total = IMPLEMENTATIONS["kernels"], sum(-(-(past + n) // 64) for past, n in spans) + 2
+    whole = Pages(total, 64, 0).batch([(i, past, [0]) for i, (past, _) in enumerate(spans)])
+    kv = LayerKV(*(torch.randn(total, 1, 64, dim, device=DEVICE).bfloat16() for dim in (64, 512)))
+    q, turned = (torch.randn(len(spans), heads, dim, device=DEVICE).bfloat16() for dim in (512, 64))
+    batch = ops.prepare(moved(whole))
+    first = ops.latent_attention(q, turned, kv, batch, 0.05)
+    for other in [ops.latent_attention(q, turned, kv, batch, 0.05) for _ in range(20)]:
+        assert torch.equal(first, other)
+
+
+@pytest.mark.gpu
+@NEEDS_CARD
+def test_a_sequence_has_the_same_bits_in_any_batch() -> None:
+    torch.manual_seed(0)
+    spans = [(61 * i % 700, 1) for i in range(40)]
+    ops, total = IMPLEMENTATIONS["invariant-kernels"], sum(past // 64 + 1 for past, _ in spans) + 2
+    whole = moved(Pages(total, 64, 0).batch([(i, past, [0]) for i, (past, _) in enumerate(spans)]))
+    kv = LayerKV(*(torch.randn(total, 1, 64, dim, device=DEVICE).bfloat16() for dim in (64, 512)))
+    q, turned = (torch.randn(len(spans), 16, dim, device=DEVICE).bfloat16() for dim in (512, 64))
+    together = ops.latent_attention(q, turned, kv, whole, 0.05)
+    for i in (0, 11, 39):
+        alone = replace(
+            whole, kv_len=whole.kv_len[i : i + 1], page_table=whole.page_table[i : i + 1],
+            query_start=whole.query_start[:2], positions=whole.positions[i : i + 1], slots=whole.slots[i : i + 1],
+            tokens=whole.tokens[i : i + 1],
+        )  # fmt: skip
+        assert torch.equal(ops.latent_attention(q[i : i + 1], turned[i : i + 1], kv, alone, 0.05), together[i : i + 1])
+
+
+def test_what_fits_is_taken_into_shared_memory() -> None:
+    def taken(latents: int = 512, rotated: int = 64, dtype: torch.dtype = torch.bfloat16, card: DeviceInfo = HOPPER,
+              kept: torch.dtype | None = None) -> bool:  # fmt: skip
+        q, turned = torch.zeros(2, 16, latents, dtype=dtype), torch.zeros(2, 16, rotated, dtype=dtype)
+        kv = LayerKV(*(torch.zeros(2, 1, 4, dim, dtype=kept or dtype) for dim in (rotated, latents)))
+        return takes(q, turned, kv, card)
+
+    assert taken() and taken(dtype=torch.float16) and taken(card=replace(HOPPER, sms=0))
+    assert not taken(dtype=torch.float32) and not taken(kept=torch.float8_e4m3fn)
+    assert not taken(latents=256) and not taken(rotated=32)
+    assert not taken(card=replace(HOPPER, shared=163 << 10)), "an A100's buffers would be too few"
+    assert not taken(card=DeviceInfo.of(torch.device("cpu"))), "the interpreter does not run Gluon"
+
+
+@pytest.mark.parametrize(
+    ("share", "most", "rows"), [(16, 1, [16]), (8, 2, [16]), (16, 2, [32]), (20, 1, [32]), (16, 4, [64]), (64, 1, [64]),
+                                (16, 9, [16, 64]), (20, 9, [32, 64])]
+)  # fmt: skip
+def test_sixteen_rows_have_tiles_in_shared_memory(share: int, most: int, rows: list[int]) -> None:
+    chosen = latent_tiles(HOPPER, share, 512, 2, most, 64, ringed=True)
+    assert [(tile.rows, tile.ringed) for tile, _, _ in chosen] == [(each, each == 16) for each in rows]
+    assert not any(tile.ringed for tile, _, _ in latent_tiles(HOPPER, share, 512, 2, most, 64))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -14,6 +14,7 @@ cascade attention in FlashInfer, Ye et al. 2024). Nothing is masked, for what is
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from quire.ops.base import Scores
 from quire.ops.ragged import LayerKV
+from quire.ops.triton import latent_mma
 from quire.ops.triton.attention_schedule import (
     FEW_SPANS,
     FIELDS,
@@ -308,7 +310,7 @@ def together(
 class Tile(NamedTuple):
     """How a tile is computed. a_card: programs wanted per multiprocessor, which decides into how many pieces few tiles
     are split; 0: they are not split. run: blocks below which a piece is not worth splitting off. slim: it takes 160
-    registers per thread, others nearly all."""
+    registers per thread, others nearly all. ringed: `latent_mma` computes it, `stages` being its buffers."""
 
     rows: int
     columns: int
@@ -317,6 +319,7 @@ class Tile(NamedTuple):
     a_card: int
     run: int = 1
     slim: bool = False
+    ringed: bool = False
 
     def spread(self, card: DeviceInfo, groups: int, spans: int) -> int:
         """Programs of each K/V head among which spans are divided: many spans, among as many as the GPU holds at
@@ -369,11 +372,14 @@ MOST_SHARING = 64
 
 
 def latent_tiles(
-    card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: int
+    card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: int, ringed: bool = False
 ) -> list[tuple[Tile, int, int]]:
-    """As `tiles`, of latents, whose weighted sums fill the registers even of tiles of few rows (measured, H200)."""
+    """As `tiles`, of latents, whose weighted sums fill the registers even of tiles of few rows (measured, H200).
+    ringed: `latent_mma` takes those of 16 rows."""
     if wide > 2 or card.shared < 200 << 10:
         sizes = [Tile(16, 16, 4, 2, 2)]
+    elif ringed:
+        sizes = [Tile(16, 64, 8, 3, 1, 2, ringed=True), Tile(32, 32, 4, 3, 1, 4), Tile(64, 64, 8, 2, 1)]
     else:
         sizes = [Tile(16, 32, 4, 3, 1, 4), Tile(32, 32, 4, 3, 1, 4), Tile(64, 64, 8, 2, 1)]
     if not card.sms:
@@ -413,7 +419,7 @@ def attention(
     last = batch.last(how.ahead)
     sharing = begun.sharing if begun else None
     turns, longest = 0 if rotated is None else rotated.shape[-1], min(longest, batch.max_query)
-    choose = latent_tiles if turns else tiles
+    choose = tiles if rotated is None else partial(latent_tiles, ringed=latent_mma.takes(q, rotated, kv, card))
     for tile, least, most in choose(card, share, dim, kv.k.element_size(), longest, len(batch.kv_len)):
         room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0
         tiling = Tiling(
@@ -424,7 +430,18 @@ def attention(
         real, wide = min(tile.rows, block(most * share)), block(dim, 16)
         parts = q.new_empty(bound * groups * tile.rows * dim if room else 1, dtype=torch.float32)
         sums = q.new_empty(bound * groups * tile.rows if room else 1, dtype=torch.float32)
-        attention_kernel[(groups, bound if starts is None else room)](
+        grid = groups, bound if starts is None else room
+        if tile.ringed and rotated is not None:
+            latent_mma.latent_kernel[grid](
+                *(q, rotated, kv.k, kv.v, batch.page_table, *work[:3], work.total if starts is None else starts),
+                *(out, parts, sums, slope, kv.v_scale, batch.page_table.stride(0)),
+                GROUPS=groups, SHARE=share, DIM=dim, ROTATED=turns, PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns,
+                SPLIT=room > 0, SEVERAL=starts is not None, RING=tile.stages,
+                AT_ONCE=max(1, 4096 * tile.warps // (tile.rows * dim)), FIELDS=FIELDS, DEPENDENT=card.dependent,
+                num_warps=tile.warps, **({} if fresh else card.options),
+            )  # fmt: skip
+            continue
+        attention_kernel[grid](
             *(q, q if rotated is None else rotated, kv.k, kv.v, batch.page_table, q if sinks is None else sinks),
             batch.kv_len if last is None else last,
             *work[:3],

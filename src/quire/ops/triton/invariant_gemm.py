@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.ops.base import Gate, num_parts
 from quire.ops.gemm import TORCH
 from quire.ops.triton.gemv import GemmConfig, added_up, given, handed_in, num_runs, part
-from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.launch import DeviceInfo, block, fetch, kernel, release, wait
 from quire.ops.triton.rows import GATES
 
 RUN = 256
@@ -27,8 +27,23 @@ BUSY = 128
 fewer, runs side by side are faster; with 128 to 256 tiles they take up to twice as long (measured)."""
 
 
+WHOLE = 4096
+"""Outputs from which on a matrix's inputs are one run: tiles of 64 outputs keep enough of an H100 busy when each has
+most of a multiprocessor's shared memory to load into. That was faster than runs at any number of rows (measured)."""
+
+NARROW = 8192
+"""Outputs up to which tiles of 64 outputs are at most one a multiprocessor."""
+
+AHEAD = 512
+"""Inputs that their programs prefetch before the preceding kernel has ended; a matrix is never written."""
+
+
 def tile_of(rows: int, outputs: int, gated: bool) -> GemmConfig:
     """The tile for so many rows; the matrix units take 64 outputs by any number of rows."""
+    if not gated and WHOLE <= outputs <= NARROW and rows <= 256:
+        if rows <= 64:
+            return GemmConfig(block(rows, 16), 64, 128, 4, 8 if rows <= 32 else 6, AHEAD)
+        return GemmConfig(64, 64, 128, 4, 6) if rows <= 128 and outputs <= WHOLE else GemmConfig(128, 64, 64, 8, 8)
     if rows <= 64:
         return GemmConfig(block(rows, 16), 64, 128, 4, 4)
     if rows <= 256 or outputs < 2048:
@@ -41,16 +56,19 @@ def invariant_kernel(
     x, weight, bias, out, parts, arrived, rows, outputs, inputs, length,
     GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, RUNS: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (rows, outputs, run): a tile of x [T, in] times weight [out, in]. EVEN: BLOCK_K divides inputs. SPLIT:
-    one of RUNS runs of `length` inputs, which the last program adds up; else all of them, one after the other."""
+    one of RUNS runs of `length` inputs, which the last program adds up; else all of them, one after the other. AHEAD:
+    so many inputs of a matrix of one run are prefetched before the wait."""
     n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     held = (r < rows)[:, None]
     line = weight + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * inputs
     far = tl.cast(outputs, tl.int64) * inputs
     source = x + r[:, None].to(tl.int64) * inputs
+    if AHEAD > 0:
+        fetch(line, tl.minimum(tl.arange(0, AHEAD // 64)[None, :] * 64, inputs - 1))
     wait(DEPENDENT)
     release(DEPENDENT)
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -80,7 +98,7 @@ def invariant_kernel(
 
 def runs_of(outputs: int, inputs: int, gated: bool) -> tuple[int, int]:
     """(length, count) of the runs of a matrix: about as many as keep a GPU busy with a few rows."""
-    wanted = 1 if gated else num_runs(2 * 8192 // outputs, inputs)
+    wanted = 1 if gated or outputs >= WHOLE else num_runs(2 * 8192 // outputs, inputs)
     length = triton.cdiv(triton.cdiv(inputs, wanted), RUN) * RUN
     return length, triton.cdiv(inputs, length)
 
@@ -134,5 +152,6 @@ def multiply(
         *(x, weight, x if bias is None else bias, out, parts, arrived, rows, outputs, inputs, length),
         GATE=gated, ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % RUN == 0, ROWS=how.rows,
         BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages, RUNS=runs, SPLIT=split,
-        PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
+        AHEAD=how.ahead if card.dependent else 0, PRECISION=card.precision, DEPENDENT=card.dependent,
+        num_warps=how.warps, **card.options,
     )  # fmt: skip
