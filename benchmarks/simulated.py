@@ -29,7 +29,7 @@ from quire.config import Settings
 from quire.config.option import amount
 from quire.engine.engine import Engine
 from quire.engine.timing import Clock, WallClock
-from quire.sim.calibration import StepSample, StepSampler, fit
+from quire.sim.calibration import Calibration, StepSample, StepSampler, fit
 from quire.sim.fleet import FleetConfig, prepare, simulate_fleet
 from quire.sim.results import Results, summarize
 from quire.sim.trace import Trace, read_trace
@@ -115,41 +115,56 @@ def figures(results: Results) -> dict[str, float]:
 
 def predicted(
     settings: Settings, trace: Trace, samples: Sequence[StepSample], memory: str
-) -> tuple[dict[str, float], float]:
-    """The same figures by simulation, and the error of the fit."""
+) -> tuple[dict[str, float], Calibration]:
+    """The same figures by simulation, and the fit."""
     stages = settings.execution.pipeline_parallel_size
     calibration = fit(samples, about(settings), stages=stages, shares=layer_shares(settings, stages))
     size = int(memory)
     model = build_model(settings, calibration=calibration, memory=size, prefixes=False)
     results, _ = simulate_fleet(FleetConfig(model.engine), trace)
-    return figures(results), calibration.error
+    return figures(results), calibration
+
+
+def step_error(calibration: Calibration, samples: Sequence[StepSample]) -> float:
+    """Of all steps together: what is predicted of their own contents, relative to what they took, less 1."""
+    cost = calibration.cost
+    foretold = sum(cost.seconds(each.tokens, each.kv, each.rows, each.pairs) for each in samples)
+    return foretold / sum(each.seconds for each in samples) - 1
 
 
 def compare(settings: Settings, first: Trace, second: Trace, repeats: int, clock: Clock) -> dict[str, Any]:
     """Replay both halves in turns, and predict each replay of the second from those of the first before and after it:
-    it does not matter then that a machine becomes slower or faster little by little. Medians."""
+    it does not matter then that a machine becomes slower or faster little by little. Medians.
+
+    `steps` and `itself` say where an error comes from: of the sum of the second half's step times, and of figures that
+    are predicted from the second half's own steps, to which only the simulated engine and the form of the fit add.
+    """
     sampler = StepSampler()
     engine = build_engine(settings, observers=[sampler])
     engine.clock = clock
     memory = str(engine.description.block_bytes * engine.description.num_blocks + (1 << 32))
-    measured, foretold, errors = [], [], []
+    measured, foretold, errors, steps, itself = [], [], [], [], []
     try:
         replayed(engine, first.part(0, min(20, len(first))), sampler)
         before = list(replayed(engine, first, sampler)[1])
         for _ in range(repeats):
-            measured.append(replayed(engine, second, sampler)[0])
+            seen, own = replayed(engine, second, sampler)
+            measured.append(seen)
             after = list(replayed(engine, first, sampler)[1])
-            one, error = predicted(settings, second, before + after, memory)
+            one, found = predicted(settings, second, before + after, memory)
             foretold.append(one)
-            errors.append(error)
+            errors.append(found.error)
+            steps.append(step_error(found, own))
+            same, _ = predicted(settings, second, own, memory)
+            itself.append({name: same[name] / seen[name] - 1 for name in BOUNDS})
             before = after
     finally:
         engine.close()
     rows = {}
     for name, bound in BOUNDS.items():
-        seen = [each[name] for each in measured]
-        middle, guess = statistics.median(seen), statistics.median(each[name] for each in foretold)
-        spread = (max(seen) - min(seen)) / middle
+        values = [each[name] for each in measured]
+        middle, guess = statistics.median(values), statistics.median(each[name] for each in foretold)
+        spread = (max(values) - min(values)) / middle
         error = guess / middle - 1
         rows[name] = {
             "measured": middle,
@@ -160,7 +175,9 @@ def compare(settings: Settings, first: Trace, second: Trace, repeats: int, clock
             "within": abs(error) <= max(bound, 2 * spread),
             "within_bound": abs(error) <= bound,
         }
-    return {"rows": rows, "fit_error": statistics.median(errors), "repeats": repeats}
+    causes = {"steps": statistics.median(steps)}
+    causes |= {f"itself {name}": statistics.median(each[name] for each in itself) for name in BOUNDS}
+    return {"rows": rows, "fit_error": statistics.median(errors), "repeats": repeats, "causes": causes}
 
 
 @click.command()
@@ -192,6 +209,9 @@ def main(
                 f"allowed {100 * row['allowed']:5.1f} % {'ok' if row['within'] else 'OUTSIDE'}"
                 f"{'' if row['within_bound'] else ' (only by the spread)' if row['within'] else ''}"
             )
+        if stages == 1:
+            causes = found[speed]["causes"].items()
+            click.echo("  " + ", ".join(f"{name} {100 * error:+.1f} %" for name, error in causes))
     if path is not None:
         path.write_text(json.dumps({"about": dict(about(settings)), "speeds": found, "memory": amount(0)}))
 

@@ -353,7 +353,7 @@ def heads() -> Iterator[Poison]:
         "a websocket": {"Connection": "upgrade, close", "Upgrade": "websocket", "Sec-WebSocket-Key": "x"},
         "a range": {"Range": "bytes=0-18446744073709551615"},
     }.items():
-        yield Poison(name, (post("/v1/completions", fine, value),), (200, 400, 504), hang_up=False)
+        yield Poison(name, (post("/v1/completions", fine, value),), (200, 400, 403, 504), hang_up=False)
     for name, extra in {
         "a negative length": "Content-Length: -1",
         "two lengths": "Content-Length: 4\r\nContent-Length: 5",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 from typing import Any
 
@@ -506,6 +507,7 @@ async def test_draining_refuses_and_lets_those_running_end() -> None:
         await draining
 
 
+JSON = {"content-type": "application/json"}
 STATE: list[tuple[str, str, dict[str, Any] | None, str]] = [
     ("GET", "/v1/responses/resp_1", None, "id"),
     ("GET", "/v1//responses/resp_1/", None, "id"),
@@ -548,3 +550,15 @@ async def test_what_an_upstream_stores_is_refused_where_it_would_be_lost_or_seen
                 assert "stored" not in answer.text, "one upstream, and nobody else: it is passed on"
         passed = await relay.client.post("/v1/responses", json={"input": "a", "store": True}, headers=headers)
         assert passed.status_code == 200
+        marked = codecs.BOM_UTF8 + b'{"input": "a", "background": true}'
+        answer = await relay.client.post("/v1/responses", content=marked, headers=headers | JSON)
+        if words:
+            check_error(answer, 400, "background", words)
+
+
+async def test_a_byte_order_mark_means_nothing() -> None:
+    async with stub() as server, relaying(server) as relay:
+        for path in ("/v1/generate", "/v1/completions"):
+            answer = await relay.client.post(path, content=codecs.BOM_UTF8 + b'{"prompt": "fine"}', headers=JSON)
+            assert answer.status_code == 200
+            assert server.asked[-1].json["prompt"] == "fine"

@@ -122,8 +122,8 @@ class DistributedGroup(ParallelGroup):
         """See `ParallelGroup`. What is sent is as wide as the widest rank's."""
         if PRECOMPILING.get() is not None:
             return x.new_empty(*x.shape[:-1], sum(widths))
-        padded = torch.nn.functional.pad(x, (0, max(widths) - x.shape[-1]))
-        parts = self._gathered(padded)
+        missing = max(widths) - x.shape[-1]  # padding by nothing is a copy
+        parts = self._gathered(torch.nn.functional.pad(x, (0, missing)) if missing else x)
         return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
 
     def smallest(self, value: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -65,7 +66,9 @@ class Limits:
 
 
 async def read_body(request: Request, limits: Limits, *, any_type: bool = False) -> bytes:
-    """The whole body. Raises TooLarge as soon as it is, and UnsupportedMedia if it is compressed or not JSON.
+    """The whole body, without a byte order mark: before JSON it means nothing (RFC 8259, 8.1).
+
+    Raises TooLarge as soon as it is, and UnsupportedMedia if it is compressed or not JSON.
 
     any_type: take a body whatever it is declared to be, but from web pages: their requests name an origin, and a page
     of another site may send anything but JSON without a preflight.
@@ -94,7 +97,7 @@ async def read_body(request: Request, limits: Limits, *, any_type: bool = False)
                 raise too_large
     except ClientDisconnect as gone:
         raise InvalidRequest("the client disconnected before its request was complete") from gone
-    return bytes(body)
+    return bytes(body).removeprefix(codecs.BOM_UTF8)
 
 
 def deadline(headers: Mapping[str, str]) -> float | None:
