@@ -158,7 +158,7 @@ def runs(starts: Sequence[Row]) -> Iterator[str]:
     """Each process: its command, commit, versions, and seconds until it was ready."""
     for row in starts:
         about = row["environment"]
-        card = ", ".join(dict.fromkeys(about["card"].splitlines()))
+        card = ", ".join(dict.fromkeys((about["card"] or "").splitlines()))
         versions = f"torch {about['torch']}, Python {about['python']}, {card or about['system']}"
         yield (
             f"- `python -m benchmarks.price {' '.join(about['argv'])}` at {about['revision']}: {versions}; "
