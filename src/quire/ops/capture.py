@@ -4,6 +4,7 @@ meanwhile, or noted so that its kernels are compiled ahead."""
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,8 +29,13 @@ def captured(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGra
         graph.capture_begin(pool=pool, capture_error_mode="relaxed")
         try:
             work()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            # What could not be captured may have recorded nothing, which torch warns of.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph
 
 
