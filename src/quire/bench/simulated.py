@@ -15,6 +15,7 @@ from quire.config import Settings
 from quire.config.option import amount
 from quire.config.speculative import parse
 from quire.errors import InvalidConfig
+from quire.layers.stages import cut_layers
 from quire.model_runner.memory import block_bytes, layer_shapes
 from quire.models.registry import idle_parameters
 from quire.ops.quantized import FLOAT8
@@ -23,7 +24,7 @@ from quire.sim.copies import CPU_COPIES, GPU_COPIES
 from quire.sim.devices import Device, ModelSizes, step_cost
 from quire.sim.shared_reads import NO_SHARING, Sharing
 from quire.types import UNLIMITED
-from quire.weights.load import cut_bytes
+from quire.weights.load import layer_bytes
 from quire.weights.locate import EMBEDDED
 
 SHARING_ON_GPUS = Sharing(group=4, step=32)
@@ -165,9 +166,9 @@ def layer_shares(settings: Settings, stages: int) -> tuple[float, ...]:
 def stage_shares(settings: Settings, facts: ModelFacts, stages: int) -> tuple[float, ...]:
     """By the bytes of layers, as they are cut."""
     entries = {} if facts.checkpoint is None else facts.checkpoint.entries
-    where = (facts.config, facts.spec, settings.model.quantization, facts.dtype, entries)
-    sizes = [sum(each) for each in cut_bytes(*where, stages)]
-    return tuple(stages * size / sum(sizes) for size in sizes)
+    sizes, ends = layer_bytes(facts.config, facts.spec, settings.model.quantization, facts.dtype, entries)
+    cut = cut_layers(sizes, ends, stages, facts.spec.uncut)
+    return tuple(stages * sum(sizes[i] for i in layers) / sum(sizes) for layers in cut)
 
 
 def _draft(settings: Settings) -> ModelSizes | None:

@@ -191,31 +191,18 @@ def cut_stages(
 ) -> list[range]:
     """The layers of each stage of a pipeline, by bytes of weights. Raises InvalidModel for too many stages, and for
     encoders of texts."""
-    sizes, ends = _layer_bytes(config, spec, quantization, dtype, entries)
+    sizes, ends = layer_bytes(config, spec, quantization, dtype, entries)
     return cut_layers(sizes, ends, stages, spec.uncut)
 
 
-def cut_bytes(
-    config: Mapping[str, Any],
-    spec: ModelSpec,
-    quantization: str,
-    dtype: torch.dtype,
-    entries: Mapping[str, TensorEntry],
-    stages: int,
-) -> list[list[int]]:
-    """Of each stage, the bytes of each of its layers. Raises InvalidModel as `cut_stages` does."""
-    sizes, ends = _layer_bytes(config, spec, quantization, dtype, entries)
-    return [[sizes[i] for i in layers] for layers in cut_layers(sizes, ends, stages, spec.uncut)]
-
-
-def _layer_bytes(
+def layer_bytes(
     config: Mapping[str, Any],
     spec: ModelSpec,
     quantization: str,
     dtype: torch.dtype,
     entries: Mapping[str, TensorEntry],
 ) -> tuple[list[int], tuple[int, int]]:
-    """Of each layer, and of what is before and behind them."""
+    """Of each layer, and of what is before and behind them. Raises InvalidModel for encoders of texts."""
     if spec.bidirectional:
         raise InvalidModel(
             f"{spec.architecture} is an encoder, whose layers are not cut into stages: leave out "

@@ -23,8 +23,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from quire.ops.base import Gate, IntegerKind, IntegerMatrix, num_parts
-from quire.ops.triton import integer_gemm, launch, rows
+from quire.ops.triton import integer_gemm, rows
 from quire.ops.triton.gemv import COUNTERS
+from quire.ops.triton.gluon_language import LEAST, barrier, copy, release, wait
 from quire.ops.triton.integer_gemm import (
     LARGER,
     MINUS_128,
@@ -40,9 +41,6 @@ from quire.ops.triton.integer_gemm import (
 from quire.ops.triton.launch import DeviceInfo, Kernel
 from quire.ops.triton.rows import GATES
 
-LEAST = (8, 0)
-"""The first compute capability whose matrix units multiply bfloat16."""
-
 MAX_ROWS = 32
 
 NIBBLES = f"""{SPREAD_NIBBLES}fma.rn.bf16x2 $0, a, one, $5;
@@ -55,12 +53,8 @@ bits is 128 + q, and the next operands have -128 - zero of either half twice."""
 
 FROM_NIBBLES, FROM_NIBBLES_16 = gl.constexpr(NIBBLES), gl.constexpr(in_float16(NIBBLES))
 
-wait, release = gluon.jit(launch.wait.fn), gluon.jit(launch.release.fn)
 activate, apply_gate = gluon.jit(rows.activate.fn), gluon.jit(rows.apply_gate.fn)
 upper, byte_of = gluon.jit(integer_gemm.upper.fn), gluon.jit(integer_gemm.byte_of.fn)
-# Named otherwise before Triton 3.7.
-barrier = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
-copy = gl.constexpr(getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared)
 
 
 @gluon.jit

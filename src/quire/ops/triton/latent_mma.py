@@ -16,13 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from quire.ops.ragged import LayerKV
-from quire.ops.triton import launch
+from quire.ops.triton.gluon_language import LEAST, barrier, copy, release, wait
 from quire.ops.triton.launch import DeviceInfo, Kernel
-
-wait, release = gluon.jit(launch.wait.fn), gluon.jit(launch.release.fn)
-# Named otherwise before Triton 3.7.
-barrier = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
-copy = gl.constexpr(getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared)
 
 PIECE = gl.constexpr(128)
 """Numbers of queries and keys whose products are summed by themselves."""
@@ -280,10 +275,6 @@ def latent_kernel(
         give(m, z, acc, token, n, first, split, mine, group, arrived, out, parts, sums, v_scale,
              GROUPS, SHARE, SPLIT, AT_ONCE)  # fmt: skip
     async_copy.wait_group(0)
-
-
-LEAST = (8, 0)
-"""The first compute capability whose matrix units multiply bfloat16."""
 
 
 def takes(q: Tensor, rotated: Tensor, kv: LayerKV, card: DeviceInfo) -> bool:
