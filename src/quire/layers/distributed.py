@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.layers.linear import ParallelGroup
 from quire.layers.stages import LinkedPipeline
+from quire.ops.base import Norm, Ops
 from quire.ops.capture import PRECOMPILING
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,17 @@ class SmallReduce(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """As `Reduce`."""
+
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None,
+        scale: float,
+        gain: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`Ops.add_norm` of the sum, in one kernel."""
 
 
 MakeSmallReduce = Callable[[dist.ProcessGroup, int], SmallReduce]
@@ -99,6 +111,8 @@ class DistributedGroup(ParallelGroup):
         groups = [dist.new_group(list(each), timeout=timeout) for each in stages]
         self._group = groups[self.pipeline.stage]
         self._reduce: Reduce = self._sum_in_rank_order if in_rank_order else self._library_sum
+        # The norm is a kernel of its own in deterministic mode, whose bits do not depend on how many rows there are.
+        self._fuses = not in_rank_order
         # A communicator takes its memory in its first exchange: before what is free is measured.
         self._library_sum(torch.zeros(1, device=_device()))
         self._small = None if make_small_reduce is None else self._agreed(make_small_reduce)
@@ -117,6 +131,21 @@ class DistributedGroup(ParallelGroup):
         if self._small is not None and x.nbytes <= self._small.most:
             return self._small(x)
         return x if PRECOMPILING.get() is not None else self._reduce(x)
+
+    def add_norm(
+        self,
+        ops: Ops,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None,
+        scale: float,
+        gain: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `ParallelGroup`."""
+        if self._fuses and self._small is not None and x.nbytes <= self._small.most:
+            return self._small.add_norm(x, residual, norm, before, scale, gain)
+        return super().add_norm(ops, x, residual, norm, before, scale, gain)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """See `ParallelGroup`. What is sent is as wide as the widest rank's."""

@@ -5,7 +5,7 @@ Which experts tokens use is known on the device alone: no shape depends on it, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.linear import ParallelGroup
+from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.layers.quantization.base import Plain, WeightStorage
 from quire.ops.base import (
     NO_BIASES,
@@ -188,10 +188,20 @@ class Router(NamedTuple):
     gains: Tensor | None = None
 
 
+class SharedMLP(Protocol):
+    """What every token uses: see `basic.GatedMLP`."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+
+    def leave_sum(self) -> ParallelGroup:
+        """See `RowParallelLinear.leave_sum`."""
+
+
 class SharedExpert(NamedTuple):
     """An MLP that every token uses. gate: a matrix [1, hidden], if any: see `MoEConfig`."""
 
-    mlp: Callable[[Tensor], Tensor]
+    mlp: SharedMLP
     gate: WeightStorage | None = None
 
 
@@ -216,7 +226,17 @@ class MoE:
         self.own = own
         self.router, self.experts, self.config, self.ops, self.shared = router, experts, mixture, ops, shared
         self.latent = latent
-        self.all_reduce = parallel.all_reduce
+        self.parallel, self.all_reduce = parallel, parallel.all_reduce
+
+    def leave_sum(self) -> ParallelGroup:
+        """See `RowParallelLinear.leave_sum`: of the experts and of the one that tokens share, in one sum. Where the
+        experts' sum passes another matrix, nothing is left."""
+        if self.latent is not None:
+            return ONE_RANK
+        self.all_reduce = ONE_RANK.all_reduce
+        if self.shared is not None:
+            self.shared.mlp.leave_sum()
+        return self.parallel
 
     def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`. What all tokens use is computed between the choice of

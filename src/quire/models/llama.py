@@ -19,6 +19,7 @@ from quire.layers.basic import Attention, GatedMLP, Heads, NormLayer
 from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
+from quire.layers.linear import ParallelGroup
 from quire.layers.mamba import Mamba2
 from quire.layers.quantization.packed import projection_of
 from quire.layers.vision import VisionTower
@@ -39,6 +40,9 @@ class MLPFunction(Protocol):
     def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. batch: whose tokens x is of; rows of its null block may be left out."""
 
+    def leave_sum(self) -> ParallelGroup:
+        """See `RowParallelLinear.leave_sum`."""
+
 
 Mixer: TypeAlias = Attention | LatentAttention | GatedDelta | Mamba2
 """What brings tokens together in a layer."""
@@ -54,12 +58,20 @@ class BlockNorms(NamedTuple):
 
 
 class Block:
-    """One layer: attention and `mlp`, each between two norms, most of which a model does not have."""
+    """One layer: attention and `mlp`, each between two norms, most of which a model does not have.
+
+    leaves_sums: what they return is added up over ranks where it is added to the residual stream.
+    """
+
+    leaves_sums: ClassVar[bool] = True
 
     def __init__(self, norms: Sequence[NormLayer], attention: Mixer, mlp: MLPFunction) -> None:
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = attention
         self.mlp = mlp
+        if self.leaves_sums:
+            self.after_attention.parallel = attention.out.leave_sum()
+            self.after_mlp.parallel = mlp.leave_sum()
 
     def __call__(
         self,

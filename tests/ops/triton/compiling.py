@@ -119,8 +119,12 @@ def by_row(ops: TritonOps) -> None:
 
 def across(ops: TritonOps) -> None:
     """Sums over several GPUs."""
+    norm = Norm(halves(4096), 1e-5)
     for size in (2, 8):
-        PeerSum(1, [0] * size, ops.card, torch.device("cpu"))(halves(4, 4096))
+        add = PeerSum(1, [0] * size, ops.card, torch.device("cpu"))
+        add(halves(4, 4096))
+        add.add_norm(halves(4, 4096), halves(4, 4096), norm)
+    add.add_norm(halves(64, 4096), halves(64, 4096), norm, norm, 0.2, halves(1))
     PeerSum(1, [0] * 2, ops.card, torch.device("cpu"))(torch.empty(4, 4096))
 
 

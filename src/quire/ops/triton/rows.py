@@ -59,10 +59,7 @@ def norm_kernel(
         if BESIDE:
             exact = normalize(added, beside_gain, 0.0, inside, columns, beside_eps, CENTRED)
             added = exact.to(value.dtype).to(tl.float32)
-        total = value.to(tl.float32) * scale + added
-        if GAINED:
-            total = total.to(value.dtype).to(tl.float32) * tl.load(gain_of_sum).to(tl.float32)
-        value = total.to(value.dtype)
+        value = add_scaled(value, added, scale, gain_of_sum, GAINED)
         tl.store(residual + place, value, mask=inside)
     exact = value.to(tl.float32)
     if NORMS > 0:
@@ -74,6 +71,15 @@ def norm_kernel(
     if NORMS > 2:
         made = normalize(exact, third_gain, 0.0, inside, columns, third_eps, CENTRED)
         tl.store(third_out + place, made.to(value.dtype), mask=inside)
+
+
+@triton.jit
+def add_scaled(x, added, scale, gain, GAINED: tl.constexpr):
+    """x * scale + added, which is float32, rounded to x's dtype; with GAINED that times gain, rounded."""
+    total = x.to(tl.float32) * scale + added
+    if GAINED:
+        total = total.to(x.dtype).to(tl.float32) * tl.load(gain).to(tl.float32)
+    return total.to(x.dtype)
 
 
 @triton.jit
