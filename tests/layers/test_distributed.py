@@ -36,13 +36,17 @@ def one_process() -> Iterator[None]:
 
 
 def group(make: object, *, in_rank_order: bool = True) -> DistributedGroup:
-    return DistributedGroup(
+    made = DistributedGroup(
+        0,
+        1,
         1,
         in_rank_order=in_rank_order,
         timeout=timedelta(seconds=60),
         neighbours=1,
         make_small_reduce=make,  # type: ignore[arg-type]
     )
+    made.connect()
+    return made
 
 
 def test_sums_up_to_so_many_bytes_are_small() -> None:

@@ -63,6 +63,7 @@ from quire.ops.native.library import LEVELS, best_level
 from quire.ops.native.ops import InvariantNativeOps, NativeOps
 from quire.ops.quantized import FLOAT8
 from quire.ops.reference import ReferenceOps
+from quire.ops.stages import stage_ended
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.encoder_cache import EncoderCache
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
@@ -181,6 +182,9 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     pooler = pooler_of(settings)
     processor = find_processor(settings)
     model = _load(settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor))
+    stage_ended("weights")
+    parallel.connect()
+    stage_ended("meeting")
     threads = settings.execution.threads or max(1, choose_threads(parameters(model.spec)) // parallel.neighbours)
     torch.set_num_threads(threads)
     limits = resolve(settings, model.spec, device, pooler.max_length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib import import_module
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from quire.assembly.limits import BuiltExecutor, Limits, check_stages, choose_de
 from quire.assembly.place import for_child, of_parent, without_secrets
 from quire.config import Settings
 from quire.errors import InvalidConfig
-from quire.executors.ranks import RankedExecutor, Ranks, RankShape, StartRanks, child_processes
+from quire.executors.ranks import BuildRank, RankedExecutor, Ranks, RankShape, StartRanks, child_processes
 from quire.layers.distributed import DistributedGroup, SmallReduce
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
@@ -65,17 +65,20 @@ def device_of(settings: Mapping[str, Any]) -> torch.device:
     return choose_device(of_parent(settings).execution.device)
 
 
-def build_rank(settings: Mapping[str, Any], shape: RankShape, timeout: timedelta, neighbours: int) -> BuiltExecutor:
-    """This rank's executor, in a process that has joined the others. timeout: of what ranks exchange. neighbours: ranks
-    on this host."""
-    made = of_parent(settings)
+def build_rank(asked: BuildRank, timeout: timedelta, join: Callable[[], None]) -> BuiltExecutor:
+    """This rank's executor. timeout: of what ranks exchange. join: joins the other ranks, in a thread, while weights
+    are loaded."""
+    made, shape = of_parent(asked.settings), asked.shape
     cuda = choose_device(made.execution.device).type == "cuda"
     group = DistributedGroup(
+        asked.rank,
         shape.tensor,
+        shape.size,
         in_rank_order=not cuda or bool(made.execution.deterministic),
         timeout=timeout,
-        neighbours=neighbours,
+        neighbours=asked.place.neighbours,
         make_small_reduce=_peer_sum if cuda and shape.tensor > 1 else None,
+        join=join,
     )
     return build_local(made, group)
 

@@ -9,6 +9,7 @@ others with it: they wait for it in the middle of a sum. All are killed then, an
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import socket
@@ -27,6 +28,7 @@ from quire import errors
 from quire.engine.executor import Description
 from quire.engine.protocol import FrameReader, encode_frame
 from quire.errors import QuireError, RankLost, StepFailed
+from quire.ops.stages import STAGES
 from quire.scheduler.plan import Mask, Plan, Result, Span, StepSamples
 from quire.types import PromptImage
 
@@ -81,12 +83,14 @@ class RankPlace(msgspec.Struct, frozen=True):
 
 
 class BuildRank(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a rank. settings: by option name."""
+    """The first message to a rank. settings: by option name. began: when its process was started, by the clock of its
+    host; 0: of another host."""
 
     settings: dict[str, Any]
     rank: int
     shape: RankShape
     place: RankPlace
+    began: float = 0.0
 
 
 class Launch(msgspec.Struct, tag=True, frozen=True):
@@ -132,11 +136,13 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
 
 
 class RankReady(msgspec.Struct, tag=True, frozen=True):
-    """The rank's executor is built. limits: `assembly.limits.Limits`. gauges: see `BuiltExecutor`."""
+    """The rank's executor is built. limits: `assembly.limits.Limits`. gauges: see `BuiltExecutor`. seconds: of each
+    stage of its start, see `ops.stages`."""
 
     about: Description
     limits: dict[str, int]
     gauges: dict[str, float]
+    seconds: dict[str, float] = {}
 
 
 class RankRefused(msgspec.Struct, tag=True, frozen=True):
@@ -166,6 +172,8 @@ class StepError(msgspec.Struct, tag=True, frozen=True):
 
 ToRank = BuildRank | Launch | HandMasks | LoadImage | Reset | Ping
 FromRank = Pong | RankReady | RankRefused | StepDone | StepError
+
+log = logging.getLogger(__name__)
 
 NO_SPANS: tuple[Span, ...] = ()
 
@@ -273,12 +281,22 @@ class Ranks:
         self.selector = selectors.DefaultSelector()
         self.inbox: deque[tuple[int, Any]] = deque()
         self.ready: dict[int, RankReady] = {}
+        began = time.monotonic()
         try:
             for number, (rank, place) in enumerate(start(shape)):
                 self.ranks.append(rank)
                 self.selector.register(rank.sock, selectors.EVENT_READ, number)
-                self._send(number, encode_frame(BuildRank(dict(settings), number, shape, place)))
+                here = began if place.dies_with_parent else 0.0
+                self._send(number, encode_frame(BuildRank(dict(settings), number, shape, place, here)))
             self._wait_until_ready()
+            log.info(
+                "%d ranks are ready after %.1f s; seconds of each:\n%s",
+                *(
+                    shape.size,
+                    time.monotonic() - began,
+                    stage_table([self.ready[i].seconds for i in range(shape.size)]),
+                ),
+            )
         except BaseException:
             self.kill()
             raise
@@ -355,6 +373,14 @@ class Ranks:
             rank.process.wait()
             rank.sock.close()
         self.selector.close()
+
+
+def stage_table(ranks: Sequence[Mapping[str, float]]) -> str:
+    """The seconds of each stage of the start, a line a rank."""
+    lines = ["rank" + "".join(f"{stage:>10}" for stage in STAGES)]
+    for number, seconds in enumerate(ranks):
+        lines.append(f"{number:4}" + "".join(f"{seconds.get(stage, 0.0):10.1f}" for stage in STAGES))
+    return "\n".join(lines)
 
 
 def refused(message: RankRefused) -> QuireError:

@@ -119,6 +119,34 @@ def sum_kernel(
             tl.store(out + at, total, mask=at < numbers)
 
 
+@triton.jit
+def sum_columns(
+    x, peers, calls, program, call, rows,
+    COLUMNS: tl.constexpr, PART: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Two shots for this program's rows: each rank sums as many columns, and tells all what it has found. Rank r's part
+    of this rank's buffer has it behind what r gave in the first shot, from number rows * COLUMNS / SIZE on."""
+    WIDTH: tl.constexpr = COLUMNS // SIZE
+    column = tl.arange(0, PART)
+    own = column < WIDTH
+    second = rows * WIDTH  # both fit: a part has room for all of x, which is SIZE times as much
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            into = part_of(peers, peer, RANK, call, x, CAPACITY, SIZE, PROGRAMS)
+            for row in range(program, rows, PROGRAMS):
+                value = tl.load(x + row * COLUMNS + peer * WIDTH + column, mask=own)
+                tl.store(into + row * WIDTH + column, value, mask=own)
+    exchange(peers, calls, program, call, 0, RANK, SIZE, PROGRAMS)
+    for row in range(program, rows, PROGRAMS):
+        place, given = row * COLUMNS + RANK * WIDTH + column, row * WIDTH + column
+        total = sum_parts(x, place, peers, call, given, own, RANK, SIZE, CAPACITY, PROGRAMS, PART)
+        for peer in tl.static_range(SIZE):
+            into = part_of(peers, peer, RANK, call, x, CAPACITY, SIZE, PROGRAMS) + second
+            tl.store(into + given, total, mask=own)
+    exchange(peers, calls, program, call, 1, RANK, SIZE, PROGRAMS)
+
+
 @kernel
 def sum_norm_kernel(
     x, residual, out, weight, bias, first_weight, first_bias, gain_of_sum, peers, calls, rows, eps, first_eps, scale,
@@ -127,8 +155,8 @@ def sum_norm_kernel(
     SIZE: tl.constexpr, CAPACITY: tl.constexpr, PROGRAMS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """As `sum_kernel`, of rows of COLUMNS numbers, of which program p has every one PROGRAMS after row p; then as
-    `rows.norm_kernel` with that sum for x. PART: a power of two that holds the columns which a rank sums in the first
-    of two SHOTS; in the second all ranks get them, behind what they were given in the first."""
+    `rows.norm_kernel` with that sum for x. PART: a power of two that holds the columns which a rank sums where
+    there are two SHOTS, see `sum_columns`."""
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < COLUMNS
@@ -151,30 +179,13 @@ def sum_norm_kernel(
                         tl.store(into + place, tl.load(x + place, mask=inside), mask=inside)
             exchange(peers, calls, program, call, 0, RANK, SIZE, PROGRAMS)
         else:
-            column = tl.arange(0, PART)
-            own = column < WIDTH
-            # Half of a part is 1 / SIZE of it at least, which is what a rank is given in a shot.
-            second = rows * WIDTH
-            for peer in tl.static_range(SIZE):
-                if peer != RANK:
-                    into = part_of(peers, peer, RANK, call, x, CAPACITY, SIZE, PROGRAMS)
-                    for row in range(program, rows, PROGRAMS):
-                        value = tl.load(x + row * COLUMNS + peer * WIDTH + column, mask=own)
-                        tl.store(into + row * WIDTH + column, value, mask=own)
-            exchange(peers, calls, program, call, 0, RANK, SIZE, PROGRAMS)
-            for row in range(program, rows, PROGRAMS):
-                place, given = row * COLUMNS + RANK * WIDTH + column, row * WIDTH + column
-                total = sum_parts(x, place, peers, call, given, own, RANK, SIZE, CAPACITY, PROGRAMS, PART)
-                for peer in tl.static_range(SIZE):
-                    into = part_of(peers, peer, RANK, call, x, CAPACITY, SIZE, PROGRAMS) + second
-                    tl.store(into + given, total, mask=own)
-            exchange(peers, calls, program, call, 1, RANK, SIZE, PROGRAMS)
+            sum_columns(x, peers, calls, program, call, rows, COLUMNS, PART, RANK, SIZE, CAPACITY, PROGRAMS)
         for row in range(program, rows, PROGRAMS):
             place = row * COLUMNS + at
             if SHOTS == 1:
                 value = sum_parts(x, place, peers, call, place, inside, RANK, SIZE, CAPACITY, PROGRAMS, BLOCK)
             else:
-                summed = part_of(peers, RANK, 0, call, x, CAPACITY, SIZE, PROGRAMS) + second + row * WIDTH
+                summed = part_of(peers, RANK, 0, call, x, CAPACITY, SIZE, PROGRAMS) + (rows + row) * WIDTH
                 whose = (at // WIDTH) * (CAPACITY // (x.dtype.element_ty.primitive_bitwidth // 8))
                 value = tl.load(summed + whose + at % WIDTH, mask=inside, other=0.0, volatile=True)
             if FIRST:
