@@ -36,7 +36,9 @@ ON_CARDS: Mapping[str, Any] = MappingProxyType(
 )
 ON_ONE: Mapping[str, Any] = MappingProxyType({**ON_CARDS, "device": "cpu"})
 SIZES = [
-    pytest.param(size, marks=pytest.mark.skipif(torch.cuda.device_count() < size, reason=f"needs {size} CUDA devices"))
+    pytest.param(
+        size, id=f"ranks{size}", marks=pytest.mark.skipif(torch.cuda.device_count() < size, reason=f"needs {size} GPUs")
+    )
     for size in (2, 4)
 ]
 SITUATION: Mapping[str, Any] = MappingProxyType(
