@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from quire.assembly.engine_start import ENVIRONMENT
 from quire.assembly.place import for_child
-from quire.assembly.ranks import ENVIRONMENT
 from quire.config import Settings
 from quire.executors.ranks import Rank, RankedExecutor, RankPlace, RankProcess, Ranks, RankShape, child_processes
 

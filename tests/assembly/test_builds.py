@@ -211,7 +211,8 @@ def test_engines_are_put_together_as_written_down(
     executor = SimpleNamespace(describe=lambda: about)
     real = engine.make_executor
 
-    def built(settings: Settings) -> Any:
+    def built(settings: Settings, ranks: object) -> Any:
+        assert ranks is None
         return real(settings)._replace(executor=executor, static_gauges={"b": 2.0})
 
     monkeypatch.setattr(engine, "make_executor", built)
@@ -440,7 +441,7 @@ def test_an_engines_process_begins_as_written_down(calls: Calls, monkeypatch: py
     monkeypatch.setattr(engine_child, "EngineLoop", looped)
     for options in CHILDREN:
         calls.lines += ["", str(options)]
-        monkeypatch.setattr(engine_child, "_settings", lambda link, options=options: Settings.of(**options))
+        monkeypatch.setattr(engine_child, "received_settings", lambda link, options=options: Settings.of(**options))
         calls.say("exit", engine_child.main())
     check(EXPECTED / "children.txt", "\n".join(calls.lines))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quire.ops.stages import START_TIMES, StartTimes, inside_stage, stage_ended
+from quire.ops.stages import STAGES, START_TIMES, StartTimes, inside_stage, stage_ended, stage_table
 
 
 def test_every_second_of_a_start_belongs_to_one_stage() -> None:
@@ -26,3 +26,10 @@ def test_without_a_start_nothing_is_noted() -> None:
     stage_ended("weights")
     with inside_stage("tuning"):
         pass
+
+
+def test_the_table_has_a_line_for_each_rank() -> None:
+    head, first, second = stage_table([{"imports": 5.04, "graphs": 12.0}, {"imports": 4.0, "rest": 0.16}])
+    assert head.split() == ["rank", *STAGES]
+    assert first.split() == ["0", "5.0", "0.0", "0.0", "0.0", "0.0", "12.0", "0.0"]
+    assert second.split() == ["1", "4.0", "0.0", "0.0", "0.0", "0.0", "0.0", "0.2"]

@@ -40,6 +40,7 @@ from quire.engine.executor import Description, Executor
 from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
+from quire.executors.ranks import Ranks
 from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.layers.stages import Pipeline
 from quire.model_runner.images import ImageRunner, Normalization
@@ -114,8 +115,10 @@ def build_engine(
     observers: Iterable[Observer] = (),
     keep: int = 0,
     wrap: Callable[[Executor], Executor] = lambda executor: executor,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """Load the model and build an engine for it. keep: completed requests to remember. wrap: applied to the executor.
+    ranks: those of the executor, if they have been started.
 
     Raises InvalidModel or InvalidConfig.
     """
@@ -123,7 +126,7 @@ def build_engine(
     make = Engine if folder is None else recorded(folder, settings.execution.recording_max_bytes)
     policy = build_policy(settings)
     target = settings.scheduler.latency_target_ms
-    executor, limits, static_gauges, plan_delay = make_executor(settings)
+    executor, limits, static_gauges, plan_delay = make_executor(settings, ranks)
     offload = build_offload(settings, executor)
     executor = wrap(executor)
     if executor.describe().bidirectional:
@@ -148,8 +151,11 @@ def build_engine(
     return engine
 
 
-def make_executor(settings: Settings) -> BuiltExecutor:
-    """The executor that `executor` names. Raises InvalidModel or InvalidConfig."""
+def make_executor(settings: Settings, ranks: Ranks | None = None) -> BuiltExecutor:
+    """The executor that `executor` names. ranks: those that have been started for it.
+
+    Raises InvalidModel or InvalidConfig.
+    """
     kind = choose_executor(settings)
     if kind != "hf":
         reject_options(settings, kind, PLACING)
@@ -160,7 +166,7 @@ def make_executor(settings: Settings) -> BuiltExecutor:
     try:
         if kind == "local" and settings.execution.ranked:
             refuse_tiers(settings, "an engine of several ranks")
-            return cast(BuiltExecutor, import_module("quire.assembly.ranks").make(settings))
+            return cast(BuiltExecutor, import_module("quire.assembly.ranks").make(settings, ranks))
         if kind == "local":
             return build_local(settings, ONE_RANK)
         return cast(BuiltExecutor, extra(f"quire.assembly.{kind}", kind).make(settings))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
@@ -52,3 +52,11 @@ def inside_stage(stage: str) -> AbstractContextManager[None]:
     """See `StartTimes.inside`."""
     times = START_TIMES.get()
     return nullcontext() if times is None else times.inside(stage)
+
+
+def stage_table(ranks: Sequence[Mapping[str, float]]) -> list[str]:
+    """The seconds of each stage of the start, a line a rank, after a line of names."""
+    lines = ["rank" + "".join(f"{stage:>10}" for stage in STAGES)]
+    for number, seconds in enumerate(ranks):
+        lines.append(f"{number:4}" + "".join(f"{seconds.get(stage, 0.0):10.1f}" for stage in STAGES))
+    return lines
