@@ -50,7 +50,7 @@ def main() -> int:
             settings = received_settings(link)
         except QuireError:
             link.close()
-            return 2  # nobody is left to be told
+            return 2  # the server has gone
         begun = Begun(link, settings, early_ranks(settings))
     return cast(int, import_module("quire.assembly.engine_child").main(begun=begun))
 

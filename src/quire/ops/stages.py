@@ -38,7 +38,7 @@ class StartTimes:
 
 
 START_TIMES: ContextVar[StartTimes | None] = ContextVar("start_times", default=None)
-"""Of the start that runs; None: nobody asks."""
+"""Of the start that runs; None: it is not measured."""
 
 
 def stage_ended(stage: str) -> None:

@@ -47,7 +47,7 @@ TWO_SHOT = 256 << 10
 def exchange(
     peers, calls, program, call, SHOT: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr
 ):
-    """Tell the same program of every other rank that this one has written its part of a call, and wait for theirs.
+    """Let the same program of every other rank know that this one has written its part of a call, and wait for theirs.
     SHOT: 0 for the first part of a call, 1 for the second."""
     tl.debug_barrier()  # what other threads have written is written before the arrival number
     for peer in tl.static_range(SIZE):
@@ -125,7 +125,7 @@ def sum_columns(
     COLUMNS: tl.constexpr, PART: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Two shots for this program's rows: each rank sums as many columns, and tells all what it has found. Rank r's part
+    """Two shots for this program's rows: each rank sums as many columns, and gives all what it has found. Rank r's part
     of this rank's buffer has it behind what r gave in the first shot, from number rows * COLUMNS / SIZE on."""
     WIDTH: tl.constexpr = COLUMNS // SIZE
     column = tl.arange(0, PART)
