@@ -37,7 +37,7 @@ def received(batch: RaggedBatch, spec: ModelSpec, dtype: torch.dtype) -> Tensor:
 
 
 def outline(part: object) -> object:
-    """What tells a layer from others whose kernels differ: its parts, their numbers, and how tensors lie in memory."""
+    """By what layers differ whose kernels do: their parts, their numbers, and how tensors lie in memory."""
     if isinstance(part, Tensor):
         return part.dtype, part.shape, part.stride(), part.data_ptr() % 16
     if isinstance(part, tuple | list):
