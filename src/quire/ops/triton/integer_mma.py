@@ -332,15 +332,14 @@ def mma_kernel(
     x, weight, words, supers, bias, out, parts, arrived, held, outputs, inputs, length,
     GATE: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr,
     FINE: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    CHUNKS: gl.constexpr, CHUNK: gl.constexpr,
-    AHEAD: gl.constexpr, SPLITS: gl.constexpr, DEPENDENT: gl.constexpr,
+    CHUNKS: gl.constexpr, CHUNK: gl.constexpr, AHEAD: gl.constexpr, SPLITS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of the matrix times ROWS rows of x, of which there are `held`, over `length` inputs.
 
     GROUP: columns that have a word, see `IntegerKind`; FINE: the word has scales of 16 columns. SPLITS: runs of inputs;
-    the last program to come adds them up.
-    CHUNKS: of each piece of a run, warps of their own for each; CHUNK: columns of one. x is in shared memory a piece at
-    a time, and the next one. AHEAD: steps of 128 columns of each chunk that are asked for before they are multiplied.
+    the last program to come adds them up. CHUNKS: of each piece of a run, warps of their own for each; CHUNK: columns
+    of one. x is in shared memory a piece at a time, and the next one. AHEAD: steps of 128 columns of each chunk that
+    are asked for before they are multiplied.
     """
     DTYPE: gl.constexpr = x.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
@@ -386,10 +385,7 @@ def mma_kernel(
     async_copy.wait_group(0)
     if KIND == ROW:
         y *= gl.expand_dims(gl.load(words + m).to(gl.float32, bitcast=True), 2)
-    if CHUNKS == 1:
-        y = gl.reshape(y, [BLOCK_N, ROWS])
-    else:
-        y = gl.sum(y, 0)
+    y = gl.reshape(y, [BLOCK_N, ROWS]) if CHUNKS == 1 else gl.sum(y, 0)
     is_last = True
     if SPLITS > 1:
         y, is_last = added_up(y, parts, arrived, SPLITS)
