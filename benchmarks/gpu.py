@@ -120,10 +120,11 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
 
 
 def stored_bytes(options: Mapping[str, Any], config: Mapping[str, Any]) -> float:
-    """Of a number of the body's matrices, without scales."""
+    """Of a number of the body's matrices; of GGUF's types with scales."""
     if "quantization_config" in config:
         return float(config["quantization_config"]["bits"]) / 8
-    return 1 if options.get("quantization") == "fp8" else 4 if options.get("dtype") == "float32" else 2
+    whole = 4.0 if options.get("dtype") == "float32" else 2.0
+    return {"fp8": 1.0, "q8_0": 34 / 32, "q4_k": 144 / 256}.get(options.get("quantization", ""), whole)
 
 
 def timed(llm: LLM, work: Workload, repeat: int) -> Iterator[tuple[str, Row]]:

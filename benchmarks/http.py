@@ -42,7 +42,7 @@ IDLE_SERVER = "import asyncio, sys; from benchmarks.http import nothing; asyncio
 def command(shape: str, levels: tuple[int, ...], processes: int, port: int, nothing: bool, path: Path | None) -> None:
     """Serve random weights of a public shape and measure: tokens/s, time to first token, time between tokens."""
     if not nothing:
-        needed("for a server on a CPU there is `quire bench serve`")
+        needed("for a server on a CPU there are `python -m benchmarks.http_cpu` and `quire bench serve`")
     found: list[dict[str, Any]] = []
     with ExitStack() as open_:
         place = write(Path(open_.enter_context(tempfile.TemporaryDirectory())), shape)

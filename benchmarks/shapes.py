@@ -262,6 +262,9 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 AWQ: Mapping[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 """Of config.json, of matrices of 4-bit integers in groups of 128."""
 
+GPTQ: Mapping[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+"""Of config.json, of GPTQ's matrices of 4-bit integers in groups of 128, in the order of their inputs."""
+
 
 def write(
     folder: Path,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.shapes import AWQ
+from benchmarks.shapes import AWQ, GPTQ
 from quire.models.registry import idle_parameters
 from quire.models.spec import ModelSpec
 
@@ -36,6 +36,18 @@ def hybrid(model: str, **options: Any) -> Workload:
     return Workload(model=model, batches=(1, 16, 64, 256), prompt=(512, 512), new=(128, 128), options=about)
 
 
+def quantized(model: str, about: Mapping[str, Any] | None = None, **options: Any) -> Workload:
+    """Decoding of a quantized model. about: config.json's `quantization_config`; options: those that quantize."""
+    return Workload(
+        model=model,
+        batches=(1, 16, 64),
+        prompt=(700, 700),
+        new=(100, 100),
+        config=MappingProxyType({} if about is None else {"quantization_config": about}),
+        options=MappingProxyType({"canary": "off", **options} if options else {}),
+    )
+
+
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
     {
         "burst-0.6b": Workload(model="qwen3-0.6b", count=256, prompt=(100, 1024), new=(100, 1024)),
@@ -48,13 +60,12 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
         "tpot-30b-a3b": Workload(model="qwen3-30b-a3b", batches=(1, 16, 64, 256), prompt=(700, 700), new=(100, 100)),
         "tpot-70b": Workload(model="llama-3.1-70b", batches=(1, 16, 64), prompt=(700, 700), new=(100, 100)),
         "long-8b": Workload(model="llama-3.1-8b", batches=(1, 4), prompt=(32000, 32000), new=(64, 64), context=33000),
-        "tpot-int4-8b": Workload(
-            model="llama-3.1-8b",
-            batches=(1, 16, 64),
-            prompt=(700, 700),
-            new=(100, 100),
-            config=MappingProxyType({"quantization_config": AWQ}),
-        ),
+        "tpot-30b-a3b-fp8": quantized("qwen3-30b-a3b", quantization="fp8"),
+        "tpot-30b-a3b-int4": quantized("qwen3-30b-a3b", AWQ),
+        "tpot-int4-8b": quantized("llama-3.1-8b", AWQ),
+        "tpot-gptq-8b": quantized("llama-3.1-8b", GPTQ),
+        "tpot-q4_k-8b": quantized("llama-3.1-8b", quantization="q4_k"),
+        "tpot-q8_0-8b": quantized("llama-3.1-8b", quantization="q8_0"),
         "tpot-fp8-8b": Workload(
             model="qwen3-8b",
             batches=(1, 64),

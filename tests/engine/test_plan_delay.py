@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -69,8 +70,9 @@ class Rig:
             observers=[self.watch],
         )
 
-    def run(self, steps: int, arrivals: Iterable[tuple[float, str, int]] = ()) -> None:
-        """So many steps; meanwhile requests of two tokens' prompts come: when, who, and how many tokens they want."""
+    def run(self, steps: int, arrivals: Iterable[tuple[float, str, int]] = ()) -> list[tuple[float, str, int]]:
+        """So many steps; meanwhile requests of two tokens' prompts come: when, who, and how many tokens they want.
+        Those that have not come by then."""
         coming, engine, clock = sorted(arrivals), self.engine, self.clock
         for _ in range(steps):
             self.waits.append(0.0)
@@ -86,6 +88,7 @@ class Rig:
             for event in engine.step():
                 if event.tokens:
                     self.first.setdefault(event.id, clock.now())
+        return coming
 
     def _take(self, coming: list[tuple[float, str, int]]) -> None:
         while coming and coming[0][0] <= self.clock.now():
@@ -191,6 +194,67 @@ def test_no_plan_waits_without_look_ahead_or_on_an_idle_engine() -> None:
     assert Rig().engine.time_to_next_plan() == 0.0
     rig = Rig(depth=0).warm()
     assert not any(rig.waits)
+
+
+SLOW = 0.1
+"""Seconds of a step without look-ahead, as of a model on a CPU."""
+
+
+def slow(**options: Any) -> Rig:
+    """An idle engine without look-ahead that knows what its steps take."""
+    rig = Rig(depth=0, pace=lambda: SLOW, **options)
+    rig.run(4, [(0.0, "before", 4)])
+    assert not rig.engine.can_step
+    return rig
+
+
+def burst(rig: Rig, gap: float, count: int = 8, new: int = 32) -> list[int]:
+    """Requests come one after another, `gap` seconds apart: sequences of each step until all have ended."""
+    done, now = len(rig.watch.last), rig.clock.now()
+    coming = [(now + i * gap, f"new-{i}", new) for i in range(count)]
+    while coming or rig.engine.can_step:
+        if not rig.engine.can_step:
+            rig.clock.sleep_until(coming[0][0])
+            rig._take(coming)
+        coming = rig.run(1, coming)
+    return [len(record.plan.spans) for record in list(rig.watch.last)[done:]]
+
+
+def test_requests_sent_together_to_an_idle_engine_share_all_its_steps() -> None:
+    assert burst(slow(), 0.0003) == [8] * 32
+    alone = burst(slow(slack=lambda clock: None), 0.0003)
+    assert alone == [1, *[8] * 31, 7], "planned at once, the first one is a step ahead of the others"
+
+
+def test_an_idle_engine_waits_for_a_small_share_of_a_step_and_not_for_more_than_a_step_takes_in() -> None:
+    rig = slow()
+    assert burst(rig, 1.0, count=3, new=1) == [1, 1, 1]
+    assert rig.waits[-3:] == [pytest.approx(PlanDelay.GATHERING_SHARE * SLOW, abs=1e-4)] * 3
+    rig = slow()
+    rig.engine.scheduler.max_num_seqs = 8
+    assert burst(rig, 0.0, new=1) == [8] and rig.waits[-1] == 0.0
+    rig = slow()
+    rig.engine.scheduler.max_num_batched_tokens = 16
+    assert burst(rig, 0.0, new=1) == [8] and rig.waits[-1] == 0.0
+
+
+def test_an_idle_engine_does_not_wait_where_steps_are_short_or_unknown_or_launched_ahead() -> None:
+    unknown, short, ahead = Rig(depth=0), Rig(depth=0).warm(), Rig(depth=1, pace=lambda: SLOW)
+    ahead.run(4, [(0.0, "before", 4)])
+    for rig in (unknown, short, ahead):
+        for id in list(rig.engine.scheduler.sequences):
+            rig.engine.abort(id)
+        rig.run(1)
+        rig.engine.submit([1, 2], 4)
+        assert rig.engine.time_to_next_plan() == 0.0
+
+
+def test_no_request_that_comes_to_a_running_one_makes_it_wait() -> None:
+    rig = slow()
+    rig.engine.submit([1, 2], 9)
+    rig.run(1)
+    rig.engine.submit([1, 2], 9)
+    assert rig.engine.time_to_next_plan() == 0.0
 
 
 def test_the_wait_is_no_part_of_what_a_step_took() -> None:

@@ -20,10 +20,10 @@ import pytest
 
 from quire import heap
 from quire.engine import client
-from quire.engine.client import EngineProcess, StallDetector
+from quire.engine.client import EngineProcess, StallDetector, _EngineConnection
 from quire.engine.engine import Engine
 from quire.engine.process import EngineLoop
-from quire.engine.protocol import REPORT_SIGNAL, Abort, Explanation, Submit, Update, encode_frame
+from quire.engine.protocol import REPORT_SIGNAL, Abort, Explanation, Submit, ToEngine, Update, encode_frame
 from quire.engine.step_watch import StepWatch
 from quire.engine.timing import PlanDelay, RestartBackoff, VirtualClock
 from quire.errors import InvalidModel, QuireError, Unavailable
@@ -471,6 +471,28 @@ def test_several_requests_in_one_message_and_then_idleness_are_no_stall() -> Non
             await rig.until(lambda: all(rig.finish(name) for name in "ghij"))
             await rig.until(lambda: rig.port._stall_detector.idle)
             assert rig.port.restarts == 0
+
+    asyncio.run(story())
+
+
+def test_what_is_sent_in_one_turn_of_the_event_loop_is_written_in_one_piece() -> None:
+    """Requests that a server reads together reach an idle engine together, whichever process runs next."""
+    written: list[bytes] = []
+    transport: Any = SimpleNamespace(write=written.append, close=lambda: written.append(b"closed"))
+
+    async def story() -> None:
+        link = _EngineConnection(object.__new__(EngineProcess), asyncio.get_running_loop().create_future())
+        link.connection_made(transport)
+        said: list[ToEngine] = [Submit([ask("a")]), Submit([ask("b")]), Abort(["a"])]
+        for message in said:
+            link.send(message)
+        assert written == []
+        await asyncio.sleep(0)
+        assert written == [b"".join(map(encode_frame, said))]
+        link.send(Abort(["b"]))
+        link.close()
+        await asyncio.sleep(0)
+        assert written[1:] == [encode_frame(Abort(["b"])), b"closed"]
 
     asyncio.run(story())
 

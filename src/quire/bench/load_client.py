@@ -28,6 +28,8 @@ FAILURES = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
 READY = b"+"
 """Written to standard output by a process that has its job and waits for the time at which to begin."""
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter] | tuple[None, None]
+
 ClientResult = dict[str, Any]
 """One process's ClientTally as plain JSON."""
 
@@ -94,13 +96,22 @@ class ClientTally:
 # ---------------------------------------------------------------- one process
 
 
-async def run_stream(job: LoadJob, todo: Iterator[int], zero: float, tally: ClientTally) -> None:
-    """Send one request after the other on one connection. zero: `begin` by the monotonic clock.
+async def connect(job: LoadJob) -> Connection:
+    """A connection to the server, or none where there is no way to it now."""
+    try:
+        return await asyncio.open_connection(job.host, job.port, ssl=job.tls or None)
+    except OSError:
+        return None, None
+
+
+async def run_stream(
+    job: LoadJob, todo: Iterator[int], zero: float, tally: ClientTally, opened: Connection = (None, None)
+) -> None:
+    """Send one request after the other on one connection. zero: `begin` by the monotonic clock. opened: to begin with.
 
     The connection is opened again after a failure, and after a refusal's Retry-After has passed.
     """
-    reader: asyncio.StreamReader | None = None
-    writer: asyncio.StreamWriter | None = None
+    reader, writer = opened
     for number in todo:
         if job.due:
             await asyncio.sleep(max(0.0, zero + job.due[number] - time.perf_counter()))
@@ -197,9 +208,13 @@ async def run_job(job: LoadJob) -> ClientTally:
     tally = ClientTally()
     todo = iter(range(len(job.prompts)))
     zero = time.perf_counter() + job.begin - time.time()
+    streams = min(job.streams, len(job.prompts))
+    # Before, so that streams begin together; but at a rate a server might not wait for so long for a request.
+    opened = await asyncio.gather(*(connect(job) for _ in range(0 if job.due else streams)))
+    opened += [(None, None)] * (streams - len(opened))
     await asyncio.sleep(max(0.0, job.begin - time.time()))
     tally.began = time.time()
-    await asyncio.gather(*(run_stream(job, todo, zero, tally) for _ in range(min(job.streams, len(job.prompts)))))
+    await asyncio.gather(*(run_stream(job, todo, zero, tally, each) for each in opened))
     tally.ended = time.time()
     return tally
 

@@ -407,12 +407,18 @@ class EngineProcess:
 
 
 class _EngineConnection(asyncio.Protocol):
-    """The socket to one engine process."""
+    """The socket to one engine process.
+
+    What is sent in one turn of the event loop is written at its end, in one piece: requests that clients sent together
+    reach an idle engine together, and its first step has them all, even where it would have run in place of this
+    process after the first.
+    """
 
     def __init__(self, owner: EngineProcess, ready: asyncio.Future[Description]) -> None:
         self.owner, self.ready = owner, ready
         self.frames = FrameReader(ToFront)
         self.transport: asyncio.Transport | None = None
+        self._unsent: list[bytes] = []
 
     @property
     def was_ready(self) -> bool:
@@ -422,10 +428,17 @@ class _EngineConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def send(self, message: ToEngine) -> None:
-        if self.transport is not None:
-            self.transport.write(encode_frame(message))
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._unsent.append(encode_frame(message))
+
+    def _write(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if self.transport is not None and unsent:
+            self.transport.write(b"".join(unsent))
 
     def close(self) -> None:
+        self._write()
         if self.transport is not None:
             self.transport.close()
 

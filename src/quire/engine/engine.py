@@ -226,8 +226,11 @@ class Engine:
             raise InvalidRequest(
                 f"{structure.param}: this engine does not support structured output", param=structure.param
             )
+        idle = not self.can_step
         seq = self.scheduler.add(request, constraint)
         self.recovery.admit(seq)
+        if self.plan_delay is not None:
+            self.plan_delay.on_arrival(len(request.prompt), idle)
         now = self.clock.now()
         self.stats.on_submit(seq, now)
         if request.deadline < math.inf:
@@ -348,11 +351,17 @@ class Engine:
     def time_to_next_plan(self) -> float:
         """Seconds by which the next `step` can be delayed, so that requests arriving meanwhile are in it; 0: it is
         due."""
-        if not self.inflight or self.plan_delay is None:
+        if self.plan_delay is None:
             return 0.0
+        scheduler = self.scheduler
+        if not self.inflight:
+            full = bool(scheduler.running) or scheduler.waiting.num_queued >= scheduler.max_num_seqs
+            if self.lookahead or full or self._outputs:
+                return 0.0
+            return self.plan_delay.until_gathered(scheduler.max_num_batched_tokens, scheduler.step_times)
         _, launched, _ = self.inflight[0]
-        num_tokens = sum([span[1] for span in self.scheduler.inflight[0].plan.spans])
-        return self.plan_delay.remaining(num_tokens, max(launched, self._last_commit), self.scheduler.step_times)
+        num_tokens = sum([span[1] for span in scheduler.inflight[0].plan.spans])
+        return self.plan_delay.remaining(num_tokens, max(launched, self._last_commit), scheduler.step_times)
 
     def gauges(self) -> Gauges:
         """The state after the last step."""

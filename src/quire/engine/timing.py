@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import Protocol
@@ -80,6 +81,10 @@ class PlanDelay:
     ended is not known. If one had ended already although the next plan was delayed, the device was idle: the margin
     doubles and the prediction starts anew. Otherwise the margin, a share of the step, shrinks slowly.
 
+    Without look-ahead a step that has begun keeps all that come later waiting, and then feeds their prompts in small
+    chunks, for the sake of the one that runs. So an idle engine, too, waits a moment for those that were sent together
+    with the first: a small share of what their step will take.
+
     clock: the engine's, read apart from it: what is decided here is when to plan, never what.
     """
 
@@ -89,12 +94,32 @@ class PlanDelay:
     SHRINK = 0.995
     MIN_DELAY = 1e-3
     """Seconds: shorter delays are not worth a sleep, which is not that exact."""
+    GATHERING_SHARE, GATHERING_STEPS, MAX_GATHERING = 0.03, 0.25, 0.02
+    """How long an idle engine waits for more requests at most: a share of the step that it would begin, as many steps
+    of a single token, which are what a request that comes too late costs, and seconds."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock: Clock = WallClock() if clock is None else clock
         self.margin = self.INITIAL_MARGIN
         self._launches: deque[float] = deque(maxlen=self.NUM_LAUNCHES)
         self._delayed = False
+        self._gathering_since, self._gathered_tokens = -math.inf, 0
+
+    def on_arrival(self, num_tokens: int, idle: bool) -> None:
+        """A prompt of so many tokens has been queued. idle: there was nothing to do before."""
+        if idle:
+            self._gathering_since, self._gathered_tokens = self.clock.now(), 0
+        self._gathered_tokens += num_tokens
+
+    def until_gathered(self, max_tokens: int, step_times: StepTimeModel) -> float:
+        """Seconds for which an idle engine still waits for requests beside those that have come. max_tokens: of a
+        step; as many need not wait."""
+        if self._gathered_tokens >= max_tokens:
+            return 0.0
+        line = step_times.fit()
+        step, least = line.seconds(self._gathered_tokens), line.seconds(1)
+        wait = min(self.MAX_GATHERING, self.GATHERING_SHARE * step, self.GATHERING_STEPS * least)
+        return 0.0 if wait < self.MIN_DELAY else max(0.0, self._gathering_since + wait - self.clock.now())
 
     def remaining(self, num_tokens: int, begun: float, step_times: StepTimeModel) -> float:
         """Seconds until the next plan is due, while a step of so many tokens has been running since `begun`."""
