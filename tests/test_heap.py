@@ -17,6 +17,7 @@ def as_before() -> Iterator[None]:
     thresholds = gc.get_threshold()
     yield
     gc.unfreeze()
+    gc.freeze()  # or all modules and tests are looked through from here on: see tests/conftest.py
     gc.set_threshold(*thresholds)
 
 

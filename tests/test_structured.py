@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,9 @@ def test_the_examples_of_the_page_work_as_printed(live: Live) -> None:
 
 
 def test_the_offline_example_prints_one_of_its_choices() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", example("offline")],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=True,
-    )
-    assert done.stdout.strip() in ("yes", "no")
+    with redirect_stdout(io.StringIO()) as said:
+        exec(compile(example("offline"), "offline", "exec"), {})
+    assert said.getvalue().strip() in ("yes", "no")
 
 
 # ---------------------------------------------------------------- what it composes with
@@ -152,7 +148,7 @@ def test_an_answer_under_pressure_is_the_quiet_one(tmp_path: Path, live: Live) -
     """Few blocks, so that rows are preempted and opened again in the middle of a structure."""
 
     def ask(where: Live, i: int) -> dict[str, Any]:
-        body = {"prompt": f"Animal number {i}: ", "max_tokens": 120, "temperature": 0, "seed": i}
+        body = {"prompt": f"Animal number {i}: ", "max_tokens": 80, "temperature": 0, "seed": i}
         guided = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 4}
         answer = where.http.post("/v1/completions", json={**body, "guided_json": guided})
         assert answer.status_code == 200, answer.text
@@ -160,16 +156,16 @@ def test_an_answer_under_pressure_is_the_quiet_one(tmp_path: Path, live: Live) -
         return choice
 
     async def crowd(where: Live) -> list[Any]:
-        return await asyncio.gather(*(asyncio.to_thread(ask, where, i) for i in range(12)))
+        return await asyncio.gather(*(asyncio.to_thread(ask, where, i) for i in range(8)))
 
     with serving(
-        tmp_path, "--dtype", "float32", "--num-gpu-blocks-override", "30", "--pressure-policy", "preempt"
+        tmp_path, "--dtype", "float32", "--num-gpu-blocks-override", "24", "--pressure-policy", "preempt"
     ) as tight:
         pressed = asyncio.run(crowd(tight))
         assert tight.stats()["cache"]["pressure_events"] > 0
         tight.settled()
     with ThreadPoolExecutor(4) as threads:
-        quiet = list(threads.map(lambda i: ask(live, i), range(12)))
+        quiet = list(threads.map(lambda i: ask(live, i), range(8)))
     assert [p["text"] for p in pressed] == [q["text"] for q in quiet]
     assert quiet[0]["text"] == ask(live, 0)["text"]
 
@@ -195,15 +191,19 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_hostile_structures_cost_their_senders_only(live: Live, stream: bool) -> None:
+@pytest.mark.parametrize("streamed", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_hostile_structures_cost_their_senders_only(live: Live, streamed: int) -> None:
+    """Every second one is streamed: it is refused before an answer begins in either form."""
     ask = {"prompt": "The dog", "temperature": 0, "max_tokens": 60}
     quiet = live.http.post("/v1/completions", json=ask).json()["choices"][0]["text"]
 
     async def story() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=live.url, timeout=600, trust_env=False) as http:
             normal = [http.post("/v1/completions", json=ask) for _ in range(8)]
-            bad = [http.post("/v1/completions", json={**ask, "stream": stream, **body}) for body, _ in HOSTILE]
+            bad = [
+                http.post("/v1/completions", json={**ask, "stream": at % 2 == streamed, **body})
+                for at, (body, _) in enumerate(HOSTILE)
+            ]
             return await asyncio.gather(*normal, *bad)
 
     answers = asyncio.run(story())

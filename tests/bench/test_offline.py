@@ -81,8 +81,8 @@ def test_throughput_of_a_file_of_prompts(tmp_path: Path) -> None:
 
 
 def test_startup_is_measured_in_new_processes_cold_and_warm() -> None:
-    found = measured("startup", "--num-iters-cold", 1, "--num-iters-warmup", 0, "--num-iters-warm", 2)
-    assert len(found["cold_startup_times"]) == 1 and len(found["warm_first_token_times"]) == 2
+    found = measured("startup", "--num-iters-cold", 1, "--num-iters-warmup", 0, "--num-iters-warm", 1)
+    assert len(found["cold_startup_times"]) == 1 and len(found["warm_first_token_times"]) == 1
     for phase in ("cold", "warm"):
         assert 0 < found[f"avg_{phase}_startup_time"] < found[f"avg_{phase}_first_token_time"]
         assert list(found[f"{phase}_startup_percentiles"]) == [str(q) for q in PERCENTAGES]

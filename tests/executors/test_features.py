@@ -64,7 +64,8 @@ def request(names: tuple[str, ...], index: int) -> Request:
     )
 
 
-def answers(executor: LocalExecutor, lookahead: int) -> dict[str, Answer]:
+def answers(executor: LocalExecutor, lookahead: int, every: int = 1) -> dict[str, Answer]:
+    """Of each feature, and of one in `every` pairs."""
     about = executor.describe()
     scheduler = Scheduler(
         KVCacheManager(about.num_blocks, about.block_size, make_prefix_cache(about.block_size, True)),
@@ -76,6 +77,8 @@ def answers(executor: LocalExecutor, lookahead: int) -> dict[str, Answer]:
     engine = Engine(scheduler, executor, lookahead=lookahead)
     out: dict[str, Answer] = {}
     for index, names in enumerate(PAIRS):
+        if index >= len(FEATURES) and index % every:
+            continue
         engine.add(request(names, index), Alternate() if "mask" in names else FREE)
         out["+".join(names)] = Answer([], [], [])
     while engine.has_pending_work:
@@ -167,7 +170,12 @@ def test_prompts_are_scored_in_sizes_that_were_there_when_the_engine_started() -
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # hashes wrap around, as they do on a card
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/executors/test_gpu.py does it on the card")
-@pytest.mark.parametrize(("lookahead", "drafts"), [(1, 0), pytest.param(2, 2, marks=pytest.mark.nightly)])
-def test_every_pair_of_features_by_interpreted_kernels(lookahead: int, drafts: int) -> None:
+@pytest.mark.parametrize(
+    ("lookahead", "drafts", "every"),
+    [(1, 0, 4), pytest.param(1, 0, 1, marks=pytest.mark.nightly), pytest.param(2, 2, 1, marks=pytest.mark.nightly)],
+)
+def test_every_pair_of_features_by_interpreted_kernels(lookahead: int, drafts: int, every: int) -> None:
+    """Every feature and one pair in four in CI: the same steps in torch have all pairs above."""
     kernels = pytest.importorskip("quire.model_runner.triton_steps")
-    agree(answers(on_device(kernels.TritonSteps(torch.device("cpu")), drafts), lookahead), wanted(), 1e-5)
+    got = answers(on_device(kernels.TritonSteps(torch.device("cpu")), drafts), lookahead, every)
+    agree(got, {name: wanted()[name] for name in got}, 1e-5)

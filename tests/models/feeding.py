@@ -60,7 +60,7 @@ class Feeder:
         left = {i: list(prompt) for i, prompt in enumerate(prompts)}
         while left:
             chosen = chunks.sample(sorted(left), chunks.randint(1, len(left)))
-            spans = [(i, left[i][: chunks.choice((1, 1, 2, 7, 40))]) for i in chosen]
+            spans = [(i, left[i][: chunks.choice((1, 7, 40))]) for i in chosen]
             for (i, tokens), logits in zip(spans, self.step(spans), strict=True):
                 outputs[i].append(logits)
                 left[i] = left[i][len(tokens) :]

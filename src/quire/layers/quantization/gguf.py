@@ -267,8 +267,10 @@ class BlockQuantization(OnlineQuantization):
         return OnlineBlocks(matrix, ops, self.blocks)
 
 
-ROWS = 1 << 17
-"""Numbers that are quantized at a time."""
+def numbers_at_once(device: torch.device) -> int:
+    """Numbers that are quantized at a time: what stays in a core's cache, or, where each of the hundreds of operations
+    that search a K-quant's scales is a launch, enough to be worth them."""
+    return 1 << 17 if device.type == "cpu" else 1 << 23
 
 
 class OnlineBlocks(Plain):
@@ -281,7 +283,7 @@ class OnlineBlocks(Plain):
     def finalize(self) -> None:
         """Quantize, some rows at a time."""
         kind, block = self.blocks.kind, self.blocks.block
-        rows = torch.split(self.weight, max(1, ROWS // self.weight.shape[1]))
+        rows = torch.split(self.weight, max(1, numbers_at_once(self.weight.device) // self.weight.shape[1]))
         raw = torch.cat([encode(kind, each.float().view(-1, block)).view(len(each), -1) for each in rows])
         panels = self.ops.empty_blocks(kind, *self.weight.shape)
         if panels is not None:
