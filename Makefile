@@ -30,7 +30,7 @@ test:
 
 # On a machine with a GPU: the folders that have tests of it, since others import packages that it may lack.
 gpu:
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(or $(WORKERS),8) --dist worksteal -m "gpu and not nightly" tests/ops tests/executors tests/weights tests/surface tests/assembly/test_gpu_ranks.py tests/contract/test_gpu_ranks.py tests/contract/test_gpu_split.py
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(or $(WORKERS),8) --dist worksteal -m "gpu and not nightly" tests/ops tests/executors tests/weights tests/surface tests/assembly/test_gpu_ranks.py tests/contract/test_gpu_ranks.py tests/contract/test_gpu_split.py tests/test_mtp.py
 
 bench:
 	$(PYTHON) -m quire bench engine --requests 1000

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -37,8 +38,13 @@ Row = dict[str, Any]
 IDS = (1000, 40000)
 """Tokens that every vocabulary has."""
 
-PACKED_EXPERT = 17 / 32
-"""Bytes of a number of experts in MXFP4, with its share of a scale."""
+BYTES = {"": (2.0, 2.0), "fp8": (1.0, 1.0), "mxfp4": (2.0, 17 / 32)}
+"""Of a number of matrices and of experts, with its share of a scale, by the way in which a checkpoint is quantized."""
+
+FP8: Mapping[str, Any] = MappingProxyType(
+    {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+)
+"""What config.json says of checkpoints that are published as FP8."""
 
 
 @click.command("families")
@@ -47,6 +53,7 @@ PACKED_EXPERT = 17 / 32
 @click.option("--prompt", default=700, show_default=True, help="Tokens of a prompt.")
 @click.option("--new", default=60, show_default=True, help="Tokens of an answer.")
 @click.option("--repeat", default=2, show_default=True, help="Runs of each, of which the median counts.")
+@click.option("--fp8", is_flag=True, help="With matrices in float8, as checkpoints named FP8 have them.")
 @click.option("--seconds", default=150.0, show_default=True, help="Limit for one model.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Also store rows there.")
 @click.option("--here", is_flag=True, help="One model, in this process.")
@@ -59,16 +66,19 @@ def command(
     seconds: float,
     path: Path | None,
     *,
+    fp8: bool,
     here: bool,
 ) -> None:
     """Measure models by their published names, or parts of them; all without any."""
     needed("for a CPU there is `quire bench cpu`")
     chosen = [each for each in PUBLISHED if not names or any(name.lower() in each.lower() for name in names)]
     if here:
-        click.echo(json.dumps(measured(chosen[0], [int(each) for each in batches.split(",")], prompt, new, repeat)))
+        sizes = [int(each) for each in batches.split(",")]
+        click.echo(json.dumps(measured(chosen[0], sizes, prompt, new, repeat, FP8 if fp8 else {})))
         return
     rows: list[Row] = []
     options = ["--batches", batches, "--prompt", str(prompt), "--new", str(new), "--repeat", str(repeat), "--here"]
+    options += ["--fp8"] * fp8
     for name in chosen:
         rows.append(in_a_process([name, *options], name, seconds))
         click.echo(json.dumps(rows[-1]))
@@ -90,9 +100,10 @@ def in_a_process(arguments: Sequence[str], name: str, seconds: float) -> Row:
     return row
 
 
-def measured(name: str, batches: Sequence[int], prompt: int, new: int, repeat: int) -> Row:
-    """One model, started and measured."""
+def measured(name: str, batches: Sequence[int], prompt: int, new: int, repeat: int, changes: Mapping[str, Any]) -> Row:
+    """One model, started and measured. changes: to its config.json."""
     count, config = PUBLISHED[name]
+    config = {**config, **changes}
     spec = read_spec(config)
     began = time.perf_counter()
     row: Row = {"model": name, "parameters": count, "rows": []}
@@ -133,18 +144,21 @@ def decode(llm: LLM, batch: int, prompt: int, new: int, turn: int) -> tuple[floa
 
 def floor(spec: ModelSpec, config: Mapping[str, Any], batch: int, length: int) -> float:
     """Seconds in which a step of `batch` sequences reads its weights, those of experts as often as random routing uses
-    them, and `length` positions of K/V each, of a window at most."""
+    them, and `length` positions of K/V each, of a window at most; states of recurrent layers are also written."""
     number, idle = parameters(spec), idle_parameters(spec)
-    embedding = 0 if spec.tie else spec.vocab * spec.hidden
+    table = spec.vocab * spec.hidden
+    matrices, packed = BYTES[config.get("quantization_config", {}).get("quant_method", "")]
     experts = used = 0.0
     if spec.experts is not None:
         unused = 1 - spec.experts.num_experts_per_token / spec.experts.num_experts
         experts = idle / unused
-        used = experts * (1 - unused**batch) * (PACKED_EXPERT if "quantization_config" in config else 2)
+        used = experts * (1 - unused**batch) * packed
+    body = number - experts - table * (1 if spec.tie else 2)
     windows = [min(length, length if window == UNLIMITED else window) for window in spec.windows]
     kept = (heads * (key + value) * 2 for heads, key, value in spec.kv_shapes)
     kv = sum(size * seen for size, seen in zip(kept, windows, strict=False))
-    return (2 * (number - embedding - experts) + used + batch * kv) / BANDWIDTH
+    states = 2 * sum(each.nbytes(2) for each in spec.state_shapes if each)
+    return (matrices * body + 2 * table + used + batch * (kv + states)) / BANDWIDTH
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -101,7 +101,7 @@ class Reference:
     """The model without its last layers, and these with what is around them. own: of each layer that drafts."""
 
     def __init__(self, model: PreTrainedModel, own: Sequence[Mapping[str, Tensor]], family: str, form: Form) -> None:
-        self.model, self.own, self.form = model, own, form
+        self.model, self.own, self.form, self.family = model, own, form, family
         self.body: Any = model.model
         size, count = len(form.blocks), len(form.blocks) * len(own)
         last = self.body.layers[-count:]
@@ -131,7 +131,9 @@ class Reference:
             mask = torch.full((len(following), len(following)), float("-inf")).triu(1)[None, None]
             how = {"attention_mask": mask, "position_ids": positions}
             if hasattr(self.body, "rotary_emb"):
-                how["position_embeddings"] = self.body.rotary_emb(x, positions)
+                # Of Qwen3.5 it takes positions in text, rows and columns; newer releases also one of them for all.
+                turned = positions.expand(3, 1, -1) if self.family.startswith("qwen3_5") else positions
+                how["position_embeddings"] = self.body.rotary_emb(x, turned)
             for block in self.blocks[i]:
                 made = block(x, **how)
                 x = made[0] if isinstance(made, tuple) else made

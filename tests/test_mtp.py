@@ -25,7 +25,7 @@ from quire.errors import InvalidConfig, InvalidModel
 from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.llm import LLM
 from quire.model_runner.device_steps import DeviceSteps, TorchSteps
-from quire.model_runner.graphs import GraphKey, WorkQueue
+from quire.model_runner.graphs import CudaQueue, GraphKey, WorkQueue
 from quire.model_runner.memory import allocate, block_bytes, layer_shapes
 from quire.model_runner.mtp import MTPDrafter, MTPProposer
 from quire.model_runner.triton_steps import TritonSteps
@@ -125,28 +125,46 @@ def host(model: Model, said: Recorder | None, pages: int) -> LocalExecutor:
     return LocalExecutor(model, **sizes, dtype=torch.float32, drafter=drafter, snapshots=snapshots)  # type: ignore[arg-type]
 
 
-def ahead(model: Model, said: Recorder, pages: int, steps: DeviceSteps | None = None) -> CudaExecutor:
+def ahead(
+    model: Model,
+    said: Recorder,
+    pages: int,
+    steps: DeviceSteps | None = None,
+    queue: WorkQueue | None = None,
+    device: torch.device = CPU,
+) -> CudaExecutor:
     """A device's executor, which drafts for itself."""
     mtp = mtp_of(model)
     assert mtp is not None
-    kv = allocate(layer_shapes(mtp.kv_shapes, torch.float32), pages=pages, page_size=SIZE)
-    proposer = MTPProposer(mtp.layers, kv, num_drafts=DRAFTS, rows=ROWS, device=CPU)
-    inner = proposer._draft
+    kv = allocate(layer_shapes(mtp.kv_shapes, torch.float32), pages=pages, page_size=SIZE, device=device)
+    proposer = MTPProposer(mtp.layers, kv, num_drafts=DRAFTS, rows=ROWS, device=device)
+    queue = queue or WorkQueue()
+    inner, run = proposer._draft, queue.run
+    held: list[Any] = []
 
     def draft(key: GraphKey, context: Any) -> None:
+        held[:] = [context]
         inner(key, context)
+
+    def note(key: GraphKey, work: Callable[[], object]) -> None:
+        """After `work`, which may be replayed."""
+        run(key, work)
+        if key.kind != "draft":
+            return
+        context = held[0]
         state = context.state
         for c in range(int(state.step.counts[3])):
             row = int(state.step.sample_row[state.chain[c]])
             known, wanted = int(state.columns["known"][row]), int(state.wanted_drafts[c])
             history = state.history[row].tolist()
             drafts = said.note(history[:known], history[known : known + wanted])
-            state.history[row, known : known + wanted] = torch.tensor(drafts, dtype=torch.int32)
+            state.history[row, known : known + wanted] = torch.tensor(drafts, dtype=torch.int32, device=device)
 
-    proposer._draft = draft  # type: ignore[method-assign]
+    proposer._draft, queue.run = draft, note  # type: ignore[method-assign]
     sizes = {"pages": pages, "page_size": SIZE, "rows": ROWS, "max_model_len": CONTEXT, "tokens": 48}
-    how = {"dtype": torch.float32, "device": CPU, "steps": steps or TorchSteps(), "queue": WorkQueue()}
-    return CudaExecutor(model, **sizes, **how, proposer=proposer)  # type: ignore[arg-type]
+    how = {"dtype": torch.float32, "device": device, "steps": steps or TorchSteps(), "queue": queue}
+    snapshots = 8 if model.spec.recurrent else 0
+    return CudaExecutor(model, **sizes, **how, proposer=proposer, snapshots=snapshots)  # type: ignore[arg-type]
 
 
 def engine(
@@ -278,6 +296,40 @@ def test_several_layers_draft_through_interpreted_kernels_as_the_reference(tmp_p
     model = load_model(tmp_path, dtype="float32", device=CPU, ops=TritonOps(CPU), mtp=True)
     it = engine(ahead(model, said, PAGES, TritonSteps(CPU)), Drawn, depth=1, chunk=5)
     compare(reference, it, asked, want, said)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("captured", [0, 256])
+@pytest.mark.parametrize(("shape", "layers"), SEVERAL)
+def test_each_of_several_layers_drafts_on_a_card_as_the_reference(
+    tmp_path: Path, shape: str, layers: int, captured: int
+) -> None:
+    """captured: tokens up to which steps and drafts are graphs."""
+    card, reference = torch.device("cuda"), make_mtp(tmp_path, shape, layers)
+    asked, want, said = apart(load_model(tmp_path, dtype="float32", mtp=True))
+    model = load_model(tmp_path, dtype="float32", device=card, ops=TritonOps(card), mtp=True)
+    queue = CudaQueue(card, captured)
+    it = engine(ahead(model, said, PAGES, TritonSteps(card), queue, card), Drawn, depth=1, chunk=5)
+    compare(reference, it, asked, want, said)
+    assert bool(queue.graphs) == bool(captured)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("shape", "layers"), SEVERAL)
+def test_no_answer_depends_on_captured_drafts_of_several_layers(tmp_path: Path, shape: str, layers: int) -> None:
+    """With prompts that share beginnings, every sampling setting, and too few blocks for all."""
+    card = torch.device("cuda")
+    make_mtp(tmp_path, shape, layers)
+    want = answers(engine(host(load_model(tmp_path, dtype="float32", mtp=True), None, PAGES)), requests(20))
+    model = load_model(tmp_path, dtype="float32", device=card, ops=TritonOps(card), mtp=True)
+    for pages in (PAGES, 34):
+        queue = CudaQueue(card, 256)
+        it = engine(ahead(model, Recorder(), pages, TritonSteps(card), queue, card), Drawn, depth=1)
+        assert answers(it, requests(20)) == want
+        assert it.scheduler.draft_stats.num_drafted > 100
+        assert bool(it.gauges().preemptions) == (pages < PAGES)
 
 
 @pytest.mark.parametrize("shape", [DENSE, "glm4_moe-groups"])

@@ -41,6 +41,16 @@ def test_windows_and_packed_experts_lower_the_floor() -> None:
     assert families.floor(spec, config, 64, 1) < 0.4 * families.floor(spec, plain, 64, 1)
 
 
+def test_float8_halves_what_matrices_take_and_states_are_read_and_written() -> None:
+    _, config = PUBLISHED["Qwen/Qwen3-Next-80B-A3B-Instruct"]
+    spec = read_spec(config)
+    plain, half = (families.floor(spec, each, 1, 0) for each in (config, {**config, **families.FP8}))
+    table, states = spec.vocab * spec.hidden, sum(each.nbytes(2) for each in spec.state_shapes if each)
+    matrices = parameters(spec) - idle_parameters(spec) - 2 * table
+    assert half == pytest.approx((matrices + 2 * table + 2 * states) / BANDWIDTH)
+    assert plain - half == pytest.approx(matrices / BANDWIDTH)
+
+
 def test_a_folder_is_a_model_with_random_weights(tmp_path: Path) -> None:
     _, config = PUBLISHED["allenai/OLMo-2-1124-7B"]
     small = config | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

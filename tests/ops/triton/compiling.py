@@ -417,10 +417,11 @@ def around() -> None:
 
 
 def in_registers(ops: TritonOps) -> None:
-    """Products with 4-bit matrices that do not pass through shared memory."""
-    matrix = next(each for each in integers() if each.bits == 4 and each.group == 128)
-    for rows, gate in ((4, ""), (16, ""), (32, "silu")):
-        integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
+    """Products with matrices that do not pass through shared memory."""
+    each = integers()
+    for matrix in (each[0], each[4], each[6], each[8]):
+        for rows, gate in ((4, ""), (16, ""), (32, "silu")):
+            integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
 
 
 def blocks() -> None:
