@@ -42,6 +42,8 @@ from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
 from quire.executors.ranks import Ranks
 from quire.layers.linear import ONE_RANK, ParallelGroup
+from quire.layers.quantization.base import QuantizedWeight
+from quire.layers.quantization.mapped import pack_beside
 from quire.layers.stages import Pipeline
 from quire.model_runner.images import ImageRunner, Normalization
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks, state_bytes
@@ -187,7 +189,11 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     canary = build_canary(settings)
     pooler = pooler_of(settings)
     processor = find_processor(settings)
-    model = _load(settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor))
+    alone = device.type == "cpu" and parallel.size == parallel.pipeline.stages == 1
+    unpacked: list[QuantizedWeight] | None = [] if alone else None
+    model = _load(
+        settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor), unpacked=unpacked
+    )
     stage_ended("weights")
     parallel.connect()
     stage_ended("meeting")
@@ -203,6 +209,8 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
         executor = _cuda().make_executor(
             *(settings, model, device, limits, heads, parallel), images, image_tokens(settings, processor)
         )
+    if unpacked:
+        pack_beside(unpacked)
     return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
 
 
@@ -384,6 +392,7 @@ def _load(
     parallel: ParallelGroup = ONE_RANK,
     *,
     vision: bool = False,
+    unpacked: list[QuantizedWeight] | None = None,
 ) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
@@ -409,6 +418,7 @@ def _load(
             words=None if pooler.words is None else word_ids(pooler.words, build_tokenizer(settings)),
             vision=vision,
             mtp=wants_mtp(settings),
+            unpacked=unpacked,
         )
 
 

@@ -98,6 +98,10 @@ class BatchInvariantOps(ReferenceOps):
             bias = None if bias is None else F.pad(bias, (0, NARROW - out))
         return in_tiles(partial(F.linear, weight=weight, bias=bias), x, TILE_ROWS)[:, :out]
 
+    def add_scaled(self, residual: Tensor, x: Tensor, scale: float) -> Tensor:
+        """In two steps: torch multiplies and adds at once in a vector, and not in the remainder at its end."""
+        return residual.add_(x) if scale == 1.0 else residual.copy_(residual.float() + x.float() * scale)
+
     def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `Ops.heads_linear`."""
         return torch.stack([self.product(x[:, i], each.t()) for i, each in enumerate(weight)], 1)

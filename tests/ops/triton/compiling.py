@@ -117,6 +117,17 @@ def by_row(ops: TritonOps) -> None:
     ops.qk_norm_rope_store_kv(qkv, 32, kv, batch(4, 1), turned)
 
 
+def a_few_by_row(ops: TritonOps) -> None:
+    x, w = halves(4, 4096), halves(4096)
+    rms = Norm(w, 1e-5)
+    ops.norm(x, Norm(w, 1e-5, w, centred=True))
+    ops.add_norms(x, x, [rms] * 3, rms)
+    ops.silu_mul(x)
+    kv, each = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128)), Norm(w[:128], 1e-6)
+    angles = Angles(torch.empty(4, 64), torch.empty(4, 64))
+    ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, Norms(each, each))
+
+
 def across(ops: TritonOps) -> None:
     """Sums over several GPUs."""
     norm = Norm(halves(4096), 1e-5)
@@ -410,10 +421,11 @@ def around() -> None:
 
 
 def in_registers(ops: TritonOps) -> None:
-    """Products with 4-bit matrices that do not pass through shared memory."""
-    matrix = next(each for each in integers() if each.bits == 4 and each.group == 128)
-    for rows, gate in ((4, ""), (16, ""), (32, "silu")):
-        integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
+    """Products with matrices that do not pass through shared memory."""
+    each = integers()
+    for matrix in (each[0], each[4], each[6], each[8]):
+        for rows, gate in ((4, ""), (16, ""), (32, "silu")):
+            integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
 
 
 def blocks() -> None:
@@ -453,9 +465,10 @@ def main() -> None:
     options = MappingProxyType({"launch_pdl": True} if dependent else {})
     ops.card = DeviceInfo(132, capability, dependent, "tf32x3", SHARED, options)
     if "few" in sys.argv:
-        by_row(ops)
-        across(ops)
-        single(ops)
+        a_few_by_row(ops)
+        PeerSum(1, [0] * 2, ops.card, torch.device("cpu"))(halves(4, 4096))
+        ops.linear(halves(1, 2048), halves(1, 2048))
+        ops.linear(halves(16, 2048), halves(1, 2048))
         in_registers(ops)
         in_shared_memory(ops)
         blocks()
