@@ -272,6 +272,10 @@ def xielu(x: Tensor, how: XIELU, card: DeviceInfo) -> Tensor:
     return out
 
 
+FEW_HEADS = 2048
+"""Heads up to which each is a program, if they are not normed."""
+
+
 @kernel
 def qk_norm_rope_store_kv_kernel(
     qkv, cos, sin, query_gain, q_weight, k_weight, q_out, k_pool, v_pool, slots, q_eps, k_eps, v_eps, k_scale,
@@ -376,8 +380,9 @@ def qk_norm_rope_store_kv(
     whole = block(heads * dim) if norms and len(q_norm.weight) > dim else 0
     out = qkv.new_empty(tokens, heads, dim)
     total = heads + 2 * groups
-    # Few tokens: as many programs as there are heads. Many: longer ones, so that starting them is not the cost.
-    at_once = 1 if tokens * total <= 16 * card.sms else min(16, block(total))
+    # Few tokens: as many programs as there are heads. Many: longer ones, so that starting them is not the cost. Sums of
+    # norms depend on that; without any, nothing does.
+    at_once = 1 if tokens * total <= (16 * card.sms if norms else FEW_HEADS) else min(16, block(total))
     qk_norm_rope_store_kv_kernel[(tokens, triton.cdiv(total, at_once))](
         *(qkv.contiguous(), cos, sin, cos if gain is None else gain, q_norm.weight, k_norm.weight, out, kv.k, kv.v),
         *(batch.slots, q_norm.eps, k_norm.eps, v_eps or 0.0, kv.k_scale, kv.v_scale, page_size),
