@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Norm, Norms
-from quire.ops.quantized import E4M3, E4M3_MAX
+from quire.ops.quantized import FLOAT8_MAX
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 
@@ -336,10 +336,17 @@ def qk_norm_rope_store_kv_kernel(
     tl.store(q_out + (token * HEADS + head[:, None]) * DIM + d[None, :], query.to(raw.dtype), mask=inside & is_q)
     held = inside & (row >= GROUPS * page_size)[:, None]
     k_mask = held & (head >= HEADS)[:, None] & (head < HEADS + GROUPS)[:, None]
-    if LARGEST > 0:
-        x = tl.minimum(tl.maximum(tl.where(is_v, x / v_scale, x / k_scale), -LARGEST), LARGEST)
+    x = stored(x, tl.where(is_v, v_scale, k_scale), LARGEST)
     tl.store(k_pool + place, x.to(k_pool.dtype.element_ty), mask=k_mask)
     tl.store(v_pool + place, x.to(v_pool.dtype.element_ty), mask=held & is_v)
+
+
+@triton.jit
+def stored(x, unit, LARGEST: tl.constexpr):
+    """x in units of an 8-bit pool, whose largest number is LARGEST; 0: as it is."""
+    if LARGEST > 0:
+        x = tl.minimum(tl.maximum(x / unit, -LARGEST), LARGEST)
+    return x
 
 
 @triton.jit
@@ -389,7 +396,7 @@ def qk_norm_rope_store_kv(
         HEADS=heads, GROUPS=groups, DIM=dim, HALF=cos.shape[-1], INTERLEAVED=interleaved, GAINED=gain is not None,
         NORMED=norms is not None and not after, AFTER=after, V_NORMED=v_eps is not None, WHOLE=whole,
         STRIDE=dim if whole else 0,
-        LARGEST=E4M3_MAX if kv.k.dtype is E4M3 else 0.0,
+        LARGEST=FLOAT8_MAX.get(kv.k.dtype, 0.0),
         BLOCK_H=at_once, BLOCK_D=block(dim), DEPENDENT=card.dependent,
         num_warps=max(1 if at_once < 8 else 4, warps(whole)), **card.options,
     )  # fmt: skip
