@@ -48,7 +48,7 @@ from quire.ops.base import (
     TopK,
 )
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
-from quire.ops.triton import integer_mma
+from quire.ops.triton import integer_mma, integer_tma
 from quire.ops.triton.all_reduce import PeerSum
 from quire.ops.triton.blocks import BlockCopies
 from quire.ops.triton.launch import HOPPER, DeviceInfo
@@ -417,11 +417,14 @@ def around() -> None:
 
 
 def in_registers(ops: TritonOps) -> None:
-    """Products with matrices that do not pass through shared memory."""
+    """Products with matrices whose numbers do not pass through shared memory."""
     each = integers()
     for matrix in (each[0], each[4], each[6], each[8]):
         for rows, gate in ((4, ""), (16, ""), (32, "silu")):
             integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
+    if ops.card.capability == HOPPER:
+        for gate in ("", "silu"):
+            integer_tma.integer_tma(halves(64, 4096), each[0], None, ops.card, ops.arrived, gate)
 
 
 def blocks() -> None:
