@@ -197,7 +197,7 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
         executor: Executor = on_host(settings, model, limits, layers, heads=heads, images=images, parallel=parallel)
     else:
         executor = _cuda().make_executor(
-            *(settings, model, device, limits, heads, parallel), images, image_tokens(settings, processor)
+            *(settings, model, device, limits, heads, parallel, layers), images, image_tokens(settings, processor)
         )
     if unpacked:
         pack_beside(unpacked)
@@ -500,9 +500,7 @@ def _kv_layers(
     if name == "auto":
         return layer_shapes(model.spec.kv_shapes, model.dtype, model.spec.state_shapes), {}
     if device.type != "cpu":
-        raise InvalidConfig(
-            f"--kv-cache-dtype {name} works on a CPU only for now: leave it at auto", param="kv_cache_dtype"
-        )
+        _cuda().check_float8(name, device)
     published = {} if settings.model.load_format == "dummy" else published_scales(place_of(settings))
     layers, quality = float8_layers(model, _probe(settings), device, published, FLOAT8[name])
     num_float8 = sum(layer.dtype is not model.dtype for layer in layers)
