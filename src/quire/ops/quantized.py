@@ -302,6 +302,10 @@ class BaseOps(ABC):
         gate, up = gate_up.chunk(2, -1)
         return self.gelu_erf(gate).mul_(up)
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Of each number."""
+        return x.sigmoid()
+
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
         return combine_experts(made, weights)
@@ -317,7 +321,7 @@ class BaseOps(ABC):
         logits = logits.float() if how.logit_scale == 1.0 else logits.float() * how.logit_scale
         if how.margin:
             return gained(mix_sparsely(logits, how), gains)
-        scores = logits.sigmoid() if how.sigmoid else logits.softmax(-1)
+        scores = self.sigmoid(logits) if how.sigmoid else logits.softmax(-1)
         ranked = in_best_groups(scores if correction is None else scores + correction, how)
         experts = ranked.topk(how.used, dim=-1).indices
         weights = scores.gather(-1, experts)
@@ -340,7 +344,7 @@ class BaseOps(ABC):
 
     def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
         """See `Ops.add_shared`."""
-        return routed + (shared if logits is None else shared * logits.sigmoid())
+        return routed + (shared if logits is None else shared * self.sigmoid(logits))
 
     def experts(
         self,
