@@ -40,7 +40,7 @@ from quire.weights.locate import embedded
 
 PAGES, SIZE, ROWS = 600, 8, 24
 CONTEXT = 256
-COUNT = 32
+COUNT = 24
 """Requests: more than a prompt of each kind with each setting."""
 SETTINGS = (
     GREEDY,

@@ -41,6 +41,8 @@ from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
 from quire.layers.linear import ONE_RANK, ParallelGroup
+from quire.layers.quantization.base import QuantizedWeight
+from quire.layers.quantization.mapped import pack_beside
 from quire.layers.stages import Pipeline
 from quire.model_runner.images import ImageRunner, Normalization
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks, state_bytes
@@ -180,7 +182,11 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     canary = build_canary(settings)
     pooler = pooler_of(settings)
     processor = find_processor(settings)
-    model = _load(settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor))
+    alone = device.type == "cpu" and parallel.size == parallel.pipeline.stages == 1
+    unpacked: list[QuantizedWeight] | None = [] if alone else None
+    model = _load(
+        settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor), unpacked=unpacked
+    )
     threads = settings.execution.threads or max(1, choose_threads(parameters(model.spec)) // parallel.neighbours)
     torch.set_num_threads(threads)
     limits = resolve(settings, model.spec, device, pooler.max_length)
@@ -193,6 +199,8 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
         executor = _cuda().make_executor(
             *(settings, model, device, limits, heads, parallel), images, image_tokens(settings, processor)
         )
+    if unpacked:
+        pack_beside(unpacked)
     return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
 
 
@@ -374,6 +382,7 @@ def _load(
     parallel: ParallelGroup = ONE_RANK,
     *,
     vision: bool = False,
+    unpacked: list[QuantizedWeight] | None = None,
 ) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
@@ -399,6 +408,7 @@ def _load(
             words=None if pooler.words is None else word_ids(pooler.words, build_tokenizer(settings)),
             vision=vision,
             mtp=wants_mtp(settings),
+            unpacked=unpacked,
         )
 
 

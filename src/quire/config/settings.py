@@ -537,7 +537,10 @@ class CacheConfig:
         None, "Number of KV blocks, on whatever device; auto: from the memory there is.", low=1, high=UNLIMITED
     )
     kv_cache_memory_bytes: int | None = option(
-        None, "Memory for KV blocks (4GiB works); auto: what is left, and no more than the limits can use.", low=1
+        None,
+        "Memory for KV blocks (4GiB works); auto: what is left, and no more than the limits can use.",
+        low=1,
+        high=1 << 50,
     )
     gpu_memory_utilization: float = option(
         0.92, "Share of the GPU's memory to use in all; no meaning on a CPU.", low=0.01, high=1
@@ -759,7 +762,10 @@ class ExecutionConfig:
         "none: nothing is recorded.",
     )
     recording_max_bytes: int = option(
-        256 << 20, "Largest size of all recordings in that folder: the oldest go first (64MiB works).", low=1 << 20
+        256 << 20,
+        "Largest size of all recordings in that folder: the oldest go first (64MiB works).",
+        low=1 << 20,
+        high=1 << 50,
     )
 
     @property

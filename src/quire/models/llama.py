@@ -149,6 +149,7 @@ class Llama:
         self.spec = spec
         self.ops = build.ops
         self.dtype = build.dtype
+        self.unpacked = build.unpacked
         body = build.scope("model")
         body.ignore("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq")
         self.pipeline, last = build.pipeline, build.pipeline.last
@@ -257,9 +258,16 @@ class Llama:
         """Per layer, its angles. angles: of each of `rotaries`."""
         return [angles[number] for number in self.rope_numbers]
 
-    @cached_property
+    @property
     def decoder(self) -> tuple[Decoder | None, int]:
-        """What runs the first layers in one call, and how many."""
+        """What runs the first layers in one call, and how many: none while some are still to be packed."""
+        if self.unpacked:
+            self.unpacked = [each for each in self.unpacked if each.source is not None]
+        return (None, 0) if self.unpacked else self.packed_decoder
+
+    @cached_property
+    def packed_decoder(self) -> tuple[Decoder | None, int]:
+        """The same, once all are packed."""
         described = [block.describe() if isinstance(block, Block) else None for block in self.blocks]
         layers = [each for each in takewhile(lambda each: each is not None, described) if each is not None]
         return (self.ops.decoder(layers) if layers else None), len(layers)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire.ops.panels import PanelMatrix
+from quire.ops.panels import PanelMatrix, Zeros
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch
 from quire.types import UNLIMITED
 
@@ -423,9 +423,9 @@ class Ops(Protocol):
     def empty_panels(self, outputs: int, inputs: int, dtype: torch.dtype) -> PanelMatrix:
         """An unquantized matrix in panels, to be filled."""
 
-    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> BlockPanels | None:
+    def empty_blocks(self, kind: str, outputs: int, inputs: int, zeros: Zeros | None = None) -> BlockPanels | None:
         """A matrix of GGUF's blocks of a type, to be filled; None where blocks are repacked all at once, by
-        `arranged`."""
+        `arranged`. zeros: allocates."""
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a quantized matrix."""

@@ -45,7 +45,7 @@ from quire.ops.base import (
 )
 from quire.ops.integer import dequantize_integers
 from quire.ops.matmul import by_expert, combine_experts, through_experts
-from quire.ops.panels import PanelMatrix
+from quire.ops.panels import PanelMatrix, Zeros
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch
 from quire.ops.recurrent import gated_delta, selective_scan, with_padding
 
@@ -392,7 +392,7 @@ class BaseOps(ABC):
         """See `Ops.empty_panels`."""
         return PanelMatrix.empty(outputs, inputs, dtype)
 
-    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> BlockPanels | None:
+    def empty_blocks(self, kind: str, outputs: int, inputs: int, zeros: Zeros | None = None) -> BlockPanels | None:
         """See `Ops.empty_blocks`."""
         return None
 

@@ -48,7 +48,7 @@ from quire.ops.base import (
     TopK,
 )
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
-from quire.ops.triton import integer_mma
+from quire.ops.triton import integer_mma, integer_tma
 from quire.ops.triton.all_reduce import PeerSum
 from quire.ops.triton.blocks import BlockCopies
 from quire.ops.triton.launch import HOPPER, DeviceInfo
@@ -115,6 +115,17 @@ def by_row(ops: TritonOps) -> None:
         ops.qk_norm_rope_store_kv(qkv, 32, kv, batch(4, 1), angles, norms)
     turned = angles._replace(interleaved=True, query_gain=torch.empty(4))
     ops.qk_norm_rope_store_kv(qkv, 32, kv, batch(4, 1), turned)
+
+
+def a_few_by_row(ops: TritonOps) -> None:
+    x, w = halves(4, 4096), halves(4096)
+    rms = Norm(w, 1e-5)
+    ops.norm(x, Norm(w, 1e-5, w, centred=True))
+    ops.add_norms(x, x, [rms] * 3, rms)
+    ops.silu_mul(x)
+    kv, each = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128)), Norm(w[:128], 1e-6)
+    angles = Angles(torch.empty(4, 64), torch.empty(4, 64))
+    ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, Norms(each, each))
 
 
 def across(ops: TritonOps) -> None:
@@ -406,11 +417,14 @@ def around() -> None:
 
 
 def in_registers(ops: TritonOps) -> None:
-    """Products with matrices that do not pass through shared memory."""
+    """Products with matrices whose numbers do not pass through shared memory."""
     each = integers()
     for matrix in (each[0], each[4], each[6], each[8]):
         for rows, gate in ((4, ""), (16, ""), (32, "silu")):
             integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
+    if ops.card.capability == HOPPER:
+        for gate in ("", "silu"):
+            integer_tma.integer_tma(halves(64, 4096), each[0], None, ops.card, ops.arrived, gate)
 
 
 def blocks() -> None:
@@ -450,9 +464,10 @@ def main() -> None:
     options = MappingProxyType({"launch_pdl": True} if dependent else {})
     ops.card = DeviceInfo(132, capability, dependent, "tf32x3", SHARED, options)
     if "few" in sys.argv:
-        by_row(ops)
-        across(ops)
-        single(ops)
+        a_few_by_row(ops)
+        PeerSum(1, [0] * 2, ops.card, torch.device("cpu"))(halves(4, 4096))
+        ops.linear(halves(1, 2048), halves(1, 2048))
+        ops.linear(halves(16, 2048), halves(1, 2048))
         in_registers(ops)
         in_shared_memory(ops)
         blocks()

@@ -273,8 +273,17 @@ def test_a_mixture_is_that_of_plain_products(
     torch.testing.assert_close(got, REFERENCE.experts(x, chosen, gate_up, down, gate), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("gate", ["relu2", "gelu_erf"])
-@pytest.mark.parametrize("how", [ONE, ONE_WHOLE, TILES, ROWS_FIRST, HALVES, DESCRIBED])
+WAYS = (ONE, ONE_WHOLE, TILES, ROWS_FIRST, HALVES, DESCRIBED)
+
+
+@pytest.mark.parametrize(
+    ("how", "gate"),
+    [
+        pytest.param(how, gate, marks=() if gate == by_turns else pytest.mark.nightly)
+        for how, by_turns in zip(WAYS, ("gelu_erf", "relu2") * 3, strict=True)
+        for gate in ("relu2", "gelu_erf")
+    ],
+)
 def test_experts_without_a_gate_and_gates_by_the_error_function(how: ExpertConfig, gate: Gate) -> None:
     tokens = 3 if how.gate_up.rows == 1 else 11  # a program for each token takes the interpreter long
     x, _, gate_up, down = randoms(tokens, 5, 40, 24)

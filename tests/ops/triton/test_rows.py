@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
 from tests.ops.batches import Pages
 from tests.ops.triton.device import DEVICE, moved
+from tests.pairs import pairwise
 
 OPS, REFERENCE = TritonOps(DEVICE), ReferenceOps()
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -72,13 +75,35 @@ def test_activations(dtype: torch.dtype, tolerance: float) -> None:
     torch.testing.assert_close(OPS.xielu(x, how), REFERENCE.xielu(x, how), atol=tolerance, rtol=tolerance)
 
 
-@DTYPES
+AXES = {
+    "spans": ([(0, 0, 1), (1, 0, 3)], [(0, 0, 40), (1, 0, 3)]),
+    "sizes": ((4, 2, 16, 8), (7, 1, 24, 8), (3, 3, 8, 0)),
+    "norms": (
+        ("halves", ""),
+        ("halves", "heads"),
+        ("neighbours", "whole"),
+        ("neighbours", "after"),
+        ("halves", "values"),
+    ),
+    "dtype": ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)),
+}
+BY_DAY = [*map(list, map(dict.values, pairwise(AXES)))]
+"""Of the interpreter: every pair of values."""
+
+
 @pytest.mark.parametrize(
-    ("turned", "normed"),
-    [("halves", ""), ("halves", "heads"), ("neighbours", "whole"), ("neighbours", "after"), ("halves", "values")],
+    ("spans", "heads", "groups", "dim", "half", "turned", "normed", "dtype", "tolerance"),
+    [
+        pytest.param(
+            spans,
+            *sizes,
+            *norms,
+            *dtype,
+            marks=() if DEVICE.type == "cuda" or [spans, sizes, norms, dtype] in BY_DAY else pytest.mark.nightly,
+        )
+        for spans, sizes, norms, dtype in product(*AXES.values())
+    ],
 )
-@pytest.mark.parametrize(("heads", "groups", "dim", "half"), [(4, 2, 16, 8), (7, 1, 24, 8), (3, 3, 8, 0)])
-@pytest.mark.parametrize("spans", [[(0, 0, 1), (1, 0, 3)], [(0, 0, 40), (1, 0, 3)]], ids=["few", "many"])
 def test_heads_are_normed_rotated_and_stored(
     spans: list[tuple[int, int, int]], heads: int, groups: int, dim: int, half: int, turned: str, normed: str,
     dtype: torch.dtype, tolerance: float,

@@ -130,16 +130,18 @@ def added(y, numbers, x, word, about, SECOND: gl.constexpr, KIND: gl.constexpr, 
 
 @gluon.jit
 def both_added(
-    y, total, low, high, x, other, word, more, about, KIND: gl.constexpr, SCALED: gl.constexpr, HALF: gl.constexpr
+    y, total, low, high, x, at: gl.constexpr, word, more, about, KIND: gl.constexpr, SCALED: gl.constexpr,
+    HALF: gl.constexpr,
 ):  # fmt: skip
-    """(y plus the scaled products of 64 columns, sums that wait for their scale): of the numbers `low` with x, and
-    `high` with the `other` ones. SCALED: columns that have a scale."""
+    """(y plus the scaled products of 64 columns, sums that wait for their scale): of the numbers `low` with x from
+    `at`, in shared memory, and `high` with the next 32 columns. SCALED: columns that have a scale."""
+    B: gl.constexpr = gl.DotOperandLayout(1, y.type.layout, 8)
     if SCALED == 32:
-        y = added(y, low, x, word, about, False, KIND, HALF)
-        y = added(y, high, other, more, about, True, KIND, HALF)
+        y = added(y, low, columns(x, at, B), word, about, False, KIND, HALF)
+        y = added(y, high, columns(x, at + 32, B), more, about, True, KIND, HALF)
     else:
-        total = mma_v2(low, x, total)
-        total = mma_v2(high, other, total)
+        total = mma_v2(low, columns(x, at, B), total)
+        total = mma_v2(high, columns(x, at + 32, B), total)
     if SCALED == 64:
         y += scales_of(word, about, False, KIND, HALF) * total
         total = gl.zeros_like(y)
@@ -190,9 +192,10 @@ def columns(shared, start: gl.constexpr, B: gl.constexpr):
 
 
 @gluon.jit
-def row_of(i, outputs, GATE: gl.constexpr):
-    """Which row of the matrix is number i of a tile's: with GATE, of 16 the first 8 are the gate's."""
-    return i // 16 * 8 + i % 8 + (i // 8 % 2) * outputs if GATE else i
+def row_of(i, apart, PAIRED: gl.constexpr):
+    """Which row of the matrix is number i of a tile's. PAIRED: of 16 the first 8 are rows of the tile's first half, and
+    the others those `apart` from them, which with a gate are what it gates."""
+    return i // 16 * 8 + i % 8 + (i // 8 % 2) * apart if PAIRED else i
 
 
 @gluon.jit
@@ -234,24 +237,24 @@ def step_of(
 
 @gluon.jit
 def give(
-    y, bias, out, first, held, outputs, row, GATE: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr
+    y, bias, out, first, apart, held, outputs, row, PAIRED: gl.constexpr, GATE: gl.constexpr, ACT: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Write what ACT makes of the sums y [rows of the matrix, rows of x]."""
+    """Write what ACT makes of the sums y [rows of the matrix, rows of x]. first, apart, PAIRED: see `row_of`."""
     DTYPE: gl.constexpr = out.dtype.element_ty
     BLOCK_N: gl.constexpr = y.shape[0]
     ROWS: gl.constexpr = y.shape[1]
+    n = first + row_of(gl.arange(0, BLOCK_N, gl.SliceLayout(1, y.type.layout)), apart, PAIRED)
     if BIAS:
-        i = gl.arange(0, BLOCK_N, gl.SliceLayout(1, y.type.layout))
-        y += gl.load(bias + first + row_of(i, outputs, GATE)).to(gl.float32)[:, None]
+        y += gl.load(bias + n).to(gl.float32)[:, None]
     if GATE:
         pairs = gl.permute(gl.reshape(y, [BLOCK_N // 16, 2, 8, ROWS]), (0, 2, 3, 1))
         y, z = gl.split(pairs)
         y = apply_gate(y.to(DTYPE).to(gl.float32), z.to(DTYPE).to(gl.float32), ACT)
         y = gl.reshape(y, [BLOCK_N // 2, ROWS])
+        n = first + gl.arange(0, BLOCK_N // 2, gl.SliceLayout(1, y.type.layout))
     elif ACT >= 0:
         y = activate(y.to(DTYPE).to(gl.float32), ACT)
-    N: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
-    n = first + gl.arange(0, N, gl.SliceLayout(1, y.type.layout))
     r = row + gl.arange(0, ROWS, gl.SliceLayout(0, y.type.layout))
     gl.store(out + r[None, :].to(gl.int64) * outputs + n[:, None], y.to(DTYPE), mask=(r < held)[None, :])
 
@@ -315,12 +318,10 @@ def multiplied(
     else:
         low, high = from_nibbles(first, zeros_of(one, W, KIND, DTYPE), zeros_of(two, W, KIND, DTYPE), A, DTYPE)
         y, total = both_added(
-            y, gl.zeros_like(y), low, high, columns(x, at, B), columns(x, at + 32, B), one, two, about, KIND, SCALED,
-            HALF)  # fmt: skip
+            y, gl.zeros_like(y), low, high, x, at, one, two, about, KIND, SCALED, HALF)  # fmt: skip
         low, high = from_nibbles(second, zeros_of(three, W, KIND, DTYPE), zeros_of(four, W, KIND, DTYPE), A, DTYPE)
         y, total = both_added(
-            y, total, low, high, columns(x, at + 64, B), columns(x, at + 96, B), three, four, about, KIND, SCALED,
-            HALF)  # fmt: skip
+            y, total, low, high, x, at + 64, three, four, about, KIND, SCALED, HALF)  # fmt: skip
         if SCALED == 128:
             y += scales_of(three, about, False, KIND, HALF) * total
     return y
@@ -390,7 +391,7 @@ def mma_kernel(
     if SPLITS > 1:
         y, is_last = added_up(y, parts, arrived, SPLITS)
     if is_last:
-        give(y, bias, out, first, held, outputs, row, GATE, ACT, BIAS)
+        give(y, bias, out, first, outputs, held, outputs, row, GATE, GATE, ACT, BIAS)
 
 
 class MmaConfig(NamedTuple):

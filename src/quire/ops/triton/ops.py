@@ -55,6 +55,7 @@ from quire.ops.triton import (
     integer_gemm,
     integer_gemv,
     integer_mma,
+    integer_tma,
     invariant_gemm,
     latent,
     quantized_gemm,
@@ -237,6 +238,8 @@ class TritonOps(BaseOps):
         """As `linear`. For many rows the matrix is dequantized first."""
         if integer_gemv.takes(x, self.card, matrix):
             return integer_gemv.integer_gemv(integer_gemm.ordered(x, matrix), matrix, bias, self.card, gate)
+        if integer_tma.takes(x, matrix, self.card):
+            return integer_tma.integer_tma(x, matrix, bias, self.card, self.arrived, gate)
         if integer_mma.takes(x, matrix, gate, self.card):
             return integer_mma.integer_mma(x, matrix, bias, self.card, self.arrived, gate)
         how = integer_gemm.integer_gemm_config(len(x), matrix, self.card, gated=num_parts(gate) == 2)

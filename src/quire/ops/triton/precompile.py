@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from triton import AsyncCompileMode, knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -171,6 +172,8 @@ def _kind(value: Any) -> object:
     """What identifies an argument: at least everything that a kernel is compiled for."""
     if isinstance(value, TensorDescriptor):
         return value.base.dtype, tuple(value.block_shape)
+    if isinstance(value, GluonDescriptor):
+        return value.base.dtype, tuple(value.block_shape), value.layout
     return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else (type(value), value)
 
 
