@@ -147,7 +147,7 @@ def test_the_table_says_what_was_refused_and_what_is_not_known(calibration: Path
         (("--gpu", "h200", "--prefill-timeout", "2"), "--prefill-timeout changes nothing without --prefill-replicas"),
         (("--gpu", "h200", "--max-replicas", "2"), "--max-replicas changes nothing without --target"),
         (("--gpu", "h200", "--sessions", "2", "--speed", "2"), "--speed is of a trace, and --sessions has none"),
-        (("--gpu", "h200", "--set", "policy=best"), "--set policy: 'best' is not one of 'least_loaded'"),
+        (("--gpu", "h200", "--set", "policy=best"), "--set policy: 'best' is not one of 'least-loaded'"),
         (("--gpu", "h200", "--target", "ttft=500"), "must be such as ttft_p99=500ms"),
         (("--gpu", "h200", "--target", "ttft_p99=5ms", "--autoscale", "1:2"), "which --autoscale changes"),
         (("--gpu", "h200", "--num-prompts", "99999"), "the trace has 8819 requests, not 99999"),
@@ -167,7 +167,9 @@ def test_what_cannot_be_asked_is_refused_by_name(words: tuple[str, ...], said: s
     assert said in output
 
 
-@pytest.mark.parametrize("values", ["max_imbalance=0,8", "prefill_replicas=0,1", "speed=1e3,2e3"])
+@pytest.mark.parametrize(
+    "values", ["max_imbalance=0,8", "prefill_replicas=0,1", "speed=1e3,2e3", "policy=least-loaded,prefix_hash"]
+)
 def test_whatever_an_option_takes_can_be_tried_by_set(values: str) -> None:
     found = json.loads(quire("simulate", "--gpu", "h200", "--num-prompts", 3, *SHORT, "--set", values, "--json"))
     assert len(found["runs"]) == 2

@@ -90,7 +90,7 @@ def _deployment_value(name: str, value: str) -> Any:
     """What the command's own option of this name reads. Raises InvalidConfig."""
     option = next(each for each in (*_load_options(), *_deployment_options()) if each.name == name)
     try:
-        return option.type.convert(value, option, None)
+        return option.type.convert(value, option, click.get_current_context(silent=True))
     except click.BadParameter as error:
         raise InvalidConfig(f"--set {name}: {error.message}") from error
 

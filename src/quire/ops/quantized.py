@@ -121,6 +121,22 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return (exact / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
 
 
+LEAST_FLOAT8 = 1e-30
+"""The least that tokens in float8 are scaled by: E4M3_MAX times its inverse is finite."""
+
+
+def float8_tokens(x: Tensor, width: int = 0) -> tuple[Tensor, Tensor]:
+    """x [T, in] -> (e4m3 [T, in], float32 [T, runs]): each run of `width` numbers of a token by its own largest; 0: the
+    whole token."""
+    inputs = x.shape[1]
+    width = width or inputs
+    runs = F.pad(x.float(), (0, -inputs % width)).view(len(x), -(-inputs // width), width)
+    largest = runs.abs().amax(-1, keepdim=True).clamp(min=LEAST_FLOAT8)
+    # A number by a tensor would be the number times its inverse, which is rounded once more.
+    inverse = torch.full_like(largest, E4M3_MAX) / largest
+    return (runs * inverse).to(E4M3).flatten(1)[:, :inputs], largest[..., 0] / E4M3_MAX
+
+
 EXACT = 1024
 """Columns of int8 whose products float32 adds up exactly, in any order: 127 * 128 * 1024 < 2 ** 24."""
 
@@ -187,6 +203,14 @@ class BaseOps(ABC):
 
     def untuned(self) -> Self:
         """See `Ops.untuned`."""
+        return self
+
+    def rounds(self, matrix: AnyMatrix) -> bool:
+        """See `Ops.rounds`."""
+        return False
+
+    def unrounded(self) -> Self:
+        """See `Ops.unrounded`."""
         return self
 
     def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ def test_a_few_kernels_compile(tmp_path: Path) -> None:
         "latent_kernel",
         "norm_kernel",
         "sum_kernel",
+        "sum_norm_kernel",
         "prepare_inputs_kernel",
         "advance_kernel",
     }
