@@ -29,13 +29,29 @@ from quire.weights.load import load_model
 from quire.weights.schemes import ONLINE
 
 BASE = "bf16"
-CHECKPOINTS: Mapping[str, Mapping[str, Any]] = MappingProxyType({BASE: {}, "awq": {"quantization_config": AWQ}})
+INT4: Mapping[str, Any] = MappingProxyType(
+    {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True},
+            }
+        },
+    }
+)
+"""llm-compressor's W4A16, with groups that the columns of both shapes are a multiple of."""
+CHECKPOINTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {BASE: {}, "awq": {"quantization_config": AWQ}, "int4": {"quantization_config": dict(INT4)}}
+)
 """What config.json says of formats that are not made while loading."""
 
 
 @click.command("cpu_formats")
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="smollm2-135m", show_default=True)
-@click.option("--formats", default=f"{','.join(ONLINE)},awq", show_default=True)
+@click.option("--formats", default=f"{','.join(ONLINE)},awq,int4", show_default=True)
 @click.option("--steps", default="1,8", show_default=True, help=f"Some of {','.join(CASES)}: sequences, or a prompt.")
 @click.option("--repeat", default=9, show_default=True, help="Turns, of which medians count.")
 @click.option("--clock", type=click.Choice(list(CLOCKS)), default="cpu", show_default=True, help="What is timed.")

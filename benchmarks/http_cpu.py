@@ -32,8 +32,12 @@ from quire.bench.layer_cost import answer
 from quire.bench.load_client import LoadJob, run_clients, summarize
 from quire.bench.peers import checkpoints
 from quire.config import Settings
+from quire.weights.locate import EMBEDDED
 
 SERVER = "import json, sys; from benchmarks.http_cpu import serve_counted; serve_counted(json.loads(sys.argv[1]))"
+SMALL = 4000
+"""Token ids that the embedded model has."""
+
 OFFLINE = "import json, sys; from benchmarks.http_cpu import run_offline; run_offline(json.loads(sys.argv[1]))"
 
 
@@ -50,7 +54,7 @@ class Turn(NamedTuple):
 @click.command("http_cpu")
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="smollm2-135m", show_default=True)
 @click.option("--format", "kind", type=click.Choice([*DTYPES, "q8_0"]), default="bf16", show_default=True)
-@click.option("--model", type=click.Path(exists=True, path_type=Path), help="A model in place of random weights.")
+@click.option("--model", help="In place of random weights: a model of the shape's vocabulary, or embedded.")
 @click.option("--quantization", default="auto", show_default=True, help="As of `quire serve`.")
 @click.option("--streams", default=8, show_default=True)
 @click.option("--prompt", default=64, show_default=True, help="Tokens of a prompt.")
@@ -62,7 +66,7 @@ class Turn(NamedTuple):
 def command(
     shape: str,
     kind: str,
-    model: Path | None,
+    model: str | None,
     quantization: str,
     streams: int,
     prompt: int,
@@ -75,19 +79,19 @@ def command(
     """Serve streams and answer the same requests without a server: steps, sequences a step, processor time."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = model or written(folder, shape, kind)
-        words(SHAPES[shape]["vocab_size"]).save(str(folder / "tokenizer.json"))
         options = {
-            "model": str(model),
-            "tokenizer": str(folder),
+            "model": model or str(written(folder, shape, kind)),
             "device": "cpu",
-            "dtype": DTYPES.get(kind, "bfloat16"),
+            "dtype": "auto" if model == EMBEDDED else DTYPES.get(kind, "bfloat16"),
             "quantization": quantization,
             "threads": threads,
             "max_num_seqs": streams,
             "max_model_len": prompt + new + 1,
             "canary": "off",  # random weights say nothing about quality
         }
+        if model != EMBEDDED:
+            words(SHAPES[shape]["vocab_size"]).save(str(folder / "tokenizer.json"))
+            options["tokenizer"] = str(folder)
         sides: dict[str, Served | Alone] = {
             "http": stack.enter_context(served(options, port, folder / "steps")),
             "offline": stack.enter_context(alone(options)),
@@ -95,6 +99,7 @@ def command(
         found: dict[str, list[Turn]] = {name: [] for name in sides}
         for turn in range(repeat + 1):
             ids = prompts_of(Case(streams, prompt, new), random.Random(turn))
+            ids = [[token % SMALL for token in each] for each in ids] if model == EMBEDDED else ids
             for name in list(sides)[:: -1 if turn % 2 else 1]:
                 row = sides[name].answer(ids, new)
                 if turn:  # the first warms

@@ -26,16 +26,17 @@ from torch import Tensor
 from benchmarks.card import needed
 from benchmarks.kernel_cases import MATRICES, copies, noise, relative
 from benchmarks.kernels import READ, replayed
-from quire.ops.base import Gate, IntegerMatrix
+from quire.ops.base import Gate, IntegerMatrix, QuantizedMatrix
 from quire.ops.integer import dequantize_integers, pack_integers, pack_rows, pack_superblocks
 from quire.ops.quantized import BaseOps
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
-from quire.ops.triton.int8_gemm import int8_linear
 from quire.ops.triton.integer_gemm import dequantize, integer_gemm_config, integer_linear
 from quire.ops.triton.integer_mma import MmaConfig, integer_mma
+from quire.ops.triton.integer_tma import TmaConfig, integer_tma, takes_matrix
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.precompile import Precompiler
+from quire.ops.triton.rounded_gemm import rounded_linear
 
 KINDS = ("awq", "q4_k", "q8_0", "q4_0", "gptq 32", "gptq 64", "q5_k", "q6_k", "gptq 8 bits", "int8")
 PRODUCTS = ("8b qkv", "8b o", "8b gate_up", "8b down")
@@ -94,6 +95,15 @@ IN_REGISTERS: dict[int, Sequence[tuple[int, int, int, int, int]]] = {
     32: ((64, 1, 256, 4, 1), (64, 1, 256, 4, 2), (32, 2, 128, 4, 2), (128, 1, 256, 8, 1)),
 }
 """Tiles of `integer_mma` by rows: outputs, chunks, columns of a chunk, warps and steps ahead."""
+
+COPIED: dict[int, Sequence[TmaConfig]] = {
+    16: (TmaConfig(16, stages=6),),
+    32: (TmaConfig(32), TmaConfig(32, stages=6)),
+    64: (TmaConfig(64), TmaConfig(64, stages=4), TmaConfig(64, stages=6), TmaConfig(64, groups=2, registers=200)),
+    128: (TmaConfig(64), TmaConfig(64, stages=6)),
+    256: (TmaConfig(64),),
+}
+"""Tiles of `integer_tma` by rows."""
 
 MAX_SUMS = 130
 """Sums that a thread may have: more do not fit its registers."""
@@ -350,7 +360,10 @@ class Bench:
             weight = torch.randint(-127, 128, (outputs, inputs), device="cuda", dtype=torch.int16).to(torch.int8)
             scale, x = torch.rand(outputs, 1, device="cuda") / (127 * inputs**0.5), noise(rows, inputs)
             every = [how for how in W8A8 if how.rows <= max(8, 2 * rows) and (rows <= 64 or how.rows >= 64)]
-            made = {str(tuple(how)): partial(int8_linear, x, weight, scale, None, how, card, gate) for how in every}
+            matrix, arrived = QuantizedMatrix(weight, scale, inputs), ops.arrived
+            made = {
+                str(tuple(how)): partial(rounded_linear, x, matrix, None, how, card, arrived, gate) for how in every
+            }
             return {**made, "as now": partial(ops.int8_linear, x, weight, scale, None, gate)}
 
         self.precompile([work for name, rows in cases for work in works(name, rows).values()])
@@ -400,19 +413,26 @@ class Bench:
         self.note(f"{count} products as chosen now checked, {wrong} wrong, {self.left:.0f} s left")
 
     def in_registers(self, kind: str) -> None:
-        """Products that pass no shared memory, by tiles of its own, beside what `integer_gemm` would choose."""
-        cases = [(rows, self.product(kind, name)) for rows in IN_REGISTERS for name in PRODUCTS]
+        """Products whose numbers pass no shared memory, by tiles of `integer_mma` and `integer_tma`, beside what
+        `integer_gemm` would choose."""
+        cases = [(rows, self.product(kind, name)) for rows in {**IN_REGISTERS, **COPIED} for name in PRODUCTS]
 
-        def work(product: Product, x: Tensor, how: MmaConfig | None, matrix: IntegerMatrix) -> Tensor:
-            if how is not None:
+        def work(product: Product, x: Tensor, how: MmaConfig | TmaConfig | None, matrix: IntegerMatrix) -> Tensor:
+            if isinstance(how, MmaConfig):
                 return integer_mma(x, matrix, None, self.ops.card, self.ops.arrived, product.gate, how)
+            if isinstance(how, TmaConfig):
+                return integer_tma(x, matrix, None, self.ops.card, self.ops.arrived, product.gate, how)
             chosen = integer_gemm_config(len(x), matrix, self.ops.card, gated=product.gate != "")
-            assert chosen is not None
+            if chosen is None:
+                return self.ops.linear(x, dequantize(matrix, x.dtype, self.ops.card), None, product.gate)
             return self.call(product, matrix, x, chosen)
 
         def ways(product: Product, x: Tensor) -> Iterator[tuple[str, Callable[[IntegerMatrix], Tensor]]]:
             yield "through shared memory", partial(work, product, x, None)
-            for outputs, chunks, chunk, warps, ahead in IN_REGISTERS[len(x)]:
+            if takes_matrix(product.matrices[0], self.ops.card):
+                for tile in COPIED.get(len(x), ()):
+                    yield f"copied {tuple(tile)}", partial(work, product, x, tile)
+            for outputs, chunks, chunk, warps, ahead in IN_REGISTERS.get(len(x), ()):
                 for wanted in (2, 4, 6):
                     how = MmaConfig(len(x), outputs, chunks, chunk, warps, ahead, wanted)
                     yield str(tuple(how)), partial(work, product, x, how)

@@ -56,10 +56,21 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
         "burst-gpt2": Workload(model="gpt2", count=512, prompt=(16, 128), new=(128, 256), context=1024),
         "prefill-8b": Workload(model="llama-3.1-8b", count=64, prompt=(2048, 2048), new=(1, 1)),
         "latency-1b": Workload(model="llama-3.2-1b", batches=(1, 8), prompt=(128, 128), new=(256, 256)),
-        "tpot-8b": Workload(model="llama-3.1-8b", batches=(1, 8, 64, 256), prompt=(512, 512), new=(128, 128)),
+        "tpot-8b": Workload(model="llama-3.1-8b", batches=(1, 8, 16, 64, 256), prompt=(512, 512), new=(128, 128)),
         "tpot-30b-a3b": Workload(model="qwen3-30b-a3b", batches=(1, 16, 64, 256), prompt=(700, 700), new=(100, 100)),
         "tpot-70b": Workload(model="llama-3.1-70b", batches=(1, 16, 64), prompt=(700, 700), new=(100, 100)),
         "long-8b": Workload(model="llama-3.1-8b", batches=(1, 4), prompt=(32000, 32000), new=(64, 64), context=33000),
+        "longest-8b": Workload(
+            model="llama-3.1-8b", batches=(1,), prompt=(128000, 128000), new=(33, 33), context=131072
+        ),
+        "longest-fp8-kv-8b": Workload(
+            model="llama-3.1-8b",
+            batches=(1,),
+            prompt=(128000, 128000),
+            new=(33, 33),
+            context=131072,
+            options=MappingProxyType({"kv_cache_dtype": "fp8", "canary": "warn"}),
+        ),
         "tpot-30b-a3b-fp8": quantized("qwen3-30b-a3b", quantization="fp8"),
         "tpot-30b-a3b-int4": quantized("qwen3-30b-a3b", AWQ),
         "tpot-int4-8b": quantized("llama-3.1-8b", AWQ),

@@ -44,6 +44,7 @@ PRELOADED = (
 MODULES = (
     "quire",
     "quire.assembly.engine_child",
+    "quire.assembly.engine_start",
     "quire.assembly.rank_child",
     "tests.agent",
     "tests.contract.limited",

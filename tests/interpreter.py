@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -224,6 +225,17 @@ def _return_plain_indices() -> None:
     interpreter._patch_lang_tensor = with_index
 
 
+def _launch_alone() -> None:
+    """A launch patches the language, and counts programs, for the whole process: threads take turns."""
+    plain, lock = interpreter.GridExecutor.__call__, RLock()
+
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return plain(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = alone
+
+
 @cache
 def install() -> None:
     """Before the first launch, once in a process however often it is asked for; nothing where kernels are compiled,
@@ -238,3 +250,4 @@ def install() -> None:
     _compare_types_once()
     _unwrap_constants_alone()
     _compute_no_unread_overflow()
+    _launch_alone()

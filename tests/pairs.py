@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
+
+import pytest
 
 Combination = dict[str, Any]
 CANDIDATES = 20
@@ -29,3 +31,14 @@ def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Combinati
         left -= pairs_of(best)
         out.append({name: axes[name][best[name]] for name in axes})
     return out
+
+
+def in_turn(values: Iterable[Any], every: int = 2, first: int = 0) -> list[Any]:
+    """Parameters of a test: all of them at night, one in `every` of them in CI, from number `first` on."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if at % every == first else pytest.mark.nightly,
+        )
+        for at, value in enumerate(values)
+    ]

@@ -244,7 +244,7 @@ situations = st.builds(
 
 
 @settings(deadline=None, max_examples=4, derandomize=True)
-@given(s=situations, order=st.integers(0, 99), kind=st.sampled_from(SOME[:5]))
+@given(s=situations, order=st.integers(0, 99), kind=st.sampled_from(SOME[1:4]))
 def test_an_answer_has_the_same_bits_whatever_happens(
     tmp_path_factory: pytest.TempPathFactory, s: Situation, order: int, kind: Kind
 ) -> None:

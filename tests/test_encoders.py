@@ -38,10 +38,17 @@ OPS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
 }
 """Operations that the same model is computed with."""
+OTHERS = ("torch", "deterministic", "ranks")
 
 
-@pytest.mark.parametrize("ops", [*OPS, pytest.param("ranks", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "ops"),
+    [
+        pytest.param(name, ops, marks=() if ops in ("native", OTHERS[at % 2]) else pytest.mark.nightly)
+        for at, name in enumerate(FAMILIES)
+        for ops in ("native", *OTHERS)
+    ],
+)
 def test_embeddings_are_those_of_transformers_alone_and_in_a_crowd(name: str, ops: str, tmp_path: Path) -> None:
     model = encoders.write(tmp_path, name)
     texts = encoders.texts()

@@ -40,7 +40,7 @@ def make_subject(shape: str, base: Path) -> Subject:
         if shape == "embedded"
         else checkpoints.make(folder, shape)
     )
-    return Subject(load_model(folder, dtype="float32"), theirs)
+    return Subject(load_model(folder, dtype="float32"), theirs, new=32)
 
 
 def test_the_checkpoints_are_worth_comparing(subject: Subject) -> None:

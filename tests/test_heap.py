@@ -56,3 +56,8 @@ def test_what_lives_at_the_end_is_collected_only_where_it_would_be_reported(
     heap.in_process_of_its_own()
     registered[0]()
     assert (known[0] in gc.get_objects()) == triton
+
+
+def test_tests_are_excluded_again_after_these() -> None:
+    """A worker of all tests has a million objects and more, which tests of memory would look through each time."""
+    assert gc.get_freeze_count() > 100_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,16 @@ def model(shape: str, dtype: str, base: Path) -> Model:
     return load_model(folder, dtype=dtype, ops=BatchInvariantOps())
 
 
+@cache
+def answered(kind: type[Tiered], shape: str, dtype: str, base: Path) -> Tiered:
+    return kind(model(shape, dtype, base))
+
+
+def subject_of(kind: type[Tiered], shape: str, dtype: str, factory: pytest.TempPathFactory) -> Tiered:
+    """Of its own, but for the model and what it answers alone."""
+    return copy(answered(kind, shape, dtype, factory.getbasetemp()))
+
+
 KINDS = [
     (Tiered, "llama-gqa-tied", "float32"),
     (Float8, "llama-gqa-tied", "float32"),
@@ -121,7 +132,7 @@ EVERY = pytest.mark.parametrize(
 
 
 def converse(kind: type[Tiered], shape: str, dtype: str, count: int, factory: pytest.TempPathFactory) -> Engine:
-    subject = kind(model(shape, dtype, factory.getbasetemp()))
+    subject = subject_of(kind, shape, dtype, factory)
     engine = subject.converse(factory.mktemp("kv"), count)
     stats = engine.scheduler.kv.offload.stats
     assert stats.num_hit["host"] > 0 and stats.num_hit["disk"] > 0
@@ -148,9 +159,9 @@ def test_two_thousand_answers_have_the_bits_that_they_have_without_tiers(
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_blocks_that_are_saved_before_they_are_evicted_have_the_same_bits(
-    kind: type[Tiered], depth: int, count: int, tmp_path: Path
+    kind: type[Tiered], depth: int, count: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    subject = kind(model("llama-gqa-tied", "bfloat16", tmp_path))
+    subject = subject_of(kind, "llama-gqa-tied", "bfloat16", tmp_path_factory)
     subject.slots = MANY_SLOTS
     engine = subject.converse(tmp_path / "kv", count, situation=PRESSED._replace(depth=depth))
     assert engine.scheduler.kv.offload.stats.num_hit["host"] > 0
@@ -164,14 +175,18 @@ SITUATIONS = {
 
 
 @pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
-def test_chunks_drafts_and_steps_in_flight_change_nothing(situation: Situation, tmp_path: Path) -> None:
-    subject = TieredAhead(model("llama-gqa-tied", "bfloat16", tmp_path))
+def test_chunks_drafts_and_steps_in_flight_change_nothing(
+    situation: Situation, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    subject = subject_of(TieredAhead, "llama-gqa-tied", "bfloat16", tmp_path_factory)
     engine = subject.converse(tmp_path / "kv", 30, situation=situation)
     assert engine.scheduler.kv.offload.stats.copied["load"] > 0
 
 
-def test_files_that_are_spoilt_while_it_runs_cost_time_and_never_an_answer(tmp_path: Path) -> None:
-    subject = Tiered(model("llama-gqa-tied", "bfloat16", tmp_path))
+def test_files_that_are_spoilt_while_it_runs_cost_time_and_never_an_answer(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    subject = subject_of(Tiered, "llama-gqa-tied", "bfloat16", tmp_path_factory)
     subject.folder = tmp_path / "kv"
     engine, rng = subject.engine(PRESSED), random.Random(3)
     for _ in range(25):
@@ -191,8 +206,10 @@ def test_files_that_are_spoilt_while_it_runs_cost_time_and_never_an_answer(tmp_p
     engine.close()
 
 
-def test_no_salt_finds_the_blocks_of_another_and_the_same_one_finds_its_own(tmp_path: Path) -> None:
-    subject = Tiered(model("llama-gqa-tied", "bfloat16", tmp_path))
+def test_no_salt_finds_the_blocks_of_another_and_the_same_one_finds_its_own(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    subject = subject_of(Tiered, "llama-gqa-tied", "bfloat16", tmp_path_factory)
     subject.folder = tmp_path / "kv"
     engine = subject.engine(PRESSED)
     prompt = tuple(range(3, 60))

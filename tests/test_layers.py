@@ -67,6 +67,7 @@ TORCH_FREE_MODULES = (
     *(
         "quire.assembly.text",
         "quire.assembly.backend",
+        "quire.assembly.engine_start",
         "quire.assembly.server",
         "quire.assembly.proxy",
         "quire.weights.locate",
@@ -84,6 +85,7 @@ LOADERS = {
     "quire.weights.hub",
     *(f"quire.bench.peers.{name}" for name in ("checkpoints", "llama_cpp", "openvino", "transformers")),
     "quire.assembly.engine",
+    "quire.assembly.engine_start",
     "quire.assembly.images",
     "quire.assembly.kv_offload",
     "quire.assembly.ranks",

@@ -230,7 +230,7 @@ def test_an_idle_server_sleeps(live: Live) -> None:
 
 def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
     with serving(tmp_path, "--max-num-seqs", "1", "--max-num-queued-reqs", "2") as small:
-        body = {"model": "embedded", "prompt": "x", "max_tokens": 400, "ignore_eos": True}
+        body = {"model": "embedded", "prompt": "x", "max_tokens": 150, "ignore_eos": True}
 
         async def crowd() -> list[httpx.Response]:
             async with httpx.AsyncClient(base_url=small.url, trust_env=False, timeout=600) as many:
@@ -262,7 +262,7 @@ def test_a_killed_engine_fails_what_is_in_flight_and_comes_back(tmp_path: Path) 
 
 def test_sigterm_lets_running_answers_finish(tmp_path: Path) -> None:
     with serving(tmp_path) as live:
-        body = {"model": "embedded", "prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        body = {"model": "embedded", "prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True}
         with live.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)

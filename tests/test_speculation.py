@@ -40,7 +40,7 @@ from quire.weights.locate import embedded
 
 PAGES, SIZE, ROWS = 600, 8, 24
 CONTEXT = 256
-COUNT = 32
+COUNT = 24
 """Requests: more than a prompt of each kind with each setting."""
 SETTINGS = (
     GREEDY,
@@ -317,7 +317,8 @@ def histogram(drafts: Drafter | None, count: int, sampling: SamplingParams) -> C
         models()[0], pages=PAGES, page_size=SIZE, rows=ROWS, max_model_len=CONTEXT, dtype=torch.float32, drafter=drafts
     )
     kv = KVCacheManager(PAGES, SIZE, make_prefix_cache(SIZE, True))
-    it = Engine(Scheduler(kv, rows=ROWS, max_num_seqs=ROWS, speculation=FixedDrafts(drafts.num_drafts)), executor)
+    policy = FixedDrafts(0 if drafts is None else drafts.num_drafts)
+    it = Engine(Scheduler(kv, rows=ROWS, max_num_seqs=ROWS, speculation=policy), executor)
     prompt = (300, 301, 302, 300, 301, 302, 300, 301)
     for i in range(count):
         it.add(Request(id=str(i), prompt=prompt, max_new_tokens=3, sampling=sampling, seed=i))

@@ -25,20 +25,24 @@ from tests.ops.batches import Pages, poisoned
 
 shape = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
 shape |= {"intermediate_size": 1536, "vocab_size": 512, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-torch.set_num_threads(int(sys.argv[1]))
+took, made = [], []
 with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
     Path(folder, "config.json").write_text(json.dumps(shape), "utf-8")
     model = load_model(folder, dtype="bfloat16", ops=NativeOps(best_level()), load_format="dummy")
     pages, kv = Pages(60, 4), [poisoned(60, 2, 4, 64, torch.bfloat16) for _ in range(4)]
-    neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(int(sys.argv[2]))]
-    for step in range(40):
-        if step == 10:
-            began = time.process_time()
-        made = model.forward(pages.batch([(0, step, [step])]), kv)
+    neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(int(sys.argv[1]))]
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for step in range(40):
+            if step == 10:
+                began = time.process_time()
+            said = model.forward(pages.batch([(0, step, [step])]), kv)
+        took.append(time.process_time() - began)
+        made.append(float(said.float().square().sum()))
     for each in neighbours:
         each.kill()
         each.wait()
-    print(time.process_time() - began, float(made.float().square().sum()))
+    print(*took, *made)
 """
 
 
@@ -62,6 +66,6 @@ def test_two_threads_beside_busy_neighbours_take_no_more_than_their_share() -> N
     """By processor time, which does not depend on how busy a machine is, unless threads wait by spinning: that takes
     ten times as much and more."""
     neighbours = str(max(1, (os.cpu_count() or 1) // 2))
-    (one, alone), (two, together) = (run("-c", STEPS, threads, neighbours).split() for threads in ("1", "2"))
+    one, two, alone, together = run("-c", STEPS, neighbours).split()
     assert alone == together
     assert float(two) < 3 * float(one)

@@ -153,7 +153,7 @@ ON_A_CARD: list[dict[str, Any]] = [
     {"model": "m", "kv_cache_memory_bytes": 1 << 24, "speculative_config": MODEL_DRAFT, "max_num_seqs": 20},
     {"load_format": "dummy", "speculative_config": '{"method": "ngram", "synthetic_acceptance_rate": 0.5}'},
     {"model": "m", "gpu_memory_utilization": 0.1},
-    {"model": "m", "kv_cache_dtype": "fp8"},
+    {"model": "m", "kv_cache_dtype": "fp8", "canary": "warn", "speculative_config": MODEL_DRAFT, "max_num_seqs": 1},
 ]
 
 
@@ -166,6 +166,9 @@ def test_executors_on_a_card_are_made_as_written_down(
         monkeypatch.setattr(module, "choose_device", lambda name: card)
     monkeypatch.setattr(torch.cuda, "empty_cache", calls.to("empty_cache"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", calls.to("mem_get_info", (70 * GIB, 80 * GIB)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(engine, "float8_layers", float8)
+    monkeypatch.setattr(engine, "published_scales", lambda folder: {})
     monkeypatch.setattr(cuda, "load_draft", lambda *args: speculate.load_draft(*args))
     for name in ("TritonOps", "BatchInvariantTritonOps", "TritonSteps", "ForcedSteps", "CudaQueue"):
         monkeypatch.setattr(cuda, name, calls.to(name, name))
@@ -180,6 +183,14 @@ def test_executors_on_a_card_are_made_as_written_down(
         calls.lines += [f"logged {line}" for line in said]
         caplog.clear()
     check(EXPECTED / "builds-card.txt", "\n".join(calls.lines))
+
+
+def test_a_card_that_does_not_read_e4m3_refuses_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = pytest.importorskip("quire.assembly.cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    cuda.check_float8("fp8_e5m2", torch.device("cuda"))
+    with pytest.raises(InvalidConfig, match=r"8\.9 or later, and this one has 8\.6: use fp8_e5m2, or leave it at auto"):
+        cuda.check_float8("fp8", torch.device("cuda"))
 
 
 def test_steps_that_are_prepared_are_as_written_down() -> None:
@@ -211,7 +222,8 @@ def test_engines_are_put_together_as_written_down(
     executor = SimpleNamespace(describe=lambda: about)
     real = engine.make_executor
 
-    def built(settings: Settings) -> Any:
+    def built(settings: Settings, ranks: object) -> Any:
+        assert ranks is None
         return real(settings)._replace(executor=executor, static_gauges={"b": 2.0})
 
     monkeypatch.setattr(engine, "make_executor", built)
@@ -440,7 +452,7 @@ def test_an_engines_process_begins_as_written_down(calls: Calls, monkeypatch: py
     monkeypatch.setattr(engine_child, "EngineLoop", looped)
     for options in CHILDREN:
         calls.lines += ["", str(options)]
-        monkeypatch.setattr(engine_child, "_settings", lambda link, options=options: Settings.of(**options))
+        monkeypatch.setattr(engine_child, "received_settings", lambda link, options=options: Settings.of(**options))
         calls.say("exit", engine_child.main())
     check(EXPECTED / "children.txt", "\n".join(calls.lines))
 

@@ -1,8 +1,13 @@
-"""On two GPUs, and on four where there are so many: ranks answer as one does, over NCCL and the GPUs' memory."""
+"""On two GPUs, and on four where there are so many: ranks answer as one does, over NCCL and the GPUs' memory.
+
+One rank is the CPU's executor, with which tests/executors compares one GPU's. The ranks' processes are started once for
+each worker of the tests; two workers of every four have the GPUs from number 2 on, where there are four.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +19,7 @@ import torch
 from quire.assembly.engine import make_executor
 from quire.config import Settings
 from quire.engine.executor import Executor
+from tests.assembly.series import RankSeries
 from tests.assembly.test_ranks import OPTIONS, answers, check_equal, engine
 from tests.checkpoints import FIRST, VOCAB, make
 from tests.executors.test_features import FEATURES
@@ -26,29 +32,43 @@ pytestmark = [
 
 ON_CARDS: Mapping[str, Any] = MappingProxyType(
     {**OPTIONS, "device": "cuda", "block_size": 16, "num_gpu_blocks_override": 200, "canary": "off"}
-    | {"speculative_config": None, "max_model_len": 160, "max_num_batched_tokens": 128}
+    | {"speculative_config": None, "max_model_len": 160, "max_num_batched_tokens": 64, "max_num_seqs": 5}
 )
+ON_ONE: Mapping[str, Any] = MappingProxyType({**ON_CARDS, "device": "cpu"})
 SIZES = [
-    pytest.param(size, marks=pytest.mark.skipif(torch.cuda.device_count() < size, reason=f"needs {size} CUDA devices"))
+    pytest.param(
+        size, id=f"ranks{size}", marks=pytest.mark.skipif(torch.cuda.device_count() < size, reason=f"needs {size} GPUs")
+    )
     for size in (2, 4)
 ]
 SITUATION: Mapping[str, Any] = MappingProxyType(
-    {"lookahead": 1, "drafts": 0, "blocks": 200, "prefixes": True, "tokens": 128}
+    {"lookahead": 1, "drafts": 0, "blocks": 200, "prefixes": True, "tokens": 64}
 )
 
 
+@pytest.fixture(scope="module")
+def series() -> Iterator[RankSeries]:
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    numbers = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    turned = 2 * (worker % 2) if len(numbers) == 4 else 0
+    made = RankSeries({"CUDA_VISIBLE_DEVICES": ",".join(numbers[turned:] + numbers[:turned])})
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def on_cards(tmp_path: Path) -> Any:
+def on_cards(tmp_path: Path, series: RankSeries) -> Iterator[Callable[..., tuple[Executor, Executor]]]:
     """Called with a shape, a number of ranks and options: the executors of one rank and of so many."""
     with ExitStack() as closing:
 
         def made(shape: str, size: int, **options: Any) -> tuple[Executor, Executor]:
             make(tmp_path, shape)
-            asked = {**ON_CARDS, "model": str(tmp_path), **options}
-            both = [make_executor(Settings.of(**asked, tensor_parallel_size=each)).executor for each in (1, size)]
-            for each in both:
-                closing.callback(each.close)
-            return both[0], both[1]
+            asked = {"model": str(tmp_path), **options}
+            one = make_executor(Settings.of(**ON_ONE, **asked)).executor
+            closing.callback(one.close)
+            several = series.executor(Settings.of(**ON_CARDS, **asked, tensor_parallel_size=size))
+            closing.callback(several.close)
+            return one, several
 
         yield made
 

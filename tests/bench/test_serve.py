@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quire.bench.charts import COLOURS
-from quire.bench.load_client import ClientTally, LoadJob, RequestTiming, run_job
+from quire.bench.load_client import ClientTally, LoadJob, RequestTiming, encode_request, run_job
 from quire.bench.load_levels import USERS, load_levels, trace_level
 from quire.bench.monitor import fetch, parse_metrics
 from quire.bench.serve import measured
@@ -235,6 +235,13 @@ def test_more_users_than_requests_are_measured_as_no_level() -> None:
 def test_a_server_may_be_named_by_host_and_port_as_in_vllm(host: str, where: str) -> None:
     done = quire("bench", "serve", "--host", host, "--port", (port := free_port()))
     assert done.exit_code == 1 and f"http://{where}:{port} does not answer" in done.output
+
+
+@pytest.mark.parametrize(("host", "named"), [("127.0.0.1", b"127.0.0.1:8000"), ("::1", b"[::1]:8000")])
+def test_requests_name_the_host_as_urls_do(host: str, named: bytes) -> None:
+    """A server refuses an IPv6 address without brackets."""
+    job = LoadJob(host=host, port=8000, model="m", streams=1, prompts=[[1]], output_lens=[1])
+    assert b"\r\nHost: " + named + b"\r\n" in encode_request(job, 0)
 
 
 def test_a_table_for_programs_has_no_spaces_at_the_ends_of_lines(upstream: str) -> None:

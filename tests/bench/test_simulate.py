@@ -136,8 +136,18 @@ def test_the_table_says_what_was_refused_and_what_is_not_known(calibration: Path
         (("--gpu", "h200", "--set", "max_num_seq=3"), "no such option of an engine or a deployment"),
         (("--gpu", "h200", "--set", "max_num_seqs"), "must be NAME=VALUE"),
         (("--gpu", "h200", "--set", "max_num_seqs=none"), "--set max_num_seqs"),
-        (("--gpu", "h200", "--set", "replicas=0"), "--set replicas: must be a number above 0"),
-        (("--gpu", "h200", "--set", "policy=best"), "the routing policy must be one of"),
+        (("--gpu", "h200", "--set", "replicas=0"), "--set replicas: 0 is not in the range 1<=x<=100000"),
+        (("--gpu", "h200", "--set", "speed=nan"), "--set speed: nan is not a finite number"),
+        (("--gpu", "h200", "--set", "prefill_replicas=1000000"), "--set prefill_replicas: 1000000 is not in the range"),
+        (("--gpu", "h200", "--prefill-replicas", "1000000"), "1000000 is not in the range"),
+        (("--gpu", "h200", "--autoscale", "1:1000000"), "1000000 replicas are more than 100000"),
+        (("--gpu", "h200", "--think", "2"), "--think changes nothing without --sessions"),
+        (("--gpu", "h200", "--startup-time", "2"), "--startup-time changes nothing without --autoscale"),
+        (("--gpu", "h200", "--set", "autoscale_tokens=1,2"), "--autoscale-tokens changes nothing without --autoscale"),
+        (("--gpu", "h200", "--prefill-timeout", "2"), "--prefill-timeout changes nothing without --prefill-replicas"),
+        (("--gpu", "h200", "--max-replicas", "2"), "--max-replicas changes nothing without --target"),
+        (("--gpu", "h200", "--sessions", "2", "--speed", "2"), "--speed is of a trace, and --sessions has none"),
+        (("--gpu", "h200", "--set", "policy=best"), "--set policy: 'best' is not one of 'least-loaded'"),
         (("--gpu", "h200", "--target", "ttft=500"), "must be such as ttft_p99=500ms"),
         (("--gpu", "h200", "--target", "ttft_p99=5ms", "--autoscale", "1:2"), "which --autoscale changes"),
         (("--gpu", "h200", "--num-prompts", "99999"), "the trace has 8819 requests, not 99999"),
@@ -155,6 +165,14 @@ def test_the_table_says_what_was_refused_and_what_is_not_known(calibration: Path
 def test_what_cannot_be_asked_is_refused_by_name(words: tuple[str, ...], said: str) -> None:
     output = " ".join(quire("simulate", *words, code=2).split())
     assert said in output
+
+
+@pytest.mark.parametrize(
+    "values", ["max_imbalance=0,8", "prefill_replicas=0,1", "speed=1e3,2e3", "policy=least-loaded,prefix_hash"]
+)
+def test_whatever_an_option_takes_can_be_tried_by_set(values: str) -> None:
+    found = json.loads(quire("simulate", "--gpu", "h200", "--num-prompts", 3, *SHORT, "--set", values, "--json"))
+    assert len(found["runs"]) == 2
 
 
 def test_a_calibration_of_this_machine_is_what_a_simulation_reads(tmp_path: Path) -> None:

@@ -100,6 +100,15 @@ def test_what_is_piped_into_generate_is_its_prompt() -> None:
     assert opening.output.startswith("Once upon a time")
 
 
+@pytest.mark.parametrize("words", [("generate",), ("run", "embedded", "Sum up:", "-")], ids=" ".join)
+def test_a_pipe_without_end_is_refused_before_it_fills_the_memory(words: tuple[str, ...]) -> None:
+    with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as endless:
+        asked = subprocess.Popen([*QUIRE, *words], stdin=endless.stdout, stderr=subprocess.PIPE, env=environment())
+        _, said = asked.communicate(timeout=300)
+        endless.kill()
+    assert asked.returncode == 2 and b"standard input has more than 8,388,608 characters" in said
+
+
 def test_text_that_an_encoding_lacks_is_printed_with_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="latin-1", write_through=True))

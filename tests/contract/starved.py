@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.assembly import ranks
+from quire.assembly import engine_start
 from quire.assembly.engine_child import main as child
 from quire.assembly.server import serve
 from quire.cli import main as quire
@@ -21,7 +21,7 @@ from quire.cli import serve as command
 def main() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if sys.argv[1].isdecimal():
-            patch.setattr(ranks, "RANK_MODULE", "tests.contract.starved_rank_child")
+            patch.setattr(engine_start, "RANK_MODULE", "tests.contract.starved_rank_child")
             return child()
         patch.setattr(command, "serve", partial(serve, child="tests.contract.starved"))
         return quire.main(sys.argv[1:], prog_name="quire")

@@ -59,26 +59,34 @@ def lose_a_rank(
     lose: is given the server and the rank's process.
     """
     with serving(folder, *args, module=module) as live:
-        wanted = ask(live, 8).json()["choices"][0]["text"]
-        before = ranks(live)
-        assert len(before) == 2
-        with ThreadPoolExecutor(streams) as pool:
-            asked = [pool.submit(ask, live, 1500) for _ in range(streams)]
-            while live.stats()["active_requests"] < streams:
-                assert not any(each.done() for each in asked)
-            sent = time.monotonic()
-            lose(live, before[1])
-            answers = [each.result() for each in asked]
-        refused = time.monotonic() - sent
-        assert {answer.status_code for answer in answers} == {503}
-        assert all(f"rank 1 of 2 (process {before[1]})" in answer.text and said in answer.text for answer in answers)
-        ready(live)
-        answered = time.monotonic() - sent
-        assert ask(live, 8).json()["choices"][0]["text"] == wanted
-        after = ranks(live)
-        assert len(after) == 2 and not set(after) & set(before)
-    assert not [pid for pid in before + after if Path(f"/proc/{pid}").exists()]
+        refused, answered, pids = lose_from(live, lose, said, streams)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     return refused, answered
+
+
+def lose_from(
+    live: Live, lose: Callable[[Live, int], object], said: str, streams: int
+) -> tuple[float, float, list[int]]:
+    """See `lose_a_rank`, of a server that goes on. Also the ranks' processes, before and after."""
+    wanted = ask(live, 8).json()["choices"][0]["text"]
+    before = ranks(live)
+    assert len(before) == 2
+    with ThreadPoolExecutor(streams) as pool:
+        asked = [pool.submit(ask, live, 1500) for _ in range(streams)]
+        while live.stats()["active_requests"] < streams:
+            assert not any(each.done() for each in asked)
+        sent = time.monotonic()
+        lose(live, before[1])
+        answers = [each.result() for each in asked]
+    refused = time.monotonic() - sent
+    assert {answer.status_code for answer in answers} == {503}
+    assert all(f"rank 1 of 2 (process {before[1]})" in answer.text and said in answer.text for answer in answers)
+    ready(live)
+    answered = time.monotonic() - sent
+    assert ask(live, 8).json()["choices"][0]["text"] == wanted
+    after = ranks(live)
+    assert len(after) == 2 and not set(after) & set(before)
+    return refused, answered, before + after
 
 
 def signalled(number: signal.Signals) -> Callable[[Live, int], None]:

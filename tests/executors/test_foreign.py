@@ -36,8 +36,8 @@ THERE = ("block_size", "num_gpu_blocks_override", "max_model_len", "lookahead", 
 
 
 NAMES = ["plain", "chunked", "tight", "ahead", "drafts"]
-EVERYWHERE = ("drafts",)
-"""What is done in CI of ONNX behind gRPC too. Each of the two is seen by itself with all options."""
+BY_DAY = {"onnx": ("plain", "tight", "drafts"), "grpc": ("chunked", "ahead", "drafts"), "onnx behind grpc": ("drafts",)}
+"""Each option is seen in CI with one of the two, by itself."""
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ EVERYWHERE = ("drafts",)
             executor,
             options,
             id=f"{executor}-{name}",
-            marks=() if executor != "onnx behind grpc" or name in EVERYWHERE else pytest.mark.nightly,
+            marks=() if name in BY_DAY[executor] else pytest.mark.nightly,
         )
-        for executor in ("onnx", "grpc", "onnx behind grpc")
+        for executor in BY_DAY
         for name, options in zip(NAMES, OPTIONS, strict=True)
     ],
 )

@@ -37,6 +37,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import FixedDrafts
 from quire.types import PromptImage, SamplingParams, TokenLogprobs
 from tests.hash_model import POISON, naive
+from tests.pairs import in_turn
 
 ROOT = Path(__file__).parents[2]
 PROMPT = (3, 1, 4, 1, 5)
@@ -131,16 +132,18 @@ def test_a_request_that_fails_on_every_rank_fails_alone(
     assert started.count == 1, "no rank was started again"
 
 
+FAULTS = {
+    "killed": "was ended by signal 9",
+    "exit": "ended with exit code 9",
+    "stopped": "has not answered for",
+    "memory": "could not run a step (MemoryError): send the request again",
+}
+
+
 @pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("killed", "was ended by signal 9"),
-        ("exit", "ended with exit code 9"),
-        ("stopped", "has not answered for"),
-        ("memory", "could not run a step (MemoryError): send the request again"),
-    ],
+    ("faulty", "fault", "said"),
+    in_turn(((at + step) % 2, *each) for at, each in enumerate(FAULTS.items()) for step in (0, 1)),
 )
-@pytest.mark.parametrize("faulty", [0, 1])
 def test_a_lost_rank_fails_the_requests_on_it_by_name_and_others_run_on_new_ranks(
     fault: str,
     said: str,

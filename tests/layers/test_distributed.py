@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.layers.distributed import DistributedGroup, SmallReduce
+from quire.ops.base import Norm
 from quire.ops.capture import PRECOMPILING
+from quire.ops.reference import ReferenceOps
 
 
 class Doubled:
@@ -22,6 +24,9 @@ class Doubled:
     def __call__(self, x: Tensor) -> Tensor:
         return 2 * x
 
+    def add_norm(self, x: Tensor, residual: Tensor, *how: object) -> tuple[Tensor, Tensor]:
+        return x, residual + 2 * x
+
 
 @pytest.fixture(autouse=True)
 def one_process() -> Iterator[None]:
@@ -30,20 +35,34 @@ def one_process() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def group(make: object) -> DistributedGroup:
-    return DistributedGroup(
+def group(make: object, *, in_rank_order: bool = True) -> DistributedGroup:
+    made = DistributedGroup(
+        0,
         1,
-        in_rank_order=True,
+        1,
+        in_rank_order=in_rank_order,
         timeout=timedelta(seconds=60),
         neighbours=1,
         make_small_reduce=make,  # type: ignore[arg-type]
     )
+    made.connect()
+    return made
 
 
 def test_sums_up_to_so_many_bytes_are_small() -> None:
     made = group(lambda group, rank: Doubled())
     assert made.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
     assert made.all_reduce(torch.ones(5)).tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize(("numbers", "in_rank_order", "added"), [(4, False, 2.0), (5, False, 1.0), (4, True, 2.0)])
+def test_small_sums_are_added_and_normed_in_one_kernel(numbers: int, in_rank_order: bool, added: float) -> None:
+    made = group(lambda group, rank: Doubled(), in_rank_order=in_rank_order)
+    x, norm = torch.ones(1, numbers), Norm(torch.ones(numbers), 0.0)
+    normed, residual = made.add_norm(ReferenceOps(), x, torch.ones(1, numbers), norm, None, 1.0, None)
+    assert residual.tolist() == [[1.0 + added] * numbers]
+    alone = numbers == 4 and not in_rank_order
+    assert (normed is x) == alone, "deterministic norms are those of any number of rows"
 
 
 def test_where_memory_is_not_reached_sums_are_the_librarys() -> None:

@@ -119,8 +119,8 @@ def test_equal_logits_are_truncated_the_same_in_any_batch() -> None:
 @pytest.mark.parametrize(
     "s",
     [
-        SamplingParams(temperature=1.7, top_k=9),
-        SamplingParams(temperature=1.0, top_p=0.8),
+        pytest.param(SamplingParams(temperature=1.7, top_k=9), marks=pytest.mark.nightly),
+        pytest.param(SamplingParams(temperature=1.0, top_p=0.8), marks=pytest.mark.nightly),
         SamplingParams(temperature=2.0, min_p=0.1, top_k=40, top_p=0.95),
         SamplingParams(temperature=1.0, repetition_penalty=1.5, presence_penalty=0.5, logit_bias={7: 2.0}),
     ],

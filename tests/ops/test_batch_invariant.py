@@ -29,7 +29,7 @@ def companies(x: Tensor) -> list[tuple[Tensor, slice]]:
     return [(x[i : i + n], slice(i, i + n)) for i, n in ((0, 1), (17, 1), (3, 2), (5, 7), (0, 8), (9, 17), (1, 39))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("columns", SIZES)
 def test_every_operation_on_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, columns: int) -> None:
     torch.manual_seed(columns)
@@ -49,6 +49,9 @@ def test_every_operation_on_a_row_has_the_same_bits_in_any_batch(dtype: torch.dt
         "xielu": lambda x: OPS.xielu(x, XIELU(*torch.tensor([[0.3], [-0.6], [0.5]]))),
         "norm": lambda x: OPS.norm(x, Norm(norm[0], 1e-6)),
         "layer norm": lambda x: OPS.norm(x, Norm(norm[0], 1e-6, norm[0], centred=True)),
+        "scaled sum": lambda x: OPS.add_norm(x, x.flip(1), None, scale=0.22)[1],
+        "sigmoid": OPS.sigmoid,
+        "clamped gate": OPS.clamped_mul,
         "tanh": torch.tanh,
         "shares": lambda x: x.float().softmax(-1),
         "mix": lambda x: OPS.combine_experts(x.view(len(x), 6, -1), OPS.normalize(x[:, :6].float().abs())),
@@ -58,6 +61,24 @@ def test_every_operation_on_a_row_has_the_same_bits_in_any_batch(dtype: torch.dt
         whole = way(x)
         for rows, which in companies(x):
             assert torch.equal(way(rows), whole[which]), (name, which)
+
+
+def test_tiles_lie_in_memory_alike_wherever_their_rows_come_from() -> None:
+    """Libraries may sum rows that are further apart, or begin elsewhere, in another way."""
+    seen = set()
+
+    def product(tile: Tensor) -> Tensor:
+        seen.add((tile.shape, tile.stride(), tile.data_ptr() % 64))
+        return tile
+
+    heads = torch.arange(40.0 * 5 * 12).view(40, 5, 12)
+    for head in range(5):
+        for rows, _ in companies(heads[:, head]):
+            assert torch.equal(in_tiles(product, rows, TILE_ROWS), rows)
+    for first in range(8):
+        rows = heads[:, 0].contiguous()[first : first + 8]
+        assert torch.equal(in_tiles(product, rows, TILE_ROWS), rows)
+    assert seen == {((8, 12), (12, 1), 0)}
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if can_pack(dtype, torch.device("cpu"))])

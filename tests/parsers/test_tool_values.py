@@ -14,6 +14,7 @@ from quire.parsers.parts import TextPart, joined
 from quire.parsers.tools.kinds import kinds_of, properties_of
 from quire.parsers.tools.readers import reader_of
 from quire.parsers.tools.styles import STYLES, Parameters, TaggedStyle, calls_text
+from tests.pairs import in_turn
 
 TOOLS: dict[str, dict[str, Any]] = {"weather": {"city": {}, "days": {"type": "integer"}}, "now": {}}
 
@@ -109,12 +110,13 @@ def check(name: str, text: str, most: int = 1 << 20) -> None:
 def test_any_json_in_any_place_of_a_call_is_read_the_same_in_every_split(
     name: str, cuts: int, call: Any, ascii: bool
 ) -> None:
-    """In CI letter by letter and at three places of each text, all places of one value in the test below."""
+    """In CI letter by letter and at three places of each text, and at all places of one value, of every second form, in
+    the test below."""
     for text in written(name, call, ascii=ascii):
         check(name, text, most=cuts)
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", in_turn(STYLES))
 def test_a_call_is_read_the_same_cut_at_every_place(name: str) -> None:
     for text in written(name, {"name": "weather", "arguments": '{"a": 1'}, ascii=True):
         check(name, text)

@@ -33,6 +33,17 @@ async def test_every_route_is_described_but_the_live_page() -> None:
     assert {"/v1/files/{id}/content", "/v1/batches/{id}/cancel", *ENDPOINTS} <= document["paths"].keys()
 
 
+async def test_each_kind_of_request_says_what_it_is_for_and_only_those_that_stream_have_events() -> None:
+    document, _ = await paths()
+    kinds: dict[str, set[type]] = {}
+    for path, endpoint in ENDPOINTS.items():
+        operation = document["paths"][path]["post"]
+        kinds.setdefault(operation["summary"], set()).add(endpoint.request_type)
+        streams = "text/event-stream" in operation["responses"]["200"]["content"]
+        assert streams == ("stream" in endpoint.request_type.__struct_fields__), path
+    assert all(len(types) == 1 for types in kinds.values()), kinds
+
+
 async def test_every_field_of_the_table_is_in_every_request() -> None:
     document, _ = await paths()
     for request_type in (operation.request_type for operation in OPERATIONS if operation.request_type is not None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +16,7 @@ from quire.server.endpoints import answerer
 from quire.server.limits import Limits
 from quire.structured_output.llguidance import LlguidanceCompiler
 from quire.types import Request, StructuredOutputsParams
+from tests.pairs import in_turn
 from tests.server.doubles import HI, TOKENIZER, Served, says, served
 from tests.tokenization.vocabulary import CHATML
 
@@ -181,8 +183,7 @@ async def in_a_batch(server: Served, end: Endpoint, body: dict[str, Any]) -> tup
     return end.whole(await answerer(server.backend, Limits(), "test")(end.path, json.dumps(body).encode()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "kind"), in_turn(product(MODELS, KINDS)))
 async def test_the_structure_binds_what_comes_after_the_thoughts(name: str, kind: str) -> None:
     model, (asks, obeys) = MODELS[name], KINDS[kind]
     script = thinker(model.writes, obeys)

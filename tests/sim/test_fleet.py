@@ -13,6 +13,7 @@ from quire.sim.fleet import Autoscaling, Fleet, FleetConfig, simulate_fleet
 from quire.sim.results import Results, summarize
 from quire.sim.sessions import Sessions
 from quire.sim.trace import Trace, chats
+from tests.pairs import in_turn
 from tests.sim.fleets import engine_of, trace_of
 
 SCALING = Autoscaling(200, 1, 4, startup=2.0, interval=0.5, up_delay=0.5, down_delay=3.0)
@@ -55,8 +56,10 @@ def answered(results: Results) -> bool:
     return results.status.count(1) == len(results)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("policy", ROUTING_POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "lookahead"),
+    in_turn((policy, (at + step) % 2) for at, policy in enumerate(ROUTING_POLICIES) for step in (0, 1)),
+)
 def test_leaving_replicas_behind_and_many_steps_at_once_change_no_result(policy: str, lookahead: int) -> None:
     config, load = config_of(policy=policy, lookahead=lookahead), shared()
     results, _ = simulate_fleet(config, load)
@@ -65,9 +68,20 @@ def test_leaving_replicas_behind_and_many_steps_at_once_change_no_result(policy:
     assert len(set(results.replica)) == 4
 
 
-@pytest.mark.parametrize("policy", ["least_loaded", "longest_prefix"])
-@pytest.mark.parametrize("scaling", [None, SCALING])
-@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "scaling", "closed"),
+    [
+        pytest.param(
+            policy,
+            SCALING if scaled else None,
+            closed,
+            marks=() if (policy == "least_loaded") == (scaled == closed) else pytest.mark.nightly,
+        )
+        for policy in ("least_loaded", "longest_prefix")
+        for scaled in (False, True)
+        for closed in (False, True)
+    ],
+)
 def test_nor_do_they_with_sessions_or_an_autoscaler(policy: str, scaling: Autoscaling | None, closed: bool) -> None:
     config = config_of(policy=policy, autoscaling=scaling, lookahead=1, noise=(0.7, 1.6))
     results, _ = simulate_fleet(config, sessions() if closed else shared())

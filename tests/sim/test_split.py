@@ -26,6 +26,7 @@ from quire.sim.replica import Replica
 from quire.sim.results import Results, percentile
 from quire.sim.sessions import Sessions
 from quire.sim.trace import Trace
+from tests.pairs import in_turn
 from tests.sim.fleets import COST, engine_of, trace_of
 
 NOTHING = (0.0, 0.0)
@@ -65,8 +66,10 @@ def test_the_first_token_takes_what_its_parts_take() -> None:
     assert totals.prefill_busy == pytest.approx(prompt) and totals.busy > totals.prefill_busy
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
-@pytest.mark.parametrize(("engines", "replicas"), [(1, 1), (2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("lookahead", "engines", "replicas"),
+    in_turn(((depth, *sizes) for depth in (0, 1, 2) for sizes in ((1, 1), (2, 3), (3, 1))), 4),
+)
 def test_every_request_is_answered_alike_every_time(engines: int, replicas: int, lookahead: int) -> None:
     load, engine = long_prompts(60, 40.0), side(lookahead=lookahead, noise=(0.8, 1.0, 1.2))
     config = split(engine, engines, replicas)

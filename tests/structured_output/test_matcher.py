@@ -77,7 +77,7 @@ def test_masks_follow_from_the_output_whatever_was_asked_before(structure: Struc
 
 
 @given(st.lists(walks(), min_size=1, max_size=5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_masks_made_together_are_those_made_one_by_one(
     several: list[tuple[StructuredOutputsParams, list[int], list[int]]],
 ) -> None:
@@ -295,7 +295,7 @@ def extra_tokens(size: int) -> dict[str, int]:
 
 
 @given(walks(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_masks_walked_over_drafts_are_those_asked_one_by_one(
     walk: tuple[StructuredOutputsParams, list[int], list[int]], data: st.DataObject
 ) -> None:

@@ -18,6 +18,17 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
     assert locate.locate(str(tmp_path)) == tmp_path
 
 
+@pytest.mark.parametrize("model", ["embedded", "folder", "model.gguf"])
+def test_what_is_on_this_machine_has_no_revisions(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one than was asked for would be served."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "model.gguf").touch()
+    assert locate.locate(model, revision="main") == locate.locate(model)
+    with pytest.raises(InvalidModel, match=f"^revision 'v1' is of a repository on the hub, but {model} is on this"):
+        locate.locate(model, revision="v1")
+
+
 def test_the_embedded_model_lies_in_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(locate, "files", lambda package: tmp_path / package)
     with pytest.raises(InvalidModel, match="has no embedded model"):

@@ -27,7 +27,7 @@ from tests.quantised import FORMATS, quantise
 from tests.ranks import RankThreads
 from tests.weights.test_quantised_families import LATENTS, SIZES, Exact
 
-NEW = 8
+NEW = 5
 TURNS = [frozenset(sorted(FIRST)[turn::2]) for turn in range(2)]
 """In CI one half of the families is divided among ranks, the other cut into stages."""
 MIXTURES = tuple(shape for shape, fields in SHAPES.items() if any("expert" in name for name in fields))

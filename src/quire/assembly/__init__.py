@@ -1,7 +1,8 @@
 """The composition root: chooses implementations by settings, and passes them to each other.
 
 `engine` builds an engine in this process (imports torch), `text` the tokenizer and templates, `server` and `proxy` HTTP
-servers, `engine_child` is the engine's own process. They are separate so that a server never imports torch.
+servers, `engine_child` is the engine's own process, and `engine_start` what that does before it imports torch. They are
+separate so that a server never imports torch.
 """
 
 from __future__ import annotations

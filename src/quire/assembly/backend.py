@@ -21,7 +21,7 @@ ENGINE_ENVIRONMENT = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
 """On a CPU, oneDNN caches 1,024 matrix products, one for each shape, and so does torch's layer above it, at some 280 kB
 each: memory grew over thousands of requests, and they were no faster."""
 
-ENGINE_MODULE = "quire.assembly.engine_child"
+ENGINE_MODULE = "quire.assembly.engine_start"
 """What the engine's process runs."""
 
 STANDBY_DELAY = 10.0

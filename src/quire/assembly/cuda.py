@@ -34,11 +34,12 @@ from quire.assembly.speculate import (
 from quire.config import Settings
 from quire.config.speculative import parse
 from quire.engine.executor import Executor
+from quire.errors import InvalidConfig
 from quire.executors.local import CudaExecutor
 from quire.layers.linear import ParallelGroup
 from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
 from quire.model_runner.images import ImageRunner
-from quire.model_runner.memory import GIB, LayerShape, block_bytes, layer_shapes, plan_blocks, state_bytes
+from quire.model_runner.memory import GIB, LayerShape, block_bytes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.sampling.features import EDITED, MASKED, RANDOM, SCORED, TRUNCATED
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
@@ -46,6 +47,8 @@ from quire.models.registry import Model
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
 from quire.ops.gemm import autotuning
+from quire.ops.quantized import E4M3, FLOAT8
+from quire.ops.triton.launch import ADA
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.precompile import Precompiler
 from quire.scheduler.speculation import draft_counts
@@ -56,9 +59,20 @@ AUTOTUNE_CACHE = "quire-products.json"
 """File of the fastest GEMM for each shape, in Triton's cache folder."""
 
 
-def make_ops(device: torch.device, deterministic: bool = False) -> Ops:
-    """The Triton kernels, batch-invariant ones if `deterministic`."""
-    return BatchInvariantTritonOps(device) if deterministic else TritonOps(device)
+def make_ops(device: torch.device, deterministic: bool = False, *, rounds_float8: bool = True) -> Ops:
+    """The Triton kernels, batch-invariant ones if `deterministic`. rounds_float8: see `TritonOps.rounds`."""
+    return BatchInvariantTritonOps(device) if deterministic else TritonOps(device, rounds_float8=rounds_float8)
+
+
+def check_float8(name: str, device: torch.device) -> None:
+    """Raise InvalidConfig where the GPU's kernels do not read K/V of `--kv-cache-dtype` name."""
+    found = torch.cuda.get_device_capability(device)
+    if FLOAT8[name].dtype is E4M3 and found < ADA:
+        raise InvalidConfig(
+            f"--kv-cache-dtype {name} needs a GPU of compute capability {ADA[0]}.{ADA[1]} or later, and this one has "
+            f"{found[0]}.{found[1]}: use fp8_e5m2, or leave it at auto",
+            param="kv_cache_dtype",
+        )
 
 
 def make_steps(settings: Settings, device: torch.device) -> TritonSteps:
@@ -77,19 +91,22 @@ def make_executor(
     limits: Limits,
     heads: PoolingHeads | None,
     parallel: ParallelGroup,
+    layers: Sequence[LayerShape],
     images: ImageRunner | None = None,
     image_tokens: tuple[int, int] = (0, 0),
 ) -> Executor:
-    """The executor on `device`, its graphs captured. heads, images: as in `CudaExecutor`. image_tokens: as in
+    """The executor on `device`, its graphs captured. layers, heads, images: as in `CudaExecutor`. image_tokens: as in
     `working_bytes`. parallel: all ranks have as many blocks as the one with the fewest.
 
     Raises InvalidConfig when K/V does not fit.
     """
     cache, spec = settings.cache, model.spec
     max_num_seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-    draft = load_draft(settings, model, device, make_ops(device), parallel)
+    draft = load_draft(
+        settings, model, device, make_ops(device, rounds_float8=settings.model.fp8_activations == "auto"), parallel
+    )
     drafts = most_drafts(settings)
-    layers = layer_shapes(spec.kv_shapes, model.dtype, spec.state_shapes) + draft_layers(draft)
+    every = (*layers, *draft_layers(draft))
     # Loading leaves the memory of repacked matrices in the caching allocator, where it counts as taken.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -97,9 +114,9 @@ def make_executor(
     left = int(free - (1 - cache.gpu_memory_utilization) * total) - work
     budget, states = cache.kv_cache_memory_bytes or left, limits.num_rows * (1 + drafts)
     # All ranks have as many of each as the one with the least memory.
-    snapshots = parallel.smallest(snapshot_slots(settings, limits, layers, states, budget))
+    snapshots = parallel.smallest(snapshot_slots(settings, limits, every, states, budget))
     sizes: dict[str, Any] = {"page_size": limits.block_size, "rows": limits.num_rows}
-    sizes["pages"] = blocks = parallel.smallest(_num_blocks(settings, spec, layers, limits, budget, states + snapshots))
+    sizes["pages"] = blocks = parallel.smallest(_num_blocks(settings, spec, every, limits, budget, states + snapshots))
     keys = _keys(settings, spec, limits, draft is not None)
     started = time.monotonic()
     with autotuning(Path(knobs.cache.dir) / AUTOTUNE_CACHE):
@@ -109,6 +126,7 @@ def make_executor(
             max_model_len=limits.max_model_len,
             tokens=tokens,
             dtype=model.dtype,
+            layers=layers,
             device=device,
             steps=make_steps(settings, device),
             queue=CudaQueue(device, _captured(settings), make_precompiler(parallel), preparing),
@@ -122,7 +140,7 @@ def make_executor(
             catch_up=_catch_up(settings, tokens, draft is not None),
         )
     state_slots = states + snapshots + 1
-    kv_bytes = (blocks + 1) * block_bytes(layers, limits.block_size) + state_slots * state_bytes(layers)
+    kv_bytes = (blocks + 1) * block_bytes(every, limits.block_size) + state_slots * state_bytes(every)
     beside = free - torch.cuda.mem_get_info(device)[0] - kv_bytes
     _log_memory(blocks, limits.block_size, [kv_bytes, work, beside], time.monotonic() - started)
     return executor

@@ -40,7 +40,10 @@ from quire.engine.executor import Description, Executor
 from quire.engine.timing import LatencyController, PlanDelay
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
+from quire.executors.ranks import Ranks
 from quire.layers.linear import ONE_RANK, ParallelGroup
+from quire.layers.quantization.base import QuantizedWeight
+from quire.layers.quantization.mapped import pack_beside
 from quire.layers.stages import Pipeline
 from quire.model_runner.images import ImageRunner, Normalization
 from quire.model_runner.memory import LayerShape, cpu_budget, layer_shapes, plan_blocks, state_bytes
@@ -63,6 +66,7 @@ from quire.ops.native.library import LEVELS, best_level
 from quire.ops.native.ops import InvariantNativeOps, NativeOps
 from quire.ops.quantized import FLOAT8
 from quire.ops.reference import ReferenceOps
+from quire.ops.stages import stage_ended
 from quire.scheduler.block_pool import EVICTION_POLICIES
 from quire.scheduler.encoder_cache import EncoderCache
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
@@ -113,8 +117,10 @@ def build_engine(
     observers: Iterable[Observer] = (),
     keep: int = 0,
     wrap: Callable[[Executor], Executor] = lambda executor: executor,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """Load the model and build an engine for it. keep: completed requests to remember. wrap: applied to the executor.
+    ranks: those of the executor, if they have been started.
 
     Raises InvalidModel or InvalidConfig.
     """
@@ -122,7 +128,7 @@ def build_engine(
     make = Engine if folder is None else recorded(folder, settings.execution.recording_max_bytes)
     policy = build_policy(settings)
     target = settings.scheduler.latency_target_ms
-    executor, limits, static_gauges, plan_delay = make_executor(settings)
+    executor, limits, static_gauges, plan_delay = make_executor(settings, ranks)
     offload = build_offload(settings, executor)
     executor = wrap(executor)
     if executor.describe().bidirectional:
@@ -147,8 +153,11 @@ def build_engine(
     return engine
 
 
-def make_executor(settings: Settings) -> BuiltExecutor:
-    """The executor that `executor` names. Raises InvalidModel or InvalidConfig."""
+def make_executor(settings: Settings, ranks: Ranks | None = None) -> BuiltExecutor:
+    """The executor that `executor` names. ranks: those that have been started for it.
+
+    Raises InvalidModel or InvalidConfig.
+    """
     kind = choose_executor(settings)
     if kind != "hf":
         reject_options(settings, kind, PLACING)
@@ -159,7 +168,7 @@ def make_executor(settings: Settings) -> BuiltExecutor:
     try:
         if kind == "local" and settings.execution.ranked:
             refuse_tiers(settings, "an engine of several ranks")
-            return cast(BuiltExecutor, import_module("quire.assembly.ranks").make(settings))
+            return cast(BuiltExecutor, import_module("quire.assembly.ranks").make(settings, ranks))
         if kind == "local":
             return build_local(settings, ONE_RANK)
         return cast(BuiltExecutor, extra(f"quire.assembly.{kind}", kind).make(settings))
@@ -180,7 +189,14 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     canary = build_canary(settings)
     pooler = pooler_of(settings)
     processor = find_processor(settings)
-    model = _load(settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor))
+    alone = device.type == "cpu" and parallel.size == parallel.pipeline.stages == 1
+    unpacked: list[QuantizedWeight] | None = [] if alone else None
+    model = _load(
+        settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor), unpacked=unpacked
+    )
+    stage_ended("weights")
+    parallel.connect()
+    stage_ended("meeting")
     threads = settings.execution.threads or max(1, choose_threads(parameters(model.spec)) // parallel.neighbours)
     torch.set_num_threads(threads)
     limits = resolve(settings, model.spec, device, pooler.max_length)
@@ -191,8 +207,10 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
         executor: Executor = on_host(settings, model, limits, layers, heads=heads, images=images, parallel=parallel)
     else:
         executor = _cuda().make_executor(
-            *(settings, model, device, limits, heads, parallel), images, image_tokens(settings, processor)
+            *(settings, model, device, limits, heads, parallel, layers), images, image_tokens(settings, processor)
         )
+    if unpacked:
+        pack_beside(unpacked)
     return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
 
 
@@ -374,6 +392,7 @@ def _load(
     parallel: ParallelGroup = ONE_RANK,
     *,
     vision: bool = False,
+    unpacked: list[QuantizedWeight] | None = None,
 ) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
@@ -383,7 +402,11 @@ def _load(
             dtype=model.dtype,
             device=device,
             ops=choose_ops(
-                device, settings.execution.deterministic, embedded=by_default, kernels=settings.execution.cpu_kernels
+                device,
+                settings.execution.deterministic,
+                embedded=by_default,
+                kernels=settings.execution.cpu_kernels,
+                rounds_float8=model.fp8_activations == "auto",
             ),
             parallel=parallel,
             expert_parallel=settings.execution.enable_expert_parallel,
@@ -399,6 +422,7 @@ def _load(
             words=None if pooler.words is None else word_ids(pooler.words, build_tokenizer(settings)),
             vision=vision,
             mtp=wants_mtp(settings),
+            unpacked=unpacked,
         )
 
 
@@ -413,15 +437,20 @@ def count_compiles(device: str) -> Callable[[], int]:
 
 
 def choose_ops(
-    device: torch.device, deterministic: bool | None = None, *, embedded: bool = False, kernels: str = "auto"
+    device: torch.device,
+    deterministic: bool | None = None,
+    *,
+    embedded: bool = False,
+    kernels: str = "auto",
+    rounds_float8: bool = True,
 ) -> Ops:
     """The kernels for a device.
 
     deterministic: batch-invariant ones; None: only for the embedded model as shipped, on a CPU, where they cost little.
-    kernels: of a CPU, `cpu_kernels`.
+    kernels: of a CPU, `cpu_kernels`. rounds_float8: whether activations may be rounded to float8.
     """
     if device.type != "cpu":
-        return cast(Ops, _cuda().make_ops(device, bool(deterministic)))
+        return cast(Ops, _cuda().make_ops(device, bool(deterministic), rounds_float8=rounds_float8))
     if deterministic is None and embedded:
         rows = stable_rows()
         return SteadyOps(rows) if rows else BatchInvariantOps()
@@ -490,9 +519,7 @@ def _kv_layers(
     if name == "auto":
         return layer_shapes(model.spec.kv_shapes, model.dtype, model.spec.state_shapes), {}
     if device.type != "cpu":
-        raise InvalidConfig(
-            f"--kv-cache-dtype {name} works on a CPU only for now: leave it at auto", param="kv_cache_dtype"
-        )
+        _cuda().check_float8(name, device)
     published = {} if settings.model.load_format == "dummy" else published_scales(place_of(settings))
     layers, quality = float8_layers(model, _probe(settings), device, published, FLOAT8[name])
     num_float8 = sum(layer.dtype is not model.dtype for layer in layers)

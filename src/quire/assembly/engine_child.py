@@ -1,4 +1,5 @@
-"""The engine's process: `python -m quire.assembly.engine_child FD`, with a socket inherited from the server."""
+"""The engine's process, which `engine_start` begins. Run as a program, with a socket inherited from the server, it does
+that itself."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from functools import partial
 
 from quire import heap
 from quire.assembly.engine import build_engine, count_compiles
+from quire.assembly.engine_start import Begun, received_settings
 from quire.assembly.limits import choose_device
-from quire.assembly.place import of_parent
 from quire.assembly.text import build_tokenizer
 from quire.config import Settings
 from quire.engine.executor import Description, Executor
 from quire.engine.process import EngineLoop
-from quire.engine.protocol import BuildFailed, Configure, FrameReader, Ready, encode_frame
+from quire.engine.protocol import BuildFailed, Ready, encode_frame
 from quire.engine.step_watch import StepWatch
 from quire.errors import QuireError
 from quire.executors.ranks import RankedExecutor
@@ -32,24 +33,25 @@ RANK_LOST = 3
 """Exit code of an engine that ends because a rank was lost: the server starts another."""
 
 
-def main(wrap: Callable[[Executor], Executor] = lambda executor: executor) -> int:
+def main(wrap: Callable[[Executor], Executor] = lambda executor: executor, begun: Begun | None = None) -> int:
     """Build the engine, report it as ready, and run until the server closes the socket.
 
-    Returns the exit code: 2 if the engine cannot be built, RANK_LOST. wrap: applied to the executor, for tests.
+    Returns the exit code: 2 if the engine cannot be built, RANK_LOST. wrap: applied to the executor, for tests. begun:
+    what there is already.
     """
     heap.settled()
-    link = socket.socket(fileno=int(sys.argv[1]))
+    link, received, ranks = begun or Begun(socket.socket(fileno=int(sys.argv[1])))
     # A compiler that a library starts would keep it open if it outlived this process.
     link.set_inheritable(False)
     metrics, history = EngineMetrics(), History()
     live_view = EngineLiveView(history)
     try:
-        settings = _settings(link)
+        settings = received or received_settings(link)
         watch = StepWatch(timeout=_step_timeout(settings))
         grammars = GrammarCompiler(LlguidanceCompiler(partial(build_tokenizer, settings)))
         if choose_device(settings.execution.device).type == "cuda":
             grammars.warm_up()
-        engine = build_engine(settings, observers=[metrics, watch, history, live_view], wrap=wrap)
+        engine = build_engine(settings, observers=[metrics, watch, history, live_view], wrap=wrap, ranks=ranks)
     except QuireError as error:
         _send(link, BuildFailed(type(error).__name__, str(error)))
         return 2
@@ -87,14 +89,6 @@ def _cache_labels(settings: Settings, description: Description) -> dict[str, str
     options = {name: str(value) for name, value in asdict(settings.cache).items()}
     sizes = {"block_size": str(description.block_size), "num_gpu_blocks": str(description.num_blocks)}
     return options | sizes | {"cache_dtype": settings.cache.kv_cache_dtype}
-
-
-def _settings(link: socket.socket) -> Settings:
-    frames = FrameReader(Configure)
-    while data := link.recv(1 << 16):
-        for message in frames.feed(data):
-            return of_parent(message.settings)
-    raise QuireError("the frontend exited before it sent the settings")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from quire.engine.executor import Executor
 from quire.errors import QuireError
 from quire.executors.rank_loop import RankLink, RankLoop, die_with
 from quire.executors.ranks import BuildRank, RankReady, RankRefused
+from quire.ops.stages import START_TIMES, StartTimes
 
 START_TIMEOUT = timedelta(hours=1)
 """Within which ranks meet: while they load weights, one may be much slower. The engine knows whether they live."""
@@ -43,23 +46,33 @@ def run(link: RankLink, asked: BuildRank, listener: int | None, wrap: Wrap = lam
     others find it. wrap: see `main`."""
     if asked.rank:
         logging.disable(logging.WARNING)  # rank 0 says the same
+    times = StartTimes(asked.began or time.monotonic())
+    START_TIMES.set(times)
+    times.ended("imports")
+    use_card(asked)
     try:
-        join(asked, listener)
-        built = build_rank(asked.settings, asked.shape, START_TIMEOUT, asked.place.neighbours)
+        built = build_rank(asked, START_TIMEOUT, partial(join, asked, listener))
     except QuireError as error:
         link.send(RankRefused(type(error).__name__, str(error)))
         os._exit(2)
     heap.settled()
-    link.send(RankReady(built.executor.describe(), built.limits._asdict(), built.static_gauges))
+    times.ended("rest")
+    link.send(RankReady(built.executor.describe(), built.limits._asdict(), built.static_gauges, times.seconds))
     RankLoop(wrap(built.executor), link, asked.rank, asked.shape).run()
 
 
-def join(asked: BuildRank, listener: int | None) -> None:
-    """Meet the other ranks."""
+def use_card(asked: BuildRank) -> bool:
+    """Have this thread use the rank's GPU. Returns whether it computes on one."""
     cuda = device_of(asked.settings).type == "cuda"
     if cuda:
         # Of those that this process sees: Ray shows each rank its own.
         torch.cuda.set_device(asked.rank % torch.cuda.device_count())
+    return cuda
+
+
+def join(asked: BuildRank, listener: int | None) -> None:
+    """Join the other ranks."""
+    cuda = use_card(asked)
     listens: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener}
     place, timeout = asked.place, START_TIMEOUT
     store = dist.TCPStore(  # type: ignore[attr-defined]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,48 +13,33 @@ import torch.distributed as dist
 
 from quire.assembly import extra
 from quire.assembly.engine import build_local
+from quire.assembly.engine_start import begin_ranks, start_ranks
 from quire.assembly.limits import BuiltExecutor, Limits, check_stages, choose_device
-from quire.assembly.place import for_child, of_parent, without_secrets
+from quire.assembly.place import of_parent, without_secrets
 from quire.config import Settings
 from quire.errors import InvalidConfig
-from quire.executors.ranks import RankedExecutor, Ranks, RankShape, StartRanks, child_processes
+from quire.executors.ranks import BuildRank, RankedExecutor, Ranks
 from quire.layers.distributed import DistributedGroup, SmallReduce
 
-ENVIRONMENT: Mapping[str, str] = MappingProxyType(
-    {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    }
-)
-"""Of ranks, where they are not set: they talk on this host alone, and without NVLink's multicast."""
 
-RANK_MODULE = "quire.assembly.rank_child"
-
-
-def make(settings: Settings) -> BuiltExecutor:
-    """Start the ranks and wait until all have loaded their part.
+def make(settings: Settings, ranks: Ranks | None = None) -> BuiltExecutor:
+    """Start the ranks, or take those that have been started, and wait until all have loaded their part.
 
     Raises InvalidConfig for more ranks than GPUs, and what a rank raises.
     """
-    shape = RankShape(settings.execution.tensor_parallel_size, settings.execution.pipeline_parallel_size)
-    device = choose_device(settings.execution.device)
+    size, device = settings.execution.num_ranks, choose_device(settings.execution.device)
     check_stages(settings, device)
     cuda, backend = device.type == "cuda", settings.execution.distributed_executor_backend
-    if cuda and backend == "mp" and torch.cuda.device_count() < shape.size:
+    if cuda and backend == "mp" and torch.cuda.device_count() < size:
         raise InvalidConfig(
-            f"--tensor-parallel-size {shape.size}: torch sees {torch.cuda.device_count()} GPUs here; use as many at "
-            "most",
+            f"--tensor-parallel-size {size}: torch sees {torch.cuda.device_count()} GPUs here; use as many at most",
             param="tensor_parallel_size",
         )
+    start = partial(start_ranks, settings)
     if backend == "ray":
-        start: StartRanks = extra("quire.assembly.ray_ranks", "ray").ray_actors(cuda)
-        sent = without_secrets(settings)
-    else:
-        start = child_processes([sys.executable, "-m", RANK_MODULE], {**ENVIRONMENT, **os.environ})
-        sent = for_child(settings)
-    executor = RankedExecutor(lambda: Ranks(start, sent, shape))
+        actors = extra("quire.assembly.ray_ranks", "ray").ray_actors(cuda)
+        start = partial(begin_ranks, settings, actors, without_secrets(settings))
+    executor = RankedExecutor(start, ranks)
     return BuiltExecutor(executor, Limits(**executor.ready.limits), executor.ready.gauges)
 
 
@@ -65,17 +48,20 @@ def device_of(settings: Mapping[str, Any]) -> torch.device:
     return choose_device(of_parent(settings).execution.device)
 
 
-def build_rank(settings: Mapping[str, Any], shape: RankShape, timeout: timedelta, neighbours: int) -> BuiltExecutor:
-    """This rank's executor, in a process that has joined the others. timeout: of what ranks exchange. neighbours: ranks
-    on this host."""
-    made = of_parent(settings)
+def build_rank(asked: BuildRank, timeout: timedelta, join: Callable[[], None]) -> BuiltExecutor:
+    """This rank's executor. timeout: of what ranks exchange. join: joins the other ranks, in a thread, while weights
+    are loaded."""
+    made, shape = of_parent(asked.settings), asked.shape
     cuda = choose_device(made.execution.device).type == "cuda"
     group = DistributedGroup(
+        asked.rank,
         shape.tensor,
+        shape.size,
         in_rank_order=not cuda or bool(made.execution.deterministic),
         timeout=timeout,
-        neighbours=neighbours,
+        neighbours=asked.place.neighbours,
         make_small_reduce=_peer_sum if cuda and shape.tensor > 1 else None,
+        join=join,
     )
     return build_local(made, group)
 

@@ -34,6 +34,7 @@ from quire.observability.logs import RequestLogger, ToolLogger, log_config, run_
 from quire.observability.observer import ObserverGroup
 from quire.observability.recording_format import recording_folder
 from quire.observability.tracing import Traces, build_traces
+from quire.ops.stages import stage_table
 from quire.server.access import BATCHES, Hosts, Keys, Rates, loopback
 from quire.server.app import create_app
 from quire.server.batch_api.runner import BatchService
@@ -232,6 +233,9 @@ def _log_ready(text: Text, backend: NativeBackend, started: float, url: str) -> 
     )
     if backend.description is not None:
         log.info("%s", capacity(backend.description, card.max_model_len))
+        if ranks := backend.description.start_seconds:
+            for line in stage_table(ranks):
+                log.info("%s", line)
     log.info("chat and live view: %s/ui; routes and their fields: %s/docs", url, url)
     log.info("try: %s", first_request(card.id, url, chats=backend.chat is not None))
 

@@ -54,6 +54,8 @@ DTYPES: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "f32": "float3
 CLOCKS: Mapping[str, Callable[[], float]] = MappingProxyType({"wall": time.perf_counter, "cpu": time.process_time})
 """What seconds are."""
 
+_COUNT = click.IntRange(1, 1 << 20)
+
 Decode = Callable[[list[list[int]], int], float]
 """(prompts, new tokens) -> seconds for all of them."""
 
@@ -97,12 +99,18 @@ class Case:
 )
 @click.option("--vs", default="transformers", show_default=True, help="Peers: llama-cpp, openvino, transformers.")
 @click.option("--peer-python", "named", multiple=True, metavar="PEER=PATH", help="The Python of a peer's environment.")
-@click.option("--batch", "batches", multiple=True, type=int, default=(1, 8), show_default=True)
-@click.option("--prompt", default=128, show_default=True, help="Prompt tokens a sequence.")
-@click.option("--new", default=64, show_default=True, help="New tokens a sequence.")
-@click.option("--long-prompt", default=512, show_default=True, help="Tokens of one prompt more, alone; 0: none.")
-@click.option("--repeat", default=5, show_default=True, help="Interleaved rounds; medians are shown.")
-@click.option("--threads", default=0, help="CPU threads; 0: as many as there are cores.")
+@click.option("--batch", "batches", multiple=True, type=_COUNT, default=(1, 8), show_default=True)
+@click.option("--prompt", type=_COUNT, default=128, show_default=True, help="Prompt tokens a sequence.")
+@click.option("--new", type=_COUNT, default=64, show_default=True, help="New tokens a sequence.")
+@click.option(
+    "--long-prompt",
+    type=click.IntRange(0, 1 << 20),
+    default=512,
+    show_default=True,
+    help="Tokens of one prompt more, alone; 0: none.",
+)
+@click.option("--repeat", type=_COUNT, default=5, show_default=True, help="Interleaved rounds; medians are shown.")
+@click.option("--threads", type=click.IntRange(0, 4096), default=0, help="CPU threads; 0: as many as there are cores.")
 @click.option(
     "--clock",
     type=click.Choice(list(CLOCKS)),

@@ -7,13 +7,14 @@ import platform
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
-from quire.cli.ranges import FiniteRange
+from quire.cli.ranges import LENGTHS, FiniteRange, ascending
 from quire.cli.tables import numbers
 from quire.engine.engine import Engine
 from quire.engine.timing import VirtualClock, WallClock
@@ -26,17 +27,19 @@ from quire.sim.run import Outcome, SimConfig, peak_memory, simulate
 from quire.sim.workload import Load, uniform
 
 _POINTS = (50, 95, 99)
+_SIZE = click.IntRange(1, 1 << 20)
+_SPAN: Any = MappingProxyType({"type": LENGTHS, "callback": ascending, "show_default": True})
 
 
 @click.command("engine")
-@click.option("--requests", type=click.IntRange(1), default=1000, show_default=True, help="How many.")
-@click.option("--prompt", "prompt", type=(int, int), default=(4, 96), show_default=True, help="Prompt tokens, from to.")
-@click.option("--new", "new", type=(int, int), default=(4, 24), show_default=True, help="New tokens, from to.")
+@click.option("--requests", type=click.IntRange(1, 1 << 24), default=1000, show_default=True, help="How many.")
+@click.option("--prompt", default=(4, 96), help="Prompt tokens, from to.", **_SPAN)
+@click.option("--new", default=(4, 24), help="New tokens, from to.", **_SPAN)
 @click.option("--rate", type=FiniteRange(0), default=0.0, help="Arrivals a second; 0: all at once.")
-@click.option("--max-num-seqs", type=click.IntRange(1), default=32, show_default=True, help="Sequences at once.")
-@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens a step.")
-@click.option("--blocks", type=click.IntRange(1), default=4096, show_default=True, help="KV blocks.")
-@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens a block.")
+@click.option("--max-num-seqs", type=_SIZE, default=32, show_default=True, help="Sequences at once.")
+@click.option("--max-num-batched-tokens", type=_SIZE, default=512, show_default=True, help="Tokens a step.")
+@click.option("--blocks", type=click.IntRange(1, 1 << 24), default=4096, show_default=True, help="KV blocks.")
+@click.option("--block-size", type=_SIZE, default=16, show_default=True, help="Tokens a block.")
 @click.option("--batching", type=click.Choice(get_args(Batching)), default="continuous", show_default=True)
 @click.option("--pressure-policy", type=click.Choice(get_args(Pressure)), default="foresee", show_default=True)
 @click.option(

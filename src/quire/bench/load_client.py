@@ -20,6 +20,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from quire.frontend.http_client import Origin
 from quire.observability.prometheus import percentile
 
 FAILURES = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
@@ -155,7 +156,8 @@ def encode_request(job: LoadJob, number: int) -> bytes:
     ).encode()
     key = f"Authorization: Bearer {job.key}\r\n" if job.key else ""
     path = f"{job.path}/v1/{'chat/' if job.chat else ''}completions"
-    head = f"POST {path} HTTP/1.1\r\nHost: {job.host}\r\nContent-Type: application/json\r\n{key}"
+    host = Origin(job.host, job.port, job.tls, job.path).authority
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{key}"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

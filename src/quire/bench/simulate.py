@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import Progress
 
@@ -42,6 +43,18 @@ _DEPLOYMENT = (
     *("autoscale_tokens", "prefill_max_slowdown"),
 )
 """What --set may name besides the engine's options."""
+_NEEDED: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "users": ("turns", "think", "input_len", "output_len"),
+        "autoscale": ("autoscale_tokens", "startup_time"),
+        "prefill_replicas": (
+            *("prefill_calibration", "prefill_min_tokens", "prefill_max_slowdown", "prefill_timeout"),
+        ),
+        "targets": ("max_replicas",),
+    }
+)
+"""Options that mean something only beside another: the others by that one."""
+_OF_TRACES = ("speed", "shrink", "repeat", "overlap")
 _TARGET = re.compile(r"(ttft|tpot|itl|e2el)_(mean|p50|p90|p95|p99)=(\d+(?:\.\d+)?)(ms|s)")
 
 OnProgress = Callable[[int, float], None]
@@ -67,20 +80,19 @@ class Question:
         engine: dict[str, Any] = {}
         for name, value in values.items():
             if name in _DEPLOYMENT:
-                mine[name] = value if name == "policy" else _positive(name, value)
+                mine[name] = _deployment_value(name, value)
             else:
                 engine[name] = OPTIONS[name].read(value, f"--set {name}")
         return replace(self, settings=self.settings.changed(**engine), given={**self.given, **mine})
 
 
-def _positive(name: str, value: str) -> float:
+def _deployment_value(name: str, value: str) -> Any:
+    """What the command's own option of this name reads. Raises InvalidConfig."""
+    option = next(each for each in (*_load_options(), *_deployment_options()) if each.name == name)
     try:
-        number = float(value) if name in ("speed", "startup_time", "prefill_max_slowdown") else int(value)
-    except ValueError:
-        number = -1
-    if number < 0 or (number == 0 and name != "prefill_replicas"):
-        raise InvalidConfig(f"--set {name}: must be a number above 0, not {value!r}")
-    return number
+        return option.type.convert(value, option, click.get_current_context(silent=True))
+    except click.BadParameter as error:
+        raise InvalidConfig(f"--set {name}: {error.message}") from error
 
 
 def _parse_sets(sets: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -121,7 +133,8 @@ def _parse_targets(texts: Sequence[str]) -> dict[tuple[str, str], float]:
 
 _SHOWN: Any = MappingProxyType({"show_default": True})
 _COUNT = click.IntRange(1)
-_REPLICAS = click.IntRange(1, 100_000)
+MAX_REPLICAS = 100_000
+_REPLICAS = click.IntRange(1, MAX_REPLICAS)
 _TEXTS: Mapping[str, str] = MappingProxyType(
     {
         "trace": "Azure's CSV, Mooncake's JSON lines, what `quire bench serve` saved, a recording (file or folder); or "
@@ -144,6 +157,14 @@ _TEXTS: Mapping[str, str] = MappingProxyType(
 )
 
 
+def _parse_scale(value: str) -> tuple[int, int]:
+    """Read `1:8`. Raises BadParameter."""
+    low, high = parse_range(value)
+    if high > MAX_REPLICAS:
+        raise click.BadParameter(f"{high} replicas are more than {MAX_REPLICAS}")
+    return low, high
+
+
 def _load_options() -> list[click.Parameter]:
     return [
         click.Option(["--trace"], metavar="FILE", help=_TEXTS["trace"]),
@@ -162,6 +183,7 @@ def _load_options() -> list[click.Parameter]:
 
 def _deployment_options() -> list[click.Parameter]:
     policies, nonnegative = click.Choice(list(ROUTING_POLICIES)), click.IntRange(0)
+    engines = click.IntRange(0, MAX_REPLICAS)
     return [
         click.Option(["--gpu"], metavar="NAME", help=f"The card of each replica: {', '.join(DEVICES)}."),
         click.Option(["--calibration"], type=FILE, help="Step times that `quire calibrate` measured, instead."),
@@ -170,12 +192,12 @@ def _deployment_options() -> list[click.Parameter]:
         click.Option(["--policy"], type=policies, default="least_loaded", help="Of routing.", **_SHOWN),
         click.Option(["--max-imbalance"], type=nonnegative, default=MAX_IMBALANCE, help=_TEXTS["imbalance"], **_SHOWN),
         click.Option(["--routers"], type=_COUNT, default=1, help="Each with its share of the replicas.", **_SHOWN),
-        click.Option(["--autoscale"], metavar="MIN:MAX", type=parse_range, help=_TEXTS["autoscale"]),
+        click.Option(["--autoscale"], metavar="MIN:MAX", type=_parse_scale, help=_TEXTS["autoscale"]),
         click.Option(["--autoscale-tokens"], type=_COUNT, default=8192, help=_TEXTS["tokens"], **_SHOWN),
         click.Option(
             ["--startup-time"], type=FiniteRange(0), default=30.0, help="Seconds a new replica takes.", **_SHOWN
         ),
-        click.Option(["--prefill-replicas"], type=nonnegative, default=0, help=_TEXTS["prefill"], **_SHOWN),
+        click.Option(["--prefill-replicas"], type=engines, default=0, help=_TEXTS["prefill"], **_SHOWN),
         click.Option(["--prefill-calibration"], type=FILE, help=_TEXTS["prefill_steps"]),
         click.Option(["--prefill-min-tokens"], type=_COUNT, default=256, help=_TEXTS["prefill_least"], **_SHOWN),
         click.Option(
@@ -205,6 +227,17 @@ def _answer_options() -> list[click.Parameter]:
     ]
 
 
+def _check_given(context: click.Context, sets: Mapping[str, Sequence[str]]) -> None:
+    """Raise InvalidConfig for an option that would change nothing, on the command line or of --set."""
+    flags = {param.name: param.opts[0] for param in context.command.params}
+    given = {name for name in flags if context.get_parameter_source(str(name)) is ParameterSource.COMMANDLINE} | {*sets}
+    for needed, names in _NEEDED.items():
+        for name in given.intersection(names) if needed not in given else ():
+            raise InvalidConfig(f"{flags[name]} changes nothing without {flags[needed]}: leave it out, or give both")
+    for name in given.intersection(_OF_TRACES) if "users" in given else ():
+        raise InvalidConfig(f"{flags[name]} is of a trace, and --sessions has none: leave it out")
+
+
 @click.command(
     "simulate",
     cls=SettingsCommand,
@@ -221,6 +254,7 @@ def command(settings: Settings, as_json: bool, output: Path | None, **given: Any
     """
     goals = {what: ms / 1e3 for what, ms in given.pop("goals").items()}
     targets, sets = _parse_targets(given.pop("targets")), _parse_sets(given.pop("sets"))
+    _check_given(click.get_current_context(), sets)
     path, prefill_path = given.pop("calibration"), given.pop("prefill_calibration")
     if (path is None) == (given["gpu"] is None):
         raise InvalidConfig("say where steps run, by one of --gpu and --calibration", param="gpu")

@@ -63,7 +63,7 @@ main = Root(
         "diff": ("quire.cli.diff", "Compare a model's activations with transformers', layer by layer."),
         "verify": ("quire.cli.verify", "Check that answers do not depend on load, cache, chunks or drafts."),
         "replay": ("quire.cli.replay", "Make a recording's decisions again, and say why each was made."),
-        "demo": ("quire.sim.demo", "Show the engine's loop, step by step."),
+        "demo": ("quire.cli.demo", "Show the engine's loop, step by step."),
         "doctor": ("quire.cli.doctor", "Check this machine: what is missing, and how to fix it."),
         "config": ("quire.cli.show", "Print the effective settings and where each came from."),
         "version": ("quire.cli.show:show_version", "Print versions."),

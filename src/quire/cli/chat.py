@@ -301,12 +301,19 @@ def question(prompt: tuple[str, ...], model: str) -> str | None:
     return text
 
 
+MOST_PIPED = 8 << 20
+"""Characters of a prompt that is piped in: some two million tokens of prose. What never ends would fill the memory."""
+
+
 def piped_text() -> str:
-    """All of standard input. Raises InvalidRequest where that is no text."""
+    """All of standard input. Raises InvalidRequest where that is no text, or has more than MOST_PIPED characters."""
     try:
-        return as_text(sys.stdin.read())
+        text = sys.stdin.read(MOST_PIPED + 1)
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"standard input is not text in {error.encoding}: {error.reason}") from error
+    if len(text) > MOST_PIPED:
+        raise InvalidRequest(f"standard input has more than {MOST_PIPED:,} characters: pipe in a part of it")
+    return as_text(text)
 
 
 def answered(llm: quire.LLM, messages: list[Message], text: str, params: quire.SamplingParams) -> Iterator[str]:

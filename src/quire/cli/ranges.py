@@ -17,3 +17,14 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(made):
             self.fail(f"{value} is not a finite number", param, ctx)
         return made
+
+
+LENGTHS = (click.IntRange(1, 1 << 20), click.IntRange(1, 1 << 20))
+"""Tokens, from and to."""
+
+
+def ascending(context: click.Context, param: click.Parameter, value: tuple[int, int]) -> tuple[int, int]:
+    """Callback of an option of two numbers, from and to. Raises BadParameter where the first is the larger one."""
+    if value[0] > value[1]:
+        raise click.BadParameter(f"{value[0]} {value[1]}: the first number may not be above the second", context, param)
+    return value

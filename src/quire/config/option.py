@@ -129,10 +129,11 @@ class Option:
             wrong = f", not {value}"
         else:
             return
-        raise InvalidConfig(f"{where}: {self.wants()}{wrong}", param=self.name)
+        too_large = self.kind in ("whole", "number") and isinstance(value, int | float) and value > self.high
+        raise InvalidConfig(f"{where}: {self.wants(most=too_large)}{wrong}", param=self.name)
 
-    def wants(self) -> str:
-        """What a value must be, for messages."""
+    def wants(self, *, most: bool = False) -> str:
+        """What a value must be, for messages. most: with an upper bound that no useful value comes near, too."""
         if self.choices:
             return "must be one of " + ", ".join(self.choices) + (", or module:Class" if self.registry else "")
         words = {
@@ -143,7 +144,7 @@ class Option:
             "switch": "must be true or false",
         }[self.kind]
         low, high = (f"{bound:g}" if abs(bound) < 1e6 else str(bound) for bound in (self.low, self.high))
-        if math.isfinite(self.low) and self.high < UNLIMITED:
+        if math.isfinite(self.low) and (most or self.high < UNLIMITED):
             words += f" from {low} to {high}"
         elif math.isfinite(self.low):
             words += f" of at least {low}"

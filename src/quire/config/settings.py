@@ -465,6 +465,12 @@ class ModelConfig:
         "How weights are stored; auto: as the checkpoint has them. Those from fp8 to q4_0 are made of plain weights "
         "while loading (q8_0 to q4_0 are GGUF's types), the others must be what the checkpoint says.",
     )
+    fp8_activations: Literal["auto", "off"] = option(
+        "auto",
+        "With FP8 weights on a GPU: auto: a step of more than 16 tokens rounds activations to FP8, too, each token by "
+        "its own largest number, where the GPU multiplies FP8 and answers need not be deterministic; off: they keep "
+        "16 bits.",
+    )
     canary: Literal["refuse", "warn", "off"] = option(
         "refuse",
         "What happens when quantized weights or K/V answer a probe differently from unquantized ones; off: no probe.",
@@ -537,7 +543,10 @@ class CacheConfig:
         None, "Number of KV blocks, on whatever device; auto: from the memory there is.", low=1, high=UNLIMITED
     )
     kv_cache_memory_bytes: int | None = option(
-        None, "Memory for KV blocks (4GiB works); auto: what is left, and no more than the limits can use.", low=1
+        None,
+        "Memory for KV blocks (4GiB works); auto: what is left, and no more than the limits can use.",
+        low=1,
+        high=1 << 50,
     )
     gpu_memory_utilization: float = option(
         0.92, "Share of the GPU's memory to use in all; no meaning on a CPU.", low=0.01, high=1
@@ -759,7 +768,10 @@ class ExecutionConfig:
         "none: nothing is recorded.",
     )
     recording_max_bytes: int = option(
-        256 << 20, "Largest size of all recordings in that folder: the oldest go first (64MiB works).", low=1 << 20
+        256 << 20,
+        "Largest size of all recordings in that folder: the oldest go first (64MiB works).",
+        low=1 << 20,
+        high=1 << 50,
     )
 
     @property

@@ -29,6 +29,7 @@ class Description:
     draft_catch_up_seconds: for each token that a draft model has not been fed. draft_kv_share: the draft model's K/V
     bytes, as a share of the model's. recurrent: whether layers keep states, of which `num_snapshots` can be kept for
     the prefix cache, of `state_bytes` each. static_gauges: gauges that never change, by their names in /metrics.
+    start_seconds: of the stages of each rank's start, see `ops.stages`; empty without ranks.
     """
 
     num_blocks: int
@@ -54,6 +55,7 @@ class Description:
     state_bytes: int = 0
     bidirectional: bool = False
     static_gauges: dict[str, float] = field(default_factory=dict)
+    start_seconds: list[dict[str, float]] = field(default_factory=list)
 
 
 class StepHandle(Protocol):

@@ -140,10 +140,11 @@ def facts_of(
 class CudaExecutor(LocalExecutor):
     """A model on a GPU, whose steps are launched ahead of results; tokens stay there until they are read.
 
-    pages to dtype, heads, snapshots: as `LocalExecutor`. tokens: the most that a step feeds. depth: steps launched
-    ahead of results at most. steps: the kernels around the forward. queue: the order of device work, and whether it is
-    captured. proposer: where drafts come from. warm: the kinds of step that are captured at the start. paces: (rows,
-    drafts) of the decode steps that are timed at the start; catch_up: a draft model's forward that is timed too.
+    pages to dtype, layers, heads, snapshots: as `LocalExecutor`. tokens: the most that a step feeds. depth: steps
+    launched ahead of results at most. steps: the kernels around the forward. queue: the order of device work, and
+    whether it is captured. proposer: where drafts come from. warm: the kinds of step that are captured at the start.
+    paces: (rows, drafts) of the decode steps that are timed at the start; catch_up: a draft model's forward that is
+    timed too.
     """
 
     runner: LookaheadRunner
@@ -169,8 +170,9 @@ class CudaExecutor(LocalExecutor):
         heads: PoolingHeads | None = None,
         images: ImageRunner | None = None,
         snapshots: int = 0,
+        layers: Sequence[LayerShape] | None = None,
     ) -> None:
-        layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes)
+        layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes) if layers is None else layers
         num_drafts, recurrent = proposer.num_drafts if proposer else 0, any(each.state for each in layers)
         held = RowState(rows, max_model_len, page_size, num_drafts, recurrent=recurrent)
         states, bytes_per_block = held.num_states + snapshots * recurrent, block_bytes(layers, page_size)

@@ -9,6 +9,7 @@ others with it: they wait for it in the middle of a sum. All are killed then, an
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import socket
@@ -27,6 +28,7 @@ from quire import errors
 from quire.engine.executor import Description
 from quire.engine.protocol import FrameReader, encode_frame
 from quire.errors import QuireError, RankLost, StepFailed
+from quire.ops.stages import stage_table
 from quire.scheduler.plan import Mask, Plan, Result, Span, StepSamples
 from quire.types import PromptImage
 
@@ -81,12 +83,14 @@ class RankPlace(msgspec.Struct, frozen=True):
 
 
 class BuildRank(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a rank. settings: by option name."""
+    """The first message to a rank. settings: by option name. began: when its process was started, by the clock of its
+    host; 0: of another host."""
 
     settings: dict[str, Any]
     rank: int
     shape: RankShape
     place: RankPlace
+    began: float = 0.0
 
 
 class Launch(msgspec.Struct, tag=True, frozen=True):
@@ -132,11 +136,13 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
 
 
 class RankReady(msgspec.Struct, tag=True, frozen=True):
-    """The rank's executor is built. limits: `assembly.limits.Limits`. gauges: see `BuiltExecutor`."""
+    """The rank's executor is built. limits: `assembly.limits.Limits`. gauges: see `BuiltExecutor`. seconds: of each
+    stage of its start, see `ops.stages`."""
 
     about: Description
     limits: dict[str, int]
     gauges: dict[str, float]
+    seconds: dict[str, float] = {}
 
 
 class RankRefused(msgspec.Struct, tag=True, frozen=True):
@@ -166,6 +172,8 @@ class StepError(msgspec.Struct, tag=True, frozen=True):
 
 ToRank = BuildRank | Launch | HandMasks | LoadImage | Reset | Ping
 FromRank = Pong | RankReady | RankRefused | StepDone | StepError
+
+log = logging.getLogger(__name__)
 
 NO_SPANS: tuple[Span, ...] = ()
 
@@ -261,9 +269,9 @@ def child_processes(argv: Sequence[str], environment: Mapping[str, str]) -> Star
 
 
 class Ranks:
-    """The processes of all ranks.
+    """The processes of all ranks, which are started.
 
-    lost: which rank was lost, if any. Raises what a rank raises while it builds its executor, or RankLost.
+    lost: which rank was lost, if any.
     """
 
     def __init__(self, start: StartRanks, settings: Mapping[str, Any], shape: RankShape):
@@ -273,18 +281,36 @@ class Ranks:
         self.selector = selectors.DefaultSelector()
         self.inbox: deque[tuple[int, Any]] = deque()
         self.ready: dict[int, RankReady] = {}
+        self.began = time.monotonic()
         try:
             for number, (rank, place) in enumerate(start(shape)):
                 self.ranks.append(rank)
                 self.selector.register(rank.sock, selectors.EVENT_READ, number)
-                self._send(number, encode_frame(BuildRank(dict(settings), number, shape, place)))
-            self._wait_until_ready()
+                here = self.began if place.dies_with_parent else 0.0
+                self._send(number, encode_frame(BuildRank(dict(settings), number, shape, place, here)))
         except BaseException:
             self.kill()
             raise
 
+    def wait_until_ready(self) -> Ranks:
+        """Itself, once all have built their executors. Raises what a rank raises meanwhile, or RankLost; all are ended
+        then."""
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+        took, size = time.monotonic() - self.began, self.shape.size
+        log.info("%d ranks are ready after %.1f s", size, took)
+        for line in stage_table(self.start_seconds()):
+            log.info("%s", line)
+        return self
+
+    def start_seconds(self) -> list[dict[str, float]]:
+        """Of each rank's start, by stage."""
+        return [self.ready[number].seconds for number in range(self.shape.size)]
+
     def _wait_until_ready(self) -> None:
-        began = time.monotonic()
         while len(self.ready) < len(self.ranks):
             self.poll(PING_INTERVAL)
             while self.inbox:
@@ -292,7 +318,7 @@ class Ranks:
                 if isinstance(message, RankRefused):
                     raise refused(message)
                 self.ready[number] = message
-            late = time.monotonic() - began > CONNECT
+            late = time.monotonic() - self.began > CONNECT
             for number, rank in enumerate(self.ranks):
                 if not rank.heard and late:
                     raise self._lost(number, f"said nothing for {CONNECT:.0f} s after it was started")
@@ -387,17 +413,19 @@ class RankHandle(NamedTuple):
 
 
 class RankedExecutor:
-    """An `Executor` of one process a rank. start: starts the processes, at once and whenever they were lost."""
+    """An `Executor` of one process a rank. start: starts the processes, at once and whenever they were lost. ranks:
+    those that have been started. Raises as `Ranks.wait_until_ready`."""
 
-    def __init__(self, start: Callable[[], Ranks]) -> None:
+    def __init__(self, start: Callable[[], Ranks], ranks: Ranks | None = None) -> None:
         self._start = start
-        self._ranks: Ranks | None = start()
+        self._ranks: Ranks | None = (ranks or start()).wait_until_ready()
         ready = self._ranks.ready
         self.ready = ready[self._ranks.shape.answering]
         self._about = replace(
             self.ready.about,
             block_bytes=sum(each.about.block_bytes for each in ready.values()),
             state_bytes=sum(each.about.state_bytes for each in ready.values()),
+            start_seconds=self._ranks.start_seconds(),
         )
         self._epoch = self._step = self._num_received = 0
         self._samples: list[StepSamples] = []
@@ -418,7 +446,7 @@ class RankedExecutor:
     def launch(self, plan: Plan) -> RankHandle:
         """Send a plan to all ranks, which are started again if they were lost. Raises RankLost."""
         if self._ranks is None:
-            self._ranks = self._start()
+            self._ranks = self._start().wait_until_ready()
             self._begin()
         same = plan.spans is self._spans
         sent = plan._replace(spans=NO_SPANS) if same else plan

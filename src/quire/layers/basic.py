@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
-from quire.layers.linear import ColumnParallelLinear, ParallelGroup, RowParallelLinear
+from quire.layers.linear import ONE_RANK, ColumnParallelLinear, ParallelGroup, RowParallelLinear
 from quire.layers.quantization.gguf import GgufStorage
 from quire.ops.base import Angles, Gate, Norm, Norms, Ops, Scores
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
@@ -66,11 +66,13 @@ class NormLayer:
     """An RMS norm or a layer norm, or none: then x stays as it is.
 
     scale: what its output is multiplied by where it is added to the residual stream. gain: a number, in a tensor, that
-    the stream is multiplied by then.
+    the stream is multiplied by then. parallel: where it is added, what comes to it are partial sums of these ranks, see
+    `RowParallelLinear.leave_sum`.
     """
 
     def __init__(self, norm: Norm | None, ops: Ops, scale: float = 1.0, gain: Tensor | None = None) -> None:
         self.norm, self.ops, self.scale, self.gain = norm, ops, scale, gain
+        self.parallel = ONE_RANK
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (tokens, hidden); the same shape."""
@@ -78,14 +80,15 @@ class NormLayer:
 
     def add(self, x: Tensor, residual: Tensor, before: NormLayer) -> tuple[Tensor, Tensor]:
         """(norm of the sum, sum) of residual and of what `before` makes of x. See `Ops.add_norm`."""
-        return self.ops.add_norm(x, residual, self.norm, before.norm, before.scale, before.gain)
+        add_norm = before.parallel.add_norm
+        return add_norm(self.ops, x, residual, self.norm, before.norm, before.scale, before.gain)
 
     def add_norms(
         self, x: Tensor, residual: Tensor, before: NormLayer, others: Sequence[Norm]
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """(norm of the sum, other norms of it, sum): as `add`, of a layer with a norm."""
         assert self.norm is not None
-        norms = (self.norm, *others)
+        norms, x = (self.norm, *others), before.parallel.all_reduce(x)
         (made, *rest), total = self.ops.add_norms(x, residual, norms, before.norm, before.scale, before.gain)
         return made, rest, total
 
@@ -142,6 +145,10 @@ class GatedMLP:
         """x: (tokens, hidden); the same shape. batch: of no use here, see `MLPFunction`."""
         return self.down(self.gate_up(x, self.gate))
 
+    def leave_sum(self) -> ParallelGroup:
+        """See `RowParallelLinear.leave_sum`."""
+        return self.down.leave_sum()
+
 
 class MLP:
     """down(act(up(x)))."""
@@ -154,6 +161,10 @@ class MLP:
     def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
         """x: (tokens, hidden); the same shape. batch: of no use here, see `MLPFunction`."""
         return self.down(self.activation(self.up(x)))
+
+    def leave_sum(self) -> ParallelGroup:
+        """See `RowParallelLinear.leave_sum`."""
+        return self.down.leave_sum()
 
 
 class Rotary:

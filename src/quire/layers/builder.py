@@ -49,6 +49,7 @@ from quire.layers.quantization.base import (
     Matrix,
     MatrixPart,
     Plain,
+    QuantizedWeight,
     StoredFormat,
     WeightSlot,
     WeightStorage,
@@ -117,7 +118,8 @@ class ModelBuilder:
     patterns (fnmatch) of checkpoint names that the model does not need. skipped: those of them that an option would
     load; optional: those that it loads. renames: see `rename`. stacks: see `ExpertStack`. modules: those that the
     checkpoint has tensors of, as far as it matters under which of several names. expert_parallel: ranks have whole
-    experts each, not a part of every expert. elsewhere: modules of the checkpoint that other ranks load.
+    experts each, not a part of every expert. elsewhere: modules of the checkpoint that other ranks load. unpacked:
+    weights that are packed after the model is ready, see `mapped.pack_beside`.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class ModelBuilder:
         self.slots: dict[str, list[WeightSlot]] = {}
         self.matrices: list[WeightStorage] = []
         self.embeddings: list[WeightStorage] = []
+        self.unpacked: list[QuantizedWeight] = []
         self.finalized: set[int] = set()
         self.unjoined: list[SeparateExperts | Decompression] = []
         self.ignored: list[str] = []

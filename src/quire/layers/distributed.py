@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from quire.layers.linear import ParallelGroup
 from quire.layers.stages import LinkedPipeline
+from quire.ops.base import Norm, Ops
 from quire.ops.capture import PRECOMPILING
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,17 @@ class SmallReduce(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """As `Reduce`."""
 
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None,
+        scale: float,
+        gain: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`Ops.add_norm` of the sum, in one kernel."""
+
 
 MakeSmallReduce = Callable[[dist.ProcessGroup, int], SmallReduce]
 """Of a group's rank; every rank calls it, in the same order. Raises RuntimeError where GPUs do not reach each other's
@@ -45,14 +58,13 @@ class DistributedPipeline(LinkedPipeline):
     Sends return at once: what is sent is kept until it has arrived, at the latest until the next one.
     """
 
-    def __init__(self, size: int) -> None:
-        super().__init__(dist.get_rank() // size, dist.get_world_size() // size)
-        self._before, self._next = dist.get_rank() - size, dist.get_rank() + size
-        self._device = _device()
+    def __init__(self, rank: int, size: int, world: int) -> None:
+        super().__init__(rank // size, world // size)
+        self._before, self._next = rank - size, rank + size
         self._sent_last: list[tuple[dist.Work | None, Tensor]] = []
 
     def _header(self) -> int:
-        size = torch.zeros(1, dtype=torch.int64, device=self._device)
+        size = torch.zeros(1, dtype=torch.int64, device=_device())
         dist.recv(size, self._before)
         return int(size)
 
@@ -63,7 +75,7 @@ class DistributedPipeline(LinkedPipeline):
         for work, _ in self._sent_last:
             if work is not None:
                 work.wait()
-        sent = [torch.tensor([0 if x is None else x.nbytes], dtype=torch.int64, device=self._device)]
+        sent = [torch.tensor([0 if x is None else x.nbytes], dtype=torch.int64, device=_device())]
         sent += [] if x is None else [x.contiguous()]
         self._sent_last = [(dist.isend(each, self._next), each) for each in sent]
 
@@ -75,8 +87,10 @@ def _device() -> torch.device:
 
 
 class DistributedGroup(ParallelGroup):
-    """The ranks of one stage among those of torch.distributed's default process group, which is initialized. size: of a
-    stage. neighbours: ranks on this host.
+    """The ranks of one stage among those of torch.distributed's default process group, which `join` initializes. They
+    meet in a thread, beside what this rank does until `connect`.
+
+    rank: among all `world` ranks. size: of a stage. neighbours: ranks on this host.
 
     in_rank_order: sums add up the ranks' tensors in float32, rank 0's first, so that an element's sum does not depend
     on how many elements are sent with it, as it does in a ring. Otherwise the library sums what is not small, which
@@ -85,38 +99,74 @@ class DistributedGroup(ParallelGroup):
 
     def __init__(
         self,
+        rank: int,
         size: int,
+        world: int,
         *,
         in_rank_order: bool,
         timeout: timedelta,
         neighbours: int,
         make_small_reduce: MakeSmallReduce | None = None,
+        join: Callable[[], None] = lambda: None,
     ) -> None:
-        self.size, self.rank, self.neighbours = size, dist.get_rank() % size, neighbours
-        self.pipeline = DistributedPipeline(size)
-        # Every rank must make every group.
-        stages = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
-        groups = [dist.new_group(list(each), timeout=timeout) for each in stages]
-        self._group = groups[self.pipeline.stage]
+        self.size, self.rank, self.neighbours = size, rank % size, neighbours
+        self.pipeline = DistributedPipeline(rank, size, world)
+        self._group: dist.ProcessGroup | None = None
+        self._small: SmallReduce | None = None
         self._reduce: Reduce = self._sum_in_rank_order if in_rank_order else self._library_sum
-        # A communicator takes its memory in its first exchange: before what is free is measured.
+        # The norm is a kernel of its own in deterministic mode, whose bits do not depend on how many rows there are.
+        self._fuses = not in_rank_order
+        thread = ThreadPoolExecutor(1, "meeting")
+        self._met = thread.submit(self._meet, join, range(0, world, size), timeout, make_small_reduce)
+        thread.shutdown(wait=False)
+
+    def _meet(self, join: Callable[[], None], stages: range, timeout: timedelta, make: MakeSmallReduce | None) -> None:
+        """stages: first ranks. A communicator takes its memory in its first exchange: before what is free is
+        measured."""
+        join()
+        self._group = dist.group.WORLD
+        if len(stages) > 1:
+            # Every rank must make every group.
+            groups = [dist.new_group([*range(first, first + self.size)], timeout=timeout) for first in stages]
+            self._group = groups[self.pipeline.stage]
         self._library_sum(torch.zeros(1, device=_device()))
-        self._small = None if make_small_reduce is None else self._agreed(make_small_reduce)
+        self._smallest(0)
+        self._small = None if make is None else self._agreed(make)
 
     def _agreed(self, make: MakeSmallReduce) -> SmallReduce | None:
         """What every rank has made, or nothing where one could not."""
         made = None
+        assert self._group is not None
         try:
             made = make(self._group, self.rank)
         except RuntimeError as error:
             log.warning("ranks do not reach each other's memory, so sums are the library's: %s", error)
-        return made if self.smallest(made is not None) else None
+        return made if self._smallest(made is not None) else None
+
+    def connect(self) -> None:
+        """See `ParallelGroup`. Raises what `join` did."""
+        self._met.result()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `ParallelGroup`."""
         if self._small is not None and x.nbytes <= self._small.most:
             return self._small(x)
         return x if PRECOMPILING.get() is not None else self._reduce(x)
+
+    def add_norm(
+        self,
+        ops: Ops,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None,
+        scale: float,
+        gain: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `ParallelGroup`."""
+        if self._fuses and self._small is not None and x.nbytes <= self._small.most:
+            return self._small.add_norm(x, residual, norm, before, scale, gain)
+        return super().add_norm(ops, x, residual, norm, before, scale, gain)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """See `ParallelGroup`. What is sent is as wide as the widest rank's."""
@@ -128,6 +178,10 @@ class DistributedGroup(ParallelGroup):
 
     def smallest(self, value: int) -> int:
         """See `ParallelGroup`."""
+        self.connect()
+        return self._smallest(value)
+
+    def _smallest(self, value: int) -> int:
         held = torch.tensor(value, dtype=torch.int64, device=_device())
         dist.all_reduce(held, dist.ReduceOp.MIN)
         return int(held)

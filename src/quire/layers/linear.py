@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.quantization.base import WeightStorage
 from quire.layers.stages import ONE_STAGE, Pipeline
-from quire.ops.base import Gate
+from quire.ops.base import Gate, Norm, Ops
 
 
 class ParallelGroup:
@@ -28,9 +28,25 @@ class ParallelGroup:
     neighbours: int = 1
     pipeline: Pipeline = ONE_STAGE
 
+    def connect(self) -> None:
+        """Wait until the ranks have met: before the first exchange of hidden states."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's x, on every rank, of the same bits."""
         return x
+
+    def add_norm(
+        self,
+        ops: Ops,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        before: Norm | None,
+        scale: float,
+        gain: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`Ops.add_norm` of the sum of every rank's x. `residual` is the same on every rank."""
+        return ops.add_norm(self.all_reduce(x), residual, norm, before, scale, gain)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Every rank's x side by side along the last dimension, in rank order. widths: each rank's last dimension."""
@@ -86,10 +102,16 @@ class RowParallelLinear:
 
     def __init__(self, stored: WeightStorage, parallel: ParallelGroup) -> None:
         self.stored, self.apply, self.parallel = stored, stored.apply, parallel
+        self.all_reduce = parallel.all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, this rank's inputs] -> [T, out], whole on every rank."""
-        return self.parallel.all_reduce(self.apply(x))
+        return self.all_reduce(self.apply(x))
+
+    def leave_sum(self) -> ParallelGroup:
+        """Return this rank's partial sums from now on. Returns the group over which the caller adds them up."""
+        self.all_reduce = ONE_RANK.all_reduce
+        return self.parallel
 
 
 class LMHead:

@@ -5,7 +5,7 @@ Which experts tokens use is known on the device alone: no shape depends on it, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.linear import ParallelGroup
+from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.layers.quantization.base import Plain, WeightStorage
 from quire.ops.base import (
     NO_BIASES,
@@ -138,7 +138,9 @@ class SeparateExperts:
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`."""
         if self.joined:
-            return self.ops.quantized_experts(x, routing, *self.joined, self.gate, self.biases)
+            first = self.gate_up[0].quantized
+            ops = self.ops.unrounded() if first is not None and first.exact else self.ops
+            return ops.quantized_experts(x, routing, *self.joined, self.gate, self.biases)
         return through_experts(x, routing, len(self.gate_up), self._mlp, self.ops.combine_experts)
 
     def _mlp(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -172,7 +174,7 @@ def stack_biases(matrices: Sequence[WeightStorage]) -> Tensor | None:
 def stack_float8(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None:
     """Matrices of float8 with the same scales per row in one, see `ExpertMatrices`; None of others."""
     first = matrices[0]
-    layouts = {(each.weight.dtype, each.scale.shape[1], each.width, each.offset) for each in matrices}
+    layouts = {(each.weight.dtype, each.scale.shape[1], each.width, each.offset, each.height) for each in matrices}
     if len(layouts) > 1 or first.weight.dtype != E4M3:
         return None
     weight, scale = torch.cat([each.weight for each in matrices]), torch.cat([each.scale for each in matrices])
@@ -188,10 +190,20 @@ class Router(NamedTuple):
     gains: Tensor | None = None
 
 
+class SharedMLP(Protocol):
+    """What every token uses: see `basic.GatedMLP`."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+
+    def leave_sum(self) -> ParallelGroup:
+        """See `RowParallelLinear.leave_sum`."""
+
+
 class SharedExpert(NamedTuple):
     """An MLP that every token uses. gate: a matrix [1, hidden], if any: see `MoEConfig`."""
 
-    mlp: Callable[[Tensor], Tensor]
+    mlp: SharedMLP
     gate: WeightStorage | None = None
 
 
@@ -216,7 +228,17 @@ class MoE:
         self.own = own
         self.router, self.experts, self.config, self.ops, self.shared = router, experts, mixture, ops, shared
         self.latent = latent
-        self.all_reduce = parallel.all_reduce
+        self.parallel, self.all_reduce = parallel, parallel.all_reduce
+
+    def leave_sum(self) -> ParallelGroup:
+        """See `RowParallelLinear.leave_sum`: of the experts and of the one that tokens share, in one sum. Where the
+        experts' sum passes another matrix, nothing is left."""
+        if self.latent is not None:
+            return ONE_RANK
+        self.all_reduce = ONE_RANK.all_reduce
+        if self.shared is not None:
+            self.shared.mlp.leave_sum()
+        return self.parallel
 
     def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`. What all tokens use is computed between the choice of

@@ -45,6 +45,7 @@ from quire.model_runner.step_io import (
     step_result,
 )
 from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LongSpan, LongSpans, RaggedBatch
+from quire.ops.stages import stage_ended
 from quire.scheduler.plan import Plan, Span
 from quire.types import TokenLogprobs
 
@@ -165,12 +166,14 @@ class LookaheadRunner(BaseRunner):
             scoring = [partial(self._score_padding, size) for size in PIECES] if self.generates else []
             uncaptured: list[Callable[[], object]] = [*scoring, *self._image_padding(keys)]
             self.queue.precompile([touch, *(partial(self._work, key) for key in keys), *uncaptured])
+            stage_ended("kernels")
             self.queue.prepare_all([(key, partial(self._work, key)) for key in keys])
             for work in uncaptured:
                 work()
             self.state.reset()
             touch()
         self.queue.synchronize()
+        stage_ended("graphs")
 
     def step_seconds(self, num_rows: int, num_drafts: int) -> float:
         """Seconds of a decode step of so many rows that verifies and makes so many drafts each, on padding."""

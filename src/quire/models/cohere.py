@@ -28,6 +28,8 @@ from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 class ParallelBlock(Block):
     """One layer: attention and MLP of the same normed input."""
 
+    leaves_sums = False
+
     def __call__(
         self,
         x: Tensor,

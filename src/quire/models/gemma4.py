@@ -68,6 +68,8 @@ class LayerInput:
 class Gemma4Block(Block):
     """One layer. last: the norm of what it returns, and what the stream is multiplied by."""
 
+    leaves_sums = False
+
     def __init__(
         self,
         norms: Sequence[NormLayer],

@@ -6,6 +6,7 @@ norm that is None, a scale of 1, a layer without rotary embedding, on the same p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -19,12 +20,14 @@ from quire.layers.basic import Attention, GatedMLP, Heads, NormLayer
 from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
+from quire.layers.linear import ParallelGroup
 from quire.layers.mamba import Mamba2
 from quire.layers.quantization.packed import projection_of
 from quire.layers.vision import VisionTower
 from quire.models.heads import lm_head, next_token_logits, score_head
 from quire.models.spec import Config, ModelSpec, read_decoder
 from quire.ops.base import Angles, Decoder, DecoderLayer, Norm, Norms
+from quire.ops.capture import PRECOMPILING
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 
 
@@ -33,11 +36,30 @@ def received(batch: RaggedBatch, spec: ModelSpec, dtype: torch.dtype) -> Tensor:
     return torch.empty(len(batch.tokens), spec.hidden, dtype=dtype, device=batch.tokens.device)
 
 
+def outline(part: object) -> object:
+    """By what layers differ whose kernels do: their parts, their numbers, and how tensors lie in memory."""
+    if isinstance(part, Tensor):
+        return part.dtype, part.shape, part.stride(), part.data_ptr() % 16
+    if isinstance(part, tuple | list):
+        return type(part), *map(outline, part)
+    if isinstance(part, str):
+        return re.sub("[0-9]+", "#", part)  # as names of tensors differ from layer to layer
+    if part is None or isinstance(part, int | float):
+        return part
+    if type(part).__module__.startswith(("quire.layers.", "quire.models.")):
+        names = [*getattr(part, "__slots__", ()), *getattr(part, "__dict__", ())]
+        return type(part), *((name, outline(getattr(part, name))) for name in names)
+    return type(part)
+
+
 class MLPFunction(Protocol):
     """An MLP, or experts."""
 
     def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. batch: whose tokens x is of; rows of its null block may be left out."""
+
+    def leave_sum(self) -> ParallelGroup:
+        """See `RowParallelLinear.leave_sum`."""
 
 
 Mixer: TypeAlias = Attention | LatentAttention | GatedDelta | Mamba2
@@ -54,12 +76,20 @@ class BlockNorms(NamedTuple):
 
 
 class Block:
-    """One layer: attention and `mlp`, each between two norms, most of which a model does not have."""
+    """One layer: attention and `mlp`, each between two norms, most of which a model does not have.
+
+    leaves_sums: what they return is added up over ranks where it is added to the residual stream.
+    """
+
+    leaves_sums: ClassVar[bool] = True
 
     def __init__(self, norms: Sequence[NormLayer], attention: Mixer, mlp: MLPFunction) -> None:
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
         self.attention = attention
         self.mlp = mlp
+        if self.leaves_sums:
+            self.after_attention.parallel = attention.out.leave_sum()
+            self.after_mlp.parallel = mlp.leave_sum()
 
     def __call__(
         self,
@@ -149,6 +179,7 @@ class Llama:
         self.spec = spec
         self.ops = build.ops
         self.dtype = build.dtype
+        self.unpacked = build.unpacked
         body = build.scope("model")
         body.ignore("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq")
         self.pipeline, last = build.pipeline, build.pipeline.last
@@ -233,12 +264,27 @@ class Llama:
         residual = self.enter(batch)
         x, residual, done = self.run_together(batch, kv, angles, residual)
         after, spec = self.blocks[done - 1].after_mlp if done else self.nothing, self.spec
-        for i, block in list(zip(spec.own_layers, self.blocks, strict=True))[done:]:
+        for i, block in self.numbered_blocks(done):
             output = batch.output_indices if i == spec.layers - 1 else None
             x, residual = block(x, residual, after, angles[i], batch, kv[self.kv_layers[i]], output)
             residual = batch.add_features(i, residual)
             after = block.after_mlp
         return self.leave(batch, x, residual, after)
+
+    def numbered_blocks(self, first: int) -> Sequence[tuple[int, AnyBlock]]:
+        """This stage's layers from one on, with their numbers. Where kernels are compiled ahead, only those that may
+        launch others than the layers before them: what is computed then is meaningless."""
+        blocks = list(zip(self.spec.own_layers, self.blocks, strict=True))
+        return blocks[first:] if PRECOMPILING.get() is None else [blocks[at] for at in self.distinct if at >= first]
+
+    @cached_property
+    def distinct(self) -> Sequence[int]:
+        """Of this stage's layers, by place: the first of each kind, and the last, which computes some rows only."""
+        kinds = {
+            (self.spec.layer_ropes[i], outline(block)): at
+            for at, (i, block) in reversed([*enumerate(zip(self.spec.own_layers, self.blocks, strict=True))])
+        }
+        return sorted({*kinds.values(), len(self.blocks) - 1})
 
     # Worked out once: by each layer in each step, they took a tenth of a small model's time.
 
@@ -257,9 +303,16 @@ class Llama:
         """Per layer, its angles. angles: of each of `rotaries`."""
         return [angles[number] for number in self.rope_numbers]
 
-    @cached_property
+    @property
     def decoder(self) -> tuple[Decoder | None, int]:
-        """What runs the first layers in one call, and how many."""
+        """What runs the first layers in one call, and how many: none while some are still to be packed."""
+        if self.unpacked:
+            self.unpacked = [each for each in self.unpacked if each.source is not None]
+        return (None, 0) if self.unpacked else self.packed_decoder
+
+    @cached_property
+    def packed_decoder(self) -> tuple[Decoder | None, int]:
+        """The same, once all are packed."""
         described = [block.describe() if isinstance(block, Block) else None for block in self.blocks]
         layers = [each for each in takewhile(lambda each: each is not None, described) if each is not None]
         return (self.ops.decoder(layers) if layers else None), len(layers)

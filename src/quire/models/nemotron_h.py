@@ -33,6 +33,10 @@ class SingleBlock:
 
     def __init__(self, norm: NormLayer, after: NormLayer, mixer: Mixer | None, mlp: MLPFunction | None) -> None:
         self.norm, self.after_mlp, self.mixer, self.mlp = norm, after, mixer, mlp
+        if mixer is not None:
+            after.parallel = mixer.out.leave_sum()
+        elif mlp is not None:
+            after.parallel = mlp.leave_sum()
 
     def __call__(
         self,

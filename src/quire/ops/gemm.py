@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.capture import PRECOMPILING, NotCapturable, captured
+from quire.ops.stages import inside_stage
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,8 @@ class GemmAutotuner:
             if capturing(x):
                 raise NotCapturable(f"the fastest algorithm for {shape} is not known yet")
             ways, out = [self.usual, *products.algorithms(shape)], x.new_empty(shape.rows, shape.outputs)
-            took = self.timed([partial(each, x.reshape(-1, shape.inputs), weight, bias, out) for each in ways])
+            with inside_stage("tuning"):
+                took = self.timed([partial(each, x.reshape(-1, shape.inputs), weight, bias, out) for each in ways])
             way = ways[min(range(len(ways)), key=took.__getitem__)]
             book.note(products.version, shape, way.name)
         self.known[shape] = way

@@ -43,6 +43,10 @@ class ReferenceOps(BaseOps):
             return F.layer_norm(x, weight.shape, weight, bias, eps)
         return torch.rms_norm(x, weight.shape, weight, eps)
 
+    def add_scaled(self, residual: Tensor, x: Tensor, scale: float) -> Tensor:
+        """Add scale times x to residual, in place."""
+        return residual.add_(x, alpha=scale)
+
     def add_norm(
         self,
         x: Tensor,
@@ -53,7 +57,7 @@ class ReferenceOps(BaseOps):
         gain: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.add_norm`."""
-        total = residual.add_(self.norm(x, before) if before else x, alpha=scale)
+        total = self.add_scaled(residual, self.norm(x, before) if before else x, scale)
         if gain is not None:
             total = total.mul_(gain)
         return self.norm(total, norm) if norm else total, total
@@ -125,11 +129,7 @@ class ReferenceOps(BaseOps):
         """See `Ops.clamped_mul`."""
         gate, up = gate_up.chunk(2, -1)
         gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
-        return self.scaled_sigmoid(gate).mul_(gate).mul_(up + 1.0)
-
-    def scaled_sigmoid(self, x: Tensor) -> Tensor:
-        """sigmoid(CLAMP_ALPHA x)."""
-        return torch.sigmoid(CLAMP_ALPHA * x)
+        return self.sigmoid(gate * CLAMP_ALPHA).mul_(gate).mul_(up + 1.0)
 
     def gelu(self, x: Tensor) -> Tensor:
         """See `Ops.gelu`."""

@@ -12,10 +12,15 @@ from msgspec import Struct
 from quire.server import schemas
 from quire.server.access import PUBLIC_PATHS
 from quire.server.batch_api.batches import BATCH_ENDPOINTS, BatchRequest
-from quire.server.endpoints import ENDPOINTS, GENERATE_PATHS, OLLAMA_ENDPOINTS, TOKEN_COUNT_ENDPOINTS
+from quire.server.embeddings import ClassifyRequest, EmbeddingsRequest
+from quire.server.endpoints import ENDPOINTS, GENERATE_PATHS, OLLAMA_ENDPOINTS, TOKEN_COUNT_ENDPOINTS, Endpoint
 from quire.server.error_responses import JSON, OLLAMA_PATHS
 from quire.server.fields import NO_OPS, REFUSED_FIELDS
+from quire.server.messages import MessagesRequest
 from quire.server.ollama_models import REFUSED_PATHS, OllamaShowRequest
+from quire.server.pooling import PoolingRequest
+from quire.server.responses import ResponsesRequest
+from quire.server.scores import RerankRequest, ScoreRequest
 from quire.types import NUMERIC_PARAMETERS
 
 EVENTS = "text/event-stream"
@@ -81,10 +86,28 @@ _MESSAGE: Mapping[str, Any] = {
     "required": ["role", "content"],
 }
 
+_SUMMARIES: Mapping[type, str] = {
+    schemas.CompletionRequest: "Complete a prompt",
+    schemas.ChatRequest: "Answer a conversation",
+    ResponsesRequest: "Answer a conversation: OpenAI's Responses",
+    MessagesRequest: "Answer a conversation: Anthropic's Messages",
+    EmbeddingsRequest: "Texts to vectors",
+    ScoreRequest: "How well texts match others",
+    RerankRequest: "Sort documents by how well they match a query",
+    ClassifyRequest: "Texts to probabilities of classes",
+    PoolingRequest: "Texts to what the model makes of them: vectors, classes or scores",
+}
+
+
+def _answers(endpoint: Endpoint, stream: str) -> tuple[str, ...]:
+    """The media types of its answers. stream: that of streams, which not every endpoint has."""
+    return (JSON, stream) if endpoint.chunks else (JSON,)
+
+
 OPERATIONS = (
     *(
-        Operation("post", path, "Generate", endpoint.request_type, (JSON, EVENTS), ("504",))
-        for path, endpoint in ENDPOINTS.items()
+        Operation("post", path, _SUMMARIES[one.request_type], one.request_type, _answers(one, EVENTS), ("504",))
+        for path, one in ENDPOINTS.items()
     ),
     *(
         Operation("post", path, "Generate, in a short form", schemas.GenerateRequest, (JSON, EVENTS), ("504",))
@@ -95,7 +118,7 @@ OPERATIONS = (
         for path, count in TOKEN_COUNT_ENDPOINTS.items()
     ),
     *(
-        Operation("post", path, "Ollama's API", one.request_type, (JSON, *((LINES,) if one.chunks else ())), ("504",))
+        Operation("post", path, "Ollama's API", one.request_type, _answers(one, LINES), ("504",))
         for path, one in OLLAMA_ENDPOINTS.items()
     ),
     Operation("post", "/api/show", "Ollama's API: the model", OllamaShowRequest),

@@ -34,6 +34,7 @@ PROBE = (
 """Prose, arithmetic, code and JSON, as in real requests."""
 
 LONGEST = 256
+POSITIONS = 8
 PAGE = 16
 
 
@@ -125,15 +126,22 @@ def feed(tokens: Sequence[int], start: int, stop: int, device: torch.device) -> 
 
 def compare(reference: Tensor, served: Tensor, tokens: Sequence[int]) -> Quality:
     """reference and served: logits [n, V] of the same probe."""
-    before, after = reference.double().log_softmax(-1), served.double().log_softmax(-1)
-    following = torch.tensor(tokens[1:])[:, None]
-    loss = [-float(each[:-1].gather(1, following).mean()) if len(tokens) > 1 else 0.0 for each in (after, before)]
+    count = len(tokens)
+    following = torch.tensor([*tokens[1:], 0])
+    divergence, losses = list[Tensor](), (list[Tensor](), list[Tensor]())
+    # Some positions at a time: in double precision all of them take more memory than a small model.
+    for own in torch.split(torch.arange(count), POSITIONS):
+        both = [each[own].double().log_softmax(-1) for each in (served, reference)]
+        divergence.append((both[1].exp() * (both[1] - both[0])).sum(-1))
+        for each, found in zip(both, losses, strict=True):
+            found.append(each.gather(1, following[own, None])[:, 0])
+    nll, before = (-float(torch.cat(found)[:-1].mean()) if count > 1 else 0.0 for found in losses)
     return Quality(
-        positions=len(tokens),
+        positions=count,
         agreement=float((reference.argmax(-1) == served.argmax(-1)).double().mean()),
-        kl=float((before.exp() * (before - after)).sum(-1).mean()),
-        nll=loss[0],
-        before=loss[1],
+        kl=float(torch.cat(divergence).mean()),
+        nll=nll,
+        before=before,
     )
 
 
@@ -178,13 +186,16 @@ class Canary:
                 f"{listed(self.suspects)}: such weights cannot be right; the checkpoint or its scales are corrupt "
                 "(--canary warn serves it anyway)"
             )
-        if reference is None:
-            for matrix in matrices.values():
+        rounding = [matrix for matrix in matrices.values() if matrix.rounds]
+        if reference is None and rounding:
+            for matrix in rounding:
                 matrix.exact = True
             reference = self.record_reference(model, device)
-            for matrix in matrices.values():
+            for matrix in rounding:
                 matrix.exact = False
         served = self.record_reference(model, device)
+        # Where no activations are rounded, the same products were compared with themselves.
+        reference = served if reference is None else reference
         if not len(served):
             return
         self.quality = compare(reference, served, probe(model.spec.vocab, self.encoded))

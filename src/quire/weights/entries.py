@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import mmap
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +25,9 @@ class TensorEntry:
     dtype: of what `read` returns. order: (file, position); entries read in this order read their files from front to
     back. kind: how it is stored, as its format names it ('BF16', 'Q4_K'). size: bytes on disk. read: returns a cut of
     the tensor on the CPU, and raises InvalidModel for a file that ends too soon. copy: what `read_into` does, where
-    there is a faster way than `read` and a copy. each: what `part` does, where there is a faster way. stored: of
-    quantized blocks, the bytes of the same rows, uint8 [.., rows, bytes of a row].
+    there is a faster way than `read` and a copy. each: what `part` does, where there is a faster way. mapped: some rows
+    where the file is mapped to memory, which must not be written to; None for a tensor that is not as in the file.
+    stored: of quantized blocks, the bytes of the same rows, uint8 [.., rows, bytes of a row].
     """
 
     dtype: torch.dtype
@@ -36,6 +39,7 @@ class TensorEntry:
     copy: Callable[[Cut, Tensor], None] | None = None
     stored: TensorEntry | None = None
     each: Callable[[int], TensorEntry] | None = None
+    mapped: Callable[[slice], Tensor] | None = None
 
     def read_into(self, cut: Cut, target: Tensor) -> None:
         """Read a cut into a tensor of its shape, of any dtype and on any device."""
@@ -54,7 +58,7 @@ class TensorEntry:
             return self.read((slice(number, number + 1), *cut))[0]
 
         stored = self.stored and self.stored.part(number)
-        return replace(self, shape=self.shape[1:], size=size, read=read, copy=None, stored=stored)
+        return replace(self, shape=self.shape[1:], size=size, read=read, copy=None, mapped=None, stored=stored)
 
     def transformed(
         self, shape: tuple[int, ...], change: Callable[[Tensor], Tensor], *, rows_only: bool = False
@@ -63,7 +67,13 @@ class TensorEntry:
         `stored`."""
         stored = self.stored.transformed(self.stored.shape, change) if rows_only and self.stored else None
         return replace(
-            self, shape=shape, read=lambda cut: change(self.read(()))[cut], copy=None, stored=stored, each=None
+            self,
+            shape=shape,
+            read=lambda cut: change(self.read(()))[cut],
+            copy=None,
+            stored=stored,
+            each=None,
+            mapped=None,
         )
 
 
@@ -76,7 +86,16 @@ def rows_of(entry: TensorEntry, start: int, count: int) -> TensorEntry:
 
     stored = None if entry.stored is None else rows_of(entry.stored, start, count)
     size = entry.size * count // max(1, entry.shape[0])
-    return replace(entry, shape=(count, *entry.shape[1:]), size=size, read=read, copy=None, each=None, stored=stored)
+    return replace(
+        entry,
+        shape=(count, *entry.shape[1:]),
+        size=size,
+        read=read,
+        copy=None,
+        each=None,
+        mapped=None,
+        stored=stored,
+    )
 
 
 def file_entry(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...], kind: str = "") -> TensorEntry:
@@ -104,8 +123,26 @@ def file_entry(file: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...
     def part(number: int) -> TensorEntry:
         return file_entry(file, start + number * row, dtype, shape[1:], kind)
 
+    def mapped(kept: slice) -> Tensor:
+        first, last = rows((kept,))
+        return mapped_bytes(file, start + first * row, (last - first) * row).view(dtype).view(last - first, *shape[1:])
+
     size = math.prod(shape) * dtype.itemsize
-    return TensorEntry(dtype, shape, (file.name, start), kind, size, read, copy, each=part)
+    return TensorEntry(dtype, shape, (file.name, start), kind, size, read, copy, each=part, mapped=mapped)
+
+
+def mapped_bytes(file: Path, start: int, size: int) -> Tensor:
+    """Bytes of a file, uint8 [size], in the memory that the system keeps the file in, not in memory of their own. The
+    system begins to read what it has not yet. Raises InvalidModel where the file ends before."""
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    with file.open("rb") as opened:
+        if start + size > os.fstat(opened.fileno()).st_size:
+            raise InvalidModel(f"{file.name} ends before its tensors do: it is truncated, download it again")
+        # Private, not read-only: torch has no tensors that are.
+        held = mmap.mmap(opened.fileno(), start + size - first, access=mmap.ACCESS_COPY, offset=first)
+    if hasattr(mmap, "MADV_WILLNEED"):
+        held.madvise(mmap.MADV_WILLNEED)
+    return torch.frombuffer(held, dtype=torch.uint8)[start - first :]
 
 
 def read_tensor(file: Path, start: int, target: Tensor) -> None:

@@ -18,8 +18,8 @@ import torch
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ONE_RANK, ParallelGroup
-from quire.layers.quantization.base import Format, Plain, WeightSlot
-from quire.layers.quantization.gguf import GgufFormat, OnlineBlocks, StoredBlocks, Tables, no_table
+from quire.layers.quantization.base import Format, Plain, QuantizedWeight, WeightSlot
+from quire.layers.quantization.gguf import GgufFormat, GgufStorage, OnlineBlocks, StoredBlocks, Tables, no_table
 from quire.layers.quantization.packed import SMALL, Panels, packed_if_large
 from quire.layers.quantization.scaled import OnlineQuantization, OnlineQuantized
 from quire.layers.stages import Pipeline, cut_layers
@@ -79,6 +79,7 @@ def load_model(
     vision: bool = False,
     mtp: bool = False,
     expert_parallel: bool = False,
+    unpacked: list[QuantizedWeight] | None = None,
 ) -> Model:
     """The model in `folder`, ready to run.
 
@@ -90,13 +91,12 @@ def load_model(
     as a CPU. max_model_len: the longest sequence, in tokens; None: the model's context. pools: without the language
     model's head. overrides: fields in place of config.json's. words: token ids of no and yes, whose logits' difference
     is the classifier. vision: with the encoder of images, if there is one. mtp: with the layer for multi-token
-    prediction. parallel: of whose ranks this one loads its part. expert_parallel: see `ModelBuilder`. Raises
-    InvalidModel, in one line, for what cannot be loaded.
+    prediction. parallel: of whose ranks this one loads its part. expert_parallel: see `ModelBuilder`. unpacked: gets
+    what the caller packs later, see `pack_beside`; None: all is packed. Raises InvalidModel for what cannot be loaded.
     """
-    folder, device = Path(folder), torch.device(device)
+    folder, device, parallel = Path(folder), torch.device(device), parallel or ONE_RANK
     config = {**read_config(folder), **overrides} | ({} if words is None else {"num_labels": 1, "id2label": None})
     spec = read_spec(config, pools=pools, mtp=mtp).for_length(max_model_len)
-    parallel = parallel or ONE_RANK
     spec = replace(spec, vision=spec.vision if vision else None, ranks=parallel.size)
     checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
@@ -113,15 +113,23 @@ def load_model(
         if checkpoint is None:
             random_init(build, seed, progress)
         else:
-            load_weights(build, checkpoint, progress)
+            load_weights(build, checkpoint, progress, mapped=unpacked is not None)
         # Random weights say nothing about quality, nor do models without logits.
         canary = None if checkpoint is None or not spec.generates else canary
         reference = reference_of(canary, build, model, device) if isinstance(format, OnlineQuantization) else None
-        build.finalize()
+        finalize(build, [] if unpacked is None else unpacked)
         # Every rank checks if one has quantized weights: the probe passes through all stages.
         if canary and not parallel.smallest(all(stored.quantized is None for stored in build.matrices)):
             canary.check(model, build.matrices, device, reference)
     return model
+
+
+def finalize(build: ModelBuilder, unpacked: list[QuantizedWeight]) -> None:
+    """Convert all matrices to their final form, and note those that are still to be packed."""
+    build.finalize()
+    weights = [stored.quantized for stored in (*build.matrices, *build.embeddings)]
+    build.unpacked += [each for each in weights if each is not None and each.source is not None]
+    unpacked += build.unpacked
 
 
 def expect_tensors(build: ModelBuilder, entries: Mapping[str, TensorEntry]) -> None:
@@ -309,10 +317,27 @@ def stored_blocks(entries: Mapping[str, TensorEntry]) -> Mapping[str, StoredBloc
     }
 
 
-def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Fill every slot from the checkpoint, in the order of the files."""
+def map_blocks(build: ModelBuilder, entries: Mapping[str, TensorEntry]) -> None:
+    """Let matrices that are in a file as they are wanted be read there, and drop their slots.
+
+    Those of experts are made one matrix while loading.
+    """
+    if build.unjoined or build.stacks:
+        return
+    stored = {name: entry.mapped for name, entry in entries.items()}
+    for each in (*build.embeddings, *build.matrices):
+        if isinstance(each, GgufStorage) and (tiles := each.map_file(stored)):
+            for part in each.matrix.parts:
+                places = build.slots[f"{part.name}.weight"]
+                build.slots[f"{part.name}.weight"] = [place for place in places if place.buffer not in tiles]
+
+
+def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress, *, mapped: bool = False) -> None:
+    """Fill every slot from the checkpoint, in the order of the files. mapped: see `map_blocks`."""
     entries = named(build, checkpoint)
     match(build, checkpoint.folder.name, entries)
+    if mapped:
+        map_blocks(build, entries)
     for pattern in build.skipped:
         if skipped := [name for name in entries if fnmatchcase(name, pattern)]:
             log.info(

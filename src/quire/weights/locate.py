@@ -22,15 +22,16 @@ def locate(model: str, *, revision: str | None = None, cache: str | None = None)
 
     A hub id is fetched when it is not cached. cache: where fetched models are kept, instead of the hub's own cache.
     HF_HUB_OFFLINE and the hub's other variables mean what they always do, OLLAMA_MODELS what it means to Ollama. Raises
-    InvalidModel when there is no such model, Unavailable when the hub cannot be reached.
+    InvalidModel when there is no such model, or none of this revision, Unavailable when the hub cannot be reached.
     """
-    if model == EMBEDDED:
-        return embedded()
+    here = on_disk(model)
+    if here is not None:
+        if revision not in (None, "main"):
+            raise InvalidModel(
+                f"revision {revision!r} is of a repository on the hub, but {model} is on this machine: leave it out"
+            )
+        return here
     path = Path(model).expanduser()
-    if model and path.is_dir():
-        return path
-    if path.is_file() and (path.suffix == ".gguf" or is_gguf(path)):
-        return path
     if path.is_file():
         held = f": its folder is {path.parent}" if (path.parent / "config.json").is_file() else ""
         raise InvalidModel(
@@ -48,6 +49,15 @@ def locate(model: str, *, revision: str | None = None, cache: str | None = None)
             "'owner/name:Q4_K_M'"
         )
     return fetch(model, name, revision, cache)
+
+
+def on_disk(model: str) -> Path | None:
+    """The embedded model's folder, or what `model` is the path of: a folder or a GGUF file. None for other names."""
+    if model == EMBEDDED:
+        return embedded()
+    path = Path(model).expanduser()
+    is_model = bool(model) and (path.is_dir() or (path.is_file() and (path.suffix == ".gguf" or is_gguf(path))))
+    return path if is_model else None
 
 
 def fetch(model: str, name: ModelName, revision: str | None, cache: str | None) -> Path:

@@ -48,7 +48,7 @@ from quire.ops.base import (
     TopK,
 )
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
-from quire.ops.triton import integer_mma
+from quire.ops.triton import integer_mma, integer_tma, rounded_gemm
 from quire.ops.triton.all_reduce import PeerSum
 from quire.ops.triton.blocks import BlockCopies
 from quire.ops.triton.launch import HOPPER, DeviceInfo
@@ -117,10 +117,25 @@ def by_row(ops: TritonOps) -> None:
     ops.qk_norm_rope_store_kv(qkv, 32, kv, batch(4, 1), turned)
 
 
+def a_few_by_row(ops: TritonOps) -> None:
+    x, w = halves(4, 4096), halves(4096)
+    rms = Norm(w, 1e-5)
+    ops.norm(x, Norm(w, 1e-5, w, centred=True))
+    ops.add_norms(x, x, [rms] * 3, rms)
+    ops.silu_mul(x)
+    kv, each = LayerKV(halves(4, 8, 64, 128), halves(4, 8, 64, 128)), Norm(w[:128], 1e-6)
+    angles = Angles(torch.empty(4, 64), torch.empty(4, 64))
+    ops.qk_norm_rope_store_kv(halves(4, 48 * 128), 32, kv, batch(4, 1), angles, Norms(each, each))
+
+
 def across(ops: TritonOps) -> None:
     """Sums over several GPUs."""
+    norm = Norm(halves(4096), 1e-5)
     for size in (2, 8):
-        PeerSum(1, [0] * size, ops.card, torch.device("cpu"))(halves(4, 4096))
+        add = PeerSum(1, [0] * size, ops.card, torch.device("cpu"))
+        add(halves(4, 4096))
+        add.add_norm(halves(4, 4096), halves(4, 4096), norm)
+    add.add_norm(halves(64, 4096), halves(64, 4096), norm, norm, 0.2, halves(1))
     PeerSum(1, [0] * 2, ops.card, torch.device("cpu"))(torch.empty(4, 4096))
 
 
@@ -147,20 +162,29 @@ def everything(ops: TritonOps) -> None:
         for spans, n in ((2, 1), (64, 1), (2, 512)):
             ops.attention(halves(spans * n, 32, 128), small, batch(spans, n), Scores(0.1))
         weight = torch.empty(6144, 4096, dtype=E4M3)
-        for rows in (1, 16):
-            ops.quantized_linear(halves(rows, 4096), QuantizedMatrix(weight, torch.empty(6144, 1), 4096), gate="silu")
-            ops.quantized_linear(halves(rows, 4096), QuantizedMatrix(weight, torch.empty(6144, 1), 4096))
+        runs = QuantizedMatrix(weight, torch.empty(6144, 32), 128)
+        for rows in (1, 16, 17, 64, 100):
+            for matrix in (
+                QuantizedMatrix(weight, torch.empty(6144, 1), 4096), QuantizedMatrix(weight, torch.empty(6144, 64), 64)
+            ):  # fmt: skip
+                ops.quantized_linear(halves(rows, 4096), matrix, None, "silu")
+                ops.quantized_linear(halves(rows, 4096), matrix)
+            for height in (1, 128):  # what cards without the library's products of runs take
+                how = rounded_gemm.rounded_config(rows, 6144, 4096, gated=False)
+                matrix = runs._replace(height=height)
+                rounded_gemm.rounded_linear(halves(rows, 4096), matrix, None, how, ops.card, ops.arrived)
         for rows in (1, 16, 64, 300):
-            ops.quantized_linear(halves(rows, 4096), QuantizedMatrix(weight, torch.empty(6144, 32), 128))
+            ops.unrounded().quantized_linear(halves(rows, 4096), runs)
         ops.quantized_linear(
             halves(1, 12288), QuantizedMatrix(torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
         )
         ops.quantized_linear(
             halves(8, 12288), QuantizedMatrix(torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
         )
-        ops.quantized_linear(
-            halves(64, 12288), QuantizedMatrix(torch.zeros(32, 12288, dtype=E4M3), torch.empty(32, 1), 12288)
-        )
+        for rows in (64, 100):
+            ops.quantized_linear(
+                halves(rows, 12288), QuantizedMatrix(torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
+            )
     for rows in (1, 16, 64):
         weight = torch.empty(6144, 2048, dtype=torch.uint8)
         scale, groups = torch.empty(6144, 32), torch.empty(4096, dtype=torch.int64)
@@ -172,8 +196,9 @@ def everything(ops: TritonOps) -> None:
         mixture(ops, tokens, *shape)
     if CAPABILITY >= 89:
         for tokens in (4, 10, 24, 64):
-            float8_mixture(ops, tokens, width=128)
-            float8_mixture(ops, tokens, width=2048)
+            for some in (ops, ops.unrounded()):
+                float8_mixture(some, tokens, width=128)
+                float8_mixture(some, tokens, width=2048)
     for tokens in (1, 5, 16, 64, 300):
         integer_mixtures(ops, tokens)
     gpt_oss(ops)
@@ -406,10 +431,14 @@ def around() -> None:
 
 
 def in_registers(ops: TritonOps) -> None:
-    """Products with 4-bit matrices that do not pass through shared memory."""
-    matrix = next(each for each in integers() if each.bits == 4 and each.group == 128)
-    for rows, gate in ((4, ""), (16, ""), (32, "silu")):
-        integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
+    """Products with matrices whose numbers do not pass through shared memory."""
+    each = integers()
+    for matrix in (each[0], each[4], each[6], each[8]):
+        for rows, gate in ((4, ""), (16, ""), (32, "silu")):
+            integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
+    if ops.card.capability == HOPPER:
+        for gate in ("", "silu"):
+            integer_tma.integer_tma(halves(64, 4096), each[0], None, ops.card, ops.arrived, gate)
 
 
 def blocks() -> None:
@@ -449,9 +478,10 @@ def main() -> None:
     options = MappingProxyType({"launch_pdl": True} if dependent else {})
     ops.card = DeviceInfo(132, capability, dependent, "tf32x3", SHARED, options)
     if "few" in sys.argv:
-        by_row(ops)
-        across(ops)
-        single(ops)
+        a_few_by_row(ops)
+        PeerSum(1, [0] * 2, ops.card, torch.device("cpu"))(halves(4, 4096))
+        ops.linear(halves(1, 2048), halves(1, 2048))
+        ops.linear(halves(16, 2048), halves(1, 2048))
         in_registers(ops)
         in_shared_memory(ops)
         blocks()

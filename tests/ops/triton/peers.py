@@ -2,7 +2,7 @@
 `test_all_reduce`.
 
 Arguments: a file that the ranks share, of zeros, the rank, how many there are, and the bytes of the largest sum.
-Prints, as JSON, a digest of each sum.
+Prints, as JSON, a digest of each sum, and after them of each that is normed, and of the residual stream with it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ import torch
 
 from quire.ops.triton.all_reduce import PeerSum, buffer_bytes
 from quire.ops.triton.launch import DeviceInfo
-from tests.ops.triton.test_all_reduce import asked, digest
+from tests.ops.triton.test_all_reduce import PROGRAMS, TWO_SHOT, asked, digest, normed
 
 
 def main() -> None:
     path, (rank, size, most) = sys.argv[1], map(int, sys.argv[2:])
-    nbytes = buffer_bytes(size, most)
+    nbytes = buffer_bytes(size, most, PROGRAMS)
     shared = torch.from_file(path, shared=True, size=size * nbytes, dtype=torch.uint8)
     buffers = [shared.data_ptr() + each * nbytes for each in range(size)]
-    add = PeerSum(rank, buffers, DeviceInfo(sms=2), torch.device("cpu"), most)
-    print(json.dumps([digest(add(parts[rank])) for parts in asked(size)]))
+    limits = {"two_shot": TWO_SHOT, "programs": PROGRAMS}
+    add = PeerSum(rank, buffers, DeviceInfo(sms=2), torch.device("cpu"), most, **limits)
+    sums, rows = asked(size), normed(size)
+    found = []
+    for parts, (x, residual, *norms) in zip(sums, rows, strict=True):  # by turns: they share what has arrived
+        found.append((digest(add(parts[rank])), [digest(y) for y in add.add_norm(x[rank], residual, *norms)]))
+    print(json.dumps([found, [add.shots(x[rank]) for x, *_ in rows]]))
 
 
 if __name__ == "__main__":

@@ -8,30 +8,61 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.triton.all_reduce import BLOCK, PROGRAMS, buffer_bytes
+from quire.ops.base import Norm
+from quire.ops.triton import rows
+from quire.ops.triton.all_reduce import BLOCK, buffer_bytes
+from quire.ops.triton.launch import DeviceInfo
 from tests.forked import Popen
 
 ROOT = Path(__file__).parents[3]
 
+PROGRAMS = 8
 MOST = PROGRAMS * BLOCK * 4 + 4096
 """Bytes: two turns of a program in float32."""
 
-SHAPES = ((1, 64), (3, 7), (1, 5), (1, MOST // 4), (2, 1000), (2, 3), (3, 4096))
+SHAPES = ((1, 64), (3, 7), (1, 5), (1, MOST // 4), (2, 1000), (2, 3), (2, 4096))
 """Of sums one after the other: few numbers and many by turns, so that a program sits out some."""
+
+
+KINDS = (torch.float32, torch.float16, torch.float32)
+TWO_SHOT = 1024
+"""Bytes from which sums of three ranks that are normed have two shots."""
 
 
 def asked(size: int) -> list[list[Tensor]]:
     """By sum, every rank's part."""
     random = torch.Generator().manual_seed(3)
-    kinds = [torch.float32, torch.float16, torch.float32]
     return [
-        [torch.randn(shape, generator=random).to(kinds[i % 3]) for _ in range(size)] for i, shape in enumerate(SHAPES)
+        [torch.randn(shape, generator=random).to(KINDS[i % 3]) for _ in range(size)] for i, shape in enumerate(SHAPES)
     ]
+
+
+ROWS = ((1, 96), (3, 7), (2, 96), (PROGRAMS + 2, 36), (5, 192), (1, 5), (1, 192))
+"""Of sums that are normed: with one shot and with two by turns, and with several rows of a program."""
+
+
+def normed(size: int) -> list[tuple[Any, ...]]:
+    """By sum, every rank's part, and the other arguments of `PeerSum.add_norm`."""
+    random = torch.Generator().manual_seed(4)
+
+    def made(i: int, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(KINDS[i % 3])
+
+    found = list[tuple[Any, ...]]()
+    for i, (count, columns) in enumerate(ROWS):
+        parts, residual = [made(i, count, columns) for _ in range(size)], made(i, count, columns)
+        last, first = (
+            Norm(made(i, columns), 1e-5, made(i, columns) if i == 1 else None, centred=i == 1) for _ in range(2)
+        )
+        how: tuple[Any, ...] = ((last,), (last, first, 0.3), (None,), (last, None, 1.0, made(i, 1)))[i % 4]
+        found.append((parts, residual, *how))
+    return found
 
 
 def digest(x: Tensor) -> str:
@@ -42,7 +73,7 @@ def digest(x: Tensor) -> str:
 def test_sums_are_those_of_every_rank_in_float32_and_in_order(size: int, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     with shared.open("wb") as file:
-        file.truncate(size * buffer_bytes(size, MOST))
+        file.truncate(size * buffer_bytes(size, MOST, PROGRAMS))
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     ranks = [
         Popen(
@@ -56,8 +87,18 @@ def test_sums_are_those_of_every_rank_in_float32_and_in_order(size: int, tmp_pat
     found = [rank.communicate()[0] for rank in ranks]
     assert not any(rank.returncode for rank in ranks)
     assert len(set(found)) == 1
-    for got, (first, *rest) in zip(json.loads(found[0]), asked(size), strict=True):
-        total = first.float()
-        for part in rest:
-            total = total + part.float()
-        assert got == digest(total.to(first.dtype))
+    results, shots = json.loads(found[0])
+    assert shots == [1, 1, 1, 2, 2, 1, 1] if size == 3 else [1] * len(ROWS)
+    for (got, both), parts, (x, residual, norm, *how) in zip(results, asked(size), normed(size), strict=True):
+        assert got == digest(total(parts))
+        of_sum = [] if norm is None else [norm]
+        made = rows.norms(total(x), of_sum, DeviceInfo(sms=2), residual, *how)
+        assert both == [digest(y) for y in (*made, *[residual] * (2 - len(made)))]
+
+
+def total(parts: list[Tensor]) -> Tensor:
+    first, *rest = parts
+    made = first.float()
+    for part in rest:
+        made = made + part.float()
+    return made.to(first.dtype)

@@ -40,9 +40,11 @@ def test_a_few_kernels_compile(tmp_path: Path) -> None:
     assert compiled(90, 227, tmp_path, "few") >= {
         "vector_kernel",
         "mma_kernel",
+        "tma_kernel",
         "latent_kernel",
         "norm_kernel",
         "sum_kernel",
+        "sum_norm_kernel",
         "prepare_inputs_kernel",
         "advance_kernel",
     }

@@ -1,4 +1,4 @@
-"""Products whose 4-bit numbers go straight into the registers of the matrix units, against the dequantized matrix."""
+"""Products of 4- and 8-bit numbers that go straight into the registers of the matrix units, beside dequantized ones."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def test_only_what_fits_is_taken() -> None:
     assert not taken(rows=33)
     assert not taken(dtype=torch.float32)
     assert taken(group=32) and taken(kind="nibbles", group=32) and taken(kind="q4_k", group=32)
-    assert not taken(kind="byte zeros") and not taken(kind="rows") and not taken(kind="q6_k", group=16)
-    assert not taken(kind="floats", group=32)
+    assert taken(kind="bytes", group=32) and taken(kind="rows")
+    assert taken(kind="q5_k", group=32) and taken(kind="q6_k", group=16)
+    assert not taken(kind="byte zeros") and not taken(kind="floats", group=32)
     assert not taken(inputs=1280), "pieces of x have no remainder"
     assert not taken(outputs=96) and not taken(outputs=64, gate="silu"), "neither have tiles"
     assert not taken(card=replace(HOPPER, capability=(7, 5)))
@@ -59,7 +60,7 @@ def test_only_what_fits_is_taken() -> None:
 
 def test_tiles_hold_all_rows_and_divide_what_is_taken() -> None:
     for inputs, outputs in ((512, 64), (4096, 4096), (14336, 4096)):
-        for kind, group in (("zeros", 128), ("q4_k", 32)):
+        for kind, group in (("zeros", 128), ("q4_k", 32), ("bytes", 32), ("rows", 128), ("q6_k", 16)):
             matrix = made(kind, group, outputs, 512)._replace(inputs=inputs)
             for rows, gated in product(range(1, 33), (False, True)):
                 how = config(rows, matrix, gated)
@@ -71,7 +72,11 @@ def test_tiles_hold_all_rows_and_divide_what_is_taken() -> None:
 @NEEDS_CARD
 @DTYPES
 @pytest.mark.parametrize(
-    ("kind", "group"), [("zeros", 32), ("zeros", 64), ("zeros", 128), ("zeros", 512), ("nibbles", 32), ("q4_k", 32)]
+    ("kind", "group"),
+    [
+        *(("zeros", 32), ("zeros", 64), ("zeros", 128), ("zeros", 512), ("nibbles", 32), ("q4_k", 32)),
+        *(("bytes", 32), ("rows", 128), ("q5_k", 32), ("q6_k", 16)),
+    ],
 )
 @pytest.mark.parametrize("gate", ["", "silu", "gelu", "relu2"])
 def test_products_are_those_of_the_dequantized_matrix(dtype: torch.dtype, kind: str, group: int, gate: Gate) -> None:

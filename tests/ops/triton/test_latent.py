@@ -11,6 +11,7 @@ import torch
 
 from quire.ops.base import Angles, Norm, Ops
 from quire.ops.batch_invariant import BatchInvariantOps
+from quire.ops.quantized import FLOAT8, Float8
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.attention import latent_tiles
@@ -202,6 +203,41 @@ def test_latents_are_normed_and_stored_and_queries_rotated(tokens: int, interlea
         torch.testing.assert_close(got[1:], want[1:], atol=1e-5, rtol=1e-5)
         assert not got[0].any(), "the null block stays as it is"
         assert want[1:].any()
+
+
+@pytest.mark.parametrize("form", FLOAT8.values(), ids=FLOAT8)
+def test_latents_and_keys_of_eight_bits_have_scales_of_their_own(form: Float8) -> None:
+    torch.manual_seed(0)
+    batch = moved(Pages(30, 16).batch([(0, 0, [0] * 20)], spare=1))
+    # Held exactly, since the interpreter rounds badly.
+    q = torch.randn(20, 3, 26, device=DEVICE)
+    compressed = torch.randint(-3, 4, (20, 26), device=DEVICE).float()
+    compressed[::7] = 3e5
+    turn = Angles(torch.ones(20, 3, device=DEVICE), torch.zeros(20, 3, device=DEVICE))
+    norm = Norm(torch.ones(20, device=DEVICE), 1e30)
+    pools = [
+        LayerKV(
+            torch.zeros(30, 1, 16, 6, dtype=form.dtype, device=DEVICE),
+            torch.zeros(30, 1, 16, 20, dtype=form.dtype, device=DEVICE),
+            k_scale=0.5,
+            v_scale=1e-15,
+        )
+        for _ in range(2)
+    ]
+    for ops, pool in zip((IMPLEMENTATIONS["kernels"], REFERENCE), pools, strict=True):
+        ops.norm_rope_store_latent(q, compressed, pool, batch, turn, norm)
+    got, want = pools
+    assert torch.equal(got.k.float(), want.k.float()) and float(want.k.float().max()) == form.most
+    torch.testing.assert_close(got.v.float(), want.v.float(), rtol=form.error * 2.2, atol=0.3)
+    kv = replace(want, v_scale=0.25)
+    exact = LayerKV(kv.k.float() * 0.5, kv.v.float() * 0.25)
+    q = q / 100
+    for name in ("kernels", "invariant-kernels"):
+        small, large = (
+            IMPLEMENTATIONS[name].latent_attention(q[..., :20].contiguous(), q[..., 20:].contiguous(), pool, batch, 0.1)
+            for pool in (kv, exact)
+        )
+        torch.testing.assert_close(small, large, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)

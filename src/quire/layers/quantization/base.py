@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import AnyMatrix, Gate, Int8Matrix, Ops, Projection
+from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import dequantize
 
 
@@ -157,12 +158,26 @@ class Layout(Protocol):
         """The storage of a matrix in this layout. Raises InvalidModel for a matrix that it cannot hold."""
 
 
+class Unpacked(Protocol):
+    """Where the numbers of a matrix are until they are packed."""
+
+    def pack(self) -> None:
+        """Fill the matrix. Called from another thread than the other methods, once."""
+
+    def apply(self, x: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        """As `WeightStorage.apply`."""
+
+    def rows(self, which: Tensor) -> PanelMatrix:
+        """Rows number `which` [T] as a matrix, until the next call."""
+
+
 @dataclass(slots=True, eq=False)
 class QuantizedWeight:
     """The final form of a quantized matrix.
 
-    activations: each token is rounded to int8 too. exact: it is not, in spite of that: the reference of the quality
-    check.
+    activations: each token is rounded to int8 too. exact: activations are not rounded, in spite of that, nor to float8,
+    see `Ops.unrounded`: the reference of the quality check. source: what the matrix is still to be packed from, and is
+    read from until then; None: it is packed.
     """
 
     ops: Ops
@@ -170,27 +185,46 @@ class QuantizedWeight:
     bias: Tensor | None
     activations: bool = False
     exact: bool = False
+    source: Unpacked | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether activations are rounded, of many tokens at least."""
+        return self.activations or self.ops.rounds(self.matrix)
 
     @property
     def rows(self) -> int:
         """Rows of the matrix."""
         return self.matrix.outputs
 
+    def pack(self) -> None:
+        """Pack the matrix where that is still to be done."""
+        if self.source is not None:
+            self.source.pack()
+            self.source = None
+
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         """As `WeightStorage.apply`."""
+        if (source := self.source) is not None:
+            return source.apply(x, self.bias, gate)
         if not self.activations:
-            return self.ops.quantized_linear(x, self.matrix, self.bias, gate)
+            ops = self.ops.unrounded() if self.exact else self.ops
+            return ops.quantized_linear(x, self.matrix, self.bias, gate)
         if self.exact:
             return self.ops.linear(x, self.dequantize().to(x.dtype), self.bias, gate)
         return self.ops.rounded_linear(x, cast(Int8Matrix, self.matrix), self.bias, gate)
 
     @property
     def projection(self) -> Projection | None:
-        """What a `Decoder` multiplies by; None while it is exact where it is not."""
-        return None if self.activations and self.exact else Projection(self.matrix, self.bias, self.activations)
+        """What a `Decoder` multiplies by; None while it is exact where it is not, and until it is packed."""
+        if self.source is not None or (self.activations and self.exact):
+            return None
+        return Projection(self.matrix, self.bias, self.activations)
 
     def dequantize(self, rows: slice = slice(None)) -> Tensor:
         """The values that it represents, [rows, columns] float32."""
+        if (source := self.source) is not None:
+            return dequantize(source.rows(torch.arange(self.rows)[rows]))
         return dequantize(self.matrix.rows(rows))
 
 

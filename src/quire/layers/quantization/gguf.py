@@ -21,12 +21,16 @@ from quire.layers.quantization.base import (
     bias_of,
     bias_slots,
 )
+from quire.layers.quantization.mapped import MappedBlocks, Scratch
 from quire.layers.quantization.packed import Tile, tiled, tiles
 from quire.layers.quantization.scaled import OnlineQuantization
 from quire.ops.base import BlockPanels, Gate, IntegerMatrix, MixedMatrix, Ops
 from quire.ops.gguf_blocks import PACKED
 from quire.ops.gguf_encode import encode
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
+
+Mapped = Callable[[slice], Tensor]
+"""Some rows of a tensor where its file is mapped to memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +114,23 @@ class BlockTiles(BlockRows):
     ) -> None:
         self.panels, self.spare = panels, spare
         self.tiles: list[Tile] = []
+        self.mapped: Sequence[Tensor] = ()
         super().__init__(kind, parts, matrix, ops)
 
     def allocate(self) -> None:
         """See `BlockRows`: tiles have memory of their own."""
         size = self.bytes.stop - self.bytes.start
         self.tiles = tiles(self.count, size, torch.uint8, PANEL_ROWS, self.spare, self.pack)
+
+    def map_file(self, stored: Sequence[Mapped | None]) -> bool:
+        """Read from the file's mapping, see `MappedBlocks`. stored: of each part, what maps rows of it; None: nothing.
+        False: that is not possible, and nothing has changed."""
+        counts = [part.shard.stop - part.shard.start for part in self.parts]
+        whole = self.matrix.shard == slice(0, self.matrix.columns)
+        if not whole or None in stored or any(count % PANEL_ROWS for count in counts[:-1]):
+            return False
+        self.mapped = [each(part.shard) for each, part in zip(stored, self.parts, strict=True) if each is not None]
+        return True
 
     def pack(self, rows: slice, raw: Tensor) -> None:
         """Repack the bytes of a tile."""
@@ -147,8 +162,10 @@ def block_rows(
 class GgufStorage:
     """Parts as the file has them, one below the other; neighbours of one type become one matrix."""
 
-    def __init__(self, matrix: Matrix, ops: Ops, kinds: list[StoredBlocks], spare: list[Tensor]) -> None:
-        self.matrix, self.ops = matrix, ops
+    def __init__(
+        self, matrix: Matrix, ops: Ops, kinds: list[StoredBlocks], spare: list[Tensor], scratch: Scratch
+    ) -> None:
+        self.matrix, self.ops, self.scratch = matrix, ops, scratch
         self.bias = bias_of(matrix)
         self.runs = [
             block_rows(kind, [part for _, part in run], matrix, ops, spare)
@@ -160,11 +177,25 @@ class GgufStorage:
         """Slots of each part's bytes, and of the biases."""
         return [place for run in self.runs for place in run.slots()] + bias_slots(self.matrix, self.bias)
 
+    def map_file(self, stored: Mapping[str, Mapped | None]) -> Sequence[Tile]:
+        """Read from the file's mapping where that is possible, until the matrix is packed. stored: what maps rows of a
+        tensor, by name. Returns the tiles that are no longer to be filled."""
+        run = self.runs[0]
+        if len(self.runs) > 1 or not isinstance(run, BlockTiles):
+            return ()
+        own = [stored.get(f"{part.name}.weight") for part in run.parts]
+        return tuple(run.tiles) if run.map_file(own) else ()
+
     def finalize(self) -> None:
-        """Repack what is not repacked yet."""
+        """Repack what is not repacked yet, but for what is read from the file's mapping."""
+        run = self.runs[0]
+        source = None
+        if isinstance(run, BlockTiles) and run.mapped:
+            source = MappedBlocks(run.kind.kind, run.mapped, run.panels, self.ops, self.scratch)
         made = tuple(run.finish() for run in self.runs)
         self.runs.clear()
-        self.quantized = QuantizedWeight(self.ops, made[0] if len(made) == 1 else MixedMatrix(made), self.bias)
+        matrix = made[0] if len(made) == 1 else MixedMatrix(made)
+        self.quantized = QuantizedWeight(self.ops, matrix, self.bias, source=source)
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:
         """As `WeightStorage.apply`."""
@@ -174,6 +205,8 @@ class GgufStorage:
     def rows(self, tokens: Tensor) -> Tensor:
         """Rows number `tokens` [T], in the model's dtype: the embedding of a table of one part."""
         assert self.quantized is not None
+        if (source := self.quantized.source) is not None:
+            return self.ops.integer_embedding(torch.arange(len(tokens)), source.rows(tokens), self.matrix.dtype)
         assert isinstance(self.quantized.matrix, IntegerMatrix | PanelMatrix)
         return self.ops.integer_embedding(tokens, self.quantized.matrix, self.matrix.dtype)
 
@@ -187,6 +220,7 @@ class GgufFormat:
     def __init__(self, plain: Format, blocks: Mapping[str, StoredBlocks]) -> None:
         self.plain, self.blocks = plain, blocks
         self.spare: list[Tensor] = []
+        self.scratch = Scratch()
 
     def __call__(self, matrix: Matrix, ops: Ops, shared: Tensor | None = None) -> WeightStorage:
         """Storage of a matrix."""
@@ -196,7 +230,7 @@ class GgufFormat:
     def table(self, matrix: Matrix, ops: Ops) -> GgufStorage | None:
         """Storage of a matrix, or None where it cannot be kept as it is."""
         kinds = self.kinds(matrix.parts, matrix.shard)
-        return GgufStorage(matrix, ops, kinds, self.spare) if kinds and not matrix.transposed else None
+        return GgufStorage(matrix, ops, kinds, self.spare, self.scratch) if kinds and not matrix.transposed else None
 
     @property
     def unit(self) -> int:
@@ -233,8 +267,10 @@ class BlockQuantization(OnlineQuantization):
         return OnlineBlocks(matrix, ops, self.blocks)
 
 
-ROWS = 1 << 17
-"""Numbers that are quantized at a time."""
+def numbers_at_once(device: torch.device) -> int:
+    """Numbers that are quantized at a time: what stays in a core's cache, or, where each of the hundreds of operations
+    that search a K-quant's scales is a launch, enough to be worth them."""
+    return 1 << 17 if device.type == "cpu" else 1 << 23
 
 
 class OnlineBlocks(Plain):
@@ -247,7 +283,7 @@ class OnlineBlocks(Plain):
     def finalize(self) -> None:
         """Quantize, some rows at a time."""
         kind, block = self.blocks.kind, self.blocks.block
-        rows = torch.split(self.weight, max(1, ROWS // self.weight.shape[1]))
+        rows = torch.split(self.weight, max(1, numbers_at_once(self.weight.device) // self.weight.shape[1]))
         raw = torch.cat([encode(kind, each.float().view(-1, block)).view(len(each), -1) for each in rows])
         panels = self.ops.empty_blocks(kind, *self.weight.shape)
         if panels is not None:

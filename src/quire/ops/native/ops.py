@@ -48,7 +48,7 @@ from quire.ops.native.decoder import NativeDecoder, is_supported
 from quire.ops.native.library import LEVELS, load, team_functions
 from quire.ops.native.pack import BLOCK_TYPES, TILED_BLOCK_TYPES, empty_blocks, float8_panels, in_panels, write_blocks
 from quire.ops.paged_attention import PagedAttentionMetadata, visible
-from quire.ops.panels import PANEL_ROWS, PanelMatrix
+from quire.ops.panels import PANEL_ROWS, PanelMatrix, Zeros
 from quire.ops.quantized import E4M3
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps, weigh
@@ -150,10 +150,10 @@ class NativeOps(ReferenceOps):
         )
         return made
 
-    def empty_blocks(self, kind: str, outputs: int, inputs: int) -> BlockPanels | None:
+    def empty_blocks(self, kind: str, outputs: int, inputs: int, zeros: Zeros | None = None) -> BlockPanels | None:
         """See `Ops.empty_blocks`."""
         stored = self.block_types[kind]
-        made = empty_blocks(stored, outputs, inputs, self.memory.zeros, self.unit)
+        made = empty_blocks(stored, outputs, inputs, zeros or self.memory.zeros, self.unit)
         return BlockPanels(made, partial(write_blocks, self.library, made, stored))
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:

@@ -56,7 +56,7 @@ def fold_blocks(
     row may not see some of it: each sees positions `floor` to `position`. What is hidden from all is not read into v: a
     weight of 0 times NaN is NaN. A block's index in the table is read one block ahead, so that nothing waits for it.
     ROTATED: v has latents, which are keys, too, and k the rest of keys, so many numbers that are multiplied with
-    `rotated`, the same for all groups of heads; 0: k has all of keys.
+    `rotated`, the same for all groups of heads; there one unit of v is `bend` of k's. 0: k has all of keys.
     """
     i, d = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_D)
     KEPT: tl.constexpr = 1 if ROTATED else GROUPS
@@ -82,6 +82,8 @@ def fold_blocks(
             keys = tl.load(source + place, mask=d[None, :] < DIM, other=0.0)
         x = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION)
         if ROTATED:
+            if v.dtype.element_ty.primitive_bitwidth == 8:
+                x *= bend
             e = tl.arange(0, rotated.shape[1])
             rest = tl.load(k + line[:, None] * ROTATED + e[None, :], mask=e[None, :] < ROTATED, other=0.0)
             x = tl.dot(rotated, tl.trans(rest.to(q.dtype)), x, input_precision=PRECISION)
@@ -427,6 +429,8 @@ def attention(
     out = torch.empty_like(q)
     window, chunk, soft_cap, sinks = how.window, how.chunk, how.soft_cap, how.sinks
     bend, slope = slopes(how.scale * kv.k_scale, soft_cap)
+    if rotated is not None:
+        bend = kv.v_scale / kv.k_scale
     last = batch.last(how.ahead)
     sharing = begun.sharing if begun else None
     turns, longest = 0 if rotated is None else rotated.shape[-1], min(longest, batch.max_query)

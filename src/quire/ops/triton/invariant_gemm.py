@@ -45,7 +45,8 @@ def tile_of(rows: int, outputs: int, gated: bool) -> GemmConfig:
             return GemmConfig(block(rows, 16), 64, 128, 4, 8 if rows <= 32 else 6, AHEAD)
         return GemmConfig(64, 64, 128, 4, 6) if rows <= 128 and outputs <= WHOLE else GemmConfig(128, 64, 64, 8, 8)
     if rows <= 64:
-        return GemmConfig(block(rows, 16), 64, 128, 4, 4)
+        # Gated, two programs a multiprocessor have room, so that one reads while the other begins or ends.
+        return GemmConfig(block(rows, 16), 64, 128, 4, 3 if gated and rows <= 16 else 4)
     if rows <= 256 or outputs < 2048:
         return GemmConfig(128, 64, 64, 4, 4)
     return GemmConfig(128, 64, 64, 8, 4) if gated else GemmConfig(128, 128, 64, 8, 4)

@@ -11,29 +11,32 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import Angles, Norm
+from quire.ops.quantized import FLOAT8_MAX
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.gemv import GemmConfig
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
-from quire.ops.triton.rows import normalize, warps
+from quire.ops.triton.rows import normalize, stored, warps
 
 
 @triton.jit
-def rotate(x, to, first, second, c, s, mask, held):
-    """Rotate the pairs at x + first and x + second, and store them at to + first and to + second where `held`."""
-    a = tl.load(x + first, mask=mask, other=0.0)
-    b = tl.load(x + second, mask=mask, other=0.0)
-    tl.store(to + first, (a.to(tl.float32) * c - b.to(tl.float32) * s).to(to.dtype.element_ty), mask=held)
-    tl.store(to + second, (b.to(tl.float32) * c + a.to(tl.float32) * s).to(to.dtype.element_ty), mask=held)
+def rotate(x, to, first, second, c, s, mask, held, unit, LARGEST: tl.constexpr):
+    """Rotate the pairs at x + first and x + second, and store them, in units, at to + first and to + second where
+    `held`."""
+    a = tl.load(x + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x + second, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to + first, stored(a * c - b * s, unit, LARGEST).to(to.dtype.element_ty), mask=held)
+    tl.store(to + second, stored(b * c + a * s, unit, LARGEST).to(to.dtype.element_ty), mask=held)
 
 
 @kernel
 def norm_rope_store_latent_kernel(
-    q, compressed, cos, sin, weight, rotated, k_pool, v_pool, slots, eps, page_size, q_stride, head_stride, stride,
-    HEADS: tl.constexpr, LATENTS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr, DEPENDENT: tl.constexpr,
+    q, compressed, cos, sin, weight, rotated, k_pool, v_pool, slots, eps, k_scale, v_scale, page_size, q_stride,
+    head_stride, stride,
+    HEADS: tl.constexpr, LATENTS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One token: program 0 has its latent and its key, the others BLOCK_H heads of its query each. The null block stays
-    as it is, see `rows.qk_norm_rope_store_kv_kernel`."""
+    """One token: program 0 has its latent and its key, the others BLOCK_H heads of its query each. LARGEST, and the
+    null block, which stays as it is: see `rows.qk_norm_rope_store_kv_kernel`."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p = tl.arange(0, BLOCK_P)
     first, second, mask = p, p + HALF, p < HALF
@@ -50,14 +53,16 @@ def norm_rope_store_latent_kernel(
         gain = tl.load(weight + at, mask=at < LATENTS, other=0.0).to(tl.float32)
         latent = normalize(x, gain, 0.0, at < LATENTS, LATENTS, eps, False)
         held = (slot + 0 * at >= page_size) & (at < LATENTS)
+        latent = stored(latent, v_scale, LARGEST)
         tl.store(v_pool + slot * LATENTS + at, latent.to(v_pool.dtype.element_ty), mask=held)
         key = compressed + token * stride + LATENTS
-        rotate(key, k_pool + slot * (2 * HALF), first, second, c, s, mask, (slot + 0 * p >= page_size) & mask)
+        rotate(key, k_pool + slot * (2 * HALF), first, second, c, s, mask, (slot + 0 * p >= page_size) & mask,
+               k_scale, LARGEST)  # fmt: skip
     else:
         head = ((part - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         inside = (head < HEADS) & mask[None, :]
         start, to = q + token * q_stride + head * head_stride, rotated + (token * HEADS + head) * (2 * HALF)
-        rotate(start, to, first[None, :], second[None, :], c[None, :], s[None, :], inside, inside)
+        rotate(start, to, first[None, :], second[None, :], c[None, :], s[None, :], inside, inside, 1.0, 0.0)
 
 
 def norm_rope_store_latent(
@@ -70,10 +75,10 @@ def norm_rope_store_latent(
     at_once = min(16, block(heads))
     norm_rope_store_latent_kernel[(tokens, 1 + triton.cdiv(heads, at_once))](
         *(q[..., -2 * half :], compressed, angles.cos, angles.sin, norm.weight, rotated, kv.k, kv.v, batch.slots),
-        *(norm.eps, batch.page_size, q.stride(0), q.stride(1), compressed.stride(0)),
-        HEADS=heads, LATENTS=latents, HALF=half, INTERLEAVED=angles.interleaved, BLOCK_C=block(latents),
-        BLOCK_P=block(half), BLOCK_H=at_once, DEPENDENT=card.dependent, num_warps=max(2, warps(latents)),
-        **card.options,
+        *(norm.eps, kv.k_scale, kv.v_scale, batch.page_size, q.stride(0), q.stride(1), compressed.stride(0)),
+        HEADS=heads, LATENTS=latents, HALF=half, INTERLEAVED=angles.interleaved,
+        LARGEST=FLOAT8_MAX.get(kv.v.dtype, 0.0), BLOCK_C=block(latents), BLOCK_P=block(half), BLOCK_H=at_once,
+        DEPENDENT=card.dependent, num_warps=max(2, warps(latents)), **card.options,
     )  # fmt: skip
     return rotated
 

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 from triton import AsyncCompileMode, knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -100,6 +102,11 @@ class DeferredCompiler(Executor):
             future.set_result(made)
 
 
+def has_kernels(cache: Path) -> bool:
+    """Whether a folder of Triton's has a kernel, each of which has a folder."""
+    return cache.is_dir() and any(each.is_dir() for each in cache.iterdir())
+
+
 def with_launcher(kernel: Any) -> None:
     """Build a kernel's launcher: Triton 3.6 compiles it with a C compiler for each signature, and caches it, too."""
     driver.active.launcher_cls(kernel.src, kernel.metadata)
@@ -120,7 +127,11 @@ class Precompiler:
         self.seen: set[tuple[object, ...]] = set()
 
     def __call__(self, works: Sequence[Callable[[], object]]) -> None:
-        """Compile what some of them launch; what all launch, if any kernel of those was in no cache."""
+        """Compile what some of them launch; what all launch, if any kernel of those was in no cache. With an empty
+        cache, what all launch at once."""
+        if not self.ranks.smallest(has_kernels(Path(knobs.cache.dir))):
+            self._precompile(works)
+            return
         apart = -(-len(works) // PROBES) or 1
         missed = self._precompile(works[apart // 2 :: apart])
         # A rank that lacked none may have found what another has just compiled.
@@ -171,6 +182,8 @@ def _kind(value: Any) -> object:
     """What identifies an argument: at least everything that a kernel is compiled for."""
     if isinstance(value, TensorDescriptor):
         return value.base.dtype, tuple(value.block_shape)
+    if isinstance(value, GluonDescriptor):
+        return value.base.dtype, tuple(value.block_shape), value.layout
     return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else (type(value), value)
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Norm, Norms
-from quire.ops.quantized import E4M3, E4M3_MAX
+from quire.ops.quantized import FLOAT8_MAX
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 
@@ -59,10 +59,7 @@ def norm_kernel(
         if BESIDE:
             exact = normalize(added, beside_gain, 0.0, inside, columns, beside_eps, CENTRED)
             added = exact.to(value.dtype).to(tl.float32)
-        total = value.to(tl.float32) * scale + added
-        if GAINED:
-            total = total.to(value.dtype).to(tl.float32) * tl.load(gain_of_sum).to(tl.float32)
-        value = total.to(value.dtype)
+        value = add_scaled(value, added, scale, gain_of_sum, GAINED)
         tl.store(residual + place, value, mask=inside)
     exact = value.to(tl.float32)
     if NORMS > 0:
@@ -74,6 +71,15 @@ def norm_kernel(
     if NORMS > 2:
         made = normalize(exact, third_gain, 0.0, inside, columns, third_eps, CENTRED)
         tl.store(third_out + place, made.to(value.dtype), mask=inside)
+
+
+@triton.jit
+def add_scaled(x, added, scale, gain, GAINED: tl.constexpr):
+    """x * scale + added, which is float32, rounded to x's dtype; with GAINED that times gain, rounded."""
+    total = x.to(tl.float32) * scale + added
+    if GAINED:
+        total = total.to(x.dtype).to(tl.float32) * tl.load(gain).to(tl.float32)
+    return total.to(x.dtype)
 
 
 @triton.jit
@@ -272,6 +278,10 @@ def xielu(x: Tensor, how: XIELU, card: DeviceInfo) -> Tensor:
     return out
 
 
+FEW_HEADS = 2048
+"""Heads up to which each is a program, if they are not normed."""
+
+
 @kernel
 def qk_norm_rope_store_kv_kernel(
     qkv, cos, sin, query_gain, q_weight, k_weight, q_out, k_pool, v_pool, slots, q_eps, k_eps, v_eps, k_scale,
@@ -332,10 +342,17 @@ def qk_norm_rope_store_kv_kernel(
     tl.store(q_out + (token * HEADS + head[:, None]) * DIM + d[None, :], query.to(raw.dtype), mask=inside & is_q)
     held = inside & (row >= GROUPS * page_size)[:, None]
     k_mask = held & (head >= HEADS)[:, None] & (head < HEADS + GROUPS)[:, None]
-    if LARGEST > 0:
-        x = tl.minimum(tl.maximum(tl.where(is_v, x / v_scale, x / k_scale), -LARGEST), LARGEST)
+    x = stored(x, tl.where(is_v, v_scale, k_scale), LARGEST)
     tl.store(k_pool + place, x.to(k_pool.dtype.element_ty), mask=k_mask)
     tl.store(v_pool + place, x.to(v_pool.dtype.element_ty), mask=held & is_v)
+
+
+@triton.jit
+def stored(x, unit, LARGEST: tl.constexpr):
+    """x in units of an 8-bit pool, whose largest number is LARGEST; 0: as it is."""
+    if LARGEST > 0:
+        x = tl.minimum(tl.maximum(x / unit, -LARGEST), LARGEST)
+    return x
 
 
 @triton.jit
@@ -376,15 +393,16 @@ def qk_norm_rope_store_kv(
     whole = block(heads * dim) if norms and len(q_norm.weight) > dim else 0
     out = qkv.new_empty(tokens, heads, dim)
     total = heads + 2 * groups
-    # Few tokens: as many programs as there are heads. Many: longer ones, so that starting them is not the cost.
-    at_once = 1 if tokens * total <= 16 * card.sms else min(16, block(total))
+    # Few tokens: as many programs as there are heads. Many: longer ones, so that starting them is not the cost. Sums of
+    # norms depend on that; without any, nothing does.
+    at_once = 1 if tokens * total <= (16 * card.sms if norms else FEW_HEADS) else min(16, block(total))
     qk_norm_rope_store_kv_kernel[(tokens, triton.cdiv(total, at_once))](
         *(qkv.contiguous(), cos, sin, cos if gain is None else gain, q_norm.weight, k_norm.weight, out, kv.k, kv.v),
         *(batch.slots, q_norm.eps, k_norm.eps, v_eps or 0.0, kv.k_scale, kv.v_scale, page_size),
         HEADS=heads, GROUPS=groups, DIM=dim, HALF=cos.shape[-1], INTERLEAVED=interleaved, GAINED=gain is not None,
         NORMED=norms is not None and not after, AFTER=after, V_NORMED=v_eps is not None, WHOLE=whole,
         STRIDE=dim if whole else 0,
-        LARGEST=E4M3_MAX if kv.k.dtype is E4M3 else 0.0,
+        LARGEST=FLOAT8_MAX.get(kv.k.dtype, 0.0),
         BLOCK_H=at_once, BLOCK_D=block(dim), DEPENDENT=card.dependent,
         num_warps=max(1 if at_once < 8 else 4, warps(whole)), **card.options,
     )  # fmt: skip

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import get_args
+from types import MappingProxyType
+from typing import Any, get_args
 
 import click
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from quire.cli.ranges import LENGTHS, FiniteRange, ascending
 from quire.engine.engine import Engine
 from quire.engine.events import Observer, StepRecord
 from quire.engine.timing import VirtualClock
@@ -22,6 +24,8 @@ from quire.sim.run import SimConfig
 from quire.sim.workload import uniform
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
+_SIZE = click.IntRange(1, 1 << 20)
+_SPAN: Any = MappingProxyType({"type": LENGTHS, "callback": ascending, "show_default": True})
 
 
 class DemoObserver(Observer):
@@ -40,23 +44,27 @@ class DemoObserver(Observer):
 
 
 @click.command("demo")
-@click.option("--requests", type=click.IntRange(1), default=6, show_default=True, help="How many.")
-@click.option("--pages", type=click.IntRange(1), default=12, show_default=True, help="Pages (KV blocks) there are.")
-@click.option("--page-size", type=click.IntRange(1), default=4, show_default=True, help="Tokens a page.")
-@click.option("--max-num-seqs", type=click.IntRange(1), default=3, show_default=True, help="Sequences at once.")
-@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=8, show_default=True, help="Tokens a step.")
-@click.option("--prompt", type=(int, int), default=(3, 12), show_default=True, help="Prompt tokens, from to.")
-@click.option("--new", type=(int, int), default=(3, 9), show_default=True, help="New tokens, from to.")
+@click.option("--requests", type=click.IntRange(1, 10_000), default=6, show_default=True, help="How many.")
+@click.option("--pages", type=_SIZE, default=12, show_default=True, help="Pages (KV blocks) there are.")
+@click.option("--page-size", type=_SIZE, default=4, show_default=True, help="Tokens a page.")
+@click.option("--max-num-seqs", type=_SIZE, default=3, show_default=True, help="Sequences at once.")
+@click.option("--max-num-batched-tokens", type=_SIZE, default=8, show_default=True, help="Tokens a step.")
+@click.option("--prompt", default=(3, 12), help="Prompt tokens, from to.", **_SPAN)
+@click.option("--new", default=(3, 9), help="New tokens, from to.", **_SPAN)
 @click.option(
-    "--shared", type=click.IntRange(0), default=4, show_default=True, help="Prompt tokens that all requests begin with."
+    "--shared",
+    type=click.IntRange(0, 1 << 20),
+    default=4,
+    show_default=True,
+    help="Prompt tokens that all requests begin with.",
 )
 @click.option(
-    "--lookahead", type=click.IntRange(0), default=0, show_default=True, help="Steps launched ahead of results."
+    "--lookahead", type=click.IntRange(0, 8), default=0, show_default=True, help="Steps launched ahead of results."
 )
 @click.option("--scheduling-policy", default="fcfs", show_default=True, metavar="fcfs|priority|module:Class")
 @click.option("--pressure-policy", type=click.Choice(get_args(Pressure)), default="preempt", show_default=True)
 @click.option(
-    "--delay", type=click.FloatRange(0), default=0.0, show_default=True, help="Seconds to wait after each step."
+    "--delay", type=FiniteRange(0, 3600), default=0.0, show_default=True, help="Seconds to wait after each step."
 )
 @click.option("--seed", default=7, show_default=True)
 def command(

@@ -1,0 +1,130 @@
+"""GGUF's blocks that are multiplied by as they lie in the file, until they have been packed.
+
+Packing takes a model's memory, which a virtual machine may hand out at half a gigabyte a second. So a model can be
+ready before: a product packs some rows at a time in memory that is used again and again, and has the same bits. That
+takes longer than reading packed rows, and ends when another thread has packed the matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from quire.layers.quantization.base import QuantizedWeight
+from quire.ops.base import BlockPanels, Gate, Ops
+from quire.ops.panels import PANEL_ROWS, PanelMatrix
+
+STRIP = 8 << 20
+"""Bytes of the file that are packed at a time: few enough to stay in a cache, and much more than a call costs."""
+
+FUSED: frozenset[Gate] = frozenset(("silu", "gelu"))
+"""Gates that kernels apply to what they have summed; others are applied to a whole product."""
+
+
+class Scratch:
+    """Memory for one matrix after the other, each of which is gone when the next one is made. For one thread."""
+
+    def __init__(self) -> None:
+        self.memory, self.used = torch.empty(0, dtype=torch.uint8), 0
+
+    def begin(self) -> None:
+        """Another matrix: there is room for one as large as the last one."""
+        if self.used > len(self.memory):
+            self.memory = torch.empty(self.used, dtype=torch.uint8)
+        self.used = 0
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory that holds anything."""
+        size = math.prod(shape) * dtype.itemsize
+        first, self.used = self.used, self.used + -(-size // 64) * 64
+        if self.used > len(self.memory):
+            return torch.empty(shape, dtype=dtype)
+        return self.memory[first : first + size].view(dtype).view(shape)
+
+
+class MappedBlocks:
+    """A matrix in blocks of the type `kind`. raw: its rows, uint8 [rows, bytes of a row], in one or several parts one
+    below the other, each but the last of whole panels. panels: where to pack it."""
+
+    def __init__(self, kind: str, raw: Sequence[Tensor], panels: BlockPanels, ops: Ops, scratch: Scratch) -> None:
+        self.kind, self.raw, self.panels, self.ops, self.scratch = kind, raw, panels, ops, scratch
+        self.outputs, self.inputs = panels.matrix.outputs, panels.matrix.inputs
+        self.firsts = [0, *accumulate(len(part) for part in raw)]
+
+    def pack(self) -> None:
+        """Fill the panels."""
+        for first, part in zip(self.firsts, self.raw, strict=False):
+            self.panels.write(first, part)
+
+    def apply(self, x: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        """As `WeightStorage.apply`."""
+        fused = gate in FUSED and self.outputs % (2 * PANEL_ROWS) == 0
+        made = [
+            self.ops.quantized_linear(
+                x,
+                self._packed([piece for cut in cuts for piece in self._pieces(cut)]),
+                None if bias is None else torch.cat([bias[cut] for cut in cuts]),
+                gate if fused else "",
+            )
+            for cuts in self._strips(2 if fused else 1)
+        ]
+        y = made[0] if len(made) == 1 else torch.cat(made, -1)
+        return self.ops.apply_gate(y, gate) if gate and not fused else y
+
+    def rows(self, which: Tensor) -> PanelMatrix:
+        """Rows number `which` [T] as a matrix, until the next call."""
+        found = torch.empty(len(which), self.raw[0].shape[1], dtype=torch.uint8)
+        for first, part in zip(self.firsts, self.raw, strict=False):
+            own = (which >= first) & (which < first + len(part))
+            found[own] = part[which[own] - first]
+        return self._packed([found])
+
+    def _strips(self, halves: int) -> Iterator[Sequence[slice]]:
+        """Rows that one call multiplies by: some, or of either half as many."""
+        width, row = self.outputs // halves, self.raw[0].shape[1]
+        step = max(PANEL_ROWS, STRIP // (row * halves) // PANEL_ROWS * PANEL_ROWS)
+        for at in range(0, width, step):
+            stop = min(width, at + step)
+            yield [slice(half * width + at, half * width + stop) for half in range(halves)]
+
+    def _pieces(self, cut: slice) -> Iterator[Tensor]:
+        """The bytes of rows, of each part that has some."""
+        for first, part in zip(self.firsts, self.raw, strict=False):
+            start, stop = max(cut.start - first, 0), min(cut.stop - first, len(part))
+            if start < stop:
+                yield part[start:stop]
+
+    def _packed(self, pieces: Sequence[Tensor]) -> PanelMatrix:
+        """A matrix of these rows."""
+        self.scratch.begin()
+        count = sum(map(len, pieces))
+        made = self.ops.empty_blocks(self.kind, count, self.inputs, self.scratch.empty)
+        assert made is not None, "what is mapped is packed by kernels"
+        matrix = made.matrix
+        if matrix.padded != matrix.inputs:
+            for each in (matrix.weight, matrix.scale, matrix.zero, matrix.supers):
+                if each is not None:
+                    each.zero_()
+        row = 0
+        for piece in pieces:
+            made.write(row, piece)
+            row += len(piece)
+        return matrix
+
+
+def pack_beside(weights: Iterable[QuantizedWeight]) -> Thread:
+    """Pack what is still to be packed, in a thread, one matrix after the other."""
+    todo = list(weights)
+
+    def run() -> None:
+        for weight in todo:
+            weight.pack()
+
+    thread = Thread(target=run, name="quire-pack", daemon=True)
+    thread.start()
+    return thread
