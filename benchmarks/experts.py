@@ -28,7 +28,7 @@ from quire.ops.integer import dequantize_integers, pack_integers, stack_integers
 from quire.ops.quantized import E4M3, E4M3_MAX, BaseOps, dequantize
 from quire.ops.triton import experts as mixture
 from quire.ops.triton.experts import ExpertConfig, ExpertTile, SortedSlots
-from quire.ops.triton.gemv import GemmConfig
+from quire.ops.triton.gemv import MAX_GEMV_ROWS, GemmConfig
 from quire.ops.triton.integer_experts import (
     IntegerExpertConfig,
     integer_expert_config,
@@ -334,9 +334,14 @@ def gate_up(batch: Batch, slots: SortedSlots | Tensor, how: AnyTile, card: Devic
         return multiply_integer_tiles(batch.x, matrix, slots, USED, how, card, "silu")
     assert not isinstance(matrix, IntegerMatrix)
     if how.stages and isinstance(slots, SortedSlots):
-        return mixture.multiply_tiles(batch.x, matrix, slots, USED, how, card, "silu", count=EXPERTS)
-    assert isinstance(batch.layer.gate_up, Tensor)
-    return mixture.multiply_gate_up(batch.x, batch.layer.gate_up, batch.routing, how, card, "silu")
+        also = rounded(matrix, batch)
+        return mixture.multiply_tiles(batch.x, matrix, slots, USED, how, card, "silu", count=EXPERTS, rounded=also)
+    return mixture.multiply_gate_up(batch.x, matrix, batch.routing, how, card, "silu", count=EXPERTS)
+
+
+def rounded(matrix: object, batch: Batch) -> bool:
+    """Whether rows are rounded to e4m3, as the engine does it."""
+    return isinstance(matrix, QuantizedMatrix) and len(batch.x) > MAX_GEMV_ROWS
 
 
 def down(batch: Batch, inner: Tensor, slots: SortedSlots | Tensor, how: AnyTile, card: DeviceInfo) -> Tensor:
@@ -347,9 +352,9 @@ def down(batch: Batch, inner: Tensor, slots: SortedSlots | Tensor, how: AnyTile,
         return multiply_integer_tiles(inner, matrix, slots, USED, how, card)
     assert not isinstance(matrix, IntegerMatrix)
     if how.stages and isinstance(slots, SortedSlots):
-        return mixture.multiply_tiles(inner, matrix, slots, USED, how, card, count=EXPERTS)
-    assert isinstance(batch.layer.down, Tensor)
-    return mixture.multiply_down(inner, batch.layer.down, batch.routing, how, card)
+        also = rounded(matrix, batch)
+        return mixture.multiply_tiles(inner, matrix, slots, USED, how, card, count=EXPERTS, rounded=also)
+    return mixture.multiply_down(inner, matrix, batch.routing, how, card, count=EXPERTS)
 
 
 class Tiling(NamedTuple):
@@ -434,7 +439,8 @@ def through(batch: Batch, routing: Routing, how: AnyConfig, card: DeviceInfo) ->
         assert isinstance(second, IntegerMatrix)
         return integer_experts(batch.x, routing, first, second, "silu", how, card)
     if isinstance(first, QuantizedMatrix) and isinstance(second, QuantizedMatrix):
-        return mixture.quantized_experts(batch.x, routing, first, second, "silu", how, card)
+        also = rounded(first, batch)
+        return mixture.quantized_experts(batch.x, routing, first, second, "silu", how, card, rounded=also)
     assert isinstance(first, Tensor)
     assert isinstance(second, Tensor)
     return mixture.experts(batch.x, routing, first, second, "silu", how, card)
@@ -550,7 +556,10 @@ def current(tokens: int, layer: Layer) -> AnyConfig:
         return integer_expert_config(tokens, USED, layer.gate_up, layer.down)
     if isinstance(layer.gate_up, Tensor):
         return mixture.expert_config(tokens, USED, EXPERTS, HIDDEN, WIDTH)
-    return mixture.quantized_expert_config(tokens, USED, EXPERTS)
+    assert isinstance(layer.gate_up, QuantizedMatrix)
+    assert isinstance(layer.down, QuantizedMatrix)
+    few = tokens <= MAX_GEMV_ROWS
+    return mixture.quantized_expert_config(tokens, USED, layer.gate_up, layer.down, rounded=not few)
 
 
 def precompile(layers: Sequence[Layer], kinds: Sequence[Sequence[Layer]], ops: TritonOps) -> None:

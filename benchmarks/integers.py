@@ -26,17 +26,17 @@ from torch import Tensor
 from benchmarks.card import needed
 from benchmarks.kernel_cases import MATRICES, copies, noise, relative
 from benchmarks.kernels import READ, replayed
-from quire.ops.base import Gate, IntegerMatrix
+from quire.ops.base import Gate, IntegerMatrix, QuantizedMatrix
 from quire.ops.integer import dequantize_integers, pack_integers, pack_rows, pack_superblocks
 from quire.ops.quantized import BaseOps
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
-from quire.ops.triton.int8_gemm import int8_linear
 from quire.ops.triton.integer_gemm import dequantize, integer_gemm_config, integer_linear
 from quire.ops.triton.integer_mma import MmaConfig, integer_mma
 from quire.ops.triton.integer_tma import TmaConfig, integer_tma, takes_matrix
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.precompile import Precompiler
+from quire.ops.triton.rounded_gemm import rounded_linear
 
 KINDS = ("awq", "q4_k", "q8_0", "q4_0", "gptq 32", "gptq 64", "q5_k", "q6_k", "gptq 8 bits", "int8")
 PRODUCTS = ("8b qkv", "8b o", "8b gate_up", "8b down")
@@ -360,7 +360,10 @@ class Bench:
             weight = torch.randint(-127, 128, (outputs, inputs), device="cuda", dtype=torch.int16).to(torch.int8)
             scale, x = torch.rand(outputs, 1, device="cuda") / (127 * inputs**0.5), noise(rows, inputs)
             every = [how for how in W8A8 if how.rows <= max(8, 2 * rows) and (rows <= 64 or how.rows >= 64)]
-            made = {str(tuple(how)): partial(int8_linear, x, weight, scale, None, how, card, gate) for how in every}
+            matrix, arrived = QuantizedMatrix(weight, scale, inputs), ops.arrived
+            made = {
+                str(tuple(how)): partial(rounded_linear, x, matrix, None, how, card, arrived, gate) for how in every
+            }
             return {**made, "as now": partial(ops.int8_linear, x, weight, scale, None, gate)}
 
         self.precompile([work for name, rows in cases for work in works(name, rows).values()])

@@ -38,6 +38,7 @@ from quire.types import GREEDY, Request, SamplingParams, StructuredOutputsParams
 from quire.weights.load import load_model, quiet
 from quire.weights.locate import embedded
 from quire.weights.quantize import quantize
+from tests import interpreter
 from tests.gguf_files import write
 from tests.mtp import SHAPES, Reference, make_mtp
 from tests.test_speculation import SCHEMA, Drawn
@@ -291,6 +292,7 @@ def test_each_of_several_layers_drafts_on_a_device_as_the_reference(made: Any, s
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
 def test_several_layers_draft_through_interpreted_kernels_as_the_reference(tmp_path: Path) -> None:
+    interpreter.install()
     reference = make_mtp(tmp_path, "mimo-gqa", 3)
     asked, want, said = apart(load_model(tmp_path, dtype="float32", mtp=True))
     model = load_model(tmp_path, dtype="float32", device=CPU, ops=TritonOps(CPU), mtp=True)

@@ -50,6 +50,8 @@ def test_every_operation_on_a_row_has_the_same_bits_in_any_batch(dtype: torch.dt
         "norm": lambda x: OPS.norm(x, Norm(norm[0], 1e-6)),
         "layer norm": lambda x: OPS.norm(x, Norm(norm[0], 1e-6, norm[0], centred=True)),
         "scaled sum": lambda x: OPS.add_norm(x, x.flip(1), None, scale=0.22)[1],
+        "sigmoid": OPS.sigmoid,
+        "clamped gate": OPS.clamped_mul,
         "tanh": torch.tanh,
         "shares": lambda x: x.float().softmax(-1),
         "mix": lambda x: OPS.combine_experts(x.view(len(x), 6, -1), OPS.normalize(x[:, :6].float().abs())),

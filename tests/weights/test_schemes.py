@@ -179,6 +179,27 @@ def test_experts_of_float8_are_one_matrix_that_kernels_read(tmp_path: Path, name
         torch.testing.assert_close(other.experts(x, routing), want)
 
 
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-rows"])
+def test_the_reference_of_the_quality_check_rounds_no_activations(tmp_path: Path, name: str) -> None:
+    make(tmp_path, "qwen3_moe-gqa", hidden_size=144, num_hidden_layers=1)
+    quantise(tmp_path, name)
+    ours, theirs = (
+        load_model(tmp_path, dtype=dtype, ops=ops).blocks[0]
+        for dtype, ops in (("float16", TritonOps("cpu")), ("float32", ReferenceOps()))
+    )
+    x, routing = torch.randn(17, 144), Routing(torch.arange(34).view(17, 2).int() % 7, torch.rand(17, 2))
+    qkv, experts = ours.attention.qkv.apply.__self__, ours.mlp.experts
+    with torch.inference_mode():
+        wanted = theirs.attention.qkv(x), theirs.mlp.experts(x, routing)
+        rounded = qkv.apply(x.half()), experts(x.half(), routing)
+        for each in (qkv, *experts.gate_up, *experts.down):
+            each.quantized.exact = True
+        kept = qkv.apply(x.half()), experts(x.half(), routing)
+    for want, other, same in zip(wanted, rounded, kept, strict=True):
+        assert (same - want).norm() < 3e-3 * want.norm(), "float16"
+        assert 0.01 * want.norm() < (other - want).norm() < 0.08 * want.norm(), "three bits, twice in a mixture"
+
+
 def integer_mixture(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixture of experts in a format of integers, in groups of 32."""
     make(folder, "qwen3_moe-gqa", hidden_size=64, moe_intermediate_size=32, head_dim=16, num_hidden_layers=1)

@@ -59,9 +59,9 @@ AUTOTUNE_CACHE = "quire-products.json"
 """File of the fastest GEMM for each shape, in Triton's cache folder."""
 
 
-def make_ops(device: torch.device, deterministic: bool = False) -> Ops:
-    """The Triton kernels, batch-invariant ones if `deterministic`."""
-    return BatchInvariantTritonOps(device) if deterministic else TritonOps(device)
+def make_ops(device: torch.device, deterministic: bool = False, *, rounds_float8: bool = True) -> Ops:
+    """The Triton kernels, batch-invariant ones if `deterministic`. rounds_float8: see `TritonOps.rounds`."""
+    return BatchInvariantTritonOps(device) if deterministic else TritonOps(device, rounds_float8=rounds_float8)
 
 
 def check_float8(name: str, device: torch.device) -> None:
@@ -102,7 +102,9 @@ def make_executor(
     """
     cache, spec = settings.cache, model.spec
     max_num_seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-    draft = load_draft(settings, model, device, make_ops(device), parallel)
+    draft = load_draft(
+        settings, model, device, make_ops(device, rounds_float8=settings.model.fp8_activations == "auto"), parallel
+    )
     drafts = most_drafts(settings)
     every = (*layers, *draft_layers(draft))
     # Loading leaves the memory of repacked matrices in the caching allocator, where it counts as taken.

@@ -402,7 +402,11 @@ def _load(
             dtype=model.dtype,
             device=device,
             ops=choose_ops(
-                device, settings.execution.deterministic, embedded=by_default, kernels=settings.execution.cpu_kernels
+                device,
+                settings.execution.deterministic,
+                embedded=by_default,
+                kernels=settings.execution.cpu_kernels,
+                rounds_float8=model.fp8_activations == "auto",
             ),
             parallel=parallel,
             expert_parallel=settings.execution.enable_expert_parallel,
@@ -433,15 +437,20 @@ def count_compiles(device: str) -> Callable[[], int]:
 
 
 def choose_ops(
-    device: torch.device, deterministic: bool | None = None, *, embedded: bool = False, kernels: str = "auto"
+    device: torch.device,
+    deterministic: bool | None = None,
+    *,
+    embedded: bool = False,
+    kernels: str = "auto",
+    rounds_float8: bool = True,
 ) -> Ops:
     """The kernels for a device.
 
     deterministic: batch-invariant ones; None: only for the embedded model as shipped, on a CPU, where they cost little.
-    kernels: of a CPU, `cpu_kernels`.
+    kernels: of a CPU, `cpu_kernels`. rounds_float8: whether activations may be rounded to float8.
     """
     if device.type != "cpu":
-        return cast(Ops, _cuda().make_ops(device, bool(deterministic)))
+        return cast(Ops, _cuda().make_ops(device, bool(deterministic), rounds_float8=rounds_float8))
     if deterministic is None and embedded:
         rows = stable_rows()
         return SteadyOps(rows) if rows else BatchInvariantOps()

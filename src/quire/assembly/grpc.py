@@ -16,7 +16,8 @@ from quire.executors.grpc_server import Credentials, ExecutorServer
 SERVER_OPTIONS = (
     *("deterministic", "device", "threads", "enforce_eager", "tensor_parallel_size"),
     *("pipeline_parallel_size", "enable_expert_parallel", "distributed_executor_backend"),
-    *("dtype", "load_format", "quantization", "max_model_len", "canary", "canary_min_agreement", "canary_max_kl"),
+    *("dtype", "load_format", "quantization", "fp8_activations", "max_model_len"),
+    *("canary", "canary_min_agreement", "canary_max_kl"),
     *("block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization", "kv_cache_dtype"),
     "lookahead",
 )

@@ -278,6 +278,7 @@ def _about(settings: Settings, executor: LocalExecutor) -> dict[str, str]:
         "kernels": ", ".join(ops),
         "threads": str(torch.get_num_threads()),
         "deterministic": str(settings.execution.deterministic),
+        "fp8_activations": settings.model.fp8_activations,
         "architecture": model.spec.architecture,
         "weights": hashlib.sha256(digest_of(found)).hexdigest(),
         "dtype": about.dtype,

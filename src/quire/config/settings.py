@@ -465,6 +465,12 @@ class ModelConfig:
         "How weights are stored; auto: as the checkpoint has them. Those from fp8 to q4_0 are made of plain weights "
         "while loading (q8_0 to q4_0 are GGUF's types), the others must be what the checkpoint says.",
     )
+    fp8_activations: Literal["auto", "off"] = option(
+        "auto",
+        "With FP8 weights on a GPU: auto: a step of more than 16 tokens rounds activations to FP8, too, each token by "
+        "its own largest number, where the GPU multiplies FP8 and answers need not be deterministic; off: they keep "
+        "16 bits.",
+    )
     canary: Literal["refuse", "warn", "off"] = option(
         "refuse",
         "What happens when quantized weights or K/V answer a probe differently from unquantized ones; off: no probe.",

@@ -138,7 +138,9 @@ class SeparateExperts:
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`."""
         if self.joined:
-            return self.ops.quantized_experts(x, routing, *self.joined, self.gate, self.biases)
+            first = self.gate_up[0].quantized
+            ops = self.ops.unrounded() if first is not None and first.exact else self.ops
+            return ops.quantized_experts(x, routing, *self.joined, self.gate, self.biases)
         return through_experts(x, routing, len(self.gate_up), self._mlp, self.ops.combine_experts)
 
     def _mlp(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -172,7 +174,7 @@ def stack_biases(matrices: Sequence[WeightStorage]) -> Tensor | None:
 def stack_float8(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None:
     """Matrices of float8 with the same scales per row in one, see `ExpertMatrices`; None of others."""
     first = matrices[0]
-    layouts = {(each.weight.dtype, each.scale.shape[1], each.width, each.offset) for each in matrices}
+    layouts = {(each.weight.dtype, each.scale.shape[1], each.width, each.offset, each.height) for each in matrices}
     if len(layouts) > 1 or first.weight.dtype != E4M3:
         return None
     weight, scale = torch.cat([each.weight for each in matrices]), torch.cat([each.scale for each in matrices])

@@ -140,7 +140,8 @@ NO_BIASES = ExpertBiases()
 class QuantizedMatrix(NamedTuple):
     """A matrix [out, in] in one of two layouts. scale: float32 [out, G], G scales per row.
 
-    Scaled: weight [out, in] int8 or float8_e4m3, times its scale: column c has scale number (c + offset) // width.
+    Scaled: weight [out, in] int8 or float8_e4m3, times its scale: column c has scale number (c + offset) // width. Of
+    every `height` rows, from the first on, the scales are the same.
     Grouped (zero and groups are not None): weight uint8 [out, in], or [out, in / 2] of 4 bits, even columns in the low
     bits; (w - zero) scale with zero [out, G]. groups [in] int64: each column's group, which is the number of its scale
     and zero.
@@ -152,6 +153,7 @@ class QuantizedMatrix(NamedTuple):
     offset: int = 0
     zero: Tensor | None = None
     groups: Tensor | None = None
+    height: int = 1
 
     @property
     def outputs(self) -> int:
@@ -165,8 +167,9 @@ class QuantizedMatrix(NamedTuple):
 
     def rows(self, which: slice) -> QuantizedMatrix:
         """Some of its rows."""
-        zero = None if self.zero is None else self.zero[which]
-        return self._replace(weight=self.weight[which], scale=self.scale[which], zero=zero)
+        zero, whole = None if self.zero is None else self.zero[which], which.step in (None, 1)
+        height = self.height if whole and (which.start or 0) % self.height == 0 else 1
+        return self._replace(weight=self.weight[which], scale=self.scale[which], zero=zero, height=height)
 
 
 class IntegerKind(IntEnum):
@@ -397,6 +400,12 @@ class Ops(Protocol):
     def untuned(self) -> Ops:
         """The same without choices that are measured in this process, so that every rank computes the same bits."""
 
+    def rounds(self, matrix: AnyMatrix) -> bool:
+        """Whether rows that are multiplied with a matrix are rounded to float8 as it is, if there are many."""
+
+    def unrounded(self) -> Ops:
+        """The same, but for activations, which `rounds` is never true of."""
+
     def prepare(self, batch: RaggedBatch) -> RaggedBatch:
         """The same batch with what every layer would otherwise compute again. Called once a forward.
 
@@ -428,7 +437,7 @@ class Ops(Protocol):
         `arranged`. zeros: allocates."""
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
-        """As `linear`, with a quantized matrix."""
+        """As `linear`, with a quantized matrix. Rows of x may be rounded, see `rounds`."""
 
     def int8_linear(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gate: Gate = ""

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import CLAMP_ALPHA, DeltaInputs, DeltaWeights, ScanInputs, ScanWeights, Scores
+from quire.ops.base import DeltaInputs, DeltaWeights, ScanInputs, ScanWeights, Scores
 from quire.ops.matmul import (
     TILE_ROWS,
     can_pack,
@@ -124,20 +124,14 @@ class BatchInvariantOps(ReferenceOps):
         exact = gate.float()
         return (exact / exact.neg().exp_().add_(1.0)).to(up.dtype).mul_(up)
 
-    def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
-        """See `Ops.add_shared`."""
-        if logits is None:
-            return routed + shared
-        return routed + shared * (1.0 / logits.float().neg().exp_().add_(1.0)).to(shared.dtype)
-
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Ops.gelu_mul`."""
         gate, up = gate_up.chunk(2, -1)
         return self.gelu(gate).mul_(up)
 
-    def scaled_sigmoid(self, x: Tensor) -> Tensor:
-        """sigmoid(CLAMP_ALPHA x)."""
-        return (1.0 / (x.float() * -CLAMP_ALPHA).exp_().add_(1.0)).to(x.dtype)
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Of each number."""
+        return (1.0 / x.float().neg().exp_().add_(1.0)).to(x.dtype)
 
     def gelu(self, x: Tensor) -> Tensor:
         """See `Ops.gelu`."""

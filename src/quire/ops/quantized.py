@@ -121,6 +121,22 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return (exact / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
 
 
+LEAST_FLOAT8 = 1e-30
+"""The least that tokens in float8 are scaled by: E4M3_MAX times its inverse is finite."""
+
+
+def float8_tokens(x: Tensor, width: int = 0) -> tuple[Tensor, Tensor]:
+    """x [T, in] -> (e4m3 [T, in], float32 [T, runs]): each run of `width` numbers of a token by its own largest; 0: the
+    whole token."""
+    inputs = x.shape[1]
+    width = width or inputs
+    runs = F.pad(x.float(), (0, -inputs % width)).view(len(x), -(-inputs // width), width)
+    largest = runs.abs().amax(-1, keepdim=True).clamp(min=LEAST_FLOAT8)
+    # A number by a tensor would be the number times its inverse, which is rounded once more.
+    inverse = torch.full_like(largest, E4M3_MAX) / largest
+    return (runs * inverse).to(E4M3).flatten(1)[:, :inputs], largest[..., 0] / E4M3_MAX
+
+
 EXACT = 1024
 """Columns of int8 whose products float32 adds up exactly, in any order: 127 * 128 * 1024 < 2 ** 24."""
 
@@ -187,6 +203,14 @@ class BaseOps(ABC):
 
     def untuned(self) -> Self:
         """See `Ops.untuned`."""
+        return self
+
+    def rounds(self, matrix: AnyMatrix) -> bool:
+        """See `Ops.rounds`."""
+        return False
+
+    def unrounded(self) -> Self:
+        """See `Ops.unrounded`."""
         return self
 
     def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -302,6 +326,10 @@ class BaseOps(ABC):
         gate, up = gate_up.chunk(2, -1)
         return self.gelu_erf(gate).mul_(up)
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Of each number."""
+        return x.sigmoid()
+
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """See `Ops.combine_experts`."""
         return combine_experts(made, weights)
@@ -317,7 +345,7 @@ class BaseOps(ABC):
         logits = logits.float() if how.logit_scale == 1.0 else logits.float() * how.logit_scale
         if how.margin:
             return gained(mix_sparsely(logits, how), gains)
-        scores = logits.sigmoid() if how.sigmoid else logits.softmax(-1)
+        scores = self.sigmoid(logits) if how.sigmoid else logits.softmax(-1)
         ranked = in_best_groups(scores if correction is None else scores + correction, how)
         experts = ranked.topk(how.used, dim=-1).indices
         weights = scores.gather(-1, experts)
@@ -340,7 +368,7 @@ class BaseOps(ABC):
 
     def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
         """See `Ops.add_shared`."""
-        return routed + (shared if logits is None else shared * logits.sigmoid())
+        return routed + (shared if logits is None else shared * self.sigmoid(logits))
 
     def experts(
         self,

@@ -129,11 +129,7 @@ class ReferenceOps(BaseOps):
         """See `Ops.clamped_mul`."""
         gate, up = gate_up.chunk(2, -1)
         gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
-        return self.scaled_sigmoid(gate).mul_(gate).mul_(up + 1.0)
-
-    def scaled_sigmoid(self, x: Tensor) -> Tensor:
-        """sigmoid(CLAMP_ALPHA x)."""
-        return torch.sigmoid(CLAMP_ALPHA * x)
+        return self.sigmoid(gate * CLAMP_ALPHA).mul_(gate).mul_(up + 1.0)
 
     def gelu(self, x: Tensor) -> Tensor:
         """See `Ops.gelu`."""

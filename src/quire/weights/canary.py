@@ -186,7 +186,7 @@ class Canary:
                 f"{listed(self.suspects)}: such weights cannot be right; the checkpoint or its scales are corrupt "
                 "(--canary warn serves it anyway)"
             )
-        rounding = [matrix for matrix in matrices.values() if matrix.activations]
+        rounding = [matrix for matrix in matrices.values() if matrix.rounds]
         if reference is None and rounding:
             for matrix in rounding:
                 matrix.exact = True

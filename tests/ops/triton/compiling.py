@@ -48,7 +48,7 @@ from quire.ops.base import (
     TopK,
 )
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
-from quire.ops.triton import integer_mma, integer_tma
+from quire.ops.triton import integer_mma, integer_tma, rounded_gemm
 from quire.ops.triton.all_reduce import PeerSum
 from quire.ops.triton.blocks import BlockCopies
 from quire.ops.triton.launch import HOPPER, DeviceInfo
@@ -162,20 +162,29 @@ def everything(ops: TritonOps) -> None:
         for spans, n in ((2, 1), (64, 1), (2, 512)):
             ops.attention(halves(spans * n, 32, 128), small, batch(spans, n), Scores(0.1))
         weight = torch.empty(6144, 4096, dtype=E4M3)
-        for rows in (1, 16):
-            ops.quantized_linear(halves(rows, 4096), QuantizedMatrix(weight, torch.empty(6144, 1), 4096), gate="silu")
-            ops.quantized_linear(halves(rows, 4096), QuantizedMatrix(weight, torch.empty(6144, 1), 4096))
+        runs = QuantizedMatrix(weight, torch.empty(6144, 32), 128)
+        for rows in (1, 16, 17, 64, 100):
+            for matrix in (
+                QuantizedMatrix(weight, torch.empty(6144, 1), 4096), QuantizedMatrix(weight, torch.empty(6144, 64), 64)
+            ):  # fmt: skip
+                ops.quantized_linear(halves(rows, 4096), matrix, None, "silu")
+                ops.quantized_linear(halves(rows, 4096), matrix)
+            for height in (1, 128):  # what cards without the library's products of runs take
+                how = rounded_gemm.rounded_config(rows, 6144, 4096, gated=False)
+                matrix = runs._replace(height=height)
+                rounded_gemm.rounded_linear(halves(rows, 4096), matrix, None, how, ops.card, ops.arrived)
         for rows in (1, 16, 64, 300):
-            ops.quantized_linear(halves(rows, 4096), QuantizedMatrix(weight, torch.empty(6144, 32), 128))
+            ops.unrounded().quantized_linear(halves(rows, 4096), runs)
         ops.quantized_linear(
             halves(1, 12288), QuantizedMatrix(torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
         )
         ops.quantized_linear(
             halves(8, 12288), QuantizedMatrix(torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
         )
-        ops.quantized_linear(
-            halves(64, 12288), QuantizedMatrix(torch.zeros(32, 12288, dtype=E4M3), torch.empty(32, 1), 12288)
-        )
+        for rows in (64, 100):
+            ops.quantized_linear(
+                halves(rows, 12288), QuantizedMatrix(torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
+            )
     for rows in (1, 16, 64):
         weight = torch.empty(6144, 2048, dtype=torch.uint8)
         scale, groups = torch.empty(6144, 32), torch.empty(4096, dtype=torch.int64)
@@ -187,8 +196,9 @@ def everything(ops: TritonOps) -> None:
         mixture(ops, tokens, *shape)
     if CAPABILITY >= 89:
         for tokens in (4, 10, 24, 64):
-            float8_mixture(ops, tokens, width=128)
-            float8_mixture(ops, tokens, width=2048)
+            for some in (ops, ops.unrounded()):
+                float8_mixture(some, tokens, width=128)
+                float8_mixture(some, tokens, width=2048)
     for tokens in (1, 5, 16, 64, 300):
         integer_mixtures(ops, tokens)
     gpt_oss(ops)

@@ -7,7 +7,9 @@ from typing import TypeVar
 
 import torch
 
-from quire.ops.quantized import E4M3
+from quire.layers.quantization.scaled import quantize
+from quire.ops.base import QuantizedMatrix
+from quire.ops.quantized import E4M3, float8_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -31,3 +33,20 @@ def in_eight_bits(rows: int, outputs: int, inputs: int) -> tuple[torch.Tensor, t
     x, weight = torch.randn(rows, inputs, device=DEVICE).bfloat16(), torch.randn(outputs, inputs, device=DEVICE)
     scale = weight.abs().amax(1, keepdim=True) / 448
     return x, (weight / scale).to(E4M3), scale
+
+
+def float8_matrix(
+    outputs: int, inputs: int, width: int, exact: torch.Tensor | None = None, height: int = 1
+) -> QuantizedMatrix:
+    """`exact` or random numbers in e4m3, with a scale for every `width` columns of a row, 0: for the whole row, and for
+    every `height` rows."""
+    exact = torch.randn(outputs, inputs, device=DEVICE) if exact is None else exact
+    numbers, scale = quantize(exact, E4M3, (height, width or inputs))
+    scale = scale.repeat_interleave(height, 0)[:outputs].contiguous()
+    return QuantizedMatrix(numbers, scale, width or inputs, height=height)
+
+
+def held_by_float8(x: torch.Tensor, width: int) -> torch.Tensor:
+    """What e4m3 holds of x, float32, see `float8_tokens`."""
+    numbers, steps = float8_tokens(x, width)
+    return numbers.float() * steps.repeat_interleave(width or x.shape[1], 1)[:, : x.shape[1]]

@@ -134,7 +134,7 @@ def test_matrices_in_eight_bits_keep_a_gpu_busy_whatever_their_shape(rows: int) 
         programs = -(-outputs // how.outputs) * how.splits
         assert 128 <= programs <= 512, "about as many as an H200 runs at once"
         assert how.inputs <= inputs // how.splits
-    assert scaled_gemm_config(17, 6144, 4096) is None, "more are the library's: see `fp8_split`"
+    assert scaled_gemm_config(17, 6144, 4096) is None, "more are rounded: see `rounded_gemm`"
 
 
 def test_large_and_small_numbers_keep_their_exponent_in_half_precision() -> None:

@@ -3,6 +3,7 @@ reference, over pools that are NaN wherever no sequence wrote."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,8 @@ from quire.ops.quantized import FLOAT8, Float8
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.attention import latent_tiles
-from quire.ops.triton.latent_mma import takes
+from quire.ops.triton.attention_schedule import FIELDS
+from quire.ops.triton.latent_mma import combine_kernel, takes
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.types import UNLIMITED
@@ -87,7 +89,7 @@ def test_the_sizes_of_published_models_in_half_precision() -> None:
 @pytest.mark.gpu
 @NEEDS_CARD
 @pytest.mark.parametrize("ops", ["kernels", "invariant-kernels"])
-@pytest.mark.parametrize(("heads", "page"), [(5, 4), (8, 16), (16, 64), (20, 64)])
+@pytest.mark.parametrize(("heads", "page"), [(5, 4), (8, 16), (16, 64), (20, 64), (32, 16)])
 @pytest.mark.parametrize("spans", [DECODE, VERIFY, MANY, [(3000, 1), (200, 2)]])
 def test_latents_in_shared_memory_are_attended_as_the_naive_loop(ops: str, heads: int, page: int, spans: Spans) -> None:
     check(IMPLEMENTATIONS[ops], spans, heads, 512, 64, page, torch.float16, 4e-3)
@@ -101,7 +103,7 @@ def test_latents_in_shared_memory_in_bfloat16() -> None:
 
 @pytest.mark.gpu
 @NEEDS_CARD
-@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("heads", [8, 16, 32])
 @pytest.mark.parametrize("spans", [[(5000, 1), (40, 1)], [(61 * i % 700, 1) for i in range(150)]])
 def test_replays_have_the_same_bits(heads: int, spans: Spans) -> None:
     """Launched one after another, each before the preceding one has ended."""
@@ -135,6 +137,28 @@ def test_a_sequence_has_the_same_bits_in_any_batch() -> None:
         assert torch.equal(ops.latent_attention(q[i : i + 1], turned[i : i + 1], kv, alone, 0.05), together[i : i + 1])
 
 
+def test_pieces_of_few_spans_are_combined_by_their_sums() -> None:
+    """Spans of one piece are left as they are."""
+    torch.manual_seed(0)
+    groups, share, dim, rows, splits = 2, 8, 32, 16, (1, 5, 3, 1)
+    list_of = [(2 * i, 2, 0, 99, 0, 0, i, part + cut * 65536, 0) for i, cut in enumerate(splits) for part in range(cut)]
+    pieces = torch.tensor([*list_of, *[(7,) * FIELDS] * 2], dtype=torch.int32)
+    parts, sums = torch.randn(len(pieces), groups, rows, dim), 3 * torch.randn(len(pieces), groups, rows)
+    out, count = torch.zeros(8, groups, share, dim), torch.tensor([len(list_of)], dtype=torch.int32)
+    given = [each.to(DEVICE) for each in (pieces, count, parts, sums, out)]
+    combine_kernel[len(splits) * groups, rows, 2](
+        *given, GROUPS=groups, SHARE=share, DIM=dim, ROWS=rows, SLICE=16, BOUND=16, MOST=8, FIELDS=FIELDS,
+        DEPENDENT=False,
+    )  # fmt: skip
+    begin = 0
+    for i, cut in enumerate(splits):
+        own = slice(begin, begin + cut)
+        want = (torch.softmax(sums[own] * math.log(2), 0)[..., None] * parts[own]).sum(0) * (cut > 1)
+        got = given[-1][2 * i : 2 * i + 2].cpu().transpose(0, 1).reshape(groups, rows, dim)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        begin += cut
+
+
 def test_what_fits_is_taken_into_shared_memory() -> None:
     def taken(latents: int = 512, rotated: int = 64, dtype: torch.dtype = torch.bfloat16, card: DeviceInfo = HOPPER,
               kept: torch.dtype | None = None) -> bool:  # fmt: skip
@@ -153,10 +177,10 @@ def test_what_fits_is_taken_into_shared_memory() -> None:
     ("share", "most", "rows"), [(16, 1, [16]), (8, 2, [16]), (16, 2, [32]), (20, 1, [32]), (16, 4, [64]), (64, 1, [64]),
                                 (16, 9, [16, 64]), (20, 9, [32, 64])]
 )  # fmt: skip
-def test_sixteen_rows_have_tiles_in_shared_memory(share: int, most: int, rows: list[int]) -> None:
+def test_few_rows_have_tiles_in_shared_memory(share: int, most: int, rows: list[int]) -> None:
     chosen = latent_tiles(HOPPER, share, 512, 2, most, 64, ringed=True)
-    assert [(tile.rows, tile.ringed) for tile, _, _ in chosen] == [(each, each == 16) for each in rows]
-    assert not any(tile.ringed for tile, _, _ in latent_tiles(HOPPER, share, 512, 2, most, 64))
+    assert [(tile.rows, tile.parts > 0) for tile, _, _ in chosen] == [(each, each <= 32) for each in rows]
+    assert not any(tile.parts for tile, _, _ in latent_tiles(HOPPER, share, 512, 2, most, 64))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

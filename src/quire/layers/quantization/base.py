@@ -175,8 +175,9 @@ class Unpacked(Protocol):
 class QuantizedWeight:
     """The final form of a quantized matrix.
 
-    activations: each token is rounded to int8 too. exact: it is not, in spite of that: the reference of the quality
-    check. source: what the matrix is still to be packed from, and is read from until then; None: it is packed.
+    activations: each token is rounded to int8 too. exact: activations are not rounded, in spite of that, nor to float8,
+    see `Ops.unrounded`: the reference of the quality check. source: what the matrix is still to be packed from, and is
+    read from until then; None: it is packed.
     """
 
     ops: Ops
@@ -185,6 +186,11 @@ class QuantizedWeight:
     activations: bool = False
     exact: bool = False
     source: Unpacked | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether activations are rounded, of many tokens at least."""
+        return self.activations or self.ops.rounds(self.matrix)
 
     @property
     def rows(self) -> int:
@@ -202,7 +208,8 @@ class QuantizedWeight:
         if (source := self.source) is not None:
             return source.apply(x, self.bias, gate)
         if not self.activations:
-            return self.ops.quantized_linear(x, self.matrix, self.bias, gate)
+            ops = self.ops.unrounded() if self.exact else self.ops
+            return ops.quantized_linear(x, self.matrix, self.bias, gate)
         if self.exact:
             return self.ops.linear(x, self.dequantize().to(x.dtype), self.bias, gate)
         return self.ops.rounded_linear(x, cast(Int8Matrix, self.matrix), self.bias, gate)

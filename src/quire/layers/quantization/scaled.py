@@ -115,7 +115,10 @@ class ScaledStorage:
             spread.append(scale[row, first : -(-cut.stop // across)])
         weight = unpack(self.raw, 8, 1).to(torch.int16).sub_(128).to(torch.int8) if self.scheme.packed else self.raw
         scale, offset = torch.cat(spread).contiguous(), cut.start - first * across
-        self.quantized = weight_of(QuantizedMatrix(weight, scale, across, offset), self.ops, self.bias, self.scheme)
+        cuts = [at for part in self.matrix.parts for at in (part.shard.start, part.shard.stop)]
+        height = common_height(down, cuts)
+        matrix = QuantizedMatrix(weight, scale, across, offset, height=height)
+        self.quantized = weight_of(matrix, self.ops, self.bias, self.scheme)
         self.scales.clear()
         del self.raw
 
@@ -123,6 +126,11 @@ class ScaledStorage:
         """As `WeightStorage.apply`."""
         assert self.quantized is not None
         return self.quantized.apply(x, gate)
+
+
+def common_height(down: int, cuts: Sequence[int]) -> int:
+    """Rows that share scales in all of a matrix whose parts begin and end at `cuts`; down: as in `ScaleScheme`."""
+    return 1 if down == UNLIMITED or any(cut % down for cut in cuts) else down
 
 
 def check_aligned(cut: slice, unit: int, name: str) -> None:
@@ -195,7 +203,9 @@ class OnlineQuantized(Plain):
             scales.append(scale[torch.arange(len(own), device=own.device) // down])
             row += len(own)
         scale = torch.cat(scales).contiguous()
-        self.quantized = weight_of(QuantizedMatrix(numbers, scale, across), self.ops, self.bias, self.scheme)
+        height = common_height(down, [part.shard.stop - part.shard.start for part in self.matrix.parts])
+        matrix = QuantizedMatrix(numbers, scale, across, height=height)
+        self.quantized = weight_of(matrix, self.ops, self.bias, self.scheme)
         del self.weight
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:

@@ -24,13 +24,15 @@ from torch import Tensor
 
 from quire.ops.base import Scores
 from quire.ops.ragged import LayerKV
-from quire.ops.triton import latent_mma
+from quire.ops.triton import latent_mma, latent_parts
 from quire.ops.triton.attention_schedule import (
     FEW_SPANS,
     FIELDS,
+    MOST_PIECES,
     MOST_RUNS,
     PREFIX_FIELDS,
     AttentionPlan,
+    AttentionSchedule,
     PrefixPartials,
     PrefixSharing,
     Tiling,
@@ -312,7 +314,8 @@ def together(
 class Tile(NamedTuple):
     """How a tile is computed. a_card: programs wanted per multiprocessor, which decides into how many pieces few tiles
     are split; 0: they are not split. run: blocks below which a piece is not worth splitting off. slim: it takes 160
-    registers per thread, others nearly all. ringed: `latent_mma` computes it, `stages` being its buffers."""
+    registers per thread, others nearly all. parts: it is of latents, `stages` buffers of which are in
+    shared memory: 1: `latent_mma` computes it; more: `latent_parts`, with latents cut into so many."""
 
     rows: int
     columns: int
@@ -321,11 +324,13 @@ class Tile(NamedTuple):
     a_card: int
     run: int = 1
     slim: bool = False
-    ringed: bool = False
+    parts: int = 0
 
     def spread(self, card: DeviceInfo, groups: int, spans: int) -> int:
         """Programs of each K/V head among which spans are divided: many spans, among as many as the GPU holds at
-        once."""
+        once. `latent_mma` has one program a multiprocessor."""
+        if self.parts:
+            return spread(card, groups, self.a_card)
         held = 2048 // (self.warps * (160 if self.slim else 256))
         return spread(card, groups, min(self.a_card, 1) * held if spans > FEW_SPANS else self.a_card)
 
@@ -373,15 +378,21 @@ MOST_SHARING = 64
 """Heads of a program at most that read the same latents; more are groups of so many, which read them again."""
 
 
+LATER_SPANS = 8
+"""Spans up to which a kernel of its own combines their pieces of latents, which are more of each the fewer spans there
+are: one program took 16 us for the 64 of one span, the kernel takes 3 (measured, H200)."""
+
+
 def latent_tiles(
     card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: int, ringed: bool = False
 ) -> list[tuple[Tile, int, int]]:
     """As `tiles`, of latents, whose weighted sums fill the registers even of tiles of few rows (measured, H200).
-    ringed: `latent_mma` takes those of 16 rows."""
+    ringed: `latent_mma` takes those of 16 and of 32 rows."""
     if wide > 2 or card.shared < 200 << 10:
         sizes = [Tile(16, 16, 4, 2, 2)]
     elif ringed:
-        sizes = [Tile(16, 64, 8, 3, 1, 2, ringed=True), Tile(32, 32, 4, 3, 1, 4), Tile(64, 64, 8, 2, 1)]
+        few, more = Tile(16, 64, 8, 3, 1, 1 if spans <= LATER_SPANS else 2, parts=1), Tile(32, 32, 8, 5, 1, 4, parts=2)
+        sizes = [few, more, Tile(64, 64, 8, 2, 1)]
     else:
         sizes = [Tile(16, 32, 4, 3, 1, 4), Tile(32, 32, 4, 3, 1, 4), Tile(64, 64, 8, 2, 1)]
     if not card.sms:
@@ -435,15 +446,8 @@ def attention(
         parts = q.new_empty(bound * groups * tile.rows * dim if room else 1, dtype=torch.float32)
         sums = q.new_empty(bound * groups * tile.rows if room else 1, dtype=torch.float32)
         grid = groups, bound if starts is None else room
-        if tile.ringed and rotated is not None:
-            latent_mma.latent_kernel[grid](
-                *(q, rotated, kv.k, kv.v, batch.page_table, *work[:3], work.total if starts is None else starts),
-                *(out, parts, sums, slope, kv.v_scale, batch.page_table.stride(0)),
-                GROUPS=groups, SHARE=share, DIM=dim, ROTATED=turns, PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns,
-                SPLIT=room > 0, SEVERAL=starts is not None, RING=tile.stages,
-                AT_ONCE=max(1, 4096 * tile.warps // (tile.rows * dim)), FIELDS=FIELDS, DEPENDENT=card.dependent,
-                num_warps=tile.warps, **({} if fresh else card.options),
-            )  # fmt: skip
+        if tile.parts and rotated is not None:
+            attend_ringed(q, rotated, kv, batch, tile, work, (out, parts, sums), slope, share, room, card, fresh)
             continue
         attention_kernel[grid](
             *(q, q if rotated is None else rotated, kv.k, kv.v, batch.page_table, q if sinks is None else sinks),
@@ -461,6 +465,35 @@ def attention(
             num_warps=tile.warps, **({} if fresh else card.options),
         )  # fmt: skip
     return out
+
+
+def attend_ringed(
+    q: Tensor, rotated: Tensor, kv: LayerKV, batch: AttentionPlan, tile: Tile, work: AttentionSchedule,
+    results: tuple[Tensor, Tensor, Tensor], slope: float, share: int, room: int, card: DeviceInfo, fresh: bool,
+) -> None:  # fmt: skip
+    """`attention` of one kind of tile by `latent_mma` or `latent_parts`. results: out, parts and sums. room: among how
+    many programs spans are divided."""
+    (bound, groups), dim = work.arrived.shape, q.shape[2]
+    several, later = work.starts is not None, room > 0 and len(batch.kv_len) <= LATER_SPANS
+    sizes = {"GROUPS": groups, "SHARE": share, "DIM": dim, "ROWS": tile.rows, "FIELDS": FIELDS}
+    grid = groups, room if several else bound
+    attend = latent_mma.latent_kernel[grid]
+    if tile.parts > 1:
+        attend = partial(latent_parts.latent_kernel[grid], PARTS=tile.parts)
+    attend(
+        *(q, rotated, kv.k, kv.v, batch.page_table, *work[:3], work.starts if several else work.total, *results),
+        *(slope, kv.v_scale, batch.page_table.stride(0)),
+        ROTATED=rotated.shape[2], PAGE=kv.k.shape[2], COLUMNS=tile.columns, RING=tile.stages,
+        SPLIT=room > 0, SEVERAL=several, LATER=later, AT_ONCE=max(1, 4096 * tile.warps // (tile.rows * dim)),
+        DEPENDENT=card.dependent, num_warps=tile.warps, **sizes, **({} if fresh else card.options),
+    )  # fmt: skip
+    if later:
+        rows = min(tile.rows, batch.max_query * share)
+        latent_mma.combine_kernel[len(batch.kv_len) * groups, rows, 4](
+            *(work.pieces, work.total, *results[1:], results[0]),
+            SLICE=dim // 4, BOUND=block(bound), MOST=MOST_PIECES, DEPENDENT=card.dependent, num_warps=4, **sizes,
+            **card.options,
+        )  # fmt: skip
 
 
 MIN_CASCADE_SPANS = 32

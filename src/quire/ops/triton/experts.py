@@ -34,16 +34,18 @@ from quire.ops.base import (
     TopK,
     num_parts,
 )
+from quire.ops.quantized import E4M3
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton.gemv import GemmConfig, lines, numbers, two
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait, wait_and_release
 from quire.ops.triton.quantized_gemm import FOUR_AT_ONCE
+from quire.ops.triton.rounded_gemm import alike, multiplies_float8, round_rows, run_of
 from quire.ops.triton.rows import GATES, apply_gate, warps
 
 LEAST = tl.constexpr(-(1 << 63))
 """Below every key of `choose`."""
 
-PLAIN, E4M3, BYTES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PLAIN, E4M3_NUMBERS, BYTES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """How numbers of matrices are stored: see `expert_tile`."""
 
 UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -292,12 +294,12 @@ def expert_tile(
 ):  # fmt: skip
     """Rows from `first` and columns from `start` of an expert's matrix, one of [E, outputs, inputs], as DTYPE. ONCE:
     no other program reads them soon. DESCRIBED: see `ExpertTile`. Rows after the expert's last may be any numbers.
-    FORMAT: PLAIN, E4M3, or the BYTES of e4m3, which become bfloat16 four at once; only for a card.
+    FORMAT: PLAIN, E4M3_NUMBERS, or the BYTES of e4m3, which become bfloat16 four at once; only for a card.
     """
     tile = stored_tile(weight, expert, first, start, outputs, inputs, BLOCK_N, BLOCK_K, EVEN, ONCE, DESCRIBED)
     if FORMAT == BYTES:
         return tl.inline_asm_elementwise(FOUR_AT_ONCE, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4)
-    elif FORMAT == E4M3:
+    elif FORMAT == E4M3_NUMBERS:
         return tile.to(tl.float32).to(DTYPE)
     else:
         return tile
@@ -321,24 +323,42 @@ def stored_tile(
 
 
 @triton.jit
-def scale_of(scale, expert, first, number, outputs, count, BLOCK_N: tl.constexpr, ROWS_FIRST: tl.constexpr):
+def scale_of(
+    scale, expert, first, number, outputs, count, BLOCK_N: tl.constexpr, ROWS_FIRST: tl.constexpr, ALIKE: tl.constexpr
+):  # fmt: skip
     """Scale, or bias, `number` of BLOCK_N rows of an expert's matrix from `first`, of `count` per row, as a factor of
-    `multiplied`'s result."""
-    n = tl.minimum(first + tl.arange(0, BLOCK_N), outputs - 1)
-    factor = tl.load(scale + (expert.to(tl.int64) * outputs + n) * count + number)
-    if ROWS_FIRST:
-        return factor[None, :]
+    `multiplied`'s result. ALIKE: one for all of them."""
+    if ALIKE:
+        return tl.load(scale + (expert.to(tl.int64) * outputs + first) * count + number)
     else:
-        return factor[:, None]
+        n = tl.minimum(first + tl.arange(0, BLOCK_N), outputs - 1)
+        factor = tl.load(scale + (expert.to(tl.int64) * outputs + n) * count + number)
+        if ROWS_FIRST:
+            return factor[None, :]
+        else:
+            return factor[:, None]
 
 
-@kernel(do_not_specialize=["room"])
+@triton.jit
+def step_of(steps, row, held, ROUNDED: tl.constexpr, ROWS_FIRST: tl.constexpr):
+    """What rows of x in eight bits are multiplied by, as a factor of `multiplied`'s result; 1 of others."""
+    if ROUNDED:
+        step = tl.load(steps + row, mask=held, other=0.0)
+        if ROWS_FIRST:
+            return step[:, None]
+        else:
+            return step[None, :]
+    else:
+        return 1.0
+
+
+@kernel(do_not_specialize=["room", "rows"])
 def experts_kernel(
-    x, weight, scale, bias, out, order, tiles, room, outputs, inputs, scales, width, offset,
+    x, steps, weight, scale, bias, out, order, tiles, room, rows, outputs, inputs, scales, width, offset,
     USED: tl.constexpr, BY_TOKEN: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
     EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, HALVES: tl.constexpr, DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    ALIKE: tl.constexpr, ROUNDED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of a tile of rows that use the same expert.
 
@@ -347,7 +367,8 @@ def experts_kernel(
     that of slots; tiles are from two kernels before, and may be read before the wait. HALVES, DESCRIBED: see
     `ExpertTile`. FORMAT: see `expert_tile`.
     SCALED: each row of a matrix has a factor (BY_ROW), or one for each `width` of its columns (BY_BLOCK), as in
-    `QuantizedMatrix`; BLOCK_K divides their width and offset.
+    `QuantizedMatrix`; BLOCK_K divides their width and offset. ROUNDED: x is in eight bits, too, its factors in `steps`,
+    [1, rows] or [runs of `width`, rows]. ALIKE: of BY_BLOCK, all BLOCK_N rows of a matrix have the same factors.
     """
     tile = tiles + tl.program_id(1)
     if BY_TOKEN:
@@ -361,25 +382,25 @@ def experts_kernel(
     if HALVES:
         if count <= ROWS // 2:
             tile_product(
-                x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED,
-                BY_TOKEN, GATE, ACT, BIAS, EVEN, ROWS_FIRST, ROWS // 2, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED,
-                FORMAT, SCALED, PRECISION,
+                x, steps, weight, scale, bias, out, order, expert, begin, count, rows, outputs, inputs, scales, width,
+                offset, USED, BY_TOKEN, GATE, ACT, BIAS, EVEN, ROWS_FIRST, ROWS // 2, BLOCK_N, BLOCK_K, STAGES, HALVES,
+                DESCRIBED, FORMAT, SCALED, ALIKE, ROUNDED, PRECISION,
             )  # fmt: skip
             return
     tile_product(
-        x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset, USED,
-        BY_TOKEN, GATE, ACT, BIAS, EVEN, ROWS_FIRST, ROWS, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT, SCALED,
-        PRECISION,
+        x, steps, weight, scale, bias, out, order, expert, begin, count, rows, outputs, inputs, scales, width, offset,
+        USED, BY_TOKEN, GATE, ACT, BIAS, EVEN, ROWS_FIRST, ROWS, BLOCK_N, BLOCK_K, STAGES, HALVES, DESCRIBED, FORMAT,
+        SCALED, ALIKE, ROUNDED, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
 def tile_product(
-    x, weight, scale, bias, out, order, expert, begin, count, outputs, inputs, scales, width, offset,
+    x, steps, weight, scale, bias, out, order, expert, begin, count, rows, outputs, inputs, scales, width, offset,
     USED: tl.constexpr, BY_TOKEN: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
     EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, HALVES: tl.constexpr, DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALIKE: tl.constexpr, ROUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of `count` rows from `begin` in the order: see `experts_kernel`. ROWS_FIRST: which factor is first on the matrix
     units: the first has at least 64 rows on Hopper, so few rows come second."""
@@ -391,7 +412,15 @@ def tile_product(
     whole = outputs * 2 if GATE else outputs
     y = tl.zeros([ROWS, BLOCK_N] if ROWS_FIRST else [BLOCK_N, ROWS], tl.float32)
     z = y
-    for start in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
+    step, factor, other_factor = 1.0, 1.0, 1.0
+    if SCALED == BY_BLOCK:
+        step = step_of(steps + offset // width * rows, row, held, ROUNDED, ROWS_FIRST)
+        factor = scale_of(scale, expert, first, offset // width, whole, scales, BLOCK_N, ROWS_FIRST, ALIKE)
+        if GATE:
+            other_factor = scale_of(
+                scale, expert, first + outputs, offset // width, whole, scales, BLOCK_N, ROWS_FIRST, ALIKE)  # fmt: skip
+    # A number of stages here would make each thread's factors wait in shared memory, one by one.
+    for start in tl.range(0, inputs, BLOCK_K, num_stages=None if SCALED == BY_BLOCK else STAGES):
         at = start + k
         if DESCRIBED and not BY_TOKEN and not HALVES:
             value = x.load([begin, start])
@@ -402,10 +431,8 @@ def tile_product(
             weight, expert, first, start, whole, inputs, BLOCK_N, BLOCK_K, EVEN, ROWS <= 32, DESCRIBED, FORMAT,
             value.dtype,
         )  # fmt: skip
-        number = (start + offset) // width
         if SCALED == BY_BLOCK:
-            part = multiplied(value, matrix, tl.zeros_like(y), ROWS_FIRST, PRECISION)
-            y += part * scale_of(scale, expert, first, number, whole, scales, BLOCK_N, ROWS_FIRST)
+            y += multiplied(value, matrix, tl.zeros_like(y), ROWS_FIRST, PRECISION) * (step * factor)
         else:
             y = multiplied(value, matrix, y, ROWS_FIRST, PRECISION)
         if GATE:
@@ -414,18 +441,26 @@ def tile_product(
                 FORMAT, value.dtype,
             )  # fmt: skip
             if SCALED == BY_BLOCK:
-                part = multiplied(value, other, tl.zeros_like(z), ROWS_FIRST, PRECISION)
-                z += part * scale_of(scale, expert, first + outputs, number, whole, scales, BLOCK_N, ROWS_FIRST)
+                z += multiplied(value, other, tl.zeros_like(z), ROWS_FIRST, PRECISION) * (step * other_factor)
             else:
                 z = multiplied(value, other, z, ROWS_FIRST, PRECISION)
+        if SCALED == BY_BLOCK:
+            number = tl.minimum((start + BLOCK_K + offset) // width, scales - 1)
+            step = step_of(steps + number * rows, row, held, ROUNDED, ROWS_FIRST)
+            factor = scale_of(scale, expert, first, number, whole, scales, BLOCK_N, ROWS_FIRST, ALIKE)
+            if GATE:
+                other_factor = scale_of(
+                    scale, expert, first + outputs, number, whole, scales, BLOCK_N, ROWS_FIRST, ALIKE
+                )
     if SCALED == BY_ROW:
-        y *= scale_of(scale, expert, first, 0, whole, scales, BLOCK_N, ROWS_FIRST)
+        step = step_of(steps, row, held, ROUNDED, ROWS_FIRST)
+        y *= step * scale_of(scale, expert, first, 0, whole, scales, BLOCK_N, ROWS_FIRST, ALIKE)
         if GATE:
-            z *= scale_of(scale, expert, first + outputs, 0, whole, scales, BLOCK_N, ROWS_FIRST)
+            z *= step * scale_of(scale, expert, first + outputs, 0, whole, scales, BLOCK_N, ROWS_FIRST, ALIKE)
     if BIAS:
-        y += scale_of(bias, expert, first, 0, whole, 1, BLOCK_N, ROWS_FIRST).to(tl.float32)
+        y += scale_of(bias, expert, first, 0, whole, 1, BLOCK_N, ROWS_FIRST, False).to(tl.float32)
         if GATE:
-            z += scale_of(bias, expert, first + outputs, 0, whole, 1, BLOCK_N, ROWS_FIRST).to(tl.float32)
+            z += scale_of(bias, expert, first + outputs, 0, whole, 1, BLOCK_N, ROWS_FIRST, False).to(tl.float32)
     if BY_TOKEN:
         y = apply_gate(y, z, ACT)
     place = (begin + r if BY_TOKEN else slot).to(tl.int64) * outputs
@@ -464,16 +499,53 @@ def combine_kernel(
     tl.store(out + token * columns + at, total.to(out.dtype.element_ty), mask=at < columns)
 
 
+@triton.jit
+def row_scales(
+    scale, row, inside, scales, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """The scales of rows of a matrix: [rows] of BY_ROW; of BY_BLOCK for each of TIMES * BLOCK_K columns, [rows, runs],
+    where `inside`."""
+    if SCALED == BY_ROW:
+        return (tl.load(scale + row, mask=inside, other=0.0),)
+    elif SCALED == BY_BLOCK:
+        made = ()
+        for i in tl.static_range(TIMES):
+            g = i * (BLOCK_K // RUN) + tl.arange(0, BLOCK_K // RUN)[None, :]
+            held = inside[:, None] & (g < scales)
+            made += (tl.load(scale + row[:, None] * scales + g, mask=held, other=0.0),)  # type: ignore[assignment]
+        return made
+    else:
+        return ()
+
+
+@triton.jit
+def partial_sums(y, factors, i: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr):
+    """Products y [rows, columns] as far as they are to be added up one by one: of BY_BLOCK, sums of runs, scaled."""
+    if SCALED == BY_BLOCK:
+        return tl.sum(tl.reshape(y, [y.shape[0], y.shape[1] // RUN, RUN]), 2) * factors[i]
+    else:
+        return y
+
+
+@triton.jit
+def row_sums(y, factors, SCALED: tl.constexpr):
+    """The rest of `partial_sums`: [rows]."""
+    y = tl.sum(y, 1)
+    if SCALED == BY_ROW:
+        y *= factors[0]
+    return y
+
+
 @kernel
 def few_gate_up_kernel(
-    x, weight, bias, experts, out, width, hidden,
+    x, weight, scale, bias, experts, out, width, hidden, scales,
     USED: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr, SCALED: tl.constexpr,
+    RUN: tl.constexpr, EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N of a slot's outputs, out [slots, width], by multiply-adds: see BY_TOKEN in `experts_kernel`. There are
-    TIMES * BLOCK_K inputs. EARLY: which expert it is, is known before the preceding kernel has ended, so that its
-    matrix is requested before the wait."""
+    TIMES * BLOCK_K inputs. SCALED: see `experts_kernel`; there are `scales` a row, each of RUN columns. EARLY: which
+    expert it is, is known before the preceding kernel has ended, so that its matrix is requested before the wait."""
     slot = tl.program_id(1).to(tl.int64)
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     wait_and_release(DEPENDENT and not EARLY)
@@ -490,17 +562,21 @@ def few_gate_up_kernel(
         tiles += (lines(line, n, k, i * BLOCK_K, width, hidden, EVEN),)  # type: ignore[assignment]
         if GATE:
             ups += (lines(line + far, n, k, i * BLOCK_K, width, hidden, EVEN),)  # type: ignore[assignment]
+    factors = row_scales(scale, whole + n, n < width, scales, BLOCK_K, TIMES, RUN, SCALED)
+    others = factors
+    if GATE:
+        others = row_scales(scale, whole + width + n, n < width, scales, BLOCK_K, TIMES, RUN, SCALED)
     wait_and_release(DEPENDENT and EARLY)
     row = x + slot // USED * hidden
     value = numbers(row, n, k, 0, hidden, APART)
-    y = tiles[0].to(tl.float32) * value
-    z = ups[0].to(tl.float32) * value if GATE else y
+    y = partial_sums(tiles[0].to(tl.float32) * value, factors, 0, RUN, SCALED)
+    z = partial_sums(ups[0].to(tl.float32) * value, others, 0, RUN, SCALED) if GATE else y
     for i in tl.static_range(1, TIMES):
         value = numbers(row, n, k, i * BLOCK_K, hidden, APART)
-        y += tiles[i].to(tl.float32) * value
+        y += partial_sums(tiles[i].to(tl.float32) * value, factors, i, RUN, SCALED)
         if GATE:
-            z += ups[i].to(tl.float32) * value
-    y, z = tl.sum(y, 1), tl.sum(z, 1)
+            z += partial_sums(ups[i].to(tl.float32) * value, others, i, RUN, SCALED)
+    y, z = row_sums(y, factors, SCALED), row_sums(z, others, SCALED)
     if BIAS:
         y += tl.load(bias + whole + n, mask=n < width, other=0.0).to(tl.float32)
         if GATE:
@@ -511,14 +587,14 @@ def few_gate_up_kernel(
 
 @kernel
 def few_down_kernel(
-    x, weight, bias, experts, weights, out, hidden, width,
+    x, weight, scale, bias, experts, weights, out, hidden, width, scales,
     USED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TIMES: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr,
+    TIMES: tl.constexpr, APART: tl.constexpr, SCALED: tl.constexpr, RUN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of a token: x [slots, width] of its USED experts times their matrices, times their weights.
 
     Which experts these are was computed two kernels before, so that all numbers of their matrices are requested before
-    the wait. A token without experts gets zeros.
+    the wait. A token without experts gets zeros. SCALED, RUN: see `few_gate_up_kernel`.
     """
     token = tl.program_id(1).to(tl.int64)
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -527,21 +603,27 @@ def few_down_kernel(
         release(DEPENDENT)
         tl.store(out + token * hidden + n, tl.zeros([BLOCK_N], out.dtype.element_ty), mask=n < hidden)
         return
-    tiles = ()
+    tiles, factors = (), ()
     for u in tl.static_range(USED):
         expert = tl.load(experts + token * USED + u).to(tl.int64)
         line = weight + (expert * hidden + n[:, None]) * width + k[None, :]
         for i in tl.static_range(TIMES):
             tiles += (lines(line, n, k, i * BLOCK_K, hidden, width, EVEN),)  # type: ignore[assignment]
+        factors += (  # type: ignore[assignment]
+            row_scales(scale, expert * hidden + n, n < hidden, scales, BLOCK_K, TIMES, RUN, SCALED),
+        )  # fmt: skip
     wait(DEPENDENT)
     release(DEPENDENT)
-    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    total = tl.zeros([BLOCK_N, BLOCK_K // RUN if SCALED == BY_BLOCK else BLOCK_K], tl.float32)
     for u in tl.static_range(USED):
         row = x + (token * USED + u) * width
         share = tl.load(weights + token * USED + u)
-        y = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        y = tl.zeros_like(total)
         for i in tl.static_range(TIMES):
-            y += tiles[u * TIMES + i].to(tl.float32) * numbers(row, n, k, i * BLOCK_K, width, APART)
+            made = tiles[u * TIMES + i].to(tl.float32) * numbers(row, n, k, i * BLOCK_K, width, APART)
+            y += partial_sums(made, factors[u], i, RUN, SCALED)
+        if SCALED == BY_ROW:
+            y *= factors[u][0][:, None]
         total += share * y
     made = tl.sum(total, 1)
     if BIAS:
@@ -590,19 +672,22 @@ MOST_NUMBERS = 192 * 32
 """Numbers of a matrix that a warp keeps in registers while it waits for x."""
 
 
-def few_tiles(used: int, hidden: int, width: int) -> ExpertConfig | None:
-    """Multiply-adds; None where what a program reads does not fit its registers."""
-    whole, run = block(hidden), two(min(hidden & -hidden, 512))
+def few_tiles(used: int, hidden: int, width: int, size: int = 2) -> ExpertConfig | None:
+    """Multiply-adds; None where what a program reads does not fit its registers. size: bytes of a number."""
+    whole, run, more = block(hidden), two(min(hidden & -hidden, 512)), 2 // size
     if hidden == whole and whole <= 4096:
-        gate_up = ExpertTile(1, max(1, 2048 // whole), whole, 2 if whole <= 2048 else 4)
+        gate_up = ExpertTile(1, max(1, 2048 * more // whole), whole, 2 if whole <= 2048 else 4)
     else:
-        gate_up = ExpertTile(1, two(max(1, 8192 // hidden)), max(run, 32), 4 if hidden <= 8192 else 8)
-    outputs = 2 if 2 * used * width <= 4 * MOST_NUMBERS else 1
+        gate_up = ExpertTile(1, two(max(1, 8192 * more // hidden)), max(run, 32), 4 if hidden <= 8192 else 8)
+    outputs = 2 * more
+    while outputs > 1 and outputs * used * width > 4 * MOST_NUMBERS:
+        outputs //= 2
     count = 4 if outputs * used * width <= 4 * MOST_NUMBERS else 8
     run = max(32, min(width & -width, 256 * count // outputs))
     down = ExpertTile(1, outputs, run, count)
     fits = outputs * used * -(-width // run) * run <= count * MOST_NUMBERS
-    fits = fits and 2 * gate_up.outputs * -(-hidden // gate_up.inputs) * gate_up.inputs <= gate_up.warps * MOST_NUMBERS
+    most = gate_up.warps * MOST_NUMBERS * more
+    fits = fits and 2 * gate_up.outputs * -(-hidden // gate_up.inputs) * gate_up.inputs <= most
     return ExpertConfig(gate_up, down) if fits else None
 
 
@@ -618,10 +703,26 @@ SIXTY_FOUR = ExpertConfig(ExpertTile(64, 64, 64, 4, 4), ExpertTile(64, 128, 64, 
 MANY = ExpertConfig(ExpertTile(128, 128, 64, 8, 3, True), ExpertTile(128, 256, 64, 8, 3, True))
 
 
-SIXTEEN_E4M3 = ExpertConfig(ExpertTile(16, 32, 128, 2, 5), ExpertTile(16, 32, 128, 2, 5))
+SIXTEEN_E4M3 = ExpertConfig(ExpertTile(16, 32, 128, 2, 5), ExpertTile(16, 64, 128, 2, 4))
 THIRTY_TWO_E4M3 = ExpertConfig(ExpertTile(32, 64, 128, 4, 3), ExpertTile(32, 128, 128, 8, 4))
 SIXTY_FOUR_E4M3 = ExpertConfig(ExpertTile(64, 64, 128, 4, 3), ExpertTile(64, 128, 128, 8, 3))
 MANY_E4M3 = ExpertConfig(ExpertTile(128, 64, 128, 8, 3, True), ExpertTile(128, 128, 128, 8, 3))
+"""Of matrices of e4m3 and rows of 16 bits."""
+
+SIXTEEN_ROUNDED = ExpertConfig(ExpertTile(16, 64, 128, 4, 5), ExpertTile(16, 64, 128, 4, 4))
+THIRTY_TWO_ROUNDED = ExpertConfig(ExpertTile(32, 64, 128, 4, 5), ExpertTile(32, 128, 128, 8, 3))
+SIXTY_FOUR_ROUNDED = ExpertConfig(ExpertTile(64, 64, 128, 4, 3), ExpertTile(64, 128, 128, 4, 3))
+MANY_ROUNDED = ExpertConfig(
+    ExpertTile(128, 128, 128, 8, 3, True, described=True), ExpertTile(128, 256, 128, 8, 3, True, described=True)
+)
+"""Of rows rounded to e4m3, too, and matrices with a scale a row."""
+
+THIRTY_TWO_RUNS = ExpertConfig(ExpertTile(32, 64, 128, 4, 4), ExpertTile(32, 64, 128, 4, 4))
+SIXTY_FOUR_RUNS = ExpertConfig(ExpertTile(64, 128, 128, 8, 3, True), ExpertTile(64, 128, 128, 8, 3, True))
+MANY_RUNS = ExpertConfig(
+    ExpertTile(128, 128, 128, 8, 3, True, described=True), ExpertTile(128, 128, 128, 8, 3, True, described=True)
+)
+"""The same with a scale for each run of columns."""
 
 
 def expert_config(tokens: int, used: int, experts: int, hidden: int, width: int) -> ExpertConfig:
@@ -635,18 +736,27 @@ def expert_config(tokens: int, used: int, experts: int, hidden: int, width: int)
     return SIXTEEN if slots <= 8 else THIRTY_TWO if slots <= 20 else SIXTY_FOUR if slots <= 48 else MANY
 
 
-def quantized_expert_config(tokens: int, used: int, experts: int) -> ExpertConfig:
-    """As `expert_config`, of e4m3 matrices; not measured yet."""
-    slots = tokens * used / experts
-    return (
-        SIXTEEN_E4M3
-        if slots <= 8
-        else THIRTY_TWO_E4M3
-        if slots <= 20
-        else SIXTY_FOUR_E4M3
-        if slots <= 48
-        else MANY_E4M3
-    )
+def quantized_expert_config(
+    tokens: int, used: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, *, rounded: bool
+) -> ExpertConfig:
+    """As `expert_config`, of e4m3 matrices. rounded: see `quantized_experts`."""
+    hidden, width = gate_up.weight.shape[1], down.weight.shape[1]
+    few = few_tiles(used, hidden, width, 1) if tokens <= FEW_TOKENS else None
+    if few is not None and has_whole_runs(few.gate_up, gate_up) and has_whole_runs(few.down, down):
+        return few
+    slots = tokens * used / (len(down.weight) // hidden)
+    step = 0 if slots <= 8 else 1 if slots <= 20 else 2 if slots <= 48 else 3
+    if rounded and run_of(gate_up):
+        return (SIXTEEN_ROUNDED, THIRTY_TWO_RUNS, SIXTY_FOUR_RUNS, MANY_RUNS)[step]
+    if rounded:
+        return (SIXTEEN_ROUNDED, THIRTY_TWO_ROUNDED, SIXTY_FOUR_ROUNDED, MANY_ROUNDED)[step]
+    return (SIXTEEN_E4M3, THIRTY_TWO_E4M3, SIXTY_FOUR_E4M3, MANY_E4M3)[step]
+
+
+def has_whole_runs(how: ExpertTile, matrix: QuantizedMatrix) -> bool:
+    """Whether a tile of multiply-adds has whole runs of columns with one scale."""
+    run = run_of(matrix)
+    return run == 0 or (how.inputs % run == 0 and matrix.offset == 0)
 
 
 FEW_ROUTED = 16
@@ -706,9 +816,9 @@ def route(
     return Routing(experts, weights)
 
 
-def apart(how: GemmConfig | ExpertTile) -> bool:
-    """See `numbers`: whether a thread has numbers of one output."""
-    return how.outputs == 1 or how.outputs * how.inputs * 2 <= 16 * 32 * how.warps
+def apart(how: GemmConfig | ExpertTile, size: int = 2) -> bool:
+    """See `numbers`: whether a thread has numbers of one output. size: bytes of a number."""
+    return how.outputs == 1 or how.outputs * how.inputs * size <= 16 * 32 * how.warps
 
 
 class SortedSlots(NamedTuple):
@@ -753,51 +863,61 @@ def multiply_tiles(
     *,
     count: int = 1,
     bias: Tensor | None = None,
+    rounded: bool = False,
 ) -> Tensor:
     """x times the matrices of its rows' experts: [E, out, in], or those of `count` experts, one below the other.
 
     With a gate, x is [T, in] and the result [slots, out / num_parts(gate)], in the order of `slots.order`; without, x
-    is [slots, in] in that order and the result [slots, out] in that of slots. bias: [E, out].
+    is [slots, in] in that order and the result [slots, out] in that of slots. bias: [E, out]. rounded: x is rounded to
+    e4m3 first, as the matrices are.
     """
-    weight, scale, sizes, form, scaled = opened(matrices, count, x, card)
+    weight, scale, sizes, form, scaled, run = opened(matrices, count, x, card, rounded=rounded)
     outputs, inputs = weight.shape[1] // num_parts(gate), weight.shape[2]
+    out, steps = x.new_empty(len(slots.order), outputs), scale
+    if rounded:
+        x, steps = round_rows(x, card, E4M3, run)
     how = how.fitted(card, weight.element_size() * num_parts(gate), x.element_size())
     how = how._replace(described=how.described and can_describe(card, weight, x))
-    out, room = x.new_empty(len(slots.order), outputs), slots.tiles.shape[1]
+    room = slots.tiles.shape[1]
     experts_kernel[(triton.cdiv(outputs, how.outputs), room)](
-        how.descriptor(x, how.rows) if gate == "" and not how.halves else x,
+        *(how.descriptor(x, how.rows) if gate == "" and not how.halves else x, steps),
         *(how.descriptor(weight, how.outputs), scale, scale if bias is None else bias, out, slots.order, slots.tiles),
-        *(room, outputs, inputs, *sizes),
+        *(room, len(x), outputs, inputs, *sizes),
         USED=used, BY_TOKEN=gate != "", GATE=num_parts(gate) == 2, ACT=GATES[gate], BIAS=bias is not None,
         EVEN=inputs % how.inputs == 0, ROWS_FIRST=how.rows_first, ROWS=how.rows, BLOCK_N=how.outputs,
         BLOCK_K=how.inputs, STAGES=how.stages, HALVES=how.halves, DESCRIBED=how.described, FORMAT=form, SCALED=scaled,
-        PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
+        ALIKE=isinstance(matrices, QuantizedMatrix) and alike(matrices, outputs, how.outputs), ROUNDED=rounded,
+        PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, num_stages=how.stages,
+        **card.options,
     )  # fmt: skip
     return out
 
 
 class OpenedMatrices(NamedTuple):
-    """What `experts_kernel` gets of the experts' matrices. weight: [E, out, in]. sizes: scales per row, their width and
-    offset. form: FORMAT, scaled: SCALED."""
+    """What kernels get of the experts' matrices. weight: [E, out, in]. sizes: scales per row, their width and offset.
+    form: FORMAT, scaled: SCALED. run: columns with one scale, 0 for all."""
 
     weight: Tensor
     scale: Tensor
     sizes: tuple[int, int, int]
     form: int
     scaled: int
+    run: int
 
 
-def opened(matrices: Tensor | QuantizedMatrix, count: int, x: Tensor, card: DeviceInfo) -> OpenedMatrices:
-    """count: of experts whose quantized matrices are one below the other."""
+def opened(
+    matrices: Tensor | QuantizedMatrix, count: int, x: Tensor, card: DeviceInfo, *, rounded: bool = False
+) -> OpenedMatrices:
+    """count: of experts whose quantized matrices are one below the other. rounded: see `multiply_tiles`."""
     if not isinstance(matrices, QuantizedMatrix):
-        return OpenedMatrices(matrices, matrices, (1, 1, 0), PLAIN.value, UNSCALED.value)
-    scale, scaled = matrices.scale, BY_ROW if matrices.scale.shape[1] == 1 else BY_BLOCK
-    quick = x.dtype is torch.bfloat16 and card.capability >= HOPPER
+        return OpenedMatrices(matrices, matrices, (1, 1, 0), PLAIN.value, UNSCALED.value, 0)
+    scale, run = matrices.scale, run_of(matrices)
+    quick = x.dtype is torch.bfloat16 and card.capability >= HOPPER and not rounded
     weight = matrices.weight.view(torch.uint8) if quick else matrices.weight
+    form = PLAIN if rounded else BYTES if quick else E4M3_NUMBERS
+    scaled = BY_BLOCK if run else BY_ROW
     sizes = scale.shape[1], matrices.width, matrices.offset
-    return OpenedMatrices(
-        weight.unflatten(0, (count, -1)), scale, sizes, (BYTES if quick else E4M3).value, scaled.value
-    )
+    return OpenedMatrices(weight.unflatten(0, (count, -1)), scale, sizes, form.value, scaled.value, run)
 
 
 def can_describe(card: DeviceInfo, *matrices: Tensor) -> bool:
@@ -822,42 +942,54 @@ def combine(y: Tensor, weights: Tensor, card: DeviceInfo) -> Tensor:
 
 def multiply_gate_up(
     x: Tensor,
-    weight: Tensor,
+    matrices: Tensor | QuantizedMatrix,
     routing: Routing,
     how: ExpertTile,
     card: DeviceInfo,
     gate: Gate,
     bias: Tensor | None = None,
+    *,
+    count: int = 1,
 ) -> Tensor:
-    """x [T, hidden], weight [E, 2F, hidden], bias [E, 2F] -> [T K, F]: outputs of each slot, by multiply-adds. With a
-    gate of one part, weight is [E, F, hidden], bias [E, F]."""
+    """x [T, hidden], matrices [E, 2F, hidden] or of `count` experts, bias [E, 2F] -> [T K, F]: outputs of each slot, by
+    multiply-adds. With a gate of one part, matrices are [E, F, hidden], bias [E, F]."""
+    weight, scale, (scales, *_), _, scaled, run = opened(matrices, count, x, card, rounded=True)
     width, hidden, used = weight.shape[1] // num_parts(gate), weight.shape[2], routing.experts.shape[1]
     slots = routing.experts.numel()
     out = x.new_empty(slots, width)
     few_gate_up_kernel[(triton.cdiv(width, how.outputs), slots)](
-        *(x, weight, x if bias is None else bias, routing.experts, out, width, hidden),
+        *(x, weight, scale, x if bias is None else bias, routing.experts, out, width, hidden, scales),
         USED=used, GATE=num_parts(gate) == 2, ACT=GATES[gate], BIAS=bias is not None,
         EVEN=hidden % how.inputs == 0 and width % how.outputs == 0,
-        BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(hidden, how.inputs), APART=apart(how),
+        BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(hidden, how.inputs),
+        APART=apart(how, weight.element_size()), SCALED=scaled, RUN=run or how.inputs,
         EARLY=routing.early, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
 
 
 def multiply_down(
-    x: Tensor, weight: Tensor, routing: Routing, how: ExpertTile, card: DeviceInfo, bias: Tensor | None = None
+    x: Tensor,
+    matrices: Tensor | QuantizedMatrix,
+    routing: Routing,
+    how: ExpertTile,
+    card: DeviceInfo,
+    bias: Tensor | None = None,
+    *,
+    count: int = 1,
 ) -> Tensor:
-    """x [T K, F], weight [E, hidden, F], bias [E, hidden] -> [T, hidden]: each token's slots added up, by
-    multiply-adds. The kernel that is launched before must not be the one that made `routing`."""
+    """x [T K, F], matrices [E, hidden, F] or of `count` experts, bias [E, hidden] -> [T, hidden]: each token's slots
+    added up, by multiply-adds. The kernel that is launched before must not be the one that made `routing`."""
     tokens, used = routing.experts.shape
+    weight, scale, (scales, *_), _, scaled, run = opened(matrices, count, x, card, rounded=True)
     _, hidden, width = weight.shape
     out = x.new_empty(tokens, hidden)
     few_down_kernel[(triton.cdiv(hidden, how.outputs), tokens)](
-        *(x, weight, x if bias is None else bias, routing.experts, routing.weights, out, hidden, width),
+        *(x, weight, scale, x if bias is None else bias, routing.experts, routing.weights, out, hidden, width, scales),
         USED=used, BIAS=bias is not None, EVEN=width % how.inputs == 0 and hidden % how.outputs == 0,
-        BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(width, how.inputs), APART=apart(how),
-        DEPENDENT=card.dependent,
-        num_warps=how.warps, **card.options,
+        BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(width, how.inputs),
+        APART=apart(how, weight.element_size()), SCALED=scaled, RUN=run or how.inputs,
+        DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out
 
@@ -871,13 +1003,22 @@ def quantized_experts(
     how: ExpertConfig,
     card: DeviceInfo,
     biases: ExpertBiases = NO_BIASES,
+    *,
+    rounded: bool = False,
 ) -> Tensor:
-    """See `Ops.quantized_experts`: of e4m3, with scales that `divided` accepts."""
+    """See `Ops.quantized_experts`: of e4m3, with scales that `divided` accepts. rounded: so are the activations, where
+    `multiplies_float8` says that they may be."""
     x, used, count = x.contiguous(), routing.experts.shape[1], len(down.weight) // x.shape[1]
+    if not how.gate_up.stages:
+        inner = multiply_gate_up(x, gate_up, routing, how.gate_up, card, gate, biases.gate_up, count=count)
+        return multiply_down(inner, down, routing, how.down, card, biases.down, count=count)
+    first, last = (rounded and multiplies_float8(each, card) for each in (gate_up, down))
     how = ExpertConfig(divided(how.gate_up, gate_up), divided(how.down, down))
     slots = sort_slots(routing.experts, count, how.gate_up.rows, card)
-    inner = multiply_tiles(x, gate_up, slots, used, how.gate_up, card, gate, count=count, bias=biases.gate_up)
-    made = multiply_tiles(inner, down, slots, used, how.down, card, count=count, bias=biases.down)
+    inner = multiply_tiles(
+        x, gate_up, slots, used, how.gate_up, card, gate, count=count, bias=biases.gate_up, rounded=first
+    )
+    made = multiply_tiles(inner, down, slots, used, how.down, card, count=count, bias=biases.down, rounded=last)
     return combine(made, routing.weights, card)
 
 
@@ -901,7 +1042,7 @@ def is_supported(matrix: ExpertMatrices, card: DeviceInfo) -> TypeGuard[Quantize
     if isinstance(matrix, IntegerMatrix):
         return False
     runs = matrix.scale.shape[1] == 1 or common_run(matrix) >= LEAST_RUN
-    return matrix.weight.dtype is torch.float8_e4m3fn and card.float8 and runs
+    return matrix.weight.dtype is E4M3 and card.float8 and runs
 
 
 def experts(

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import torch
 import triton.experimental.gluon.language as gl
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from quire.ops.ragged import LayerKV
+from quire.ops.triton import launch
 from quire.ops.triton.gluon_language import LEAST, barrier, copy, release, wait
-from quire.ops.triton.launch import DeviceInfo, Kernel
+from quire.ops.triton.launch import DeviceInfo, Kernel, kernel
 
 PIECE = gl.constexpr(128)
 """Numbers of queries and keys whose products are summed by themselves."""
@@ -182,9 +184,9 @@ def together(
 @gluon.jit
 def give(
     m, z, acc, token, n, first, split, mine, group, arrived, out, parts, sums, v_scale, GROUPS: gl.constexpr,
-    SHARE: gl.constexpr, SPLIT: gl.constexpr, AT_ONCE: gl.constexpr,
+    SHARE: gl.constexpr, SPLIT: gl.constexpr, LATER: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """Write the result of piece `mine`, or its part, see `attention.handed_in`."""
+    """Write the result of piece `mine`, or its part, see `attention.handed_in`; LATER: for `combine_kernel`."""
     SUMS: gl.constexpr = acc.type.layout
     ROWS: gl.constexpr = acc.shape[0]
     DIM: gl.constexpr = acc.shape[1]
@@ -198,13 +200,12 @@ def give(
         place = (mine * GROUPS + group) * ROWS + r
         gl.store(parts + place[:, None].to(gl.int64) * DIM + d[None, :], acc, mask=real)
         gl.store(sums + place, m + gl.log2(total))
-        barrier()
-        if gl.atomic_add(arrived + base * GROUPS + group, 1, sem="acq_rel") == splits - 1:
-            gl.store(arrived + base * GROUPS + group, 0)
-            rows = gl.minimum(n * SHARE - first, ROWS)
-            together(
-                parts, sums, out, base, splits, group, token * SHARE + first, rows, GROUPS, SHARE, DIM, ROWS, AT_ONCE
-            )
+        if not LATER:
+            barrier()
+            if gl.atomic_add(arrived + base * GROUPS + group, 1, sem="acq_rel") == splits - 1:
+                gl.store(arrived + base * GROUPS + group, 0)
+                together(parts, sums, out, base, splits, group, token * SHARE + first,
+                         gl.minimum(n * SHARE - first, ROWS), GROUPS, SHARE, DIM, ROWS, AT_ONCE)  # fmt: skip
     else:
         to = (token + query).to(gl.int64) * (GROUPS * SHARE) + group * SHARE + (first + r) % SHARE
         gl.store(out + to[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=real)
@@ -215,12 +216,13 @@ def give(
 def latent_kernel(
     q, turned, k, v, table, pieces, count, arrived, starts, out, parts, sums, slope, v_scale, columns,
     GROUPS: gl.constexpr, SHARE: gl.constexpr, DIM: gl.constexpr, ROTATED: gl.constexpr, PAGE: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, SPLIT: gl.constexpr, SEVERAL: gl.constexpr, RING: gl.constexpr,
-    AT_ONCE: gl.constexpr, FIELDS: gl.constexpr, DEPENDENT: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, SPLIT: gl.constexpr, SEVERAL: gl.constexpr, LATER: gl.constexpr,
+    RING: gl.constexpr, AT_ONCE: gl.constexpr, FIELDS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """A program's pieces, several if SEVERAL; see `attention.attention_kernel` for the letters.
 
-    RING: buffers of COLUMNS tokens, of which all but one are on their way while that is multiplied.
+    LATER: `combine_kernel` combines them. RING: buffers of COLUMNS tokens, of which all but one are on their way while
+    that is multiplied.
     """
     DTYPE: gl.constexpr = q.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
@@ -273,12 +275,41 @@ def latent_kernel(
             )
             slot = gl.where(slot == RING - 1, 0, slot + 1)
         give(m, z, acc, token, n, first, split, mine, group, arrived, out, parts, sums, v_scale,
-             GROUPS, SHARE, SPLIT, AT_ONCE)  # fmt: skip
+             GROUPS, SHARE, SPLIT, LATER, AT_ONCE)  # fmt: skip
     async_copy.wait_group(0)
 
 
+@kernel
+def combine_kernel(
+    pieces, count, parts, sums, out,
+    GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr,
+    BOUND: tl.constexpr, MOST: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Program (span and group, row, slice): combine the pieces of a span that is one tile, SLICE numbers of a row.
+
+    Where few spans are cut into many pieces, which all end at once, one program a tile would take longer than they did.
+    BOUND: a power of two that holds the list; MOST: one that holds a span's pieces.
+    """
+    span, group, r = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS, tl.program_id(1)
+    i, s, d = tl.arange(0, BOUND), tl.arange(0, MOST), tl.program_id(2) * SLICE + tl.arange(0, SLICE)
+    own = tl.load(pieces + i * FIELDS + 6, mask=i < tl.load(count), other=-1) == span
+    base, splits = tl.min(tl.where(own, i, BOUND), 0), tl.sum(own.to(tl.int32), 0)
+    token = tl.load(pieces + base * FIELDS, mask=splits > 0, other=0)
+    n = tl.load(pieces + base * FIELDS + 1, mask=splits > 0, other=0)
+    launch.wait(DEPENDENT)
+    launch.release(DEPENDENT)
+    if (splits > 1) & (r < n * SHARE):
+        line = ((base + s) * GROUPS + group) * ROWS + r
+        x = tl.load(sums + line, mask=s < splits, other=-1e30)
+        read = tl.load(parts + line[:, None].to(tl.int64) * DIM + d[None, :], mask=(s < splits)[:, None], other=0.0)
+        weight = tl.exp2(x - tl.max(x, 0))
+        mean = tl.sum(read * weight[:, None], 0) / tl.sum(weight, 0)
+        row = (token + r // SHARE).to(tl.int64) * (GROUPS * SHARE) + group * SHARE + r % SHARE
+        tl.store(out + row * DIM + d, mean.to(out.dtype.element_ty))
+
+
 def takes(q: Tensor, rotated: Tensor, kv: LayerKV, card: DeviceInfo) -> bool:
-    """Whether `latent_kernel` attends to such latents with tiles of 16 rows."""
+    """Whether `latent_kernel` attends to such latents with tiles of 16 rows, and `latent_parts` with 32."""
     if card.capability < LEAST or card.shared < 227 << 10 or q.dtype not in (torch.bfloat16, torch.float16):
         return False
     return kv.k.dtype is q.dtype and q.shape[2] == 512 and rotated.shape[2] == 64

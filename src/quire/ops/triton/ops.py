@@ -50,7 +50,6 @@ from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LayerState, RaggedBat
 from quire.ops.triton import experts as mixture
 from quire.ops.triton import (
     gemv,
-    int8_gemm,
     integer_experts,
     integer_gemm,
     integer_gemv,
@@ -60,6 +59,7 @@ from quire.ops.triton import (
     latent,
     quantized_gemm,
     recurrent,
+    rounded_gemm,
     rows,
 )
 from quire.ops.triton.attention import attention, cascade_attention
@@ -95,11 +95,13 @@ class TritonOps(BaseOps):
     few = FEW
     """Tokens of a span up to which recurrent layers compute it token by token."""
 
-    def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
-        """dependent: use programmatic dependent launch where the GPU has it."""
+    def __init__(
+        self, device: torch.device | str = "cuda", *, dependent: bool = True, rounds_float8: bool = True
+    ) -> None:
+        """dependent: use programmatic dependent launch where the GPU has it. rounds_float8: see `rounds`."""
+        self.rounds_float8 = rounds_float8
         self.card = DeviceInfo.of(torch.device(device), dependent)
         self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        self.one = torch.ones((), device=device)
         self.gemm = self.make_gemm(gemm_library(self.arrived.device))
         self.dense = dense_attention(self.card)
 
@@ -108,6 +110,21 @@ class TritonOps(BaseOps):
         made = copy(self)
         made.gemm = self.gemm.untuned()
         return made
+
+    def unrounded(self) -> Self:
+        """See `Ops.unrounded`."""
+        made = copy(self)
+        made.rounds_float8 = False
+        return made
+
+    def rounds(self, matrix: AnyMatrix) -> bool:
+        """See `Ops.rounds`: more than `gemv.MAX_GEMV_ROWS` rows of 16 bits."""
+        float8 = isinstance(matrix, QuantizedMatrix) and rounded_gemm.multiplies_float8(matrix, self.card)
+        return float8 and self.rounds_float8
+
+    def rounds_rows(self, x: Tensor) -> bool:
+        """Whether x has so many rows that they are rounded where `rounds` says so."""
+        return self.rounds_float8 and len(x) > gemv.MAX_GEMV_ROWS and x.dtype in (torch.bfloat16, torch.float16)
 
     def make_gemm(self, library: CublasLt | None) -> GemmAutotuner:
         """What multiplies many rows of 16 bits. library: see `gemm_library`."""
@@ -183,15 +200,19 @@ class TritonOps(BaseOps):
             return integer_experts.integer_experts(x, routing, gate_up, down, gate, tiles, self.card, biases)
         if not (mixture.is_supported(gate_up, self.card) and mixture.is_supported(down, self.card)):
             return super().quantized_experts(x, routing, gate_up, down, gate, biases)
-        how = self.quantized_expert_config(routing, x, len(down.weight) // x.shape[1])
-        return mixture.quantized_experts(x, routing, gate_up, down, gate, how, self.card, biases)
+        how = self.quantized_expert_config(routing, x, gate_up, down)
+        return mixture.quantized_experts(
+            x, routing, gate_up, down, gate, how, self.card, biases, rounded=self.rounds_rows(x)
+        )
 
-    def quantized_expert_config(self, routing: Routing, x: Tensor, count: int) -> mixture.ExpertConfig:
-        """As `expert_config`, of `count` quantized experts."""
+    def quantized_expert_config(
+        self, routing: Routing, x: Tensor, gate_up: QuantizedMatrix, down: QuantizedMatrix
+    ) -> mixture.ExpertConfig:
+        """As `expert_config`, of quantized experts."""
         if x.dtype is torch.float32:
             return mixture.SMALL
         tokens, used = routing.experts.shape
-        return mixture.quantized_expert_config(tokens, used, count)
+        return mixture.quantized_expert_config(tokens, used, gate_up, down, rounded=self.rounds_rows(x))
 
     def integer_expert_config(
         self, routing: Routing, x: Tensor, gate_up: IntegerMatrix, down: IntegerMatrix
@@ -231,8 +252,16 @@ class TritonOps(BaseOps):
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gate: Gate = ""
     ) -> Tensor:
         """See `Ops.int8_linear`."""
-        how = int8_gemm.int8_gemm_config(len(x), gated=num_parts(gate) == 2)
-        return int8_gemm.int8_linear(x, weight, scale, bias, how, self.card, gate)
+        matrix = QuantizedMatrix(weight, scale, weight.shape[1])
+        return self.rounding_linear(x, matrix, bias, gate)
+
+    def rounding_linear(self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
+        """As `linear`, of x rounded to the numbers of the matrix."""
+        if rounded_gemm.prefers_library(x, matrix, self.card):
+            return self.apply_gate(rounded_gemm.library_linear(x, matrix, bias, self.card), gate)
+        outputs = len(matrix.weight) // num_parts(gate)
+        how = rounded_gemm.rounded_config(len(x), outputs, x.shape[-1], gated=num_parts(gate) == 2)
+        return rounded_gemm.rounded_linear(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def integer_linear(self, x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`. For many rows the matrix is dequantized first."""
@@ -260,15 +289,15 @@ class TritonOps(BaseOps):
         return out
 
     def fused_linear(self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
-        """As `linear`. Many rows use the library's float8 products, where there are any; else numbers are dequantized
-        on the way, or, for more rows than MAX_FUSED_ROWS, all of them beforehand."""
+        """As `linear`. Many rows are rounded to float8 where the matrix and the card have it; else numbers are
+        dequantized on the way, or, for more rows than MAX_FUSED_ROWS, all of them beforehand."""
         weight, scale = matrix.weight, matrix.scale
         if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
             quick = gemv.scaled_gemm_config(len(x), len(weight) // num_parts(gate), x.shape[-1], num_parts(gate) == 2)
             if quick is not None:
                 return gemv.gemv_linear(x, weight, bias, quick, self.card, gate, scale, self.arrived)
-            if len(x) > gemv.MAX_GEMV_ROWS and quantized_gemm.supports_fp8(weight, self.card):
-                return quantized_gemm.fp8_linear(x, weight, scale, bias, self.one, self.card, gate)
+        if self.rounds_rows(x) and self.rounds(matrix):
+            return self.rounding_linear(x, matrix, bias, gate)
         fast = quantized_gemm.uses_fast_conversion(x, matrix, self.card)
         how = quantized_gemm.quantized_gemm_config(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.is_int4)
         if how is None or x.dtype is torch.float32:
@@ -411,7 +440,7 @@ class BatchInvariantTritonOps(TritonOps):
     few = UNLIMITED
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
-        super().__init__(device, dependent=dependent)
+        super().__init__(device, dependent=dependent, rounds_float8=False)
         self.card = replace(self.card, sms=0)
         self.dense = None
 
@@ -460,7 +489,9 @@ class BatchInvariantTritonOps(TritonOps):
         """The same for any number of tokens."""
         return mixture.SMALL if down.dtype is torch.float32 else mixture.FIXED
 
-    def quantized_expert_config(self, routing: Routing, x: Tensor, count: int) -> mixture.ExpertConfig:
+    def quantized_expert_config(
+        self, routing: Routing, x: Tensor, gate_up: QuantizedMatrix, down: QuantizedMatrix
+    ) -> mixture.ExpertConfig:
         """The same for any number of tokens."""
         return mixture.SMALL if x.dtype is torch.float32 else mixture.FIXED
 

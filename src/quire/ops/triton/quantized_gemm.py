@@ -2,27 +2,20 @@
 
 One byte or half a byte is read per number, so what is bound by reading gains two or four times if the conversion keeps
 up: an H200 can spend five instructions per number before that becomes the bottleneck. Activations stay as they are. See
-`Ops.quantized_linear`, and `gemv` for how few rows are multiplied. For many rows it is cheaper to
-dequantize the matrix first (`dequantize`), or, for e4m3, to use the library's float8 products.
-
-Those are exact all the same. bfloat16 has eight significant bits, e4m3 four. So a token's x, in units of a power of two
-of its own, is the sum of two e4m3 numbers: its first four bits, and a sixteenth of the rest. Multiplied as two rows of
-a float8 product, twice as many at twice the speed of bfloat16, nothing is rounded that would not be in bfloat16, and
-the matrix is read as it is stored. (vLLM rounds x to eight bits: one row, and another result.)
+`Ops.quantized_linear`, and `gemv` for how few rows are multiplied. For many rows it is cheaper to dequantize the matrix
+first (`dequantize`), or, for e4m3, to round activations, too (`rounded_gemm`).
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import ScalingType
 
 from quire.ops.base import Gate, QuantizedMatrix, num_parts
 from quire.ops.triton.gemv import COUNTERS, GemmConfig, added_up, given, handed_in, settled, settles, two
-from quire.ops.triton.launch import ADA, HOPPER, DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.rows import GATES
 
 
@@ -315,94 +308,4 @@ def dequantize(matrix: QuantizedMatrix, inputs: int, dtype: torch.dtype, card: D
         SCALES=2 * (scales(matrix, 1) > 0), BLOCK_N=8, BLOCK_K=512, DEPENDENT=card.dependent, num_warps=4,
         **card.options,
     )  # fmt: skip
-    return out
-
-
-ROWS_AT_ONCE = 1024
-"""Rows multiplied at a time: their sums, twice as many in float32, must not take more memory than a step does."""
-
-TENSOR = ScalingType.TensorWise
-
-
-@kernel
-def fp8_split_kernel(x, out, unit, inputs, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """A row of x as two: out is [T, 2, in], unit [T].
-
-    The largest number becomes 128 to 256: e4m3 reaches 448, and sixteen times the rest after its first four bits is
-    below 256. Below 2**-6 e4m3 has steps of 2**-9, so there the first bits are those above that step: x is then off by
-    at most 2**-20 of the largest. (The rest is computed from the bits, not from e4m3 read back, which the assembler of
-    CUDA 12.8 reads from a register that has not been written yet.)
-    """
-    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    wait(DEPENDENT)
-    release(DEPENDENT)
-    value = tl.load(x + row * inputs + k, mask=k < inputs, other=0.0).to(tl.float32)
-    exponent = tl.maximum((tl.max(tl.abs(value), 0).to(tl.int32, bitcast=True) >> 23) - 7, 1)
-    value *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    high = (value.to(tl.int32, bitcast=True) & -0x100000).to(tl.float32, bitcast=True)
-    high = tl.where(tl.abs(value) < 0.015625, (value + 24576.0) - 24576.0, high)
-    low = (value - high) * 16.0
-    line = out + row * 2 * inputs + k
-    tl.store(line, high.to(tl.float8e4nv), mask=k < inputs)
-    tl.store(line + inputs, low.to(tl.float8e4nv), mask=k < inputs)
-    tl.store(unit + row, (exponent << 23).to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def join_halves(y, unit, scale, n, wide, row, outputs):
-    """Outputs n of a row of the product from its two rows, y [T, 2, wide]."""
-    line = y + row * 2 * wide + n
-    high = tl.load(line, mask=n < outputs, other=0.0).to(tl.float32)
-    low = tl.load(line + wide, mask=n < outputs, other=0.0).to(tl.float32)
-    return (high + low * 0.0625) * unit * tl.load(scale + n, mask=n < outputs, other=0.0)
-
-
-@kernel
-def fp8_join_kernel(
-    y, unit, scale, bias, out, outputs, wide,
-    GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """BLOCK outputs of a row: out is [T, outputs], `wide` numbers of which the gates come first."""
-    row, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    wait(DEPENDENT)
-    release(DEPENDENT)
-    one = tl.load(unit + row)
-    value = join_halves(y, one, scale, n, wide, row, outputs)
-    gated = value
-    if GATE:
-        gated = join_halves(y + outputs, one, scale + outputs, n, wide, row, outputs)
-    given(value, gated, bias, out, row * outputs + n, n, outputs, n < outputs, GATE, ACT, BIAS)
-
-
-def fp8_split(x: Tensor, card: DeviceInfo) -> tuple[Tensor, Tensor]:
-    """x [T, in] -> e4m3 [2 T, in], first bits and rest of each row, and the rows' units [T]."""
-    rows, inputs = x.shape
-    out, unit = x.new_empty(2 * rows, inputs, dtype=torch.float8_e4m3fn), x.new_empty(rows, dtype=torch.float32)
-    fp8_split_kernel[(rows,)](
-        x, out, unit, inputs, BLOCK=block(inputs), DEPENDENT=card.dependent, num_warps=4 if inputs <= 4096 else 8,
-        **card.options,
-    )  # fmt: skip
-    return out, unit
-
-
-def supports_fp8(weight: Tensor, card: DeviceInfo) -> bool:
-    """Whether the library multiplies an e4m3 matrix [out, in] on this GPU."""
-    return card.capability >= ADA and weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
-
-
-def fp8_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, one: Tensor, card: DeviceInfo, gate: Gate = ""
-) -> Tensor:
-    """x [T, in], weight e4m3 [out, in], scale [out, 1] -> [T, out], or [T, out / 2] with a gate. one: 1, float32."""
-    x = x.contiguous()
-    outputs = len(weight) // num_parts(gate)
-    out = x.new_empty(len(x), outputs)
-    for some, into in zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
-        halves, unit = fp8_split(some, card)
-        y = F.scaled_mm(halves, weight.t(), one, TENSOR, one, TENSOR, output_dtype=torch.float32)
-        fp8_join_kernel[(triton.cdiv(outputs, 1024), len(some))](
-            y, unit, scale, x if bias is None else bias, into, outputs, len(weight), GATE=num_parts(gate) == 2,
-            ACT=GATES[gate], BIAS=bias is not None, BLOCK=1024, DEPENDENT=card.dependent, num_warps=4,
-            **card.options,
-        )  # fmt: skip
     return out
