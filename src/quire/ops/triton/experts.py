@@ -405,7 +405,7 @@ def tile_product(
     """Of `count` rows from `begin` in the order: see `experts_kernel`. ROWS_FIRST: which factor is first on the matrix
     units: the first has at least 64 rows on Hopper, so few rows come second."""
     first = tl.program_id(0) * BLOCK_N
-    n, k, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
+    k, r = tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
     held = r < count
     slot = tl.load(order + begin + r, mask=held, other=0)
     row = (slot // USED if BY_TOKEN else begin + r).to(tl.int64)
@@ -452,6 +452,19 @@ def tile_product(
                 other_factor = scale_of(
                     scale, expert, first + outputs, number, whole, scales, BLOCK_N, ROWS_FIRST, ALIKE
                 )
+    place = (begin + r if BY_TOKEN else slot).to(tl.int64) * outputs
+    write_tile(
+        y, z, steps, scale, bias, out, expert, first, row, held, place, outputs, whole, scales,
+        BY_TOKEN, GATE, ACT, BIAS, ROWS_FIRST, BLOCK_N, SCALED, ALIKE, ROUNDED)  # fmt: skip
+
+
+@triton.jit
+def write_tile(
+    y, z, steps, scale, bias, out, expert, first, row, held, place, outputs, whole, scales,
+    BY_TOKEN: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr, SCALED: tl.constexpr, ALIKE: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Write the sums y, with a gate those of z, to `place` [ROWS], scaled by rows and with their biases."""
     if SCALED == BY_ROW:
         step = step_of(steps, row, held, ROUNDED, ROWS_FIRST)
         y *= step * scale_of(scale, expert, first, 0, whole, scales, BLOCK_N, ROWS_FIRST, ALIKE)
@@ -463,7 +476,7 @@ def tile_product(
             z += scale_of(bias, expert, first + outputs, 0, whole, 1, BLOCK_N, ROWS_FIRST, False).to(tl.float32)
     if BY_TOKEN:
         y = apply_gate(y, z, ACT)
-    place = (begin + r if BY_TOKEN else slot).to(tl.int64) * outputs
+    n = first + tl.arange(0, BLOCK_N)
     if ROWS_FIRST:
         inside = held[:, None] & (n < outputs)[None, :]
         tl.store(out + place[:, None] + n[None, :], y.to(out.dtype.element_ty), mask=inside)
