@@ -54,7 +54,7 @@ def make(
     """As `quire.assembly.engine.on_host`, which this stands in for."""
     from quire.assembly import cuda
 
-    return cuda.make_executor(settings, model, torch.device("cpu"), limits, heads, parallel, images)
+    return cuda.make_executor(settings, model, torch.device("cpu"), limits, heads, parallel, layers, images)
 
 
 @contextmanager

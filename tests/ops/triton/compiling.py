@@ -479,7 +479,9 @@ def main() -> None:
     ops.card = DeviceInfo(132, capability, dependent, "tf32x3", SHARED, options)
     if "few" in sys.argv:
         a_few_by_row(ops)
-        PeerSum(1, [0] * 2, ops.card, torch.device("cpu"))(halves(4, 4096))
+        add = PeerSum(1, [0] * 2, ops.card, torch.device("cpu"))
+        add(halves(4, 4096))
+        add.add_norm(halves(4, 4096), halves(4, 4096), Norm(halves(4096), 1e-5))
         ops.linear(halves(1, 2048), halves(1, 2048))
         ops.linear(halves(16, 2048), halves(1, 2048))
         in_registers(ops)
