@@ -433,9 +433,11 @@ def around() -> None:
 def in_registers(ops: TritonOps) -> None:
     """Products with matrices whose numbers do not pass through shared memory."""
     each = integers()
-    for matrix in (each[0], each[4], each[6], each[8]):
-        for rows, gate in ((4, ""), (16, ""), (32, "silu")):
-            integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
+    for matrix, rows, gate in (
+        *((each[0], rows, gate) for rows, gate in ((4, ""), (16, ""), (32, "silu"))),
+        *((each[4], 32, "silu"), (each[6], 4, ""), (each[8], 16, "")),
+    ):
+        integer_mma.integer_mma(halves(rows, 4096), matrix, None, ops.card, ops.arrived, gate)
     if ops.card.capability == HOPPER:
         for gate in ("", "silu"):
             integer_tma.integer_tma(halves(64, 4096), each[0], None, ops.card, ops.arrived, gate)
