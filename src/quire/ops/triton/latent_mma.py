@@ -49,6 +49,19 @@ def copy_tile(shared, source, line, block, length, DIM: gl.constexpr, LAYOUT: gl
 
 
 @gluon.jit
+def next_block(at, block, end, length, row, stop, pieces, columns, FIELDS: gl.constexpr):
+    """A cursor's next block: of its piece, or the first one of the next piece, if that is before `stop`."""
+    block += 1
+    if block >= end:
+        at += 1
+        if at < stop:
+            piece = pieces + at * FIELDS
+            length, block, end = listed(piece + 3), listed(piece + 4), listed(piece + 5)
+            row = listed(piece + 6).to(gl.int64) * columns
+    return at, block, end, length, row
+
+
+@gluon.jit
 def ask(
     slot, cursor, stop, k, v, table, pieces, columns, latents, rests, PAGE: gl.constexpr, LAYOUT: gl.constexpr,
     FIELDS: gl.constexpr,
@@ -63,13 +76,7 @@ def ask(
     copy_tile(latents.index(slot), v, line, block, seen, latents.shape[2], LAYOUT)
     copy_tile(rests.index(slot), k, line, block, seen, rests.shape[2], LAYOUT)
     async_copy.commit_group()
-    block += 1
-    if block >= end:
-        at += 1
-        if at < stop:
-            piece = pieces + at * FIELDS
-            length, block, end = listed(piece + 3), listed(piece + 4), listed(piece + 5)
-            row = listed(piece + 6).to(gl.int64) * columns
+    at, block, end, length, row = next_block(at, block, end, length, row, stop, pieces, columns, FIELDS)
     seen = gl.where(at < stop, length, 0)
     return at, block, end, length, row, lines_of(table + row, block, seen, PAGE, COLUMNS, gl.SliceLayout(1, LAYOUT))
 

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from quire.ops.triton.gluon_language import barrier, copy, release, wait
-from quire.ops.triton.latent_mma import lines_of, listed, together
+from quire.ops.triton.latent_mma import lines_of, listed, next_block, together
 from quire.ops.triton.launch import Kernel
 
 CHAIN = gl.constexpr(64)
@@ -65,13 +65,7 @@ def ask(
     copy_tile(latents.index(slot), v, line, block, seen, COPIED)
     copy_tile(rests.index(slot), k, line, block, seen, RESTS)
     async_copy.commit_group()
-    block += 1
-    if block >= end:
-        at += 1
-        if at < stop:
-            piece = pieces + at * FIELDS
-            length, block, end = listed(piece + 3), listed(piece + 4), listed(piece + 5)
-            row = listed(piece + 6).to(gl.int64) * columns
+    at, block, end, length, row = next_block(at, block, end, length, row, stop, pieces, columns, FIELDS)
     seen = gl.where(at < stop, length, 0)
     TOKENS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, COPIED))
     return at, block, end, length, row, lines_of(table + row, block, seen, PAGE, latents.shape[2], TOKENS)
