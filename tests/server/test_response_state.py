@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,12 +15,13 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from quire.frontend.offload import LARGE
 from quire.server import response_state
 from quire.server.access import Keys
 from quire.server.app import create_app
 from quire.server.limits import Limits
 from quire.server.response_state import ResponseState
-from quire.server.response_store import ResponseStore
+from quire.server.response_store import Content, Entry, ResponseStore
 from tests.frontend.ports import FakePort
 from tests.server.doubles import ANSWER, TOKENIZER, Served, check_error, says, served
 from tests.server.test_responses import TOOLS
@@ -295,6 +297,29 @@ async def test_a_request_in_the_background_takes_items_by_reference(folder: Path
             asked: dict[str, Any] = {"input": wrong, "background": True, "stream": stream}
             check_error(await here.ask("POST", "/v1/responses", **asked), 404, "input", "is stored for this key")
         assert len(here.store) == stored
+
+
+async def test_a_response_is_complete_once_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last token and the store, it is still in progress: a client that continues it finds it."""
+    async with stateful() as here:
+        put, stored = here.store.put, threading.Event()
+
+        def late(entry: Entry, content: Content) -> None:
+            assert entry.status == "queued" or stored.wait(60)
+            put(entry, content)
+
+        monkeypatch.setattr(here.store, "put", late)
+        monkeypatch.setattr(ResponseStore, "read_cost", LARGE)  # stored in a thread
+        client = here.client()
+        made: Any = await client.responses.create(model="tiny", input="one", background=True)
+        [running] = here.state._running.values()
+        async with asyncio.timeout(60):
+            while not running._chunks.last:
+                await asyncio.sleep(0.001)
+        assert (await client.responses.retrieve(made.id)).status == "in_progress"
+        stored.set()
+        made = await until(client, made.id, "completed")
+        assert (await here.ask("POST", "/v1/responses", input=[referring(made.output[0].id)])).status_code == 200
 
 
 async def test_an_input_is_not_read_for_an_item_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,16 @@ def test_a_damaged_file_is_a_missing_response_logged_by_its_id(
     again.close()
 
 
+def test_what_is_written_again_between_look_up_and_reading_is_read_as_it_is_now(tmp_path: Path) -> None:
+    kept = store(tmp_path)
+    kept.put(entry(0, status="in_progress"), CONTENT)
+    found = kept.find(number(0), "")
+    kept.put(entry(0), again := CONTENT._replace(output=b"[1,2,3]"))
+    assert kept.read(found) == again == kept.read(kept.find(number(0), ""))
+    assert len(kept) == 1
+    kept.close()
+
+
 def test_files_of_others_are_left_alone_and_unfinished_writes_removed(tmp_path: Path) -> None:
     store(tmp_path).close()
     folder = tmp_path / "responses"

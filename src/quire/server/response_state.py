@@ -140,10 +140,10 @@ class Background:
             await asyncio.wait((self.task,))
 
     async def shown(self) -> bytes:
-        """The response object as it is now, encoded."""
+        """The response object as it is now, encoded. It is complete once it is stored, and can be continued."""
         async with self._turn:
-            chunks = self._chunks
-            return await offload(chunks.edge_cost, lambda: _json(chunks.last or chunks.shown()))
+            chunks, over = self._chunks, self.over
+            return await offload(chunks.edge_cost, lambda: _json(chunks.last if over else chunks.shown()))
 
     async def _run(self) -> None:
         error: Exception | None = None
