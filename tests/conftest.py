@@ -25,8 +25,9 @@ import torch
 
 from tests.forked import forking
 from tests.parts import part_of
-from tests.worker import CatchingLogs, Ending, compile_share
+from tests.worker import CatchingLogs, Ending, compile_share, spread_workers
 
+spread_workers(torch.cuda.device_count())
 if not torch.cuda.is_available():  # chosen before any kernel is defined, whichever test module imports one first
     os.environ["TRITON_INTERPRET"] = "1"
 
