@@ -395,7 +395,14 @@ class AsyncLLM:
                     raise Interrupted("the request was aborted")
                 return call, found[-1]
 
-        return list(await asyncio.gather(*(one(*each) for each in enumerate(asked.prompts))))
+        calls = [asyncio.ensure_future(one(*each)) for each in enumerate(asked.prompts)]
+        try:
+            return list(await asyncio.gather(*calls))
+        finally:
+            # Where one fails, the others end before the caller may use their ids again.
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     async def _stream(
         self,

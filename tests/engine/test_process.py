@@ -22,8 +22,19 @@ from quire import heap
 from quire.engine import client
 from quire.engine.client import EngineProcess, StallDetector, _EngineConnection
 from quire.engine.engine import Engine
+from quire.engine.executor import Description
 from quire.engine.process import EngineLoop
-from quire.engine.protocol import REPORT_SIGNAL, Abort, Explanation, Submit, ToEngine, Update, encode_frame
+from quire.engine.protocol import (
+    REPORT_SIGNAL,
+    Abort,
+    BuildFailed,
+    Explanation,
+    Ready,
+    Submit,
+    ToEngine,
+    Update,
+    encode_frame,
+)
 from quire.engine.step_watch import StepWatch
 from quire.engine.timing import PlanDelay, RestartBackoff, VirtualClock
 from quire.errors import InvalidModel, QuireError, Unavailable
@@ -493,6 +504,23 @@ def test_what_is_sent_in_one_turn_of_the_event_loop_is_written_in_one_piece() ->
         link.close()
         await asyncio.sleep(0)
         assert written[1:] == [encode_frame(Abort(["b"])), b"closed"]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ready(Description(num_blocks=1, block_size=1, num_rows=1, max_model_len=1, vocab_size=1)),
+        BuildFailed("InvalidModel", "no"),
+    ],
+)
+def test_an_engine_that_is_ready_after_its_start_was_cancelled_is_no_error(message: Ready | BuildFailed) -> None:
+    async def story() -> None:
+        link = _EngineConnection(EngineProcess([], {}, lambda metrics: b""), asyncio.get_running_loop().create_future())
+        link.ready.cancel()
+        link.data_received(encode_frame(message))
+        assert not link.was_ready
 
     asyncio.run(story())
 

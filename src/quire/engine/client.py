@@ -449,6 +449,8 @@ class _EngineConnection(asyncio.Protocol):
                 updates.append(message)
             elif isinstance(message, LiveFrame | Explanation):
                 self.owner.on_live_message(message)
+            elif self.ready.done():
+                continue  # who waited for it was cancelled
             elif isinstance(message, Ready):
                 self.ready.set_result(message.about)
             elif isinstance(message, BuildFailed):

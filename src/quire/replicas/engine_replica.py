@@ -155,7 +155,7 @@ class EngineReplica:
         if self._unwatch is None or whole:
             self._frames.clear()
             self._engine.watch(True)
-        else:
+        if self._unwatch is not None:
             self._unwatch.cancel()
         self._unwatch = loop.call_later(_UNWATCHED, self._stop_watching)
         frames, self._frames = self._frames, []
