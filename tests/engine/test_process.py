@@ -20,7 +20,7 @@ import pytest
 
 from quire import heap
 from quire.engine import client
-from quire.engine.client import EngineProcess, StallDetector, _EngineConnection
+from quire.engine.client import EngineProcess, Spawned, StallDetector, _EngineConnection, spawn
 from quire.engine.engine import Engine
 from quire.engine.executor import Description
 from quire.engine.process import EngineLoop
@@ -55,13 +55,14 @@ CHILD = str(Path(__file__).with_name("synthetic_child.py"))
 class Rig:
     """An engine process and what it said."""
 
-    def __init__(self, *, standby_after: float | None = None, **settings: Any) -> None:
+    def __init__(self, *, standby_after: float | None = None, begun: Spawned | None = None, **settings: Any) -> None:
         self.port = EngineProcess(
             [sys.executable, CHILD],
             settings,
             lambda m: repr(m).encode(),
             backoff=0.01,
             standby_after=standby_after,
+            begun=begun,
         )
         self.events: list[RequestStepOutput] = []
         self.deaths: list[str] = []
@@ -676,6 +677,16 @@ def test_an_engine_that_dies_is_replaced_by_the_process_that_stands_by() -> None
                 await rig.until(lambda: rig.finish(f"after {restarts}") == "length")  # noqa: B023
             standby = rig.port._standby
         assert standby is None or standby.process.poll() is not None, "nothing is left behind"
+
+    asyncio.run(story())
+
+
+def test_the_first_engine_may_be_a_process_that_has_been_begun() -> None:
+    async def story() -> None:
+        begun = spawn([sys.executable, CHILD], {})
+        async with Rig(begun=begun) as rig:
+            assert rig.port.process is begun.process and rig.port.ready()
+        assert begun.process.poll() == 0
 
     asyncio.run(story())
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from ray import serve
 
-from quire.assembly.backend import ENGINE_MODULE, engine_process
+from quire.assembly.backend import engine_process
+from quire.assembly.early_engine import ENGINE_MODULE
 from quire.config import Settings
 from quire.errors import QuireError
 from quire.replicas import messages

@@ -45,7 +45,7 @@ from quire.server.item_references import Referred, references
 from quire.server.limits import AdmissionGate, Limits, deadline, read_body
 from quire.server.live_page import LiveSource, Page
 from quire.server.media import offload_reading
-from quire.server.ollama_models import OllamaModels, OllamaShowRequest
+from quire.server.ollama_models import OllamaModels, OllamaPullRequest, OllamaShowRequest
 from quire.server.outputs import Usage
 from quire.server.response_state import Record, ResponseState
 from quire.server.response_store import ResponseStore
@@ -329,6 +329,9 @@ def create_app(
     def show(request: OllamaShowRequest, _: Limits) -> Any:
         return models.show(request)
 
+    def pull(request: OllamaPullRequest, _: Limits) -> Any:
+        return models.pull(request)
+
     routes = [
         *(
             Route(path, partial(api.generation, one), methods=["POST"])
@@ -340,6 +343,7 @@ def create_app(
         *state.routes(),
         *models.routes(),
         Route("/api/show", partial(api.answer, OllamaShowRequest, show, any_type=True), methods=["POST"]),
+        Route("/api/pull", partial(api.answer, OllamaPullRequest, pull, any_type=True), methods=["POST"]),
         _tokenizer_info_route(tokenizer_info),
         get_json("/v1/models", partial(_models, backend, limits)),
         Route("/v1/models/{id:path}", api.model),
