@@ -326,12 +326,6 @@ def create_app(
     described = openapi.document(version)
     page = Page(view, keys, limits, api_page.page(described))
 
-    def show(request: OllamaShowRequest, _: Limits) -> Any:
-        return models.show(request)
-
-    def pull(request: OllamaPullRequest, _: Limits) -> Any:
-        return models.pull(request)
-
     routes = [
         *(
             Route(path, partial(api.generation, one), methods=["POST"])
@@ -342,8 +336,8 @@ def create_app(
         *api.token_routes(),
         *state.routes(),
         *models.routes(),
-        Route("/api/show", partial(api.answer, OllamaShowRequest, show, any_type=True), methods=["POST"]),
-        Route("/api/pull", partial(api.answer, OllamaPullRequest, pull, any_type=True), methods=["POST"]),
+        Route("/api/show", partial(api.answer, OllamaShowRequest, models.show, any_type=True), methods=["POST"]),
+        Route("/api/pull", partial(api.answer, OllamaPullRequest, models.pull, any_type=True), methods=["POST"]),
         _tokenizer_info_route(tokenizer_info),
         get_json("/v1/models", partial(_models, backend, limits)),
         Route("/v1/models/{id:path}", api.model),

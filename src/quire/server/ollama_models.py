@@ -17,6 +17,7 @@ from starlette.routing import Route
 from quire.errors import InvalidRequest, UnknownModel
 from quire.frontend.interface import Backend, ModelCard
 from quire.server.error_responses import json_response
+from quire.server.limits import Limits
 from quire.server.live_page import reads_html
 from quire.server.prompts import LATEST, model
 from quire.weights.details import ModelDetails
@@ -101,7 +102,7 @@ class OllamaModels:
         }
         return {"models": [{**self._entry(card, name), **loaded} for name in card.names]}
 
-    def show(self, request: OllamaShowRequest) -> dict[str, Any]:
+    def show(self, request: OllamaShowRequest, _: Limits) -> dict[str, Any]:
         """`POST /api/show`. Raises UnknownModel."""
         card = model(request.model or request.name, self._backend)
         details = self._details()
@@ -123,7 +124,7 @@ class OllamaModels:
             "modified_at": _time(card),
         }
 
-    def pull(self, request: OllamaPullRequest) -> dict[str, str]:
+    def pull(self, request: OllamaPullRequest, _: Limits) -> dict[str, str]:
         """`POST /api/pull`: the model that is served is there already, for clients that pull before they ask. Raises
         InvalidRequest for another."""
         try:
