@@ -24,6 +24,7 @@ from quire import (
     SamplingParams,
 )
 from quire.assembly import backend
+from quire.async_llm import _Running
 from quire.errors import Closed, Interrupted, InvalidRequest, QuireError, StepFailed, Unavailable
 from quire.types import EmbeddingRequestOutput, RequestOutput, StructuredOutputsParams
 from tests import encoders
@@ -519,6 +520,12 @@ def test_poolings_are_those_of_llm(runner: asyncio.Runner, labels: int, tmp_path
             made = [await asyncio.gather(*map(each, texts)) for each in (other.encode, method)]
             with pytest.raises(InvalidRequest):
                 await (other.embed("a") if labels else other.classify("a"))
+            if labels < 2:
+                # A request that fails in part has ended whole: its ids are free.
+                other._running["s-1"] = _Running()
+                with pytest.raises(InvalidRequest, match="'s-1' is running"):
+                    await other.score("what dog", texts, "s")
+                assert [*other._running] == ["s-1"]
             return made, await other.score("what dog", texts) if labels < 2 else []
 
     made, scored = run(runner, found())

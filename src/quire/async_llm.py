@@ -13,8 +13,9 @@ import contextlib
 import itertools
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, Never, Self, cast
 
 from quire.assembly.backend import build_backend, engine_process
 from quire.assembly.images import build_images, fetch_now
@@ -24,7 +25,7 @@ from quire.assembly.prompts import Message, Prompt, PromptReader, ReadPrompt, su
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
-from quire.config.vllm import EngineArgs, check_method, options_of
+from quire.config.vllm import EngineArgs, check_method, missing, options_of
 from quire.errors import Closed, Interrupted, InvalidRequest, QuireError
 from quire.frontend.interface import Call, Delta, iterate
 from quire.frontend.offload import offload
@@ -151,6 +152,9 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+
+    def __getattr__(self, name: str) -> Never:
+        raise missing(self, name)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -391,7 +395,14 @@ class AsyncLLM:
                     raise Interrupted("the request was aborted")
                 return call, found[-1]
 
-        return list(await asyncio.gather(*(one(*each) for each in enumerate(asked.prompts))))
+        calls = [asyncio.ensure_future(one(*each)) for each in enumerate(asked.prompts)]
+        try:
+            return list(await asyncio.gather(*calls))
+        finally:
+            # Where one fails, the others end before the caller may use their ids again.
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     async def _stream(
         self,
@@ -405,7 +416,7 @@ class AsyncLLM:
         """See `_answering`."""
         async with (
             self._answering(size, encode, params, request_id, priority, others) as (call, live),
-            contextlib.aclosing(_outputs(call, live)) as outputs,
+            contextlib.aclosing(_outputs(call, live, self._text.tokenizer)) as outputs,
         ):
             async for output in outputs:
                 self._check_closed(output)
@@ -426,7 +437,7 @@ class AsyncLLM:
         count = next(self._numbers)
         id = f"async-{count}" if request_id is None else request_id
         self._check_arguments(id, params, priority, others)
-        sampling = params or self.default_sampling_params()
+        sampling = copy(params) if params else self.default_sampling_params()
         self._running[id] = running = _Running()
         try:
             await self.start()
@@ -482,7 +493,7 @@ class AsyncLLM:
         self._backend.reset_prefix_cache()
 
 
-async def _outputs(call: Call, live: ActiveRequest) -> AsyncGenerator[RequestOutput, None]:
+async def _outputs(call: Call, live: ActiveRequest, tokenizer: Tokenizer) -> AsyncGenerator[RequestOutput, None]:
     """What the deltas of a call come to, as its `output_kind` says. Raises what ends the stream."""
     kind = call.sampling.output_kind
     so_far = [Delta(index, "") for index in range(call.sampling.n)]
@@ -494,10 +505,10 @@ async def _outputs(call: Call, live: ActiveRequest) -> AsyncGenerator[RequestOut
             so_far[delta.index] = merge(so_far[delta.index], delta)
         finished = all(one.finish_reason is not None for one in so_far)
         if kind is RequestOutputKind.DELTA:
-            output = request_output(call, [[changed[index]] for index in sorted(changed)])
+            output = request_output(call, [[changed[index]] for index in sorted(changed)], tokenizer)
             yield replace(output, finished=finished)
         elif kind is RequestOutputKind.CUMULATIVE or finished:
-            yield request_output(call, [[one] for one in so_far])
+            yield request_output(call, [[one] for one in so_far], tokenizer)
 
 
 def _size(prompt: Prompt) -> int:

@@ -309,6 +309,28 @@ async def test_the_engines_death_fails_what_is_in_flight_and_refuses_the_rest() 
     assert port.aborted == []
 
 
+async def test_readers_may_close_their_streams_when_they_are_told_of_the_engines_death() -> None:
+    port = FakePort()
+    backend = await start_backend(port)
+    said = [backend.answer(call(id=f"c{i}")) for i in range(3)]
+    for one in said:
+        one.subscribe(one.close)
+    port.die("signal 9")
+    assert backend.load() == 0 and all(one.error is not None for one in said)
+
+
+async def test_a_call_that_cannot_be_followed_is_not_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no detokenizer")
+
+    port = FakePort()
+    backend = await start_backend(port)
+    monkeypatch.setattr("quire.frontend.native.output_processor", fails)
+    with pytest.raises(RuntimeError):
+        backend.answer(call())
+    assert port.submitted == [] and backend.load() == 0
+
+
 async def test_a_failed_request_fails_alone() -> None:
     port = FakePort()
     backend = await start_backend(port)

@@ -215,6 +215,9 @@ def test_statistics_are_sums_and_what_only_grows_keeps_growing(monkeypatch: pyte
         bench.handle.reports = [report(0)]
         await settle()
         assert engines.snapshot()["generated_tokens"] == 20 and len(engines.reports) == 1
+        bench.handle.reports = [report(0), report(1)]
+        await settle()
+        assert engines.snapshot()["generated_tokens"] == 20, "its report was only late"
         bench.handle.reports = []
         await settle()
         assert engines.ready() and not engines.alive()

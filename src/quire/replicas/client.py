@@ -78,7 +78,8 @@ class ReplicaEngines:
         self._about: Description | None = None
         self._watching: asyncio.Task[None] | None = None
         self._background: set[asyncio.Future[Any]] = set()
-        self._gone: dict[str, int] = {}
+        self._gone: dict[str, dict[str, int]] = {}
+        """By replica that is gone, what it has counted."""
         self._on_tokens: OnTokens = lambda events: None
 
     # ---------------------------------------------------------------- life cycle
@@ -114,9 +115,9 @@ class ReplicaEngines:
         for name, last in self.reports.items():
             if name not in found:
                 log.warning("replica %d (%s, process %d) takes no more requests", last.rank, name, last.pid)
-                for what in _COUNTERS:
-                    self._gone[what] = self._gone.get(what, 0) + last.stats.get(what, 0)
+                self._gone[name] = {what: last.stats.get(what, 0) for what in _COUNTERS}
         for name in found.keys() - self.reports.keys():
+            self._gone.pop(name, None)  # one that was only late counts for itself again
             log.info("replica %d (%s) runs as process %d", found[name].rank, name, found[name].pid)
         self.reports = dict(sorted(found.items(), key=lambda each: each[1].rank))
 
@@ -239,8 +240,9 @@ class ReplicaEngines:
         """See EngineClient: sums over all replicas, and each of them in `replicas`."""
         reports = list(self.reports.values())
         total = add_up([report.stats for report in reports])
-        for what, number in self._gone.items():
-            total[what] = total.get(what, 0) + number
+        for gone in self._gone.values():
+            for what, number in gone.items():
+                total[what] = total.get(what, 0) + number
         return {
             **total,
             "replicas": [
