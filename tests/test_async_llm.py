@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 PROMPTS = [f"{name} had a little dog" for name in ("Lily", "Tom", "Anna", "Ben", "Mia")]
-SOON = 30.0
+SOON = 300.0
 """Seconds that nothing here takes, unless it hangs."""
 
 

@@ -116,12 +116,13 @@ class ModelSpec:
 
     def for_length(self, length: int | None) -> ModelSpec:
         """The same for sequences of at most `length` tokens, None for its context: LongRoPE has other factors for short
-        ones."""
-        length = length or self.context
-        rope = self.rope
-        if not rope.short_factors or length > rope.original:
-            return self
-        return replace(self, rope=replace(rope, factors=rope.short_factors, gain=rope.short_gain))
+        ones, and an indexer that would choose every token is left out."""
+        length, rope, latent = length or self.context, self.rope, self.latent
+        if rope.short_factors and length <= rope.original:
+            rope = replace(rope, factors=rope.short_factors, gain=rope.short_gain)
+        if latent is not None and latent.index is not None and length <= latent.index.top:
+            latent = replace(latent, index=None)
+        return replace(self, rope=rope, latent=latent)
 
     @property
     def bidirectional(self) -> bool:
@@ -153,7 +154,8 @@ class ModelSpec:
     def _kv_shape(self, layer: int, here: bool) -> KVShape:
         """K/V of a layer, of no heads where it is recurrent, or another stage's."""
         if self.latent is not None:
-            return KVShape(int(here), self.latent.rotated, self.latent.latents)
+            index = self.latent.index
+            return KVShape(int(here), self.latent.rotated, self.latent.latents, index.dim if index else 0)
         heads, dim = self.each_heads[layer]
         return KVShape(self._rank_heads(heads) if here and layer not in self.recurrent else 0, dim, dim)
 
@@ -213,7 +215,7 @@ class ModelSpec:
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of K/V a token takes, all layers, at `itemsize` bytes a number."""
-        return sum(heads * (key + value) * itemsize for heads, key, value in self.kv_shapes)
+        return sum(shape.numbers * itemsize for shape in self.kv_shapes)
 
 
 LARGEST, MOST_LAYERS = 1 << 24, 1 << 12

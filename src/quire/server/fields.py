@@ -74,7 +74,7 @@ _REASONING = "it is for /v1/chat/completions and /v1/responses; /v1/messages has
 _BEAM = "beam search is for /v1/completions and /v1/chat/completions"
 _PART = 'images are parts of messages: {"type": "image_url", ...}'
 
-_SAMPLERS = "use temperature, top_p, top_k, min_p and the penalties"
+_SAMPLERS = "use temperature, top_p, top_k and the penalties"
 
 # Edits of Anthropic's context_management that leave the conversation as it is.
 _KEEP_ALL: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
