@@ -52,29 +52,33 @@ HELP: Mapping[str, str] = MappingProxyType(
 )
 
 
-_WHY = {
-    "backend": "requests are OpenAI's",
-    "endpoint_type": "requests are OpenAI's",
-    "endpoint": "requests go to /v1/completions",
-    "dataset_name": "prompts are random token ids; see --trace",
-    "tokenizer": "prompts are token ids",
-    "tokenizer_mode": "prompts are token ids",
-    "trust_remote_code": "prompts are token ids",
-    "temperature": "it is 0",
-    "ignore_eos": "answers always have --random-output-len tokens",
-    "disable_tqdm": "nothing is drawn where standard error is no terminal",
-}
+_WHY = MappingProxyType(
+    {
+        "backend": "requests are OpenAI's",
+        "endpoint_type": "requests are OpenAI's",
+        "endpoint": "requests go to /v1/completions",
+        "dataset_name": "prompts are random token ids; see --trace",
+        "tokenizer": "prompts are token ids",
+        "tokenizer_mode": "prompts are token ids",
+        "trust_remote_code": "prompts are token ids",
+        "temperature": "it is 0",
+        "ignore_eos": "answers always have --random-output-len tokens",
+        "disable_tqdm": "nothing is drawn where standard error is no terminal",
+    }
+)
 """Options of `vllm bench serve` that are none here, and why."""
 _FLAGS = ("trust_remote_code", "ignore_eos", "disable_tqdm")
-_VALUES: dict[str, tuple[object, ...]] = {
-    "backend": ("vllm", "openai"),
-    "endpoint_type": ("vllm", "openai"),
-    "endpoint": ("/v1/completions",),
-    "dataset_name": ("random",),
-    "tokenizer": ANY,
-    "tokenizer_mode": ANY,
-    "temperature": (0,),
-}
+_VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "backend": ("vllm", "openai"),
+        "endpoint_type": ("vllm", "openai"),
+        "endpoint": ("/v1/completions",),
+        "dataset_name": ("random",),
+        "tokenizer": ANY,
+        "tokenizer_mode": ANY,
+        "temperature": (0,),
+    }
+)
 """Of those with a value, what changes nothing."""
 
 
