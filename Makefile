@@ -28,7 +28,8 @@ types:
 test:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(or $(WORKERS),3) --dist worksteal --durations=30
 
-# On a machine with a GPU: the folders that have tests of it, since others import packages that it may lack.
+# On a machine with a GPU: the folders that have tests of it, since others import packages that it may lack. Workers are
+# spread over several GPUs: 8 to 16 for each of them.
 gpu:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(or $(WORKERS),8) --dist worksteal -m "gpu and not nightly" tests/ops tests/executors tests/weights tests/surface tests/assembly/test_gpu_ranks.py tests/contract/test_gpu_ranks.py tests/contract/test_gpu_split.py tests/test_mtp.py
 
@@ -48,6 +49,7 @@ docs:
 	$(PYTHON) -m tools.requests_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/requests.md
 	$(PYTHON) -m tools.metrics_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/metrics.md
 	$(PYTHON) -m tools.parsers_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/parsers.md
+	$(PYTHON) -m tools.vllm_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/vllm.md
 	$(PYTHON) -m tools.clients_page > docs/new && mv docs/new docs/clients.md
 
 # The documentation site, as a folder of files.

@@ -307,7 +307,7 @@ class Host:
             outputs = engine.step()
             made = card.host()
             ended = read(jobs, outputs)
-            done.extend([request_output(job.call, [job.deltas]) for job in ended])
+            done.extend([request_output(job.call, [job.deltas], self.tokenizer) for job in ended])
             if all_run and not ended and len(outputs) == len(jobs):
                 texts.append(card.host() - made)
                 steps.append(card.host() - before)

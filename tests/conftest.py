@@ -13,6 +13,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of pytest-xdist would f
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# No test may depend on what another one has left in the user's folder of caches; models stay where they are.
+os.environ.setdefault(
+    "HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "huggingface")
+)
+os.environ["XDG_CACHE_HOME"] = os.devnull
 
 import _pytest.logging
 import pytest
@@ -20,8 +25,9 @@ import torch
 
 from tests.forked import forking
 from tests.parts import part_of
-from tests.worker import CatchingLogs, Ending, compile_share
+from tests.worker import CatchingLogs, Ending, compile_share, spread_workers
 
+spread_workers(torch.cuda.device_count())
 if not torch.cuda.is_available():  # chosen before any kernel is defined, whichever test module imports one first
     os.environ["TRITON_INTERPRET"] = "1"
 

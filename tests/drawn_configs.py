@@ -21,13 +21,13 @@ CONSTANT = frozenset(
         *("initializer_range", "initializer_cutoff_factor", "use_cache", "pretraining_tp", "num_logits_to_keep"),
         *("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"),
         *("attn_pdrop", "output_router_logits", "router_aux_loss_coef", "z_loss_coefficient", "time_step_max"),
-        *("time_step_floor", "rescale_prenorm_residual", "use_mamba_kernels", "input_jitter_noise", "layer_types_"),
+        *("time_step_floor", "rescale_prenorm_residual", "use_mamba_kernels", "input_jitter_noise"),
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
         *("add_cross_attention", "reorder_and_upcast_attn", "ignore_keys_at_rope_validation", "eod_token_id"),
         *("pad_token_id", "bos_token_id", "eos_token_id", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
         # Nothing reads them.
-        *("expand", "qk_head_dim", "sliding_window_pattern", "mtp_layers_block_type", "index_n_heads"),
-        *("index_head_dim", "n_shared_experts_", "num_nextn_predict_layers"),
+        *("expand", "qk_head_dim", "sliding_window_pattern", "mtp_layers_block_type"),
+        "num_nextn_predict_layers",
     }
 )
 """Fields that keep their default: they change no logits."""
@@ -250,7 +250,10 @@ VALUES: Mapping[str, Callable[[Draw], Any]] = MappingProxyType(
         "qk_nope_head_dim": one_of(8, 12, 24),
         "qk_rope_head_dim": one_of(4, 8, 10),
         "v_head_dim": one_of(6, 12, 30),
-        "index_topk": one_of(512),
+        "index_topk": one_of(5, 16, 512),
+        # Of few heads, whose negative scores are 0, tokens are as good as each other, and any may be chosen.
+        "index_n_heads": one_of(16, 17, 24),
+        "index_head_dim": one_of(12, 16, 32),
         "no_rope_layers": lambda draw: draw.pick(None, [draw.pick(0, 1) for _ in range(draw.layers)]),
         "no_rope_layer_interval": one_of(1, 2, 3, 4),
         "attention_chunk_size": one_of(5, 16, 33, 512),

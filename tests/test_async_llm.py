@@ -24,6 +24,7 @@ from quire import (
     SamplingParams,
 )
 from quire.assembly import backend
+from quire.async_llm import _Running
 from quire.errors import Closed, Interrupted, InvalidRequest, QuireError, StepFailed, Unavailable
 from quire.types import EmbeddingRequestOutput, RequestOutput, StructuredOutputsParams
 from tests import encoders
@@ -44,7 +45,7 @@ OPTIONS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 PROMPTS = [f"{name} had a little dog" for name in ("Lily", "Tom", "Anna", "Ben", "Mia")]
-SOON = 30.0
+SOON = 300.0
 """Seconds that nothing here takes, unless it hangs."""
 
 
@@ -170,16 +171,29 @@ def test_prompts_are_text_or_token_ids_or_mappings(runner: asyncio.Runner, llm: 
 
 
 def test_a_conversation_is_rendered_by_the_models_template(runner: asyncio.Runner, llm: AsyncLLM) -> None:
-    talk = [{"role": "user", "content": "Tell me about a boat."}]
+    asked: dict[str, Any] = {"role": "user", "content": "Tell me about a boat."}
+    tool = {"type": "function", "function": {"name": "row", "parameters": {"type": "object", "properties": {}}}}
+    cases: list[tuple[list[Any], dict[str, Any]]] = [
+        ([asked], {}),
+        ([asked], {"tools": [tool], "chat_template_kwargs": {"enable_thinking": False}}),
+        (
+            [asked, {"role": "assistant", "content": "A boat"}],
+            {"add_generation_prompt": False, "continue_final_message": True},
+        ),
+    ]
 
-    async def chat() -> RequestOutput:
-        [found] = [output async for output in llm.chat(talk, replace(GREEDY, output_kind="final_only"), "talk")]
+    async def chat(talk: list[Any], given: dict[str, Any]) -> RequestOutput:
+        params = replace(GREEDY, output_kind=RequestOutputKind.FINAL_ONLY)
+        [found] = [output async for output in llm.chat(talk, params, "talk", **given)]
         return found
 
-    found = run(runner, chat())
     with LLM(**OPTIONS) as other:
-        [wanted] = other.chat(talk, GREEDY)
-    assert (found.request_id, found.prompt, found.outputs) == ("talk", wanted.prompt, wanted.outputs)
+        for talk, given in cases:
+            found = run(runner, chat(talk, given))
+            [wanted] = other.chat(talk, GREEDY, **given)
+            assert (found.request_id, found.prompt, found.outputs) == ("talk", wanted.prompt, wanted.outputs)
+    with pytest.raises(InvalidRequest, match="add_generation_prompt starts another"):
+        run(runner, chat([asked], {"continue_final_message": True}))
 
 
 def test_an_abort_ends_one_request_and_gives_its_blocks_back(runner: asyncio.Runner, llm: AsyncLLM) -> None:
@@ -519,6 +533,12 @@ def test_poolings_are_those_of_llm(runner: asyncio.Runner, labels: int, tmp_path
             made = [await asyncio.gather(*map(each, texts)) for each in (other.encode, method)]
             with pytest.raises(InvalidRequest):
                 await (other.embed("a") if labels else other.classify("a"))
+            if labels < 2:
+                # A request that fails in part has ended whole: its ids are free.
+                other._running["s-1"] = _Running()
+                with pytest.raises(InvalidRequest, match="'s-1' is running"):
+                    await other.score("what dog", texts, "s")
+                assert [*other._running] == ["s-1"]
             return made, await other.score("what dog", texts) if labels < 2 else []
 
     made, scored = run(runner, found())

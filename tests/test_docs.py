@@ -32,7 +32,7 @@ from quire.cli.base import DEVELOPER_BENCHMARKS
 from quire.config import OPTIONS, Settings
 from quire.config.unknown import UNSUPPORTED
 from tests.browser import CHROMIUM, chromium
-from tools import metrics_page, options_page, parsers_page, requests_page
+from tools import metrics_page, options_page, parsers_page, requests_page, vllm_page
 from tools.reference import PAGES as GENERATED
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +46,7 @@ PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/
         ("requests", requests_page),
         ("metrics", metrics_page),
         ("parsers", parsers_page),
+        ("vllm", vllm_page),
     ],
 )
 def test_what_is_written_from_the_code_is_current(name: str, page: ModuleType) -> None:
@@ -70,6 +71,16 @@ SEARCHED = {
     "gguf": "guides/gguf/",
     "system message": "guides/prefix-caching/#what-is-shared",
     "asyncllm": "examples/#async_llmpy",
+    "lora": "troubleshooting/#adapters-are-not-applied-at-run-time",
+    "guided_json": "guides/structured-outputs/#choices-regular-expressions-and-grammars",
+    "trust_remote_code": "reference/vllm/#llm-engineargs-asyncengineargs",
+    "tensor-parallel-size": "guides/many-gpus/",
+    "reverse proxy": "guides/deployment/#behind-a-reverse-proxy",
+    "systemd": "guides/deployment/#systemd",
+    "cors": "guides/security/#requests-from-web-pages-cors",
+    "tls": "guides/security/#tls",
+    "rocm": "installation/#linux",
+    "mirostat": "reference/requests/#refused",
 }
 """What newcomers look for, and a place that the site's search has to find for it."""
 FIRST = ("function calling", "windows", "macos", "out of memory", "gguf")
@@ -209,6 +220,7 @@ def test_options_named_in_prose_are_options_there_are() -> None:
         command = importlib.import_module(f"benchmarks.{name}").command
         known |= set(_flags(command, click.Context(command)))
     foreign = {"--build-arg", "--extra-index-url", "--no-cache-dir", "--gpus", "--rm"}
+    foreign |= {"--dataset-name", "--ignore-eos"}  # of vllm bench serve
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
         if "benchmarks" not in page.parts:  # those say what was run on the day
@@ -240,6 +252,7 @@ GUIDES = ROOT / "docs/guides"
         ("offline-inference", 4, 3),
         ("engine", 0, 10),
         ("engine", 1, 1),
+        ("from-vllm", 0, 5),
     ],
 )
 def test_each_example_in_python_runs(page: str, number: int, lines: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,14 @@ def test_what_there_is_is_not_looked_through_again_and_what_comes_is() -> None:
 
 
 @pytest.mark.usefixtures("as_before")
+def test_no_garbage_is_collected_until_a_process_has_settled() -> None:
+    heap.starting()
+    assert not gc.isenabled()
+    heap.settled()
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize("triton", [False, True])
 def test_what_lives_at_the_end_is_collected_only_where_it_would_be_reported(
     monkeypatch: pytest.MonkeyPatch, triton: bool

@@ -67,6 +67,7 @@ TORCH_FREE_MODULES = (
     *(
         "quire.assembly.text",
         "quire.assembly.backend",
+        "quire.assembly.early_engine",
         "quire.assembly.engine_start",
         "quire.assembly.server",
         "quire.assembly.proxy",
@@ -93,10 +94,12 @@ LOADERS = {
     "quire.assembly.text",
     "quire.cli.diff",
     "quire.cli.doctor",
+    "quire.cli.serve",
 }
-"""Old names, commands, a user's scheduling policy, the hub's slow client, transformers, which is compared with only
-where it is installed, accelerate and extras, which are looked for, kernels, which need Triton, and what knows models,
-which needs torch: it is asked only where nothing can start anyway."""
+"""Old names, commands, a server's modules, which are imported beside the engine's, a user's scheduling policy, the
+hub's slow client, transformers, which is compared with only where it is installed, accelerate and extras, which are
+looked for, kernels, which need Triton, and what knows models, which needs torch: it is asked only where nothing can
+start anyway."""
 
 READ_ONLY = ("Mapping[", "Sequence[", "Collection[")
 """Annotations under which mypy lets nobody write."""

@@ -307,6 +307,29 @@ def test_log_probabilities_are_there_when_asked_for(llm: LLM) -> None:
     assert only(llm, "a").logprobs is None
 
 
+def test_outputs_have_the_attributes_of_vllms(llm: LLM) -> None:
+    [output] = llm.generate("abc", SamplingParams(max_tokens=3, logprobs=1, best_of=1))
+    [answer] = output.outputs
+    assert answer.logprobs is not None and output.metrics is not None
+    for token, position in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert position[token].decoded_token == llm.get_tokenizer().decode([token])
+        assert position[token].logprob == position.logprob
+    assert answer.finished() and output.metrics.num_generation_tokens == 3 and output.metrics.first_token_latency >= 0
+    for one, absent in ((output, "lora_request encoder_prompt"), (answer, "lora_request routed_experts")):
+        assert [getattr(one, name) for name in absent.split()] == [None, None]
+
+
+def test_parameters_may_be_changed_once_a_call_was_made(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3)
+    for most in (1, 2):
+        params.max_tokens = most
+        llm.enqueue("a", params)
+    pieces = llm.stream("a", params)
+    params.max_tokens = 3
+    assert [one.outputs[0].text for one in llm.wait_for_completion()] == ["b", "bc"]
+    assert "".join(pieces) == "bc" and only(llm, "a", max_tokens=3).text == "bcd"
+
+
 def test_no_limit_means_the_whole_context(llm: LLM) -> None:
     answer = only(llm, "a" * 30, max_tokens=None, ignore_eos=True)
     assert (len(answer.token_ids), answer.finish_reason) == (CONTEXT - 30, "length")

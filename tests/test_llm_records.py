@@ -21,6 +21,7 @@ from quire.frontend.interface import Call, Delta
 from quire.frontend.outputs import request_output
 from quire.scheduler.constraint import Constraint
 from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.tokenizer import Tokenizer
 from quire.types import Request, RequestOutput, RequestStepOutput, StructuredOutputsParams, TokenLogprobs
 from quire.weights.pooling import GENERATES
 from tests.calls import Calls, shown
@@ -278,10 +279,10 @@ def test_an_output_is_put_together_once_when_its_answers_have_ended_and_others_r
     made, put_together, while_running = Made(monkeypatch), list[str](), list[list[str]]()
     first, make, thread = threading.Event(), request_output, made.thread
 
-    def output(call: Call, choices: Sequence[Sequence[Delta]]) -> RequestOutput:
+    def output(call: Call, choices: Sequence[Sequence[Delta]], tokenizer: Tokenizer) -> RequestOutput:
         put_together.append(call.id)
         first.set()
-        return make(call, choices)
+        return make(call, choices, tokenizer)
 
     def submit(each: list[tuple[Request, Constraint, Listener]]) -> None:
         def run() -> None:

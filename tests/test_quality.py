@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire.assembly.engine import build_engine
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.errors import InvalidConfig, InvalidModel
 from quire.layers.quantization import scaled
+from quire.models.registry import Model
 from quire.observability.engine_metrics import METRICS, EngineMetrics
 from quire.types import GREEDY, Request
+from quire.weights.canary import Canary
 from tests.live import serving
 
 SMALL = {"max_num_seqs": 2, "max_model_len": 256}
@@ -84,6 +87,34 @@ def test_what_spoils_the_model_is_refused_unless_told_otherwise(
     build_engine(Settings.of(**SMALL, quantization="fp8", canary="warn")).close()
     assert "next tokens stay the same" in caplog.text
     assert build_engine(Settings.of(**SMALL, quantization="fp8", canary="off")).description.static_gauges == {}
+
+
+def test_a_model_that_has_passed_is_not_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    probes = list[int]()
+    rightly = Canary.record_reference
+
+    def counted(canary: Canary, model: Model, device: torch.device) -> torch.Tensor:
+        probes.append(1)
+        return rightly(canary, model, device)
+
+    monkeypatch.setattr(Canary, "record_reference", counted)
+
+    def started(**options: object) -> tuple[Engine, int]:
+        probes.clear()
+        return build_engine(Settings.of(**SMALL, **{"quantization": "int8", **options})), len(probes)
+
+    (first, some), (second, none) = started(), started()
+    assert (some, none) == (2, 0)
+    assert second.description.static_gauges == first.description.static_gauges
+    assert tokens(second) == tokens(first), "quantized all the same"
+    assert [started(**other)[1] for other in ({"quantization": "fp8"}, {})] == [2, 0]
+    with pytest.raises(InvalidModel, match="quantisation has degraded the model"):
+        started(canary_min_agreement=1.0)
+    assert not probes, "what is known is compared with other thresholds"
+    with pytest.raises(InvalidModel, match="quantisation has degraded the model"):
+        started(quantization="int8_w8a8", canary_min_agreement=1.0)
+    assert started(quantization="int8_w8a8")[1] == 2, "what was refused is judged again"
 
 
 def test_a_method_that_is_none_is_refused_by_name() -> None:

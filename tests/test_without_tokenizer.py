@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from quire.assembly.grpc import host
 from quire.cli import main
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
-from quire.types import RequestOutput, StructuredOutputsParams
+from quire.types import PositionLogprobs, RequestOutput, StructuredOutputsParams
 from quire.weights.locate import locate
 from quire.weights.onnx_export import export
 
@@ -47,9 +47,14 @@ def wanted() -> list[RequestOutput]:
         return llm.generate(IDS, PARAMS)
 
 
+def scores(positions: Sequence[PositionLogprobs | None] | None) -> list[Any]:
+    return [one and (one.token, one.logprob, one.rank, one.top) for one in positions or ()]
+
+
 def shown(outputs: list[RequestOutput]) -> list[Any]:
     return [
-        [(choice.token_ids, choice.finish_reason, choice.logprobs) for choice in one.outputs] + [one.prompt_logprobs]
+        [(choice.token_ids, choice.finish_reason, scores(choice.logprobs)) for choice in one.outputs]
+        + [scores(one.prompt_logprobs)]
         for one in outputs
     ]
 

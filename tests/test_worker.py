@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker import ROOT, CatchingLogs, files, share
+from tests.worker import ROOT, CatchingLogs, cards_of, files, share, spread_workers
 
 CONFTEST = """
 import sys
@@ -36,6 +36,30 @@ def test_each_file_falls_to_one_worker() -> None:
     assert sorted(path for each in shares for path in each) == files()
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert {ROOT / "src/quire/llm.py", Path(__file__)} <= {*files()}
+
+
+def test_workers_begin_with_different_gpus_and_pairs_stay_pairs() -> None:
+    orders = [cards_of(f"gw{worker}", ["0", "1", "2", "3"]) for worker in range(5)]
+    assert [order[0] for order in orders] == ["0", "1", "2", "3", "0"]
+    assert {frozenset(order[:2]) for order in orders} == {frozenset("01"), frozenset("23")}
+    assert sorted(cards_of("gw4", ["a", "b", "c"])) == ["a", "b", "c"]
+    assert cards_of("gw4", []) == []
+
+
+@pytest.mark.parametrize(
+    ("worker", "given", "number", "want"),
+    [("gw1", "2,5", 2, "5,2"), ("gw1", None, 2, "1,0"), ("gw1", None, 0, None), (None, "2,5", 2, "2,5")],
+)
+def test_only_workers_choose_gpus(
+    monkeypatch: pytest.MonkeyPatch, worker: str | None, given: str | None, number: int, want: str | None
+) -> None:
+    for name, value in (("PYTEST_XDIST_WORKER", worker), ("CUDA_VISIBLE_DEVICES", given)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    spread_workers(number)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == want
 
 
 @pytest.fixture

@@ -51,6 +51,21 @@ def compile_share(config: pytest.Config) -> None:
             compile_file(path, hook)
 
 
+def cards_of(worker: str, cards: list[str]) -> list[str]:
+    """The GPUs in the order in which a worker, such as "gw1", has them: workers begin with different ones, and what
+    runs on the first two, or the first four, of them meets nothing that runs on some of these and some of others."""
+    first = int(worker.removeprefix("gw")) % max(1, len(cards))
+    return [card for _, card in sorted(enumerate(cards), key=lambda each: each[0] ^ first)]
+
+
+def spread_workers(number: int) -> None:
+    """Have this worker begin with another GPU of `number` than the next worker, before CUDA is initialised."""
+    worker, given = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if worker is not None and number > 1:
+        cards = given.split(",") if given else [str(card) for card in range(number)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards_of(worker, cards))
+
+
 class Ending:
     """A worker ends as soon as all is done that is to be done at its end: an interpreter frees each object then, which
     takes five seconds after all tests are collected."""

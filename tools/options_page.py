@@ -37,7 +37,7 @@ take `true` and `false` (also `yes`, `on`, `1` and so on); as flags they are `--
 
 FOOT = """## Options of other servers that Quire does not have
 
-Each is refused with its line.
+Each is refused with its line. Those [of vLLM's whose values change nothing](vllm.md) are taken, and named.
 
 | option | instead |
 |---|---|

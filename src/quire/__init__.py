@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from quire.frontend.beam_search import BeamSearchParams
     from quire.llm import LLM
     from quire.types import (
+        ClassificationRequestOutput,
         CompletionOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
         RequestOutput,
         RequestOutputKind,
         SamplingParams,
+        ScoringRequestOutput,
         StructuredOutputsParams,
+        TextPrompt,
+        TokensPrompt,
     )
 
     AsyncEngineArgs = EngineArgs
@@ -37,13 +43,19 @@ __all__ = [
     "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
+    "PoolingRequestOutput",
     "QuireError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
@@ -56,11 +68,14 @@ _LOADED: Mapping[str, tuple[str, str]] = {
     "EngineArgs": ("quire.config.vllm", "EngineArgs"),
     "AsyncEngineArgs": ("quire.config.vllm", "EngineArgs"),
     "QuireError": ("quire.errors", "QuireError"),
-    "CompletionOutput": ("quire.types", "CompletionOutput"),
-    "RequestOutput": ("quire.types", "RequestOutput"),
-    "RequestOutputKind": ("quire.types", "RequestOutputKind"),
-    "SamplingParams": ("quire.types", "SamplingParams"),
-    "StructuredOutputsParams": ("quire.types", "StructuredOutputsParams"),
+    **{
+        name: ("quire.types", name)
+        for name in (
+            *("ClassificationRequestOutput", "CompletionOutput", "EmbeddingRequestOutput", "PoolingRequestOutput"),
+            *("RequestOutput", "RequestOutputKind", "SamplingParams", "ScoringRequestOutput"),
+            *("StructuredOutputsParams", "TextPrompt", "TokensPrompt"),
+        )
+    },
 }
 """Module and name of what is loaded when it is first asked for; two of them under vLLM's other name as well."""
 _MODULES = ("errors", "types")

@@ -12,19 +12,28 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, Never, Self, cast
 
 from quire.assembly.backend import build_backend, engine_process
 from quire.assembly.images import build_images, fetch_now
 from quire.assembly.place import located
 from quire.assembly.pooled import PooledPrompts, PoolingReader
-from quire.assembly.prompts import Message, Prompt, PromptReader, ReadPrompt, suffixes
+from quire.assembly.prompts import (
+    Message,
+    Prompt,
+    PromptReader,
+    ReadPrompt,
+    check_continuation,
+    last_text,
+    suffixes,
+)
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
-from quire.config.vllm import EngineArgs, check_method, options_of
+from quire.config.vllm import EngineArgs, check_method, missing, options_of
 from quire.errors import Closed, Interrupted, InvalidRequest, QuireError
 from quire.frontend.interface import Call, Delta, iterate
 from quire.frontend.offload import offload
@@ -38,6 +47,7 @@ from quire.frontend.outputs import (
 )
 from quire.frontend.processor import ActiveRequest, check_priority
 from quire.observability.observer import FrontendObserver
+from quire.parsers.reasoning import turned_off
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import (
     UNLIMITED,
@@ -152,6 +162,9 @@ class AsyncLLM:
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
+    def __getattr__(self, name: str) -> Never:
+        raise missing(self, name)
+
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """An AsyncLLM of arguments that were made before. Raises as the constructor does."""
@@ -241,13 +254,28 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for a conversation. Raises InvalidRequest also where the model has no chat template."""
+        """As `generate`, for a conversation. Further arguments are those of `LLM.chat`.
+
+        Iteration raises InvalidRequest also where the model has no chat template, or its template refuses the messages.
+        """
 
         def encode(params: SamplingParams) -> _Encoded:
-            talk = self._prompts.rendered(messages)
-            return talk, self._prompts.bound(talk.text or "", "", params)
+            check_continuation(add=add_generation_prompt, go_on=continue_final_message)
+            talk = self._prompts.rendered(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            begun = last_text(messages) if continue_final_message else ""
+            return talk, self._prompts.bound(talk.text or "", begun, params, off=turned_off(chat_template_kwargs))
 
         return self._stream(UNLIMITED, encode, sampling_params, request_id, priority, others)
 
@@ -391,7 +419,14 @@ class AsyncLLM:
                     raise Interrupted("the request was aborted")
                 return call, found[-1]
 
-        return list(await asyncio.gather(*(one(*each) for each in enumerate(asked.prompts))))
+        calls = [asyncio.ensure_future(one(*each)) for each in enumerate(asked.prompts)]
+        try:
+            return list(await asyncio.gather(*calls))
+        finally:
+            # Where one fails, the others end before the caller may use their ids again.
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     async def _stream(
         self,
@@ -405,7 +440,7 @@ class AsyncLLM:
         """See `_answering`."""
         async with (
             self._answering(size, encode, params, request_id, priority, others) as (call, live),
-            contextlib.aclosing(_outputs(call, live)) as outputs,
+            contextlib.aclosing(_outputs(call, live, self._text.tokenizer)) as outputs,
         ):
             async for output in outputs:
                 self._check_closed(output)
@@ -426,7 +461,7 @@ class AsyncLLM:
         count = next(self._numbers)
         id = f"async-{count}" if request_id is None else request_id
         self._check_arguments(id, params, priority, others)
-        sampling = params or self.default_sampling_params()
+        sampling = copy(params) if params else self.default_sampling_params()
         self._running[id] = running = _Running()
         try:
             await self.start()
@@ -482,7 +517,7 @@ class AsyncLLM:
         self._backend.reset_prefix_cache()
 
 
-async def _outputs(call: Call, live: ActiveRequest) -> AsyncGenerator[RequestOutput, None]:
+async def _outputs(call: Call, live: ActiveRequest, tokenizer: Tokenizer) -> AsyncGenerator[RequestOutput, None]:
     """What the deltas of a call come to, as its `output_kind` says. Raises what ends the stream."""
     kind = call.sampling.output_kind
     so_far = [Delta(index, "") for index in range(call.sampling.n)]
@@ -494,10 +529,10 @@ async def _outputs(call: Call, live: ActiveRequest) -> AsyncGenerator[RequestOut
             so_far[delta.index] = merge(so_far[delta.index], delta)
         finished = all(one.finish_reason is not None for one in so_far)
         if kind is RequestOutputKind.DELTA:
-            output = request_output(call, [[changed[index]] for index in sorted(changed)])
+            output = request_output(call, [[changed[index]] for index in sorted(changed)], tokenizer)
             yield replace(output, finished=finished)
         elif kind is RequestOutputKind.CUMULATIVE or finished:
-            yield request_output(call, [[one] for one in so_far])
+            yield request_output(call, [[one] for one in so_far], tokenizer)
 
 
 def _size(prompt: Prompt) -> int:

@@ -4,11 +4,71 @@ field."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, nearest
+
+ANY: tuple[Any, ...] = ()
+"""Every value: what the argument sets is not there to be set, and answers are the same."""
+
+_Class = TypeVar("_Class")
+
+
+class Unneeded(NamedTuple):
+    """An argument of vLLM that is none here. values: those that change nothing. instead: what to do with another."""
+
+    values: tuple[Any, ...]
+    instead: str
+
+
+def changes_nothing(value: object, values: tuple[Any, ...]) -> bool:
+    """Whether `value` is one of `values`; True is not 1."""
+    return values is ANY or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+
+
+def refusal(name: str, value: object, values: tuple[Any, ...]) -> str:
+    """That an argument has none of the values that are taken."""
+    return f"{name}={value!r:.80} is not supported, only {' or '.join(map(repr, values))}"
+
+
+def check_unneeded(
+    owner: str, given: Mapping[str, Any], known: Collection[str], others: Mapping[str, Unneeded]
+) -> None:
+    """Raise InvalidRequest for an argument of `owner` that is not known, or whose value would change something.
+
+    known: names that are arguments, for the hint. others: those of vLLM that are none.
+    """
+    for name, value in given.items():
+        if name not in others:
+            raise InvalidRequest(f"{owner} has no parameter {name}.{nearest(name, [*known, *others])}", param=name)
+        if not changes_nothing(value, others[name].values):
+            raise InvalidRequest(f"{refusal(name, value, others[name].values)}: {others[name].instead}", param=name)
+
+
+def with_unneeded(others: Mapping[str, Unneeded]) -> Callable[[type[_Class]], type[_Class]]:
+    """A decorator of dataclasses whose constructor also takes the arguments of `others`, where they change nothing.
+
+    What it raises for an argument that is not known is InvalidRequest, not TypeError.
+    """
+
+    def decorate(cls: type[_Class]) -> type[_Class]:
+        made: Callable[..., None] = cls.__init__
+        known = frozenset(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+
+        @wraps(made)
+        def make(self: Any, *positional: Any, **given: Any) -> None:
+            if not given.keys() <= known:
+                rest = {name: given.pop(name) for name in given.keys() - known}
+                check_unneeded(cls.__name__, rest, known, others)
+            made(self, *positional, **given)
+
+        cls.__init__ = make  # type: ignore[method-assign]
+        return cls
+
+    return decorate
 
 
 def number(name: str, value: object, low: float, high: float, *, whole: bool = False, param: str | None = None) -> None:

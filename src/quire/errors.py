@@ -10,6 +10,7 @@ QuireError
 ├── Closed              503  the LLM of this process has been closed
 ├── DeadlineExceeded    504
 ├── InvalidConfig            an option is unknown or cannot work (exit code 2 on the command line)
+├── UnknownName              a class of the library has no such attribute
 ├── InvalidModel             a checkpoint is broken or not supported (exit code 2)
 └── StepFailed          500  the executor could not run a step; the engine finds whose fault it was
     └── ExecutorLost         what runs the steps is gone, and every row with it: no request is at fault
@@ -103,6 +104,10 @@ class InvalidConfig(QuireError):
     """An option is unknown, misspelled, or impossible together with another."""
 
     kind = "invalid_config"
+
+
+class UnknownName(QuireError, AttributeError):
+    """A class has no such attribute; of one that vLLM's has, the message says what there is instead."""
 
 
 class InvalidModel(QuireError):

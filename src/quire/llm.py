@@ -13,9 +13,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Any, Self, cast
+from typing import Any, Never, Self, cast
 
 import torch
 from rich.console import Console
@@ -28,11 +29,21 @@ from quire.assembly.kv_offload import refuse_prefill
 from quire.assembly.limits import choose_device
 from quire.assembly.place import located
 from quire.assembly.pooled import PoolingReader
-from quire.assembly.prompts import Message, Prompt, PromptReader, ReadPrompt, check_list, last_text, listed, suffixes
+from quire.assembly.prompts import (
+    Message,
+    Prompt,
+    PromptReader,
+    ReadPrompt,
+    check_continuation,
+    check_list,
+    last_text,
+    listed,
+    suffixes,
+)
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
-from quire.config.vllm import EngineArgs, check_method, options_of
+from quire.config.vllm import EngineArgs, check_method, missing, options_of
 from quire.engine.thread import EngineThread, wait_for
 from quire.errors import InvalidRequest, QuireError
 from quire.frontend.beam_search import (
@@ -112,6 +123,9 @@ class LLM:
         """What `wait_for_completion` returns next; a deque, as its methods are atomic."""
         self._thread = EngineThread(self._engine, _take_over_threads)
         weakref.finalize(self, self._thread.leave)
+
+    def __getattr__(self, name: str) -> Never:
+        raise missing(self, name)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -358,11 +372,7 @@ class LLM:
         """
         self._thread.check()
         check_method({"lora_request": lora_request, "chat_template": chat_template, **others})
-        if add_generation_prompt and continue_final_message:
-            raise InvalidRequest(
-                "continue_final_message continues the last message, add_generation_prompt starts another: set one",
-                param="continue_final_message",
-            )
+        check_continuation(add=add_generation_prompt, go_on=continue_final_message)
         rendering = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -373,7 +383,7 @@ class LLM:
         alone = len(messages) > 0 and isinstance(messages[0], Mapping)
         several = cast("Sequence[Sequence[Message]]", [messages] if alone else messages)
         talks = [self._prompts.rendered(talk, **rendering) for talk in several]
-        each = _for_each(sampling_params or self.default_sampling_params(), len(talks))
+        each = _copies(_for_each(sampling_params or self.default_sampling_params(), len(talks)))
         begun = [last_text(talk) if continue_final_message else "" for talk in several]
         off = turned_off(chat_template_kwargs)
         bound = [
@@ -391,7 +401,8 @@ class LLM:
         self._thread.check()
         if not self._text.tokenizer.has_text:
             raise needs_text("stream")
-        return self._stream(self._prompts.encoded(prompt), sampling_params or self.default_sampling_params())
+        params = copy(sampling_params) if sampling_params else self.default_sampling_params()
+        return self._stream(self._prompts.encoded(prompt), params)
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
@@ -399,7 +410,7 @@ class LLM:
         """As `stream`, for a conversation."""
         self._thread.check()
         talk = self._prompts.rendered(messages)
-        params = sampling_params or self.default_sampling_params()
+        params = copy(sampling_params) if sampling_params else self.default_sampling_params()
         return self._stream(talk, self._prompts.bound(talk.text or "", "", params))
 
     def stream_chat_parts(
@@ -491,7 +502,7 @@ class LLM:
         several = listed(prompts)
         ends = suffixes(suffix, len(several))
         read = [self._prompts.encoded(prompt, end) for prompt, end in zip(several, ends, strict=True)]
-        each = _for_each(params or self.default_sampling_params(), len(read))
+        each = _copies(_for_each(params or self.default_sampling_params(), len(read)))
         return read, [self._prompts.filling(one, end) for one, end in zip(each, ends, strict=True)]
 
     def _stream(self, prompt: ReadPrompt, params: SamplingParams) -> Generator[str, None, TokenTotal]:
@@ -530,7 +541,8 @@ class LLM:
     def _job(self, prompt: ReadPrompt, params: SamplingParams, priority: int = 0) -> _Job:
         text, ids, images = prompt
         name = f"llm-{next(self._names)}"
-        return _Job(Call(id=name, prompt=ids, text=text, sampling=params, priority=priority, images=images))
+        call = Call(id=name, prompt=ids, text=text, sampling=params, priority=priority, images=images)
+        return _Job(call, self._text.tokenizer)
 
     def _priorities(self, given: int | Sequence[int] | None, prompts: int) -> Sequence[int]:
         each = [given or 0] * prompts if given is None or isinstance(given, int) else given
@@ -567,8 +579,8 @@ class LLM:
 class _Job:
     """One call and the deltas of each of its answers."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, call: Call, tokenizer: Tokenizer) -> None:
+        self.call, self._tokenizer = call, tokenizer
         self.choices: list[list[Delta]] = [[] for _ in range(call.sampling.n)]
         self.num_ended = 0
         self._output: RequestOutput | None = None
@@ -576,7 +588,7 @@ class _Job:
     def output(self) -> RequestOutput:
         """What its caller gets, once all answers have ended."""
         if self._output is None:
-            self._output = request_output(self.call, self.choices)
+            self._output = request_output(self.call, self.choices, self._tokenizer)
         return self._output
 
     def likeliest(self) -> Sequence[tuple[int, float]]:
@@ -701,3 +713,9 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams], prompts: int) -
     if len(params) != prompts:
         raise InvalidRequest(f"there are {prompts} prompts but {len(params)} sampling_params", param="sampling_params")
     return params
+
+
+def _copies(params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
+    """Copies, as a caller may change its own while requests run."""
+    made = {id(one): copy(one) for one in params}
+    return [made[id(one)] for one in params]

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import json as jsons
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, Self, get_args
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, Self, TypedDict, TypeVar, get_args
 
 from quire import checks
+from quire.checks import ANY, Unneeded
 from quire.errors import InvalidRequest, QuireError
+
+_Params = TypeVar("_Params")
 
 UNLIMITED = 1 << 30
 """No limit, as a number."""
@@ -56,10 +61,85 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Logprob(NamedTuple):
+    """The log-probability of one token (vLLM's fields). rank: 1 for the likeliest. decoded_token: its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class PositionLogprobs(Mapping[int, Logprob]):
+    """Log-probabilities at one position by token id, as in vLLM: the chosen token's first, then the likeliest.
+
+    `token`, `logprob`, `rank` and `top` are those of `TokenLogprobs`. scores: these. decode: the text of a token,
+    called when an item is read.
+    """
+
+    __slots__ = ("_decode", "_scores")
+
+    def __init__(self, scores: TokenLogprobs, decode: Callable[[int], str]) -> None:
+        self._scores, self._decode = scores, decode
+
+    @property
+    def token(self) -> int:
+        """The chosen token."""
+        return self._scores.token
+
+    @property
+    def logprob(self) -> float:
+        """The chosen token's."""
+        return self._scores.logprob
+
+    @property
+    def rank(self) -> int:
+        """The chosen token's."""
+        return self._scores.rank
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """(token id, logprob) of the likeliest, best first."""
+        return self._scores.top
+
+    def __getitem__(self, token: int) -> Logprob:
+        if token == self.token:
+            return Logprob(self.logprob, self.rank, self._decode(token))
+        for rank, (other, logprob) in enumerate(self.top, 1):
+            if other == token:
+                return Logprob(logprob, rank, self._decode(token))
+        raise KeyError(token)
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.token
+        yield from (token for token, _ in self.top if token != self.token)
+
+    def __len__(self) -> int:
+        return 1 + sum(token != self.token for token, _ in self.top)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        texts = {token: self._decode(token) for token in self}
+        return PositionLogprobs, (self._scores, texts.__getitem__)
+
+
 Ahead = Literal["none", "possible", "open"]
 """Thoughts before an answer: none; possible, if the answer opens them with their mark; or open from its first token."""
 
 
+STRUCTURE_OTHERS = MappingProxyType(
+    {
+        "structural_tag": Unneeded((None,), "give json, regex or grammar"),
+        "backend": Unneeded(ANY, "there is one"),
+        "backend_options": Unneeded(ANY, "there is one"),
+        "disable_fallback": Unneeded(ANY, "there is one"),
+    }
+)
+"""Fields of vLLM's StructuredOutputsParams and GuidedDecodingParams that are none here."""
+
+
+@checks.with_unneeded(STRUCTURE_OTHERS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """What an answer must look like (vLLM's StructuredOutputsParams): exactly one of the first five.
@@ -190,9 +270,53 @@ class RequestOutputKind(StrEnum):
     FINAL_ONLY = "final_only"
 
 
+def _assignable(cls: type[_Params]) -> type[_Params]:
+    """Let scripts set attributes of a frozen dataclass: checked as its constructor checks them."""
+
+    def assign(self: Any, name: str, value: object) -> None:
+        made = replace(self, **{name: value})
+        for each in fields(made):
+            object.__setattr__(self, each.name, getattr(made, each.name))
+
+    cls.__setattr__ = assign  # type: ignore[method-assign]
+    return cls
+
+
+SAMPLING_OTHERS = MappingProxyType(
+    {
+        "best_of": Unneeded((None, 1), "it equals n here: leave it out, or call LLM.beam_search"),
+        "use_beam_search": Unneeded((False, None), "call LLM.beam_search with BeamSearchParams"),
+        "length_penalty": Unneeded((1.0, None), "it is a field of BeamSearchParams, for LLM.beam_search"),
+        "early_stopping": Unneeded((False, None), "it is a field of BeamSearchParams, for LLM.beam_search"),
+        "guided_decoding": Unneeded((None,), "it is called structured_outputs, a StructuredOutputsParams"),
+        "logits_processors": Unneeded((None, [], ()), "see logit_bias, bad_words and allowed_token_ids"),
+        "truncate_prompt_tokens": Unneeded((None,), "give the last token ids of the prompt: prompts=[ids[-n:]]"),
+        "spaces_between_special_tokens": Unneeded((True, None), "text is what the tokenizer makes of the tokens"),
+        "flat_logprobs": Unneeded((False, None), "outputs[i].logprobs has a mapping by token id for each position"),
+        "logprob_token_ids": Unneeded((None, []), "ask for logprobs=-1, and read those of these tokens"),
+        "prompt_logprob_token_ids": Unneeded((None, []), "ask for prompt_logprobs=-1, and read those of these tokens"),
+        "prompt_logprob_start": Unneeded((None, 0), "prompt_logprobs are of the whole prompt"),
+        "extra_args": Unneeded((None, {}), "nothing reads it"),
+        "skip_reading_prefix_cache": Unneeded((False, None), "see enable_prefix_caching and LLM.reset_prefix_cache"),
+        "repetition_detection": Unneeded((None,), "see repetition_penalty and frequency_penalty"),
+        "routed_experts_prompt_start": Unneeded((0, None), "outputs do not say which experts ran"),
+        "trace_decode_token_ids": Unneeded((None, []), "give the tokens as a prompt, and ask for prompt_logprobs"),
+        "stream_interval": Unneeded((None, 1), "every step's tokens come as they are; see output_kind"),
+        "skip_clone": Unneeded(ANY, ""),
+        "output_text_buffer_length": Unneeded(ANY, ""),
+    }
+)
+"""Fields of vLLM's SamplingParams, of any version, that are none here."""
+
+
+@_assignable
+@checks.with_unneeded(SAMPLING_OTHERS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. Every field means what it means in vLLM.
+
+    Fields of vLLM's that are none here are taken with values that change nothing. A field may be assigned, and is
+    checked then; a call reads it when it is made.
 
     `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; `temperature` 0 is greedy. `seed` None lets the engine draw one.
     `stop` strings are found in text by the frontend; everything else reaches the executor. `max_tokens` None means as
@@ -303,6 +427,15 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
 
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """Of what is given, where None is not given but for `max_tokens` (vLLM's name)."""
+        return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
+
+    def clone(self) -> Self:
+        """A copy (vLLM's name)."""
+        return copy(self)
+
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken each time."""
@@ -348,6 +481,21 @@ class PromptImage(NamedTuple):
     def end(self) -> int:
         """The position after its last one."""
         return self.start + self.length
+
+
+class TextPrompt(TypedDict):
+    """A prompt that is text, for `LLM.generate` (vLLM's name)."""
+
+    prompt: str
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is token ids, for `LLM.generate` (vLLM's name)."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,6 +582,13 @@ def error_output(id: str, error: QuireError) -> RequestStepOutput:
     return RequestStepOutput(id, (), "error", error=str(error), param=error.param, status=error.status)
 
 
+class Absent:
+    """The attribute of vLLM's that says nothing here: None."""
+
+    def __get__(self, one: object, owner: type | None = None) -> None:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One of the `n` answers to a prompt (vLLM's fields)."""
@@ -442,22 +597,47 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: ClassVar[Absent] = Absent()
+    routed_experts: ClassVar[Absent] = Absent()
+    kv_transfer_params: ClassVar[Absent] = Absent()
+
+    def finished(self) -> bool:
+        """Whether the answer has ended."""
+        return self.finish_reason is not None
+
+
+class RequestMetrics(NamedTuple):
+    """What the engine measured of a request's first answer, in seconds (the first two are vLLM's names).
+
+    queued, prefill: from its arrival in the engine to a place on the device, and from there to the first token.
+    """
+
+    first_token_latency: float
+    num_generation_tokens: int
+    queued: float
+    prefill: float
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its answers (vLLM's fields)."""
+    """A prompt and its answers (vLLM's fields). metrics: None until there is a token."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     finished: bool
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = field(default=None, compare=False)
+    lora_request: ClassVar[Absent] = Absent()
+    encoder_prompt: ClassVar[Absent] = Absent()
+    encoder_prompt_token_ids: ClassVar[Absent] = Absent()
+    kv_transfer_params: ClassVar[Absent] = Absent()
+    multi_modal_placeholders: ClassVar[Absent] = Absent()
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,6 +645,11 @@ class EmbeddingOutput:
     """A vector (vLLM's fields)."""
 
     embedding: tuple[float, ...]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers it has."""
+        return len(self.embedding)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ each worker of the tests; two workers of every four have the GPUs from number 2 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,10 +47,7 @@ SITUATION: Mapping[str, Any] = MappingProxyType(
 
 @pytest.fixture(scope="module")
 def series() -> Iterator[RankSeries]:
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    numbers = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-    turned = 2 * (worker % 2) if len(numbers) == 4 else 0
-    made = RankSeries({"CUDA_VISIBLE_DEVICES": ",".join(numbers[turned:] + numbers[:turned])})
+    made = RankSeries({})
     yield made
     made.close()
 

@@ -20,10 +20,21 @@ import pytest
 
 from quire import heap
 from quire.engine import client
-from quire.engine.client import EngineProcess, StallDetector, _EngineConnection
+from quire.engine.client import EngineProcess, Spawned, StallDetector, _EngineConnection, spawn
 from quire.engine.engine import Engine
+from quire.engine.executor import Description
 from quire.engine.process import EngineLoop
-from quire.engine.protocol import REPORT_SIGNAL, Abort, Explanation, Submit, ToEngine, Update, encode_frame
+from quire.engine.protocol import (
+    REPORT_SIGNAL,
+    Abort,
+    BuildFailed,
+    Explanation,
+    Ready,
+    Submit,
+    ToEngine,
+    Update,
+    encode_frame,
+)
 from quire.engine.step_watch import StepWatch
 from quire.engine.timing import PlanDelay, RestartBackoff, VirtualClock
 from quire.errors import InvalidModel, QuireError, Unavailable
@@ -44,13 +55,14 @@ CHILD = str(Path(__file__).with_name("synthetic_child.py"))
 class Rig:
     """An engine process and what it said."""
 
-    def __init__(self, *, standby_after: float | None = None, **settings: Any) -> None:
+    def __init__(self, *, standby_after: float | None = None, begun: Spawned | None = None, **settings: Any) -> None:
         self.port = EngineProcess(
             [sys.executable, CHILD],
             settings,
             lambda m: repr(m).encode(),
             backoff=0.01,
             standby_after=standby_after,
+            begun=begun,
         )
         self.events: list[RequestStepOutput] = []
         self.deaths: list[str] = []
@@ -378,6 +390,23 @@ def test_a_pending_explanation_fails_when_the_engine_ends() -> None:
     asyncio.run(story())
 
 
+def test_a_pending_explanation_fails_when_the_engine_is_closed() -> None:
+    """Or the traces of a server's last requests would delay its end."""
+
+    async def story() -> None:
+        port = EngineProcess([], {}, lambda metrics: b"")
+        port._link = SimpleNamespace(  # type: ignore[assignment]
+            was_ready=True, send=lambda message: None, close=lambda: None
+        )
+        waiting = asyncio.ensure_future(port.explain("a"))
+        await asyncio.sleep(0)
+        await port.close()
+        with pytest.raises(Unavailable, match="its record of requests is lost"):
+            await asyncio.wait_for(waiting, 60)
+
+    asyncio.run(story())
+
+
 class Pauses:
     """asyncio as the client sees it, but that pauses are noted and not made."""
 
@@ -493,6 +522,23 @@ def test_what_is_sent_in_one_turn_of_the_event_loop_is_written_in_one_piece() ->
         link.close()
         await asyncio.sleep(0)
         assert written[1:] == [encode_frame(Abort(["b"])), b"closed"]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ready(Description(num_blocks=1, block_size=1, num_rows=1, max_model_len=1, vocab_size=1)),
+        BuildFailed("InvalidModel", "no"),
+    ],
+)
+def test_an_engine_that_is_ready_after_its_start_was_cancelled_is_no_error(message: Ready | BuildFailed) -> None:
+    async def story() -> None:
+        link = _EngineConnection(EngineProcess([], {}, lambda metrics: b""), asyncio.get_running_loop().create_future())
+        link.ready.cancel()
+        link.data_received(encode_frame(message))
+        assert not link.was_ready
 
     asyncio.run(story())
 
@@ -648,6 +694,16 @@ def test_an_engine_that_dies_is_replaced_by_the_process_that_stands_by() -> None
                 await rig.until(lambda: rig.finish(f"after {restarts}") == "length")  # noqa: B023
             standby = rig.port._standby
         assert standby is None or standby.process.poll() is not None, "nothing is left behind"
+
+    asyncio.run(story())
+
+
+def test_the_first_engine_may_be_a_process_that_has_been_begun() -> None:
+    async def story() -> None:
+        begun = spawn([sys.executable, CHILD], {})
+        async with Rig(begun=begun) as rig:
+            assert rig.port.process is begun.process and rig.port.ready()
+        assert begun.process.poll() == 0
 
     asyncio.run(story())
 

@@ -138,6 +138,21 @@ def test_an_event_without_end_is_held_only_so_long() -> None:
     assert [len(piece) for piece in pieces] == [MAX_HELD_BYTES, MAX_HELD_BYTES // 2]
 
 
+def test_data_that_come_as_the_server_ends_are_not_counted_after_the_end() -> None:
+    """The request has been reported, and observers know it no longer."""
+
+    class Closing(Wire):
+        async def read(self) -> bytes:
+            response.close()
+            return await super().read()
+
+    heard = Heard()
+    response = UpstreamResponse(Closing(CHAT[0] + b"\n\n"), lambda connection: None, heard, "there")  # type: ignore[arg-type]
+    with pytest.raises(Unavailable, match="shutting down"):
+        asyncio.run(response.read())
+    assert (heard.made, heard.over) == (0, [""])
+
+
 def test_a_stream_that_is_cut_short_differs_from_one_that_ends() -> None:
     *_, error = passed(Wire(EVENTS[0], until_closed=True))
     assert "in the middle of its answer" in error

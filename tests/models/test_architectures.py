@@ -8,6 +8,7 @@ architecture are compared in `tests/test_every_architecture.py`, too.
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -82,5 +83,12 @@ def test_bfloat16_stays_near_float32(pair: Pair) -> None:
     wanted = torch.cat([theirs(reference, tokens) for tokens in asked])
     assert ours.dtype is torch.float32
     errors = (ours - wanted).std(-1) / wanted.std(-1)
+    if model.spec.latent is not None and model.spec.latent.index is not None:
+        # Rounding changes what an indexer of random weights chooses, as it does in transformers.
+        rough = deepcopy(reference).to(torch.bfloat16)
+        own = (torch.cat([theirs(rough, tokens) for tokens in asked]).float() - wanted).std(-1) / wanted.std(-1)
+        assert errors.median() < own.median()
+        sees_all = torch.cat([torch.arange(len(tokens)) < model.spec.latent.index.top for tokens in asked])
+        errors = errors[sees_all]
     assert errors.median() < 0.08
     assert model.spec.experts or (ours - wanted).std() < 0.08 * wanted.std(), "only a router may change its mind"

@@ -215,10 +215,50 @@ def test_statistics_are_sums_and_what_only_grows_keeps_growing(monkeypatch: pyte
         bench.handle.reports = [report(0)]
         await settle()
         assert engines.snapshot()["generated_tokens"] == 20 and len(engines.reports) == 1
+        bench.handle.reports = [report(0), report(1)]
+        await settle()
+        assert engines.snapshot()["generated_tokens"] == 20, "its report was only late"
         bench.handle.reports = []
         await settle()
         assert engines.ready() and not engines.alive()
         assert engines.prometheus() == b""
+
+    run(work)
+
+
+def test_a_replica_whose_answer_is_late_does_not_take_the_others_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray gives up all answers where one is late: the server would say that it is dead, and be restarted."""
+
+    async def work(bench: Bench) -> None:
+        engines, there = bench.engines, bench.handle.broadcast
+
+        async def late(**_: Any) -> list[Any]:
+            raise TimeoutError
+
+        for times in range(1, 3):
+            bench.handle.broadcast = lambda *args: SimpleNamespace(results_async=late)  # type: ignore[method-assign]
+            for _ in range(times):
+                await engines._look()
+                assert engines.alive() and len(engines.reports) == 2
+            bench.handle.broadcast = there  # type: ignore[method-assign]
+            await engines._look()
+        bench.handle.broadcast = lambda *args: SimpleNamespace(results_async=late)  # type: ignore[method-assign]
+        for _ in range(3):
+            await engines._look()
+        assert not engines.alive() and not engines.reports
+
+    run(work)
+
+
+def test_a_call_that_cannot_be_sent_leaves_nothing_behind() -> None:
+    async def work(bench: Bench) -> None:
+        def fails(*args: Any) -> None:
+            raise RuntimeError("Ray Serve is gone")
+
+        bench.engines._streams = SimpleNamespace(generate=SimpleNamespace(remote=fails))
+        with pytest.raises(RuntimeError):
+            bench.submit("a-0")
+        assert not bench.engines._open and not bench.timeline._running
 
     run(work)
 

@@ -160,9 +160,35 @@ async def test_a_document_that_cannot_be_read_is_left_alone_and_the_others_are_s
     assert path.read_bytes() == broken
 
 
+def test_a_document_is_there_once_its_data_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that lists files meanwhile would ask for what is not there, or delete it."""
+    store, id, seen = Store(tmp_path, "file"), new_id("file-"), list[int]()
+    (made := tmp_path / "made").write_bytes(b"xy")
+    replace = Path.replace
+
+    def looking(self: Path, target: Path) -> Path:
+        seen.append(len(store))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", looking)
+    about = {"id": id, "created_at": 1, "bytes": 2}
+    store.put(about, made)
+    assert seen == [0, 0] and store.get(id) == about and not made.exists()
+    assert store.path(id, ".data").read_bytes() == b"xy"
+    monkeypatch.undo()
+    # Killed between the two: the next server does not have it until it is put again.
+    store.path(id, ".data").rename(made)
+    again = Store(tmp_path, "file")
+    assert len(again) == again.bytes == 0
+    again.put(about, made)
+    assert again.get(id) == about and again.path(id, ".data").exists()
+
+
 def test_a_store_counts_the_bytes_of_its_documents_once_however_often_they_are_replaced(tmp_path: Path) -> None:
     store = Store(tmp_path, "file")
     ids = [new_id("file-") for _ in range(2)]
+    for id in ids:
+        store.path(id, ".data").touch()
     for size in (10_000, 20_000, 5_000):
         for id in ids:
             store.put({"id": id, "created_at": 1, "bytes": size})

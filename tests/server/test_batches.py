@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from quire.errors import Interrupted, InvalidConfig, Overloaded, TooLarge, Unavailable
 from quire.server.app import create_app
 from quire.server.batch_api import batches, files
+from quire.server.batch_api.batches import Batches
 from quire.server.batch_api.runner import BatchService
 from quire.server.batch_api.store import Store, new_id
 from quire.server.endpoints import answerer
@@ -223,6 +225,64 @@ async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None
         assert (await here.client.delete(f"/v1/files/{batch['input_file_id']}")).json()["deleted"]
 
 
+async def test_a_batch_that_is_cancelled_as_its_last_line_ends_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last answer and the files, a client is still told that it is being cancelled."""
+    finish = Batches.finish
+    reached, go_on = threading.Event(), threading.Event()
+
+    def late(self: Batches, batch: dict[str, Any], status: str) -> None:
+        reached.set()
+        assert go_on.wait(100)
+        finish(self, batch, status)
+
+    monkeypatch.setattr(Batches, "finish", late)
+    async with office(tmp_path) as here:
+        id = (await here.begin(line("a")))["id"]
+        await asyncio.to_thread(reached.wait, 100)
+        try:
+            assert (await here.client.post(f"/v1/batches/{id}/cancel")).json()["status"] == "cancelling"
+        finally:
+            go_on.set()
+        batch = await here.until(id, "completed", "cancelled")
+        assert (batch["status"], batch["completed_at"]) == ("cancelled", None)
+        assert [one["custom_id"] for one in await here.lines(batch["output_file_id"])] == ["a"]
+
+
+@pytest.mark.parametrize("how", ["stop", "cancel"])
+async def test_an_answer_that_was_made_is_recorded_though_its_batch_ends(tmp_path: Path, how: str) -> None:
+    """Also where it waits for its turn on the disk, behind other work."""
+    disk, made = threading.Event(), asyncio.Event()
+
+    def then_wait(answer: Any) -> Any:
+        async def one(path: str, body: bytes) -> Any:
+            made_now = await answer(path, body)
+            here.service._thread.submit(disk.wait, 100)
+            made.set()
+            return made_now
+
+        return one
+
+    async with office(tmp_path, wrap=then_wait, width=1) as here:
+        id = (await here.begin(line("a"), line("b")))["id"]
+        await asyncio.wait_for(made.wait(), 100)
+        while not here.service._thread._work_queue.qsize():
+            await asyncio.sleep(0.001)
+        if how == "cancel":
+            assert (await here.client.post(f"/v1/batches/{id}/cancel")).json()["status"] == "cancelling"
+            ending = asyncio.create_task(here.until(id, "cancelled"))
+            [workers] = [task for task in asyncio.all_tasks() if "_watch" in repr(task.get_coro())]
+            await asyncio.wait([workers], timeout=100)
+        else:
+            ending = asyncio.create_task(here.service.stop())  # type: ignore[arg-type]
+            await asyncio.sleep(0.01)
+        disk.set()
+        await ending
+    journals = [*(tmp_path / "batches").glob("*.output"), *(tmp_path / "files").glob("*.data")]
+    assert sum(path.read_bytes().count(b'"custom_id":"a"') for path in journals) == 1
+
+
 async def test_a_batch_goes_on_where_the_last_server_stopped(tmp_path: Path) -> None:
     """A journal whose last line was cut short by a kill, and documents half written."""
     stopped = asyncio.Event()
@@ -284,7 +344,7 @@ async def test_killed_while_it_finishes_a_batch_has_its_files_once(
         batches.record_answer(document, "b", 400, {}, "req")
         first = 2 if when.startswith("second") else 1
         if when.endswith("put"):
-            monkeypatch.setattr(batches.files, "put", then(batches.files.put, lambda document: True, first))
+            monkeypatch.setattr(batches.files, "put", then(batches.files.put, lambda *given: True, first))
         elif when.endswith("replace"):  # the file's document is there, its data not yet
             moved = then(Path.replace, lambda path, target: path.suffix in (".output", ".errors"), first)
             monkeypatch.setattr(Path, "replace", lambda path, target: moved(path, target))
@@ -453,10 +513,10 @@ async def test_while_the_disk_is_full_batches_wait_and_then_answer_every_line_on
             raise WriteFailed("full")
         add(self, id, suffix, line)
 
-    def replaced(self: Store, document: dict[str, Any], **changes: Any) -> None:
+    def replaced(self: Store, document: dict[str, Any], *data: Path, **changes: Any) -> None:
         if changes.get("status") in ("in_progress", "finalizing", "completed") and next(full, False):
             raise WriteFailed("full")
-        put(self, document, **changes)
+        put(self, document, *data, **changes)
 
     monkeypatch.setattr(Store, "add", added)
     monkeypatch.setattr(Store, "put", replaced)
@@ -517,11 +577,58 @@ async def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
         check_error(await here.upload(b"x"), 400, words="12 files")
 
 
+async def test_an_old_batch_that_cannot_be_deleted_does_not_refuse_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has begun, and a client would begin it again."""
+
+    def full(self: Store, id: str) -> None:
+        raise WriteFailed("read-only")
+
+    monkeypatch.setattr(batches, "MOST_KEPT", 1)
+    async with office(tmp_path) as here:
+        await here.until((await here.begin(line("x")))["id"], "completed")
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "delete", full)
+            await here.until((await here.begin(line("y")))["id"], "completed")
+        await here.begin(line("z"))
+        assert len((await here.client.get("/v1/batches")).json()["data"]) == 1
+
+
+async def test_uploads_that_come_at_once_do_not_exceed_the_most_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MOST_FILES", 2)
+    async with office(tmp_path) as here:
+        sent = await asyncio.gather(*(here.upload(b"x") for _ in range(4)))
+        assert sorted(one.status_code for one in sent) == [200, 200, 400, 400]
+        assert len((await here.client.get("/v1/files")).json()["data"]) == 2
+
+
+async def test_a_file_that_is_deleted_while_it_is_asked_for_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = Path.stat
+
+    async with office(tmp_path) as here:
+        id = (await here.upload(b"x")).json()["id"]
+
+        def late(self: Path, **rest: Any) -> os.stat_result:
+            if self.suffix == ".data" and threading.current_thread() is not threading.main_thread():
+                here.service._files._store.delete(id)
+            return stat(self, **rest)
+
+        monkeypatch.setattr(Path, "stat", late)
+        check_error(await here.client.get(f"/v1/files/{id}/content"), 404, words=id)
+
+
 async def test_concurrent_uploads_share_the_space_for_files(tmp_path: Path) -> None:
     store = Store(tmp_path, "file")
     incoming = files.Incoming(store, 100)
     one, other = (tmp_path / name for name in ("one", "other"))
     with one.open("wb") as first, other.open("wb") as second:
+        incoming.begin(one)
+        incoming.begin(other)
         incoming.write(one, first, b"x" * 60)
         incoming.write(other, second, b"x" * 30)
         with pytest.raises(TooLarge, match="no space"):

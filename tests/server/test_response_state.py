@@ -547,6 +547,54 @@ async def test_what_a_shutdown_interrupts_says_so_after_the_restart(tmp_path: Pa
         assert "server ended before this response was complete" in failed.error.message
 
 
+@pytest.mark.parametrize("how", ["cancel", "shutdown"])
+@pytest.mark.parametrize("during", ["_encode", "_end"])
+async def test_an_answer_that_is_complete_stays_so_whatever_comes_while_its_end_is_written(
+    monkeypatch: pytest.MonkeyPatch, during: str, how: str
+) -> None:
+    reached, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(size: int, work: Any) -> Any:
+        if getattr(getattr(work, "func", None), "__name__", "") == during:
+            reached.set()
+            await go_on.wait()
+        return work()
+
+    async with stateful(port=FakePort(max_model_len=4096)) as here, asyncio.timeout(60):
+        client, port = here.client(), here.server.port
+        made = await client.responses.create(model="tiny", input="hi", background=True)
+        monkeypatch.setattr(response_state, "offload", late)
+        port.say(port.submitted[-1], *says(ANSWER), finish="stop")
+        await reached.wait()
+        running = here.state._running[made.id]
+        ending: Any = asyncio.create_task(here.state.stop() if how == "shutdown" else client.responses.cancel(made.id))
+        while running._why is None:
+            await asyncio.sleep(0.001)
+        go_on.set()
+        await ending
+        ended = await until(client, made.id, "completed")
+        assert ended.output_text == ANSWER and ended.output[0].status == "completed"
+        assert here.store.find(made.id, "").status == "completed"
+
+
+async def test_a_response_of_which_not_even_the_failure_fits_is_forgotten() -> None:
+    """Otherwise clients would wait for it for ever."""
+    async with stateful(port=FakePort(max_model_len=4096)) as here, asyncio.timeout(60):
+        client, port = here.client(), here.server.port
+        made = await client.responses.create(model="tiny", input="hi", background=True)
+        here.store._most_bytes = here.store.bytes + 40
+        reading: Any = asyncio.create_task(_all_events(client, made.id))
+        while not here.state._running[made.id].readers:
+            await asyncio.sleep(0.001)
+        port.say(port.submitted[-1], *says(ANSWER * 20), finish="stop")
+        assert (await reading)[-1].type == "response.completed"
+        while here.state._running:
+            await asyncio.sleep(0.001)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(made.id)
+        assert here.store.bytes == 0
+
+
 async def test_background_without_store_is_refused() -> None:
     async with stateful() as here:
         refused = await here.ask("POST", "/v1/responses", input="hi", background=True, store=False)

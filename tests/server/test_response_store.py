@@ -17,6 +17,7 @@ import pytest
 
 from quire.errors import InvalidConfig
 from quire.frontend.offload import LARGE
+from quire.observability.observer import FrontendObserver
 from quire.server.error_responses import NotFound
 from quire.server.response_store import FORMAT, Content, Entry, ResponseStore
 from tests.server.doubles import ANSWER, check_error
@@ -338,8 +339,54 @@ def test_a_chain_that_runs_in_circles_ends(tmp_path: Path) -> None:
     kept = store(tmp_path)
     kept.put(entry(0, previous=1), CONTENT)
     kept.put(entry(1, previous=0), CONTENT)
-    assert 4 <= len(kept.conversation(kept.find(number(0), ""))) <= 8
+    assert len(kept.conversation(kept.find(number(0), ""))) == 4
     kept.close()
+
+
+def test_a_conversation_whose_responses_are_evicted_while_it_is_read_is_never_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that are evicted leave the index first, and can be read a little longer."""
+    kept = ResponseStore()
+    for i in range(4):
+        kept.put(entry(i, i - 1 if i else None), CONTENT)
+    monkeypatch.setattr(kept._medium, "remove", lambda id: None)
+    find, found = kept.find, list[str]()
+
+    def evicting(id: str, owner: str, param: str = "id") -> Entry:
+        one = find(id, owner, param)
+        found.append(id)
+        if found == [number(2)]:
+            for i in (0, 2, 3):
+                kept.delete(find(number(i), ""))
+        return one
+
+    last = kept.find(number(3), "")
+    monkeypatch.setattr(kept, "find", evicting)
+    with pytest.raises(NotFound, match=f"continues {number(0)}, which is no longer stored"):
+        kept.conversation(last)
+    assert found == [number(2), number(1)]
+
+
+def test_the_numbers_of_the_metrics_are_the_last_ones_whichever_thread_comes_late() -> None:
+    class Slow(FrontendObserver):
+        """Another response is put while the first number is on its way."""
+
+        def __init__(self) -> None:
+            self.last = (0, 0)
+
+        def on_stored_responses(self, responses: int, size: int) -> None:
+            if responses == 1 and not other.ident:
+                other.start()
+                other.join(0.2)
+            self.last = responses, size
+
+    observer = Slow()
+    kept = ResponseStore(observer=observer)
+    other = threading.Thread(target=kept.put, args=(entry(1), CONTENT))
+    kept.put(entry(0), CONTENT)
+    other.join()
+    assert observer.last == (2, kept.bytes)
 
 
 def test_threads_put_read_and_delete_at_once(tmp_path: Path) -> None:

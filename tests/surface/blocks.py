@@ -296,6 +296,7 @@ BLOCKS = (
     python("docs/guides/offline-inference.md: enqueue", common=lambda said: re.sub(r"llm-\d+", "", said)),
     python("docs/guides/offline-inference.md: beams", common=lambda said: re.sub(r"-\d+\.\d+", "", said)),
     python("docs/guides/offline-inference.md: ids"),
+    python("docs/guides/from-vllm.md: vllm", common=lambda said: re.sub(r"-?\d+\.\d+\S*", "", said)),
     python("docs/guides/structured-outputs.md: offline"),
     Item(SPECULATIVE, speculative),
     settings("docs/reference/configuration.md: model: embedded"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -489,6 +490,51 @@ def test_metadata_of_a_wrong_type_is_refused_or_read(tmp_path: Path, wrong: obje
         broken = replace(file, facts={**file.facts, key: wrong})
         with suppress(InvalidModel):  # any other error fails
             assert read_spec(gguf_config(broken)).layers <= MOST_LAYERS
+
+
+LATER = 1 << 32
+"""A time of the next century, in seconds."""
+
+WORDS = ["", "a", "é", "x" * 300, "a b", "\0" * 9]
+
+
+def with_words(path: Path, words: list[str]) -> Path:
+    """A file of metadata alone."""
+    facts = {"general.architecture": "llama", "tokenizer.ggml.tokens": words, "llama.block_count": 1}
+    write_gguf(path, facts, [], progress=lambda done, total: None)
+    return path
+
+
+def test_strings_of_a_header_are_read_when_they_are_wanted(tmp_path: Path) -> None:
+    file = read_gguf(with_words(tmp_path / "model.gguf", WORDS))
+    words = file.facts["tokenizer.ggml.tokens"]
+    assert (len(words), list(words), words[2], words[1:3]) == (6, WORDS, "é", ["a", "é"])
+    assert file.get("block_count") == 1
+    with_words(tmp_path / "other.gguf", WORDS[:3]).replace(tmp_path / "model.gguf")
+    with pytest.raises(InvalidModel, match=r"model\.gguf has changed since its header was read: start again"):
+        list(words)
+
+
+def test_a_header_is_read_once_until_the_file_changes(tmp_path: Path) -> None:
+    path = with_words(tmp_path / "model.gguf", WORDS)
+    os.utime(path, (LATER, LATER))
+    assert read_gguf(path) is not read_gguf(path), "a file that has just been written may be written again unseen"
+    os.utime(path, (1, 1))
+    first = read_gguf(path)
+    assert read_gguf(path) is first
+    with_words(tmp_path / "other.gguf", WORDS[1:]).replace(path)
+    os.utime(path, (1, 1))
+    assert list(read_gguf(path).facts["tokenizer.ggml.tokens"]) == WORDS[1:]
+
+
+@pytest.mark.parametrize("length", [1 << 63, 1 << 20, (1 << 64) - 1])
+def test_a_string_that_ends_behind_the_file_is_refused(tmp_path: Path, length: int) -> None:
+    path = with_words(tmp_path / "model.gguf", ["longword"])
+    data = path.read_bytes()
+    at = data.index(b"longword")
+    path.write_bytes(data[: at - 8] + length.to_bytes(8, "little") + data[at:])
+    with pytest.raises(InvalidModel, match="ends within its header: it is truncated"):
+        read_gguf(path)
 
 
 def split(path: Path, count: int) -> list[Path]:

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -26,7 +27,7 @@ from quire.ops.gguf_blocks import BLOCKS
 from quire.ops.gguf_encode import ENCODERS, encode
 from quire.types import SamplingParams
 from quire.weights.canary import answers
-from quire.weights.gguf import KINDS, read_gguf
+from quire.weights.gguf import KINDS, StoredStrings, read_gguf
 from quire.weights.load import load_model
 from quire.weights.locate import embedded
 from quire.weights.quantize import FILE_TYPES, Written, quantize
@@ -105,11 +106,17 @@ def test_a_mixture_gives_llama_cpps_types(tmp_path: Path) -> None:
     assert kinds["blk.0.attn_q.weight"] == "Q4_K" and kinds["blk.0.attn_norm.weight"] == "F32"
 
 
+def facts_of(path: Path) -> dict[str, Any]:
+    """A file's metadata, its arrays as lists."""
+    facts = read_gguf(path).facts
+    return {name: list(value) if isinstance(value, StoredStrings) else value for name, value in facts.items()}
+
+
 def test_a_gguf_file_is_written_in_another_type_with_its_metadata(tmp_path: Path) -> None:
     written(embedded(), tmp_path / "a.gguf", "bf16", check=False)
     made = written(tmp_path / "a.gguf", tmp_path / "b.gguf", "q8_0")
     assert made.quality is not None and made.quality.kl < 3e-4
-    first, second = (read_gguf(tmp_path / name).facts for name in ("a.gguf", "b.gguf"))
+    first, second = (facts_of(tmp_path / name) for name in ("a.gguf", "b.gguf"))
     changed = {key for key in first if first[key] != second.get(key)}
     assert changed == {"general.file_type"} and set(first) == set(second)
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
+from quire.assembly.early_engine import ENGINE_ENVIRONMENT, ENGINE_MODULE, engine_command
 from quire.assembly.place import for_child
 from quire.assembly.text import Text
 from quire.config import Settings
-from quire.engine.client import EngineClient, EngineProcess
+from quire.engine.client import EngineClient, EngineProcess, Spawned
 from quire.frontend.interface import ModelCard
 from quire.frontend.native import NativeBackend
 from quire.observability import engine_metrics
 from quire.types import UNLIMITED
-
-ENGINE_ENVIRONMENT = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"})
-"""On a CPU, oneDNN caches 1,024 matrix products, one for each shape, and so does torch's layer above it, at some 280 kB
-each: memory grew over thousands of requests, and they were no faster."""
-
-ENGINE_MODULE = "quire.assembly.engine_start"
-"""What the engine's process runs."""
 
 STANDBY_DELAY = 10.0
 """Seconds after the engine is ready until a standby process is started."""
@@ -54,15 +46,16 @@ def model_names(settings: Settings) -> list[str]:
     return list(dict.fromkeys(settings.model.served_model_name or (settings.model.model,)))
 
 
-def engine_process(settings: Settings, child: str = ENGINE_MODULE) -> EngineProcess:
+def engine_process(settings: Settings, child: str = ENGINE_MODULE, begun: Spawned | None = None) -> EngineProcess:
     """The engine that these settings describe, in a process of its own, which gets no secrets.
 
-    child: the module that it runs.
+    child: the module that it runs. begun: the process, if it has been started.
     """
     return EngineProcess(
-        [sys.executable, "-m", child],
+        engine_command(child),
         for_child(settings),
         partial(engine_metrics.METRICS.text, model=model_names(settings)[0]),
         environment=ENGINE_ENVIRONMENT,
         standby_after=STANDBY_DELAY if settings.server.standby_engine else None,
+        begun=begun,
     )

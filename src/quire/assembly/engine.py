@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -77,9 +78,10 @@ from quire.structured_output.llguidance import ParallelMasks
 from quire.types import UNLIMITED, Pooling
 from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.files import read_config
+from quire.weights.kept_result import KeptResult, kept_result
 from quire.weights.kv_scales import published_scales
 from quire.weights.load import load_model, quiet
-from quire.weights.locate import EMBEDDED
+from quire.weights.locate import EMBEDDED, locate
 from quire.weights.pooling import GENERATES, PoolerConfig, overridden
 from quire.weights.pooling_layers import read_dense_layers
 
@@ -186,10 +188,10 @@ def make_executor(settings: Settings, ranks: Ranks | None = None) -> BuiltExecut
 def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     """Quire's own layers, this rank's part of them, in this process."""
     device = choose_device(settings.execution.device)
-    canary = build_canary(settings)
+    alone = device.type == "cpu" and parallel.size == parallel.pipeline.stages == 1
+    canary = build_canary(settings, keeps=alone)
     pooler = pooler_of(settings)
     processor = find_processor(settings)
-    alone = device.type == "cpu" and parallel.size == parallel.pipeline.stages == 1
     unpacked: list[QuantizedWeight] | None = [] if alone else None
     model = _load(
         settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor), unpacked=unpacked
@@ -480,9 +482,27 @@ def choose_level(asked: str) -> str | None:
 # -------------------------------------------------------------------- quality of quantised weights and K/V
 
 
-def build_canary(settings: Settings) -> Canary | None:
-    """The check of quantised weights, None if it is off."""
-    return None if settings.model.canary == "off" else Canary(partial(_probe, settings), _threshold(settings))
+def build_canary(settings: Settings, *, keeps: bool = False) -> Canary | None:
+    """The check of quantised weights, None if it is off. keeps: whether what it finds is kept for the next start."""
+    if settings.model.canary == "off":
+        return None
+    keep = partial(kept_canary, settings) if keeps and settings.model.load_format != "dummy" else None
+    return Canary(partial(_probe, settings), _threshold(settings), keep)
+
+
+def kept_canary(settings: Settings) -> KeptResult:
+    """Where a canary's result on a CPU is kept, with all that it depends on but thresholds, which it is compared with
+    at each start."""
+    own, execution = settings.model, settings.execution
+    options = {name: value for name, value in asdict(own).items() if not name.startswith("canary")}
+    about = {
+        "model": options,
+        "kernels": choose_level(execution.cpu_kernels),
+        "deterministic": execution.deterministic,
+        "torch": (torch.__version__, torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA")),
+    }
+    tokenizer = () if own.tokenizer is None else (locate(own.tokenizer, cache=own.download_dir),)
+    return kept_result("canary", (place_of(settings), *tokenizer), about)
 
 
 def _threshold(settings: Settings) -> Threshold | None:
@@ -502,7 +522,7 @@ def _canary_gauges(canary: Canary | None) -> dict[str, float]:
     """Log what the canary found, and return it as gauges; nothing unless weights are quantised."""
     if canary is None or canary.quality is None:
         return {}
-    log.warning("quantized weights: %s", canary.quality)
+    log.warning("quantized weights: %s%s", canary.quality, "" if canary.known is None else ", at an earlier start")
     for suspect in canary.suspects:
         log.warning("quantized weights: %s", suspect)
     return canary.quality.facts

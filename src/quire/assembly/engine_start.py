@@ -14,6 +14,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
+from quire import heap
 from quire.assembly.place import for_child, of_parent
 from quire.config import Settings
 from quire.engine.protocol import Configure, FrameReader
@@ -85,4 +86,5 @@ def begin_ranks(settings: Settings, start: StartRanks, sent: Mapping[str, object
 
 
 if __name__ == "__main__":
+    heap.starting()
     sys.exit(main())

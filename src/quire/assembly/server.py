@@ -17,14 +17,15 @@ import uvloop
 from starlette.types import ASGIApp
 
 from quire import __version__, heap
-from quire.assembly.backend import ENGINE_MODULE, build_backend, engine_process, model_names
+from quire.assembly.backend import build_backend, engine_process, model_names
+from quire.assembly.early_engine import ENGINE_MODULE
 from quire.assembly.images import build_fetcher, build_images
 from quire.assembly.place import located
 from quire.assembly.text import Text, build_text
 from quire.config import Settings
 from quire.config.option import amount
 from quire.config.settings import ServerConfig, check_files
-from quire.engine.client import EngineClient, LiveViewClient
+from quire.engine.client import EngineClient, LiveViewClient, Spawned
 from quire.engine.executor import Description
 from quire.frontend.native import NativeBackend
 from quire.frontend.upstream import UpstreamBackend
@@ -67,15 +68,15 @@ class Engine(EngineClient, LiveViewClient, Protocol):
     """An engine and its live view."""
 
 
-def serve(settings: Settings, *, child: str = ENGINE_MODULE) -> None:
+def serve(settings: Settings, *, child: str = ENGINE_MODULE, begun: Spawned | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises InvalidModel or InvalidConfig before the port is opened.
 
-    child: the module that the engine's process runs.
+    child: the module that the engine's process runs. begun: that process, if it has been started.
     """
     started = time.monotonic()
     settings = located(settings)
     text = build_text(settings)
-    serve_built(settings, build_server(settings, text, engine_process(settings, child), started))
+    serve_built(settings, build_server(settings, text, engine_process(settings, child, begun), started))
 
 
 def serve_built(settings: Settings, server: Server) -> None:

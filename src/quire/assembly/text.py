@@ -69,6 +69,7 @@ def build_text(settings: Settings) -> Text:
         )
     if template is not None:
         template.try_out()
+        tokenizer.render_chat = template.render
     source = None if template is None else template.source
     return Text(
         folder,

@@ -19,6 +19,7 @@ from click.shell_completion import CompletionItem
 from quire import heap
 from quire.cli.examples import examples_of
 from quire.config import OPTIONS, Option, Settings, load, refuse
+from quire.config.vllm import without_unneeded
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError, nearest
 from quire.types import NUMERIC_PARAMETERS
 
@@ -240,10 +241,13 @@ class SettingsCommand(click.Command):
         if self.rest is not None and "--" in args:
             at = args.index("--")
             args, ctx.meta[_REST] = args[:at], tuple(args[at + 1 :])
+        args, left = without_unneeded(args)
+        for flag, why in left.items():
+            click.echo(f"{flag} changes nothing here: {why}", err=True)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            written = next((arg for arg in given if arg.startswith(error.option_name)), error.option_name)
+            written = _written(error.option_name, given)
             options = [param for param in self.params if isinstance(param, click.Option)]
             flags = [flag for option in options for flag in (*option.opts, *option.secondary_opts)]
             unknown = refuse(written.partition("=")[0], "command line", flags)
@@ -280,6 +284,13 @@ class SettingsCommand(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def _written(unknown: str, given: Sequence[str]) -> str:
+    """The word with an unknown option: -hf for its letter -f."""
+    letter = unknown.removeprefix("-") if len(unknown) == 2 else ""
+    short = (arg for arg in given if letter and arg.startswith("-") and not arg.startswith("--") and letter in arg)
+    return next((arg for arg in given if arg.startswith(unknown)), next(short, unknown))
 
 
 def _dashes(name: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 
 import click
 
 from quire.assembly import extra
-from quire.assembly.proxy import relay
-from quire.assembly.server import serve
+from quire.assembly.early_engine import early_engine
 from quire.cli.base import SettingsCommand
 from quire.config import Settings
 from quire.replicas.environment import prepare
@@ -25,6 +25,17 @@ def command(settings: Settings) -> None:
         extra("quire.replicas.local", "ray").serve(settings)
     else:
         (serve if settings.upstream.backend == "native" else relay)(settings)
+
+
+def serve(settings: Settings) -> None:
+    """Start the engine's process, and import the server while that imports torch."""
+    with early_engine(settings) as begun:
+        import_module("quire.assembly.server").serve(settings, begun=begun)
+
+
+def relay(settings: Settings) -> None:
+    """Serve other servers."""
+    import_module("quire.assembly.proxy").relay(settings)
 
 
 def warnings(settings: Settings) -> list[str]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from quire.checks import ANY, Unneeded, changes_nothing, check_unneeded, refusal
 from quire.config.option import OTHER_NAMES
 from quire.config.settings import OPTIONS, Settings
 from quire.config.unknown import UNSUPPORTED
-from quire.errors import InvalidConfig, InvalidRequest, nearest
-
-ANY: tuple[Any, ...] = ()
-"""Every value: what the argument sets is not there to be set, and answers are the same."""
+from quire.errors import InvalidConfig, UnknownName, nearest
 
 _Values = Sequence[tuple[tuple[Any, ...], str]]
 
@@ -23,14 +21,13 @@ def _by_name(groups: _Values) -> Mapping[str, tuple[Any, ...]]:
 
 CONSTRUCTOR = _by_name(
     (
-        ((1, None), "data_parallel_size num_scheduler_steps"),
-        ((0, None), "cpu_offload_gb num_lookahead_slots"),
+        ((1, None), "data_parallel_size num_scheduler_steps stream_interval max_num_partial_prefills"),
+        ((0, None), "cpu_offload_gb num_lookahead_slots scheduler_delay_factor"),
         (
             (False, None),
-            "trust_remote_code enable_lora enable_sleep_mode "
-            "enable_prompt_embeds calculate_kv_scales disable_sliding_window async_scheduling",
+            "enable_lora enable_sleep_mode enable_prompt_embeds calculate_kv_scales disable_sliding_window",
         ),
-        (("auto", None), "tokenizer_mode config_format worker_cls guided_decoding_backend"),
+        (("auto", None), "tokenizer_mode config_format worker_cls"),
         (("auto", "vllm", None), "model_impl"),
         (("auto", "generate", None), "task"),
         (("auto", None), "generation_config"),
@@ -45,26 +42,108 @@ CONSTRUCTOR = _by_name(
         ),
         (
             ANY,
+            "trust_remote_code async_scheduling guided_decoding_backend disable_log_requests "
             "swap_space max_seq_len_to_capture disable_custom_all_reduce disable_async_output_proc "
             "use_v2_block_manager disable_cascade_attn max_parallel_loading_workers compilation_config "
-            "cudagraph_capture_sizes max_logprobs max_loras max_lora_rank max_cpu_loras",
+            "optimization_level cudagraph_capture_sizes max_cudagraph_capture_size prefix_caching_hash_algo "
+            "max_logprobs max_loras max_lora_rank max_cpu_loras fully_sharded_loras lora_dtype max_log_len "
+            "use_tqdm_on_load safetensors_load_strategy disable_hybrid_kv_cache_manager aggregate_engine_logging "
+            "mm_processor_cache_gb mm_processor_cache_type tokenizer_pool_size",
         ),
     )
 )
 """Arguments of vLLM's `LLM`, `AsyncEngineArgs` and the like that are no options here, and the values that are taken."""
 
-METHODS = _by_name(
+FLAGS = frozenset(
     (
-        (
-            (None, {}, []),
-            "lora_request prompt_adapter_request mm_processor_kwargs tokenization_kwargs guided_options_request "
-            "trace_headers data_parallel_rank pooling_params",
-        ),
-        ((None,), "chat_template"),
-        (("auto", "string", "openai"), "chat_template_content_format"),
+        *("trust_remote_code", "async_scheduling", "disable_log_requests", "disable_custom_all_reduce"),
+        *("disable_async_output_proc", "use_v2_block_manager", "disable_cascade_attn", "enable_auto_tool_choice"),
+        *("enable_reasoning", "enable_request_id_headers", "enable_prompt_tokens_details"),
+        *("disable_frontend_multiprocessing", "fully_sharded_loras", "disable_hybrid_kv_cache_manager"),
+        *("aggregate_engine_logging", "use_tqdm_on_load"),
     )
 )
-"""Arguments of the methods of vLLM's classes that the same methods do not have here, and the values that are taken."""
+"""Options of `vllm serve` without a value that change nothing."""
+
+
+def _is_flag(name: str, values: tuple[Any, ...]) -> bool:
+    return name in FLAGS or any(one is False for one in values)
+
+
+_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        **{name: values for name, values in CONSTRUCTOR.items() if not _is_flag(name, values)},
+        "response_role": ("assistant",),
+        "chat_template_content_format": ("auto", "string", "openai"),
+        "api_server_count": (1,),
+    }
+)
+"""Options of `vllm serve` with a value, and the values that change nothing."""
+
+METHODS: Mapping[str, Unneeded] = MappingProxyType(
+    {
+        "lora_request": Unneeded((None, {}, []), "merge the adapter into the weights"),
+        "prompt_adapter_request": Unneeded((None, {}, []), "merge the adapter into the weights"),
+        "mm_processor_kwargs": Unneeded((None, {}, []), "images are read as the model's own configuration says"),
+        "tokenization_kwargs": Unneeded((None, {}, []), "give token ids as a prompt"),
+        "guided_options_request": Unneeded((None, {}, []), "see structured_outputs of SamplingParams"),
+        "trace_headers": Unneeded((None, {}, []), "a server has traces, see --otlp-traces-endpoint"),
+        "data_parallel_rank": Unneeded((None, {}, []), "start an LLM for each copy of the model"),
+        "pooling_params": Unneeded(
+            (None, {}, []),
+            "its fields are arguments here: dimensions, normalize, use_activation, truncate_prompt_tokens",
+        ),
+        "prompt_token_ids": Unneeded((None,), "prompts takes token ids: prompts=[{'prompt_token_ids': [1, 2]}]"),
+        "chat_template": Unneeded((None,), "set it for all calls: LLM(chat_template='template.jinja')"),
+        "chat_template_content_format": Unneeded(("auto", "string", "openai"), "both forms of content are read"),
+    }
+)
+"""Arguments of the methods of vLLM's classes that the same methods do not have here."""
+
+
+ATTRIBUTES: Mapping[str, str] = MappingProxyType(
+    {
+        "llm_engine": "this is the engine; `settings` has its options, and `get_tokenizer()` its tokenizer",
+        "model_config": "`settings` has the options",
+        "vllm_config": "`settings` has the options",
+        "engine": "this is the engine",
+        "reward": "call encode, classify or score",
+        "get_metrics": "outputs have `metrics`, and a server has /metrics",
+        "sleep": "close it, and make another when it is needed",
+        "wake_up": "close it, and make another when it is needed",
+        "start_profile": "run the script under torch.profiler or py-spy",
+        "stop_profile": "run the script under torch.profiler or py-spy",
+        "collective_rpc": "ranks run the model and nothing else",
+        "apply_model": "ranks run the model and nothing else",
+        "set_tokenizer": "give the folder of another tokenizer: tokenizer='...'",
+        "preprocess_chat": "see get_tokenizer().apply_chat_template",
+        "enqueue_chat": "call enqueue with texts of get_tokenizer().apply_chat_template",
+        "add_lora": "merge the adapter into the weights",
+        "list_loras": "merge the adapter into the weights",
+        "add_request": "call generate, or enqueue of an LLM",
+        "step": "call generate, or enqueue of an LLM",
+        "get_model_config": "`settings` has the options",
+        "get_vllm_config": "`settings` has the options",
+        "check_health": "a call raises Unavailable while the engine starts, and Closed after `close`",
+        "is_running": "a call raises Unavailable while the engine starts, and Closed after `close`",
+        "errored": "a call raises Unavailable while the engine starts, and Closed after `close`",
+        "shutdown": "call close",
+        "get_world_size": "`settings` has tensor_parallel_size and pipeline_parallel_size",
+        "reset_mm_cache": "an image is found again by its pixels alone: nothing is stale",
+        "do_log_stats": "outputs have `metrics`, and a server has /metrics",
+        "pause_generation": "abort ends requests",
+        "resume_generation": "abort ends requests",
+    }
+)
+"""Attributes of vLLM's LLM and AsyncLLM that theirs here do not have, and what there is instead."""
+
+
+def missing(one: object, name: str) -> UnknownName:
+    """The error for an attribute of an LLM or AsyncLLM that is not there."""
+    if name in ATTRIBUTES:
+        return UnknownName(f"{type(one).__name__} has no {name}: {ATTRIBUTES[name]}", param=name)
+    known = [each for each in dir(type(one)) if not each.startswith("_")]
+    return UnknownName(f"{type(one).__name__} has no attribute {name}.{nearest(name, known)}", param=name)
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,8 +154,8 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
     taken = {}
     for name, value in given.items():
         if name in CONSTRUCTOR:
-            if not _changes_nothing(value, CONSTRUCTOR[name]):
-                raise InvalidConfig(f"{_refusal(name, value, CONSTRUCTOR)}: {UNSUPPORTED[name]}", param=name)
+            if not changes_nothing(value, CONSTRUCTOR[name]):
+                raise InvalidConfig(f"{refusal(name, value, CONSTRUCTOR[name])}: {UNSUPPORTED[name]}", param=name)
         elif value is not None or name not in OPTIONS:
             taken[name] = _value(name, value)
     return taken
@@ -96,7 +175,7 @@ class EngineArgs:
     def __getattr__(self, name: str) -> Any:
         if name in OPTIONS or name in CONSTRUCTOR:
             return None
-        raise AttributeError(f"there is no argument {name}.{nearest(name, OPTIONS)}")
+        raise UnknownName(f"there is no argument {name}.{nearest(name, OPTIONS)}", param=name)
 
     def given(self) -> dict[str, Any]:
         """The arguments that were given, by name."""
@@ -105,20 +184,51 @@ class EngineArgs:
 
 def check_method(given: Mapping[str, Any]) -> None:
     """Raise InvalidRequest for an argument of a method that is not known, or whose value would change something."""
-    for name, value in given.items():
-        if name not in METHODS:
-            raise InvalidRequest(f"there is no argument {name}.{nearest(name, METHODS)}", param=name)
-        if not _changes_nothing(value, METHODS[name]):
-            raise InvalidRequest(_refusal(name, value, METHODS), param=name)
+    check_unneeded("this method", given, (), METHODS)
 
 
-def _changes_nothing(value: object, values: tuple[Any, ...]) -> bool:
-    return values is ANY or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+def without_unneeded(
+    args: Sequence[str],
+    flags: Collection[str] = FLAGS,
+    values: Mapping[str, tuple[Any, ...]] = _VALUES,
+    why: Mapping[str, str] = UNSUPPORTED,
+) -> tuple[list[str], dict[str, str]]:
+    """Words of a command line without the options of vLLM whose values change nothing, and why, by each of those.
+
+    flags: those without a value. values: of the others, what changes nothing.
+    """
+    kept: list[str] = []
+    left: dict[str, str] = {}
+    words = iter(args)
+    for word in words:
+        flag, given, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
+        if name.removeprefix("no_") in flags and not given:
+            left[flag] = why[name.removeprefix("no_")]
+        elif name in values:
+            value = value if given else next(words, "")
+            if _changes_no_answer(value, values[name]):
+                left[flag] = why[name]
+            else:
+                kept += [word] if given else [word, value]
+        else:
+            kept.append(word)
+    return kept, left
 
 
-def _refusal(name: str, value: object, known: Mapping[str, tuple[Any, ...]]) -> str:
-    others = " or ".join(repr(one) for one in known[name])
-    return f"{name}={value!r:.80} is not supported, only {others}"
+def taken_by_the_command_line(name: str) -> tuple[Any, ...] | None:
+    """The values of an option of `vllm serve` that change nothing; None if there are none."""
+    return ANY if name in FLAGS else _VALUES.get(name)
+
+
+def _changes_no_answer(text: str, values: tuple[Any, ...]) -> bool:
+    """Whether a word of a command line is one of `values`."""
+    if values is ANY:
+        return True
+    try:
+        return float(text) in [one for one in values if isinstance(one, int)]
+    except ValueError:
+        return text in values
 
 
 def _value(name: str, value: Any) -> Any:

@@ -125,11 +125,30 @@ class StallDetector:
         return 0.0 if self.idle else now - self._since - self.step_timeout
 
 
-class _Spawned(NamedTuple):
+class Spawned(NamedTuple):
     """A process that builds an engine once it is sent settings, and our end of its socket."""
 
     process: subprocess.Popen[bytes]
     sock: socket.socket
+
+
+def spawn(argv: Sequence[str], environment: Mapping[str, str]) -> Spawned:
+    """Start a process of the command `argv`, which imports what an engine needs and waits. See `EngineProcess`."""
+    here, there = socket.socketpair()
+    try:
+        process = subprocess.Popen(
+            [*argv, str(there.fileno())],
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**environment, **os.environ},
+            start_new_session=True,  # Ctrl-C is for the front: it drains first
+        )
+    except BaseException:
+        here.close()
+        raise
+    finally:
+        there.close()
+    return Spawned(process, here)
 
 
 class EngineProcess:
@@ -139,6 +158,7 @@ class EngineProcess:
     render: /metrics text of a metrics snapshot. backoff: seconds before the second restart of one that keeps dying.
     environment: variables for it, where they are not set already. standby_after: seconds after an engine is ready until
     a second process is started, which imports what an engine needs and waits to replace it; None: none is started.
+    begun: a process that waits already, of the same command.
     """
 
     def __init__(
@@ -150,6 +170,7 @@ class EngineProcess:
         backoff: float = 0.5,
         environment: Mapping[str, str] = MappingProxyType({}),
         standby_after: float | None = None,
+        begun: Spawned | None = None,
     ) -> None:
         self.argv = list(argv)
         self.settings = dict(settings)
@@ -172,7 +193,7 @@ class EngineProcess:
         self._backoff, self._began = RestartBackoff(backoff), 0.0
         self._stall_detector = StallDetector(time.monotonic())
         self._timer: asyncio.TimerHandle | None = None
-        self._standby: _Spawned | None = None
+        self._standby = begun
         self._standby_timer: asyncio.TimerHandle | None = None
 
     # ---------------------------------------------------------------- life
@@ -198,22 +219,8 @@ class EngineProcess:
             self._standby_timer = loop.call_later(self.standby_after, self._start_standby)
         return about
 
-    def _spawn(self) -> _Spawned:
-        here, there = socket.socketpair()
-        try:
-            process = subprocess.Popen(
-                [*self.argv, str(there.fileno())],
-                pass_fds=[there.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=self.environment | os.environ,
-                start_new_session=True,  # Ctrl-C is for the front: it drains first
-            )
-        except BaseException:
-            here.close()
-            raise
-        finally:
-            there.close()
-        return _Spawned(process, here)
+    def _spawn(self) -> Spawned:
+        return spawn(self.argv, self.environment)
 
     def _start_standby(self) -> None:
         """Only for an engine that has lived for a while: one that dies young should not cost two processes each
@@ -224,7 +231,7 @@ class EngineProcess:
             except OSError as error:  # no process or descriptor is left: the engine that runs goes on
                 log.warning("no standby engine can be started: %s", error)
 
-    def _take_standby(self) -> _Spawned | None:
+    def _take_standby(self) -> Spawned | None:
         """The process that waits to replace an engine, if there is one and it lives."""
         if self._standby_timer is not None:
             self._standby_timer.cancel()
@@ -252,6 +259,7 @@ class EngineProcess:
         if self._link is not None:
             self._link.close()
             self._link = None
+            self._cancel_explanations()
         if self.process is not None:
             try:
                 await asyncio.to_thread(self.process.wait, timeout)
@@ -449,6 +457,8 @@ class _EngineConnection(asyncio.Protocol):
                 updates.append(message)
             elif isinstance(message, LiveFrame | Explanation):
                 self.owner.on_live_message(message)
+            elif self.ready.done():
+                continue  # who waited for it was cancelled
             elif isinstance(message, Ready):
                 self.ready.set_result(message.about)
             elif isinstance(message, BuildFailed):

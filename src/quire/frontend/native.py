@@ -166,16 +166,16 @@ class NativeBackend(DrainingService):
             )
         self.admit(len(asked))
         self._admit_images(call)
+        live = ActiveRequest(call, now, asked[0].max_new_tokens, self._on_reader_closed)
+        stops = StopStrings(call.sampling.stop)
+        live.processors = {request.id: output_processor(request, self.tokenizer, stops) for request in asked}
+        # Nothing that may fail comes after it, or the engine would run requests without a reader.
         self.engine.submit(asked)
         for kind in call.omitted_tools:
             self.observer.on_omitted_tool(kind)
         if call.header is not None:
             self.observer.on_prompt_header(call.header)
-        live = ActiveRequest(call, now, asked[0].max_new_tokens, self._on_reader_closed)
-        stops = StopStrings(call.sampling.stop)
-        for request in asked:
-            live.processors[request.id] = made = output_processor(request, self.tokenizer, stops)
-            self._active[request.id] = live, made
+        self._active |= {id: (live, made) for id, made in live.processors.items()}
         self._num_background += len(asked) * (call.priority >= BACKGROUND)
         self._requests[live] = None
         if call.timeout < math.inf:
@@ -317,7 +317,7 @@ class NativeBackend(DrainingService):
 
     def _on_death(self, reason: str) -> None:
         """The engine ended, and all its requests with it."""
-        for live in self._requests:
+        for live in list(self._requests):  # a reader may close its stream when it is called
             if self._drop(live, "error"):
                 live.error = Interrupted(f"the engine stopped while this request was running: {reason}")
                 live.on_ready()

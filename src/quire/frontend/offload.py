@@ -22,7 +22,8 @@ PER_TOKEN, PER_SCORE = 4, 64
 async def offload(size: int, work: Callable[[], T]) -> T:
     """The result of `work`, whose input or output has about `size` bytes. Raises what `work` raises.
 
-    Work smaller than LARGE is done at once, other work in a thread. It is completed even if the caller is cancelled.
+    Work smaller than LARGE is done at once, other work in a thread. Work that has begun is completed even if the caller
+    is cancelled; work that waits for a thread is then not done at all.
     """
     if size < LARGE:
         return work()

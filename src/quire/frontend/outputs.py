@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.errors import of
 from quire.frontend.interface import Call, Delta
 from quire.frontend.pooling import embedding, probabilities, similarity, token_embeddings
+from quire.tokenization.tokenizer import Tokenizer
 from quire.types import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -15,6 +16,8 @@ from quire.types import (
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
+    PositionLogprobs,
+    RequestMetrics,
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
@@ -22,18 +25,41 @@ from quire.types import (
 from quire.weights.pooling import PoolerConfig
 
 
-def request_output(call: Call, choices: Sequence[Sequence[Delta]]) -> RequestOutput:
+def request_output(call: Call, choices: Sequence[Sequence[Delta]], tokenizer: Tokenizer) -> RequestOutput:
     """The answers of a call. choices: the deltas of each answer in order, at least one; those without a finish_reason
-    are unfinished."""
+    are unfinished. tokenizer: names the tokens of log-probabilities."""
+    decode = _Decode(tokenizer)
+    scores = next((one.prompt_logprobs for one in choices[0] if one.prompt_logprobs), None)
     return RequestOutput(
         request_id=call.id,
         prompt=call.text,
         prompt_token_ids=call.prompt,
-        outputs=tuple(_completion(call, deltas) for deltas in choices),
+        outputs=tuple(_completion(call, deltas, decode) for deltas in choices),
         finished=all(deltas[-1].finish_reason is not None for deltas in choices),
-        prompt_logprobs=next((one.prompt_logprobs for one in choices[0] if one.prompt_logprobs), None),
+        prompt_logprobs=tuple(one and PositionLogprobs(one, decode) for one in scores) if scores else None,
         num_cached_tokens=max(delta.num_cached for delta in choices[0]),
+        metrics=_metrics(choices[0]),
     )
+
+
+class _Decode:
+    """The text of a token."""
+
+    __slots__ = ("_tokenizer",)
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, token: int) -> str:
+        return self._tokenizer.token_text(token)[0]
+
+
+def _metrics(deltas: Sequence[Delta]) -> RequestMetrics | None:
+    report = deltas[-1].report
+    if report is None:
+        return None
+    tokens = sum(len(delta.tokens) for delta in deltas)
+    return RequestMetrics(report.queued + report.prefill, tokens, report.queued, report.prefill)
 
 
 def merge(earlier: Delta, later: Delta) -> Delta:
@@ -47,7 +73,7 @@ def merge(earlier: Delta, later: Delta) -> Delta:
     )
 
 
-def _completion(call: Call, deltas: Sequence[Delta]) -> CompletionOutput:
+def _completion(call: Call, deltas: Sequence[Delta], decode: Callable[[int], str]) -> CompletionOutput:
     wanted = call.sampling.logprobs is not None
     logprobs = tuple(one for delta in deltas for one in delta.logprobs)
     return CompletionOutput(
@@ -55,7 +81,7 @@ def _completion(call: Call, deltas: Sequence[Delta]) -> CompletionOutput:
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.tokens),
         cumulative_logprob=sum(one.logprob for one in logprobs) if wanted else None,
-        logprobs=logprobs if wanted else None,
+        logprobs=tuple(PositionLogprobs(one, decode) for one in logprobs) if wanted else None,
         finish_reason=deltas[-1].finish_reason,
         stop_reason=deltas[-1].error or deltas[-1].stop_reason,
     )

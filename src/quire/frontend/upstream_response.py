@@ -101,6 +101,9 @@ class UpstreamResponse:
         try:
             while True:
                 data = await self._connection.read()
+                if self._closed:
+                    # While this call was waiting, with data that had come already: the request has been reported.
+                    raise Unavailable("the server is shutting down")
                 if not data:
                     return await self._end()
                 if not self.streams:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
-from quire.layers.latent import LatentAttention, LatentConfig
+from quire.layers.latent import IndexConfig, LatentAttention, LatentConfig
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama
 from quire.models.mtp import deepseek_names, make_mtp
@@ -74,22 +74,30 @@ class DeepseekV3(DeepseekV2):
 
 
 class DeepseekV32(DeepseekV3):
-    """DeepSeek V3.2: attention to the `index_topk` tokens that an indexer chooses for each query.
-
-    Up to that length it chooses all, and the model is V3: so far it is served, without the indexer.
-    """
+    """DeepSeek V3.2: attention to the `index_topk` tokens that an indexer chooses for each query. Where no sequence may
+    be longer, it is V3, and the indexer is not loaded (`ModelSpec.for_length`)."""
 
     architectures = MappingProxyType({"DeepseekV32ForCausalLM": "deepseek_v32"})
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
-        build.ignore("model.layers.*.self_attn.indexer.*")
+        if spec.latent is not None and spec.latent.index is None:
+            build.ignore("model.layers.*.self_attn.indexer.*")
         super().__init__(spec, build)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
         spec = DeepseekV3.read(config.with_defaults(first_k_dense_replace=3), architecture)
-        return replace(spec, context=min(spec.context, config.get(int, "index_topk", default=2048)))
+        latent = spec.latent
+        if latent is None or not latent.queries:
+            raise InvalidModel("config.json: q_lora_rank is missing, of which the indexer makes its queries")
+        index = IndexConfig(
+            heads=config.get(int, "index_n_heads", default=64),
+            dim=config.get(int, "index_head_dim", default=128),
+            top=config.get(int, "index_topk", default=2048),
+            rotated=latent.rotated,
+        )
+        return replace(spec, latent=replace(latent, index=index.checked()))
 
 
 def read_latents(config: Config, architecture: str) -> ModelSpec:

@@ -118,15 +118,17 @@ class ModelSpec:
 
     def for_length(self, length: int | None) -> ModelSpec:
         """The same for sequences of at most `length` tokens, None for its context: LongRoPE has other factors for short
-        ones."""
-        length = length or self.context
+        ones, and an indexer that would choose every token is left out."""
+        length, latent = length or self.context, self.latent
 
         def shortened(rope: RopeConfig) -> RopeConfig:
             if not rope.short_factors or length > rope.original:
                 return rope
             return replace(rope, factors=rope.short_factors, gain=rope.short_gain)
 
-        return replace(self, rope=shortened(self.rope), ropes=tuple(map(shortened, self.ropes)))
+        if latent is not None and latent.index is not None and length <= latent.index.top:
+            latent = replace(latent, index=None)
+        return replace(self, rope=shortened(self.rope), ropes=tuple(map(shortened, self.ropes)), latent=latent)
 
     @property
     def bidirectional(self) -> bool:
@@ -158,7 +160,8 @@ class ModelSpec:
     def _kv_shape(self, layer: int, here: bool) -> KVShape:
         """K/V of a layer, of no heads where it is recurrent, or another stage's."""
         if self.latent is not None:
-            return KVShape(int(here), self.latent.rotated, self.latent.latents)
+            index = self.latent.index
+            return KVShape(int(here), self.latent.rotated, self.latent.latents, index.dim if index else 0)
         heads, dim = self.each_heads[layer]
         return KVShape(self._rank_heads(heads) if here and layer not in self.recurrent else 0, dim, dim)
 
@@ -218,7 +221,7 @@ class ModelSpec:
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of K/V a token takes, all layers, at `itemsize` bytes a number."""
-        return sum(heads * (key + value) * itemsize for heads, key, value in self.kv_shapes)
+        return sum(shape.numbers * itemsize for shape in self.kv_shapes)
 
 
 LARGEST, MOST_LAYERS = 1 << 24, 1 << 12

@@ -14,7 +14,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from starlette.types import ASGIApp
 
-from quire.assembly.backend import ENGINE_MODULE, model_names
+from quire.assembly.backend import model_names
+from quire.assembly.early_engine import ENGINE_MODULE
 from quire.assembly.place import without_secrets
 from quire.assembly.server import Server, beside, build_server
 from quire.assembly.text import Text, build_text

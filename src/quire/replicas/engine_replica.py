@@ -11,7 +11,8 @@ from typing import Any
 
 from ray import serve
 
-from quire.assembly.backend import ENGINE_MODULE, engine_process
+from quire.assembly.backend import engine_process
+from quire.assembly.early_engine import ENGINE_MODULE
 from quire.config import Settings
 from quire.errors import QuireError
 from quire.replicas import messages
@@ -155,7 +156,7 @@ class EngineReplica:
         if self._unwatch is None or whole:
             self._frames.clear()
             self._engine.watch(True)
-        else:
+        if self._unwatch is not None:
             self._unwatch.cancel()
         self._unwatch = loop.call_later(_UNWATCHED, self._stop_watching)
         frames, self._frames = self._frames, []

@@ -17,7 +17,7 @@ from threading import Lock, Thread
 import ray
 from ray import serve as ray_serve
 
-from quire.assembly.backend import ENGINE_MODULE
+from quire.assembly.early_engine import ENGINE_MODULE
 from quire.assembly.server import serve_built
 from quire.assembly.text import build_text
 from quire.config import Settings

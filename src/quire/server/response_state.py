@@ -88,6 +88,10 @@ class Record:
         )
         self._store.put(msgspec.structs.replace(self._entry, status=response["status"]), content)
 
+    def forget(self) -> None:
+        """Store it no longer. Blocking. Raises WriteFailed."""
+        self._store.delete(self._entry)
+
     def keep(self, response: dict[str, Any]) -> bool:
         """Store it, and whether that succeeded: an answer is not lost because it could not be stored."""
         try:
@@ -154,11 +158,13 @@ class Background:
             error = failure
             if not isinstance(error, QuireError):
                 log.exception("%s failed", self._record.id)
-        if self._why == _SHUTDOWN or self._chunks.finish == "abort":
+        # Decided here, once: whatever ends it while the end is written comes too late for an answer that is complete.
+        why = self._why if self._chunks.finish is None else None
+        if why == _SHUTDOWN or self._chunks.finish == "abort":
             error = Unavailable(INTERRUPTED)
         async with self._turn:
             cost = max(self._chunks.edge_cost, self._record.cost)
-            last = await offload(cost, partial(self._end, error))
+            last = await offload(cost, partial(self._end, error, stopped=why is not None))
         events = [*self.events, *last]
         saved = await self._save(events)
         self.over = True
@@ -184,10 +190,10 @@ class Background:
     def _encode(self, ready: Sequence[Delta]) -> list[bytes]:
         return _split(b"".join(map(self._chunks.encode, ready)))
 
-    def _end(self, error: Exception | None) -> list[bytes]:
+    def _end(self, error: Exception | None, *, stopped: bool) -> list[bytes]:
         if error is not None:
             return _split(self._chunks.failed(error))
-        return _split(self._chunks.closing() if self._why is None else self._chunks.cancelled())
+        return _split(self._chunks.cancelled() if stopped else self._chunks.closing())
 
     def _publish(self, events: list[bytes]) -> None:
         self.events += events
@@ -211,7 +217,11 @@ class Background:
         except TooLarge as error:
             log.error("%s is not stored: %s", self._record.id, error)
             failure = {"code": "server_error", "message": str(error)}
-            self._record.save({**response, "status": "failed", "output": [], "error": failure})
+            try:
+                self._record.save({**response, "status": "failed", "output": [], "error": failure})
+            except TooLarge:
+                # Not even that: without it, clients would wait for a response in progress for ever.
+                self._record.forget()
 
 
 def _split(events: bytes) -> list[bytes]:

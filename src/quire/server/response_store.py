@@ -258,8 +258,10 @@ class ResponseStore:
         Raises NotFound where one before it is not stored any more.
         """
         param = "previous_response_id"
-        chain = [entry]
-        while (before := chain[-1].previous) is not None and len(chain) <= len(self):
+        chain, seen = [entry], {entry.id}
+        # Each once: in a damaged folder a response may continue itself.
+        while (before := chain[-1].previous) is not None and before not in seen:
+            seen.add(before)
             try:
                 chain.append(self.find(before, entry.owner, param))
             except NotFound as error:
@@ -300,7 +302,6 @@ class ResponseStore:
         self._medium.write(entry, content)
         self._index(entry)
         self._evict()
-        self._report()
 
     def delete(self, entry: Entry) -> None:
         """Forget a response. Raises WriteFailed, with nothing changed."""
@@ -319,6 +320,7 @@ class ResponseStore:
             self._owned_bytes[entry.owner] = self._owned_bytes.get(entry.owner, 0) + entry.bytes
             self.bytes += entry.bytes
             self._num += 1
+            self._report()
 
     def _unindex(self, entry: Entry) -> None:
         owned = self._owned.get(entry.owner, OrderedDict())
@@ -333,7 +335,7 @@ class ResponseStore:
     def _forget(self, entry: Entry) -> None:
         with self._mutex:
             self._unindex(entry)
-        self._report()
+            self._report()
 
     def _evict(self) -> None:
         """Remove what is beyond the bound."""
@@ -344,7 +346,8 @@ class ResponseStore:
                 if (victim := self._victim()) is None:
                     return
                 self._unindex(victim)
-            self._observer.on_evicted_response()
+                self._observer.on_evicted_response()
+                self._report()
             try:
                 self._medium.remove(victim.id)
             except WriteFailed as error:
@@ -363,6 +366,7 @@ class ResponseStore:
         return None
 
     def _report(self) -> None:
+        # With the mutex held, or the numbers of two threads could arrive in the other order.
         self._observer.on_stored_responses(len(self), self.bytes)
 
     def _mark_interrupted(self, entry: Entry) -> None:

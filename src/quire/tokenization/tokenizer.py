@@ -195,6 +195,8 @@ class Tokenizer:
     """
 
     has_text = True
+    render_chat: Callable[..., str] | None = None
+    """`ChatTemplate.render` of the model's template, where it has one."""
 
     def __init__(
         self, core: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None, *, eos: Iterable[int] = ()
@@ -309,6 +311,45 @@ class Tokenizer:
         data = b"".join(map(pieces.__getitem__, tokens))
         strip = self._rule.strip
         return data.removeprefix(b" " * min(strip, len(data) - len(data.lstrip(b" ")))).decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **kwargs: Any,
+    ) -> str | tuple[int, ...]:
+        """A conversation as token ids, or with `tokenize=False` as text. Names and defaults are transformers'.
+
+        kwargs: what the template gets besides. Raises InvalidRequest as `ChatTemplate.render`, and where there is none.
+        """
+        if self.render_chat is None:
+            raise InvalidRequest("this model has no chat template: give one with chat_template=", param="chat_template")
+        text = self.render_chat(
+            conversation,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=kwargs,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of the token that texts begin with (transformers' name)."""
+        return self.bos
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the token that texts end with (transformers' name); `eos` has all that end an answer."""
+        return self._id("eos_token")
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
+        """The ids of vocabulary entries by their exact names, None where there is none (transformers' name)."""
+        return self.id_of(tokens) if isinstance(tokens, str) else [self.id_of(one) for one in tokens]
 
     def detokenizer(self, *, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> Detokenizer:
         """An incremental decoder of a text that follows `context`, whose leading space is kept."""

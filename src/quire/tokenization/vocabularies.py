@@ -336,7 +336,7 @@ def _from_gguf(facts: Mapping[str, Any]) -> Read:
     def fact(name: str, default: Any = None) -> Any:
         return facts.get(f"tokenizer.ggml.{name}", default)
 
-    pieces, kind = fact("tokens"), fact("model")
+    pieces, kind = list(fact("tokens") or ()), fact("model")
     if not pieces:
         raise InvalidModel(f"the file holds no tokenizer: {INSTEAD}")
     if kind not in ("gpt2", "llama", "gemma4"):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from types import MappingProxyType
 
@@ -22,6 +23,7 @@ from quire.models.registry import Model
 from quire.ops.quantized import FLOAT8, Float8, to_fp8
 from quire.ops.ragged import LayerKV, RaggedBatch, StateSlots
 from quire.weights.files import listed
+from quire.weights.kept_result import KeptResult
 
 PROBE = (
     "The water in a kettle boils when its vapour pressure equals that of the air above it, which is why tea is weaker "
@@ -153,15 +155,32 @@ def probe(vocab: int, encoded: Sequence[int]) -> tuple[int, ...]:
 
 class Canary:
     """The check of one model. encode: makes the probe's tokens, if anything is checked. threshold: None accepts any
-    quality.
+    quality. keep: where what has been found is kept; None: nowhere.
 
     quality: None where nothing is quantized. suspects: matrices with impossible scales.
     """
 
-    def __init__(self, encode: Callable[[], Sequence[int]] = tuple, threshold: Threshold | None = None) -> None:
-        self._encode, self.threshold = encode, threshold
+    def __init__(
+        self,
+        encode: Callable[[], Sequence[int]] = tuple,
+        threshold: Threshold | None = None,
+        keep: Callable[[], KeptResult] | None = None,
+    ) -> None:
+        self._encode, self.threshold, self._keep = encode, threshold, keep
         self.quality: Quality | None = None
         self.suspects: tuple[str, ...] = ()
+
+    @cached_property
+    def _kept(self) -> KeptResult | None:
+        return None if self._keep is None else self._keep()
+
+    @cached_property
+    def known(self) -> Quality | None:
+        """What has been found of the same files by the same code, if anything: it is not computed again."""
+        found = None if self._kept is None else self._kept.read()
+        with suppress(TypeError):  # of another form
+            return None if found is None else Quality(**found)
+        return None
 
     @cached_property
     def encoded(self) -> Sequence[int]:
@@ -175,10 +194,23 @@ class Canary:
     def check(
         self, model: Model, stored: Sequence[WeightStorage], device: torch.device, reference: Tensor | None
     ) -> None:
-        """Compare with `reference`, or else with the same weights multiplied in full precision.
+        """Compare with `reference`, or else with the same weights multiplied in full precision. What is known already
+        has only to be good enough.
 
         Raises InvalidModel below the threshold.
         """
+        self.quality = self.known or self._found(model, stored, device, reference)
+        if self.quality is None:
+            return
+        if self.threshold is not None:
+            self.threshold.check(self.quality, "quantisation")
+        if self._kept is not None and self.known is None and not self.suspects:
+            self._kept.write(asdict(self.quality))
+
+    def _found(
+        self, model: Model, stored: Sequence[WeightStorage], device: torch.device, reference: Tensor | None
+    ) -> Quality | None:
+        """What `check` compares; None on a stage that has no logits."""
         matrices = {each.matrix.parts[0].name: each.quantized for each in stored if each.quantized is not None}
         self.suspects = tuple(suspects(matrices))
         if self.suspects and self.threshold is not None:
@@ -196,11 +228,7 @@ class Canary:
         served = self.record_reference(model, device)
         # Where no activations are rounded, the same products were compared with themselves.
         reference = served if reference is None else reference
-        if not len(served):
-            return
-        self.quality = compare(reference, served, probe(model.spec.vocab, self.encoded))
-        if self.threshold is not None:
-            self.threshold.check(self.quality, "quantisation")
+        return compare(reference, served, probe(model.spec.vocab, self.encoded)) if len(served) else None
 
 
 UNLIKE, SAMPLE = 100.0, 64
@@ -250,7 +278,9 @@ def float8_layers(
         scales = published.get(i) or [scale_of(written(pool, len(tokens)), form) for pool in (cache.k, cache.v)]
         rough = any(scale is None for scale in scales)
         kept = [1.0 if rough or scale is None else scale for scale in scales]
-        layers.append(LayerShape(heads, *dims, model.dtype if rough else form.dtype, kept[0], kept[1]))
+        size = 0 if cache.index is None else cache.index.shape[-1]
+        dtype = model.dtype if rough else form.dtype
+        layers.append(LayerShape(heads, *dims, dtype, kept[0], kept[1], index_dim=size))
     room = allocate(layers, pages=-(-len(tokens) // PAGE), page_size=PAGE, device=device)
     return tuple(layers), compare(reference, answers(model, tokens, device, room), tokens)
 

@@ -7,12 +7,15 @@ into files `NAME-00001-of-0000N.gguf`, of which the first has all metadata.
 from __future__ import annotations
 
 import math
+import mmap
 import re
 import struct
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from quire.checks import instead
 from quire.errors import InvalidModel
@@ -22,6 +25,10 @@ STRING, ARRAY = 8, 9
 SCALARS: Mapping[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MANY_ITEMS = 1 << 26
 MOST_DIMENSIONS, LARGEST_ALIGNMENT, MOST_PARTS = 4, 1 << 20, 1 << 10
+LENGTH = struct.Struct("<Q")
+
+SETTLED = 2.0
+"""Seconds after its last change from which a file is known by its time: clocks of file systems are coarse."""
 
 
 class Kind(NamedTuple):
@@ -89,6 +96,54 @@ class GgufTensorInfo:
     def size(self) -> int:
         """Bytes in the file."""
         return math.prod(self.shape) // self.kind.block * self.kind.size
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStrings(Sequence[str]):
+    """An array of `length` strings in a file, read each time that it is iterated: a vocabulary is most of a header, and
+    most readers of headers have no use for it.
+
+    start, stop: its bytes. Raises InvalidModel where they are no longer what they were.
+    """
+
+    path: Path
+    start: int
+    stop: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[str]:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = file.read(self.stop - self.start)
+        if string_end(data, 0, self.length) != len(data):
+            raise InvalidModel(f"{self.path.name} has changed since its header was read: start again")
+        unpack, end = LENGTH.unpack_from, 0
+        for _ in range(self.length):
+            first = end + LENGTH.size
+            end = first + unpack(data, end)[0]
+            yield data[first:end].decode("utf-8", "replace")
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return list(self)[index]
+
+
+def string_end(data: bytes | mmap.mmap, at: int, count: int) -> int:
+    """Where `count` strings end, the first of which begins at `at`: behind the end of the data where that is too
+    short."""
+    length, size = LENGTH.unpack_from, LENGTH.size
+    try:
+        for _ in range(count):
+            at += size + length(data, at)[0]
+    except (struct.error, OverflowError):
+        return len(data) + 1
+    return at
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +241,28 @@ def read_gguf(path: Path) -> Gguf:
 
 
 def read_file(path: Path) -> Gguf:
-    """Metadata and headers of one file. Raises as `read_gguf`."""
+    """Metadata and headers of one file. Raises as `read_gguf`.
+
+    A start asks for them several times, and a vocabulary of 128,000 takes a tenth of a second.
+    """
+    found = path.stat()
+    settled = time.time() - found.st_mtime > SETTLED
+    return _remembered(path, found.st_ino, found.st_size, found.st_mtime_ns) if settled else _read_file(path)
+
+
+@lru_cache(maxsize=64)
+def _remembered(path: Path, *version: int) -> Gguf:
+    """The file as it is. version: differs where it is another."""
+    return _read_file(path)
+
+
+def _read_file(path: Path) -> Gguf:
     with path.open("rb") as file:
-        reader = Reader(file, path.name)
         if file.read(4) != MAGIC:
             raise InvalidModel(instead(path, "a GGUF file"))
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with data:
+        reader = Reader(data, path)
         check_version(path, reader.scalar("I"))
         tensors, count = reader.scalar("Q"), reader.scalar("Q")
         if max(tensors, count) > MANY_ITEMS:
@@ -205,9 +277,8 @@ def read_file(path: Path) -> Gguf:
         align = facts.get("general.alignment", 32)
         if not isinstance(align, int) or not 1 <= align <= LARGEST_ALIGNMENT or align & (align - 1):
             raise InvalidModel(f"{path.name}: general.alignment is {align!r:.40}, which is no power of two")
-        data = -(-file.tell() // align) * align
-    end = path.stat().st_size
-    placed = {name: replace(each, start=data + each.start, path=path) for name, each in held.items()}
+        first, end = -(-reader.at // align) * align, len(data)
+    placed = {name: replace(each, start=first + each.start, path=path) for name, each in held.items()}
     for name, each in placed.items():
         if each.start + each.size > end:
             raise InvalidModel(
@@ -229,17 +300,28 @@ def check_version(path: Path, version: int) -> None:
 
 
 class Reader:
-    """Reads a header value by value. Raises InvalidModel where the file ends or makes no sense."""
+    """Reads a header value by value, behind its first four bytes. Raises InvalidModel where the file ends or makes no
+    sense."""
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
-        self.file, self.name = file, name
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.name, self.at = data, path, path.name, len(MAGIC)
 
     def bytes(self, count: int) -> bytes:
         """The next bytes."""
-        data = self.file.read(count) if count <= MANY_ITEMS else b""
-        if len(data) < count:
-            raise InvalidModel(f"{self.name} ends within its header: it is truncated, download it again")
-        return data
+        first, self.at = self.at, self.at + count
+        if count > MANY_ITEMS or self.at > len(self.data):
+            raise self._ended()
+        return self.data[first : self.at]
+
+    def strings(self, count: int) -> StoredStrings:
+        """The next array of strings, which is not read yet."""
+        first, self.at = self.at, string_end(self.data, self.at, count)
+        if self.at > len(self.data):
+            raise self._ended()
+        return StoredStrings(self.path, first, self.at, count)
+
+    def _ended(self) -> InvalidModel:
+        return InvalidModel(f"{self.name} ends within its header: it is truncated, download it again")
 
     def scalar(self, code: str) -> Any:
         """The next number, by its code of `struct`."""
@@ -260,7 +342,9 @@ class Reader:
             if inner in SCALARS:
                 code = f"<{count}{SCALARS[inner]}"
                 return list(struct.unpack(code, self.bytes(struct.calcsize(code))))
-            return [self.value(inner) for _ in range(count)]
+            if inner == STRING:
+                return self.strings(count)
+            kind = inner
         if kind not in SCALARS:
             raise InvalidModel(f"{self.name} is not a GGUF file: there is no value of type {kind}")
         return self.scalar(SCALARS[kind])

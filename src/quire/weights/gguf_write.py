@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.ops.gguf_encode import encode
 from quire.weights.entries import TensorEntry
-from quire.weights.gguf import ARRAY, KINDS, MAGIC, STRING, Kind
+from quire.weights.gguf import ARRAY, KINDS, MAGIC, STRING, Kind, StoredStrings
 
 VERSION, ALIGNMENT = 3, 32
 UINT32, INT32, FLOAT32, BOOL, UINT64, INT64 = 4, 5, 6, 7, 10, 11
@@ -138,7 +138,7 @@ def _text(text: str) -> bytes:
 
 def _value(key: str, value: Any) -> bytes:
     """The type and the bytes of a metadata value."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | StoredStrings):
         return struct.pack("<I", ARRAY) + _array(key, value)
     kind, data = _scalar(key, value)
     return struct.pack("<I", kind) + data
@@ -162,7 +162,7 @@ def _scalar(key: str, value: Any) -> tuple[int, bytes]:
 def _array(key: str, values: Sequence[Any]) -> bytes:
     """Of one type: whole numbers are int32 where all fit, as llama.cpp reads types of tokens."""
     count = len(values)
-    if all(isinstance(value, str) for value in values):
+    if isinstance(values, StoredStrings) or all(isinstance(value, str) for value in values):
         return struct.pack("<IQ", STRING, count) + b"".join(map(_text, values))
     if all(isinstance(value, bool) for value in values):
         return struct.pack(f"<IQ{count}?", BOOL, count, *values)

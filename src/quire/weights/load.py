@@ -150,8 +150,9 @@ def allocated(spec: ModelSpec, build: ModelBuilder, name: str) -> Model:
 
 
 def reference_of(canary: Canary | None, build: ModelBuilder, model: Model, device: torch.device) -> torch.Tensor | None:
-    """The canary's answers before weights are quantized: all others are in their final form by then."""
-    if canary is None:
+    """The canary's answers before weights are quantized: all others are in their final form by then. None where
+    nothing is checked, or all is known."""
+    if canary is None or canary.known is not None:
         return None
     build.finalize(late=(OnlineQuantized, OnlineBlocks))
     return canary.record_reference(model, device)

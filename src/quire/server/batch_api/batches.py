@@ -6,6 +6,7 @@ import codecs
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from quire.server.access import refuse_cross_site
 from quire.server.batch_api.files import document, listing
 from quire.server.batch_api.store import Store, new_id, newest_first, whole_lines
 from quire.server.error_responses import json_response
-from quire.server.folder import durable_write
+from quire.server.folder import WriteFailed, durable_write
 from quire.server.limits import Limits, read_body
 from quire.server.schemas import parse
 
@@ -139,7 +140,9 @@ class Batches:
         self.store.put(batch)
         if len(self.store) > MOST_KEPT:
             for old in newest_first(filter(_finished, self.store.all()))[MOST_KEPT - 1 :]:
-                self.store.delete(old["id"])
+                # The new one runs: a client that was refused would begin it again. The next one tries again.
+                with suppress(WriteFailed):
+                    self.store.delete(old["id"])
         return json_response(batch)
 
     async def listed(self, request: Request) -> Response:
@@ -193,8 +196,8 @@ class Batches:
                 if line.strip():
                     yield number, line
 
-    def check(self, batch: dict[str, Any]) -> None:
-        """Validate the input: sets the batch's total, or its errors. Blocking: runs in a thread."""
+    def check(self, batch: dict[str, Any]) -> dict[str, Any] | None:
+        """Validate the input: sets the batch's total, and returns its errors, if any. Blocking: runs in a thread."""
         errors: list[dict[str, Any]] = []
         seen: set[str] = set()
 
@@ -211,8 +214,8 @@ class Batches:
             add_error("too_many", f"at most {MOST_LINES} lines")
         if not seen and not errors:
             add_error("empty_file", "there are no requests in it")
-        batch["errors"] = {"object": "list", "data": errors} if errors else None
         batch["request_counts"]["total"] = len(seen)
+        return {"object": "list", "data": errors} if errors else None
 
     def _wrong(self, batch: dict[str, Any], line: bytes, seen: set[str]) -> str | None:
         """What is wrong with a line of the input, None if nothing is. seen: custom ids, to which its own is added."""
@@ -260,18 +263,22 @@ class Batches:
     def finish(self, batch: dict[str, Any], status: str) -> None:
         """Make the journals files. May be killed anywhere and begun again. Blocking: runs in a thread.
 
-        Raises WriteFailed.
+        A batch that is being cancelled is cancelled, whatever it was going to be when this was asked for. Raises
+        WriteFailed.
         """
         journals = [(name, self.store.path(batch["id"], suffix)) for suffix, name, _ in _JOURNALS]
         ids = {name: new_id("file-") for name, journal in journals if batch[name] is None and journal.exists()}
-        self.set_status(batch, "finalizing", finishes_as=status, **ids)
+        with self.store.lock:
+            if batch["status"] == "cancelling":
+                status = "cancelled"
+            self.set_status(batch, "finalizing", finishes_as=status, **ids)
         for name, journal in journals:
             id = batch[name]
             if id is not None and journal.exists():
                 with durable_write(), journal.open("rb") as file:
                     os.fsync(file.fileno())
-                self.files.put(document(id, journal.stat().st_size, f"{journal.name}.jsonl", "batch_output"))
-                journal.replace(self.files.path(id, ".data"))
+                made = document(id, journal.stat().st_size, f"{journal.name}.jsonl", "batch_output")
+                self.files.put(made, journal)
         self.set_status(batch, status, finishes_as=msgspec.UNSET)
 
 

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from quire.errors import InvalidRequest, TooLarge
 from quire.server.access import refuse_cross_site
-from quire.server.batch_api.store import Store, new_id, newest_first
+from quire.server.batch_api.store import Store, new_id, newest_first, no_document
 from quire.server.error_responses import json_response
 from quire.server.folder import WriteFailed, durable_write, open_private
 from quire.server.listing import oldest_first, page
@@ -46,21 +46,28 @@ class Incoming:
         self._max_total = max_total
         self._sizes: dict[Path, int] = {}
 
+    def __len__(self) -> int:
+        return len(self._sizes)
+
     @property
     def space(self) -> int:
         """Bytes that may still be written."""
         return max(0, self._max_total - self._store.bytes - sum(self._sizes.values()))
 
+    def begin(self, path: Path) -> None:
+        """An upload begins."""
+        self._sizes[path] = 0
+
     def write(self, path: Path, file: BinaryIO, data: bytes) -> None:
         """Append data to an upload. Raises TooLarge."""
         if len(data) > self.space:
             raise TooLarge("there is no space for the file: delete others", param="file", code="no_room")
-        self._sizes[path] = self._sizes.get(path, 0) + len(data)
+        self._sizes[path] += len(data)
         file.write(data)
 
     def end(self, path: Path) -> None:
         """The upload has become a document of the store, or was given up."""
-        self._sizes.pop(path, None)
+        del self._sizes[path]
 
 
 class Files:
@@ -87,7 +94,7 @@ class Files:
     async def upload(self, request: Request) -> Response:
         """`POST /v1/files`."""
         refuse_cross_site(request.scope)
-        if len(self._store) >= MOST_FILES:
+        if len(self._store) + len(self._incoming) >= MOST_FILES:
             raise InvalidRequest(
                 f"there are {MOST_FILES} files, which is the limit: delete some", code="too_many_files"
             )
@@ -104,6 +111,7 @@ class Files:
             return partial(self._incoming.write, path, opened[0])
 
         form = Form(boundary(request.headers.get("content-type", "")), open_file, space)
+        self._incoming.begin(path)
         try:
             with durable_write():
                 await form.read(request.stream())
@@ -159,7 +167,12 @@ class Files:
     async def content(self, request: Request) -> Response:
         """`GET /v1/files/{id}/content`."""
         id = self._store.get(request.path_params["id"])["id"]
-        return FileResponse(self._store.path(id, ".data"), media_type="application/octet-stream")
+        path = self._store.path(id, ".data")
+        try:
+            about = await asyncio.to_thread(path.stat)
+        except FileNotFoundError:
+            raise no_document("file", id) from None  # it has just been deleted
+        return FileResponse(path, media_type="application/octet-stream", stat_result=about)
 
 
 def document(id: str, size: int, name: str, purpose: str) -> dict[str, Any]:

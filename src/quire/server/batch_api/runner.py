@@ -78,13 +78,14 @@ class BatchService:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        # What is left to do there is short, answers that are to be recorded among it.
+        await asyncio.to_thread(self._thread.shutdown)
         self._lock.close()
 
     async def _blocking(self, work: Callable[..., T], *args: Any) -> T:
         """The result of `work`, which reads or writes files, in the one thread for that. It is completed even where its
         caller is cancelled, and before the next."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work, *args))
 
     async def _run(self) -> None:
         while True:
@@ -109,9 +110,8 @@ class BatchService:
             return await self._blocking(batches.finish, batch, batch["finishes_as"])
         done = await self._blocking(batches.answered, batch)
         if batch["status"] == "validating":
-            await self._blocking(batches.check, batch)
-            if batch["errors"]:
-                return batches.set_status(batch, "failed")
+            if errors := await self._blocking(batches.check, batch):
+                return batches.set_status(batch, "failed", errors=errors)
             # It may have been cancelled meanwhile.
             if batch["status"] == "validating":
                 batches.set_status(batch, "in_progress")

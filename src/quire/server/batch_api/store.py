@@ -76,6 +76,9 @@ class Store:
                 known = msgspec.json.decode(path.read_bytes())
                 if msgspec.convert(known, Document).id != path.stem:
                     raise msgspec.ValidationError("its id differs from its file name")
+                if "bytes" in known and not path.with_suffix(".data").exists():
+                    # Killed within `put`, which its caller repeats.
+                    return
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 log.warning("%s is not a %s, and is ignored: %s", path, self._what, escape_control(str(error)))
             else:
@@ -84,21 +87,25 @@ class Store:
     def get(self, id: str) -> dict[str, Any]:
         """The document. Raises NotFound."""
         if id not in self._known:
-            raise NotFound(f"there is no {self._what} {id[:64]!r}", param="id", code="not_found")
+            raise no_document(self._what, id)
         return self._known[id]
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def put(self, document: dict[str, Any], **changes: Any) -> None:
+    def put(self, document: dict[str, Any], data: Path | None = None, /, **changes: Any) -> None:
         """Write a document with these changes, UNSET for a field to be removed.
 
-        On disk and in memory, the old one is replaced once the new one is complete. Raises WriteFailed, with nothing
-        changed.
+        On disk and in memory, the old one is replaced once the new one is complete. data: a file that is moved and
+        becomes its data, which is there when others can see the document. Raises WriteFailed, with nothing changed.
         """
         with self.lock:
             whole = {name: value for name, value in {**document, **changes}.items() if value is not msgspec.UNSET}
             replace_file(self.path(whole["id"], ".json"), msgspec.json.encode(whole), sync=True)
+            if data is not None:
+                # After the document: at a start, data without one are deleted.
+                with durable_write():
+                    data.replace(self.path(whole["id"], ".data"))
             self.bytes += _bytes(whole) - _bytes(self._known.get(whole["id"]))
             for name in document.keys() - whole.keys():
                 del document[name]
@@ -135,6 +142,11 @@ class Store:
         that of a journal, to which lines are appended, also after a restart."""
         assert _ID.fullmatch(id), id
         return self._folder / (id + suffix)
+
+
+def no_document(what: str, id: str) -> NotFound:
+    """The error where there is no document of this id. what: its kind."""
+    return NotFound(f"there is no {what} {id[:64]!r}", param="id", code="not_found")
 
 
 def _bytes(document: dict[str, Any] | None) -> int:

@@ -1,0 +1,41 @@
+"""The engine's process, started before anything else is imported: it imports torch while the server reads the model's
+text. Needs little itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+
+from quire.config import Settings
+from quire.engine.client import Spawned, spawn
+
+ENGINE_ENVIRONMENT = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"})
+"""On a CPU, oneDNN caches 1,024 matrix products, one for each shape, and so does torch's layer above it, at some 280 kB
+each: memory grew over thousands of requests, and they were no faster."""
+
+ENGINE_MODULE = "quire.assembly.engine_start"
+"""What the engine's process runs."""
+
+
+def engine_command(module: str = ENGINE_MODULE) -> list[str]:
+    """The command of a process that builds an engine; the number of its socket follows."""
+    return [sys.executable, "-m", module]
+
+
+@contextmanager
+def early_engine(settings: Settings) -> Iterator[Spawned | None]:
+    """A process for the engine, which ends with the context at the latest. None where the engine has ranks: they are
+    to be started before it imports torch, for which it needs the settings."""
+    if settings.execution.ranked:
+        yield None
+        return
+    begun = spawn(engine_command(), ENGINE_ENVIRONMENT)
+    try:
+        yield begun
+    finally:
+        if begun.process.poll() is None:
+            begun.process.kill()
+            begun.process.wait()
+            begun.sock.close()
