@@ -210,6 +210,7 @@ def test_layers_of_ernie_with_experts_are_those_between_two_numbers_each_so_many
 LATENTS = {"kv_lora_rank": 20, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 INDEXED = CONFIG | LATENTS | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 INDEXED |= {"architectures": ["DeepseekV32ForCausalLM"], "index_n_heads": 3, "index_head_dim": 16, "index_topk": 5}
+INDEXED |= {"n_group": 1, "topk_group": 1}
 
 
 def test_an_indexer_is_kept_where_it_has_a_choice() -> None:
