@@ -125,9 +125,7 @@ def test_a_field_that_is_none_here_is_taken_where_it_changes_nothing(kind: Any, 
             assert caught.value.param == name and str(caught.value).endswith(instead)
     with pytest.raises(InvalidRequest, match=f"{kind.__name__} has no parameter jsn.*'json'|no parameter max_token."):
         kind(**given, **{"jsn" if given else "max_token": 1})
-    with pytest.raises(
-        InvalidRequest, match=r"no parameter beam_with\. Did you mean 'beam_width'"
-    ):
+    with pytest.raises(InvalidRequest, match=r"no parameter beam_with\. Did you mean 'beam_width'"):
         BeamSearchParams(3, max_tokens=2, beam_with=3)  # type: ignore[call-arg]
 
 
