@@ -764,7 +764,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_key_value_heads": 5,
             **LATENTS,
             **INDEXER,
-            "index_topk": 1,
+            "index_topk": 5,
             "index_n_heads": 17,
             "kv_lora_rank": 17,
             "q_lora_rank": 25,

@@ -15,7 +15,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Never, Self, cast
+from typing import TYPE_CHECKING, Any, Never, Self, cast
 
 from quire.assembly.backend import build_backend, engine_process
 from quire.assembly.images import build_images, fetch_now
@@ -162,8 +162,10 @@ class AsyncLLM:
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
-    def __getattr__(self, name: str) -> Never:
-        raise missing(self, name)
+    if not TYPE_CHECKING:  # or type checkers would find every name
+
+        def __getattr__(self, name: str) -> Never:
+            raise missing(self, name)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Any, Never, Self, cast
+from typing import TYPE_CHECKING, Any, Never, Self, cast
 
 import torch
 from rich.console import Console
@@ -124,8 +124,10 @@ class LLM:
         self._thread = EngineThread(self._engine, _take_over_threads)
         weakref.finalize(self, self._thread.leave)
 
-    def __getattr__(self, name: str) -> Never:
-        raise missing(self, name)
+    if not TYPE_CHECKING:  # or type checkers would find every name
+
+        def __getattr__(self, name: str) -> Never:
+            raise missing(self, name)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
