@@ -155,7 +155,7 @@ def floor(spec: ModelSpec, config: Mapping[str, Any], batch: int, length: int) -
         used = experts * (1 - unused**batch) * packed
     body = number - experts - table * (1 if spec.tie else 2)
     windows = [min(length, length if window == UNLIMITED else window) for window in spec.windows]
-    kept = (heads * (key + value) * 2 for heads, key, value in spec.kv_shapes)
+    kept = (shape.numbers * 2 for shape in spec.kv_shapes)
     kv = sum(size * seen for size, seen in zip(kept, windows, strict=False))
     states = 2 * sum(each.nbytes(2) for each in spec.state_shapes if each)
     return (matrices * body + 2 * table + used + batch * (kv + states)) / BANDWIDTH

@@ -99,7 +99,9 @@ DEEPSEEK_ROPE = MappingProxyType(
     }
 )
 
-INDEXER = MappingProxyType({"index_topk": 256, "index_n_heads": 3, "index_head_dim": 16})
+INDEXER = MappingProxyType({"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16})
+"""Few tokens, so that every prompt meets a choice, and many heads: where all of them see nothing in a key its score is
+0, and torch chooses among equal scores as it likes."""
 
 LATENTS = MappingProxyType({"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "kv_lora_rank": 20, "v_head_dim": 12})
 
@@ -744,6 +746,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_key_value_heads": 7,
             **LATENTS,
             **INDEXER,
+            "index_topk": 21,
+            "index_head_dim": 8,
             "q_lora_rank": 30,
             "moe_intermediate_size": 21,
             "n_routed_experts": 8,
@@ -760,6 +764,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_key_value_heads": 5,
             **LATENTS,
             **INDEXER,
+            "index_topk": 5,
+            "index_n_heads": 17,
             "kv_lora_rank": 17,
             "q_lora_rank": 25,
             "num_hidden_layers": 4,

@@ -20,6 +20,7 @@ os.environ.setdefault(
 os.environ["XDG_CACHE_HOME"] = os.devnull
 
 import _pytest.logging
+import hypothesis
 import pytest
 import torch
 
@@ -33,6 +34,10 @@ if not torch.cuda.is_available():  # chosen before any kernel is defined, whiche
 
 gc.set_threshold(50_000)
 gc.disable()  # until tests are collected: what that leaves would be scanned again and again
+
+# An example that takes 200 ms, or examples that are made slowly, are no fault of a test on a busy machine.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 _pytest.logging.catching_logs = CatchingLogs  # type: ignore[misc,assignment]
 

@@ -227,7 +227,7 @@ MXFP4 = mxfp4_packed, compressed(4, "float", "group", "mxfp4-pack-quantized", gr
 """Not of FORMATS, for it takes multiples of 32 columns."""
 
 
-MATRICES = re.compile(r"(_proj|_with_mqa|\.w[123]|_linear|\.c_fc)\.weight$")
+MATRICES = re.compile(r"(_proj|_with_mqa|\.w[123]|\.wq_b|\.wk|_linear|\.c_fc)\.weight$")
 """What tools quantise of the layers of any family: no routers, and no tensors that hold many matrices."""
 
 

@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 PROMPTS = [f"{name} had a little dog" for name in ("Lily", "Tom", "Anna", "Ben", "Mia")]
-SOON = 30.0
+SOON = 300.0
 """Seconds that nothing here takes, unless it hangs."""
 
 
@@ -171,16 +171,29 @@ def test_prompts_are_text_or_token_ids_or_mappings(runner: asyncio.Runner, llm: 
 
 
 def test_a_conversation_is_rendered_by_the_models_template(runner: asyncio.Runner, llm: AsyncLLM) -> None:
-    talk = [{"role": "user", "content": "Tell me about a boat."}]
+    asked: dict[str, Any] = {"role": "user", "content": "Tell me about a boat."}
+    tool = {"type": "function", "function": {"name": "row", "parameters": {"type": "object", "properties": {}}}}
+    cases: list[tuple[list[Any], dict[str, Any]]] = [
+        ([asked], {}),
+        ([asked], {"tools": [tool], "chat_template_kwargs": {"enable_thinking": False}}),
+        (
+            [asked, {"role": "assistant", "content": "A boat"}],
+            {"add_generation_prompt": False, "continue_final_message": True},
+        ),
+    ]
 
-    async def chat() -> RequestOutput:
-        [found] = [output async for output in llm.chat(talk, replace(GREEDY, output_kind="final_only"), "talk")]
+    async def chat(talk: list[Any], given: dict[str, Any]) -> RequestOutput:
+        params = replace(GREEDY, output_kind=RequestOutputKind.FINAL_ONLY)
+        [found] = [output async for output in llm.chat(talk, params, "talk", **given)]
         return found
 
-    found = run(runner, chat())
     with LLM(**OPTIONS) as other:
-        [wanted] = other.chat(talk, GREEDY)
-    assert (found.request_id, found.prompt, found.outputs) == ("talk", wanted.prompt, wanted.outputs)
+        for talk, given in cases:
+            found = run(runner, chat(talk, given))
+            [wanted] = other.chat(talk, GREEDY, **given)
+            assert (found.request_id, found.prompt, found.outputs) == ("talk", wanted.prompt, wanted.outputs)
+    with pytest.raises(InvalidRequest, match="add_generation_prompt starts another"):
+        run(runner, chat([asked], {"continue_final_message": True}))
 
 
 def test_an_abort_ends_one_request_and_gives_its_blocks_back(runner: asyncio.Runner, llm: AsyncLLM) -> None:

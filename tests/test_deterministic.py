@@ -199,12 +199,16 @@ SITUATIONS = {
 }
 
 
-RECURRENT = (Kind("nemotron_h-gqa", "bfloat16"), Kind("qwen3_next-shared-keys", "float32"))
+FURTHER = (
+    Kind("nemotron_h-gqa", "bfloat16"),
+    Kind("qwen3_next-shared-keys", "float32"),
+    Kind("deepseek_v32-groups-yarn", "bfloat16"),
+)
 
 
 @pytest.mark.parametrize(
     "kind",
-    [*SOME[1::2], *(pytest.param(kind, marks=pytest.mark.nightly) for kind in (*SOME[::2], *RECURRENT))],
+    [*SOME[1::2], *(pytest.param(kind, marks=pytest.mark.nightly) for kind in (*SOME[::2], *FURTHER))],
     ids="-".join,
 )
 def test_an_answer_has_the_same_bits_in_every_situation(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> None:

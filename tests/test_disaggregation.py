@@ -213,6 +213,7 @@ KINDS = [
     (Split, "gemma2-gqa", "float32"),
     (SplitAhead, "gpt2-odd-heads", "bfloat16"),
     (Split, "qwen3_moe-gqa", "float32"),
+    (Split, "deepseek_v32-groups-yarn", "float32"),
 ]
 NAMES = ("kind", "shape", "dtype")
 EVERY = pytest.mark.parametrize(NAMES, KINDS, ids=lambda each: getattr(each, "__name__", each))

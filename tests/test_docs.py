@@ -71,6 +71,16 @@ SEARCHED = {
     "gguf": "guides/gguf/",
     "system message": "guides/prefix-caching/#what-is-shared",
     "asyncllm": "examples/#async_llmpy",
+    "lora": "troubleshooting/#adapters-are-not-applied-at-run-time",
+    "guided_json": "guides/structured-outputs/#choices-regular-expressions-and-grammars",
+    "trust_remote_code": "reference/vllm/#llm-engineargs-asyncengineargs",
+    "tensor-parallel-size": "guides/many-gpus/",
+    "reverse proxy": "guides/deployment/#behind-a-reverse-proxy",
+    "systemd": "guides/deployment/#systemd",
+    "cors": "guides/security/#requests-from-web-pages-cors",
+    "tls": "guides/security/#tls",
+    "rocm": "installation/#linux",
+    "mirostat": "reference/requests/#refused",
 }
 """What newcomers look for, and a place that the site's search has to find for it."""
 FIRST = ("function calling", "windows", "macos", "out of memory", "gguf")
@@ -210,6 +220,7 @@ def test_options_named_in_prose_are_options_there_are() -> None:
         command = importlib.import_module(f"benchmarks.{name}").command
         known |= set(_flags(command, click.Context(command)))
     foreign = {"--build-arg", "--extra-index-url", "--no-cache-dir", "--gpus", "--rm"}
+    foreign |= {"--dataset-name", "--ignore-eos"}  # of vllm bench serve
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
         if "benchmarks" not in page.parts:  # those say what was run on the day

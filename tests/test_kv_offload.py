@@ -117,11 +117,13 @@ KINDS = [
     (Tiered, "llama-gqa-tied", "float32"),
     (Float8, "llama-gqa-tied", "float32"),
     (TieredAhead, "llama-gqa-tied", "bfloat16"),
-    (Tiered, "deepseek_v2-groups-yarn", "float32"),
+    (Tiered, "deepseek_v32-groups-yarn", "float32"),
     (TieredAhead, "deepseek_v3-plain-queries", "bfloat16"),
     (Tiered, "gemma2-gqa", "float32"),
     (TieredAhead, "gpt2-odd-heads", "bfloat16"),
     (Tiered, "qwen3_moe-gqa", "bfloat16"),
+    (Tiered, "deepseek_v2-groups-yarn", "float32"),
+    (Float8, "deepseek_v32-groups-yarn", "float32"),
 ]
 AT_NIGHT = KINDS[4:5] + KINDS[6:]
 EVERY = pytest.mark.parametrize(

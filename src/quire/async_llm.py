@@ -12,16 +12,24 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Never, Self, cast
+from typing import TYPE_CHECKING, Any, Never, Self, cast
 
 from quire.assembly.backend import build_backend, engine_process
 from quire.assembly.images import build_images, fetch_now
 from quire.assembly.place import located
 from quire.assembly.pooled import PooledPrompts, PoolingReader
-from quire.assembly.prompts import Message, Prompt, PromptReader, ReadPrompt, suffixes
+from quire.assembly.prompts import (
+    Message,
+    Prompt,
+    PromptReader,
+    ReadPrompt,
+    check_continuation,
+    last_text,
+    suffixes,
+)
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
@@ -39,6 +47,7 @@ from quire.frontend.outputs import (
 )
 from quire.frontend.processor import ActiveRequest, check_priority
 from quire.observability.observer import FrontendObserver
+from quire.parsers.reasoning import turned_off
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import (
     UNLIMITED,
@@ -153,8 +162,10 @@ class AsyncLLM:
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
-    def __getattr__(self, name: str) -> Never:
-        raise missing(self, name)
+    if not TYPE_CHECKING:  # or type checkers would find every name
+
+        def __getattr__(self, name: str) -> Never:
+            raise missing(self, name)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -245,13 +256,28 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for a conversation. Raises InvalidRequest also where the model has no chat template."""
+        """As `generate`, for a conversation. Further arguments are those of `LLM.chat`.
+
+        Iteration raises InvalidRequest also where the model has no chat template, or its template refuses the messages.
+        """
 
         def encode(params: SamplingParams) -> _Encoded:
-            talk = self._prompts.rendered(messages)
-            return talk, self._prompts.bound(talk.text or "", "", params)
+            check_continuation(add=add_generation_prompt, go_on=continue_final_message)
+            talk = self._prompts.rendered(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            begun = last_text(messages) if continue_final_message else ""
+            return talk, self._prompts.bound(talk.text or "", begun, params, off=turned_off(chat_template_kwargs))
 
         return self._stream(UNLIMITED, encode, sampling_params, request_id, priority, others)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Any, Never, Self, cast
+from typing import TYPE_CHECKING, Any, Never, Self, cast
 
 import torch
 from rich.console import Console
@@ -29,7 +29,17 @@ from quire.assembly.kv_offload import refuse_prefill
 from quire.assembly.limits import choose_device
 from quire.assembly.place import located
 from quire.assembly.pooled import PoolingReader
-from quire.assembly.prompts import Message, Prompt, PromptReader, ReadPrompt, check_list, last_text, listed, suffixes
+from quire.assembly.prompts import (
+    Message,
+    Prompt,
+    PromptReader,
+    ReadPrompt,
+    check_continuation,
+    check_list,
+    last_text,
+    listed,
+    suffixes,
+)
 from quire.assembly.text import build_text
 from quire.checks import number
 from quire.config import Settings
@@ -114,8 +124,10 @@ class LLM:
         self._thread = EngineThread(self._engine, _take_over_threads)
         weakref.finalize(self, self._thread.leave)
 
-    def __getattr__(self, name: str) -> Never:
-        raise missing(self, name)
+    if not TYPE_CHECKING:  # or type checkers would find every name
+
+        def __getattr__(self, name: str) -> Never:
+            raise missing(self, name)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -362,11 +374,7 @@ class LLM:
         """
         self._thread.check()
         check_method({"lora_request": lora_request, "chat_template": chat_template, **others})
-        if add_generation_prompt and continue_final_message:
-            raise InvalidRequest(
-                "continue_final_message continues the last message, add_generation_prompt starts another: set one",
-                param="continue_final_message",
-            )
+        check_continuation(add=add_generation_prompt, go_on=continue_final_message)
         rendering = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,

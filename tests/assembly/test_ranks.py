@@ -257,7 +257,14 @@ def test_what_cannot_be_divided_is_refused_as_by_one_rank(options: dict[str, Any
     assert set(ranks()) == before
 
 
-DRAFTING = ("deepseek_v3-groups-yarn", "qwen3_next-shared-keys", "mimo-gqa", "ernie4_5_moe-gqa", "nemotron_h-experts")
+DRAFTING = (
+    "deepseek_v3-groups-yarn",
+    "deepseek_v32-groups-yarn",
+    "qwen3_next-shared-keys",
+    "mimo-gqa",
+    "ernie4_5_moe-gqa",
+    "nemotron_h-experts",
+)
 
 
 @pytest.mark.nightly

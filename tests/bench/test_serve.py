@@ -322,3 +322,15 @@ def test_what_is_refused_leaves_no_open_connection(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("urllib.request.urlopen", answer)
     assert fetch("http://x") is None and refused.closed
+
+
+def test_options_of_vllm_bench_serve_that_change_nothing_are_named() -> None:
+    typical = (
+        "--backend vllm --endpoint /v1/completions --dataset-name random --ignore-eos --tokenizer a/b --temperature 0"
+    )
+    shown = CliRunner().invoke(main, ["bench", "serve", *typical.split(), "--base-url", "http://127.0.0.1:1"])
+    assert "--backend changes nothing here: requests are OpenAI's" in shown.stderr
+    assert shown.stderr.count("changes nothing here") == 6 and "does not answer /v1/models" in shown.stderr
+    for other in ("--backend tgi", "--dataset-name sharegpt", "--temperature 1"):
+        refused = CliRunner().invoke(main, ["bench", "serve", *other.split()])
+        assert refused.exit_code == 2 and f"No such option '{other.split()[0]}'" in refused.stderr

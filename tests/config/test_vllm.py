@@ -11,7 +11,7 @@ import click
 import pytest
 import torch
 
-from quire import LLM, AsyncLLM
+from quire import LLM, AsyncLLM, BeamSearchParams
 from quire.cli import main
 from quire.config import OPTIONS, Settings
 from quire.config.unknown import UNSUPPORTED
@@ -125,6 +125,8 @@ def test_a_field_that_is_none_here_is_taken_where_it_changes_nothing(kind: Any, 
             assert caught.value.param == name and str(caught.value).endswith(instead)
     with pytest.raises(InvalidRequest, match=f"{kind.__name__} has no parameter jsn.*'json'|no parameter max_token."):
         kind(**given, **{"jsn" if given else "max_token": 1})
+    with pytest.raises(InvalidRequest, match=r"no parameter beam_with\. Did you mean 'beam_width'"):
+        BeamSearchParams(3, max_tokens=2, beam_with=3)  # type: ignore[call-arg]
 
 
 def test_sampling_parameters_are_made_copied_and_assigned_as_vllms() -> None:
@@ -194,6 +196,14 @@ def test_a_command_names_the_options_that_change_nothing_and_refuses_others(caps
     for option, hint in (("--jinja", "always applied"), ("-fa", "by itself"), ("-hf", "--model"), ("--lora", "merge")):
         with pytest.raises(click.ClickException, match=f"{option}[ :].*{hint}"):
             main.main(["config", option, "x"], standalone_mode=False)
+
+
+def test_several_values_behind_one_flag_are_refused_with_how_they_are_written() -> None:
+    """As `vllm serve` takes them; the last would be another argument."""
+    with pytest.raises(click.ClickException, match=r"\(b\): --served-model-name takes several values with commas"):
+        main.main(["config", "embedded", "--served-model-name", "a", "b"], standalone_mode=False)
+    with pytest.raises(click.UsageError, match=r"extra argument \(other\)$"):
+        main.main(["config", "embedded", "other"], standalone_mode=False)
 
 
 def test_each_argument_and_option_has_a_reason() -> None:

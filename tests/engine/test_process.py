@@ -390,6 +390,23 @@ def test_a_pending_explanation_fails_when_the_engine_ends() -> None:
     asyncio.run(story())
 
 
+def test_a_pending_explanation_fails_when_the_engine_is_closed() -> None:
+    """Or the traces of a server's last requests would delay its end."""
+
+    async def story() -> None:
+        port = EngineProcess([], {}, lambda metrics: b"")
+        port._link = SimpleNamespace(  # type: ignore[assignment]
+            was_ready=True, send=lambda message: None, close=lambda: None
+        )
+        waiting = asyncio.ensure_future(port.explain("a"))
+        await asyncio.sleep(0)
+        await port.close()
+        with pytest.raises(Unavailable, match="its record of requests is lost"):
+            await asyncio.wait_for(waiting, 60)
+
+    asyncio.run(story())
+
+
 class Pauses:
     """asyncio as the client sees it, but that pauses are noted and not made."""
 

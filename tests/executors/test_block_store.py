@@ -39,6 +39,7 @@ LAYERS = {
     "bfloat16 of odd widths": (LayerShape(1, 3, 5, torch.bfloat16), LayerShape(2, 6, 6, torch.bfloat16)),
     "float8 and bfloat16": (LayerShape(2, 8, 8, torch.float8_e4m3fn), LayerShape(2, 8, 8, torch.bfloat16)),
     "latents": (LayerShape(1, 4, 16, torch.bfloat16),) * 3,
+    "latents with an indexer's keys": (LayerShape(1, 4, 16, torch.bfloat16, index_dim=6),) * 3,
     "a layer without K/V of its own": (LayerShape(2, 8, 8, torch.float16), LayerShape(0, 8, 8, torch.float16)),
 }
 
@@ -47,7 +48,7 @@ def pool(layers: Sequence[LayerShape], device: str = "cpu") -> list[LayerKV]:
     """A pool in which no two blocks are alike."""
     kv = allocate(layers, pages=PAGES, page_size=SIZE, device=device)
     for layer in kv:
-        for each in (layer.k, layer.v):
+        for each in layer.pools:
             if each.numel():
                 bits = torch.randint(0, 100, each.view(torch.uint8).shape, dtype=torch.uint8, device=device)
                 each.view(torch.uint8).copy_(bits)
@@ -55,7 +56,7 @@ def pool(layers: Sequence[LayerShape], device: str = "cpu") -> list[LayerKV]:
 
 
 def contents(kv: Sequence[LayerKV]) -> list[torch.Tensor]:
-    return [each.view(torch.uint8).reshape(len(each), -1).cpu().clone() for la in kv for each in (la.k, la.v)]
+    return [each.view(torch.uint8).reshape(len(each), -1).cpu().clone() for la in kv for each in la.pools]
 
 
 def on_host(kv: Sequence[LayerKV]) -> tuple[PoolCopies, torch.Tensor]:
@@ -103,7 +104,7 @@ def test_blocks_come_back_bit_by_bit_into_other_places(layers: Sequence[LayerSha
     store.save(1, [(KEYS[block], block, SLOTS - 1 - i) for i, block in enumerate(blocks)], False)
     assert ended(store)[0][:3] == ("save", 1, {})
     for layer in kv:
-        for each in (layer.k, layer.v):
+        for each in layer.pools:
             each.view(torch.uint8)[1 : half + 1] = 255
     store.load(2, [(KEYS[block], SLOTS - 1 - i, block + half) for i, block in enumerate(blocks)])
     assert ended(store)[0][:3] == ("load", 2, {})
@@ -127,7 +128,7 @@ def test_blocks_that_go_out_and_those_that_take_their_places_pass_each_other(
     ended(store)
     # Blocks 1, 2, ... become others, go out to slots 0, 1, ... and come back from where they were.
     for layer in kv:
-        for each in (layer.k, layer.v):
+        for each in layer.pools:
             each.view(torch.uint8)[1 : count + 1] += 1
     changed = contents(kv)
     places = [(7 * i) % count + 1 for i in range(count)]

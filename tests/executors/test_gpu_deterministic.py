@@ -65,6 +65,7 @@ def test_answers_have_the_bits_that_they_have_without_tiers(
         "gpt2-odd-heads",
         "qwen3_next-shared-keys",
         "nemotron_h-gqa",
+        "deepseek_v32-groups-yarn",
     ],
 )
 def test_an_answer_has_the_same_bits_in_every_situation(shape: str, dtype: str, tmp_path: Path) -> None:

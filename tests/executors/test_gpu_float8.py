@@ -44,7 +44,7 @@ def answers(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("form", FLOAT8)
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"enforce_eager": True}], ids=str)
-@pytest.mark.parametrize("shape", ["qwen3-gqa", "gpt_oss-gqa", "deepseek_v3-groups-yarn"])
+@pytest.mark.parametrize("shape", ["qwen3-gqa", "gpt_oss-gqa", "deepseek_v3-groups-yarn", "deepseek_v32-groups-yarn"])
 def test_answers_with_float8_are_those_of_the_cpu(
     shape: str, form: str, options: dict[str, Any], tmp_path: Path
 ) -> None:

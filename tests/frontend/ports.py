@@ -130,3 +130,11 @@ def scored(token: int, top: int | None) -> TokenLogprobs:
     """Log-probabilities that anyone can check: the token is the second most likely, after its neighbours."""
     likely = tuple((t, -0.25 * (i + 1)) for i, t in enumerate([token + 1, token, token + 2][: top or 0]))
     return TokenLogprobs(token, -0.5, 2, likely)
+
+
+def fire(timer: asyncio.TimerHandle | None) -> None:
+    """What a timer does when it is due, now: what must happen before that may take a busy machine any time."""
+    assert timer is not None
+    callback, args = timer._callback, timer._args  # type: ignore[attr-defined]
+    timer.cancel()
+    callback(*args)

@@ -24,7 +24,7 @@ from quire.observability.observer import ObserverGroup
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import BACKGROUND, FinishedRequest, RequestStepOutput, SamplingParams
-from tests.frontend.ports import FakePort
+from tests.frontend.ports import FakePort, fire
 from tests.tokenization.vocabulary import CHATML, byte_level
 
 pytestmark = pytest.mark.anyio
@@ -268,9 +268,11 @@ async def test_more_answers_than_the_queue_holds_can_never_be() -> None:
 async def test_a_deadline_ends_with_what_there_is() -> None:
     port = FakePort()
     backend = await start_backend(port)
-    task = asyncio.ensure_future(collect(backend, call(timeout=0.02, n=2)))
+    task = asyncio.ensure_future(collect(backend, call(timeout=1000, n=2)))
     await settle()
     port.say("c-0", *TOKENIZER.encode("the"))
+    [live] = backend._requests
+    fire(live.timer)
     deltas = await task
     assert "".join(d.text for d in deltas) == "the"
     assert [d.finish_reason for d in deltas if d.finish_reason] == ["timeout", "timeout"]
@@ -285,7 +287,7 @@ async def test_a_deadline_before_any_token_is_an_error() -> None:
 async def test_a_deadline_that_the_engine_saw_first_counts_too() -> None:
     port = FakePort()
     backend = await start_backend(port)
-    task = asyncio.ensure_future(collect(backend, call(timeout=5)))
+    task = asyncio.ensure_future(collect(backend, call(timeout=1000)))
     await settle()
     port.say("c-0", finish="timeout")
     with pytest.raises(DeadlineExceeded):

@@ -66,7 +66,7 @@ def behind(server: PrivateServer, port: int) -> UpstreamBackend:
         headers=[(b"authorization", b"Bearer k")],
         max_outstanding=8,
         routing=RoutingPolicy(),
-        start_timeout=20,
+        start_timeout=200,
     )
 
 

@@ -64,7 +64,6 @@ LACKING: Mapping[str, str] = MappingProxyType(
     {
         "deepseek_v2": "`attention_bias` without `q_lora_rank`",
         "deepseek_v3": "`attention_bias` without `q_lora_rank`",
-        "deepseek_v32": "sequences longer than `index_topk` (2,048): sparse attention",
         "ernie4_5_moe": "`use_bias`",
         "gemma3": "crops of images",
         "gemma4": "video, audio",

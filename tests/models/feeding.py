@@ -35,8 +35,8 @@ class Feeder:
         self.pages = Pages(POOL, page_size, seed)
         states = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes)
         self.kv = [
-            replace(poisoned(POOL, heads, page_size, key, dtype, value_dim=value), state=held.state)
-            for (heads, key, value), held in zip(
+            replace(poisoned(POOL, heads, page_size, key, dtype, value_dim=value, index_dim=index), state=held.state)
+            for (heads, key, value, index), held in zip(
                 model.spec.kv_shapes, allocate(states, pages=0, page_size=1, states=MOST), strict=True
             )
         ]

@@ -46,6 +46,18 @@ def experts(**change: object) -> Callable[[ModelSpec], ModelSpec]:
     return lambda spec: replace(spec, experts=spec.experts and replace(spec.experts, **change))
 
 
+def indexed(more: int | None) -> Callable[[ModelSpec], ModelSpec]:
+    """An indexer that chooses so many tokens more; None: no indexer."""
+
+    def changed(spec: ModelSpec) -> ModelSpec:
+        if spec.latent is None or spec.latent.index is None:
+            return spec
+        index = None if more is None else replace(spec.latent.index, top=spec.latent.index.top + more)
+        return replace(spec, latent=replace(spec.latent, index=index))
+
+    return changed
+
+
 WITHOUT: Mapping[str, Callable[[ModelSpec], ModelSpec]] = MappingProxyType(
     {
         "windows": lambda spec: replace(spec, windows=(UNLIMITED,) * spec.layers),
@@ -85,6 +97,8 @@ WITHOUT: Mapping[str, Callable[[ModelSpec], ModelSpec]] = MappingProxyType(
         "scale of shares": experts(scale=1.0),
         "weighed inputs": experts(weighs_inputs=False),
         "first step of gains": of_rope(query_shift=0),
+        "choice of tokens": indexed(None),
+        "one more token": indexed(1),
         "an expert": lambda spec: replace(
             spec,
             experts=spec.experts

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from quire.assembly.limits import resolve
 from quire.cli.inspect import draft_parameters, read_facts, shapes
 from quire.cli.plan import plan_lines
 from quire.config import Settings
 from quire.config.option import amount
-from quire.errors import InvalidConfig
+from quire.layers.latent import IndexConfig
 from quire.models.registry import ARCHITECTURES, idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import TopK
@@ -528,12 +527,16 @@ def test_a_layer_for_multi_token_prediction_is_about_as_large_as_any_other(name:
     assert 0.5 < layer * spec(name).layers / whole < 1.5
 
 
-def test_deepseek_v32_is_served_as_far_as_its_attention_is_not_sparse(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["deepseek-ai/DeepSeek-V3.2"][1]))
-    assert spec("deepseek-ai/DeepSeek-V3.2").context == 2048
-    facts = read_facts(Settings.of(model=str(tmp_path)))
-    with pytest.raises(InvalidConfig, match=r"max_model_len 4096.*2048"):
-        resolve(Settings.of(model=str(tmp_path), max_model_len=4096), facts.spec, torch.device("cpu"))
+def test_deepseek_v32_has_an_indexer_where_sequences_may_be_longer_than_what_it_chooses() -> None:
+    whole, dense = spec("deepseek-ai/DeepSeek-V3.2"), spec("deepseek-ai/DeepSeek-V3")
+    assert whole.context == 163840
+    assert whole.latent is not None and whole.latent.index == IndexConfig(heads=64, dim=128, top=2048, rotated=64)
+    assert whole.kv_bytes(2) == 61 * 2 * (512 + 64 + 128)
+    assert whole.for_length(2049) == whole.for_length(None) == whole
+    short = whole.for_length(2048)
+    assert (short.latent, short.kv_bytes(2)) == (dense.latent, dense.kv_bytes(2))
+    indexer = 64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128
+    assert parameters(whole) - parameters(short) == 61 * indexer
 
 
 def test_layers_without_rotary_embedding_and_windows_are_where_they_were_published() -> None:

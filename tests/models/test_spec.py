@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from quire.errors import InvalidModel
 from quire.layers.basic import RopeConfig
 from quire.layers.moe import MoEConfig
 from quire.models.registry import parameters, read_spec
+from quire.ops.ragged import KVShape
 from quire.types import UNLIMITED
 
 CONFIG = {
@@ -36,7 +39,7 @@ def test_a_config_is_read_with_the_defaults_of_its_architecture() -> None:
 
 def test_kv_and_parameters_are_counted() -> None:
     spec = read_spec(CONFIG)
-    assert spec.kv_shapes == ((2, 16, 16), (2, 16, 16))
+    assert spec.kv_shapes == (KVShape(2, 16, 16),) * 2
     assert spec.kv_bytes(2) == 2 * 2 * 2 * 16 * 2
     layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 100 + 2 * 64
     assert parameters(spec) == 2 * layer + 64 + 2 * 300 * 64
@@ -78,9 +81,9 @@ def test_gpt2_has_its_own_spelling() -> None:
     config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 50, "n_positions": 16}
     spec = read_spec(config)
     assert (spec.architecture, spec.head_dim, spec.mlp, spec.context, spec.tie) == ("GPT2LMHeadModel", 4, 48, 16, True)
-    for change, said in (({"n_head": 5}, "multiple of n_head"), ({"scale_attn_weights": False}, "scale_attn_weights")):
-        with pytest.raises(InvalidModel, match=said):
-            read_spec(config | change)
+    assert (read_spec(config | {"scale_attn_weights": False}).scale, spec.scale) == (1.0, 0.5)
+    with pytest.raises(InvalidModel, match="multiple of n_head"):
+        read_spec(config | {"n_head": 5})
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,10 @@ def test_gpt2_has_its_own_spelling() -> None:
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "invalid numbers"),
-        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "llama3 scaling needs original_max_position_embeddings"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 5.0}},
+            "llama3 scaling needs .* low_freq_factor of at most high_freq_factor",
+        ),
         ({"eos_token_id": "</s>"}, "eos_token_id must be an integer"),
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
         (
@@ -199,6 +205,37 @@ def test_layers_of_ernie_with_experts_are_those_between_two_numbers_each_so_many
         given = fields if last is None else fields | {"moe_layer_end_index": last}
         experts = read_spec(base | given).experts
         assert experts is not None and experts.dense_layers == dense, given
+
+
+LATENTS = {"kv_lora_rank": 20, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+INDEXED = CONFIG | LATENTS | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+INDEXED |= {"architectures": ["DeepseekV32ForCausalLM"], "index_n_heads": 3, "index_head_dim": 16, "index_topk": 5}
+INDEXED |= {"n_group": 1, "topk_group": 1}
+
+
+def test_an_indexer_is_kept_where_it_has_a_choice() -> None:
+    spec = read_spec(INDEXED)
+    assert spec.kv_shapes == (KVShape(1, 8, 20, 16),) * 2
+    assert spec.kv_bytes(2) == 2 * 2 * (8 + 20 + 16)
+    assert spec.for_length(6) == spec
+    assert spec.for_length(5).kv_shapes == (KVShape(1, 8, 20),) * 2
+    drafting = read_spec(INDEXED | {"num_nextn_predict_layers": 2}, mtp=True)
+    assert drafting.draft_kv_shapes == spec.kv_shapes
+    assert drafting.for_length(5).draft_kv_shapes == spec.for_length(5).kv_shapes
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"q_lora_rank": None}, "q_lora_rank is missing"),
+        ({"index_topk": 0}, r"index_topk must be above 0.*not 3, 0 and 16"),
+        ({"index_n_heads": 0}, "index_n_heads and index_topk must be above 0"),
+        ({"index_head_dim": 7}, r"index_head_dim at least qk_rope_head_dim \(8\), not 3, 5 and 7"),
+    ],
+)
+def test_an_impossible_indexer_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidModel, match=said):
+        read_spec(INDEXED | fields)
 
 
 def test_experts_are_read_and_impossible_ones_refused() -> None:

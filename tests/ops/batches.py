@@ -58,11 +58,19 @@ class Pages:
 
 
 def poisoned(
-    pages: int, heads: int, size: int, dim: int, dtype: torch.dtype = torch.float32, *, value_dim: int = 0
+    pages: int,
+    heads: int,
+    size: int,
+    dim: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    value_dim: int = 0,
+    index_dim: int = 0,
 ) -> LayerKV:
-    """A pool of NaN: whatever is read before it is written shows in the result. value_dim: 0 for `dim`."""
+    """A pool of NaN: whatever is read before it is written shows in the result. value_dim: 0 for `dim`. index_dim: 0
+    for no keys of an indexer."""
 
     def pool(dim: int) -> Tensor:
         return torch.full((pages, heads, size, dim), float("nan"), dtype=dtype)
 
-    return LayerKV(pool(dim), pool(value_dim or dim))
+    return LayerKV(pool(dim), pool(value_dim or dim), index=pool(index_dim) if index_dim else None)

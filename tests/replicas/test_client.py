@@ -226,6 +226,43 @@ def test_statistics_are_sums_and_what_only_grows_keeps_growing(monkeypatch: pyte
     run(work)
 
 
+def test_a_replica_whose_answer_is_late_does_not_take_the_others_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray gives up all answers where one is late: the server would say that it is dead, and be restarted."""
+
+    async def work(bench: Bench) -> None:
+        engines, there = bench.engines, bench.handle.broadcast
+
+        async def late(**_: Any) -> list[Any]:
+            raise TimeoutError
+
+        for times in range(1, 3):
+            bench.handle.broadcast = lambda *args: SimpleNamespace(results_async=late)  # type: ignore[method-assign]
+            for _ in range(times):
+                await engines._look()
+                assert engines.alive() and len(engines.reports) == 2
+            bench.handle.broadcast = there  # type: ignore[method-assign]
+            await engines._look()
+        bench.handle.broadcast = lambda *args: SimpleNamespace(results_async=late)  # type: ignore[method-assign]
+        for _ in range(3):
+            await engines._look()
+        assert not engines.alive() and not engines.reports
+
+    run(work)
+
+
+def test_a_call_that_cannot_be_sent_leaves_nothing_behind() -> None:
+    async def work(bench: Bench) -> None:
+        def fails(*args: Any) -> None:
+            raise RuntimeError("Ray Serve is gone")
+
+        bench.engines._streams = SimpleNamespace(generate=SimpleNamespace(remote=fails))
+        with pytest.raises(RuntimeError):
+            bench.submit("a-0")
+        assert not bench.engines._open and not bench.timeline._running
+
+    run(work)
+
+
 def test_explanations_come_from_the_replica_that_knows_and_lists_are_joined() -> None:
     async def work(bench: Bench) -> None:
         bench.handle.answers["explain"] = [b"null", b'{"id":"a"}', RuntimeError("gone")]

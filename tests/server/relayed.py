@@ -38,12 +38,10 @@ class Relayed:
         return response.text
 
     async def settled(self) -> dict[str, Any]:
-        for _ in range(200):
-            stats: dict[str, Any] = (await self.client.get("/stats")).json()
-            if not stats["active_requests"]:
-                return stats
-            await asyncio.sleep(0.01)
-        raise AssertionError(stats)
+        async with asyncio.timeout(100):
+            while (stats := (await self.client.get("/stats")).json())["active_requests"]:
+                await asyncio.sleep(0.01)
+        return dict(stats)
 
 
 def backend_of(

@@ -216,6 +216,9 @@ async def test_an_unknown_path_gets_a_404_with_the_nearest_path(path: str, meant
         ("/v1/threads/t1/runs", "use /v1/responses"),
         ("/v1/vector_stores", "put what the model should read into a message"),
         ("/v1/messages/batches", "use /v1/files and /v1/batches, which need --batch-dir"),
+        ("/infill", "use /v1/completions, with prompt and suffix"),
+        ("/v1/load_lora_adapter", "merge the adapter into the weights"),
+        ("/sleep", "stop the server and start it again"),
     ],
 )
 async def test_what_other_servers_have_and_this_one_lacks_is_said(path: str, words: str) -> None:

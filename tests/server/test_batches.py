@@ -577,6 +577,24 @@ async def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
         check_error(await here.upload(b"x"), 400, words="12 files")
 
 
+async def test_an_old_batch_that_cannot_be_deleted_does_not_refuse_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has begun, and a client would begin it again."""
+
+    def full(self: Store, id: str) -> None:
+        raise WriteFailed("read-only")
+
+    monkeypatch.setattr(batches, "MOST_KEPT", 1)
+    async with office(tmp_path) as here:
+        await here.until((await here.begin(line("x")))["id"], "completed")
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "delete", full)
+            await here.until((await here.begin(line("y")))["id"], "completed")
+        await here.begin(line("z"))
+        assert len((await here.client.get("/v1/batches")).json()["data"]) == 1
+
+
 async def test_uploads_that_come_at_once_do_not_exceed_the_most_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,3 +83,33 @@ def test_a_refusal_names_the_field_and_says_why(name: str) -> None:
 
 def test_no_ops_are_dropped_and_honoured_fields_kept() -> None:
     assert check({"user": "u", "n": 2}, {"n"}) == {"n": 2}
+
+
+def test_what_llama_servers_clients_send_by_default_is_taken() -> None:
+    """llama.cpp's defaults of samplers that are not here, which its clients send with every request."""
+    sent = {
+        "cache_prompt": True,
+        "id_slot": -1,
+        "n_keep": 0,
+        "mirostat": 0,
+        "mirostat_tau": 5.0,
+        "mirostat_eta": 0.1,
+        "typical_p": 1.0,
+        "tfs_z": 1.0,
+        "top_n_sigma": -1,
+        "dry_multiplier": 0.0,
+        "dry_base": 1.75,
+        "min_keep": 0,
+        "xtc_probability": 0.0,
+        "xtc_threshold": 0.1,
+        "dynatemp_range": 0.0,
+        "dynatemp_exponent": 1.0,
+        "n_probs": 0,
+    }
+    assert check({"n": 2, **sent}, {"n"}) == {"n": 2}
+    for name, value in (("mirostat", 2), ("typical_p", 0.9), ("dry_multiplier", 0.8), ("lora", [{"id": 0}])):
+        with pytest.raises(InvalidRequest, match=f"{name}: ") as caught:
+            check({name: value}, {"n"})
+        assert caught.value.code == "unsupported_field"
+    with pytest.raises(InvalidRequest, match=r"unknown field 'content'\. Did you mean 'prompt'"):
+        check({"content": "a"}, {"prompt", "n"})

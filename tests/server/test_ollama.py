@@ -197,6 +197,7 @@ LISTS: dict[str, Exchange] = {
     "show": Exchange("/api/show", {"model": "tiny"}),
     "show by its tag and older name": Exchange("/api/show", {"name": "tiny:latest", "verbose": True}),
     "pull": Exchange("/api/pull", {"model": "llama3.2"}),
+    "pull of what is served": Exchange("/api/pull", {"model": "tiny:latest", "stream": True}),
     "push": Exchange("/api/push", {"model": "llama3.2"}),
     "create": Exchange("/api/create", {"model": "mario", "from": "llama3.2"}),
     "copy": Exchange("/api/copy", {"source": "a", "destination": "b"}),

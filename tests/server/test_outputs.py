@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from tests.frontend.ports import fire
 from tests.server.doubles import ANSWER, HI, TOKENIZER, says, served
 
 pytestmark = pytest.mark.anyio
@@ -242,10 +243,12 @@ async def test_a_deadline_before_the_first_token_is_a_gateway_timeout(stream: bo
 
 async def test_a_deadline_later_ends_the_answer_with_what_there_is() -> None:
     async with served(None) as server:
-        pending = asyncio.ensure_future(server.complete(timeout=0.05))
+        pending = asyncio.ensure_future(server.complete(timeout=1000))
         while not server.port.submitted:
             await asyncio.sleep(0)
         server.port.say(server.port.submitted[0], *TOKENIZER.encode("the dog"))
+        [live] = server.backend._requests
+        fire(live.timer)
         choice = (await pending)["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("the dog", "timeout")
 

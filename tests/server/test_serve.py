@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import signal
 import socket
 import sys
@@ -25,7 +26,7 @@ from quire.engine.executor import Description
 from quire.errors import InvalidConfig
 from quire.server.connection import Timeouts
 from quire.server.limits import Limits
-from quire.server.serve import _written, listen, serve, url
+from quire.server.serve import _check_writable, _written, listen, serve, url
 from tests.frontend.ports import FakePort, Script
 from tests.server.doubles import ANSWER, TOKENIZER, Served, answers, check_error, says, served
 
@@ -374,7 +375,19 @@ def test_the_address_file_has_an_address_that_this_machine_reaches(address: str,
     assert not file.exists()
 
 
-def test_an_address_file_that_cannot_be_written_stops_no_server(tmp_path: Path) -> None:
+async def test_a_server_whose_address_file_cannot_be_written_does_not_start(tmp_path: Path) -> None:
+    for file, why in ((tmp_path / "no folder" / "address", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(InvalidConfig, match=re.escape(f"address_file: {file} cannot be written: {why}")) as caught:
+            async with served(answers) as server:
+                await serve(server.app, server.backend, listen("127.0.0.1", 0), address_file=str(file))
+        assert caught.value.param == "address_file"
+    (tmp_path / "old").write_text("http://127.0.0.1:1")
+    for name, there in (("new", False), ("old", True)):
+        _check_writable(str(tmp_path / name))
+        assert (tmp_path / name).exists() is there
+
+
+def test_an_address_file_that_can_no_longer_be_written_stops_no_server(tmp_path: Path) -> None:
     with _written(str(tmp_path / "no folder" / "address"), "http://127.0.0.1:1") as shown:
         assert shown == "http://127.0.0.1:1"
 

@@ -102,7 +102,9 @@ async def test_usage_needs_a_stream() -> None:
     echo=st.booleans(),
     logprobs=st.sampled_from([None, 0, 2]),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_a_stream_says_what_the_whole_answer_says(
     text: str, stop: list[str], n: int, prompts: int, echo: bool, logprobs: int | None
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from typing import Any
 
 import pytest
@@ -68,19 +67,6 @@ async def test_an_error_comes_after_the_parts_before_it() -> None:
     assert seen == PARTS[:2]
     with pytest.raises(Unavailable, match="gone"):
         events.take()
-
-
-async def test_an_error_that_comes_as_the_reader_leaves_is_not_logged_as_forgotten() -> None:
-    logged = list[dict[str, Any]]()
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
-    upstream: Any = Upstream(Unavailable("gone"))
-    events = UpstreamEvents(upstream, None)
-    await turns()
-    events.close()
-    assert events._task.done()
-    del events
-    gc.collect()
-    assert logged == []
 
 
 async def test_the_reader_is_called_for_each_part_and_for_the_end() -> None:

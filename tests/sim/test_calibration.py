@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from quire.bench import calibrate
+from quire.cli import main
 from quire.engine.timing import VirtualClock
 from quire.errors import InvalidConfig
 from quire.scheduler.step_time import StepCost
@@ -65,6 +68,17 @@ def test_nothing_is_negative_where_the_least_squares_would_be() -> None:
     columns = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
     assert non_negative(columns, np.array([3.0, 2.0, 1.0])) == pytest.approx([2.0, 0.0], abs=1e-6)
     assert non_negative(columns, np.array([3.0, 5.0, 7.0])) == pytest.approx([1.0, 2.0], abs=1e-4)
+
+
+@pytest.mark.parametrize(("error", "warned"), [(0.09, False), (0.22, True)])
+def test_a_fit_that_is_far_off_is_written_with_a_warning(
+    error: float, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "measure", lambda *_: Calibration(TRUTH, error=error, samples=100))
+    done = CliRunner().invoke(main, ["calibrate", "--output", str(tmp_path / "here.json"), "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["error"] == error
+    assert ("warning: the fit is 22 % off in the mean" in done.stderr) is warned == bool(done.stderr)
+    assert read_calibration(tmp_path / "here.json").error == error
 
 
 def test_too_few_steps_are_refused() -> None:

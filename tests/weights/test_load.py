@@ -38,7 +38,7 @@ def sharded(tmp_path: Path) -> Path:
 
 def answer(model: Model, count: int = 12) -> torch.Tensor:
     """Logits of one prompt of `count` tokens, in one page."""
-    kv = [LayerKV(*(torch.zeros(2, heads, 64, dim) for dim in dims)) for heads, *dims in model.spec.kv_shapes]
+    kv = [LayerKV(*(torch.zeros(2, heads, 64, dim) for dim in dims)) for heads, *dims, _ in model.spec.kv_shapes]
     numbers = torch.arange(count)
     ends = torch.tensor([0, count], dtype=torch.int32)
     table = torch.ones(1, 1, dtype=torch.int32)

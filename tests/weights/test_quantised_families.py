@@ -63,6 +63,7 @@ LATENTS: Mapping[str, int] = MappingProxyType(
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 32,
         "v_head_dim": 16,
+        "index_head_dim": 32,
     }
 )
 """Of families with latent attention."""
@@ -83,6 +84,7 @@ IN_CI = MappingProxyType(
         "glm4_moe-gqa": ("int8-w8a8", "fp8-rows"),
         "deepseek_v2-plain-queries": ("awq",),
         "deepseek_v3-groups-yarn": ("fp8-blocks",),
+        "deepseek_v32-groups-yarn": ("fp8-blocks",),
         "minimax_m2-gqa": ("fp8-blocks",),
         "phimoe-gqa": ("int4-packed-zeros",),
         "granitemoeshared-gqa": ("int4-packed",),

@@ -164,7 +164,7 @@ def test_experts_may_be_spread_over_ranks(
 
 FORMAT_CASES = [
     pytest.param(family, format, spread, marks=() if family == "llama" and not spread else pytest.mark.nightly)
-    for family in ("llama", "qwen3_moe", "deepseek_v3", "phi3", "gemma4_text")
+    for family in ("llama", "qwen3_moe", "deepseek_v3", "deepseek_v32", "phi3", "gemma4_text")
     for format in FORMATS
     for spread in ((False, True) if family in ("qwen3_moe", "deepseek_v3") else (False,))
 ]

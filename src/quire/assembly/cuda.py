@@ -157,6 +157,7 @@ def _work(
         captured=_captured(settings),
         rows=limits.max_num_seqs * (1 + most_drafts(settings)) if spec.generates else 0,
         gathered=gathered_tokens(limits, torch.device("cuda")),
+        longest=limits.max_model_len,
         image_tokens=image_tokens,
     )
 

@@ -266,7 +266,7 @@ def _about(settings: Settings, executor: LocalExecutor) -> dict[str, str]:
     """What the bits of K/V depend on."""
     about, model = executor.describe(), cast(Model, executor.runner.model)
     shapes = [
-        f"{tuple(each.k.shape[1:])} {tuple(each.v.shape[1:])} {each.k.dtype} {each.k_scale} {each.v_scale}"
+        f"{' '.join(str(tuple(pool.shape[1:])) for pool in each.pools)} {each.k.dtype} {each.k_scale} {each.v_scale}"
         for each in executor.runner.kv
     ]
     found, ops = list(tensors_of(model)), sorted(ops_of(model))

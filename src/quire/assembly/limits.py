@@ -27,6 +27,8 @@ LARGEST_GEMM_WORKSPACE = 2048
 """Most tokens of a step that is captured on a GPU. A larger step takes longer than its launches."""
 GRAPH_BYTES = GIB // 2
 """Set aside for what graphs hold beside tensors, and for the workspaces of libraries."""
+SCORED_AT_ONCE = 128
+"""Queries whose scores for all keys are in memory at once, see `ops/triton/indexer.py`."""
 
 
 class Limits(NamedTuple):
@@ -227,17 +229,20 @@ def working_bytes(
     captured: int,
     rows: int,
     gathered: int = 0,
+    longest: int = 0,
     image_tokens: tuple[int, int] = (0, 0),
 ) -> int:
     """Bytes for activations of the largest step, for those of the largest captured step, and for graphs. A layer for
     multi-token prediction reads the hidden states of every token once the step has sampled.
 
     captured: most tokens of a captured step, 0 without graphs; graphs keep memory of their own. rows: rows of logits.
-    gathered: see `gathered_tokens`. image_tokens: of the largest image, and of all whose embeddings are kept.
+    gathered: see `gathered_tokens`. longest: tokens of a sequence, which matters where an indexer chooses of them.
+    image_tokens: of the largest image, and of all whose embeddings are kept.
     """
-    a_token = max((heads * (key + value) for heads, key, value in spec.kv_shapes), default=0) * dtype.itemsize
+    a_token = max((shape.numbers for shape in spec.kv_shapes), default=0) * dtype.itemsize
     projections = [2 * max(spec.layer_mlp, default=spec.mlp)]
-    projections += [spec.heads * max(key, value) + heads * (key + value) for heads, key, value in set(spec.kv_shapes)]
+    shapes = set(spec.kv_shapes)
+    projections += [spec.heads * max(each.key_dim, each.value_dim) + each.numbers for each in shapes]
     if spec.experts is not None:
         # At once there are the inner numbers and the outputs of every expert that a token uses.
         projections.append(spec.experts.num_experts_per_token * (spec.experts.width + spec.hidden) // 2)
@@ -254,7 +259,7 @@ def working_bytes(
             widest=max(projections, default=0),
             vocab_size=spec.vocab,
             dtype=dtype,
-        )
+        ) + choice_bytes(spec, num_tokens, longest)
 
     images = 0
     if spec.vision is not None and any(image_tokens):
@@ -266,6 +271,14 @@ def working_bytes(
     graphs = step_bytes(min(tokens, captured)) + GRAPH_BYTES if captured else 0
     kept = tokens * spec.hidden * spec.draft_layers * dtype.itemsize
     return images + step_bytes(tokens) + graphs + gathered * a_token + kept
+
+
+def choice_bytes(spec: ModelSpec, tokens: int, longest: int) -> int:
+    """Bytes of what an indexer chooses for every token of a step, and of the scores of some at once for `longest`
+    keys."""
+    if spec.latent is None or spec.latent.index is None:
+        return 0
+    return 4 * (tokens * spec.latent.index.top + min(tokens, SCORED_AT_ONCE) * longest)
 
 
 def host_bytes(root: Path = Path("/")) -> int:

@@ -173,6 +173,15 @@ def check_list(name: str, given: object) -> Sequence[object]:
     return given
 
 
+def check_continuation(*, add: bool, go_on: bool) -> None:
+    """Raise InvalidRequest where a conversation is both to be answered and to be continued."""
+    if add and go_on:
+        raise InvalidRequest(
+            "continue_final_message continues the last message, add_generation_prompt starts another: set one",
+            param="continue_final_message",
+        )
+
+
 def last_text(messages: Sequence[Message]) -> str:
     """The text of the last message, which an answer may go on with."""
     content = messages[-1].get("content") if messages else None

@@ -34,6 +34,9 @@ from quire.types import SamplingParams
 _WARM_UP = 32
 """Steps that are not counted: the first of each shape do more."""
 
+LARGE_ERROR = 0.1
+"""Mean relative error of a fit from which on there is a warning: first tokens are several times as far off."""
+
 
 @click.command(
     "calibrate",
@@ -73,6 +76,13 @@ def command(settings: Settings, output: Path, seconds: float, recording: Path | 
         found = fit(sampler.samples, said, stages=stages, shares=layer_shares(settings, stages))
         found = replace(found, copies=fit_copies(recorded_copies(recording)))
     found.write(output)
+    if found.error > LARGE_ERROR:
+        click.echo(
+            f"warning: the fit is {100 * found.error:.0f} % off in the mean; above {100 * LARGE_ERROR:.0f} % what is "
+            "simulated with it is a rough guess: calibrate while nothing else runs here, with more --seconds, or from "
+            "a --recording of your own load",
+            err=True,
+        )
     cost = found.cost
     if as_json:
         click.echo(

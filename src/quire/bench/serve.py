@@ -28,8 +28,10 @@ from quire.bench.load_client import ClientResult, LoadJob, RequestTiming, encode
 from quire.bench.load_levels import USERS, load_levels, parse_counts, parse_goodput, parse_range, parse_rates
 from quire.bench.monitor import GPUMonitor, MetricsMonitor, environment, fetch, served_model
 from quire.bench.offline import FILE, writable
+from quire.checks import ANY
 from quire.cli.ranges import FiniteRange
 from quire.cli.tables import numbers, print_table
+from quire.config.vllm import without_unneeded
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
 
@@ -50,7 +52,48 @@ HELP: Mapping[str, str] = MappingProxyType(
 )
 
 
-@click.command("serve")
+_WHY = MappingProxyType(
+    {
+        "backend": "requests are OpenAI's",
+        "endpoint_type": "requests are OpenAI's",
+        "endpoint": "requests go to /v1/completions",
+        "dataset_name": "prompts are random token ids; see --trace",
+        "tokenizer": "prompts are token ids",
+        "tokenizer_mode": "prompts are token ids",
+        "trust_remote_code": "prompts are token ids",
+        "temperature": "it is 0",
+        "ignore_eos": "answers always have --random-output-len tokens",
+        "disable_tqdm": "nothing is drawn where standard error is no terminal",
+    }
+)
+"""Options of `vllm bench serve` that are none here, and why."""
+_FLAGS = ("trust_remote_code", "ignore_eos", "disable_tqdm")
+_VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "backend": ("vllm", "openai"),
+        "endpoint_type": ("vllm", "openai"),
+        "endpoint": ("/v1/completions",),
+        "dataset_name": ("random",),
+        "tokenizer": ANY,
+        "tokenizer_mode": ANY,
+        "temperature": (0,),
+    }
+)
+"""Of those with a value, what changes nothing."""
+
+
+class LoadCommand(click.Command):
+    """Takes the options of `vllm bench serve` whose values change nothing, and names them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See click.Command."""
+        args, left = without_unneeded(args, _FLAGS, _VALUES, _WHY)
+        for flag, why in left.items():
+            click.echo(f"{flag} changes nothing here: {why}", err=True)
+        return super().parse_args(ctx, args)
+
+
+@click.command("serve", cls=LoadCommand)
 @click.option("--base-url", help="The server. Unset: http, --host and --port.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Of the server, where --base-url is not given.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Its port, likewise.")

@@ -254,6 +254,13 @@ class SettingsCommand(click.Command):
             if error.option_name in self.elsewhere:
                 raise InvalidConfig(f"{unknown} {self.elsewhere[error.option_name]}") from error
             raise unknown from error
+        except click.UsageError as error:
+            several = [known.flag for known in self.taken if known.flag in given and known.kind == "texts"]
+            if "extra argument" not in error.message or not several:
+                raise
+            raise InvalidConfig(
+                f"{error.message}: {several[0]} takes several values with commas (a,b), or once for each"
+            ) from error
 
     def invoke(self, ctx: click.Context) -> Any:
         """Load the settings, and run the command with them."""

@@ -68,7 +68,7 @@ def read_facts(settings: Settings) -> ModelFacts:
         return foreign_facts(settings, folder, config)
     pooler = pooler_of(settings)
     config = overridden(config, hf_overrides(settings)) | ({"num_labels": 1, "id2label": None} if pooler.words else {})
-    spec = read_spec(config, pools=not pooler.generates, mtp=wants_mtp(settings))
+    spec = read_spec(config, pools=not pooler.generates, mtp=wants_mtp(settings)).for_length(model.max_model_len)
     checkpoint, trouble = None, ""
     try:
         words = None if pooler.words is None else word_ids(pooler.words, build_tokenizer(settings))
@@ -174,6 +174,8 @@ def shapes(facts: ModelFacts) -> Iterator[Fact]:
     local = Counter(f"{size:,} positions" for size in spec.windows if size < UNLIMITED)
     local.update(f"their own chunk of {size:,} positions" for size in spec.layer_chunks if size < UNLIMITED)
     seen = ", ".join(f"{n} of {spec.layers} layers see {what}" for what, n in local.items())
+    if spec.latent is not None and (index := spec.latent.index) is not None:
+        seen = f"every layer attends to {index.top:,} positions, chosen by an indexer of {index.heads} heads"
     yield "attention", seen or "every layer attends to all positions"
     yield "rope", describe_ropes(spec.layer_ropes)
     head = f", head {'tied to the embedding' if spec.tie else 'of its own'}" if spec.generates else ""

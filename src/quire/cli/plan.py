@@ -149,6 +149,7 @@ def need_of(
         captured=captured,
         rows=limits.max_num_seqs * (1 + most_drafts(settings)) if spec.generates else 0,
         gathered=gathered_tokens(limits, device),
+        longest=limits.max_model_len,
         image_tokens=image_tokens(settings, find_processor(settings)) if spec.vision is not None else (0, 0),
     )
     kept = FLOAT8[cache.kv_cache_dtype].dtype if cache.kv_cache_dtype in FLOAT8 else facts.dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -187,20 +187,28 @@ def check_method(given: Mapping[str, Any]) -> None:
     check_unneeded("this method", given, (), METHODS)
 
 
-def without_unneeded(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Words of a command line without the options of vLLM whose values change nothing, and why, by each of those."""
+def without_unneeded(
+    args: Sequence[str],
+    flags: Collection[str] = FLAGS,
+    values: Mapping[str, tuple[Any, ...]] = _VALUES,
+    why: Mapping[str, str] = UNSUPPORTED,
+) -> tuple[list[str], dict[str, str]]:
+    """Words of a command line without the options of vLLM whose values change nothing, and why, by each of those.
+
+    flags: those without a value. values: of the others, what changes nothing.
+    """
     kept: list[str] = []
     left: dict[str, str] = {}
     words = iter(args)
     for word in words:
         flag, given, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
-        if name.removeprefix("no_") in FLAGS and not given:
-            left[flag] = UNSUPPORTED[name.removeprefix("no_")]
-        elif name in _VALUES:
+        if name.removeprefix("no_") in flags and not given:
+            left[flag] = why[name.removeprefix("no_")]
+        elif name in values:
             value = value if given else next(words, "")
-            if _changes_no_answer(value, _VALUES[name]):
-                left[flag] = UNSUPPORTED[name]
+            if _changes_no_answer(value, values[name]):
+                left[flag] = why[name]
             else:
                 kept += [word] if given else [word, value]
         else:

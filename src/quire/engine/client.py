@@ -259,6 +259,7 @@ class EngineProcess:
         if self._link is not None:
             self._link.close()
             self._link = None
+            self._cancel_explanations()
         if self.process is not None:
             try:
                 await asyncio.to_thread(self.process.wait, timeout)

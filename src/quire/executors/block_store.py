@@ -47,7 +47,7 @@ Pairs = Seq[tuple[int, int]]
 
 def pool_tensors(kv: Seq[LayerKV]) -> list[Tensor]:
     """The tensors that hold K/V, as [blocks, bytes] each: a block's bytes lie together in each of them."""
-    held = [each for layer in kv for each in (layer.k, layer.v) if each.numel()]
+    held = [each for layer in kv for each in layer.pools if each.numel()]
     return [each.view(torch.uint8).reshape(len(each), -1) for each in held]
 
 

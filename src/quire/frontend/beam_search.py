@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.checks import number
+from quire.checks import number, with_unneeded
 from quire.errors import InvalidRequest
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED
@@ -20,6 +20,7 @@ from quire.types import UNLIMITED
 MAX_BEAMS = 256
 
 
+@with_unneeded({})
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """How to search, with vLLM's names. Raises InvalidRequest naming the field.

@@ -286,6 +286,8 @@ class UpstreamBackend(DrainingService):
     _under_way: int = 0
     _watching: list[asyncio.Task[None]] = field(default_factory=list)
     _open: set[UpstreamResponse] = field(default_factory=set)
+    _asking: set[asyncio.Task[Any]] = field(default_factory=set)
+    """The tasks of requests whose response has not begun: that of a whole answer begins when it is made."""
 
     def __post_init__(self, origins: Sequence[Origin]) -> None:
         self.upstreams = [Upstream(origin, self.headers) for origin in origins]
@@ -353,6 +355,8 @@ class UpstreamBackend(DrainingService):
             await self.supervisor.close()
 
     def _abort_all(self) -> None:
+        while self._asking:
+            self._asking.pop().cancel()
         for response in list(self._open):
             response.close()
 
@@ -369,16 +373,24 @@ class UpstreamBackend(DrainingService):
     async def send(self, method: str, path: str, headers: Headers, body: bytes, info: RequestInfo) -> UpstreamResponse:
         """Forward a request; returns when status and headers have come. The caller reads the response and closes it.
 
-        Raises Overloaded, and Unavailable where no server accepts it.
+        Raises Overloaded, and Unavailable where no server accepts it, or where this one shuts down first.
         """
         self.admit()
         request = _UpstreamRequest(self, info)
         self._under_way += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._asking.add(task)
         try:
             connection, server = await self._exchange(request, method, path, [*headers, *self.headers], body)
         except BaseException as error:
             request.finish("error" if isinstance(error, Exception) else "abort")
+            if isinstance(error, asyncio.CancelledError) and task not in self._asking:
+                task.uncancel()  # by `_abort_all`, not by who waits for it
+                raise Unavailable("the server is shutting down") from None
             raise
+        finally:
+            self._asking.discard(task)
 
         def on_done(connection: Connection) -> None:
             self._open.discard(response)

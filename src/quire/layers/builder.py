@@ -31,7 +31,7 @@ from quire.layers.basic import (
     VocabParallelEmbedding,
 )
 from quire.layers.delta import DeltaConfig, GatedDelta, split_by_head, split_by_kind
-from quire.layers.latent import Decompression, LatentAttention, LatentConfig, QueryProjection
+from quire.layers.latent import Decompression, IndexConfig, Indexer, LatentAttention, LatentConfig, QueryProjection
 from quire.layers.linear import (
     ONE_RANK,
     ColumnParallelLinear,
@@ -65,6 +65,9 @@ QKV = ("q_proj", "k_proj", "v_proj")
 QK_NORMS = ("q_norm", "k_norm")
 GATED = ("gate_proj", "up_proj", "down_proj")
 """The usual names of a layer's matrices and norms."""
+
+INDEX_EPS = 1e-6
+"""Of the norm of an indexer's keys, whatever the model's own."""
 
 
 class ExpertNames(NamedTuple):
@@ -431,7 +434,21 @@ class ModelBuilder:
         project = QueryProjection(first, second, norm, self.ops, kept)
         back = build.row_parallel("o_proj", (heads, latent.value), hidden, bias=bias)
         small = build.rms_norm("kv_a_layernorm", latent.latents, eps)
-        return LatentAttention(project, small, build._decompression(heads, latent), back, latent, scale, self.ops)
+        indexer = self.scope("indexer").indexer(hidden, latent.queries, latent.index) if latent.index else None
+        whole = build._decompression(heads, latent)
+        return LatentAttention(project, small, whole, back, latent, scale, self.ops, indexer)
+
+    def indexer(self, hidden: int, queries: int, index: IndexConfig) -> Indexer:
+        """queries: numbers that queries are made of. Whole on every rank, so that all attend to the same tokens."""
+        build = self.replicated()
+        return Indexer(
+            build.column_parallel(("wq_b",), queries, [(index.heads, index.dim)]),
+            build.column_parallel(("wk",), hidden, [(1, index.dim)]),
+            build.dense("weights_proj", hidden, index.heads),
+            build.layer_norm("k_norm", index.dim, INDEX_EPS),
+            index,
+            build.ops,
+        )
 
     def gated_delta(self, hidden: int, config: DeltaConfig, eps: float, *, by_head: bool) -> GatedDelta:
         """A layer of the gated delta rule, whole on every rank, as its states are. by_head: how its first matrices are
@@ -714,8 +731,16 @@ GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """The names under which configs mean gelu by its tanh approximation."""
 
 
+CLAMPED = "clamped"
+"""gpt-oss's, which no config.json names."""
+
 GATES: Mapping[str, Gate] = MappingProxyType(
-    {"silu": "silu", **dict.fromkeys(GELUS, "gelu"), "gelu_erf": "gelu_erf", "clamped": "clamped"}
+    {
+        **dict.fromkeys(("silu", "swish"), "silu"),
+        **dict.fromkeys(GELUS, "gelu"),
+        **dict.fromkeys(("gelu", "gelu_python"), "gelu_erf"),
+        CLAMPED: "clamped",
+    }
 )
 
 
@@ -743,5 +768,6 @@ def expert_rises(rising: Sequence[Sequence[str]], mixture: MoEConfig, cut: slice
 def activation_of(name: str, known: Mapping[str, Kind]) -> Kind:
     """An activation by its name in a config. Raises InvalidModel for an unknown one."""
     if name not in known:
-        raise InvalidModel(f"activation {name!r} is not supported (known: {', '.join(known)}).{nearest(name, known)}")
+        names = [each for each in known if each != CLAMPED]
+        raise InvalidModel(f"activation {name!r} is not supported (known: {', '.join(names)}).{nearest(name, names)}")
     return known[name]

@@ -19,6 +19,7 @@ class LayerShape(NamedTuple):
     """K/V of one layer per token, as `KVShape`, in `dtype`, in units of their scales.
 
     device: where the layer is, if a model is on several; empty: where the pool is. state: of a recurrent layer.
+    index_dim: of the indexer's keys, which have no scale.
     """
 
     heads: int
@@ -29,6 +30,7 @@ class LayerShape(NamedTuple):
     v_scale: float = 1.0
     device: str = ""
     state: StateShape | None = None
+    index_dim: int = 0
 
 
 def layer_shapes(
@@ -36,7 +38,10 @@ def layer_shapes(
 ) -> tuple[LayerShape, ...]:
     """The same dtype for all layers. shapes, states: as `ModelSpec.kv_shapes` and `state_shapes`; no states: none."""
     each = states or (None,) * len(shapes)
-    return tuple(LayerShape(*shape, dtype, state=state) for shape, state in zip(shapes, each, strict=True))
+    return tuple(
+        LayerShape(shape.heads, shape.key_dim, shape.value_dim, dtype, state=state, index_dim=shape.index_dim)
+        for shape, state in zip(shapes, each, strict=True)
+    )
 
 
 def state_bytes(layers: Sequence[LayerShape]) -> int:
@@ -57,7 +62,8 @@ def plan_snapshots(
 
 def block_bytes(layers: Sequence[LayerShape], block_size: int) -> int:
     """Bytes of one block: keys and values of `block_size` tokens in every layer."""
-    return sum(block_size * each.heads * (each.key_dim + each.value_dim) * each.dtype.itemsize for each in layers)
+    shapes = ((KVShape(each.heads, each.key_dim, each.value_dim, each.index_dim), each.dtype) for each in layers)
+    return sum(block_size * shape.numbers * dtype.itemsize for shape, dtype in shapes)
 
 
 def usable_blocks(rows: int, max_model_len: int, page_size: int) -> int:
@@ -144,11 +150,10 @@ def allocate(
         memory = zeros(each, states + 1, heads, keys, values, dtype=torch.float32)
         return LayerState(zeros(each, states + 1, width, channels), memory)
 
-    def keys_and_values(each: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(each: LayerShape) -> LayerKV:
         shape = pages + 1, each.heads, page_size
-        return zeros(each, *shape, each.key_dim), zeros(each, *shape, each.value_dim)
+        k, v = zeros(each, *shape, each.key_dim), zeros(each, *shape, each.value_dim)
+        index = zeros(each, *shape, each.index_dim) if each.index_dim else None
+        return LayerKV(k, v, k_scale=each.k_scale, v_scale=each.v_scale, state=state(each), index=index)
 
-    return [
-        LayerKV(*keys_and_values(each), k_scale=each.k_scale, v_scale=each.v_scale, state=state(each))
-        for each in layers
-    ]
+    return [layer(each) for each in layers]

@@ -313,7 +313,7 @@ class MTPProposer(Proposer):
 
     def block_bytes(self) -> int:
         """Bytes of K/V of one block of the layers."""
-        return sum(each.k[0].nbytes + each.v[0].nbytes for each in self.chain.kv)
+        return sum(pool[0].nbytes for each in self.chain.kv for pool in each.pools)
 
     def reset(self) -> None:
         """Rows are fed again from their beginning."""

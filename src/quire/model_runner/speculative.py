@@ -294,7 +294,7 @@ class ModelProposer(Proposer):
 
     def block_bytes(self) -> int:
         """Bytes of K/V of one block of the draft model."""
-        return sum(2 * each.k[0].nbytes for each in self.kv)
+        return sum(pool[0].nbytes for each in self.kv for pool in each.pools)
 
     def reset(self) -> None:
         """Forget what is missing: there are no rows."""

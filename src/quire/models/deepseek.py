@@ -12,11 +12,11 @@ from types import MappingProxyType
 
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
-from quire.layers.latent import LatentAttention, LatentConfig
+from quire.layers.latent import IndexConfig, LatentAttention, LatentConfig
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama
 from quire.models.mtp import deepseek_names, make_mtp
-from quire.models.spec import Config, ModelSpec, interleave, read_decoder
+from quire.models.spec import Config, ModelSpec, interleave, read_decoder, read_scaling
 
 NEXTN = "num_nextn_predict_layers"
 
@@ -45,8 +45,11 @@ class DeepseekV2(Llama):
         """See `registry.Architecture`."""
         spec = interleave(read_latents(config, architecture))
         experts = replace(read_experts(config, spec), group_best=1)
-        if experts.normalize_weights:
+        # As DeepSeek's own code has it; transformers scales always, and normalizes never.
+        if experts.normalize_weights and experts.num_experts_per_token > 1:
             experts = replace(experts, scale=1.0)
+        else:
+            experts = replace(experts, normalize_weights=False)
         if config.get(str, "topk_method", default="greedy") == "greedy":
             experts = replace(experts, groups=1, used_groups=1)
         return replace(spec, experts=experts.checked())
@@ -66,26 +69,35 @@ class DeepseekV3(DeepseekV2):
         spec = read_latents(config, architecture)
         experts = replace(read_experts(config, spec), sigmoid=True, corrected=True)
         spec = interleave(spec) if config.get(bool, "rope_interleave", default=True) else spec
-        return replace(spec, experts=experts.checked(), draft_layers=config.get(int, NEXTN, default=0))
+        # None of these models has biases in its MLPs, whatever config.json says.
+        return replace(spec, mlp_bias=False, experts=experts.checked(), draft_layers=config.get(int, NEXTN, default=0))
 
 
 class DeepseekV32(DeepseekV3):
-    """DeepSeek V3.2: attention to the `index_topk` tokens that an indexer chooses for each query.
-
-    Up to that length it chooses all, and the model is V3: so far it is served, without the indexer.
-    """
+    """DeepSeek V3.2: attention to the `index_topk` tokens that an indexer chooses for each query. Where no sequence may
+    be longer, it is V3, and the indexer is not loaded (`ModelSpec.for_length`)."""
 
     architectures = MappingProxyType({"DeepseekV32ForCausalLM": "deepseek_v32"})
 
     def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
-        build.ignore("model.layers.*.self_attn.indexer.*")
+        if spec.latent is not None and spec.latent.index is None:
+            build.ignore("model.layers.*.self_attn.indexer.*")
         super().__init__(spec, build)
 
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
         spec = DeepseekV3.read(config.with_defaults(first_k_dense_replace=3), architecture)
-        return replace(spec, context=min(spec.context, config.get(int, "index_topk", default=2048)))
+        latent = spec.latent
+        if latent is None or not latent.queries:
+            raise InvalidModel("config.json: q_lora_rank is missing, of which the indexer makes its queries")
+        index = IndexConfig(
+            heads=config.get(int, "index_n_heads", default=64),
+            dim=config.get(int, "index_head_dim", default=128),
+            top=config.get(int, "index_topk", default=2048),
+            rotated=latent.rotated,
+        )
+        return replace(spec, latent=replace(latent, index=index.checked()))
 
 
 def read_latents(config: Config, architecture: str) -> ModelSpec:
@@ -100,7 +112,7 @@ def read_latents(config: Config, architecture: str) -> ModelSpec:
     spec = read_decoder(Config({**config.fields, "head_dim": latent.rotated}, config.where), architecture)
     if spec.qkv_bias and not latent.queries:
         raise InvalidModel("config.json: attention_bias is supported with q_lora_rank only")
-    scaling = config.section("rope_parameters", "rope_scaling")
+    scaling = read_scaling(config)
     strength = 0.0 if spec.rope.kind == "default" else scaling.get(float, "mscale_all_dim", default=0.0)
     gain = 1.0 + 0.1 * strength * math.log(max(spec.rope.factor, 1.0))
     size = latent.latents + latent.rotated

@@ -596,6 +596,21 @@ class Ops(Protocol):
         by its angles and written to those of kv.k. Of each query the last R numbers are rotated, and returned.
         """
 
+    def store_index_key(self, key: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, norm: Norm) -> None:
+        """What an indexer chooses each token by, key [T, I]: normed, rotated, and written to the batch's slots of
+        kv.index. Called after `norm_rope_store_latent`."""
+
+    def choose_positions(
+        self, q: Tensor, weights: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, count: int
+    ) -> Tensor:
+        """The slots of the positions that each query attends to, int32 [T, count], in ascending order of position: of
+        those up to its own the `count` of the largest scores, of equal ones the first. Rows of queries at positions
+        below `count` are undefined: these see all (DeepSeek-AI 2025, DeepSeek-V3.2).
+
+        q [T, J, I] is rotated here and may be overwritten, weights [T, J]. A score is the sum over J heads of weight
+        times max(0, q k), of keys k of `store_index_key`, with this step's already written.
+        """
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """x sigmoid(gate), both [T, n]."""
 
@@ -623,12 +638,21 @@ class Ops(Protocol):
         segment. lengths: of the segments, one after the other. Heads are rotated by angles, if there are any. scale: of
         scores, 0 for 1 / sqrt(D)."""
 
-    def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
+    def latent_attention(
+        self,
+        q: Tensor,
+        rotated: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention of q [T, H, C] and rotated [T, H, R] to latents, kv.v, and what was rotated of their tokens,
         kv.k, with this step's already written -> [T, H, C] (DeepSeek-AI 2024, DeepSeek-V2; its section 2.1.2 is how
         keys and values need not be made of the latents).
 
-        A score is q times the latent and rotated times what was rotated; the latents are the values, too.
+        A score is q times the latent and rotated times what was rotated; the latents are the values, too. chosen: what
+        `choose_positions` returned; None: all positions.
         """
 
     def self_attention(

@@ -39,7 +39,7 @@ from quire.ops.matmul import (
 from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, attention_mask, first_visible, visible
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.recurrent import gated_delta, padded, selective_scan, slots_of
-from quire.ops.reference import ReferenceOps
+from quire.ops.reference import ReferenceOps, finite
 from quire.types import UNLIMITED
 
 KEYS = 128
@@ -151,6 +151,14 @@ class BatchInvariantOps(ReferenceOps):
     def normalize(self, weights: Tensor, floor: float = 0.0) -> Tensor:
         """Add up a row's weights in order."""
         return weights / in_order(weights.unbind(1))[:, None].clamp(min=floor)
+
+    def index_scores(self, q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+        """See `ReferenceOps.index_scores`. Each query by KEYS keys at a time, its heads added up in order."""
+        (count, heads, dim), length = q.shape, len(keys)
+        runs = F.pad(keys, (0, 0, 0, -length % KEYS)).view(1, -1, KEYS, dim).transpose(-1, -2)
+        tall = F.pad(q, (0, 0, 0, -heads % TILE_ROWS)).expand(1, runs.shape[1], -1, -1, -1)
+        weighted = products(tall, runs)[0, :, :, :heads].relu_().mul_(weights[:, :, None])
+        return finite(in_order(weighted.unbind(2)).transpose(0, 1).reshape(count, -1)[:, :length])
 
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """See `ReferenceOps.attend`."""

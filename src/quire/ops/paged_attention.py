@@ -6,6 +6,7 @@ each layer's gather is one `index_select` whose result is already ordered by hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -53,6 +54,7 @@ class PagedAttentionMetadata(RaggedBatch):
     tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     targets: dict[int, Tensor] = field(default_factory=dict)
     masks: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
+    beginnings: dict[int, tuple[Tensor, RaggedBatch]] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -153,25 +155,35 @@ class PagedAttentionMetadata(RaggedBatch):
         """Clear blocks that are about to be partly filled: what the last owner left there, if it is NaN, would reach a
         result through a weight of zero."""
         if len(self.begun):
-            for pool in (kv.k, kv.v):
+            for pool in kv.pools:
                 (pool.view(torch.uint8) if pool.dtype in FLOAT8_MAX else pool).index_fill_(0, self.begun, 0)
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor) -> None:
         """Write k [T, G, D] and v [T, G, E] into the batch's slots."""
         self.clear(kv)
-        pages, heads, size, _ = kv.k.shape
+        self.put(kv.k, k, kv.k_scale)
+        self.put(kv.v, v, kv.v_scale)
+
+    def put(self, pool: Tensor, new: Tensor, scale: float = 1.0) -> None:
+        """Write new [T, G, D] into the batch's slots of one of a layer's pools, which `clear` has cleared."""
+        pages, heads, size, dim = pool.shape
         rows = self.targets.get(heads)
         if rows is None:
             page, offset = self.slots // size, self.slots % size
-            head = torch.arange(0, heads * size, size, device=k.device)
+            head = torch.arange(0, heads * size, size, device=new.device)
             rows = ((page * heads * size + offset)[:, None] + head).flatten()
             self.targets[heads] = rows
-        for pool, new, scale in ((kv.k, k, kv.k_scale), (kv.v, v, kv.v_scale)):
-            if pool.dtype in FLOAT8_MAX:  # whose bytes torch moves only as bytes
-                new = to_fp8(new, scale, pool.dtype).view(torch.uint8)
-                pool = pool.view(torch.uint8)
-            dim = pool.shape[-1]
-            pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
+        if pool.dtype in FLOAT8_MAX:  # whose bytes torch moves only as bytes
+            new = to_fp8(new, scale, pool.dtype).view(torch.uint8)
+            pool = pool.view(torch.uint8)
+        pool.view(pages * heads * size, dim).index_copy_(0, rows, new.reshape(-1, dim))
+
+    def beginning(self, position: int, prepare: Callable[[RaggedBatch], RaggedBatch]) -> tuple[Tensor, RaggedBatch]:
+        """As `RaggedBatch.below`, prepared."""
+        if position not in self.beginnings:
+            rows, batch = self.below(position)
+            self.beginnings[position] = rows, prepare(batch)
+        return self.beginnings[position]
 
     def mask(self, index: int, how: Scores, repeat: int) -> Tensor | None:
         """[S, 1, repeat * n, L] bool: which of L positions each query sees; None where each sees all."""

@@ -107,6 +107,43 @@ class RaggedBatch:
         until = self.positions + ahead
         return until if self.last_visible is None else torch.maximum(until, self.last_visible)
 
+    def below(self, position: int) -> tuple[torch.Tensor, RaggedBatch]:
+        """The tokens at positions below `position`: their rows, int64 [N], and a batch of them and the spans that have
+        some."""
+        counts = self.query_start.diff()
+        kept = (position - self.kv_len + counts).clamp(min=0).minimum(counts)
+        some = kept.nonzero()[:, 0]
+        rows = (self.positions[: int(self.query_start[-1])] < position).nonzero()[:, 0]
+        return rows, RaggedBatch(
+            tokens=self.tokens[rows],
+            positions=self.positions[rows],
+            slots=self.slots[rows],
+            query_start=torch.nn.functional.pad(kept[some].cumsum(0, dtype=torch.int32), (1, 0)),
+            kv_len=self.kv_len[some].clamp(max=position),
+            page_table=self.page_table[some],
+            page_size=self.page_size,
+            max_query=self.max_query,
+            max_kv=min(self.max_kv, position),
+        )
+
+    @staticmethod
+    def of_chosen(slots: torch.Tensor) -> RaggedBatch:
+        """A span for each row of slots [M, K], int32: one query, which attends to the tokens in these slots of pools of
+        `LayerKV.by_token`."""
+        count, seen = slots.shape
+        last = slots[:, -1].long()
+        return RaggedBatch(
+            tokens=last,
+            positions=torch.full_like(last, seen - 1),
+            slots=last,
+            query_start=torch.arange(count + 1, dtype=torch.int32, device=slots.device),
+            kv_len=torch.full((count,), seen, dtype=torch.int32, device=slots.device),
+            page_table=slots,
+            page_size=1,
+            max_query=1,
+            max_kv=seen,
+        )
+
     def with_images(self, embedded: torch.Tensor) -> torch.Tensor:
         """embedded [T, hidden] with the embeddings of images in their places."""
         if self.images is None:
@@ -141,7 +178,8 @@ def select_rows(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
 
 
 class KVShape(NamedTuple):
-    """K/V of one layer per token: `heads` keys of `key_dim` numbers and values of `value_dim`.
+    """K/V of one layer per token: `heads` keys of `key_dim` numbers and values of `value_dim`, and for each of them a
+    key of `index_dim` numbers by which an indexer chooses what is attended to; 0: there is no indexer.
 
     The two differ where a layer keeps latents (`layers/latent.py`): values are the latents, which are also what keys
     begin with, and only the rest of a key is kept as one.
@@ -150,6 +188,12 @@ class KVShape(NamedTuple):
     heads: int
     key_dim: int
     value_dim: int
+    index_dim: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """Of a token."""
+        return self.heads * (self.key_dim + self.value_dim + self.index_dim)
 
 
 class StateShape(NamedTuple):
@@ -178,7 +222,8 @@ class LayerState(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class LayerKV:
     """One layer's K/V pool: k [N, G, B, D] and v [N, G, B, E], see `KVShape`. A block id indexes every layer's tensors.
-    state: of a recurrent layer, which has no heads of K/V.
+    state: of a recurrent layer, which has no heads of K/V. index [N, G, B, I]: keys of the indexer, which are normed,
+    so that float8 holds them as they are; None: there is no indexer.
 
     A (block, head) tile is contiguous, so that a kernel reads it in one run. k_scale and v_scale: what one stored unit
     represents, 1 unless the pool is float8.
@@ -189,3 +234,16 @@ class LayerKV:
     k_scale: float = field(default=1.0, kw_only=True)
     v_scale: float = field(default=1.0, kw_only=True)
     state: LayerState | None = field(default=None, kw_only=True)
+    index: torch.Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def pools(self) -> tuple[torch.Tensor, ...]:
+        """What a block consists of."""
+        return (self.k, self.v) if self.index is None else (self.k, self.v, self.index)
+
+    def by_token(self) -> LayerKV:
+        """The same, as blocks of one token each, whose numbers are slots."""
+        _, groups, _, _ = self.k.shape
+        assert groups == 1, "tokens of several heads do not lie together"
+        k, v = (each.view(-1, 1, 1, each.shape[-1]) for each in (self.k, self.v))
+        return LayerKV(k, v, k_scale=self.k_scale, v_scale=self.v_scale)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,13 @@ from quire.ops.ragged import LayerKV, RaggedBatch
 
 TILE = 256
 """Queries of one long span attended at once: bounds the mask, and skips the keys after the tile."""
+
+
+SCORES_AT_ONCE = 1 << 22
+"""Products of an indexer's queries and keys at once: bounds memory."""
+
+CHOSEN_AT_ONCE = 1 << 22
+"""Numbers of chosen tokens gathered at once: bounds memory."""
 
 
 class ReferenceOps(BaseOps):
@@ -173,9 +182,60 @@ class ReferenceOps(BaseOps):
         """See `Ops.heads_linear`."""
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
-    def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
-        """See `Ops.latent_attention`."""
-        return self.attention(torch.cat((q, rotated), -1), kv, batch, Scores(scale))
+    def store_index_key(self, key: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, norm: Norm) -> None:
+        """See `Ops.store_index_key`."""
+        assert kv.index is not None
+        normed = self.norm(key.contiguous(), norm)[:, None]
+        self.prepare(batch).put(kv.index, self.rope(normed, normed[:, :0], angles)[0])
+
+    def choose_positions(
+        self, q: Tensor, weights: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, count: int
+    ) -> Tensor:
+        """See `Ops.choose_positions`."""
+        assert kv.index is not None
+        q, exact, size = self.rope(q, q[:, :0], angles)[0].float(), weights.float(), batch.page_size
+        slots = batch.page_table.new_zeros(len(q), count)
+        lengths = batch.kv_len.tolist()
+        for span, (start, stop) in enumerate(pairwise(batch.query_start.tolist())):
+            far, table = max(start, stop - (lengths[span] - count)), batch.page_table[span]
+            if far >= stop:
+                continue
+            keys = read_keys(kv.index, table[: -(-lengths[span] // size)], lengths[span])
+            each = max(1, SCORES_AT_ONCE // (q.shape[1] * len(keys)))
+            for some in torch.split(torch.arange(far, stop, device=q.device), each):
+                scores = self.index_scores(q[some], exact[some], keys)
+                after = torch.arange(len(keys), device=q.device) > (some - stop + len(keys))[:, None]
+                found = best(scores.masked_fill_(after, -torch.inf), count)
+                slots[some] = table[found // size] * size + (found % size).to(slots.dtype)
+        return slots
+
+    def index_scores(self, q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+        """Scores of `choose_positions` of some queries for all of their span's keys: q [n, J, I], weights [n, J],
+        keys [L, I], all float32 -> finite float32 [n, L]."""
+        products = torch.matmul(q.flatten(0, 1), keys.t()).relu_().view(*q.shape[:2], -1)
+        return finite(torch.bmm(weights[:, None], products)[:, 0])
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        rotated: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        """See `Ops.latent_attention`. Chosen tokens are blocks of one token each, and their numbers a block table."""
+        whole, how = torch.cat((q, rotated), -1), Scores(scale)
+        if chosen is None:
+            return self.attention(whole, kv, batch, how)
+        out, tokens = torch.zeros_like(q), kv.by_token()
+        near, alike = self.prepare(batch).beginning(chosen.shape[1], self.prepare)
+        if len(near):
+            out[near] = self.attention(whole[near], kv, alike, how)
+        far = (batch.positions[: int(batch.query_start[-1])] >= chosen.shape[1]).nonzero()[:, 0]
+        for some in torch.split(far, max(1, CHOSEN_AT_ONCE // (chosen.shape[1] * whole.shape[-1]))):
+            out[some] = self.attention(whole[some], tokens, RaggedBatch.of_chosen(chosen[some]), how)
+        return out
 
     def attend(self, q: Tensor, kv: LayerKV, paged: PagedAttentionMetadata, i: int, how: Scores) -> Tensor:
         """Attention of the queries q [S * n, H, D] of group number i over its blocks -> [S * n, H, E]."""
@@ -186,6 +246,26 @@ class ReferenceOps(BaseOps):
             return long(q, k[0], v[0], group, how, None if last is None else last[0])
         mask = paged.mask(i, how, q.shape[1] // k.shape[1])
         return short(q, k, v, mask, group.n, how)
+
+
+def read_keys(pool: Tensor, pages: Tensor, length: int) -> Tensor:
+    """An indexer's keys of a span in some pages of pool [N, 1, B, I] -> float32 [length, I]."""
+    return pool.view(len(pool), -1).index_select(0, pages).view(-1, pool.shape[-1])[:length].float()
+
+
+def finite(scores: Tensor) -> Tensor:
+    """Scores above those of what is not seen, -inf, whatever they are made of."""
+    least = torch.finfo(scores.dtype).min
+    return scores.nan_to_num_(nan=least, neginf=least)
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """The columns of the `count` largest scores [n, L] of each row, of equal ones the first -> int64 [n, count],
+    ascending. At least so many must be finite."""
+    least = scores.topk(count, sorted=False).values.amin(1, keepdim=True)
+    above, equal = scores > least, scores == least
+    wanted = equal & (equal.cumsum(1) <= count - above.sum(1, keepdim=True))
+    return (above | wanted).nonzero()[:, 1].view(len(scores), count)
 
 
 def short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, n: int, how: Scores) -> Tensor:

@@ -26,6 +26,9 @@ REPORT_INTERVAL = 1.0
 """Seconds between two reports of every replica."""
 _CALL_TIMEOUT = 10.0
 """Seconds that a call to a replica may take that should take none."""
+_MAX_LATE = 3
+"""Times in a row that reports do not come in time, after which no replica is taken to be there: one that is slow holds
+up those of all, and is replaced meanwhile."""
 _FRAME_INTERVAL = 0.25
 
 Render = Callable[[Mapping[str, Mapping[str, Any]]], bytes]
@@ -78,6 +81,7 @@ class ReplicaEngines:
         self._about: Description | None = None
         self._watching: asyncio.Task[None] | None = None
         self._background: set[asyncio.Future[Any]] = set()
+        self._num_late = 0
         self._gone: dict[str, dict[str, int]] = {}
         """By replica that is gone, what it has counted."""
         self._on_tokens: OnTokens = lambda events: None
@@ -108,8 +112,17 @@ class ReplicaEngines:
 
     async def _look(self) -> None:
         """Ask every replica for its report."""
+        try:
+            answers = await self._answers("report", True)
+        except TimeoutError:
+            self._num_late += 1
+            if self._num_late < _MAX_LATE:
+                return
+            answers = []
+        else:
+            self._num_late = 0
         found: dict[str, Report] = {}
-        for answer in await self._ask_all("report", True):
+        for answer in answers:
             report = msgspec.msgpack.decode(answer, type=Report)
             found[report.replica] = report
         for name, last in self.reports.items():
@@ -123,11 +136,20 @@ class ReplicaEngines:
 
     async def _ask_all(self, method: str, *args: Any) -> list[bytes]:
         """The answers of the replicas that answer."""
-        asked = self._handle.broadcast(method, *args)
-        with suppress(Exception):  # none is there, or Ray Serve is gone
-            answers = await asked.results_async(timeout_s=_CALL_TIMEOUT, return_exceptions=True)
-            return [answer for answer in answers if isinstance(answer, bytes)]
+        with suppress(TimeoutError):
+            return await self._answers(method, *args)
         return []
+
+    async def _answers(self, method: str, *args: Any) -> list[bytes]:
+        """The answers of the replicas that answer. Raises TimeoutError where one takes too long."""
+        asked = self._handle.broadcast(method, *args)
+        try:
+            answers = await asked.results_async(timeout_s=_CALL_TIMEOUT, return_exceptions=True)
+        except TimeoutError:
+            raise
+        except Exception:  # none is there, or Ray Serve is gone
+            return []
+        return [answer for answer in answers if isinstance(answer, bytes)]
 
     def ready(self) -> bool:
         """See EngineClient. Where no replica is there, calls wait for one."""
@@ -147,12 +169,14 @@ class ReplicaEngines:
         """See EngineClient. All of them are answers to one prompt."""
         assert self._about is not None
         first, now = requests[0], time.monotonic()
+        prompt = Prompt(messages.prompt_blocks(first, self._about.block_size), self._about.num_blocks)
+        # First, as it may fail: nothing must be left of requests that were not sent.
+        stream = self._streams.generate.remote(prompt, messages.ask(requests))
         # Of the id of a call's first answer, all but its number.
         number = self.observer.on_ask(first.id.rpartition("-")[0], first.max_new_tokens, now)
         call = _Outstanding(requests, number)
         self._open |= dict.fromkeys(call.ids, call)
-        prompt = Prompt(messages.prompt_blocks(first, self._about.block_size), self._about.num_blocks)
-        call.stream = self._streams.generate.remote(prompt, messages.ask(requests))
+        call.stream = stream
         call.task = asyncio.ensure_future(self._follow(call))
 
     async def _follow(self, call: _Outstanding) -> None:

@@ -45,7 +45,7 @@ from quire.server.item_references import Referred, references
 from quire.server.limits import AdmissionGate, Limits, deadline, read_body
 from quire.server.live_page import LiveSource, Page
 from quire.server.media import offload_reading
-from quire.server.ollama_models import OllamaModels, OllamaShowRequest
+from quire.server.ollama_models import OllamaModels, OllamaPullRequest, OllamaShowRequest
 from quire.server.outputs import Usage
 from quire.server.response_state import Record, ResponseState
 from quire.server.response_store import ResponseStore
@@ -326,9 +326,6 @@ def create_app(
     described = openapi.document(version)
     page = Page(view, keys, limits, api_page.page(described))
 
-    def show(request: OllamaShowRequest, _: Limits) -> Any:
-        return models.show(request)
-
     routes = [
         *(
             Route(path, partial(api.generation, one), methods=["POST"])
@@ -339,7 +336,8 @@ def create_app(
         *api.token_routes(),
         *state.routes(),
         *models.routes(),
-        Route("/api/show", partial(api.answer, OllamaShowRequest, show, any_type=True), methods=["POST"]),
+        Route("/api/show", partial(api.answer, OllamaShowRequest, models.show, any_type=True), methods=["POST"]),
+        Route("/api/pull", partial(api.answer, OllamaPullRequest, models.pull, any_type=True), methods=["POST"]),
         _tokenizer_info_route(tokenizer_info),
         get_json("/v1/models", partial(_models, backend, limits)),
         Route("/v1/models/{id:path}", api.model),

@@ -38,6 +38,10 @@ _NO_SPEECH = "speech is neither read nor written here"
 _RESPONSES = "use /v1/responses, whose previous_response_id continues a conversation"
 _TRAINING = "models are served here, not trained"
 _DOCUMENTS = "documents are not stored here: put what the model should read into a message"
+_ABOUT = "see /v1/models, /stats and /tokenizer_info"
+_ADAPTERS = "adapters are not applied at run time; merge the adapter into the weights"
+_SLEEP = "stop the server and start it again: it is ready in seconds"
+_PROFILE = "see /metrics, and /v1/requests/{id}/explain"
 
 NOT_SERVED: Mapping[str, str] = {
     "/v1/audio": _NO_SPEECH,
@@ -56,8 +60,24 @@ NOT_SERVED: Mapping[str, str] = {
     "/v1/uploads": "send a file whole to /v1/files, which needs --batch-dir",
     "/v1/messages/batches": "use /v1/files and /v1/batches, which need --batch-dir",
     "/v1/complete": "use /v1/messages, or /v1/completions",
+    "/infill": "use /v1/completions, with prompt and suffix",
+    "/apply-template": "/tokenize shows what a template makes of messages",
+    "/props": _ABOUT,
+    "/server_info": _ABOUT,
+    "/get_server_info": _ABOUT,
+    "/get_model_info": _ABOUT,
+    "/slots": "see /stats, and /v1/requests for those that run",
+    "/lora-adapters": _ADAPTERS,
+    "/v1/load_lora_adapter": _ADAPTERS,
+    "/v1/unload_lora_adapter": _ADAPTERS,
+    "/sleep": _SLEEP,
+    "/wake_up": _SLEEP,
+    "/is_sleeping": _SLEEP,
+    "/start_profile": _PROFILE,
+    "/stop_profile": _PROFILE,
+    "/invocations": "use /v1/chat/completions, /v1/completions or /v1/embeddings",
 }
-"""Paths of OpenAI's and Anthropic's APIs, by how they begin, that this server lacks, and what to do instead."""
+"""Paths of other servers' APIs, by how they begin, that this server lacks, and what to do instead."""
 
 
 class NotFound(InvalidRequest):

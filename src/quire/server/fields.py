@@ -1,4 +1,5 @@
-"""Fields of OpenAI's and vLLM's requests that have no effect here, or are refused: one table for code, tests and docs.
+"""Fields of OpenAI's, vLLM's, llama-server's and SGLang's requests that have no effect here, or are refused: one table
+for code, tests and docs.
 
 A field is *honoured* (the request types declare it), a *no-op* by definition, or *refused* by name with a reason. A
 refused field may be sent with a value that asks for nothing, as client libraries do.
@@ -53,6 +54,18 @@ NO_OPS: Mapping[str, str] = {
     "disable_fallback": "there is nothing to fall back to",
     "provider_specific_fields": "LiteLLM's notes on an answer, which it sends back with it",
     "keep_alive": "the model stays loaded as long as the server runs",
+    "cache_prompt": "prefixes are found by their tokens",
+    "id_slot": "requests have no slots: they share the cache by blocks",
+    "n_keep": "prompts are never cut",
+    "n_discard": "prompts are never cut",
+    "mirostat_tau": "it is mirostat's, which is not supported",
+    "mirostat_eta": "it is mirostat's, which is not supported",
+    "dry_base": "it is of dry_multiplier, which is not supported",
+    "dry_allowed_length": "it is of dry_multiplier, which is not supported",
+    "dry_penalty_last_n": "it is of dry_multiplier, which is not supported",
+    "dry_sequence_breakers": "it is of dry_multiplier, which is not supported",
+    "xtc_threshold": "it is of xtc_probability, which is not supported",
+    "dynatemp_exponent": "it is of dynatemp_range, which is not supported",
 }
 
 _TOOLS = "this older form is not supported: use tools and tool_choice"
@@ -60,6 +73,8 @@ _TEXT = "this server reads and writes text only"
 _REASONING = "it is for /v1/chat/completions and /v1/responses; /v1/messages has reasoning_effort"
 _BEAM = "beam search is for /v1/completions and /v1/chat/completions"
 _PART = 'images are parts of messages: {"type": "image_url", ...}'
+
+_SAMPLERS = "use temperature, top_p, top_k and the penalties"
 
 # Edits of Anthropic's context_management that leave the conversation as it is.
 _KEEP_ALL: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
@@ -129,13 +144,37 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "output_format": Refusal("use response_format, or structured_outputs"),
     "inference_geo": Refusal("there is one place: this server"),
     "extra_body": Refusal("openai's clients put its fields into the request itself: send them so", ({},)),
+    "flat_logprobs": Refusal("log-probabilities have the API's form", (False,)),
+    "mirostat": Refusal(_SAMPLERS, (0,)),
+    "typical_p": Refusal(_SAMPLERS, (1,)),
+    "tfs_z": Refusal(_SAMPLERS, (1,)),
+    "top_n_sigma": Refusal(_SAMPLERS, (-1,)),
+    "dry_multiplier": Refusal(_SAMPLERS, (0,)),
+    "xtc_probability": Refusal(_SAMPLERS, (0,)),
+    "dynatemp_range": Refusal(_SAMPLERS, (0,)),
+    "samplers": Refusal("samplers have one order here", ([],)),
+    "min_keep": Refusal("each sampler leaves one token at least, and no more", (0, 1)),
+    "repeat_last_n": Refusal("penalties count all tokens: send -1, or leave it out", (-1,)),
+    "penalize_nl": Refusal("penalties count all tokens", (True,)),
+    "n_probs": Refusal("use logprobs, and top_logprobs in conversations", (0,)),
+    "post_sampling_probs": Refusal("log-probabilities are those before sampling", (False,)),
+    "return_tokens": Refusal("use return_token_ids", (False,)),
+    "return_progress": Refusal("return_timings says how long the prompt took", (False,)),
+    "reasoning_format": Refusal("start the server with --reasoning-parser", ("auto", "deepseek")),
+    "thinking_forced_open": Refusal("the chat template says whether thoughts are open", (False,)),
+    "lora": Refusal("adapters are not applied at run time; merge the adapter into the weights", ([],)),
+    "lora_path": Refusal("adapters are not applied at run time; merge the adapter into the weights", ("",)),
+    "separate_reasoning": Refusal("start the server with --reasoning-parser none", (True,)),
+    "stream_reasoning": Refusal("thoughts are streamed as they come", (True,)),
+    "no_stop_trim": Refusal("use include_stop_str_in_output", (False,)),
+    "return_hidden_states": Refusal("use /v1/embeddings or /pooling", (False,)),
     "vllm_xargs": Refusal("there are no extensions that could take it", ({},)),
 }
 
 # Names for the same thing, here and in other APIs; where a path has several, the first is used in hints.
 SYNONYMS = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict", "n_predict"),
-    ("prompt", "messages", "message", "input", "inputs"),
+    ("prompt", "messages", "message", "input", "inputs", "text", "content"),
     ("stop", "stop_sequences", "stop_strings"),
     ("repetition_penalty", "repeat_penalty"),
     ("return_timings", "timings_per_token"),

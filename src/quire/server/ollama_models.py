@@ -14,9 +14,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, UnknownModel
 from quire.frontend.interface import Backend, ModelCard
 from quire.server.error_responses import json_response
+from quire.server.limits import Limits
 from quire.server.live_page import reads_html
 from quire.server.prompts import LATEST, model
 from quire.weights.details import ModelDetails
@@ -29,8 +30,9 @@ _NEVER = "9999-12-31T23:59:59Z"
 
 _ONE_MODEL = "this server serves one model: start another with `quire serve MODEL`"
 
+_NO_PULL = f"pull: models are not pulled here: use `quire pull MODEL`; {_ONE_MODEL}, which fetches it too"
+
 REFUSED_PATHS: Mapping[str, tuple[str, str]] = {
-    "/api/pull": ("POST", f"models are not pulled here: use `quire pull MODEL`; {_ONE_MODEL}, which fetches it too"),
     "/api/create": (
         "POST",
         f"models are not created here; {_ONE_MODEL} and its options, and send `system` in requests",
@@ -50,6 +52,15 @@ class OllamaShowRequest(msgspec.Struct, kw_only=True):
     verbose: bool | None = None
 
 
+class OllamaPullRequest(msgspec.Struct, kw_only=True):
+    """`POST /api/pull`. name: an older name of `model`. stream, insecure: nothing is fetched."""
+
+    model: str | None = None
+    name: str | None = None
+    stream: bool | None = None
+    insecure: bool | None = None
+
+
 class OllamaModels:
     """The served model as Ollama's clients see it.
 
@@ -63,7 +74,7 @@ class OllamaModels:
         self._template = template
 
     def routes(self) -> list[Route]:
-        """All paths but that of `show`, whose request has a body."""
+        """All paths but those of `show` and `pull`, whose requests have bodies."""
         lists: dict[str, Callable[[], Any]] = {"/api/tags": self.tags, "/api/ps": self.running}
         return [
             Route("/", _root),
@@ -91,7 +102,7 @@ class OllamaModels:
         }
         return {"models": [{**self._entry(card, name), **loaded} for name in card.names]}
 
-    def show(self, request: OllamaShowRequest) -> dict[str, Any]:
+    def show(self, request: OllamaShowRequest, _: Limits) -> dict[str, Any]:
         """`POST /api/show`. Raises UnknownModel."""
         card = model(request.model or request.name, self._backend)
         details = self._details()
@@ -112,6 +123,15 @@ class OllamaModels:
             "capabilities": self._capabilities(card),
             "modified_at": _time(card),
         }
+
+    def pull(self, request: OllamaPullRequest, _: Limits) -> dict[str, str]:
+        """`POST /api/pull`: the model that is served is there already, for clients that pull before they ask. Raises
+        InvalidRequest for another."""
+        try:
+            model(request.model or request.name, self._backend)
+        except UnknownModel as error:
+            raise InvalidRequest(_NO_PULL, param="model", code="unsupported") from error
+        return {"status": "success"}
 
     def _entry(self, card: ModelCard, name: str) -> dict[str, Any]:
         # Names have a tag where Ollama's clients look for one.

@@ -17,7 +17,7 @@ from quire.server.endpoints import ENDPOINTS, GENERATE_PATHS, OLLAMA_ENDPOINTS, 
 from quire.server.error_responses import JSON, OLLAMA_PATHS
 from quire.server.fields import NO_OPS, REFUSED_FIELDS
 from quire.server.messages import MessagesRequest
-from quire.server.ollama_models import REFUSED_PATHS, OllamaShowRequest
+from quire.server.ollama_models import REFUSED_PATHS, OllamaPullRequest, OllamaShowRequest
 from quire.server.pooling import PoolingRequest
 from quire.server.responses import ResponsesRequest
 from quire.server.scores import RerankRequest, ScoreRequest
@@ -122,6 +122,7 @@ OPERATIONS = (
         for path, one in OLLAMA_ENDPOINTS.items()
     ),
     Operation("post", "/api/show", "Ollama's API: the model", OllamaShowRequest),
+    Operation("post", "/api/pull", "Ollama's API: the served model is there, others are refused", OllamaPullRequest),
     Operation("get", "/api/tags", "Ollama's API: the models served"),
     Operation("get", "/api/ps", "Ollama's API: the models loaded"),
     Operation("get", "/api/version", "Ollama's API: its version"),

@@ -336,7 +336,7 @@ class UpstreamEvents:
         self._news: Callable[[], None] = lambda: None
         self._taken = asyncio.Event()
         self._task = asyncio.ensure_future(self._fetch(until))
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(lambda task: self._news())
 
     def subscribe(self, news: Callable[[], None]) -> None:
         """Call `news` for each part from now on, and at the end."""
@@ -358,12 +358,6 @@ class UpstreamEvents:
         self._news = lambda: None
         self._task.cancel()
         self._upstream.close()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            # `take` raises it. Where the client has left it is not called, and asyncio would log a forgotten error.
-            task.exception()
-        self._news()
 
     async def _fetch(self, until: float | None) -> None:
         while part := await _by(until, self._upstream.read()):

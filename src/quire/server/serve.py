@@ -82,7 +82,8 @@ async def serve(
     After the signal new requests get 503 and Retry-After; those running may take `shutdown_timeout` seconds.
     tls: files of the private key and of the certificate. batch_service: starts after the backend, and ends before it
     drains. address_file: contains the server's address while it listens. on_ready: called with that address.
-    Raises what `Service.start` raises, before anything listens.
+    Raises what `Service.start` raises, before anything listens, and InvalidConfig for an address_file that cannot be
+    written.
     """
     timeouts = Timeouts() if timeouts is None else timeouts
     limits = connection_limits(timeouts.connections, raise_descriptor_limit(), timeouts.descriptors)
@@ -114,6 +115,7 @@ async def serve(
         shutdown.push_async_callback(backend.close)
         if batch_service is not None:
             shutdown.push_async_callback(batch_service.stop)
+        _check_writable(address_file)
         await backend.start()
         if batch_service is not None:
             await batch_service.start()
@@ -132,10 +134,27 @@ def url(sock: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def _check_writable(file: str | None) -> None:
+    """Raise InvalidConfig where a health check would never find the address. Leaves no file that was not there."""
+    if file is None:
+        return
+    there = Path(file).exists()
+    try:
+        Path(file).open("a").close()
+        if not there:
+            Path(file).unlink()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise InvalidConfig(
+            f"address_file: {file} cannot be written: {why}; name a file in a folder that this user may write to",
+            param="address_file",
+        ) from error
+
+
 @contextmanager
 def _written(file: str | None, address: str) -> Iterator[str]:
-    """Within, `file` contains `address`, as programs on this machine reach it. A file that cannot be written is only
-    logged."""
+    """Within, `file` contains `address`, as programs on this machine reach it. What keeps it from being written once
+    the server answers is only logged."""
     if file is None:
         yield address
         return

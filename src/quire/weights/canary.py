@@ -278,7 +278,9 @@ def float8_layers(
         scales = published.get(i) or [scale_of(written(pool, len(tokens)), form) for pool in (cache.k, cache.v)]
         rough = any(scale is None for scale in scales)
         kept = [1.0 if rough or scale is None else scale for scale in scales]
-        layers.append(LayerShape(heads, *dims, model.dtype if rough else form.dtype, kept[0], kept[1]))
+        size = 0 if cache.index is None else cache.index.shape[-1]
+        dtype = model.dtype if rough else form.dtype
+        layers.append(LayerShape(heads, *dims, dtype, kept[0], kept[1], index_dim=size))
     room = allocate(layers, pages=-(-len(tokens) // PAGE), page_size=PAGE, device=device)
     return tuple(layers), compare(reference, answers(model, tokens, device, room), tokens)
 

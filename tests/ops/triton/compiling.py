@@ -1,8 +1,8 @@
 """Run as a program: compiles every kernel for a compute capability, without a card. See `test_compiles`.
 
 Arguments: the capability, the bytes of shared memory it has, and "float32" for deterministic products in that, too, or
-"few" for a few kernels that soon compile, or "gpt_oss", "latents" or "recurrent" for those that gpt-oss, latent
-attention or recurrent layers alone have.
+"few" for a few kernels that soon compile, or "gpt_oss", "latents", "indexed" or "recurrent" for those that gpt-oss,
+latent attention, DeepSeek V3.2's or recurrent layers alone have.
 
 Prints, as JSON, [kernel, bytes of shared memory, registers' worth of bytes spilled] of each.
 """
@@ -283,6 +283,30 @@ def latents(ops: TritonOps, dtype: torch.dtype = BF16) -> None:
             ops.heads_linear(mixed, weight[:, plain:].transpose(1, 2))
 
 
+def indexed(ops: TritonOps, heads: int, spans: int, n: int, dtype: torch.dtype = BF16) -> None:
+    """DeepSeek V3.2's choice of tokens, and attention to them."""
+    pool = LayerKV(
+        halves(4, 1, 64, 64, dtype=dtype), halves(4, 1, 64, 512, dtype=dtype), index=halves(4, 1, 64, 128, dtype=dtype)
+    )
+    tokens, weight = spans * n, halves(128, dtype=dtype)
+    fed = ops.prepare(batch(spans, n))
+    turn = Angles(torch.empty(tokens, 32), torch.empty(tokens, 32))
+    ops.store_index_key(halves(tokens, 128, dtype=dtype), pool, fed, turn, Norm(weight, 1e-6, weight, centred=True))
+    q, weights = halves(tokens, 64, 128, dtype=dtype), halves(tokens, 64, dtype=dtype)
+    chosen = ops.choose_positions(q, weights, pool, fed, turn, 2048)
+    absorbed, rotated = halves(tokens, heads, 512, dtype=dtype), halves(tokens, heads, 64, dtype=dtype)
+    ops.latent_attention(absorbed, rotated, pool, fed, 0.1, chosen)
+
+
+def every_indexed(ops: TritonOps, fixed: TritonOps) -> None:
+    """A rank of four and one of eight: decoding, and a prompt."""
+    for each in (ops, fixed):
+        for heads in (32, 16):
+            for spans, n in ((1, 1), (64, 1), (2, 512)):
+                indexed(each, heads, spans, n)
+    indexed(ops, 16, 4, 1, torch.float32)
+
+
 def in_shared_memory(ops: TritonOps) -> None:
     """Latent attention of DeepSeek V2 Lite as it decodes."""
     pool = LayerKV(halves(4, 1, 64, 64), halves(4, 1, 64, 512))
@@ -515,6 +539,10 @@ def main() -> None:
             latents(each)
         print(json.dumps(found))
         return
+    if "indexed" in sys.argv:
+        every_indexed(ops, fixed)
+        print(json.dumps(found))
+        return
     if "recurrent" in sys.argv:
         recurrent(ops)
         recurrent(ops, torch.float32)
@@ -525,6 +553,7 @@ def main() -> None:
     single(ops)
     latents(ops, torch.float32)
     recurrent(ops, torch.float32)
+    every_indexed(ops, fixed)
     for each in (ops, fixed):
         latents(each)
         recurrent(each)

@@ -15,6 +15,7 @@ are not written any more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -343,15 +344,25 @@ def shares_kernel(
             tl.store(starts + mine + j, first + j, mask=here & (since >= tl.where(even, 0, 1 << 30)))
 
 
+class TokenSpans(NamedTuple):
+    """Tokens as spans of their own. spans [T] int32: the batch's span that each is of. lengths [T] int32: positions up
+    to its own; 0: it is of none. plans: of some tokens each, one after the other, without their block tables."""
+
+    spans: Tensor
+    lengths: Tensor
+    plans: Sequence[AttentionPlan]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan(RaggedBatch):
     """A batch and the lists that its layers share: made by the first that asks, used by the rest. spans: of recurrent
-    layers, see `chunked.py`."""
+    layers, see `chunked.py`. by_token: see `indexer.py`."""
 
     lists: dict[tuple[Tiling, int], AttentionSchedule] = field(default_factory=dict)
     lasts: dict[int, Tensor | None] = field(default_factory=dict)
     cascades: dict[PrefixSharing, SharedPrefixes] = field(default_factory=dict)
     spans: dict[str, Tensor] = field(default_factory=dict)
+    by_token: dict[int, TokenSpans] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> AttentionPlan:

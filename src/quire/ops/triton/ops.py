@@ -50,6 +50,7 @@ from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LayerState, RaggedBat
 from quire.ops.triton import experts as mixture
 from quire.ops.triton import (
     gemv,
+    indexer,
     integer_experts,
     integer_gemm,
     integer_gemv,
@@ -404,9 +405,30 @@ class TritonOps(BaseOps):
         """See `Ops.selective_scan`. No span may read a slot that another writes."""
         return recurrent.selective_scan(x, weights, state, self.prepare(batch), self.few, self.card)
 
-    def latent_attention(self, q: Tensor, rotated: Tensor, kv: LayerKV, batch: RaggedBatch, scale: float) -> Tensor:
+    def store_index_key(self, key: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, norm: Norm) -> None:
+        """See `Ops.store_index_key`."""
+        indexer.store_index_key(key, kv, batch, angles, norm, self.card)
+
+    def choose_positions(
+        self, q: Tensor, weights: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, count: int
+    ) -> Tensor:
+        """See `Ops.choose_positions`."""
+        return indexer.choose_positions(q, weights, kv, self.prepare(batch), angles, count, self.card)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        rotated: Tensor,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        scale: float,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
         """See `Ops.latent_attention`."""
-        return attention(q, kv, self.prepare(batch), Scores(scale), self.card, rotated=rotated)
+        planned = self.prepare(batch)
+        if chosen is not None:
+            return indexer.attend_chosen(q, rotated, kv, planned, chosen, scale, self.card)
+        return attention(q, kv, planned, Scores(scale), self.card, rotated=rotated)
 
     def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """See `Ops.attention`."""

@@ -6,6 +6,7 @@ import codecs
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from quire.server.access import refuse_cross_site
 from quire.server.batch_api.files import document, listing
 from quire.server.batch_api.store import Store, new_id, newest_first, whole_lines
 from quire.server.error_responses import json_response
-from quire.server.folder import durable_write
+from quire.server.folder import WriteFailed, durable_write
 from quire.server.limits import Limits, read_body
 from quire.server.schemas import parse
 
@@ -139,7 +140,9 @@ class Batches:
         self.store.put(batch)
         if len(self.store) > MOST_KEPT:
             for old in newest_first(filter(_finished, self.store.all()))[MOST_KEPT - 1 :]:
-                self.store.delete(old["id"])
+                # The new one runs: a client that was refused would begin it again. The next one tries again.
+                with suppress(WriteFailed):
+                    self.store.delete(old["id"])
         return json_response(batch)
 
     async def listed(self, request: Request) -> Response:

@@ -1,0 +1,257 @@
+"""An indexer's choice of what queries attend to: see `layers/latent.py`.
+
+Each query scores every key of its sequence, which are written out, AT_ONCE queries at a time; one program a query then
+finds the bits of the last score that is chosen, eight at a time, by counting, and writes down the slots of those above
+it and of the first that equal it. These are a block table, of blocks of one token each, and every query a span of its
+own, so that `attention` attends to what is chosen as it does to anything else. Nothing depends on other queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.base import Angles, Norm, Scores
+from quire.ops.quantized import FLOAT8_MAX
+from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.triton.attention import attention
+from quire.ops.triton.attention_schedule import AttentionPlan, TokenSpans
+from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.rows import normalize, stored, warps
+
+AT_ONCE = 128
+"""Queries whose scores are in memory at once, which `quire plan` counts (`assembly/limits.py`)."""
+
+CHUNK = 1024
+"""Keys that a program scores."""
+
+LEAST = tl.constexpr(-3.4028234663852886e38)
+"""What becomes of scores that are not numbers."""
+
+
+@kernel
+def index_store_kernel(
+    key, cos, sin, weight, bias, pool, slots, eps, page_size, stride,
+    DIM: tl.constexpr, HALF: tl.constexpr, LARGEST: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One token. The null block stays as it is."""
+    token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
+    held, turned = d < DIM, d < 2 * HALF
+    other = tl.where(d < HALF, d + HALF, tl.where(turned, d - HALF, d))
+    gain, shift = tl.load(weight + d, mask=held, other=0.0), tl.load(bias + d, mask=held, other=0.0)
+    gain_of, shift_of = tl.load(weight + other, mask=held, other=0.0), tl.load(bias + other, mask=held, other=0.0)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    c = tl.load(cos + token * HALF + d % HALF, mask=turned, other=1.0)
+    s = tl.load(sin + token * HALF + d % HALF, mask=turned, other=0.0)
+    slot, start = tl.load(slots + token), key + token * stride
+    a = tl.load(start + d, mask=held, other=0.0).to(tl.float32)
+    b = tl.load(start + other, mask=held, other=0.0).to(tl.float32)
+    a = normalize(a, gain.to(tl.float32), shift.to(tl.float32), held, DIM, eps, True)
+    b = normalize(b, gain_of.to(tl.float32), shift_of.to(tl.float32), held, DIM, eps, True)
+    made = a * c + tl.where(d < HALF, -b, b) * s
+    tl.store(
+        pool + slot * DIM + d, stored(made, 1.0, LARGEST).to(pool.dtype.element_ty),
+        mask=(slot + 0 * d >= page_size) & held,
+    )  # fmt: skip
+
+
+def store_index_key(
+    key: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, norm: Norm, card: DeviceInfo
+) -> None:  # fmt: skip
+    """See `Ops.store_index_key`."""
+    assert kv.index is not None
+    assert norm.bias is not None
+    dim = key.shape[-1]
+    index_store_kernel[(len(key),)](
+        *(key, angles.cos, angles.sin, norm.weight, norm.bias, kv.index, batch.slots, norm.eps, batch.page_size),
+        key.stride(0),
+        DIM=dim, HALF=angles.cos.shape[-1], LARGEST=FLOAT8_MAX.get(kv.index.dtype, 0.0), BLOCK_D=block(dim),
+        DEPENDENT=card.dependent, num_warps=warps(dim), **card.options,
+    )  # fmt: skip
+
+
+@kernel
+def index_turn_kernel(
+    q, cos, sin, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Rotate BLOCK_H heads of a token's queries [HEADS, DIM], in place."""
+    token, p = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_P)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    held = (head < HEADS)[:, None] & (p < HALF)[None, :]
+    place = q + (token * HEADS + head)[:, None] * DIM + p[None, :]
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    c = tl.load(cos + token * HALF + p, mask=p < HALF, other=1.0)[None, :]
+    s = tl.load(sin + token * HALF + p, mask=p < HALF, other=0.0)[None, :]
+    a = tl.load(place, mask=held, other=0.0).to(tl.float32)
+    b = tl.load(place + HALF, mask=held, other=0.0).to(tl.float32)
+    tl.store(place, (a * c - b * s).to(q.dtype.element_ty), mask=held)
+    tl.store(place + HALF, (b * c + a * s).to(q.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def slots_of(table, position, seen, PAGE: tl.constexpr):
+    """The slots of a sequence's positions, those that are `seen`."""
+    page = tl.load(table + position // PAGE, mask=seen, other=0)
+    return page * PAGE + position % PAGE
+
+
+@kernel(do_not_specialize=["first", "width"])
+def index_scores_kernel(
+    q, weights, pool, table, spans, lengths, scores, first, columns, width, weight_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The scores of one query for CHUNK keys, unless it sees no more than is chosen."""
+    row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
+    h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    token = first + row
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    length = tl.load(lengths + token)
+    if (length > COUNT) & (begin < length):
+        pages = table + tl.load(spans + token).to(tl.int64) * columns
+        real = (h < HEADS)[:, None] & (d < DIM)[None, :]
+        queries = tl.load(q + (token * HEADS + h)[:, None] * DIM + d[None, :], mask=real, other=0.0)
+        gain = tl.load(weights + token * weight_stride + h, mask=h < HEADS, other=0.0).to(tl.float32)
+        for start in range(begin, tl.minimum(begin + CHUNK, length), COLUMNS):
+            at = start + tl.arange(0, COLUMNS)
+            seen = at < length
+            line = slots_of(pages, at, seen, PAGE).to(tl.int64)
+            keys = tl.load(pool + line[:, None] * DIM + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
+            x = tl.dot(queries, tl.trans(keys.to(q.dtype.element_ty)), input_precision=PRECISION)
+            x = tl.sum(tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * gain[:, None], 0)
+            x = tl.where(x > LEAST, x, LEAST)
+            tl.store(scores + row * width + at, tl.where(x == 0.0, 0.0, x), mask=seen)
+
+
+@triton.jit
+def ordered(scores, at, length):
+    """Scores as integers in the same order; those from `length` on are not read."""
+    bits = tl.load(scores + at, mask=at < length, other=0.0).to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+
+
+@triton.jit
+def narrowed(scores, length, last, left, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The last score that is chosen, known above bits SHIFT + 7 and, in the result, from SHIFT on; left: how many are
+    chosen of the scores that begin like it."""
+    counts, digits = tl.zeros([256], tl.int32), tl.arange(0, 256)
+    for start in range(0, length, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        key = ordered(scores, at, length)
+        alike = at < length
+        if SHIFT < 24:
+            alike &= (key >> (SHIFT + 8)) == (last >> (SHIFT + 8))
+        counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=alike)
+    since = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+    digit = tl.sum((since >= left).to(tl.int32), 0) - 1
+    left -= tl.sum(tl.where(digits > digit, counts, 0), 0)
+    return last | (digit.to(tl.uint32) << SHIFT), left
+
+
+@kernel(do_not_specialize=["first", "width"])
+def index_choice_kernel(
+    scores, table, spans, lengths, chosen, first, columns, width,
+    COUNT: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One query: the slots of what it attends to, in ascending order of position."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    token = first + row
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    length, own = tl.load(lengths + token), scores + row * width
+    pages, to = table + tl.load(spans + token).to(tl.int64) * columns, chosen + token * COUNT
+    if length <= COUNT:
+        for start in range(0, length, BLOCK):
+            at = start + i
+            tl.store(to + at, slots_of(pages, at, at < length, PAGE), mask=at < length)
+    else:
+        last, left = (length * 0).to(tl.uint32), length * 0 + COUNT
+        for number in tl.static_range(4):
+            last, left = narrowed(own, length, last, left, 24 - 8 * number, BLOCK)
+        taken, equals = length * 0, length * 0
+        for start in range(0, length, BLOCK):
+            at = start + i
+            key = ordered(own, at, length)
+            equal = (at < length) & (key == last)
+            kept = equal & (equals + tl.cumsum(equal.to(tl.int32), 0) <= left)
+            kept |= (at < length) & (key > last)
+            place = taken + tl.cumsum(kept.to(tl.int32), 0) - 1
+            tl.store(to + place, slots_of(pages, at, kept, PAGE), mask=kept)
+            taken += tl.sum(kept.to(tl.int32), 0)
+            equals += tl.sum(equal.to(tl.int32), 0)
+
+
+def choose_positions(
+    q: Tensor, weights: Tensor, kv: LayerKV, batch: AttentionPlan, angles: Angles, count: int, card: DeviceInfo
+) -> Tensor:  # fmt: skip
+    """See `Ops.choose_positions`. Queries that see no more than `count` positions have the slots of all in their row;
+    q is overwritten."""
+    assert kv.index is not None
+    (tokens, heads, dim), half, pool = q.shape, angles.cos.shape[-1], kv.index
+    at_once = min(16, block(heads))
+    index_turn_kernel[(tokens, triton.cdiv(heads, at_once))](
+        *(q, angles.cos, angles.sin),
+        HEADS=heads, DIM=dim, HALF=half, BLOCK_H=at_once, BLOCK_P=block(half), DEPENDENT=card.dependent, num_warps=2,
+        **card.options,
+    )  # fmt: skip
+    spans, lengths, _ = spans_by_token(batch, count)
+    chosen = torch.empty(tokens, count, dtype=torch.int32, device=q.device)
+    scores = torch.empty(min(tokens, AT_ONCE), batch.max_kv, dtype=torch.float32, device=q.device)
+    about = batch.page_table, spans, lengths
+    for first in range(0, tokens, AT_ONCE):
+        rows, sizes = min(AT_ONCE, tokens - first), (first, batch.page_table.stride(0), scores.stride(0))
+        index_scores_kernel[(rows, triton.cdiv(batch.max_kv, CHUNK))](
+            *(q, weights, pool, *about, scores, *sizes, weights.stride(0)),
+            HEADS=heads, DIM=dim, PAGE=pool.shape[2], COUNT=count, CHUNK=CHUNK,
+            COLUMNS=64 if q.element_size() <= 2 else 32, BLOCK_H=block(heads, 16), BLOCK_D=block(dim, 16),
+            PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=4, **card.options,
+        )  # fmt: skip
+        index_choice_kernel[(rows,)](
+            *(scores, *about, chosen, *sizes),
+            COUNT=count, PAGE=pool.shape[2], BLOCK=min(4096, block(batch.max_kv, 256)), DEPENDENT=card.dependent,
+            num_warps=8, **card.options,
+        )  # fmt: skip
+    return chosen
+
+
+def spans_by_token(batch: AttentionPlan, count: int) -> TokenSpans:
+    """A batch's tokens as spans of their own, which see at most `count` positions: made for the first layer."""
+    if count not in batch.by_token:
+        rows = torch.arange(len(batch.positions), device=batch.positions.device)
+        ends = batch.query_start[1:].long()
+        spans = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1).int()
+        lengths = torch.where(rows < ends[-1], batch.positions + 1, 0).int()
+        plans = []
+        for some, length in zip(rows.split(AT_ONCE), lengths.clamp(max=count).split(AT_ONCE), strict=True):
+            starts = torch.arange(len(some) + 1, dtype=torch.int32, device=rows.device)
+            plans.append(AttentionPlan(some, some, some, starts, length, batch.page_table, 1, 1, count))
+        batch.by_token[count] = TokenSpans(spans, lengths, plans)
+    return batch.by_token[count]
+
+
+def attend_chosen(
+    q: Tensor, rotated: Tensor, kv: LayerKV, batch: AttentionPlan, chosen: Tensor, scale: float, card: DeviceInfo
+) -> Tensor:
+    """`Ops.latent_attention` to what is chosen.
+
+    Kernels read block tables before they wait for what precedes them, which here has made the table: they are launched
+    when that has ended.
+    """
+    alone, tokens = replace(card, dependent=False, options=MappingProxyType({})), kv.by_token()
+    parts, start = list[Tensor](), 0
+    for plan in spans_by_token(batch, chosen.shape[1]).plans:
+        rows = slice(start, start + len(plan.kv_len))
+        own = replace(plan, page_table=chosen[rows])
+        parts.append(attention(q[rows], tokens, own, Scores(scale), alone, rotated=rotated[rows]))
+        start = rows.stop
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,95 @@
+"""An indexer's kernels, and attention to what they chose, against the formulas; and alike to the bit in any batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.ops.base import Angles, Ops
+from quire.ops.quantized import FLOAT8, Float8
+from quire.ops.reference import ReferenceOps
+from quire.ops.triton import indexer
+from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
+from tests.ops.batches import Pages, poisoned
+from tests.ops.indexing import DIM, INDEX_HEADS, INDEX_NORM, LENGTHS, ROTATED, Fed, draw, like, naive, on
+from tests.ops.triton.device import DEVICE
+
+KERNELS: dict[str, Ops] = {"kernels": TritonOps(DEVICE), "invariant-kernels": BatchInvariantTritonOps(DEVICE)}
+
+
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there are several tiles and chunks."""
+    monkeypatch.setattr(indexer, "AT_ONCE", 16)
+    monkeypatch.setattr(indexer, "CHUNK", 64)
+
+
+def check(name: str, count: int, lengths: tuple[int, ...]) -> None:
+    fed = Fed(KERNELS[name], count, device=DEVICE, lengths=lengths)
+    got, start = fed.chunks(count), 0
+    for s, n in enumerate(lengths):
+        seen, want = naive(s, count)
+        assert fed.positions(s) == seen[:n]
+        assert (got[start : start + n] - want[:n]).abs().max() < 2e-5
+        start += n
+    assert fed.kv.index is not None
+    assert fed.kv.index[0].isnan().all(), "the null block stays as it is"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_choices_and_results_are_those_of_the_formulas(name: str) -> None:
+    check(name, 8, (40, 7))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("count", [1, 8, 40])
+def test_choices_and_results_of_long_sequences_are_those_of_the_formulas(name: str, count: int) -> None:
+    check(name, count, LENGTHS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("size", [1, 16])
+def test_results_do_not_depend_on_batches_and_chunks(size: int) -> None:
+    ops = KERNELS["invariant-kernels"]
+    wanted = Fed(ops, 8, device=DEVICE).chunks(0)
+    assert torch.equal(Fed(ops, 8, size=size, device=DEVICE).chunks(size), wanted)
+
+
+@pytest.mark.parametrize("form", FLOAT8.values(), ids=FLOAT8)
+def test_keys_are_normed_rotated_and_stored_as_the_reference_stores_them(form: Float8) -> None:
+    x, batch = draw(9), Pages(30, 4).batch([(0, 0, [0] * 9)], spare=1)
+    stored = []
+    for ops, device in ((KERNELS["kernels"], DEVICE), (ReferenceOps(), torch.device("cpu"))):
+        for dtype in (torch.float32, form.dtype):
+            kv = on(poisoned(30, 1, 4, ROTATED, index_dim=DIM), device)
+            kv = replace(kv, index=torch.zeros(30, 1, 4, DIM, dtype=dtype, device=device))
+            key, turn = x.key.to(device), Angles(x.cos.to(device), x.sin.to(device))
+            ops.store_index_key(key, kv, on(batch, device), turn, like(INDEX_NORM, key))
+            assert kv.index is not None
+            stored.append(kv.index.float().cpu())
+    exact, rough, want, held = stored
+    torch.testing.assert_close(exact, want, atol=1e-5, rtol=1e-5)
+    # The interpreter rounds some numbers badly.
+    assert torch.isclose(rough, held, atol=0.02, rtol=form.error * 2.2).float().mean() > 0.99
+    assert held.any() and not held[0].any()
+
+
+def test_of_equal_scores_the_first_are_chosen_and_what_is_no_number_comes_last() -> None:
+    pages, x = Pages(30, 4), draw(20)
+    kv = on(poisoned(30, 1, 4, ROTATED, index_dim=DIM), DEVICE)
+    assert kv.index is not None
+    # A query of ones, and keys of one number each: a score is that number, as often as there are heads.
+    values = torch.tensor([0.0, 3, -1, 5, 3, 3, -0.0, torch.nan, 3, 3, 7, 3, 0, 3, 3, 3, 3, 3, 3, 0])
+    before = pages.batch([(0, 0, [0] * 20)])
+    kv.index.view(-1, DIM)[before.slots.to(DEVICE)] = torch.nn.functional.pad(values[:, None], (DIM - 1, 0)).to(DEVICE)
+    fed = on(pages.batch([(0, 19, [0])]), DEVICE)
+    turn = Angles(*(each[:1].to(DEVICE) for each in (torch.ones(1, ROTATED // 2), torch.zeros(1, ROTATED // 2))))
+    q, weights = torch.ones(1, INDEX_HEADS, DIM), torch.ones(1, INDEX_HEADS)
+    table = fed.page_table[0].tolist()
+    for count, wanted in ((4, [1, 3, 4, 10]), (1, [10]), (17, [i for i in range(20) if i not in (7, 12, 19)])):
+        slots = KERNELS["kernels"].choose_positions(q.to(DEVICE), weights.to(DEVICE), kv, fed, turn, count)
+        assert slots.tolist() == [[table[i // 4] * 4 + i % 4 for i in wanted]]
+    assert len(x.key) == 20
