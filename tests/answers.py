@@ -22,6 +22,27 @@ from tests.checkpoints import greedy
 from tests.models.feeding import Feeder
 
 
+def engine_of(model: Model, *, pages: int = 400, page_size: int = 16, drafts: int = 0, **settings: Any) -> Engine:
+    """An engine around the CPU executor; `settings` are the scheduler's, and those of the lines below."""
+    lookahead, caching = settings.pop("lookahead", 0), settings.pop("prefix_caching", True)
+    eviction_policy = EVICTION_POLICIES[settings.pop("eviction_policy", "lru")]()
+    executor = LocalExecutor(
+        model,
+        pages=pages,
+        page_size=page_size,
+        rows=64,
+        max_model_len=512,
+        dtype=torch.float32,
+        drafter=NgramDrafter(drafts, shortest=1) if drafts else None,
+        snapshots=24,
+    )
+    slots = executor.describe().num_snapshots if executor.describe().recurrent else None
+    prefixes = make_prefix_cache(page_size, caching, slots)
+    kv = KVCacheManager(pages, page_size, prefixes, eviction_policy, snapshot_interval=48)
+    settings.setdefault("speculation", FixedDrafts(drafts))
+    return Engine(Scheduler(kv, rows=64, **settings), executor, lookahead=lookahead)
+
+
 class Subject:
     """One checkpoint: ours, sixteen prompts, and what answers of `new` tokens must be."""
 
@@ -36,25 +57,9 @@ class Subject:
         asked = zip(self.prompts, guesses, strict=True)
         self.want = [tuple(greedy(theirs, prompt, new, guess)) for prompt, guess in asked]
 
-    def engine(self, *, pages: int = 400, page_size: int = 16, drafts: int = 0, **settings: Any) -> Engine:
-        """An engine around the CPU executor; `settings` are the scheduler's, and those of the lines below."""
-        lookahead, caching = settings.pop("lookahead", 0), settings.pop("prefix_caching", True)
-        eviction_policy = EVICTION_POLICIES[settings.pop("eviction_policy", "lru")]()
-        executor = LocalExecutor(
-            self.ours,
-            pages=pages,
-            page_size=page_size,
-            rows=64,
-            max_model_len=512,
-            dtype=torch.float32,
-            drafter=NgramDrafter(drafts, shortest=1) if drafts else None,
-            snapshots=24,
-        )
-        slots = executor.describe().num_snapshots if executor.describe().recurrent else None
-        prefixes = make_prefix_cache(page_size, caching, slots)
-        kv = KVCacheManager(pages, page_size, prefixes, eviction_policy, snapshot_interval=48)
-        settings.setdefault("speculation", FixedDrafts(drafts))
-        return Engine(Scheduler(kv, rows=64, **settings), executor, lookahead=lookahead)
+    def engine(self, **settings: Any) -> Engine:
+        """See `engine_of`."""
+        return engine_of(self.ours, **settings)
 
     def ask(self, engine: Engine, which: Sequence[int], new: int | None = None) -> dict[int, tuple[int, ...]]:
         for i in which:

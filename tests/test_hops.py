@@ -40,11 +40,12 @@ def test_a_sampling_parameter_takes_six_files() -> None:
     assert len(listed("A new sampling parameter")) <= 6
 
 
-def test_an_architecture_is_in_one_file_and_in_the_shapes_that_test_it() -> None:
+def test_an_architecture_is_in_one_file_and_its_defaults_and_in_the_shapes_that_test_it() -> None:
     files = listed("A new architecture")
     names_in_files = "src/quire/weights/gguf_model.py"
-    assert (mentions("Olmo2") | mentions("olmo2")) - {names_in_files} == {"src/quire/models/olmo.py"}
-    assert files == {"src/quire/models/olmo.py", "tests/checkpoints.py"}
+    own = {"src/quire/models/olmo.py", "src/quire/models/defaults.py"}
+    assert (mentions("Olmo2") | mentions("olmo2")) - {names_in_files} == own
+    assert files == own | {"tests/checkpoints.py"}
     assert "olmo2-" in (ROOT / "tests/checkpoints.py").read_text(encoding="utf-8")
 
 

@@ -69,7 +69,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 8, "moe_k": 3, "moe_layer_end_index": 3},
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": {"text_config": {**FIELDS, **GEMMA4}},
-    "DeepseekV2ForCausalLM": DEEPSEEK,
+    "DeepseekV2ForCausalLM": {**DEEPSEEK, "q_lora_rank": None},
     "DeepseekV3ForCausalLM": {**DEEPSEEK, "q_lora_rank": 24, "first_k_dense_replace": 2, "routed_scaling_factor": 2.5},
     "Qwen3NextForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "GPT2LMHeadModel": {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64},
@@ -79,6 +79,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "GraniteMoeHybridForCausalLM": {**GRANITE, "num_local_experts": 0, "layer_types": ["full_attention"] * 5},
     "GraniteMoeSharedForCausalLM": GRANITE,
     "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 3},
+    "PhiMoEForCausalLM": {"num_experts_per_tok": 2},
     "Qwen2MoeForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 20},
 }
 EXTRA = (

@@ -21,9 +21,10 @@ from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.gguf_blocks import BLOCKS, PACKED
 from quire.ops.integer import dequantize_integers, pack_floats, pack_integers, pack_rows, pack_superblocks
 from quire.ops.native import library
+from quire.ops.native import pack as packing
 from quire.ops.native.library import LEVELS, best_level
 from quire.ops.native.ops import InvariantNativeOps, NativeOps
-from quire.ops.native.pack import BLOCK_TYPES, TILED_BLOCK_TYPES, empty_blocks, write_blocks
+from quire.ops.native.pack import BLOCK_TYPES, TILED_BLOCK_TYPES, empty_blocks, in_panels, int8_panels, write_blocks
 from quire.ops.panels import UNIT, PanelMatrix
 from quire.ops.quantized import dequantize
 from quire.ops.ragged import LayerKV
@@ -523,3 +524,17 @@ def test_an_instruction_set_can_be_chosen_and_one_that_is_missing_is_named(monke
 
 def test_threads_are_those_of_torch() -> None:
     assert None not in library.team_functions()
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "unit"), [(48, 64, 32), (33, 40, 32), (16, 130, 128), (1, 4, 32)])
+def test_int8_rows_are_packed_some_at_a_time_as_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int, unit: int
+) -> None:
+    monkeypatch.setattr(packing, "AT_ONCE", 1)
+    numbers, scale = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8), torch.rand(outputs, 1)
+    made, wanted = int8_panels(numbers, scale, unit, torch.zeros), in_panels(pack_rows(numbers, scale), unit)
+    assert made.weight.equal(wanted.weight) and made.scale is not None and made.scale.equal(wanted.scale)
+    assert (made.padded, made.group, made.kind, made.scale_kind) == (
+        *(wanted.padded, wanted.group, wanted.kind, wanted.scale_kind),
+    )
+    assert made.values_of().equal(numbers.float() * scale)

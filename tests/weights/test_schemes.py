@@ -14,14 +14,15 @@ from safetensors.torch import load_file, save_file
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.quantization import scaled
-from quire.layers.quantization.base import Plain
+from quire.layers.quantization.base import Matrix, MatrixPart, Plain
 from quire.layers.quantization.gguf import StoredBlocks
-from quire.layers.quantization.integers import IntegerScheme
+from quire.layers.quantization.integers import IntegerScheme, IntegerTensors, pack_pairs
 from quire.models.registry import build_model, read_spec
 from quire.ops.base import IntegerKind, IntegerMatrix, Ops, QuantizedMatrix, Routing
 from quire.ops.quantized import dequantize, quantize_tokens
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
+from quire.types import UNLIMITED
 from quire.weights.canary import Canary, Threshold, answers
 from quire.weights.files import SINGLE, Checkpoint, read_config
 from quire.weights.load import load_model, load_weights
@@ -440,3 +441,27 @@ def test_columns_are_in_another_order_where_the_checkpoint_says_so_by_name_or_as
     scheme = read_scheme({"quantization_config": config})
     assert scheme is not None and isinstance(scheme.layout, IntegerScheme)
     assert scheme.layout.ordered is ordered
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("block", [scaled.ROW, scaled.TILE, (4, 8), (UNLIMITED, UNLIMITED)])
+def test_numbers_are_quantised_some_rows_at_a_time_as_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: tuple[int, int]
+) -> None:
+    weight = torch.randn(150, 20)
+    numbers, scale = scaled.quantize(weight, dtype, block)
+    expanded = scale[torch.arange(150) // min(block[0], 150)]
+    for at_once in (1, 100, 1 << 17):
+        monkeypatch.setattr(scaled, "AT_ONCE", at_once)
+        found = torch.zeros(150, 20, dtype=dtype)
+        assert scaled.quantize_into(found, weight, block).equal(expanded)
+        assert found.view(torch.int8).equal(numbers.view(torch.int8))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_words_are_the_bytes_that_they_are_made_of(bits: int) -> None:
+    matrix = Matrix((MatrixPart("m", 6, slice(0, 6)),), 64, slice(0, 64), torch.float32, torch.device("cpu"))
+    part = IntegerTensors(matrix.parts[0], matrix, IntegerScheme("packed", 32, zeros=False, bits=bits))
+    part.weight.random_(-(1 << 31), 1 << 31)
+    numbers = scaled.unpack(part.weight, bits, 1)
+    assert part.bytes().equal(pack_pairs(numbers) if bits == 4 else numbers)

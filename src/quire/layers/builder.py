@@ -731,8 +731,16 @@ GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """The names under which configs mean gelu by its tanh approximation."""
 
 
+CLAMPED = "clamped"
+"""gpt-oss's, which no config.json names."""
+
 GATES: Mapping[str, Gate] = MappingProxyType(
-    {"silu": "silu", **dict.fromkeys(GELUS, "gelu"), "gelu_erf": "gelu_erf", "clamped": "clamped"}
+    {
+        **dict.fromkeys(("silu", "swish"), "silu"),
+        **dict.fromkeys(GELUS, "gelu"),
+        **dict.fromkeys(("gelu", "gelu_python"), "gelu_erf"),
+        CLAMPED: "clamped",
+    }
 )
 
 
@@ -760,5 +768,6 @@ def expert_rises(rising: Sequence[Sequence[str]], mixture: MoEConfig, cut: slice
 def activation_of(name: str, known: Mapping[str, Kind]) -> Kind:
     """An activation by its name in a config. Raises InvalidModel for an unknown one."""
     if name not in known:
-        raise InvalidModel(f"activation {name!r} is not supported (known: {', '.join(known)}).{nearest(name, known)}")
+        names = [each for each in known if each != CLAMPED]
+        raise InvalidModel(f"activation {name!r} is not supported (known: {', '.join(names)}).{nearest(name, names)}")
     return known[name]

@@ -80,6 +80,7 @@ def read_mamba(config: Config, spec: ModelSpec, kinds: Sequence[str]) -> ModelSp
     recurrent = frozenset(i for i, kind in enumerate(kinds) if kind == LINEAR)
     if not recurrent:
         return spec
+    check_convolution("hidden_act", spec.activation)
     inner = config.get(int, "mamba_expand", default=2) * spec.hidden
     heads = config.get(int, "mamba_n_heads", default=128)
     given = config.fields.get("mamba_d_head", "auto")
@@ -99,6 +100,14 @@ def read_mamba(config: Config, spec: ModelSpec, kinds: Sequence[str]) -> ModelSp
         step_limit=read_step_limit(config),
     )
     return replace(spec, mamba=mamba.checked(), recurrent=recurrent)
+
+
+def check_convolution(field: str, activation: str) -> None:
+    """Raises InvalidModel where what follows the convolution of recurrent layers is not SiLU."""
+    if activation not in ("silu", "swish"):
+        raise InvalidModel(
+            f"config.json: {field} {activation!r} is not supported in recurrent layers: they have silu alone"
+        )
 
 
 def read_step_limit(config: Config) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from quire.layers.latent import IndexConfig, LatentAttention, LatentConfig
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama
 from quire.models.mtp import deepseek_names, make_mtp
-from quire.models.spec import Config, ModelSpec, interleave, read_decoder
+from quire.models.spec import Config, ModelSpec, interleave, read_decoder, read_scaling
 
 NEXTN = "num_nextn_predict_layers"
 
@@ -45,8 +45,11 @@ class DeepseekV2(Llama):
         """See `registry.Architecture`."""
         spec = interleave(read_latents(config, architecture))
         experts = replace(read_experts(config, spec), group_best=1)
-        if experts.normalize_weights:
+        # As DeepSeek's own code has it; transformers scales always, and normalizes never.
+        if experts.normalize_weights and experts.num_experts_per_token > 1:
             experts = replace(experts, scale=1.0)
+        else:
+            experts = replace(experts, normalize_weights=False)
         if config.get(str, "topk_method", default="greedy") == "greedy":
             experts = replace(experts, groups=1, used_groups=1)
         return replace(spec, experts=experts.checked())
@@ -66,7 +69,8 @@ class DeepseekV3(DeepseekV2):
         spec = read_latents(config, architecture)
         experts = replace(read_experts(config, spec), sigmoid=True, corrected=True)
         spec = interleave(spec) if config.get(bool, "rope_interleave", default=True) else spec
-        return replace(spec, experts=experts.checked(), draft_layers=config.get(int, NEXTN, default=0))
+        # None of these models has biases in its MLPs, whatever config.json says.
+        return replace(spec, mlp_bias=False, experts=experts.checked(), draft_layers=config.get(int, NEXTN, default=0))
 
 
 class DeepseekV32(DeepseekV3):
@@ -108,7 +112,7 @@ def read_latents(config: Config, architecture: str) -> ModelSpec:
     spec = read_decoder(Config({**config.fields, "head_dim": latent.rotated}, config.where), architecture)
     if spec.qkv_bias and not latent.queries:
         raise InvalidModel("config.json: attention_bias is supported with q_lora_rank only")
-    scaling = config.section("rope_parameters", "rope_scaling")
+    scaling = read_scaling(config)
     strength = 0.0 if spec.rope.kind == "default" else scaling.get(float, "mscale_all_dim", default=0.0)
     gain = 1.0 + 0.1 * strength * math.log(max(spec.rope.factor, 1.0))
     size = latent.latents + latent.rotated

@@ -82,8 +82,13 @@ class Gemma3(Gemma):
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
         whole = config
-        config = Config({**DEFAULTS, **nested(config).fields})
+        config = nested(config)
         every = config.get(int, "sliding_window_pattern", "_sliding_window_pattern", default=6)
+        if cap(config, "attn_logit_softcapping", 0.0):
+            raise InvalidModel(
+                "config.json: attn_logit_softcapping is not supported for Gemma 3, whose published models have none; "
+                "transformers ignores it: set it to null"
+            )
         spec = read_gemma(config, architecture, every=every)
         base = config.get(float, "rope_theta", default=1e6)
         local_base = config.get(float, "rope_local_base_freq", default=10_000.0)
@@ -91,21 +96,8 @@ class Gemma3(Gemma):
             read_two_ropes(config, bidirectional(config, spec), base, local_base, every=every),
             vision=read_siglip(whole, spec),
             qk_norm="each",
-            score_cap=cap(config, "attn_logit_softcapping", 0.0),
             logit_cap=cap(config, "final_logit_softcapping", 0.0),
         )
-
-
-DEFAULTS = MappingProxyType(
-    {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 262_208,
-        "max_position_embeddings": 131_072,
-        "sliding_window": 4096,
-    }
-)
-"""Fields that Gemma 3's published config.json files leave out."""
 
 
 def read_gemma(config: Config, architecture: str, *, every: int) -> ModelSpec:

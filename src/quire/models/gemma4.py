@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.basic import Attention, Heads, NormLayer
-from quire.layers.builder import ExpertNames, ModelBuilder
+from quire.layers.builder import GELUS, ExpertNames, ModelBuilder
 from quire.layers.moe import MoE, MoEConfig
 from quire.models.gemma import Gemma, cap
 from quire.models.gemma4_vision import Gemma4Vision, read_gemma4_vision
@@ -204,12 +204,18 @@ class Gemma4(Gemma):
         spec = read_layers(config.with_defaults(sliding_window=512), spec)
         if spec.layer_inputs and config.get(int, "vocab_size_per_layer_input", default=spec.vocab) != spec.vocab:
             raise InvalidModel("config.json: vocab_size_per_layer_input must be vocab_size")
+        activation = config.get(str, "hidden_activation", default="gelu_pytorch_tanh")
+        if spec.layer_inputs and activation not in GELUS:
+            raise InvalidModel(
+                f"config.json: hidden_activation {activation!r} is not supported with hidden_size_per_layer_input "
+                f"(known: {', '.join(GELUS)})"
+            )
         own = spec.layers - spec.shared_kv
         wide = config.get(bool, "use_double_wide_mlp", default=False)
         return replace(
             spec,
             vision=read_gemma4_vision(whole, config, spec),
-            activation=config.get(str, "hidden_activation", default="gelu_pytorch_tanh"),
+            activation=activation,
             scale=1.0,
             qk_norm="each",
             norm_values=True,

@@ -22,11 +22,11 @@ from quire.types import UNLIMITED
 class Block:
     """One layer: attention and an MLP, each after a norm of the residual stream."""
 
-    def __init__(self, spec: ModelSpec, build: ModelBuilder) -> None:
+    def __init__(self, spec: ModelSpec, build: ModelBuilder, scale: float) -> None:
         self.before_attention = build.norm_layer(build.layer_norm("ln_1", spec.hidden, spec.norm_eps))
         self.attention = build.scope("attn").attention(
             spec.hidden,
-            Heads(count=spec.heads, kv=spec.kv_heads, dim=spec.head_dim, scale=spec.head_dim**-0.5),
+            Heads(count=spec.heads, kv=spec.kv_heads, dim=spec.head_dim, scale=scale),
             names=("c_attn",),
             out="c_proj",
             bias=True,
@@ -58,7 +58,10 @@ class GPT2:
         self.embedding = body.here(first or (last and spec.tie), "wte").embedding("wte", spec.vocab, spec.hidden)
         self.positions = body.here(first, "wpe").replicated().embedding("wpe", spec.context, spec.hidden)
         self.no_rope = body.rotary(spec.rope)
-        self.blocks = [Block(spec, each) for _, each in body.each_layer("h", spec.layers, spec.own_layers)]
+        self.blocks = [
+            Block(spec, each, spec.scale / (i + 1 if spec.scales_by_layer else 1))
+            for i, each in body.each_layer("h", spec.layers, spec.own_layers)
+        ]
         self.norm = build.norm_layer(body.here(last, "ln_f").layer_norm("ln_f", spec.hidden, spec.norm_eps))
         self.head = lm_head(spec, build.here(last, "lm_head"), self.embedding)
         self.classify = score_head(spec, build.here(last, "score"))
@@ -72,9 +75,7 @@ class GPT2:
         check_layers(layers, "n_layer")
         if not heads or hidden % heads:
             raise InvalidModel(f"config.json: n_embd ({hidden}) must be a multiple of n_head ({heads})")
-        for name, plain in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-            if config.get(bool, name, default=plain) is not plain:
-                raise InvalidModel(f"config.json: {name} {str(not plain).lower()} is not supported for GPT-2")
+        scaled = config.get(bool, "scale_attn_weights", default=True)
         return ModelSpec(
             architecture=architecture,
             hidden=hidden,
@@ -88,6 +89,8 @@ class GPT2:
             norm_eps=config.get(float, "layer_norm_epsilon", default=1e-5),
             rope=NO_ROPE,
             windows=(UNLIMITED,) * layers,
+            scale=max(1, hidden // heads) ** -0.5 if scaled else 1.0,
+            scales_by_layer=config.get(bool, "scale_attn_by_inverse_layer_idx", default=False),
             activation=config.get(str, "activation_function", default="gelu_new"),
             tie=config.get(bool, "tie_word_embeddings", default=True),
             qkv_bias=True,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from quire.errors import InvalidModel
-from quire.layers.builder import GATED, ExpertNames
+from quire.layers.builder import CLAMPED, GATED, ExpertNames
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
@@ -45,4 +45,4 @@ class GptOss(Llama):
             biased=True,
         )
         windows = read_windows(config, spec.layers, every=2)
-        return replace(spec, windows=windows, experts=experts.checked(), activation="clamped")
+        return replace(spec, windows=windows, experts=experts.checked(), activation=CLAMPED)

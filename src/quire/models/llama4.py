@@ -46,9 +46,11 @@ class Llama4(Llama):
         return made
 
     def make_qk_norms(self, build: ModelBuilder) -> Norms:
-        """Without weights in the checkpoint, so that it makes no difference whether they come before the rotation."""
+        """Without weights in the checkpoint, so that it makes no difference whether they come before the rotation,
+        unless that makes vectors longer."""
+        after = self.spec.rope.gain != 1
         norm = Norm(torch.ones(self.spec.head_dim, dtype=build.dtype, device=build.device), self.spec.norm_eps)
-        return Norms(norm, norm)
+        return Norms(norm, norm, after_rope=after)
 
     def make_mlp(self, build: ModelBuilder, index: int) -> MLPFunction:
         """The MLP of layer `index`, or its experts."""

@@ -36,8 +36,9 @@ class Layer:
             spec.hidden, heads, names=("Wqkv",), out="Wo", bias=spec.qkv_bias, out_bias=spec.out_bias
         )
         self.before_mlp = build.norm_layer(norm(spec, build, "mlp_norm"))
-        gate = "gelu_erf" if spec.activation == "gelu" else spec.activation
-        self.mlp = build.scope("mlp").gated_mlp(spec.hidden, spec.mlp, gate, bias=spec.mlp_bias, names=("Wi", "Wo"))
+        self.mlp = build.scope("mlp").gated_mlp(
+            spec.hidden, spec.mlp, spec.activation, bias=spec.mlp_bias, names=("Wi", "Wo")
+        )
 
     def __call__(self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV) -> Tensor:
         """The residual stream [T, hidden] before and after this layer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from quire.layers.builder import ModelBuilder
+from quire.models.defaults import with_defaults
 from quire.models.spec import Config
 
 VISION = (
@@ -28,7 +29,9 @@ def nested(config: Config) -> Config:
     shared = {name: config.fields[name] for name in WHOLE if name in config.fields}
     # The head belongs to the whole model: what its own section says of it is a default that nothing reads.
     tied = {name: value for name, value in shared.items() if name == "tie_word_embeddings"}
-    return Config({**shared, **config.section("text_config").fields, **tied})
+    own = config.section("text_config")
+    named = own.get(str, "model_type", default=f"{config.get(str, 'model_type', default='')}_text")
+    return Config({**shared, **with_defaults(own.fields, named), **tied})
 
 
 VISION_NAMES = MappingProxyType(

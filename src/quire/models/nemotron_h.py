@@ -15,7 +15,7 @@ from quire.layers.basic import NO_ROPE, NormLayer
 from quire.layers.builder import ExpertNames, ModelBuilder
 from quire.layers.mamba import MambaConfig
 from quire.layers.moe import MoEConfig
-from quire.models.bamba import KINDS, LINEAR, read_step_limit
+from quire.models.bamba import KINDS, LINEAR, check_convolution, read_step_limit
 from quire.models.llama import BlockNorms, Llama, Mixer, MLPFunction
 from quire.models.mtp import DraftBlock, MTPNames, make_mtp
 from quire.models.spec import FULL, Config, ModelSpec, read_decoder
@@ -112,6 +112,7 @@ class NemotronH(Llama):
         fields["intermediate_size"] = config.get(int, "intermediate_size", "moe_intermediate_size")
         spec = read_decoder(Config({**config.fields, **fields}, config.where), architecture)
         bias = config.get(bool, "use_bias", default=False)
+        check_convolution("mamba_hidden_act", config.get(str, "mamba_hidden_act", default="silu"))
         mamba = MambaConfig(
             heads=config.get(int, "mamba_num_heads", default=128),
             value=config.get(int, "mamba_head_dim", default=64),

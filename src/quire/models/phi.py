@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
+from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama
@@ -39,13 +40,16 @@ class PhiMoE(Llama):
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
+        if config.get(int, "num_experts_per_tok", default=2) != 2:
+            raise InvalidModel("config.json: num_experts_per_tok must be 2: SparseMixer chooses two experts")
         spec = read_decoder(config.with_defaults(rms_norm_eps=1e-5, rope_theta=1e6), architecture)
         experts = MoEConfig(
             num_experts=config.get(int, "num_local_experts", default=16),
-            num_experts_per_token=config.get(int, "num_experts_per_tok", default=2),
+            num_experts_per_token=2,
             width=spec.mlp,
             normalize_weights=False,
-            margin=2 * config.get(float, "router_jitter_noise", default=0.01),
+            # None but the best is within a margin of nothing; 0 would mean that there is no margin.
+            margin=2 * config.get(float, "router_jitter_noise", default=0.01) or 1e-30,
         )
         return replace(
             spec,

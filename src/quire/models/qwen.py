@@ -64,6 +64,7 @@ class Qwen3Moe(Qwen3):
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
+        config = windows_named(config, "max_window_layers", needed=False).with_defaults(max_window_layers=0)
         spec = Qwen3.read(config, architecture)
         return replace(spec, experts=read_experts(config, spec.layers, used=8).checked())
 
@@ -77,7 +78,7 @@ class Qwen2Moe(Qwen2):
     @staticmethod
     def read(config: Config, architecture: str) -> ModelSpec:
         """See `registry.Architecture`."""
-        spec = Qwen2.read(config, architecture)
+        spec = Qwen2.read(windows_named(config, "layer_types", needed=True), architecture)
         width = config.get(int, "shared_expert_intermediate_size", default=5632)
         experts = replace(read_experts(config, spec.layers, used=4), shared=width, gated_shared=True)
         return replace(spec, qkv_bias=config.get(bool, "qkv_bias", default=True), experts=experts.checked())
@@ -96,6 +97,18 @@ def read_experts(config: Config, layers: int, *, used: int) -> MoEConfig:
         normalize_weights=config.get(bool, "norm_topk_prob", default=False),
         dense_layers=frozenset(i for i in range(layers) if i in dense or (i + 1) % step),
     )
+
+
+def windows_named(config: Config, name: str, *, needed: bool) -> Config:
+    """`config`. Raises InvalidModel where it has windows and lacks the field `name`, which says in which layers, or, if
+    not needed, has it, though transformers does not read it."""
+    if config.get(bool, "use_sliding_window", default=False) and (config.fields.get(name) is None) == needed:
+        where = f"without {name}" if needed else f"with {name}"
+        raise InvalidModel(
+            f"config.json: use_sliding_window {where} is not supported: releases of transformers differ in which "
+            f"layers have windows. Set it to false, or {'say ' + name if needed else 'leave out ' + name}"
+        )
+    return config
 
 
 def windows(config: Config, layers: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from quire.errors import InvalidModel
 from quire.layers.basic import GatedAttention
 from quire.layers.builder import GATED, ExpertNames, ModelBuilder
 from quire.layers.delta import DeltaConfig
+from quire.models.bamba import check_convolution
 from quire.models.llama import Llama, Mixer
 from quire.models.mtp import make_mtp, qwen_names
 from quire.models.multimodal import nested
@@ -110,6 +111,7 @@ def read_hybrid(config: Config, architecture: str) -> ModelSpec:
     linear = read_locals(config, spec.layers, every=every, local=LINEAR)
     if all(linear):
         raise InvalidModel("config.json: a model of recurrent layers alone is not supported")
+    check_convolution("hidden_act", spec.activation)
     delta = DeltaConfig(
         key_heads=config.get(int, "linear_num_key_heads", default=16),
         value_heads=config.get(int, "linear_num_value_heads", default=32),

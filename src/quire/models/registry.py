@@ -17,6 +17,7 @@ from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ParallelGroup
 from quire.layers.vision import VisionTower
+from quire.models.defaults import with_defaults
 from quire.models.heads import Classify
 from quire.models.labels import class_count
 from quire.models.mtp import NextTokenLayers, check_draft_layers
@@ -106,7 +107,9 @@ def read_spec(fields: Mapping[str, Any], *, pools: bool = False, mtp: bool = Fal
     Raises InvalidModel for an architecture or a field that is unknown, and for a model without such layers.
     """
     name = architecture_name(fields)
-    spec = find_architecture(name).read(Config(fields), name)
+    known = find_architecture(name)
+    model_type = known.architectures.get(DERIVED.get(name, name)) or str(fields.get("model_type"))
+    spec = known.read(Config(with_defaults(fields, model_type)), name)
     found = spec.draft_layers
     spec = replace(spec, draft_layers=check_draft_layers(spec) if mtp else 0, skipped_drafts=0 if mtp else found)
     if name.endswith(CLASSIFIER):

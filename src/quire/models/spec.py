@@ -39,9 +39,10 @@ class ModelSpec:
     head_dim), where they differ; empty where all are `kv_heads` and `head_dim`. layer_mlp: `mlp` of each layer, where
     they differ. keys_are_values: layers whose v is made by the matrix of k. shared_kv: how many of the last layers read
     K/V of earlier ones. layer_inputs: width of what each layer reads of the tokens themselves, 0: nothing. scale: of
-    attention's scores, 0 for 1 / sqrt(head_dim). embedding_scale, residual_scale, logit_scale: what embeddings, what
-    attention and MLP add, and logits are multiplied by. score_cap, logit_cap: soft caps, 0 for none. experts: None
-    where every layer has one MLP. latent: None where keys and values are kept as they are, of `kv_heads` heads.
+    attention's scores, 0 for 1 / sqrt(head_dim); scales_by_layer: layer i divides it by i + 1. embedding_scale,
+    residual_scale, logit_scale: what embeddings, what attention and MLP add, and logits are multiplied by. score_cap,
+    logit_cap: soft caps, 0 for none. experts: None where every layer has one MLP. latent: None where keys and values
+    are kept as they are, of `kv_heads` heads.
     delta, mamba: sizes of layers of the gated delta rule, or of Mamba 2, which `recurrent` numbers; they keep states in
     place of K/V.
     ahead: per layer, how many later positions a query sees; empty where attention is causal. generates: whether it has
@@ -84,6 +85,7 @@ class ModelSpec:
     layer_inputs: int = 0
     ropes: tuple[RopeConfig, ...] = ()
     scale: float = 0.0
+    scales_by_layer: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -117,12 +119,16 @@ class ModelSpec:
     def for_length(self, length: int | None) -> ModelSpec:
         """The same for sequences of at most `length` tokens, None for its context: LongRoPE has other factors for short
         ones, and an indexer that would choose every token is left out."""
-        length, rope, latent = length or self.context, self.rope, self.latent
-        if rope.short_factors and length <= rope.original:
-            rope = replace(rope, factors=rope.short_factors, gain=rope.short_gain)
+        length, latent = length or self.context, self.latent
+
+        def shortened(rope: RopeConfig) -> RopeConfig:
+            if not rope.short_factors or length > rope.original:
+                return rope
+            return replace(rope, factors=rope.short_factors, gain=rope.short_gain)
+
         if latent is not None and latent.index is not None and length <= latent.index.top:
             latent = replace(latent, index=None)
-        return replace(self, rope=rope, latent=latent)
+        return replace(self, rope=shortened(self.rope), ropes=tuple(map(shortened, self.ropes)), latent=latent)
 
     @property
     def bidirectional(self) -> bool:
@@ -301,7 +307,7 @@ def read_decoder(config: Config, architecture: str) -> ModelSpec:
     if not kv_heads or heads % kv_heads:
         raise InvalidModel(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
     bias = config.get(bool, "attention_bias", default=False)
-    rope = read_rope(config, head_dim, config.section("rope_parameters", "rope_scaling"))
+    rope = read_rope(config, head_dim, read_scaling(config))
     return ModelSpec(
         architecture=architecture,
         hidden=hidden,
@@ -323,6 +329,11 @@ def read_decoder(config: Config, architecture: str) -> ModelSpec:
         dtype=config.get(str, "dtype", "torch_dtype", default=""),
         stop=read_stop(config),
     )
+
+
+def read_scaling(config: Config) -> Config:
+    """`rope_scaling` if it says anything, otherwise `rope_parameters`, as transformers chooses where there are both."""
+    return config.section("rope_scaling" if config.fields.get("rope_scaling") else "rope_parameters")
 
 
 def read_context(config: Config, rope: RopeConfig) -> int:
@@ -397,7 +408,8 @@ def read_axes(scaling: Config, pairs: int) -> tuple[int, ...]:
 def read_longrope(config: Config, scaling: Config, rope: RopeConfig) -> RopeConfig:
     """LongRoPE: a factor for each pair of dimensions, others for sequences of up to the length of training."""
     names = "original_max_position_embeddings", "max_position_embeddings"
-    original = scaling.get(int, names[0], default=0) or config.get(int, *names, default=0)
+    original = config.get(int, names[0], default=0) or scaling.get(int, names[0], default=0)
+    original = original or config.get(int, names[1], default=0)
     context = config.get(int, names[1], default=original)
     long, short = (read_factors(scaling, name, rope.dim) for name in ("long_factor", "short_factor"))
     gain = scaling.get(float, "attention_factor", default=0.0)
@@ -422,11 +434,15 @@ def read_factors(scaling: Config, name: str, dim: int) -> tuple[float, ...]:
 
 
 def read_original(config: Config, scaling: Config, kind: str) -> int:
-    """The length of training; YaRN without one means `max_position_embeddings`."""
-    named = scaling.get(int, "original_max_position_embeddings", default=0)
-    if named or kind != "yarn":
-        return named
-    return config.get(int, "original_max_position_embeddings", "max_position_embeddings", default=0)
+    """The length of training: of the whole config.json, or of `scaling`, or `max_position_embeddings`."""
+    name = "original_max_position_embeddings"
+    if kind not in ("yarn", "llama3"):
+        return scaling.get(int, name, default=0)
+    return (
+        config.get(int, name, default=0)
+        or scaling.get(int, name, default=0)
+        or config.get(int, "max_position_embeddings", default=0)
+    )
 
 
 def read_gain(scaling: Config, factor: float) -> float:

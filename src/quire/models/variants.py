@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from quire.errors import InvalidModel
 from quire.models.llama import Llama
-from quire.models.spec import Config, ModelSpec, interleave, read_decoder, read_windows, without_rope
+from quire.models.spec import FULL, SLIDING, Config, ModelSpec, interleave, read_decoder, read_windows, without_rope
 
 
 class SeedOss(Llama):
@@ -39,7 +39,7 @@ class InternLM3(Llama):
 
 
 class SmolLM3(Llama):
-    """SmolLM 3 (Hugging Face 2025): every fourth layer has no rotary embedding."""
+    """SmolLM 3 (Hugging Face 2025): every fourth layer has no rotary embedding; windows are of these layers."""
 
     architectures = MappingProxyType({"SmolLM3ForCausalLM": "smollm3"})
 
@@ -51,8 +51,10 @@ class SmolLM3(Llama):
         rotated = config.fields.get("no_rope_layers") or [(i + 1) % every for i in range(spec.layers)]
         if not isinstance(rotated, list) or len(rotated) < spec.layers:
             raise InvalidModel("config.json: no_rope_layers must be a list of num_hidden_layers numbers")
+        kinds = config.fields.get("layer_types") or [FULL if each else SLIDING for each in rotated[: spec.layers]]
+        own = Config({**config.fields, "layer_types": kinds}, config.where)
         if config.get(bool, "use_sliding_window", default=False):
-            spec = replace(spec, windows=read_windows(config, spec.layers))
+            spec = replace(spec, windows=read_windows(own, spec.layers))
         return without_rope(spec, (not each for each in rotated[: spec.layers]))
 
 

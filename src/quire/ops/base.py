@@ -165,6 +165,11 @@ class QuantizedMatrix(NamedTuple):
         """Whether it has two numbers per byte."""
         return self.groups is not None and len(self.groups) > self.weight.shape[1]
 
+    @property
+    def is_int8_rows(self) -> bool:
+        """Whether it is int8 with a scale for each row."""
+        return self.weight.dtype is torch.int8 and self.groups is None and self.scale.shape[1] == 1
+
     def rows(self, which: slice) -> QuantizedMatrix:
         """Some of its rows."""
         zero, whole = None if self.zero is None else self.zero[which], which.step in (None, 1)

@@ -99,7 +99,8 @@ class PanelMatrix:
         return sum(each.nbytes for each in (self.weight, self.scale, self.zero, self.supers) if each is not None)
 
     def write(self, first: int, rows: Tensor) -> None:
-        """Fill rows from number `first` on, a multiple of 16, of an unquantized matrix."""
+        """Fill rows from number `first` on, a multiple of 16, of a matrix whose numbers are stored as they are:
+        unquantized, or int8."""
         filled = F.pad(rows, (0, self.padded - self.inputs, 0, -len(rows) % PANEL_ROWS))
         panels = slice(first // PANEL_ROWS, first // PANEL_ROWS + len(filled) // PANEL_ROWS)
         words = filled.view(torch.int32)

@@ -584,6 +584,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base"),
         "rope_scaling": scaling(gguf),
+        "rope_parameters": {},
         "partial_rotary_factor": rotated_share(gguf, head_dim),
         "sliding_window": get("attention.sliding_window"),
         "layer_types": layer_types(gguf),

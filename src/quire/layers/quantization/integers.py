@@ -77,8 +77,7 @@ class IntegerStorage:
                 raise InvalidModel(
                     f"{part.name} and {self.parts[0].name} order their columns differently, and are multiplied as one"
                 )
-        numbers = torch.cat([part.numbers() for part in self.parts])
-        weight = pack_pairs(numbers) if self.scheme.bits == 4 else numbers
+        weight = torch.cat([part.bytes() for part in self.parts])
         scale, zero = (torch.cat([part.scales()[i] for part in self.parts]).contiguous() for i in (0, 1))
         quantized = QuantizedMatrix(weight, scale, zero=zero, groups=groups)
         self.quantized = QuantizedWeight(self.ops, self.ops.arranged(quantized), self.bias)
@@ -170,11 +169,16 @@ class IntegerTensors:
             raise InvalidModel(f"{self.name}: a column's group is not one of {self.count}: the checkpoint is corrupt")
         return self.order.long()
 
+    def bytes(self) -> Tensor:
+        """uint8 [out, in], or [out, in / 2] of 4 bits, the even column's in the low bits."""
+        if self.scheme.layout == "packed":  # on all that runs here an int32's low bits come first
+            return self.weight.view(torch.uint8)
+        numbers = self.numbers()
+        return pack_pairs(numbers) if self.scheme.bits == 4 else numbers
+
     def numbers(self) -> Tensor:
-        """[out, in] uint8."""
+        """[out, in] uint8, of layouts that pack along the outputs or in another order."""
         layout, bits = self.scheme.layout, self.scheme.bits
-        if layout == "packed":
-            return unpack(self.weight, bits, 1)
         return (unpack(self.weight, 4, 1, AWQ_ORDER) if layout == "awq" else unpack(self.weight, bits, 0)).t()
 
     def scales(self) -> tuple[Tensor, Tensor]:

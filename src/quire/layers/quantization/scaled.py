@@ -167,6 +167,23 @@ def quantize(weight: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tupl
     return (numbers if dtype is E4M3 else numbers.round()).clamp(-most, most).to(dtype), scale
 
 
+AT_ONCE = 1 << 17
+"""Numbers that a CPU quantizes at a time: what is computed with them fits a core's cache, and takes no fresh memory."""
+
+
+def quantize_into(numbers: Tensor, weight: Tensor, block: tuple[int, int]) -> Tensor:
+    """As `quantize`, into `numbers`, some rows at a time on a CPU -> scale [out, blocks across], of each row."""
+    rows, columns = weight.shape
+    down = min(block[0], rows)
+    some = max(1, AT_ONCE // (columns * down)) * down if weight.device.type == "cpu" else rows
+    scales = list[Tensor]()
+    for own, into in zip(torch.split(weight, some), torch.split(numbers, some), strict=True):
+        rounded, scale = quantize(own, numbers.dtype, block)
+        into.copy_(rounded)
+        scales.append(scale[torch.arange(len(own), device=own.device) // down])
+    return torch.cat(scales)
+
+
 ROW = (1, UNLIMITED)
 TILE = (128, 128)
 
@@ -198,9 +215,7 @@ class OnlineQuantized(Plain):
         numbers, scales, row = torch.empty_like(self.weight, dtype=self.scheme.dtype), list[torch.Tensor](), 0
         for part in self.matrix.parts:
             own = self.weight[row : row + part.shard.stop - part.shard.start]
-            rounded, scale = quantize(own, self.scheme.dtype, self.scheme.block)
-            numbers[row : row + len(own)] = rounded
-            scales.append(scale[torch.arange(len(own), device=own.device) // down])
+            scales.append(quantize_into(numbers[row : row + len(own)], own, self.scheme.block))
             row += len(own)
         scale = torch.cat(scales).contiguous()
         height = common_height(down, [part.shard.stop - part.shard.start for part in self.matrix.parts])

@@ -29,7 +29,7 @@ from quire.ops.base import (
 )
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.huge_pages import HugePages
-from quire.ops.integer import integers_of, pack_rows
+from quire.ops.integer import integers_of
 from quire.ops.matmul import TILE_ROWS, in_tiles
 from quire.ops.native.call import (
     FLOATS,
@@ -46,7 +46,15 @@ from quire.ops.native.call import (
 )
 from quire.ops.native.decoder import NativeDecoder, is_supported
 from quire.ops.native.library import LEVELS, load, team_functions
-from quire.ops.native.pack import BLOCK_TYPES, TILED_BLOCK_TYPES, empty_blocks, float8_panels, in_panels, write_blocks
+from quire.ops.native.pack import (
+    BLOCK_TYPES,
+    TILED_BLOCK_TYPES,
+    empty_blocks,
+    float8_panels,
+    in_panels,
+    int8_panels,
+    write_blocks,
+)
 from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.panels import PANEL_ROWS, PanelMatrix, Zeros
 from quire.ops.quantized import E4M3
@@ -128,12 +136,14 @@ class NativeOps(ReferenceOps):
         if isinstance(matrix, QuantizedMatrix) and matrix.weight.dtype is E4M3:
             float8 = float8_panels(matrix, self.unit)
             return matrix if float8 is None else self._kept(float8)
+        if isinstance(matrix, QuantizedMatrix) and matrix.is_int8_rows:
+            return int8_panels(matrix.weight, matrix.scale, self.unit, self.memory.zeros)
         found = integers_of(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
         return self._in_panels(found) if isinstance(found, IntegerMatrix) else matrix
 
     def arranged_int8(self, matrix: QuantizedMatrix) -> Int8Matrix:
         """See `Ops.arranged_int8`."""
-        return self._in_panels(pack_rows(matrix.weight, matrix.scale))
+        return int8_panels(matrix.weight, matrix.scale, self.unit, self.memory.zeros)
 
     def empty_panels(self, outputs: int, inputs: int, dtype: torch.dtype) -> PanelMatrix:
         """See `Ops.empty_panels`."""

@@ -32,6 +32,24 @@ def in_panels(matrix: IntegerMatrix, unit: int) -> PanelMatrix:
     return made
 
 
+AT_ONCE = 1 << 18
+"""Bytes that are packed at a time, within a core's cache."""
+
+
+def int8_panels(weight: Tensor, scale: Tensor, unit: int, zeros: Zeros) -> PanelMatrix:
+    """weight int8 [out, in] times scale [out, 1] in panels. unit: what columns are padded to a multiple of. zeros:
+    allocates."""
+    outputs, inputs = weight.shape
+    padded, panels = -(-inputs // unit) * unit, -(-outputs // PANEL_ROWS)
+    numbers = zeros(panels, padded * PANEL_ROWS, dtype=torch.uint8)
+    made = PanelMatrix(PanelKind.INT8, outputs, inputs, padded, numbers, padded, ScaleKind.F32)
+    some = max(1, AT_ONCE // (inputs * PANEL_ROWS)) * PANEL_ROWS
+    for first in range(0, outputs, some):
+        made.write(first, weight[first : first + some])
+    made.scale = zeros(panels, 1, PANEL_ROWS, dtype=torch.float32).copy_(panels_of(scale.float()))
+    return made
+
+
 RUN = 128
 """Columns of a matrix of float8 that are decoded at a time: no group begins within."""
 
