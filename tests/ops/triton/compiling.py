@@ -283,28 +283,24 @@ def latents(ops: TritonOps, dtype: torch.dtype = BF16) -> None:
             ops.heads_linear(mixed, weight[:, plain:].transpose(1, 2))
 
 
-def indexed(ops: TritonOps, heads: int, spans: int, n: int, dtype: torch.dtype = BF16) -> None:
+def indexed(ops: TritonOps, heads: int, spans: int, n: int) -> None:
     """DeepSeek V3.2's choice of tokens, and attention to them."""
-    pool = LayerKV(
-        halves(4, 1, 64, 64, dtype=dtype), halves(4, 1, 64, 512, dtype=dtype), index=halves(4, 1, 64, 128, dtype=dtype)
-    )
-    tokens, weight = spans * n, halves(128, dtype=dtype)
+    pool = LayerKV(halves(4, 1, 64, 64), halves(4, 1, 64, 512), index=halves(4, 1, 64, 128))
+    tokens, weight = spans * n, halves(128)
     fed = ops.prepare(batch(spans, n))
     turn = Angles(torch.empty(tokens, 32), torch.empty(tokens, 32))
-    ops.store_index_key(halves(tokens, 128, dtype=dtype), pool, fed, turn, Norm(weight, 1e-6, weight, centred=True))
-    q, weights = halves(tokens, 64, 128, dtype=dtype), halves(tokens, 64, dtype=dtype)
+    ops.store_index_key(halves(tokens, 128), pool, fed, turn, Norm(weight, 1e-6, weight, centred=True))
+    q, weights = halves(tokens, 64, 128), halves(tokens, 64)
     chosen = ops.choose_positions(q, weights, pool, fed, turn, 2048)
-    absorbed, rotated = halves(tokens, heads, 512, dtype=dtype), halves(tokens, heads, 64, dtype=dtype)
+    absorbed, rotated = halves(tokens, heads, 512), halves(tokens, heads, 64)
     ops.latent_attention(absorbed, rotated, pool, fed, 0.1, chosen)
 
 
 def every_indexed(ops: TritonOps, fixed: TritonOps) -> None:
-    """A rank of four and one of eight: decoding, and a prompt."""
+    """A rank of eight: decoding, and a prompt."""
     for each in (ops, fixed):
-        for heads in (32, 16):
-            for spans, n in ((1, 1), (64, 1), (2, 512)):
-                indexed(each, heads, spans, n)
-    indexed(ops, 16, 4, 1, torch.float32)
+        for spans, n in ((1, 1), (64, 1), (2, 512)):
+            indexed(each, 16, spans, n)
 
 
 def in_shared_memory(ops: TritonOps) -> None:
