@@ -113,8 +113,8 @@ def test_values_four_times_as_large_as_the_probes_are_held(name: str, error: flo
 
 
 class Asked:
-    """A canary that measures nothing. asked: (what was measured against, whether anything was quantised). known: what an
-    earlier start found."""
+    """A canary that measures nothing. asked: (what was measured against, whether anything was quantised). known: what
+    an earlier start found."""
 
     known = None
 
