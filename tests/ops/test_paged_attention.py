@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.ops.paged_attention import WORTH, alike
+from quire.ops.paged_attention import WORTH, PagedAttentionMetadata, alike
+from quire.ops.ragged import RaggedBatch
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=80))
@@ -33,3 +35,15 @@ def test_every_span_is_in_one_group_and_little_is_read_in_vain(lengths: list[int
 )
 def test_spans_of_very_different_lengths_are_in_different_groups(lengths: list[int], groups: int) -> None:
     assert len(alike(list(range(len(lengths))), lengths)) == groups
+
+
+def test_a_padded_step_of_no_tokens_has_no_groups() -> None:
+    """As an executor that runs ahead measures steps before there are sequences."""
+    none, spans = torch.zeros(8, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+    table, starts = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    batch = RaggedBatch(
+        tokens=none, positions=none, slots=none, query_start=starts, kv_len=spans, page_table=table,
+        max_query=1, max_kv=0, page_size=16,
+    )  # fmt: skip
+    for cut in (PagedAttentionMetadata.of(batch), PagedAttentionMetadata.cut(batch, 64)):
+        assert not cut.groups and not len(cut.begun)

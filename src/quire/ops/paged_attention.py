@@ -108,7 +108,7 @@ class PagedAttentionMetadata(RaggedBatch):
                 starts.append(starts[-1] + n)
         pieces = batch
         if len(spans) != len(ends):
-            at = torch.tensor(spans, device=batch.page_table.device)
+            at = torch.tensor(spans, dtype=torch.int64, device=batch.page_table.device)  # of none, too
             pieces = replace(
                 batch,
                 query_start=batch.query_start.new_tensor(starts),

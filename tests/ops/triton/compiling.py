@@ -304,9 +304,10 @@ def every_indexed(ops: TritonOps, fixed: TritonOps) -> None:
 
 
 def in_shared_memory(ops: TritonOps) -> None:
-    """Latent attention of DeepSeek V2 Lite as it decodes."""
+    """Latent attention of DeepSeek V2 Lite and of GLM 4.7 Flash as they decode."""
     pool = LayerKV(halves(4, 1, 64, 64), halves(4, 1, 64, 512))
-    ops.latent_attention(halves(64, 16, 512), halves(64, 16, 64), pool, batch(64, 1), 0.1)
+    for heads in (16, 20):
+        ops.latent_attention(halves(64, heads, 512), halves(64, heads, 64), pool, batch(64, 1), 0.1)
 
 
 def recurrent(ops: TritonOps, dtype: torch.dtype = BF16) -> None:

@@ -337,18 +337,19 @@ def test_features_that_no_row_has_change_nothing_when_they_run() -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_rows_without_a_token_say_why_and_do_not_change_others() -> None:
-    logits = torch.randn(6, 2500, generator=torch.Generator().manual_seed(4))
+    logits = torch.randn(8, 2500, generator=torch.Generator().manual_seed(4))
     logits[0, 5] = math.nan
+    logits[6:] = math.nan
     logits[1, 2400] = math.inf
     logits[2] = -math.inf
     logits[3] = -3e38
     greedy, hot = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.5)
     # Times this penalty, the logit of every token is beyond float32.
     overflow = Row(SamplingParams(temperature=1.0, repetition_penalty=100.0), tuple(range(2500)))
-    rows = [Row(greedy), Row(hot), Row(greedy), overflow, Row(greedy), Row(hot)]
+    rows = [Row(greedy), Row(hot), Row(greedy), overflow, Row(greedy), Row(hot), Row(greedy), Row(hot)]
     tokens, state = drawn(logits, rows)
-    assert state == [BROKEN, BROKEN, BROKEN, STUCK, FINE, FINE]
-    assert tokens[4:] == expected(logits[4:], rows[4:])
+    assert state == [BROKEN, BROKEN, BROKEN, STUCK, FINE, FINE, BROKEN, BROKEN]
+    assert tokens[4:6] == expected(logits[4:6], rows[4:6])
 
 
 @triton.jit

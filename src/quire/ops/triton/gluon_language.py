@@ -13,6 +13,9 @@ wait, release = gluon.jit(launch.wait.fn), gluon.jit(launch.release.fn)
 # Named otherwise before Triton 3.7.
 barrier = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
 copy = gl.constexpr(getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared)
+reinterpret = gl.constexpr(
+    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+)
 copy_tile = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
 
 LEAST = (8, 0)

@@ -12,7 +12,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from quire.ops.triton.gluon_language import barrier, copy, release, wait
+from quire.ops.triton.gluon_language import barrier, copy, reinterpret, release, wait
 from quire.ops.triton.latent_mma import lines_of, listed, next_block, together
 from quire.ops.triton.launch import Kernel
 
@@ -171,7 +171,7 @@ def weigh(m, z, shared, number, position, slope, SUMS: gl.constexpr, DTYPE: gl.c
     COLUMNS: gl.constexpr = shared.shape[2]
     # The same memory, of which an index is a matrix.
     EACH: gl.constexpr = max(1, 32 // COLUMNS)
-    each = shared._reinterpret(gl.float32, [PARTS, ROWS, COLUMNS], gl.SwizzledSharedLayout(8, EACH, 4 // EACH, [1, 0]))
+    each = reinterpret(shared, gl.float32, [PARTS, ROWS, COLUMNS], gl.SwizzledSharedLayout(8, EACH, 4 // EACH, [1, 0]))
     x = each.index(0).load(ALL)
     for j in gl.static_range(1, PARTS):
         x += each.index(j).load(ALL)

@@ -193,8 +193,9 @@ def survey_kernel(
     if row < 0:
         return
     x = tl.load(logits + r.to(tl.int64) * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.where(x != x, float("inf"), x)
     to = r * chunks + chunk
-    tl.store(peak + to, tl.max(tl.where(x != x, float("inf"), x), 0))
+    tl.store(peak + to, tl.max(x, 0))
     tl.store(winner + to, chunk * CHUNK + tl.argmax(x, 0))
     if HOT:
         heat = tl.load(temperature + row)
