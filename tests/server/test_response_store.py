@@ -378,7 +378,7 @@ def test_the_numbers_of_the_metrics_are_the_last_ones_whichever_thread_comes_lat
         def on_stored_responses(self, responses: int, size: int) -> None:
             if responses == 1 and not other.ident:
                 other.start()
-                other.join(0.2)
+                other.join(0.05)
             self.last = responses, size
 
     observer = Slow()
