@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.weights import kept_result as module
+from quire.weights.canary import Canary
 from quire.weights.gguf_write import write_gguf
 from quire.weights.kept_result import SAMPLE, KeptResult, files_of, identity, kept_result
 
@@ -31,6 +32,14 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
     result = KeptResult(tmp_path / "file" / "a.json", "1")
     result.write({"kl": 1.0})
     assert result.read() is None
+
+
+@pytest.mark.parametrize("error", [PermissionError("a file of another user"), RuntimeError("no home directory")])
+def test_where_it_cannot_be_known_what_is_kept_a_model_is_judged_anew(error: Exception) -> None:
+    def keep() -> KeptResult:
+        raise error
+
+    assert Canary(keep=keep).known is None
 
 
 def test_a_change_of_a_models_files_is_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,11 @@ class Canary:
 
     @cached_property
     def _kept(self) -> KeptResult | None:
-        return None if self._keep is None else self._keep()
+        # It only saves time: neither a file that cannot be read, which the model may not need, nor a user without a
+        # home keeps a model from being served.
+        with suppress(OSError, RuntimeError):
+            return None if self._keep is None else self._keep()
+        return None
 
     @cached_property
     def known(self) -> Quality | None:
