@@ -17,7 +17,7 @@ from quire.engine.timing import PlanDelay
 from quire.errors import InvalidConfig
 from quire.model_runner.memory import GIB, LayerShape, activation_bytes, plan_snapshots, state_bytes
 from quire.models.spec import ModelSpec
-from quire.ops.ragged import LONG
+from quire.ops.ragged import LONG, SCORED_AT_ONCE
 from quire.types import UNLIMITED
 
 log = logging.getLogger(__name__)
@@ -27,8 +27,6 @@ LARGEST_GEMM_WORKSPACE = 2048
 """Most tokens of a step that is captured on a GPU. A larger step takes longer than its launches."""
 GRAPH_BYTES = GIB // 2
 """Set aside for what graphs hold beside tensors, and for the workspaces of libraries."""
-SCORED_AT_ONCE = 128
-"""Queries whose scores for all keys are in memory at once, see `ops/triton/indexer.py`."""
 
 
 class Limits(NamedTuple):

@@ -29,6 +29,7 @@ from quire.bench.load_levels import USERS, load_levels, parse_counts, parse_good
 from quire.bench.monitor import GPUMonitor, MetricsMonitor, environment, fetch, served_model
 from quire.bench.offline import FILE, writable
 from quire.checks import ANY
+from quire.cli.base import say_unneeded
 from quire.cli.ranges import FiniteRange
 from quire.cli.tables import numbers, print_table
 from quire.config.vllm import without_unneeded
@@ -87,10 +88,7 @@ class LoadCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See click.Command."""
-        args, left = without_unneeded(args, _FLAGS, _VALUES, _WHY)
-        for flag, why in left.items():
-            click.echo(f"{flag} changes nothing here: {why}", err=True)
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, say_unneeded(*without_unneeded(args, _FLAGS, _VALUES, _WHY)))
 
 
 @click.command("serve", cls=LoadCommand)

@@ -241,9 +241,7 @@ class SettingsCommand(click.Command):
         if self.rest is not None and "--" in args:
             at = args.index("--")
             args, ctx.meta[_REST] = args[:at], tuple(args[at + 1 :])
-        args, left = without_unneeded(args)
-        for flag, why in left.items():
-            click.echo(f"{flag} changes nothing here: {why}", err=True)
+        args = say_unneeded(*without_unneeded(args))
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -291,6 +289,13 @@ class SettingsCommand(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def say_unneeded(kept: list[str], left: Mapping[str, str]) -> list[str]:
+    """`kept`, once the options that were left out are named; see `without_unneeded`."""
+    for flag, why in left.items():
+        click.echo(f"{flag} changes nothing here: {why}", err=True)
+    return kept
 
 
 def _written(unknown: str, given: Sequence[str]) -> str:

@@ -44,6 +44,9 @@ class StateSlots(NamedTuple):
 LONG = 3584
 """Queries above which a span is worth kernels of its own (`ops/triton/long_spans.py`; measured, H200)."""
 
+SCORED_AT_ONCE = 128
+"""Queries whose scores for all keys an indexer's kernels have in memory at once."""
+
 
 class LongSpan(NamedTuple):
     """A span of more than LONG queries whose lengths the host knows: span number `span` feeds tokens first to first +

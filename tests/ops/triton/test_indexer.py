@@ -22,7 +22,7 @@ KERNELS: dict[str, Ops] = {"kernels": TritonOps(DEVICE), "invariant-kernels": Ba
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are several tiles and chunks."""
-    monkeypatch.setattr(indexer, "AT_ONCE", 16)
+    monkeypatch.setattr(indexer, "SCORED_AT_ONCE", 16)
     monkeypatch.setattr(indexer, "CHUNK", 64)
 
 

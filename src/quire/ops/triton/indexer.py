@@ -1,9 +1,10 @@
 """An indexer's choice of what queries attend to: see `layers/latent.py`.
 
-Each query scores every key of its sequence, which are written out, AT_ONCE queries at a time; one program a query then
-finds the bits of the last score that is chosen, eight at a time, by counting, and writes down the slots of those above
-it and of the first that equal it. These are a block table, of blocks of one token each, and every query a span of its
-own, so that `attention` attends to what is chosen as it does to anything else. Nothing depends on other queries.
+Each query scores every key of its sequence, which are written out, SCORED_AT_ONCE queries at a time; one program a
+query then finds the bits of the last score that is chosen, eight at a time, by counting, and writes down the slots of
+those above it and of the first that equal it. These are a block table, of blocks of one token each, and every query a
+span of its own, so that `attention` attends to what is chosen as it does to anything else. Nothing depends on other
+queries.
 """
 
 from __future__ import annotations
@@ -18,14 +19,11 @@ from torch import Tensor
 
 from quire.ops.base import Angles, Norm, Scores
 from quire.ops.quantized import FLOAT8_MAX
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import SCORED_AT_ONCE, LayerKV, RaggedBatch
 from quire.ops.triton.attention import attention
 from quire.ops.triton.attention_schedule import AttentionPlan, TokenSpans
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.rows import normalize, stored, warps
-
-AT_ONCE = 128
-"""Queries whose scores are in memory at once, which `quire plan` counts (`assembly/limits.py`)."""
 
 CHUNK = 1024
 """Keys that a program scores."""
@@ -206,10 +204,10 @@ def choose_positions(
     )  # fmt: skip
     spans, lengths, _ = spans_by_token(batch, count)
     chosen = torch.empty(tokens, count, dtype=torch.int32, device=q.device)
-    scores = torch.empty(min(tokens, AT_ONCE), batch.max_kv, dtype=torch.float32, device=q.device)
+    scores = torch.empty(min(tokens, SCORED_AT_ONCE), batch.max_kv, dtype=torch.float32, device=q.device)
     about = batch.page_table, spans, lengths
-    for first in range(0, tokens, AT_ONCE):
-        rows, sizes = min(AT_ONCE, tokens - first), (first, batch.page_table.stride(0), scores.stride(0))
+    for first in range(0, tokens, SCORED_AT_ONCE):
+        rows, sizes = min(SCORED_AT_ONCE, tokens - first), (first, batch.page_table.stride(0), scores.stride(0))
         index_scores_kernel[(rows, triton.cdiv(batch.max_kv, CHUNK))](
             *(q, weights, pool, *about, scores, *sizes, weights.stride(0)),
             HEADS=heads, DIM=dim, PAGE=pool.shape[2], COUNT=count, CHUNK=CHUNK,
@@ -232,7 +230,9 @@ def spans_by_token(batch: AttentionPlan, count: int) -> TokenSpans:
         spans = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1).int()
         lengths = torch.where(rows < ends[-1], batch.positions + 1, 0).int()
         plans = []
-        for some, length in zip(rows.split(AT_ONCE), lengths.clamp(max=count).split(AT_ONCE), strict=True):
+        for some, length in zip(
+            rows.split(SCORED_AT_ONCE), lengths.clamp(max=count).split(SCORED_AT_ONCE), strict=True
+        ):
             starts = torch.arange(len(some) + 1, dtype=torch.int32, device=rows.device)
             plans.append(AttentionPlan(some, some, some, starts, length, batch.page_table, 1, 1, count))
         batch.by_token[count] = TokenSpans(spans, lengths, plans)
