@@ -164,11 +164,14 @@ class MaskUpload:
 
     def __init__(self, state: DeviceState) -> None:
         self.state = state
+        # `mask_index` and, behind it, `mask_words`: copied as they are, since a kernel's launch takes the host longer.
+        self.layout = state.data[state.offsets["mask_index"] : state.offsets["mask_words"] + 1]
+        self.host = torch.full_like(self.layout, -1, device="cpu", pin_memory=state.device.type == "cuda")
         self.sent: tuple[list[int], list[list[int]], int, int] | None = None
 
-    def send(self, masks: Sequence[Sequence[Mask]], first_samples: list[int], num_samples: int) -> list[Update]:
-        """Copy the masks of spans; returns the updates that say where they are: none where that is as in the step
-        before. first_samples: of each span."""
+    def send(self, masks: Sequence[Sequence[Mask]], first_samples: list[int], num_samples: int) -> None:
+        """Copy the masks of spans, and which sample has which unless that is as in the step before. first_samples: of
+        each span."""
         state = self.state
         table = masks if isinstance(masks, MaskTable) else mask_table(masks, state.line_words)
         if table.lines.shape[1] > state.line_words:
@@ -177,13 +180,15 @@ class MaskUpload:
         state.masks[: len(flat)].copy_(flat, non_blocking=True)
         layout = first_samples, table.places, table.lines.shape[1], num_samples
         if layout == self.sent:
-            return []
+            return
         self.sent = layout
-        index = np.full(padding(num_samples), -1, dtype=np.int32)
-        for first, span in zip(first_samples, table.places, strict=True):
-            index[first : first + len(span)] = span
-        words = np.array([table.lines.shape[1]], dtype=np.int32)
-        return [(state.offsets["mask_index"], index), (state.offsets["mask_words"], words)]
+        host = self.host.numpy()
+        host[: padding(num_samples)] = -1
+        host[[at + i for at, span in zip(first_samples, table.places, strict=True) for i in range(len(span))]] = [
+            line for span in table.places for line in span
+        ]
+        host[-1] = table.lines.shape[1]
+        self.layout.copy_(self.host, non_blocking=True)
 
     def reset(self) -> None:
         """The device has forgotten what was sent."""

@@ -132,9 +132,7 @@ class LookaheadRunner(BaseRunner):
         try:
             with self.queue:
                 first = first_samples(step.plan, step.shape)
-                updates = self.masks.send(step.masks or (), first, len(step.shape.sample_indices))
-                if (upload := self.uploads.pack(updates)) is not None:
-                    self.steps.scatter(self.state.data, *upload)
+                self.masks.send(step.masks or (), first, len(step.shape.sample_indices))
                 self._sample(step, step.features | MASKED)
         except Exception as failure:
             self.failure = failure
