@@ -33,11 +33,19 @@ from quire.assembly.speculate import (
 )
 from quire.config import Settings
 from quire.config.speculative import parse
-from quire.engine.executor import Executor
 from quire.errors import InvalidConfig
 from quire.executors.local import CudaExecutor
 from quire.layers.linear import ParallelGroup
-from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
+from quire.model_runner.graphs import (
+    CudaQueue,
+    GraphKey,
+    Works,
+    bucket_seqs,
+    bucket_tokens,
+    no_precompile,
+    padding,
+    stand_ins,
+)
 from quire.model_runner.images import ImageRunner
 from quire.model_runner.memory import GIB, LayerShape, block_bytes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads
@@ -94,7 +102,7 @@ def make_executor(
     layers: Sequence[LayerShape],
     images: ImageRunner | None = None,
     image_tokens: tuple[int, int] = (0, 0),
-) -> Executor:
+) -> CudaExecutor:
     """The executor on `device`, its graphs captured. layers, heads, images: as in `CudaExecutor`. image_tokens: as in
     `working_bytes`. parallel: all ranks have as many blocks as the one with the fewest.
 
@@ -133,6 +141,7 @@ def make_executor(
             proposer=build_proposer(settings, draft, **sizes, device=device),
             depth=limits.lookahead,
             warm=keys,
+            larger=_postponed(settings, keys),
             paces=_timed_steps(max_num_seqs, drafts),
             heads=heads,
             images=images,
@@ -176,6 +185,25 @@ def _keys(settings: Settings, spec: ModelSpec, limits: Limits, by_model: bool) -
     fed = keys if wants_mtp(settings) else ()
     largest = min(tokens, LARGEST_GEMM_WORKSPACE)
     return keys + speculative_graph_keys(limits.max_num_seqs, largest, most_drafts(settings), by_model, fed)
+
+
+def _postponed(settings: Settings, keys: Sequence[GraphKey]) -> dict[GraphKey, GraphKey]:
+    """Which steps get their graphs later, see `stand_ins`. None of ranks, which capture together; with drafts, whose
+    steps are timed at the start; and in deterministic mode, where products are compared before they are captured."""
+    at_once = settings.execution.ranked or settings.execution.deterministic or most_drafts(settings)
+    captured = _captured(settings)
+    return {} if at_once else stand_ins(key for key in keys if key.tokens <= captured)
+
+
+def prepare_quietly(executor: CudaExecutor) -> Callable[[], bool]:
+    """`executor.prepare_next`, whose kernels, compiled before, are not counted by `count_compiles` when they are read."""
+
+    def prepare() -> bool:
+        with knobs.compilation.scope():
+            knobs.compilation.listener = None
+            return executor.prepare_next()
+
+    return prepare
 
 
 def _catch_up(settings: Settings, tokens: int, by_model: bool) -> GraphKey | None:

@@ -130,7 +130,7 @@ def build_engine(
     make = Engine if folder is None else recorded(folder, settings.execution.recording_max_bytes)
     policy = build_policy(settings)
     target = settings.scheduler.latency_target_ms
-    executor, limits, static_gauges, plan_delay = make_executor(settings, ranks)
+    executor, limits, static_gauges, plan_delay, prepare = make_executor(settings, ranks)
     offload = build_offload(settings, executor)
     executor = wrap(executor)
     if executor.describe().bidirectional:
@@ -150,6 +150,7 @@ def build_engine(
         step_budget=LatencyController(target / 1e3) if target else None,
         plan_delay=plan_delay,
         keep=keep,
+        prepare=prepare,
     )
     engine.description = replace(engine.description, static_gauges=engine.description.static_gauges | static_gauges)
     return engine
@@ -205,15 +206,15 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     heads = pooling_heads(model, pooler, device)
     layers, kv_gauges = _kv_layers(settings, model, device)
     images = _image_runner(model, processor, device, parallel.pipeline)
-    if device.type == "cpu":
-        executor: Executor = on_host(settings, model, limits, layers, heads=heads, images=images, parallel=parallel)
-    else:
-        executor = _cuda().make_executor(
-            *(settings, model, device, limits, heads, parallel, layers), images, image_tokens(settings, processor)
-        )
+    gauges = _canary_gauges(canary) | kv_gauges
+    if device.type == "cuda":
+        own = settings, model, device, limits, heads, parallel, layers
+        executor = _cuda().make_executor(*own, images, image_tokens(settings, processor))
+        return BuiltExecutor(executor, limits, gauges, PlanDelay(), _cuda().prepare_quietly(executor))
+    on_cpu = on_host(settings, model, limits, layers, heads=heads, images=images, parallel=parallel)
     if unpacked:
         pack_beside(unpacked)
-    return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
+    return BuiltExecutor(on_cpu, limits, gauges, PlanDelay())
 
 
 def on_host(

@@ -7,7 +7,9 @@ fixed addresses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +17,8 @@ import torch
 
 from quire.model_runner.row_state import StepShape
 from quire.ops.capture import NotCapturable, captured
+
+log = logging.getLogger(__name__)
 
 SMALL = (1, 4, 8)
 """Two rows take a third longer than four on an H200: see docs/benchmarks/speculation-h200-2026-11-21.md."""
@@ -71,6 +75,23 @@ def bucket_seqs(spans: int) -> int:
     return next((size for size in (16, 256) if spans <= size), padding(spans))
 
 
+def stand_ins(keys: Iterable[GraphKey]) -> dict[GraphKey, GraphKey]:
+    """Which forwards among `keys` need no graph at first, and whose graph does their steps meanwhile: those of sizes
+    between powers of two, and those of few spans."""
+    kept, out = dict[bool, list[GraphKey]](), dict[GraphKey, GraphKey]()
+    for key in sorted((key for key in keys if key.kind == "feed"), reverse=True):
+        larger = kept.setdefault(key.max_query == 1, [])
+        if larger and (key.tokens & (key.tokens - 1) or key.spans < min(larger[0].spans, key.tokens)):
+            out[key] = larger[-1]
+        else:
+            larger.append(key)
+    return out
+
+
+OFTEN = 64
+"""Steps of a size after which it gets its graph, though the engine is never idle."""
+
+
 Works = Sequence[Callable[[], object]]
 """Pieces of device work."""
 
@@ -125,6 +146,20 @@ class WorkQueue:
                 self.prepare(key, work)
                 report(done, len(works))
 
+    def postpone(
+        self, works: Sequence[tuple[GraphKey, Callable[[], object]]], larger: Mapping[GraphKey, GraphKey]
+    ) -> None:
+        """`prepare` these later, one with each `prepare_next`; meanwhile steps of `larger` do theirs."""
+        self.prepare_all(works)
+
+    def prepare_next(self) -> bool:
+        """`prepare` one of those that were postponed; False: none is left."""
+        return False
+
+    def serving(self, key: GraphKey) -> GraphKey:
+        """The key whose work does the step of this one."""
+        return key
+
     def record(self) -> torch.cuda.Event | None:
         """An event that is reached when the work submitted so far is done; None if it is done already."""
         return None
@@ -158,6 +193,9 @@ class CudaQueue(WorkQueue):
         self._precompile = precompile
         self.graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self.started: set[tuple[str, int]] = set()
+        self.postponed: dict[GraphKey, Callable[[], object]] = {}
+        self.larger: dict[GraphKey, GraphKey] = {}
+        self.served = Counter[GraphKey]()
         self.pool = torch.cuda.graph_pool_handle() if largest else None
 
     def __enter__(self) -> CudaQueue:
@@ -196,6 +234,39 @@ class CudaQueue(WorkQueue):
             # The failed capture lives until this block ends: torch drops a memory pool that no graph uses.
             self.run(key, work)
 
+    def postpone(
+        self, works: Sequence[tuple[GraphKey, Callable[[], object]]], larger: Mapping[GraphKey, GraphKey]
+    ) -> None:
+        """See `WorkQueue`."""
+        self.postponed, self.larger = dict(works), dict(larger)
+
+    def prepare_next(self) -> bool:
+        """Capture what was asked for most."""
+        if self.postponed:
+            self._capture_postponed(max(self.postponed, key=self.served.__getitem__))
+        return bool(self.postponed)
+
+    def serving(self, key: GraphKey) -> GraphKey:
+        """The key itself, or while it has no graph of its own that of a larger one."""
+        larger = self.larger.get(key)
+        if larger is None:
+            return key
+        self.served[key] += 1
+        if self.served[key] == OFTEN and key in self.postponed:
+            self._capture_postponed(key)
+        return larger if key in self.larger else key
+
+    def _capture_postponed(self, key: GraphKey) -> None:
+        """Capture it, after which it serves itself; where it cannot be captured, the larger one goes on to serve it."""
+        work = self.postponed.pop(key)
+        try:
+            self.graphs[key] = captured(work, self.pool)
+        except Exception as failure:
+            # Of any kind, such as too little memory: no request needs this graph.
+            log.warning("steps of %d tokens run as those of %d: %r", key.tokens, self.larger[key].tokens, failure)
+        else:
+            del self.larger[key]
+
     def record(self) -> torch.cuda.Event:
         """An event after the work submitted so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -208,5 +279,6 @@ class CudaQueue(WorkQueue):
 
     def close(self) -> None:
         """Release the graphs. The caching allocator is emptied too: the next engine asks the GPU what is free."""
+        self.postponed.clear()
         self.graphs.clear()
         torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -44,10 +45,13 @@ from quire.model_runner.step_io import (
     slice_batch,
     step_result,
 )
+from quire.ops.gemm import num_tuned
 from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LongSpan, LongSpans, RaggedBatch
 from quire.ops.stages import stage_ended
 from quire.scheduler.plan import Plan, Span
 from quire.types import TokenLogprobs
+
+NONE_LARGER: Mapping[GraphKey, GraphKey] = MappingProxyType({})
 
 PIECES = (16, 64, 256)
 """Positions whose logits are computed at once for prompt log-probabilities: the last ones are padded to one of these,
@@ -157,21 +161,39 @@ class LookaheadRunner(BaseRunner):
         self.queue.close()
 
     @torch.inference_mode()
-    def precompile(self, keys: Sequence[GraphKey]) -> None:
-        """Be ready for all of these, on padding, before there are rows: nothing is compiled or captured later."""
+    def precompile(self, keys: Sequence[GraphKey], larger: Mapping[GraphKey, GraphKey] = NONE_LARGER) -> None:
+        """Be ready for all of these, on padding, before there are rows: nothing is compiled later, and nothing captured
+        but those in `larger`, see `WorkQueue.postpone`."""
         with self.queue:
             touch = partial(self.steps.scatter, self.state.data, *self.uploads.empty())
             scoring = [partial(self._score_padding, size) for size in PIECES] if self.generates else []
             uncaptured: list[Callable[[], object]] = [*scoring, *self._image_padding(keys)]
             self.queue.precompile([touch, *(partial(self._work, key) for key in keys), *uncaptured])
             stage_ended("kernels")
-            self.queue.prepare_all([(key, partial(self._work, key)) for key in keys])
+            self._prepare(keys, larger)
             for work in uncaptured:
                 work()
             self.state.reset()
             touch()
         self.queue.synchronize()
         stage_ended("graphs")
+
+    def _prepare(self, keys: Sequence[GraphKey], larger: Mapping[GraphKey, GraphKey]) -> None:
+        """Capture what steps need at first, and postpone the rest, unless it turns out that products are not tuned."""
+        works = {key: partial(self._work, key) for key in keys}
+        tuned = num_tuned()
+        self.queue.prepare_all([each for each in works.items() if each[0] not in larger])
+        rest = [(key, works[key]) for key in keys if key in larger]
+        if num_tuned() > tuned:
+            self.queue.prepare_all(rest)
+        else:
+            self.queue.postpone(rest, larger)
+
+    @torch.inference_mode()
+    def prepare_next(self) -> bool:
+        """Capture one of the graphs that were postponed, while nothing is in flight; False: none is left."""
+        with self.queue:
+            return self.queue.prepare_next()
 
     def step_seconds(self, num_rows: int, num_drafts: int) -> float:
         """Seconds of a decode step of so many rows that verifies and makes so many drafts each, on padding."""
@@ -206,7 +228,7 @@ class LookaheadRunner(BaseRunner):
         if self.images is not None:
             self.images.apply_plan(plan, rows)
         step.is_new_shape = rows.epoch != epoch
-        key = GraphKey.of(shape)
+        key = self.queue.serving(GraphKey.of(shape))
         inputs = (shape, key.spans)
         updates = step_updates(
             self.state, rows, plan, None if inputs == self.last_inputs else shape, key.spans, key.tokens
