@@ -90,8 +90,10 @@ def command(
             "canary": "off",  # random weights say nothing about quality
         }
         if model != EMBEDDED:
-            words(SHAPES[shape]["vocab_size"]).save(str(folder / "tokenizer.json"))
-            options["tokenizer"] = str(folder)
+            names = folder / "tokenizer"  # beside a GGUF file, that one would be read
+            names.mkdir()
+            words(SHAPES[shape]["vocab_size"]).save(str(names / "tokenizer.json"))
+            options["tokenizer"] = str(names)
         sides: dict[str, Served | Alone] = {
             "http": stack.enter_context(served(options, port, folder / "steps")),
             "offline": stack.enter_context(alone(options)),

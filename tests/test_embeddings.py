@@ -88,6 +88,21 @@ def test_a_mean_says_why_it_computed_all_of_its_prompt(live: Live) -> None:
     assert "mean of all its hidden states" in told["prefix"]["why"]
 
 
+def test_all_inputs_and_prompts_of_a_request_are_explained_by_its_id(live: Live) -> None:
+    def explained(id: str) -> list[tuple[int, int, int]]:
+        answers = live.http.get(f"/v1/requests/{id}/explain").json()["answers"]
+        return [(one["prompt"], one["choice"], one["prompt_tokens"]) for one in answers]
+
+    live.http.post("/v1/embeddings", json={"input": [[5, 6, 7], [5], [5, 6]]})
+    newest = live.http.get("/v1/requests").json()["requests"][0]["id"]
+    assert newest.startswith("embd-") and newest.endswith(".2-0")
+    assert explained(newest.partition(".")[0]) == [(0, 0, 3), (1, 0, 1), (2, 0, 2)]
+    asked = {"prompt": [[5, 6, 7], [5]], "n": 2, "max_tokens": 1}
+    id = live.http.post("/v1/completions", json=asked).json()["id"]
+    assert explained(id) == [(0, 0, 3), (0, 1, 3), (1, 0, 1), (1, 1, 1)]
+    assert explained(f"{id}.1") == [(1, 0, 1), (1, 1, 1)]
+
+
 def test_every_form_of_input_and_output_says_the_same(live: Live) -> None:
     ids = live.http.post("/tokenize", json={"prompt": "a dog"}).json()["tokens"]
     create = live.openai.embeddings.create

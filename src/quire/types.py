@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json as jsons
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -737,6 +738,31 @@ class TraceContext(NamedTuple):
 
 
 NO_TRACE_CONTEXT = TraceContext()
+
+
+def call_id(request: str, prompt: int) -> str:
+    """The id of the call for one of a request's prompts: for the first, 0, that of the answer that clients see."""
+    return f"{request}.{prompt}" if prompt else request
+
+
+def answer_id(call: str, choice: int) -> str:
+    """The id that the engine knows one of a call's answers by."""
+    return f"{call}-{choice}"
+
+
+# The parts of an id behind a call's: a search has an answer for each step and each beam.
+_BEHIND_CALL = re.compile(r"(?:\.\d+)?(?:-\d+)+")
+
+
+def is_answer_of(answer: str, request: str) -> bool:
+    """Whether the engine's id of an answer is of a request, or of a call, with the id `request`."""
+    return answer.startswith(request) and _BEHIND_CALL.fullmatch(answer, len(request)) is not None
+
+
+def prompt_of(answer: str) -> int:
+    """Which of its request's prompts an answer is of, by the engine's id of it, or by its call's."""
+    found = re.search(r"\.(\d+)(?:-\d+)*$", answer)
+    return int(found[1]) if found else 0
 
 
 class FinishedRequest(NamedTuple):

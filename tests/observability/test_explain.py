@@ -10,7 +10,8 @@ import pytest
 
 from quire.observability.explain import explain
 from quire.observability.history import History, Wait
-from quire.types import Request, SamplingParams
+from quire.observability.live_view import MAX_EXPLAINED
+from quire.types import Request, SamplingParams, answer_id, call_id
 from tests.observability.watched import Watched
 
 
@@ -33,6 +34,40 @@ def test_a_request_that_waited_hears_behind_whom_and_for_what() -> None:
     )
     assert "behind req-1" in " ".join(says(watched, third, "waited"))
     assert "in the queue" in watched.story(third)["summary"]
+
+
+def test_a_request_is_explained_with_all_its_prompts_or_one() -> None:
+    watched = Watched(pages=64, max_num_seqs=8, keep=8)
+    calls = [call_id("cmpl-a", prompt) for prompt in range(12)]
+    ids = [answer_id(call, choice) for call in calls for choice in range(2)]
+    others = ["cmpl-ab-0", "cmpl-a0-0", "cmpl-a.x-0", "cmpl-a.-0", "cmpl-a"]
+    for i, id in enumerate([*ids, *others[:-1]]):
+        watched.submit([i, 1, 2], new=2, id=id)
+    whole = watched.explain("cmpl-a")
+    found = [(one["prompt"], one["choice"], one["id"]) for one in whole["answers"]]
+    assert [id for *_, id in found] == ids and whole["answers_left_out"] == 0
+    assert [prompt for prompt, *_ in found] == [prompt for prompt in range(12) for _ in range(2)]
+    assert [one["id"] for one in watched.explain("cmpl-a.1")["answers"]] == ["cmpl-a.1-0", "cmpl-a.1-1"]
+    assert [one["id"] for one in watched.explain("cmpl-a.11-1")["answers"]] == ["cmpl-a.11-1"]
+    assert watched.explain("cmpl-a.12") is None and watched.explain("cmpl") is None
+    watched.run()  # the first ones are forgotten
+    assert {one["id"] for one in watched.explain("cmpl-a")["answers"]} < set(ids)
+
+
+def test_a_request_with_very_many_prompts_is_explained_in_part() -> None:
+    watched = Watched()
+    for prompt in range(MAX_EXPLAINED + 9):
+        watched.submit([prompt % 9], new=1, id=answer_id(call_id("embd-a", prompt), 0))
+    found = watched.explain("embd-a")
+    assert len(found["answers"]) == MAX_EXPLAINED and found["answers_left_out"] == 9
+    assert watched.explain(f"embd-a.{MAX_EXPLAINED + 8}")["answers"][0]["state"] == "waiting"
+
+
+def test_a_searchs_steps_are_found_by_the_answers_id() -> None:
+    watched = Watched()
+    for step in range(3):
+        watched.submit([step], new=1, id=answer_id(f"cmpl-b-{step}", 0))
+    assert len(watched.explain("cmpl-b")["answers"]) == 3
 
 
 def test_waiting_for_blocks_is_explained_as_that() -> None:

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from quire.errors import Unavailable
-from quire.observability.tracing import Traces
+from quire.observability.tracing import Explain, Traces
 from quire.types import NO_TRACE_CONTEXT, FinishedRequest, SamplingParams, TraceContext
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -36,10 +36,10 @@ def ended(id: str = "chatcmpl-1", origin: TraceContext = NO_TRACE_CONTEXT, **abo
     return FinishedRequest(id, **fields | about)
 
 
-def traced(*answers: FinishedRequest, known: bool = True) -> list[ReadableSpan]:
-    """The spans of these answers; the engine says each waited 0.1 s."""
+def traced(*answers: FinishedRequest, known: bool = True, explain: Explain | None = None) -> list[ReadableSpan]:
+    """The spans of these answers; unless `explain` says something else, each waited 0.1 s."""
 
-    async def explain(id: str) -> bytes:
+    async def waited(id: str) -> bytes:
         if not known:
             raise Unavailable("gone")
         seconds = {"queued": 0.1, "prefill": 0.3, "decode": 0.6}
@@ -51,7 +51,7 @@ def traced(*answers: FinishedRequest, known: bool = True) -> list[ReadableSpan]:
 
     kept, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    traces = Traces(provider, explain, model="tiny")
+    traces = Traces(provider, explain or waited, model="tiny")
     asyncio.run(traces.run(story()))
     return list(kept.get_finished_spans())
 
@@ -113,6 +113,20 @@ def test_choices_are_parts_of_one_trace() -> None:
     assert about["gen_ai.response.time_to_first_chunk"] == 0.2
     assert about["gen_ai.response.finish_reasons"] == ("stop", "length")
     assert about["gen_ai.request.choice.count"] == 2
+
+
+def test_a_prompts_trace_has_the_times_of_its_own_answers() -> None:
+    async def explain(id: str) -> bytes:
+        asked.append(id)
+        known = [{"prompt": i, "choice": 0, "seconds": {"queued": queued}} for i, queued in enumerate((0.1, 0.2))]
+        return json.dumps({"answers": known if id == "cmpl-7" else known[1:]}).encode()
+
+    asked = list[str]()
+    spans = traced(ended("cmpl-7"), ended("cmpl-7.1"), explain=explain)
+    assert asked == ["cmpl-7", "cmpl-7.1"]
+    queues = [(s.attributes or {}, (s.end_time or 0) - (s.start_time or 0)) for s in spans if s.name == "queue"]
+    found = {str(about["gen_ai.response.id"]): took / 1e9 for about, took in queues}
+    assert found == {"cmpl-7": pytest.approx(0.1), "cmpl-7.1": pytest.approx(0.2)}
 
 
 def test_an_engine_that_has_gone_leaves_what_the_frontend_knows() -> None:

@@ -265,9 +265,18 @@ def test_a_call_that_cannot_be_sent_leaves_nothing_behind() -> None:
 
 def test_explanations_come_from_the_replica_that_knows_and_lists_are_joined() -> None:
     async def work(bench: Bench) -> None:
-        bench.handle.answers["explain"] = [b"null", b'{"id":"a"}', RuntimeError("gone")]
-        assert await bench.engines.explain("a") == b'{"id":"a"}'
-        assert await bench.engines.views[0].explanation("a") == (200, b'{"id":"a"}')
+        known = [
+            {"id": "a", "answers": [{"prompt": i, "choice": 0} for i in prompts], "answers_left_out": left}
+            for prompts, left in (((0, 3), 0), ((1, 2), 4))
+        ]
+        said = [msgspec.json.encode(one) for one in known]
+        bench.handle.answers["explain"] = [b"null", said[1], RuntimeError("gone")]
+        assert msgspec.json.decode(await bench.engines.explain("a")) == known[1]
+        status, body = await bench.engines.views[0].explanation("a")
+        assert status == 200 and msgspec.json.decode(body) == known[1]
+        bench.handle.answers["explain"] = said
+        joined = msgspec.json.decode(await bench.engines.explain("a"))
+        assert [one["prompt"] for one in joined["answers"]] == [0, 1, 2, 3] and joined["answers_left_out"] == 4
         bench.handle.answers["explain"] = [b"null", b"null"]
         assert await bench.engines.explain("b") == b"null"
         status, body = await bench.engines.views[0].explanation("b")

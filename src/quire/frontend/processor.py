@@ -19,7 +19,16 @@ from quire.frontend.interface import Call, Delta, Timings
 from quire.tokenization.detokenizer import Detokenizer, NoText, StopFinder, StopStrings
 from quire.tokenization.no_tokenizer import without_text
 from quire.tokenization.tokenizer import Tokenizer
-from quire.types import BACKGROUND, Pooling, PromptReport, Request, RequestStepOutput, SamplingParams, TokenLogprobs
+from quire.types import (
+    BACKGROUND,
+    Pooling,
+    PromptReport,
+    Request,
+    RequestStepOutput,
+    SamplingParams,
+    TokenLogprobs,
+    answer_id,
+)
 from quire.weights.pooling import GENERATES, PoolerConfig
 
 log = logging.getLogger("uvicorn.error")
@@ -57,7 +66,7 @@ def requests(
     seed = (seed if sampling.seed is None else sampling.seed) & _SEEDS
     eos = frozenset() if sampling.ignore_eos else tokenizer.eos
     salt = hashed_salt(call.cache_salt, call.trace_context.tenant)
-    ids = [f"{call.id}-{choice}" for choice in range(sampling.n)]
+    ids = [answer_id(call.id, choice) for choice in range(sampling.n)]
     # Log-probabilities of the prompt are computed for the first answer only.
     others = sampling if sampling.prompt_logprobs is None else replace(sampling, prompt_logprobs=None)
     stop = eos.union(sampling.stop_token_ids)

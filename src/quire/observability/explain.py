@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.observability.history import History, Note, RequestHistory
 from quire.scheduler.sequence import Transfer
+from quire.types import prompt_of
 
 MISSING: Mapping[str, str] = {
     "seats": "a free row: max_num_seqs sequences were running",
@@ -21,6 +22,17 @@ MISSING: Mapping[str, str] = {
 }
 
 
+def explanation(id: str, answers: Sequence[Mapping[str, Any] | None], left_out: int) -> dict[str, Any]:
+    """What is known of a request, as plain JSON. left_out: answers of it that are not explained here."""
+    return {"id": id, "answers": answers, "answers_left_out": left_out}
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One explanation of those of several engines, each of which ran some of a request's prompts."""
+    answers = sorted((one for part in parts for one in part["answers"]), key=lambda one: (one["prompt"], one["choice"]))
+    return explanation(parts[0]["id"], answers, sum(part["answers_left_out"] for part in parts))
+
+
 def explain(history: History, id: str, now: float) -> dict[str, Any] | None:
     """All that is known of a request, as plain JSON; times in seconds from its submission. None for an unknown id."""
     story = history.requests.get(id)
@@ -31,6 +43,7 @@ def explain(history: History, id: str, now: float) -> dict[str, Any] | None:
     return details(
         story,
         until,
+        prompt=prompt_of(id),
         prefill=None if story.opened is None else _span(story.opened, story.first, until),
         prefix=prefix,
         chunks=story.chunks,

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
 from typing import Any
 
 import msgspec
@@ -21,9 +20,9 @@ from quire.engine.client import LiveViewClient, OnFrame
 from quire.engine.engine import Engine
 from quire.engine.events import Completed, Observer, StepRecord
 from quire.errors import Overloaded
-from quire.observability.explain import details, explain, short, state_of, summary_of
+from quire.observability.explain import details, explain, explanation, short, state_of, summary_of
 from quire.observability.history import History, Note, RequestHistory
-from quire.types import Request
+from quire.types import Request, is_answer_of
 
 FRAME_INTERVAL = 0.15
 """Seconds between two frames."""
@@ -35,6 +34,8 @@ MAX_EVENTS = 4096
 """Events of requests in a frame, and requests in a whole one; the rest is counted."""
 MAX_BLOCKS = 1 << 14
 """Blocks on the page's map, the first ones: a larger map cannot be read."""
+MAX_EXPLAINED = 64
+"""Answers of a request that are explained together; the rest is counted. Of each, the engine's loop takes time."""
 RECENT = 64
 """Finished requests in a whole frame."""
 LINGER = 3
@@ -238,7 +239,7 @@ class EngineLiveView(_Frames, Observer):
         return self._frame(now, self._everything(engine), **parts)
 
     def explain(self, id: str, now: float) -> bytes:
-        """Explanations of a call's answers, or of one answer, as JSON; `null` for an unknown id.
+        """Explanations of a request's answers, of one prompt's, or of one answer, as JSON; `null` for an unknown id.
 
         Without an id: a summary of every request in the history, newest first.
         """
@@ -246,11 +247,11 @@ class EngineLiveView(_Frames, Observer):
         if not id:
             newest_first = sorted(stories.values(), key=lambda story: -story.number)
             return bytes(_encode({"requests": [summary_of(story, now) for story in newest_first]}))
-        answers = takewhile(stories.__contains__, (f"{id}-{choice}" for choice in count()))
-        found = [id] if id in stories else list(answers)
+        found = [id] if id in stories else [own for own in stories if is_answer_of(own, id)]
         if not found:
             return b"null"
-        return bytes(_encode({"id": id, "answers": [explain(self.history, own, now) for own in found]}))
+        answers = [explain(self.history, own, now) for own in found[:MAX_EXPLAINED]]
+        return bytes(_encode(explanation(id, answers, len(found) - len(answers))))
 
     def _now(self, engine: Engine) -> dict[str, Any]:
         gauges, stats = engine.gauges(), engine.stats
@@ -395,7 +396,7 @@ class RequestTimeline(_Frames):
         if not id:
             return bytes(_encode({"requests": [summary_of(story, self.clock()) for story in newest_first]}))
         found = next((story for story in newest_first if id in (story.request.id, story.answer_id)), None)
-        return b"null" if found is None else bytes(_encode({"id": id, "answers": [self._explain(found)]}))
+        return b"null" if found is None else bytes(_encode(explanation(id, [self._explain(found)], 0)))
 
     def _tick(self) -> None:
         now = self.clock()

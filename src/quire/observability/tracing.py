@@ -16,7 +16,7 @@ from typing import Any
 from quire import __version__
 from quire.errors import InvalidConfig
 from quire.observability.observer import FrontendObserver
-from quire.types import FinishedRequest
+from quire.types import FinishedRequest, prompt_of
 
 Explain = Callable[[str], Coroutine[Any, Any, bytes]]
 """The explanation of a call's answers, as JSON: `LiveViewClient.explain`."""
@@ -76,8 +76,10 @@ class Traces(FrontendObserver):
         # An engine that has just died explains nothing.
         except Exception:
             explained = {}
-        seconds = {answer["choice"]: _seconds(answer) for answer in explained.get("answers", [])}
         first = answers[0][1]
+        mine = prompt_of(first.id)  # the first prompt's call has the id of its request, of which all is explained
+        own = (answer for answer in explained.get("answers", []) if answer.get("prompt", mine) == mine)
+        seconds = {answer["choice"]: _seconds(answer) for answer in own}
         headers = {"traceparent": first.origin.traceparent, "tracestate": first.origin.tracestate}
         operation = "chat" if first.id.startswith(_CHAT) else "text_completion"
         root = self._start_span(

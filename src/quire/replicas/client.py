@@ -15,6 +15,7 @@ import msgspec
 from quire.engine.client import OnDeath, OnFrame, OnTokens
 from quire.engine.executor import Description
 from quire.errors import Interrupted, Unavailable
+from quire.observability.explain import joined
 from quire.observability.live_view import Broadcaster, RequestTimeline
 from quire.replicas import messages
 from quire.replicas.messages import Addressed, Prompt, Report
@@ -300,12 +301,13 @@ class ReplicaEngines:
         self.observer.on_frames(on_frame)
 
     async def explain(self, id: str) -> bytes:
-        """See LiveViewClient: of the replica that knows the request; all known ones of every replica."""
+        """See LiveViewClient: of the replicas that ran a request's prompts; all known requests of every replica."""
         answers = [answer for answer in await self._ask_all("explain", id) if answer != b"null"]
-        if id or not answers:
-            return answers[0] if answers else b"null"
-        known = [request for answer in answers for request in msgspec.json.decode(answer)["requests"]]
-        return msgspec.json.encode({"requests": known})
+        if not answers:
+            return b"null"
+        parts = list(map(msgspec.json.decode, answers))
+        found = joined(parts) if id else {"requests": [one for part in parts for one in part["requests"]]}
+        return msgspec.json.encode(found)
 
     def named(self, rank: int) -> str | None:
         """The replica with this rank, if there is one."""

@@ -48,7 +48,7 @@ from quire.server.schemas import (
 from quire.server.tools import NO_TOOLS, ToolSet, make_tool_set
 from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.prompt_header import NO_REMOVAL, Removal
-from quire.types import NUMERIC_PARAMETERS, UNLIMITED, Pin, SamplingParams, StructuredOutputsParams
+from quire.types import NUMERIC_PARAMETERS, UNLIMITED, Pin, SamplingParams, StructuredOutputsParams, call_id
 from quire.weights.pooling import GENERATES, PoolerConfig
 
 # How a token is shown, as text, and as its exact bytes (`Backend.token_text`).
@@ -135,7 +135,7 @@ def completion(
     encoded = encode(given, special, backend, max_prompt_tokens(request, card), request.suffix)
     max_tokens = 1 if scored_only else request.max_tokens
     shared = shared_params(request, backend, card, limits) | _infill_params(request, card)
-    calls = []
+    id, calls = new_request_id("cmpl-"), list[Call]()
     num_truncated = 0
     for text, whole in encoded:
         ids = truncate(whole, request, card, max_tokens or default_max_tokens)
@@ -154,7 +154,8 @@ def completion(
             echoed=echoed,
             shared=shared,
         )
-        calls.append(replace(make_call("cmpl-", text, ids, request, params, limits), pins=pins))
+        call = make_call(call_id(id, len(calls)), text, ids, request, params, limits)
+        calls.append(replace(call, pins=pins))
     if request.echo:
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
     calls = [beams.searching(call, request, card, limits) for call in calls]
@@ -219,7 +220,7 @@ def chat(
     if special and request.skip_special_tokens is None:
         shared["skip_special_tokens"] = False
     params = sampling_params(request, ids, card, limits, max_tokens, None, logprobs=top, name=name, shared=shared)
-    call = make_call(prefix, _continued(request), ids, request, params, limits)
+    call = make_call(new_request_id(prefix), _continued(request), ids, request, params, limits)
     call = beams.searching(call, request, card, limits)
     return _job(
         request,
@@ -296,7 +297,7 @@ def generate(request: GenerateRequest, backend: Backend, limits: Limits) -> Job:
         raise InvalidRequest(ONE_NAME, param=name)
     params = sampling_params(request, ids, card, limits, getattr(request, name), 16, name=name, shared=shared)
     pins = cache_control.whole(request.cache_control, len(ids))
-    call = replace(make_call("gen-", text, ids, request, params, limits), pins=pins)
+    call = replace(make_call(new_request_id("gen-"), text, ids, request, params, limits), pins=pins)
     return Job(
         id=call.id,
         model=card.id,
@@ -423,12 +424,17 @@ def _continued(request: ChatRequest) -> str:
     return content if request.continue_final_message and isinstance(content, str) else ""
 
 
+def new_request_id(prefix: str) -> str:
+    """An id of a request that no other has."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
 def make_call(
-    prefix: str, text: str | None, ids: tuple[int, ...], request: Any, params: SamplingParams, limits: Limits
+    id: str, text: str | None, ids: tuple[int, ...], request: Any, params: SamplingParams, limits: Limits
 ) -> Call:
-    """A call with an id that begins with `prefix`. request: has priority, cache_salt and timeout."""
+    """The call for one of a request's prompts. request: has priority, cache_salt and timeout."""
     return Call(
-        id=f"{prefix}{uuid.uuid4().hex}",
+        id=id,
         prompt=ids,
         text=text,
         sampling=params,

@@ -23,12 +23,12 @@ from quire.frontend.pooling import (
 )
 from quire.frontend.processor import check_pooled, max_new_tokens
 from quire.multimodal.inputs import NoImages
-from quire.server.calls import Job, make_call
+from quire.server.calls import Job, make_call, new_request_id
 from quire.server.limits import Limits, check_answers, check_priority_and_timeout
 from quire.server.outputs import ChoiceBuilder, Usage
 from quire.server.prompts import check_length, model, prompts, render
 from quire.server.schemas import Prompt
-from quire.types import Pooling
+from quire.types import Pooling, call_id
 
 _FORMATS = ("float", "base64")
 TEXT_ONLY = NoImages("embeddings and classes are made of text")
@@ -121,7 +121,8 @@ def pooled_job(
             naming(param, max_new_tokens, len(one.ids), params, card.max_model_len)
         else:
             naming(param, check_pooled, len(one.ids), pooling, input_limit(card), card.pooler)
-    calls = [make_call(prefix, None, one.ids, request, params, limits) for one in inputs]
+    id = new_request_id(prefix)
+    calls = [make_call(call_id(id, i), None, one.ids, request, params, limits) for i, one in enumerate(inputs)]
     truncated = None if request.truncate_prompt_tokens is None else sum(one.truncated for one in inputs)
     return Job(
         id=calls[0].id,
