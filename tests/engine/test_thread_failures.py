@@ -37,6 +37,9 @@ class Breaking:
         self.running[request.id] = 0
         self._note(f"add {request.id}")
 
+    def prepare(self) -> bool:
+        return False
+
     def wait(self, seconds: float) -> None:
         """There is always something to step."""
 

@@ -129,6 +129,21 @@ def test_every_combination_gives_the_dense_loops_tokens(share: int) -> None:
         assert it.scheduler.kv.block_pool.num_free == it.scheduler.kv.block_pool.num_blocks
 
 
+class Served(WorkQueue):
+    """Each step is done by a larger one."""
+
+    def serving(self, key: GraphKey) -> GraphKey:
+        tokens, spans = min(2 * key.tokens, 64), min(2 * key.spans, 16)
+        return key._replace(tokens=tokens, spans=spans, max_query=1 if key.max_query == 1 else tokens)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_steps_that_larger_ones_serve_give_the_same_tokens(depth: int) -> None:
+    it = driver(lookahead=depth, feed=(16, 5))
+    it.executor.runner.queue = Served()
+    assert it.answer(REQUESTS, late=lambda: 1) == WANT
+
+
 class Swinging(FixedDrafts):
     """Another depth for each token, and not one for all rows of a step."""
 

@@ -196,7 +196,7 @@ def _postponed(settings: Settings, keys: Sequence[GraphKey]) -> dict[GraphKey, G
 
 
 def prepare_quietly(executor: CudaExecutor) -> Callable[[], bool]:
-    """`executor.prepare_next`, whose kernels, compiled before, are not counted by `count_compiles` when they are read."""
+    """`executor.prepare_next`, whose kernels were compiled before: `count_compiles` does not count those it reads."""
 
     def prepare() -> bool:
         with knobs.compilation.scope():

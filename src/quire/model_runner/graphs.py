@@ -75,16 +75,22 @@ def bucket_seqs(spans: int) -> int:
     return next((size for size in (16, 256) if spans <= size), padding(spans))
 
 
+NONE = GraphKey(0, 0, 0)
+
+
 def stand_ins(keys: Iterable[GraphKey]) -> dict[GraphKey, GraphKey]:
     """Which forwards among `keys` need no graph at first, and whose graph does their steps meanwhile: those of sizes
     between powers of two, and those of few spans."""
-    kept, out = dict[bool, list[GraphKey]](), dict[GraphKey, GraphKey]()
-    for key in sorted((key for key in keys if key.kind == "feed"), reverse=True):
-        larger = kept.setdefault(key.max_query == 1, [])
-        if larger and (key.tokens & (key.tokens - 1) or key.spans < min(larger[0].spans, key.tokens)):
-            out[key] = larger[-1]
-        else:
-            larger.append(key)
+    out, forwards = dict[GraphKey, GraphKey](), sorted((key for key in keys if key.kind == "feed"), reverse=True)
+    for decode in (True, False):
+        alike = [key for key in forwards if (key.max_query == 1) == decode]
+        widest, larger = max((key.spans for key in alike), default=0), NONE
+        for key in alike:
+            narrow = not decode and key.spans < widest
+            if larger is not NONE and (narrow or key.tokens & (key.tokens - 1)):
+                out[key] = larger
+            else:
+                larger = key
     return out
 
 
