@@ -61,6 +61,7 @@ class Turn(NamedTuple):
 @click.option("--new", default=32, show_default=True, help="Tokens of an answer.")
 @click.option("--threads", default=1, show_default=True)
 @click.option("--repeat", default=5, show_default=True, help="Turns, of which medians count.")
+@click.option("--cores", help="Of the server and of the engine alone, as taskset takes them; clients run on any.")
 @click.option("--port", default=18331, show_default=True)
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Also store every step there.")
 def command(
@@ -73,6 +74,7 @@ def command(
     new: int,
     threads: int,
     repeat: int,
+    cores: str | None,
     port: int,
     path: Path | None,
 ) -> None:
@@ -95,8 +97,8 @@ def command(
             words(SHAPES[shape]["vocab_size"]).save(str(names / "tokenizer.json"))
             options["tokenizer"] = str(names)
         sides: dict[str, Served | Alone] = {
-            "http": stack.enter_context(served(options, port, folder / "steps")),
-            "offline": stack.enter_context(alone(options)),
+            "http": stack.enter_context(served(options, port, folder / "steps", pinned(cores))),
+            "offline": stack.enter_context(alone(options, pinned(cores))),
         }
         found: dict[str, list[Turn]] = {name: [] for name in sides}
         for turn in range(repeat + 1):
@@ -110,6 +112,11 @@ def command(
     click.echo(json.dumps(summary(found)))
     if path is not None:
         path.write_text(json.dumps(found))
+
+
+def pinned(cores: str | None) -> list[str]:
+    """The beginning of a command that runs on these cores alone."""
+    return [] if cores is None else ["taskset", "--cpu-list", cores]
 
 
 def written(folder: Path, shape: str, kind: str) -> Path:
@@ -173,9 +180,9 @@ class Served:
 
 
 @contextmanager
-def served(options: Mapping[str, Any], port: int, steps: Path) -> Iterator[Served]:
-    """A server of these options."""
-    argv = [sys.executable, "-c", SERVER, json.dumps({**options, "port": port})]
+def served(options: Mapping[str, Any], port: int, steps: Path, prefix: Sequence[str]) -> Iterator[Served]:
+    """A server of these options. prefix: of its command."""
+    argv = [*prefix, sys.executable, "-c", SERVER, json.dumps({**options, "port": port})]
     steps.touch()
     with spawned(argv, port, os.environ | {STEPS: str(steps)}) as pid:
         yield Served(pid, port, steps)
@@ -207,9 +214,9 @@ class Alone:
 
 
 @contextmanager
-def alone(options: Mapping[str, Any]) -> Iterator[Alone]:
-    """An engine of these options."""
-    argv = [sys.executable, "-c", OFFLINE, json.dumps(options)]
+def alone(options: Mapping[str, Any], prefix: Sequence[str]) -> Iterator[Alone]:
+    """An engine of these options. prefix: of its command."""
+    argv = [*prefix, sys.executable, "-c", OFFLINE, json.dumps(options)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         with process.stdin:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.executors import block_store
 from quire.executors.block_files import HEADER, BadBlock, BlockFiles
 from quire.executors.block_store import (
     DeviceCopies,
@@ -268,6 +271,49 @@ def test_a_process_that_is_killed_while_writing_leaves_whole_blocks_alone(tmp_pa
         for key in keys:
             files.read(key, memoryview(block))
             assert block == key[:4] * (1 << 18)
+
+
+def test_a_store_is_not_closed_under_a_thread_that_wakes_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, *_ = filed(tmp_path)
+    writing, go, found = threading.Event(), threading.Event(), list[bool]()
+    waker, write = store._waker, os.write
+
+    def slow(fd: int, data: bytes) -> int:
+        if fd == waker:
+            writing.set()
+            assert go.wait(60)
+            found.append(is_pipe(fd))
+        return write(fd, data)
+
+    monkeypatch.setattr(block_store.os, "write", slow)
+    waking, closing = threading.Thread(target=store.wake), threading.Thread(target=store.close)
+    waking.start()
+    assert writing.wait(60)
+    closing.start()
+    closing.join(0.05)  # so long it would have taken, did it not wait
+    go.set()
+    for thread in (waking, closing):
+        thread.join()
+    assert found == [True] and not is_pipe(waker)
+    store.wake()
+    assert found == [True], "it writes nothing any more"
+
+
+def is_pipe(fd: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+
+def test_work_that_fails_does_not_end_its_thread() -> None:
+    workers, done = block_store.Workers("test", 1), threading.Event()
+    workers.put(lambda: [].pop())
+    workers.put(done.set)
+    workers.close(60.0)
+    assert done.is_set()
 
 
 def test_the_digest_of_weights_shows_each_change() -> None:

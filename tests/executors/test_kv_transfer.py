@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import socket
 import struct
 import threading
@@ -275,6 +276,101 @@ def test_what_is_not_the_right_engine_is_not_asked_and_the_log_says_why(
         assert "weights: 'a' there, 'c' here" in caplog.text
 
 
+def test_a_prompt_that_is_sent_after_the_peer_has_gone_does_not_end_the_thread_that_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_link, "PIECE", 8)  # a prompt of several, whose digests threads make
+    monkeypatch.setattr(kv_transfer, "FIRST_RETRY", 0.01)
+    leaves, held = threading.Event(), threading.Event()
+
+    def serve(sock: socket.socket) -> None:
+        if leaves.is_set():
+            met(send_all)(sock)
+        with closing(accept(sock, SECRET, ABOUT, 5.0)):
+            leaves.wait()
+
+    with asking(serve) as asker:
+        asker.reason("")
+        [peer] = asker.client._peers
+        peer._sender.put(lambda: assert_true(held.wait(60)))
+        asker.client.receive(1, PROMPT, COPIES)
+        leaves.set()
+        assert set(asker.done.get(timeout=60).failed.values()) == {"closed"}
+        held.set()  # only now it sends, by a connection that is closed
+        asker.reason("")
+        assert asker.ask(2).failed == {}
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+def test_a_connection_is_not_closed_under_a_thread_that_sends() -> None:
+    here, there = socket.socketpair()
+    link = Link(here, b"a", b"b", 60.0, secret=True)
+    began, out, owned = threading.Event(), link._out, list[bool]()
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(out, name)
+
+        def sendall(self, data: bytes) -> None:
+            began.set()
+            try:
+                out.sendall(data)
+            except OSError:
+                owned.append(out.fileno() >= 0)
+                raise
+
+    def send() -> None:
+        with pytest.raises(LinkLost):
+            link.send(Kind.BLOCK, 1, 0, bytes(8 << 20))
+
+    link._out = Watched()  # type: ignore[assignment]
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert began.wait(60)
+    link.close()
+    thread.join()
+    assert owned == [True] and out.fileno() < 0
+    with pytest.raises(LinkLost):
+        link.send(Kind.CANCEL, 1)
+    there.close()
+
+
+def test_a_connection_that_fails_while_it_is_made_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [OSError(24, "Too many open files")]
+
+    def connected(*args: Any) -> Link:
+        if failures:
+            raise failures.pop()
+        return connect(*args)
+
+    monkeypatch.setattr(kv_transfer, "FIRST_RETRY", 0.01)
+    monkeypatch.setattr(kv_transfer, "connect", connected)
+    with asking(met(send_all)) as asker:
+        asker.reason("")
+        assert not failures and asker.ask().failed == {}
+
+
+def test_a_client_that_is_closed_leaves_no_descriptor() -> None:
+    def held() -> set[int]:
+        found = set[int]()
+        for fd in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the folder's own
+                found.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
+        return found
+
+    with asking(met(send_all)) as asker:
+        asker.reason("")
+        [peer] = asker.client._peers
+        pipe = os.fstat(peer._wake).st_ino
+        assert pipe in held()
+        for _ in range(2):
+            asker.client.close()
+        assert pipe not in held()
+
+
 # -------------------------------------------------------------------- the prefill engine's side
 
 
@@ -416,6 +512,58 @@ def test_a_decode_engine_that_takes_nothing_is_disconnected(serving: Serving) ->
     serving.server.send(8, prefill.id, 0, KEYS[0], 0)
     assert serving.done.get(timeout=20).failed == {KEYS[0]: "closed"}
     link.close()
+
+
+def test_a_prompt_that_is_cancelled_while_it_fails_here_fails_no_other(serving: Serving) -> None:
+    link = serving.link()
+    link.send(Kind.PREFILL, 7, 0, wanted())
+    failing = serving.heard()
+    assert isinstance(failing, Prefill)
+
+    class Cancelling(dict[str, Any]):
+        def get(self, id: str, default: Any = None) -> Any:
+            found = super().get(id, default)
+            if id == failing.id:
+                link.send(Kind.CANCEL, 7)
+                assert serving.heard() == failing.id, "it is dropped between the look and what follows"
+            return found
+
+    serving.server._by_id = Cancelling(serving.server._by_id)
+    serving.server.fail(failing.id, "failed")
+    link.send(Kind.PREFILL, 8, 0, wanted())
+    prefill = serving.heard()
+    assert isinstance(prefill, Prefill)
+    serving.server.send(1, prefill.id, 0, KEYS[0], 0)
+    assert link.head()[:2] == (Kind.BLOCK, 8)
+    link.close()
+
+
+def test_a_send_that_fails_in_an_unexpected_way_ends(serving: Serving) -> None:
+    link = serving.link()
+    link.send(Kind.PREFILL, 1, 0, wanted())
+    prefill = serving.heard()
+    assert isinstance(prefill, Prefill)
+    for ticket, slot in enumerate((99, 0)):  # there are fewer lines
+        serving.server.send(ticket, prefill.id, ticket, KEYS[ticket], slot)
+    ended = [serving.done.get(timeout=60) for _ in range(2)]
+    assert [(done.ticket, done.failed) for done in ended] == [(0, {KEYS[0]: "closed"}), (1, {KEYS[1]: "closed"})]
+    assert serving.heard() == prefill.id
+    link.close()
+
+
+def test_a_machine_that_is_out_of_threads_serves_again_later(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            if refusals and self.name == "quire-kv-serve":
+                raise RuntimeError(refusals.pop())
+            super().start()
+
+    refusals = ["can't start new thread"]
+    monkeypatch.setattr(kv_transfer.threading, "Thread", Refused)
+    with pytest.raises(LinkLost):
+        serving.link()
+    works(serving)
+    assert not refusals and serving.server._num_handshakes == 0
 
 
 def test_no_token_of_a_prompt_is_logged(serving: Serving, caplog: pytest.LogCaptureFixture) -> None:

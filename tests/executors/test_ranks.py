@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +20,16 @@ from quire.engine.engine import Engine
 from quire.engine.protocol import FrameReader, encode_frame
 from quire.errors import InvalidModel, RankLost
 from quire.executors import ranks
+from quire.executors.rank_loop import RankLink
 from quire.executors.ranks import (
     ChildProcess,
     FromRank,
     HandMasks,
     Launch,
     LoadImage,
+    Rank,
     RankedExecutor,
+    RankPlace,
     Ranks,
     RankShape,
     StepDone,
@@ -248,6 +253,45 @@ def running(pid: str) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+class Stopped:
+    """A process that reads nothing."""
+
+    name = "process 1"
+    killed = False
+
+    def exit_code(self) -> str:
+        raise AssertionError("it has not ended")
+
+    def exit_fd(self) -> int:
+        raise AssertionError
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def wait(self) -> None: ...
+
+
+def test_a_rank_that_takes_no_message_does_not_hold_up_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, place = Stopped(), RankPlace("127.0.0.1", 0, 1)
+    here, there = socket.socketpair()
+    monkeypatch.setattr(ranks, "SILENCE", 0.01)
+    made = Ranks(lambda shape: iter([(Rank(process, here), place)]), {}, RankShape())
+    with there, pytest.raises(RankLost, match=r"rank 0 of 1 \(process 1\) has taken no message"):
+        made.broadcast(LoadImage(1, PromptImage(0, 2, 1, 1, bytes(32 << 20), b"digest")))
+    made.kill()
+    assert process.killed
+
+
+def test_a_rank_that_cannot_read_a_message_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    here, there = socket.socketpair()
+    over = threading.Event()
+    with here, there:
+        RankLink(there, over.set)
+        here.sendall((3).to_bytes(4, "little") + b"\xc1" * 3)
+        assert over.wait(60)
+    assert "a message of the engine" in caplog.text
 
 
 def test_messages_arrive_as_they_were_sent() -> None:

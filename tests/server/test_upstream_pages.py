@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -72,6 +73,28 @@ async def test_a_server_without_frames_says_why() -> None:
     assert found[0]["why"] == "it has no live page"
     assert found[1]["why"] == "it wants its admin key: set --upstream-api-key to that"
     assert found[2]["why"] == "nothing listens there"
+
+
+async def test_a_page_that_fails_in_an_unexpected_way_says_so_and_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing:
+        name = "http://x:1"
+
+        async def frames(self) -> AsyncGenerator[bytes, None]:
+            yield b'{"now":1}'
+            raise ValueError("no frame")
+
+        async def explanation(self, id: str) -> tuple[int, bytes]:
+            raise AssertionError
+
+    monkeypatch.setattr(upstream_pages, "_RETRY", 0.0)
+    frames = asyncio.Queue[bytes](1)
+    following = asyncio.ensure_future(upstream_pages._follow(3, Failing(), frames))
+    found = [await asyncio.wait_for(frames.get(), 100) for _ in range(4)]
+    following.cancel()
+    assert found == [b'3 {"now":1}', b'3 {"why":"its frames cannot be read (ValueError)"}'] * 2
+    assert "http://x:1" in caplog.text and "no frame" in caplog.text
 
 
 async def test_there_are_only_so_many_viewers(monkeypatch: pytest.MonkeyPatch) -> None:

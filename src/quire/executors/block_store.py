@@ -9,6 +9,7 @@ and files.
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import threading
@@ -31,6 +32,8 @@ from quire.model_runner.graphs import WorkQueue
 from quire.ops.ragged import LayerKV
 from quire.scheduler.kv_offload import NO_FAILURES, Copy, CopyDone
 from quire.scheduler.plan import NULL_BLOCK
+
+log = logging.getLogger(__name__)
 
 NUM_READERS = 4
 """Threads that read files: a checksum takes a core for each 1 or 2 GB/s."""
@@ -331,7 +334,10 @@ class Workers:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            work()
+            try:
+                work()
+            except Exception:  # of whatever class: what comes after it is done all the same
+                log.exception("work of the thread %s", threading.current_thread().name)
 
     def close(self, timeout: float) -> None:
         """End what is in the queue, and then the threads; those that take longer are left behind."""
@@ -370,6 +376,7 @@ class TieredBlockStore:
         self._writer = Workers("kv-writes", 1)
         self._readers = Workers("kv-reads", NUM_READERS if files is not None else 0)
         self._closed = self._stopped = False
+        self._waking = threading.Lock()
 
     def files(self) -> Seq[bytes]:
         """Keys of the files that are there, least recently used first."""
@@ -455,7 +462,8 @@ class TieredBlockStore:
 
     def wake(self) -> None:
         """Have the engine's thread poll. Called by any thread."""
-        with suppress(OSError):  # a full pipe wakes as well
+        # Once it is closed, the descriptor may be another file's.
+        with self._waking, suppress(OSError):  # a full pipe wakes as well
             if not self._closed:
                 os.write(self._waker, b"\0")
 
@@ -475,9 +483,10 @@ class TieredBlockStore:
 
     def close(self) -> None:
         """End the threads, within seconds; again: nothing happens."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._waking:
+            if self._closed:
+                return
+            self._closed = True
         for each in (self._saver, self._saved, self._loader):
             each.close(timeout=1.0)
         self._writer.close(timeout=LAST_WRITES)

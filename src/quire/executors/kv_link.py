@@ -16,6 +16,7 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -82,8 +83,8 @@ def _crc32(piece: memoryview) -> bytes:
 
 
 class Link:
-    """An authenticated connection. One thread may send while another receives. timeout: seconds for a frame that has
-    begun, either way. secret: whether others cannot know the keys."""
+    """An authenticated connection. Any thread may send while one receives. timeout: seconds for a frame that has begun,
+    either way. secret: whether others cannot know the keys."""
 
     def __init__(self, sock: socket.socket, out_key: bytes, in_key: bytes, timeout: float, *, secret: bool) -> None:
         # Two objects, so that neither thread changes the time that the other waits; both stay non-blocking below.
@@ -93,11 +94,19 @@ class Link:
         self._digest_of: Callable[[memoryview], bytes] = _sha256 if secret else _crc32
         self._hashers = ThreadPoolExecutor(HASHERS, "quire-kv-hash")
         self.timeout = timeout
+        self._sending, self._ending = threading.Lock(), threading.Lock()
+        self._closed = False
 
     def send(self, kind: Kind, number: int = 0, block: int = 0, payload: bytes | memoryview = b"") -> None:
-        """Send a frame. Raises LinkLost."""
+        """Send a frame. Raises LinkLost, also where it has been closed."""
         view = memoryview(payload).cast("B")
         head = _HEAD.pack(kind, number, block, len(view))
+        with self._sending:
+            if self._closed:
+                raise LinkLost("closed")
+            self._send(head, view)
+
+    def _send(self, head: bytes, view: memoryview) -> None:
         digest = hmac.new(self._keys[0], _COUNT.pack(self._sent) + head, "sha256")
         self._update(digest, view)
         self._sent += 1
@@ -160,15 +169,19 @@ class Link:
 
     def shutdown(self) -> None:
         """End it, from any thread: threads that send or receive raise LinkLost."""
-        with suppress(OSError):
-            self._in.shutdown(socket.SHUT_RDWR)
+        with self._ending, suppress(OSError):
+            if not self._closed:
+                self._in.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Free it, when no thread uses it."""
+        """Free it, once a thread that sends has heard of its end; no thread may receive any more."""
         self.shutdown()
-        self._hashers.shutdown(wait=False)
-        self._in.close()
-        self._out.close()
+        # A descriptor that is closed under a thread that writes may be another file's by then.
+        with self._sending, self._ending:
+            self._closed = True
+            self._hashers.shutdown(wait=False)
+            self._in.close()
+            self._out.close()
 
 
 def _read(sock: socket.socket, view: memoryview, deadline: float) -> None:

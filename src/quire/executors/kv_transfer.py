@@ -116,10 +116,11 @@ class _Peer:
             link = self.link
             if link is not None:
                 self.tickets[ticket] = Ticket(ticket, slots, len(prefill.tokens), now, now)
+                # Here, so that nothing that ends it can be sent before.
+                self._sender.put(lambda: self._ask(link, ticket, prefill))
         if link is None:
             self.client.report(CopyDone("receive", ticket, {key: self.reason for key, _ in copies}, 0.0, ""))
             return
-        self._sender.put(lambda: self._ask(link, ticket, prefill))
         self._notify()
 
     def _ask(self, link: Link, ticket: int, prefill: Prefill) -> None:
@@ -164,9 +165,12 @@ class _Peer:
             link.shutdown()
 
     def join(self) -> None:
-        """Wait until it has ended; a handshake that takes longer is left behind."""
+        """Wait until it has ended; a handshake that takes longer is left behind. Once, after `stop`."""
         self._thread.join(timeout=1.0)
         self._sender.close(timeout=1.0)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+            os.close(self._waker)
 
     # ---------------------------------------------------------------- its own thread
 
@@ -200,6 +204,9 @@ class _Peer:
         except LinkLost:
             sock.close()
             raise
+        except OSError as error:  # out of descriptors, for example
+            sock.close()
+            raise LinkLost("down", f"the connection failed ({error.strerror or error})") from error
         link.timeout = self.client.timeout
         return link
 
@@ -290,6 +297,7 @@ class TcpPrefillClient:
         self.secret, self.about, self.lines, self.report = secret, about, lines, report
         self.min_tokens, self.timeout = min_tokens, timeout
         self._asked = dict[int, _Peer]()
+        self._closed = False
         self._peers = [_Peer(self, address) for address in addresses]
 
     def unavailable(self) -> str:
@@ -310,7 +318,10 @@ class TcpPrefillClient:
             peer.end(ticket, "cancelled")
 
     def close(self) -> None:
-        """End all connections."""
+        """End all connections; again: nothing happens."""
+        if self._closed:
+            return
+        self._closed = True
         for peer in self._peers:
             peer.stop()
         for peer in self._peers:
@@ -379,17 +390,17 @@ class TcpPrefillServer:
             if caller.lost:
                 raise LinkLost("closed")
             caller.link.send(Kind.BLOCK, prompt, number, memoryview(self.lines[slot]))
-        except LinkLost as lost:
-            failed = {key: lost.reason}
+        except Exception as error:  # of whatever class: every send ends, or its slot would never be free
+            failed = {key: error.reason if isinstance(error, LinkLost) else "closed"}
             caller.lost = True
             caller.link.shutdown()
         self.report(CopyDone("send", ticket, failed, time.monotonic() - began))
 
     def fail(self, id: str, reason: str) -> None:
         """The decode engine computes what it has not got."""
-        if (caller := self._by_id.get(id)) is not None:
-            number, _ = self._drop(caller, id)
-            self._say(caller, number, reason)
+        # Its own thread may have dropped it meanwhile: then it is not waited for.
+        if (caller := self._by_id.get(id)) is not None and (prompt := self._drop(caller, id)) is not None:
+            self._say(caller, prompt[0], reason)
 
     def done(self, id: str) -> None:
         """All its blocks were given to `send`."""
@@ -403,10 +414,10 @@ class TcpPrefillServer:
 
         caller.sender.put(work)
 
-    def _drop(self, caller: _Caller, id: str) -> tuple[int, int]:
+    def _drop(self, caller: _Caller, id: str) -> tuple[int, int] | None:
         with self._lock:
             self._by_id.pop(id, None)
-            return caller.prompts.pop(id, (0, 0))
+            return caller.prompts.pop(id, None)
 
     def drain(self) -> None:
         """Refuse further prompts as busy."""
@@ -440,7 +451,13 @@ class TcpPrefillServer:
             if full:
                 sock.close()
                 continue
-            threading.Thread(target=self._meet, args=(sock, address[0]), name="quire-kv-serve", daemon=True).start()
+            try:
+                threading.Thread(target=self._meet, args=(sock, address[0]), name="quire-kv-serve", daemon=True).start()
+            except RuntimeError as error:  # out of threads
+                log.warning("a decode engine at %s was refused: %s", address[0], error)
+                sock.close()
+                with self._lock:
+                    self._num_handshakes -= 1
 
     def _meet(self, sock: socket.socket, host: str) -> None:
         try:

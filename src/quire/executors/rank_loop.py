@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import queue
 import signal
@@ -33,6 +34,8 @@ from quire.executors.ranks import (
 )
 from quire.scheduler.plan import Span, StepSamples
 
+log = logging.getLogger(__name__)
+
 ONE_RANK = RankShape()
 
 PR_SET_PDEATHSIG = 1
@@ -62,6 +65,8 @@ class RankLink:
                         self.inbox.put(message)
         except OSError:
             pass  # the engine is gone
+        except Exception:  # the process ends below, which would be all that is seen of it
+            log.exception("a message of the engine")
         finally:
             self._ended()
 

@@ -286,6 +286,7 @@ class Ranks:
             for number, (rank, place) in enumerate(start(shape)):
                 self.ranks.append(rank)
                 self.selector.register(rank.sock, selectors.EVENT_READ, number)
+                rank.sock.settimeout(SILENCE)  # one that is stopped, or whose host is gone, takes nothing
                 here = self.began if place.dies_with_parent else 0.0
                 self._send(number, encode_frame(BuildRank(dict(settings), number, shape, place, here)))
         except BaseException:
@@ -333,6 +334,8 @@ class Ranks:
     def _send(self, number: int, frame: bytes) -> None:
         try:
             self.ranks[number].sock.sendall(frame)
+        except TimeoutError as error:
+            raise self._lost(number, f"has taken no message for {SILENCE:g} s") from error
         except OSError as error:
             raise self._lost(number, self.ranks[number].process.exit_code()) from error
 

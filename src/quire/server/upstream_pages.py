@@ -6,6 +6,7 @@ A browser may connect to the page's own server only, by the page's content polic
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Protocol
@@ -20,6 +21,8 @@ from quire.errors import Overloaded, Unavailable
 from quire.frontend.upstream import UpstreamDown
 from quire.server.error_responses import JSON, NotFound
 from quire.server.stream import HEADERS, KEEP_ALIVE, cancel, event, unless_gone
+
+log = logging.getLogger(__name__)
 
 PATH = "/ui/servers"
 
@@ -115,5 +118,8 @@ async def _follow(number: int, page: LivePage, frames: asyncio.Queue[bytes]) -> 
                         await frames.put(b"%d %b" % (number, frame))
         except (UpstreamDown, Overloaded) as error:
             why = str(error)
+        except Exception as error:  # of whatever class: a page that says nothing of it would look idle
+            log.exception("the live page of %s", page.name)
+            why = f"its frames cannot be read ({type(error).__name__})"
         await frames.put(b"%d %b" % (number, msgspec.json.encode({"why": why})))
         await asyncio.sleep(_RETRY)
