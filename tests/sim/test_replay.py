@@ -257,7 +257,7 @@ def test_a_run_with_states_of_recurrent_layers_replays_the_same(tmp_path: Path) 
 
 PLANTED = {
     "reserve forgets steps in flight": 5,
-    "gaps are not waited for": 27,
+    "gaps are not waited for": 28,
     "a dropped cached page counts as blank": 5,
     "short row preempts although blocks are about to be freed": 6,
     "a finished request still claims a block": 6,

@@ -199,15 +199,17 @@ class UploadRing:
     """Uploads a plan's changes through pinned buffers in turn, so that one is filled while another is copied.
 
     num_slots: buffers; the copy of the oldest must have ended when it is filled again, which the limit of steps in
-    flight guarantees.
+    flight guarantees. sizes: ascending numbers of pairs that are always at the same addresses; smaller ones are filled
+    up with the first pair.
     """
 
-    def __init__(self, state: DeviceState, *, num_slots: int) -> None:
+    def __init__(self, state: DeviceState, *, num_slots: int, sizes: Sequence[int] = ()) -> None:
         self.state = state
         self.pinned = state.device.type == "cuda"
         self.slot = 0
         self.host: list[Tensor] = [self._buffer(1 << 15) for _ in range(num_slots)]
         self.on_device = torch.empty(1 << 16, dtype=torch.int32, device=state.device)
+        self.fixed = {size: torch.empty(2 * size, dtype=torch.int32, device=state.device) for size in sizes}
         self.run = np.arange(1 << 16, dtype=np.int32)
 
     def _buffer(self, pairs: int) -> Tensor:
@@ -219,8 +221,9 @@ class UploadRing:
         total = sum(len(values) for _, values in runs)
         if not total:
             return None
+        fixed = next((size for size in self.fixed if total <= size), 0)
         # Values, too, begin at a multiple of 32 numbers.
-        apart = -(-total // 32) * 32
+        apart = fixed or -(-total // 32) * 32
         self._fit(apart)
         buffer = self.host[self.slot]
         host = buffer.numpy()
@@ -230,16 +233,17 @@ class UploadRing:
             np.add(self.run[:size] if isinstance(begin, int) else 0, begin, out=host[end : end + size], dtype=np.int32)
             host[apart + end : apart + end + size] = values
             end += size
-        sent = self.on_device[: apart + total]
-        sent.copy_(buffer[: apart + total], non_blocking=True)
         self.slot = (self.slot + 1) % len(self.host)
+        sent = self.on_device[: apart + total]
+        if fixed:
+            host[total:fixed], host[fixed + total : 2 * fixed] = host[0], host[fixed]
+            sent, total = self.fixed[fixed], fixed
+        sent.copy_(buffer[: apart + total], non_blocking=True)
         return sent[:total], sent[apart:]
 
-    def empty(self) -> tuple[Tensor, Tensor]:
-        """What `pack` makes of one number that changes nothing."""
-        sent = self.pack([(self.state.offsets["step.counts"], np.zeros(1, dtype=np.int32))])
-        assert sent is not None
-        return sent
+    def nothing(self, count: int) -> list[Update]:
+        """So many changes that change nothing while there is no step."""
+        return [(np.full(count, self.state.offsets["step.counts"], np.int32), np.zeros(count, np.int32))]
 
     def _fit(self, pairs: int) -> None:
         if len(self.run) < pairs:

@@ -51,6 +51,15 @@ from quire.ops.stages import stage_ended
 from quire.scheduler.plan import Plan, Span
 from quire.types import TokenLogprobs
 
+SCATTERED = (32, 1024)
+"""Numbers of changes that are sent as so many: blocks of a step that decodes, and also its spans."""
+
+
+def scattering(count: int) -> GraphKey:
+    """The key of sending so many changes."""
+    return GraphKey(count, 0, 0, 0, "scatter")
+
+
 NONE_LARGER: Mapping[GraphKey, GraphKey] = MappingProxyType({})
 
 PIECES = (16, 64, 256)
@@ -91,7 +100,9 @@ class LookaheadRunner(BaseRunner):
         with queue:
             vocab = sampler.vocab_size
             self.state = DeviceState(rows, spans=spans, tokens=max_tokens, vocab_size=vocab, device=device)
-            self.uploads, self.masks = UploadRing(self.state, num_slots=num_slots), MaskUpload(self.state)
+            sizes = [size for size in SCATTERED if queue.captures(scattering(size))]
+            self.uploads = UploadRing(self.state, num_slots=num_slots, sizes=sizes)
+            self.masks = MaskUpload(self.state)
             shifted = images is not None and images.config.multi_axis
             self.batch = empty_batch(self.state, rows, max_tokens, shifted=shifted)
             samples = self.state.max_samples
@@ -165,16 +176,19 @@ class LookaheadRunner(BaseRunner):
         """Be ready for all of these, on padding, before there are rows: nothing is compiled later, and nothing captured
         but those in `larger`, see `WorkQueue.postpone`."""
         with self.queue:
-            touch = partial(self.steps.scatter, self.state.data, *self.uploads.empty())
             scoring = [partial(self._score_padding, size) for size in PIECES] if self.generates else []
             uncaptured: list[Callable[[], object]] = [*scoring, *self._image_padding(keys)]
+            sent = self.uploads.pack(self.uploads.nothing(1))
+            assert sent is not None
+            touch = partial(self.steps.scatter, self.state.data, *sent)
             self.queue.precompile([touch, *(partial(self._work, key) for key in keys), *uncaptured])
             stage_ended("kernels")
             self._prepare(keys, larger)
             for work in uncaptured:
                 work()
             self.state.reset()
-            touch()
+            for below in (0, *self.uploads.fixed):
+                self._scatter(self.uploads.nothing(below + 1))
         self.queue.synchronize()
         stage_ended("graphs")
 
@@ -238,12 +252,22 @@ class LookaheadRunner(BaseRunner):
             self.features = int(np.bitwise_or.reduce(rows.features.bits[shape.row]))
         step.features = self.features
         step.drafting = self._draft_keys(plan, shape, updates)
-        if (upload := self.uploads.pack(updates)) is not None:
-            self.steps.scatter(self.state.data, *upload)
+        self._scatter(updates)
         self._restore_states(plan)
         self._feed(step, shape, key)
         if not plan.masked_spans:
             self._sample(step, step.features)
+
+    def _scatter(self, updates: list[Update]) -> None:
+        """Send what changes on the device. A few numbers change in most steps: their kernel is a graph, since launching
+        it takes the host ten times as long."""
+        if (upload := self.uploads.pack(updates)) is None:
+            return
+        work = partial(self.steps.scatter, self.state.data, *upload)
+        if (count := len(upload[0])) in self.uploads.fixed:
+            self.queue.run(scattering(count), work)
+        else:
+            work()
 
     def _restore_states(self, plan: Plan) -> None:
         """Copy the snapshots that rows open with to the rows' own slots, so that no step writes what another row's span
@@ -349,10 +373,10 @@ class LookaheadRunner(BaseRunner):
         given = (given.pin_memory() if hidden.is_cuda else given).to(hidden.device, non_blocking=True)
         source, tokens, wanted = given
         scores = torch.zeros((len(source), SCORE_WIDTH), dtype=torch.int32, device=hidden.device)
-        for at in range(0, len(source), PIECES[-1]):
-            piece = slice(at, at + PIECES[-1])
-            logits = self.model.logits(hidden[source[piece].clamp(min=0).long()])
-            self.steps.score(logits, tokens[piece], wanted[piece], scores[piece])
+        fed = hidden[source.clamp(min=0).long()]
+        parts = (each.split(PIECES[-1]) for each in (fed, tokens, wanted, scores))
+        for rows, *part in zip(*parts, strict=True):
+            self.steps.score(self.model.logits(rows), *part)
         return scores
 
     def _score_padding(self, size: int) -> None:
@@ -489,8 +513,9 @@ class LookaheadRunner(BaseRunner):
         if step.is_new_shape:
             rows.check(shape)
         scores = {} if step.prompt_scores is None else step.prompt_scores.read()
-        with self.queue:
-            scores |= self._score_prompts(step, [s for s in shape.scored_spans if s not in scores])
+        if rest := [s for s in shape.scored_spans if s not in scores]:
+            with self.queue:
+                scores |= self._score_prompts(step, rest)
         sampled = sampled_from_host(step.host_tokens)
         if not step.samples:
             sampled = nothing_sampled(len(shape.sample_indices))

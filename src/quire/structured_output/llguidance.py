@@ -368,6 +368,10 @@ class Matcher:
         """See Constraint."""
         return self._why
 
+    def beginning(self) -> Sequence[int]:
+        """See Constraint."""
+        return self._beginning.tokens
+
     def follow(self, tokens: Sequence[int], begin: int, drafts: Sequence[int]) -> LLMatcher | None:
         """Consume what is new in the output, `tokens[begin:]`. None: the library is not needed for the next masks."""
         known = begin + self._num_seen
