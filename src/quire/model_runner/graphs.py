@@ -28,7 +28,8 @@ class GraphKey(NamedTuple):
     """Which graph: its kind, tokens T and spans S, both padded, and the most tokens that a span may have.
 
     "feed": a forward. "hidden": one that keeps the hidden states of every token. "sample": sampling `tokens` rows that
-    may have the sampling `features`. "follow": a draft model's forward over tokens that it has missed. "draft": up to
+    may have the sampling `features`. "scatter": so many changes from slot `spans` of the ring. "masks": copying so many
+    lines of masks. "follow": a draft model's forward over tokens that it has missed. "draft": up to
     `max_query` drafts for each of `spans` rows.
     """
 
@@ -92,6 +93,11 @@ def stand_ins(keys: Iterable[GraphKey]) -> dict[GraphKey, GraphKey]:
             else:
                 larger = key
     return out
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two from `count` on."""
+    return 1 << max(0, count - 1).bit_length()
 
 
 OFTEN = 64

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.errors import StepFailed
 from quire.model_runner.device_state import DeviceState, MaskUpload, Update, UploadRing, step_updates
 from quire.model_runner.device_steps import DROPPED, SCORE_WIDTH, DeviceSteps, read_scores
-from quire.model_runner.graphs import GraphKey, WorkQueue, bucket_seqs, bucket_tokens, padding
+from quire.model_runner.graphs import GraphKey, WorkQueue, bucket_seqs, bucket_tokens, padding, power_of_two
 from quire.model_runner.images import ImageRunner
 from quire.model_runner.pooling import PoolingHeads, with_pooled
 from quire.model_runner.row_state import RowState, StepShape
@@ -51,13 +51,16 @@ from quire.ops.stages import stage_ended
 from quire.scheduler.plan import Plan, Span
 from quire.types import TokenLogprobs
 
+MASK_LINES = (1, 2, 4, 8)
+"""Numbers of different masks in a step whose copies are captured at the start: more are rare."""
+
 SCATTERED = (32, 1024)
 """Numbers of changes that are sent as so many: blocks of a step that decodes, and also its spans."""
 
 
-def scattering(count: int) -> GraphKey:
-    """The key of sending so many changes."""
-    return GraphKey(count, 0, 0, 0, "scatter")
+def scattering(count: int, slot: int) -> GraphKey:
+    """The key of sending so many changes from a slot of the ring."""
+    return GraphKey(count, slot, 0, 0, "scatter")
 
 
 NONE_LARGER: Mapping[GraphKey, GraphKey] = MappingProxyType({})
@@ -100,7 +103,7 @@ class LookaheadRunner(BaseRunner):
         with queue:
             vocab = sampler.vocab_size
             self.state = DeviceState(rows, spans=spans, tokens=max_tokens, vocab_size=vocab, device=device)
-            sizes = [size for size in SCATTERED if queue.captures(scattering(size))]
+            sizes = [size for size in SCATTERED if queue.captures(scattering(size, 0))]
             self.uploads = UploadRing(self.state, num_slots=num_slots, sizes=sizes)
             self.masks = MaskUpload(self.state)
             shifted = images is not None and images.config.multi_axis
@@ -147,7 +150,7 @@ class LookaheadRunner(BaseRunner):
         try:
             with self.queue:
                 first = first_samples(step.plan, step.shape)
-                self.masks.send(step.masks or (), first, len(step.shape.sample_indices))
+                self._copy_masks(self.masks.fill(step.masks or (), first, len(step.shape.sample_indices)))
                 self._sample(step, step.features | MASKED)
         except Exception as failure:
             self.failure = failure
@@ -162,7 +165,6 @@ class LookaheadRunner(BaseRunner):
         if self.proposer is not None:
             self.proposer.reset()
         self.last_inputs = self.last_drafts = None
-        self.masks.reset()
         with self.queue:
             self.state.reset()
 
@@ -180,15 +182,21 @@ class LookaheadRunner(BaseRunner):
             uncaptured: list[Callable[[], object]] = [*scoring, *self._image_padding(keys)]
             sent = self.uploads.pack(self.uploads.nothing(1))
             assert sent is not None
-            touch = partial(self.steps.scatter, self.state.data, *sent)
-            self.queue.precompile([touch, *(partial(self._work, key) for key in keys), *uncaptured])
+            touch = [
+                partial(self.steps.scatter, self.state.data, *sent[:2]),
+                partial(self.masks.copy, 1, self.steps.copy),
+            ]
+            self.queue.precompile([*touch, *(partial(self._work, key) for key in keys), *uncaptured])
             stage_ended("kernels")
             self._prepare(keys, larger)
             for work in uncaptured:
                 work()
             self.state.reset()
-            for below in (0, *self.uploads.fixed):
-                self._scatter(self.uploads.nothing(below + 1))
+            for below in (0, *self.uploads.sizes):
+                for _ in self.uploads.host:
+                    self._scatter(self.uploads.nothing(below + 1))
+            for lines in MASK_LINES:
+                self._copy_masks(lines)
         self.queue.synchronize()
         stage_ended("graphs")
 
@@ -263,11 +271,16 @@ class LookaheadRunner(BaseRunner):
         it takes the host ten times as long."""
         if (upload := self.uploads.pack(updates)) is None:
             return
-        work = partial(self.steps.scatter, self.state.data, *upload)
-        if (count := len(upload[0])) in self.uploads.fixed:
-            self.queue.run(scattering(count), work)
+        work = partial(self.steps.scatter, self.state.data, *upload[:2])
+        if upload.fixed:
+            self.queue.run(scattering(len(upload.places), upload.slot), work)
         else:
             work()
+
+    def _copy_masks(self, lines: int) -> None:
+        """Copy so many lines of masks to the device."""
+        key = GraphKey(power_of_two(lines), 0, 0, 0, "masks")
+        self.queue.run(key, partial(self.masks.copy, min(key.tokens, self.state.max_samples), self.steps.copy))
 
     def _restore_states(self, plan: Plan) -> None:
         """Copy the snapshots that rows open with to the rows' own slots, so that no step writes what another row's span
