@@ -6,6 +6,7 @@ A plan becomes (index, value) pairs in one pinned buffer, and one scatter. In st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -181,9 +182,10 @@ class MaskUpload:
         self.lines[:count, width:] = 0
         host = self.host_places.numpy()
         host[: padding(num_samples)] = -1
-        host[[at + i for at, span in zip(first_samples, table.places, strict=True) for i in range(len(span))]] = [
-            line for span in table.places for line in span
-        ]
+        lines, samples = [*chain.from_iterable(table.places)], first_samples
+        if len(lines) > len(samples):  # some spans have several
+            samples = [at + i for at, span in zip(first_samples, table.places, strict=True) for i in range(len(span))]
+        host[samples] = lines
         host[-1] = words
         return count
 
