@@ -270,7 +270,7 @@ class Run:
         bounds = {"min_shared_tokens": 4, "max_pinned_blocks": c["pins"], "snapshot_interval": interval}
         apart = ("pressure", "pins", "snapshots", "tiers", "groups")  # the same whatever these are
         work = sorted((axis, value) for axis, value in combo.items() if axis not in apart)
-        begun = random.Random(f"begun {work}").random() < 0.2
+        begun = random.Random(f"opening {work}").random() < 0.2
         self.want, self.constraint = WANT[slots is not None, begun], Begun() if begun else Grammar()
         self.rng = random.Random(repr(work))
         seed = str(self.rng.random())
