@@ -359,7 +359,7 @@ def build_scheduler(
         policy=policy,
         speculation=build_speculation(settings, description),
         # Ranks have memory of their own: here, a context on a GPU would only take some.
-        compute_masks=ParallelMasks(pinned=torch.cuda.is_available() and settings.execution.num_ranks == 1),
+        compute_masks=ParallelMasks(),
         encoder_cache=build_encoder_cache(settings, description, limits),
         groups=min(settings.execution.pipeline_parallel_size, 1 + limits.lookahead),
     )
