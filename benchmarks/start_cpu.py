@@ -101,7 +101,7 @@ def table(title: str, found: Mapping[str, list[Start]]) -> Table:
 
 def start(tree: Path, argv: list[str], port: int, place: str) -> Start:
     """Start a server of a checkout's code, ask for a token, and stop it. place: a folder for what it keeps."""
-    path = os.pathsep.join([str(tree / "src"), str(tree)])
+    path = os.pathsep.join([str(tree / "src"), str(tree), os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(Path(place, tree.name))}
     began = time.perf_counter()
     with spawned([sys.executable, "-P", "-m", "quire", *argv], port, {**os.environ, **environment}) as pid:

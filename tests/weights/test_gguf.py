@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from quire.errors import InvalidModel
-from quire.layers.basic import GgufEmbedding
+from quire.layers.basic import StoredEmbedding
 from quire.layers.quantization.base import Matrix, MatrixPart, Plain
 from quire.layers.quantization.gguf import GgufFormat, GgufStorage, StoredBlocks
 from quire.models.registry import read_spec
@@ -305,7 +305,7 @@ def test_blocks_are_kept_as_they_are_in_the_file_where_kernels_multiply_them(
     theirs = load_model(tmp_path / "model.gguf", dtype="float32")
     ours = load_model(tmp_path / "model.gguf", dtype="float32", ops=KeptOps(), canary=Canary())
     tokens = torch.tensor([3, 0, 3, 198])
-    assert isinstance(ours.embedding, GgufEmbedding)
+    assert isinstance(ours.embedding, StoredEmbedding)
     assert torch.equal(ours.embedding(tokens), theirs.embedding(tokens))
     stored = [ours.head.apply.__self__, *(layer.apply.__self__ for layer in layers_of(ours))]
     for own, plain in zip(stored[1:], layers_of(theirs), strict=True):
@@ -343,7 +343,7 @@ def test_a_model_of_blocks_says_the_same_on_a_gpu(tmp_path: Path, kind: str | Ca
     for dtype, most in (("float32", 1e-3), ("bfloat16", 0.1)):
         device = torch.device("cuda")
         ours = load_model(tmp_path / "model.gguf", dtype=dtype, device=device, ops=TritonOps(device), canary=Canary())
-        assert isinstance(ours.embedding, GgufEmbedding)
+        assert isinstance(ours.embedding, StoredEmbedding)
         got = answers(ours, PROMPTS[0], device)
         assert (got - wanted).std() < most * wanted.std()
 

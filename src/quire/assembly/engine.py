@@ -43,7 +43,7 @@ from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
 from quire.executors.local import LocalExecutor
 from quire.executors.ranks import Ranks
 from quire.layers.linear import ONE_RANK, ParallelGroup
-from quire.layers.quantization.base import QuantizedWeight
+from quire.layers.quantization.base import Packable
 from quire.layers.quantization.mapped import pack_beside
 from quire.layers.stages import Pipeline
 from quire.model_runner.images import ImageRunner, Normalization
@@ -193,7 +193,9 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     canary = build_canary(settings, keeps=alone)
     pooler = pooler_of(settings)
     processor = find_processor(settings)
-    unpacked: list[QuantizedWeight] | None = [] if alone else None
+    # What says whose blocks tiers hold reads all weights.
+    tiered = bool(settings.cache.kv_offloading_size) or settings.disaggregation.disaggregation_mode != "none"
+    unpacked: list[Packable] | None = [] if alone and not tiered else None
     model = _load(
         settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor), unpacked=unpacked
     )
@@ -395,7 +397,7 @@ def _load(
     parallel: ParallelGroup = ONE_RANK,
     *,
     vision: bool = False,
-    unpacked: list[QuantizedWeight] | None = None,
+    unpacked: list[Packable] | None = None,
 ) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
 from quire.layers.linear import ONE_RANK, ColumnParallelLinear, ParallelGroup, RowParallelLinear
-from quire.layers.quantization.gguf import GgufStorage
+from quire.layers.quantization.base import TableStorage
 from quire.ops.base import Angles, Gate, Norm, Norms, Ops, Scores
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
@@ -106,10 +106,10 @@ class Embedding:
         return x if self.scale == 1.0 else x * self.scale
 
 
-class GgufEmbedding:
-    """As `Embedding`, kept at the bits of the file; a tied head multiplies the same matrix."""
+class StoredEmbedding:
+    """As `Embedding`, kept as a matrix is, which a tied head multiplies."""
 
-    def __init__(self, stored: GgufStorage, scale: float = 1.0) -> None:
+    def __init__(self, stored: TableStorage, scale: float = 1.0) -> None:
         self.stored = stored
         self.scale = float(torch.tensor(scale, dtype=stored.matrix.dtype))
 
@@ -122,7 +122,7 @@ class GgufEmbedding:
 class VocabParallelEmbedding:
     """As `Embedding`, each rank having rows of the table: what it has no row for is 0 in its part of the sum."""
 
-    def __init__(self, table: Embedding | GgufEmbedding, rows: slice, parallel: ParallelGroup) -> None:
+    def __init__(self, table: Embedding | StoredEmbedding, rows: slice, parallel: ParallelGroup) -> None:
         self.table, self.rows, self.all_reduce = table, rows, parallel.all_reduce
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class VocabParallelEmbedding:
         return self.all_reduce(torch.where(inside[:, None], x, 0.0))
 
 
-AnyEmbedding = Embedding | GgufEmbedding | VocabParallelEmbedding
+AnyEmbedding = Embedding | StoredEmbedding | VocabParallelEmbedding
 
 
 class GatedMLP:

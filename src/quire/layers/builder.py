@@ -23,11 +23,11 @@ from quire.layers.basic import (
     Embedding,
     GatedAttention,
     GatedMLP,
-    GgufEmbedding,
     Heads,
     NormLayer,
     RopeConfig,
     Rotary,
+    StoredEmbedding,
     VocabParallelEmbedding,
 )
 from quire.layers.delta import DeltaConfig, GatedDelta, split_by_head, split_by_kind
@@ -48,14 +48,15 @@ from quire.layers.quantization.base import (
     Format,
     Matrix,
     MatrixPart,
+    Packable,
     Plain,
-    QuantizedWeight,
     StoredFormat,
     WeightSlot,
     WeightStorage,
     bias_slots,
 )
-from quire.layers.quantization.gguf import Tables, no_table
+from quire.layers.quantization.deferred import Deferred
+from quire.layers.quantization.gguf import GgufStorage, Tables, no_table
 from quire.layers.vision import Patches, VisionConfig
 from quire.ops.base import XIELU, DeltaWeights, ExpertBiases, Gate, Norm, Norms, Ops, ScanWeights
 
@@ -122,7 +123,8 @@ class ModelBuilder:
     load; optional: those that it loads. renames: see `rename`. stacks: see `ExpertStack`. modules: those that the
     checkpoint has tensors of, as far as it matters under which of several names. expert_parallel: ranks have whole
     experts each, not a part of every expert. elsewhere: modules of the checkpoint that other ranks load. unpacked:
-    weights that are packed after the model is ready, see `mapped.pack_beside`.
+    weights that are packed after the model is ready, see `mapped.pack_beside`. defers: whether matrices may be read
+    then, too, see `Deferred`.
     """
 
     def __init__(
@@ -135,7 +137,9 @@ class ModelBuilder:
         format: Format = Plain,
         tables: Tables = no_table,
         expert_parallel: bool = False,
+        defers: bool = False,
     ) -> None:
+        self.defers = defers
         self.expert_parallel, self.pipeline = expert_parallel, parallel.pipeline
         self.elsewhere: set[str] = set()
         self.ops, self.parallel, self.dtype, self.device, self.format = ops, parallel, dtype, device, format
@@ -145,7 +149,7 @@ class ModelBuilder:
         self.slots: dict[str, list[WeightSlot]] = {}
         self.matrices: list[WeightStorage] = []
         self.embeddings: list[WeightStorage] = []
-        self.unpacked: list[QuantizedWeight] = []
+        self.unpacked: list[Packable] = []
         self.finalized: set[int] = set()
         self.unjoined: list[SeparateExperts | Decompression] = []
         self.ignored: list[str] = []
@@ -299,7 +303,7 @@ class ModelBuilder:
         own = self._table(name, count, cut, hidden, scale)
         return own if self.parallel.size == 1 else VocabParallelEmbedding(own, cut, self.parallel)
 
-    def _table(self, name: str, count: int, cut: slice, hidden: int, scale: float) -> Embedding | GgufEmbedding:
+    def _table(self, name: str, count: int, cut: slice, hidden: int, scale: float) -> Embedding | StoredEmbedding:
         """Rows `cut` of a table."""
         matrix = Matrix(
             (MatrixPart(self.prefix + name, count, cut),),
@@ -311,10 +315,11 @@ class ModelBuilder:
         )
         stored = self.tables(matrix, self.ops)
         if stored is not None:
+            stored = Deferred(stored) if self.defers and not isinstance(stored, GgufStorage) else stored
             for place in stored.slots():
                 self._add_slot(place)
             self.embeddings.append(stored)
-            return GgufEmbedding(stored, scale)
+            return StoredEmbedding(stored, scale)
         data = torch.empty(cut.stop - cut.start, hidden, dtype=self.dtype, device=self.device)
         cuts = (cut, slice(0, hidden))
         self._add_slot(WeightSlot(f"{self.prefix}{name}.weight", (count, hidden), cuts, data, std=hidden**-0.5))
@@ -346,7 +351,9 @@ class ModelBuilder:
             else:
                 parts.append(MatrixPart(self.prefix + name, count * unit, cut))
             before += count * unit
-        return ColumnParallelLinear(self._store(parts, inputs, slice(0, inputs), bias=bias, transposed=transposed))
+        every = slice(0, inputs)
+        stored = self._store(parts, inputs, every, bias=bias, transposed=transposed, waits=True)
+        return ColumnParallelLinear(stored)
 
     def row_parallel(
         self, name: str, inputs: tuple[int, int], outputs: int, *, bias: bool = False, transposed: bool = False
@@ -356,7 +363,8 @@ class ModelBuilder:
         part = MatrixPart(self.prefix + name, outputs, slice(0, outputs))
         cut = shard_of(count, self.parallel, name, unit)
         first = self.parallel.rank == 0
-        stored = self._store([part], count * unit, cut, bias=bias, own_bias=first, transposed=transposed)
+        columns = count * unit
+        stored = self._store([part], columns, cut, bias=bias, own_bias=first, transposed=transposed, waits=True)
         return RowParallelLinear(stored, self.parallel)
 
     def head(
@@ -375,11 +383,11 @@ class ModelBuilder:
         part, columns = MatrixPart(self.prefix + name, vocab, cut), slice(0, hidden)
         stored: WeightStorage
         if tied is None:
-            stored = self._store([part], hidden, columns, bias=bias, keep_precision=True)
+            stored = self._store([part], hidden, columns, bias=bias, keep_precision=True, waits=True)
         else:
             self.ignore(f"{name}.weight")
             table = tied.table if isinstance(tied, VocabParallelEmbedding) else tied
-            if isinstance(table, GgufEmbedding):
+            if isinstance(table, StoredEmbedding):
                 stored = table.stored
             else:
                 stored = self._store([part], hidden, columns, bias=bias, tied_weight=table.weight)
@@ -705,7 +713,9 @@ class ModelBuilder:
         transposed: bool = False,
         keep_precision: bool = False,
         tied_weight: Tensor | None = None,
+        waits: bool = False,
     ) -> WeightStorage:
+        """waits: it may be `Deferred`, since it is only multiplied by."""
         matrix = Matrix(
             tuple(parts),
             columns,
@@ -718,6 +728,8 @@ class ModelBuilder:
             keep_precision=keep_precision,
         )
         stored = self.format(matrix, self.ops, tied_weight)
+        if waits and self.defers and not isinstance(stored, GgufStorage):
+            stored = Deferred(stored)
         for place in stored.slots():
             self._add_slot(place)
         self.matrices.append(stored)

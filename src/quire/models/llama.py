@@ -307,7 +307,7 @@ class Llama:
     def decoder(self) -> tuple[Decoder | None, int]:
         """What runs the first layers in one call, and how many: none while some are still to be packed."""
         if self.unpacked:
-            self.unpacked = [each for each in self.unpacked if each.source is not None]
+            self.unpacked = [each for each in self.unpacked if not each.packed]
         return (None, 0) if self.unpacked else self.packed_decoder
 
     @cached_property

@@ -109,6 +109,8 @@ class PanelMatrix:
 
     def rows(self, which: slice | Tensor) -> PanelMatrix:
         """Some of its rows; a tensor [T] holds their numbers."""
+        if self.which is None and isinstance(which, Tensor):
+            return replace(self, which=which, handle=None)
         numbers = torch.arange(self.outputs) if self.which is None else self.which
         return replace(self, which=numbers[which], handle=None)
 

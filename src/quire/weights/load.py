@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -18,7 +19,8 @@ import torch
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.linear import ONE_RANK, ParallelGroup
-from quire.layers.quantization.base import Format, Plain, QuantizedWeight, WeightSlot
+from quire.layers.quantization.base import Format, Matrix, Packable, Plain, WeightSlot
+from quire.layers.quantization.deferred import Deferred
 from quire.layers.quantization.gguf import GgufFormat, GgufStorage, OnlineBlocks, StoredBlocks, Tables, no_table
 from quire.layers.quantization.packed import SMALL, Panels, packed_if_large
 from quire.layers.quantization.scaled import OnlineQuantization, OnlineQuantized
@@ -54,6 +56,10 @@ POOL = 1_048_573
 """Random numbers for dummy weights: a prime, so that no two rows of a matrix begin alike."""
 
 
+Wanted = tuple[TensorEntry, WeightSlot]
+"""A tensor, and where it goes."""
+
+
 def quiet(done: int, total: int) -> None:
     """Report no progress."""
 
@@ -79,7 +85,7 @@ def load_model(
     vision: bool = False,
     mtp: bool = False,
     expert_parallel: bool = False,
-    unpacked: list[QuantizedWeight] | None = None,
+    unpacked: list[Packable] | None = None,
 ) -> Model:
     """The model in `folder`, ready to run.
 
@@ -102,9 +108,10 @@ def load_model(
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
     number = choose_dtype(dtype, spec, checkpoint, device, packed=ops.multiplies_integers)
     spec = of_stage(parallel.pipeline, config, spec, quantization, number, entries)
-    plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries)
+    plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries, spec)
     format = choose_format(config, quantization, plain, entries)
     how: dict[str, Any] = {"dtype": number, "device": device, "format": format, "tables": tables}
+    how["defers"] = unpacked is not None and checkpoint is not None and may_wait(ops, format, plain, canary)
     build = ModelBuilder(ops=ops, parallel=parallel, expert_parallel=expert_parallel, **how)
     expect_tensors(build, entries)
     with torch.inference_mode():
@@ -118,17 +125,31 @@ def load_model(
         canary = None if checkpoint is None or not spec.generates else canary
         reference = reference_of(canary, build, model, device) if isinstance(format, OnlineQuantization) else None
         finalize(build, [] if unpacked is None else unpacked)
-        # Every rank checks if one has quantized weights: the probe passes through all stages.
-        if canary and not parallel.smallest(all(stored.quantized is None for stored in build.matrices)):
+        if canary and is_quantized(build, later=build.defers and format is not plain):
             canary.check(model, build.matrices, device, reference)
     return model
 
 
-def finalize(build: ModelBuilder, unpacked: list[QuantizedWeight]) -> None:
-    """Convert all matrices to their final form, and note those that are still to be packed."""
+def is_quantized(build: ModelBuilder, *, later: bool) -> bool:
+    """Whether one rank has quantized weights, so that every one checks them: the probe passes through all stages.
+    later: whether these will be, which were checked at an earlier start."""
+    own = later or any(stored.quantized is not None for stored in build.matrices)
+    return not build.parallel.smallest(not own)
+
+
+def may_wait(ops: Ops, format: Format, plain: Format, canary: Canary | None) -> bool:
+    """Whether matrices may be read behind the first answers. Quantized ones that were never judged may not: that reads
+    all of them, and finds what is wrong with them before they are served."""
+    return ops.multiplies_integers and (format is plain or (canary is not None and canary.known is not None))
+
+
+def finalize(build: ModelBuilder, unpacked: list[Packable]) -> None:
+    """Convert all matrices to their final form, and note those that are still to be packed: those that a step needs
+    last are behind the others, but for the embedding's."""
     build.finalize()
-    weights = [stored.quantized for stored in (*build.matrices, *build.embeddings)]
-    build.unpacked += [each for each in weights if each is not None and each.source is not None]
+    every = [*build.matrices, *build.embeddings]
+    weights = [each if isinstance(each, Deferred) else each.quantized for each in every]
+    build.unpacked += [each for each in weights if each is not None and not each.packed]
     unpacked += build.unpacked
 
 
@@ -301,11 +322,23 @@ def choose_plain_format(dtype: torch.dtype, device: torch.device, draft: bool, o
     return partial(packed_if_large, spare=[], least=least) if can_pack(dtype, device) else Plain
 
 
-def kept_as_stored(plain: Format, ops: Ops, entries: Mapping[str, TensorEntry]) -> tuple[Format, Tables]:
-    """Formats of matrices and embeddings that keep GGUF's blocks, where there are any and kernels multiply them."""
+def kept_as_stored(
+    plain: Format, ops: Ops, entries: Mapping[str, TensorEntry], spec: ModelSpec
+) -> tuple[Format, Tables]:
+    """Formats of matrices and embeddings that keep GGUF's blocks, where there are any and kernels multiply them. Of
+    others, a head that is the embedding is kept once, where it is in panels."""
     blocks = stored_blocks(entries) if ops.multiplies_integers else {}
     kept = GgufFormat(plain, blocks)
-    return (kept, kept.table) if blocks else (plain, no_table)
+    if blocks:
+        return kept, kept.table
+    in_panels = isinstance(plain, partial) and plain.func is Panels
+    ties = spec.tie and spec.generates and not spec.head_bias
+    return plain, partial(tied_table, spec.vocab) if in_panels and ties else no_table
+
+
+def tied_table(vocab: int, matrix: Matrix, ops: Ops) -> Panels | None:
+    """The table of an embedding as the head that it is; None for tables of something else than tokens."""
+    return Panels(matrix, ops) if matrix.parts[0].rows == vocab else None
 
 
 def stored_blocks(entries: Mapping[str, TensorEntry]) -> Mapping[str, StoredBlocks]:
@@ -349,6 +382,7 @@ def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress
             )
     wanted = [(entry, place) for name, entry in entries.items() for place in build.slots.get(name, ())]
     wanted.sort(key=lambda pair: pair[0].order)
+    wanted = at_once(build, wanted, checkpoint.folder)
     total = sum(size_of(place, entry) for entry, place in wanted)
     jobs = [(entry, piece) for entry, place in wanted for piece in place.split(PIECE // place.target.itemsize)]
     done = 0
@@ -362,6 +396,53 @@ def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress
         pool.shutdown(cancel_futures=True)
         # New threads would inherit what the readers have set for themselves.
         torch.set_num_threads(torch.get_num_threads())
+
+
+def at_once(build: ModelBuilder, wanted: Sequence[Wanted], folder: Path) -> list[Wanted]:
+    """What is read now. The rest is left to matrices that are read when they are wanted, but where matrices of experts
+    are brought together: those need all of them."""
+    every = [each for each in (*build.embeddings, *build.matrices) if isinstance(each, Deferred)]
+    if build.unjoined or build.stacks:
+        return list(wanted)
+    owner = {id(place): each for each in every for place in each.places}
+    own = dict[Deferred, list[Wanted]]()
+    for entry, place in wanted:
+        if (each := owner.get(id(place))) is not None:
+            own.setdefault(each, []).append((entry, place))
+    known = stamps(folder, [entry for pieces in own.values() for entry, _ in pieces])
+    for each, pieces in own.items():
+        each.read = partial(read_all, pieces, known)
+    return [(entry, place) for entry, place in wanted if id(place) not in owner]
+
+
+Stamp = tuple[int, ...]
+"""By which a file is not another one of its name."""
+
+
+def stamps(folder: Path, entries: Iterable[TensorEntry]) -> Mapping[Path, Stamp]:
+    """Of the files that these tensors are in."""
+    names = {str(entry.order[0]) for entry in entries}
+    return {path: stamp(path) for path in ([folder] if folder.is_file() else [folder / name for name in names])}
+
+
+def stamp(path: Path) -> Stamp:
+    """Of a file; empty where it is not there."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return ()
+
+
+def read_all(wanted: Sequence[Wanted], known: Mapping[Path, Stamp]) -> None:
+    """Read these into their slots. Raises InvalidModel where their files are no longer those of which `known` are the
+    stamps: one model would be made of two."""
+    for entry, place in wanted:
+        for piece in place.split(PIECE // place.target.itemsize):
+            with suppress(FileNotFoundError):  # of which the same is said
+                load_piece((entry, piece))
+    for path, found in known.items():
+        if stamp(path) != found:
+            raise InvalidModel(f"{path.name} has changed while the model was read from it: start the server again")
 
 
 @torch.inference_mode()

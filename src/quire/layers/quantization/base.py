@@ -147,6 +147,24 @@ class WeightStorage(Protocol):
         """After `finalize`, the quantized form, if there is one."""
 
 
+class TableStorage(WeightStorage, Protocol):
+    """A matrix that is an embedding's table, too."""
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """Rows number `tokens` [T], in the model's dtype."""
+
+
+class Packable(Protocol):
+    """A matrix that may be packed after the model is ready."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is."""
+
+    def pack(self) -> None:
+        """Pack it, once. Called from any thread."""
+
+
 class Layout(Protocol):
     """How a checkpoint stores a quantized matrix. unit: columns, and rows, that a rank's part has a multiple of."""
 
@@ -196,6 +214,11 @@ class QuantizedWeight:
     def rows(self) -> int:
         """Rows of the matrix."""
         return self.matrix.outputs
+
+    @property
+    def packed(self) -> bool:
+        """See `Packable`."""
+        return self.source is None
 
     def pack(self) -> None:
         """Pack the matrix where that is still to be done."""

@@ -15,6 +15,7 @@ from quire.layers.quantization.base import (
     MatrixPart,
     Plain,
     QuantizedWeight,
+    TableStorage,
     WeightBuffer,
     WeightSlot,
     WeightStorage,
@@ -297,8 +298,9 @@ class OnlineBlocks(Plain):
         return super().apply(x, gate) if self.quantized is None else self.quantized.apply(x, gate)
 
 
-Tables = Callable[[Matrix, Ops], GgufStorage | None]
-"""Storage of an embedding that is kept as stored, `GgufFormat.table`; None for one in the model's dtype."""
+Tables = Callable[[Matrix, Ops], TableStorage | None]
+"""Storage of an embedding that is kept as stored, `GgufFormat.table`, or in the head's panels; None for one in the
+model's dtype, row by row."""
 
 
 def no_table(matrix: Matrix, ops: Ops) -> None:

@@ -15,7 +15,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from quire.layers.quantization.base import QuantizedWeight
+from quire.layers.quantization.base import Packable
 from quire.ops.base import BlockPanels, Gate, Ops
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
 
@@ -117,9 +117,10 @@ class MappedBlocks:
         return matrix
 
 
-def pack_beside(weights: Iterable[QuantizedWeight]) -> Thread:
-    """Pack what is still to be packed, in a thread, one matrix after the other."""
-    todo = list(weights)
+def pack_beside(weights: Iterable[Packable]) -> Thread:
+    """Pack what is still to be packed, in a thread, one matrix after the other: the last ones first, since a step that
+    packs what it needs begins with the others."""
+    todo = list(weights)[::-1]
 
     def run() -> None:
         for weight in todo:

@@ -22,6 +22,7 @@ from quire.layers.quantization.base import (
     bias_slots,
     weight_slot,
 )
+from quire.layers.quantization.deferred import Deferred
 from quire.ops.base import Gate, Ops, Projection
 from quire.ops.matmul import pack, packed_linear
 from quire.ops.panels import PANEL_ROWS
@@ -209,9 +210,15 @@ class Panels(TiledStorage):
         """As `WeightStorage.apply`."""
         return self.ops.quantized_linear(x, self.panels, self.bias, gate)
 
+    def rows(self, tokens: Tensor) -> Tensor:
+        """See `TableStorage`."""
+        return self.ops.integer_embedding(tokens, self.panels, self.matrix.dtype)
+
 
 def projection_of(stored: WeightStorage) -> Projection | None:
     """A matrix as a `Decoder` reads it, once it is filled; None: it cannot."""
+    if isinstance(stored, Deferred):
+        return projection_of(stored.stored) if stored.packed else None
     if isinstance(stored, Panels):
         return Projection(stored.panels, stored.bias)
     return None if stored.quantized is None else stored.quantized.projection
