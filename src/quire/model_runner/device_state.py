@@ -177,7 +177,7 @@ class MaskUpload:
         to be copied."""
         words = self.state.line_words
         table = masks if isinstance(masks, MaskTable) else mask_table(masks, words)
-        count, width = table.lines.shape[0], min(table.lines.shape[1], words)
+        count, width = len(table.lines), min(table.lines.shape[1], words)
         self.lines[:count, :width] = table.lines[:, :width]
         self.lines[:count, width:] = 0
         host = self.host_places.numpy()

@@ -510,10 +510,10 @@ class ParallelMasks:
     """Computes the masks of a step, on several cores where they are slow (a `ComputeMasks`).
 
     A usual mask takes 4 to 6 us, and waking threads for 64 of them takes longer than making them. num_threads: None for
-    up to MAX_THREADS, as cores allow. The time of one grammar is not known there, so two steps in a row that took longer
-    than usual by `TimeBudget.each` are followed by one whose masks are made one by one, each charged to its answer;
-    where none was slow, that is done ever more rarely. (One step alone may be slow because answers enter a state that
-    their grammar has not been in.)
+    up to MAX_THREADS, as cores allow. The time of one grammar is not known there. So two steps in a row that took
+    longer than usual by `TimeBudget.each` are followed by one whose masks are made one by one, each charged to its
+    answer; where none was slow, that is done ever more rarely. (One step alone may be slow because answers enter a
+    state that their grammar has not been in.)
     """
 
     USUAL = 3e-5
