@@ -20,7 +20,7 @@ from triton import knobs
 import quire.ops.triton
 from quire.assembly.cuda import make_precompiler
 from quire.layers.linear import ONE_RANK
-from quire.model_runner.graphs import no_precompile
+from quire.model_runner.graphs import no_precompile, unwatched
 from quire.models.llama import Llama
 from quire.ops.capture import PRECOMPILING
 from quire.ops.triton import precompile
@@ -51,6 +51,27 @@ def test_nothing_is_left_to_compile_and_with_a_full_cache_little_is_precompiled(
     steps, works, compiled, _, _ = precompiled(tmp_path, *drafts)
     assert works <= PROBES < steps
     assert compiled > 0
+
+
+def test_tritons_hash_of_itself_is_computed_once_beside_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, hashed = threading.Event(), list[str]()
+
+    def slow() -> str:
+        begun.wait()
+        hashed.append(threading.current_thread().name)
+        return "key"
+
+    monkeypatch.setattr(precompile, "triton_key", slow)
+    precompile.compiler_key.cache_clear()
+    try:
+        beside = precompile.compiler_key()
+        assert beside.is_alive() and not hashed and precompile.compiler_key() is beside
+        begun.set()
+        Precompiler(1, unwatched)([])
+        assert hashed == [beside.name]
+    finally:
+        begun.set()
+        precompile.compiler_key.cache_clear()
 
 
 def test_what_the_host_launches_can_be_precompiled() -> None:
