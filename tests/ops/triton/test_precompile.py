@@ -20,7 +20,7 @@ from triton import knobs
 import quire.ops.triton
 from quire.assembly.cuda import make_precompiler
 from quire.layers.linear import ONE_RANK
-from quire.model_runner.graphs import no_precompile, unwatched
+from quire.model_runner.graphs import no_precompile
 from quire.models.llama import Llama
 from quire.ops.capture import PRECOMPILING
 from quire.ops.triton import precompile
