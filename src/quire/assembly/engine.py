@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -429,6 +430,18 @@ def _load(
             mtp=wants_mtp(settings),
             unpacked=unpacked,
         )
+
+
+def begin_context(settings: Settings) -> None:
+    """Where this process will use a GPU, create its context in a thread: reading a model's text takes as long."""
+    device, local = choose_device(settings.execution.device), settings.executor.executor in ("auto", "local")
+
+    def create() -> None:
+        with suppress(RuntimeError):  # as will be met again
+            torch.zeros(1, device=device)
+
+    if device.type == "cuda" and local and not settings.execution.ranked:
+        threading.Thread(target=create, name="gpu-context", daemon=True).start()
 
 
 def _cuda() -> Any:
