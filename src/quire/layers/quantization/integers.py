@@ -114,7 +114,8 @@ class IntegerTensors:
             "gptq": (wide // each, kept),
             "packed": (kept, wide // each),
         }
-        self.weight = room(*across_first[layout])
+        # All of it is filled, so that nothing need be cleared.
+        self.weight = torch.empty(across_first[layout], dtype=torch.int32, device=matrix.device)
         packed = layout == "packed"
         self.scale = room(*((kept, self.count) if packed else (self.count, kept)), dtype=torch.float32)
         self.zero = room(*((kept // each, self.count) if packed else (self.count, kept // each)))
