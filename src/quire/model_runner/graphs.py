@@ -200,7 +200,7 @@ class CudaQueue(WorkQueue):
     ) -> None:
         self.watch = watch
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.entered = torch.cuda.stream(self.stream)
+        self.before: list[tuple[int, int, int]] = []
         self.largest = largest
         self._precompile = precompile
         self.graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
@@ -211,11 +211,14 @@ class CudaQueue(WorkQueue):
         self.pool = torch.cuda.graph_pool_handle() if largest else None
 
     def __enter__(self) -> CudaQueue:
-        self.entered.__enter__()  # type: ignore[no-untyped-call]
+        # As `torch.cuda.stream` does, which takes 13 us, three times in each step.
+        stream = self.stream
+        self.before.append(torch._C._cuda_getCurrentStream(stream.device_index))
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.entered.__exit__(*error)
+        torch._C._cuda_setStream(*self.before.pop())
 
     def precompile(self, works: Works) -> None:
         """Compile what all of these launch."""
