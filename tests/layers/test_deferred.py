@@ -172,6 +172,23 @@ def test_threads_that_want_one_matrix_wait_for_the_one_that_makes_it() -> None:
     assert reads == [1] and len(found) == 2 and matrix.packed
 
 
+@pytest.mark.parametrize("gguf", [False, True])
+def test_memory_that_weights_take_later_is_not_given_to_kv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf: bool
+) -> None:
+    packing = list[Packable]()
+    monkeypatch.setattr(assembly, "pack_beside", packing.extend)
+    monkeypatch.setattr(assembly, "host_bytes", lambda: 16 << 20)
+    source, path = make(tmp_path / "source", "llama-gqa-tied", **WIDE), tmp_path / "model.gguf"
+    write(path, source, "Q8_0")
+    model = str(path if gguf else tmp_path / "source")
+    engine = assembly.build_engine(Settings.of(model=model, device="cpu", dtype="bfloat16", max_model_len=64))
+    about, coming = engine.executor.describe(), sum(each.nbytes for each in packing)
+    assert coming > 1 << 19
+    assert about.num_blocks + 1 == ((16 << 20) - coming) // 4 // about.block_bytes
+    engine.executor.close()
+
+
 @pytest.mark.parametrize("tiers", [False, True])
 @pytest.mark.parametrize("gguf", [False, True])
 def test_an_engine_with_tiers_of_kv_reads_all_since_their_name_is_made_of_it(

@@ -208,7 +208,10 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     layers, kv_gauges = _kv_layers(settings, model, device)
     images = _image_runner(model, processor, device, parallel.pipeline)
     if device.type == "cpu":
-        executor: Executor = on_host(settings, model, limits, layers, heads=heads, images=images, parallel=parallel)
+        coming = sum(each.nbytes for each in unpacked or ())
+        executor: Executor = on_host(
+            settings, model, limits, layers, heads=heads, images=images, parallel=parallel, coming=coming
+        )
     else:
         executor = _cuda().make_executor(
             *(settings, model, device, limits, heads, parallel, layers), images, image_tokens(settings, processor)
@@ -227,13 +230,14 @@ def on_host(
     heads: PoolingHeads | None = None,
     images: ImageRunner | None = None,
     parallel: ParallelGroup = ONE_RANK,
+    coming: int = 0,
 ) -> LocalExecutor:
     """An executor for a model on the CPU. heads: what follows pooling. images: its encoder, if any. parallel: of the
-    ranks that share this host's memory.
+    ranks that share this host's memory. coming: bytes of weights that take theirs later.
 
     Raises InvalidConfig when K/V does not fit.
     """
-    cpu, free = torch.device("cpu"), cpu_budget(host_bytes()) // parallel.neighbours
+    cpu, free = torch.device("cpu"), cpu_budget(max(0, host_bytes() - coming)) // parallel.neighbours
     budget = settings.cache.kv_cache_memory_bytes or free
     return paged(settings, model, limits, layers, cpu, budget, heads=heads, images=images, parallel=parallel)
 
