@@ -21,6 +21,7 @@ from quire.layers.quantization.packed import Panels
 from quire.models.registry import Model
 from quire.ops.base import Gate
 from quire.ops.native.library import best_level
+from quire.weights import load
 from quire.weights.canary import Canary, Quality, Threshold
 from quire.weights.kept_result import KeptResult
 from quire.weights.load import load_model
@@ -33,6 +34,11 @@ pytestmark = pytest.mark.skipif(best_level() is None, reason="needs a processor 
 
 PROMPT = list(range(1, 40))
 FOUND = Quality(positions=64, agreement=1.0, kl=0.0, nll=1.0, before=1.0)
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "LARGE", 1)
 
 
 def written(folder: Path, shape: str, **changed: Any) -> Path:
@@ -108,6 +114,13 @@ def test_what_was_judged_to_be_broken_is_not_served(tmp_path: Path) -> None:
     folder = written(tmp_path / "source", "llama-gqa-tied", **WIDE)
     with pytest.raises(InvalidModel, match="degraded"):
         loaded(folder, [], judged(tmp_path, Quality(64, 0.1, 9.0, 1.0, 1.0)), quantization="int8")
+
+
+def test_small_models_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    unpacked = list[Packable]()
+    loaded(written(tmp_path / "source", "llama-gqa-tied", **WIDE), unpacked)
+    assert unpacked == []
 
 
 def test_mixtures_of_experts_are_read_at_once(tmp_path: Path) -> None:

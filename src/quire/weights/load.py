@@ -52,6 +52,10 @@ READERS = 2
 PIECE = 16 << 20
 """Bytes that are read at a time."""
 
+LARGE = 1 << 29
+"""Bytes of matrices below which they are read before a model is ready: that is soon done, and the time of a first step
+that makes them would count as what prompts cost, of which more tokens fit into a step than of a large model's."""
+
 POOL = 1_048_573
 """Random numbers for dummy weights: a prime, so that no two rows of a matrix begin alike."""
 
@@ -400,9 +404,9 @@ def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress
 
 def at_once(build: ModelBuilder, wanted: Sequence[Wanted], folder: Path) -> list[Wanted]:
     """What is read now. The rest is left to matrices that are read when they are wanted, but where matrices of experts
-    are brought together: those need all of them."""
+    are brought together, which need all of them, and in small models."""
     every = [each for each in (*build.embeddings, *build.matrices) if isinstance(each, Deferred)]
-    if build.unjoined or build.stacks:
+    if build.unjoined or build.stacks or sum(each.nbytes for each in every) < LARGE:
         return list(wanted)
     owner = {id(place): each for each in every for place in each.places}
     own = dict[Deferred, list[Wanted]]()
