@@ -38,7 +38,7 @@ FOUND = Quality(positions=64, agreement=1.0, kl=0.0, nll=1.0, before=1.0)
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "LARGE", 1)
+    monkeypatch.setattr(load, "WAITING", (1, 1 << 40))
 
 
 def written(folder: Path, shape: str, **changed: Any) -> Path:
@@ -116,8 +116,11 @@ def test_what_was_judged_to_be_broken_is_not_served(tmp_path: Path) -> None:
         loaded(folder, [], judged(tmp_path, Quality(64, 0.1, 9.0, 1.0, 1.0)), quantization="int8")
 
 
-def test_small_models_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+@pytest.mark.parametrize("sizes", [load.WAITING, (1, 1 << 20)])
+def test_small_and_very_large_models_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(load, "WAITING", sizes)
     unpacked = list[Packable]()
     loaded(written(tmp_path / "source", "llama-gqa-tied", **WIDE), unpacked)
     assert unpacked == []
