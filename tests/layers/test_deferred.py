@@ -21,6 +21,7 @@ from quire.layers.quantization.packed import Panels
 from quire.models.registry import Model
 from quire.ops.base import Gate
 from quire.ops.native.library import best_level
+from quire.weights import load
 from quire.weights.canary import Canary, Quality, Threshold
 from quire.weights.kept_result import KeptResult
 from quire.weights.load import load_model
@@ -33,6 +34,11 @@ pytestmark = pytest.mark.skipif(best_level() is None, reason="needs a processor 
 
 PROMPT = list(range(1, 40))
 FOUND = Quality(positions=64, agreement=1.0, kl=0.0, nll=1.0, before=1.0)
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "WAITING", (1, 1 << 40))
 
 
 def written(folder: Path, shape: str, **changed: Any) -> Path:
@@ -110,6 +116,16 @@ def test_what_was_judged_to_be_broken_is_not_served(tmp_path: Path) -> None:
         loaded(folder, [], judged(tmp_path, Quality(64, 0.1, 9.0, 1.0, 1.0)), quantization="int8")
 
 
+@pytest.mark.parametrize("sizes", [load.WAITING, (1, 1 << 20)])
+def test_small_and_very_large_models_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(load, "WAITING", sizes)
+    unpacked = list[Packable]()
+    loaded(written(tmp_path / "source", "llama-gqa-tied", **WIDE), unpacked)
+    assert unpacked == []
+
+
 def test_mixtures_of_experts_are_read_at_once(tmp_path: Path) -> None:
     unpacked = list[Packable]()
     folder = written(tmp_path / "source", "qwen3_moe-gqa", **WIDE, moe_intermediate_size=256)
@@ -170,6 +186,23 @@ def test_threads_that_want_one_matrix_wait_for_the_one_that_makes_it() -> None:
     for each in (packing, *steps):
         each.join()
     assert reads == [1] and len(found) == 2 and matrix.packed
+
+
+@pytest.mark.parametrize("gguf", [False, True])
+def test_memory_that_weights_take_later_is_not_given_to_kv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf: bool
+) -> None:
+    packing = list[Packable]()
+    monkeypatch.setattr(assembly, "pack_beside", packing.extend)
+    monkeypatch.setattr(assembly, "host_bytes", lambda: 16 << 20)
+    source, path = make(tmp_path / "source", "llama-gqa-tied", **WIDE), tmp_path / "model.gguf"
+    write(path, source, "Q8_0")
+    model = str(path if gguf else tmp_path / "source")
+    engine = assembly.build_engine(Settings.of(model=model, device="cpu", dtype="bfloat16", max_model_len=64))
+    about, coming = engine.executor.describe(), sum(each.nbytes for each in packing)
+    assert coming > 1 << 19
+    assert about.num_blocks + 1 == ((16 << 20) - coming) // 4 // about.block_bytes
+    engine.executor.close()
 
 
 @pytest.mark.parametrize("tiers", [False, True])

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from quire.assembly import engine
 from quire.errors import InvalidConfig
+from quire.ops import panels
 from quire.ops.base import Angles, Gate, IntegerMatrix, MixedMatrix, Norm, Norms, QuantizedMatrix, Scores
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.gguf_blocks import BLOCKS, PACKED
-from quire.ops.integer import dequantize_integers, pack_floats, pack_integers, pack_rows, pack_superblocks
+from quire.ops.integer import dequantize_integers, integers_of, pack_floats, pack_integers, pack_rows, pack_superblocks
 from quire.ops.native import library
 from quire.ops.native import pack as packing
 from quire.ops.native.library import LEVELS, best_level
@@ -530,7 +531,7 @@ def test_threads_are_those_of_torch() -> None:
 def test_int8_rows_are_packed_some_at_a_time_as_all_at_once(
     monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int, unit: int
 ) -> None:
-    monkeypatch.setattr(packing, "AT_ONCE", 1)
+    monkeypatch.setattr(panels, "AT_ONCE", 1)
     numbers, scale = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8), torch.rand(outputs, 1)
     made, wanted = int8_panels(numbers, scale, unit, torch.zeros), in_panels(pack_rows(numbers, scale), unit)
     assert made.weight.equal(wanted.weight) and made.scale is not None and made.scale.equal(wanted.scale)
@@ -538,3 +539,40 @@ def test_int8_rows_are_packed_some_at_a_time_as_all_at_once(
         *(wanted.padded, wanted.group, wanted.kind, wanted.scale_kind),
     )
     assert made.values_of().equal(numbers.float() * scale)
+
+
+ZEROS = {
+    "none": lambda *shape: torch.full(shape, 8.0),
+    "some": lambda *shape: torch.randint(0, 16, shape).float(),
+    "all 0": torch.zeros,
+}
+
+
+@pytest.mark.parametrize("zeros", ZEROS)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group"), [(64, 256, 64), (40, 192, 32), (33, 576, 64), (48, 320, 128), (20, 512, 256)]
+)
+def test_int4_is_packed_from_the_checkpoints_bytes_as_from_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int, group: int, zeros: str
+) -> None:
+    monkeypatch.setattr(panels, "AT_ONCE", 1)
+    weight, count = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8), -(-inputs // group)
+    scale, groups = torch.rand(outputs, count).half().float(), torch.arange(inputs) // group
+    matrix = QuantizedMatrix(weight, scale, zero=ZEROS[zeros](outputs, count), groups=groups)
+    whole = integers_of(matrix)
+    assert whole is not None
+    for unit in (32, 128):
+        made, wanted = packing.int4_panels(matrix, unit, torch.zeros), in_panels(whole, unit)
+        assert made is not None
+        assert (made.padded, made.group, made.kind, made.scale_kind) == (
+            *(wanted.padded, wanted.group, wanted.kind, wanted.scale_kind),
+        )
+        for name in ("weight", "scale", "zero", "values"):
+            ours, theirs = getattr(made, name), getattr(wanted, name)
+            assert (ours is None) == (theirs is None) and (ours is None or ours.equal(theirs)), name
+
+
+def test_columns_that_are_moved_are_packed_from_their_numbers() -> None:
+    weight, scale = torch.randint(0, 256, (16, 64), dtype=torch.uint8), torch.ones(16, 2)
+    moved = torch.arange(128) % 2
+    assert packing.int4_panels(QuantizedMatrix(weight, scale, zero=scale, groups=moved), 32, torch.zeros) is None

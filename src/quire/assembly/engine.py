@@ -214,7 +214,8 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
         own = settings, model, device, limits, heads, parallel, layers
         executor = _cuda().make_executor(*own, images, image_tokens(settings, processor))
         return BuiltExecutor(executor, limits, gauges, PlanDelay(), _cuda().prepare_quietly(executor))
-    on_cpu = on_host(settings, model, limits, layers, heads=heads, images=images, parallel=parallel)
+    coming = sum(each.nbytes for each in unpacked or ())
+    on_cpu = on_host(settings, model, limits, layers, heads=heads, images=images, parallel=parallel, coming=coming)
     if unpacked:
         pack_beside(unpacked)
     return BuiltExecutor(on_cpu, limits, gauges, PlanDelay())
@@ -229,13 +230,14 @@ def on_host(
     heads: PoolingHeads | None = None,
     images: ImageRunner | None = None,
     parallel: ParallelGroup = ONE_RANK,
+    coming: int = 0,
 ) -> LocalExecutor:
     """An executor for a model on the CPU. heads: what follows pooling. images: its encoder, if any. parallel: of the
-    ranks that share this host's memory.
+    ranks that share this host's memory. coming: bytes of weights that take theirs later.
 
     Raises InvalidConfig when K/V does not fit.
     """
-    cpu, free = torch.device("cpu"), cpu_budget(host_bytes()) // parallel.neighbours
+    cpu, free = torch.device("cpu"), cpu_budget(max(0, host_bytes() - coming)) // parallel.neighbours
     budget = settings.cache.kv_cache_memory_bytes or free
     return paged(settings, model, limits, layers, cpu, budget, heads=heads, images=images, parallel=parallel)
 

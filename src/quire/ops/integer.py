@@ -44,15 +44,37 @@ def integers_of(matrix: QuantizedMatrix) -> IntegerMatrix | None:
     numbers, zero = signed(matrix)
     if order is not None:
         numbers = numbers.index_select(1, order)
-    kept = min(group, UNIT)
-    scale, zero = (
-        None if each is None else each[:, first : first + count].repeat_interleave(group // kept, 1)
-        for each in (matrix.scale, zero)
-    )
-    assert scale is not None
-    if zero is None and kept > WIDE:
-        zero = torch.zeros_like(scale)
+    kept, scale, zero = in_groups(matrix.scale[:, first : first + count], zero, group, first)
     return pack_integers(numbers, kept, scale, zero=zero, half=half)._replace(order=order)
+
+
+def outline_of(matrix: QuantizedMatrix) -> IntegerMatrix | None:
+    """What `integers_of` makes of a matrix of 4 bits, without its numbers, all of which are 0 and take no memory; None
+    of others, and where columns are moved."""
+    if not matrix.is_int4 or matrix.groups is None:
+        return None
+    order, group, first, count = regular(matrix.groups)
+    half, inputs = held_by(matrix.scale), len(matrix.groups)
+    if order is not None or group == 0 or half is None:
+        return None
+    kept, scale, zero = in_groups(matrix.scale[:, first : first + count], matrix.zero, group, first)
+    padded = -(-inputs // UNIT) * UNIT
+    kind, words = words_of(scale, zero, kept, half, padded, 4)
+    nothing = torch.zeros(1, 1, 1, dtype=torch.uint8).expand(padded // (2 * WIDE), matrix.outputs, WIDE)
+    return IntegerMatrix(nothing, words, inputs, 4, kept, kind, half)
+
+
+def in_groups(scale: Tensor, zero: Tensor | None, group: int, first: int) -> tuple[int, Tensor, Tensor | None]:
+    """(columns of a group of the kernels, their scales, their zero points) of groups of any regular size. scale: of
+    the groups from number `first` on; zero: of all."""
+    kept = min(group, UNIT)
+    times = group // kept
+    scale = scale.repeat_interleave(times, 1)
+    if zero is not None:
+        zero = zero[:, first : first + scale.shape[1] // times].repeat_interleave(times, 1)
+    elif kept > WIDE:
+        zero = torch.zeros_like(scale)
+    return kept, scale, zero
 
 
 def signed(matrix: QuantizedMatrix) -> tuple[Tensor, Tensor | None]:
@@ -98,15 +120,22 @@ def pack_integers(
     """numbers [out, in], 0 to 15 in uint8 or signed in int8, less `zero` [out, G], times scale [out, G] of groups of so
     many columns: 32, 64, 128. Without zero points, zero is 8 of 4 bits and 0 of 8, and groups are of 32."""
     padded, bits = filled(numbers)
-    words = padded.shape[1] // group
-    scale = F.pad(scale, (0, words - scale.shape[1]))
+    kind, words = words_of(scale, zero, group, half, padded.shape[1], bits)
+    return IntegerMatrix(blocks_of(padded, bits), words, numbers.shape[1], bits, group, kind, half)
+
+
+def words_of(
+    scale: Tensor, zero: Tensor | None, group: int, half: bool, padded: int, bits: int
+) -> tuple[IntegerKind, Tensor]:
+    """Scales and zero points as `IntegerMatrix.words`, of so many columns. See `pack_integers`."""
+    count = padded // group
+    scale = F.pad(scale, (0, count - scale.shape[1]))
     if zero is not None:
-        kind, exact = IntegerKind.ZEROS, F.pad(zero.float(), (0, words - zero.shape[1]))
+        kind, exact = IntegerKind.ZEROS, F.pad(zero.float(), (0, count - zero.shape[1]))
         lower = bits_of(-128.0 - exact if bits == 4 else exact, False)
     else:
         kind, lower, scale = IntegerKind.PAIRS, bits_of(scale[:, ::2], half), scale[:, 1::2]
-    held = both(bits_of(scale, half), lower)
-    return IntegerMatrix(blocks_of(padded, bits), held, numbers.shape[1], bits, group, kind, half)
+    return kind, both(bits_of(scale, half), lower)
 
 
 def pack_rows(numbers: Tensor, scale: Tensor) -> IntegerMatrix:

@@ -23,6 +23,10 @@ UNIT = 32
 """What columns are padded to a multiple of: a tile of AMX has as many."""
 
 
+AT_ONCE = 1 << 18
+"""Bytes of rows that are packed at a time, within a core's cache."""
+
+
 class PanelKind(IntEnum):
     """What a panel holds for k columns: float32 [k, 16]; bfloat16 [k / 2, 16, 2]; int8 [k / 4, 16, 4]; or words of 32
     bits [k / 8, 16], column i of 8 in bits 4 i to 4 i + 3; or numbers + 32 of 6 bits, [k / 16, 3, 16] words, see
@@ -100,12 +104,16 @@ class PanelMatrix:
 
     def write(self, first: int, rows: Tensor) -> None:
         """Fill rows from number `first` on, a multiple of 16, of a matrix whose numbers are stored as they are:
-        unquantized, or int8."""
-        filled = F.pad(rows, (0, self.padded - self.inputs, 0, -len(rows) % PANEL_ROWS))
-        panels = slice(first // PANEL_ROWS, first // PANEL_ROWS + len(filled) // PANEL_ROWS)
-        words = filled.view(torch.int32)
-        turned = words.view(-1, PANEL_ROWS, words.shape[1]).transpose(1, 2)
-        self.weight[panels].view(torch.int32).view(turned.shape).copy_(turned)
+        unquantized, int8, or of 4 bits, two in a byte."""
+        missing = (self.padded - self.inputs) * rows.shape[1] // self.inputs
+        some = max(1, AT_ONCE // (rows.shape[1] * rows.itemsize * PANEL_ROWS)) * PANEL_ROWS
+        for at in range(0, len(rows), some):
+            piece = rows[at : at + some]
+            short = -len(piece) % PANEL_ROWS
+            words = (F.pad(piece, (0, missing, 0, short)) if missing or short else piece).view(torch.int32)
+            turned = words.view(-1, PANEL_ROWS, words.shape[1]).transpose(1, 2)
+            into = self.weight[(first + at) // PANEL_ROWS :][: len(turned)]
+            into.view(torch.int32).view(turned.shape).copy_(turned)
 
     def rows(self, which: slice | Tensor) -> PanelMatrix:
         """Some of its rows; a tensor [T] holds their numbers."""

@@ -52,6 +52,11 @@ READERS = 2
 PIECE = 16 << 20
 """Bytes that are read at a time."""
 
+WAITING = 1 << 29, 8 << 30
+"""Bytes of matrices between which they may be read behind the first answers. Fewer are soon read, and the time of a
+first step that makes them would count as what prompts cost, of which more tokens fit into a step than of a larger
+model's. More may take a slow disk longer than a first step has until it counts as stuck, and say nothing meanwhile."""
+
 POOL = 1_048_573
 """Random numbers for dummy weights: a prime, so that no two rows of a matrix begin alike."""
 
@@ -400,9 +405,10 @@ def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress
 
 def at_once(build: ModelBuilder, wanted: Sequence[Wanted], folder: Path) -> list[Wanted]:
     """What is read now. The rest is left to matrices that are read when they are wanted, but where matrices of experts
-    are brought together: those need all of them."""
+    are brought together, which need all of them, and in models of other sizes than `WAITING`."""
     every = [each for each in (*build.embeddings, *build.matrices) if isinstance(each, Deferred)]
-    if build.unjoined or build.stacks:
+    least, most = WAITING
+    if build.unjoined or build.stacks or not least <= sum(each.nbytes for each in every) <= most:
         return list(wanted)
     owner = {id(place): each for each in every for place in each.places}
     own = dict[Deferred, list[Wanted]]()

@@ -161,6 +161,10 @@ class Packable(Protocol):
     def packed(self) -> bool:
         """Whether it is."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that packing it takes, at most."""
+
     def pack(self) -> None:
         """Pack it, once. Called from any thread."""
 
@@ -178,6 +182,10 @@ class Layout(Protocol):
 
 class Unpacked(Protocol):
     """Where the numbers of a matrix are until they are packed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed matrix."""
 
     def pack(self) -> None:
         """Fill the matrix. Called from another thread than the other methods, once."""
@@ -219,6 +227,11 @@ class QuantizedWeight:
     def packed(self) -> bool:
         """See `Packable`."""
         return self.source is None
+
+    @property
+    def nbytes(self) -> int:
+        """See `Packable`."""
+        return 0 if self.source is None else self.source.nbytes
 
     def pack(self) -> None:
         """Pack the matrix where that is still to be done."""

@@ -23,6 +23,7 @@ class Deferred:
     def __init__(self, stored: WeightStorage) -> None:
         self.stored, self.matrix = stored, stored.matrix
         self.places = stored.slots()
+        self.nbytes = sum(place.target.nbytes for place in self.places)
         self.read: Callable[[], object] | None = None
         self._lock = Lock()
         self._failure: BaseException | None = None

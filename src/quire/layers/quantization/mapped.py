@@ -56,6 +56,11 @@ class MappedBlocks:
         self.outputs, self.inputs = panels.matrix.outputs, panels.matrix.inputs
         self.firsts = [0, *accumulate(len(part) for part in raw)]
 
+    @property
+    def nbytes(self) -> int:
+        """See `Unpacked`."""
+        return self.panels.matrix.nbytes
+
     def pack(self) -> None:
         """Fill the panels."""
         for first, part in zip(self.firsts, self.raw, strict=False):

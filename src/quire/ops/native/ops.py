@@ -52,6 +52,7 @@ from quire.ops.native.pack import (
     empty_blocks,
     float8_panels,
     in_panels,
+    int4_panels,
     int8_panels,
     write_blocks,
 )
@@ -138,6 +139,8 @@ class NativeOps(ReferenceOps):
             return matrix if float8 is None else self._kept(float8)
         if isinstance(matrix, QuantizedMatrix) and matrix.is_int8_rows:
             return int8_panels(matrix.weight, matrix.scale, self.unit, self.memory.zeros)
+        if isinstance(matrix, QuantizedMatrix) and (int4 := int4_panels(matrix, self.unit, self.memory.zeros)):
+            return self._with_scales(int4)
         found = integers_of(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
         return self._in_panels(found) if isinstance(found, IntegerMatrix) else matrix
 
@@ -153,8 +156,11 @@ class NativeOps(ReferenceOps):
         return self._kept(in_panels(matrix, self.unit))
 
     def _kept(self, made: PanelMatrix) -> PanelMatrix:
+        made.weight = self.memory.copy(made.weight)
+        return self._with_scales(made)
+
+    def _with_scales(self, made: PanelMatrix) -> PanelMatrix:
         copy = self.memory.copy
-        made.weight = copy(made.weight)
         made.scale, made.zero, made.supers = (
             None if each is None else copy(each) for each in (made.scale, made.zero, made.supers)
         )

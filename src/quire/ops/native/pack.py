@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.ops.base import IntegerKind, IntegerMatrix, QuantizedMatrix
 from quire.ops.gguf_blocks import IQ4_VALUES
-from quire.ops.integer import WIDE, floats_of, halves_of, scales_of
+from quire.ops.integer import WIDE, floats_of, halves_of, outline_of, scales_of
 from quire.ops.native.library import CBlocks
 from quire.ops.panels import PANEL_ROWS, PanelKind, PanelMatrix, ScaleKind, Zeros, pack_numbers, panels_of
 
@@ -32,10 +32,6 @@ def in_panels(matrix: IntegerMatrix, unit: int) -> PanelMatrix:
     return made
 
 
-AT_ONCE = 1 << 18
-"""Bytes that are packed at a time, within a core's cache."""
-
-
 def int8_panels(weight: Tensor, scale: Tensor, unit: int, zeros: Zeros) -> PanelMatrix:
     """weight int8 [out, in] times scale [out, 1] in panels. unit: what columns are padded to a multiple of. zeros:
     allocates."""
@@ -43,10 +39,22 @@ def int8_panels(weight: Tensor, scale: Tensor, unit: int, zeros: Zeros) -> Panel
     padded, panels = -(-inputs // unit) * unit, -(-outputs // PANEL_ROWS)
     numbers = zeros(panels, padded * PANEL_ROWS, dtype=torch.uint8)
     made = PanelMatrix(PanelKind.INT8, outputs, inputs, padded, numbers, padded, ScaleKind.F32)
-    some = max(1, AT_ONCE // (inputs * PANEL_ROWS)) * PANEL_ROWS
-    for first in range(0, outputs, some):
-        made.write(first, weight[first : first + some])
+    made.write(0, weight)
     made.scale = zeros(panels, 1, PANEL_ROWS, dtype=torch.float32).copy_(panels_of(scale.float()))
+    return made
+
+
+def int4_panels(matrix: QuantizedMatrix, unit: int, zeros: Zeros) -> PanelMatrix | None:
+    """A matrix of 4 bits in panels, whose words have the checkpoint's bits; see `in_panels`, which unpacks them. None
+    where columns have to be moved, or are not in groups that the kernels read. zeros: allocates."""
+    outline = outline_of(matrix)
+    if outline is None:
+        return None
+    kept, panels = columns_of(outline, unit), -(-outline.outputs // PANEL_ROWS)
+    numbers = zeros(panels, kept * PANEL_ROWS // 2, dtype=torch.uint8)
+    made = PanelMatrix(PanelKind.INT4, outline.outputs, outline.inputs, kept, numbers, values=values_of(outline))
+    made.write(0, matrix.weight)
+    scale_into(made, outline)
     return made
 
 
