@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from quire.ops.base import Angles, Gate, Norm, Norms, Ops, QuantizedMatrix, Scor
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import BatchInvariantTritonOps
+from quire.ops.triton.rows import FEW_HEADS
 from quire.types import UNLIMITED
 from tests.ops.batches import Pages, poisoned
 from tests.ops.triton.device import DEVICE, moved
@@ -107,6 +109,27 @@ def test_tokens_have_the_same_experts_and_bits_in_any_batch(gate: Gate) -> None:
     torch.testing.assert_close(whole, mixed(REFERENCE, x), atol=1e-3, rtol=1e-4)
     for start, count in ((0, 1), (39, 1), (3, 5), (1, 33)):
         assert torch.equal(mixed(OPS, x[start : start + count]), whole[start : start + count]), (start, count)
+
+
+def test_a_token_is_rotated_to_the_same_bits_among_few_and_many() -> None:
+    """Of heads that are not normed: programs of many tokens have several heads."""
+    torch.manual_seed(0)
+    heads, groups, dim, count = 8, 4, 10, FEW_HEADS // 16 + 2
+    batch = moved(Pages(count // 16 + 3, 16).batch([(0, 0, [0] * count)]))
+    qkv = torch.randn(count, (heads + 2 * groups) * dim, device=DEVICE)
+    turns = Angles(*OPS.angles(batch.positions, torch.rand(dim // 2, device=DEVICE)))
+
+    def made(rows: slice) -> list[Tensor]:
+        kv = LayerKV(*torch.zeros(2, count // 16 + 3, groups, 16, dim, device=DEVICE))
+        own = replace(batch, slots=batch.slots[rows])
+        near = turns._replace(cos=turns.cos[rows], sin=turns.sin[rows])
+        q = OPS.qk_norm_rope_store_kv(qkv[rows], heads, kv, own, near, None)
+        return [q, *(pool.transpose(1, 2).flatten(0, 1)[own.slots] for pool in (kv.k, kv.v))]
+
+    whole = made(slice(count))
+    for start, end in ((0, 1), (count - 3, count), (5, 70)):
+        for few, many in zip(made(slice(start, end)), whole, strict=True):
+            assert torch.equal(few, many[start:end])
 
 
 class Layer:

@@ -47,6 +47,8 @@ ARRIVED = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
 ONE = ExpertConfig(ExpertTile(1, 4, 64, 2), ExpertTile(1, 2, 32, 2))
 ONE_WHOLE = ExpertConfig(ExpertTile(1, 1, 32, 1), ExpertTile(1, 1, 64, 1))
 TILES = ExpertConfig(ExpertTile(16, 16, 32, 4, 3), ExpertTile(16, 32, 16, 4, 3))
+EIGHT_BITS = TILES._replace(down=TILES.down._replace(inputs=32))
+"""The matrix units take 32 numbers of eight bits at a time."""
 ROWS_FIRST = ExpertConfig(ExpertTile(32, 16, 32, 4, 3, True), ExpertTile(32, 16, 32, 4, 3, True))
 HALVES = ExpertConfig(*(each._replace(halves=True) for each in ROWS_FIRST))
 DESCRIBED = ExpertConfig(*(each._replace(described=True) for each in ROWS_FIRST))
@@ -365,16 +367,16 @@ def rounded_mixture(
 
 
 @pytest.mark.parametrize(("width", "height"), [(96, 1), (32, 1), (32, 32)], ids=["row", "runs", "blocks"])
-@pytest.mark.parametrize("how", [TILES, HALVES, DESCRIBED], ids=["tiles", "halves", "described"])
+@pytest.mark.parametrize("how", [EIGHT_BITS, HALVES, DESCRIBED], ids=["tiles", "halves", "described"])
 def test_experts_of_float8_with_rounded_activations(how: ExpertConfig, width: int, height: int) -> None:
     x, _, gate_up, down = randoms(20, 6, 96, 64)
     routing = routed(20, 6, 2, [0, 2, 5])
     matrices = float8(gate_up, width, height), float8(down, width, height)
-    gate, biases = ("silu", NO_BIASES) if how is TILES else ("clamped", random_biases(6, 96, 64))
+    gate, biases = ("silu", NO_BIASES) if how is EIGHT_BITS else ("clamped", random_biases(6, 96, 64))
     got = quantized_experts(x, routing, *matrices, gate, how, CARD, biases, rounded=True)
     want = rounded_mixture(x, routing, matrices, width, gate, biases)
     # A sum that is rounded in another order may round to another number of e4m3 afterwards, a few of 20 x 2 x 64.
-    assert off(got, want) < 5e-3
+    assert off(got, want) < (2e-2 if DEVICE.type == "cuda" else 5e-3)
     assert off(REFERENCE.quantized_experts(x, routing, *matrices, gate, biases), want) > 0.02
 
 
@@ -541,17 +543,19 @@ def test_float32_on_the_gpu() -> None:
 @pytest.mark.parametrize(("width", "height"), [(2048, 1), (128, 1), (128, 128)], ids=["row", "runs", "blocks"])
 @pytest.mark.parametrize("tokens", [1, FEW_TOKENS, 5, 16, 17, 64, 512, 3000])
 def test_float8_on_the_gpu(tokens: int, width: int, height: int) -> None:
-    """bfloat16 of inner numbers and results; what is rounded to e4m3 from other sums differs now and then."""
+    """bfloat16 of inner numbers and results. What is rounded to e4m3 from other sums differs now and then: by 1.1 to
+    1.7 % in all (measured), where rounding itself is off by 4.3 to 4.8 %, as it is for the reference."""
     count, used, hidden, inner = QWEN
     x, router, gate_up, down = randoms(tokens, count, hidden, inner)
     matrices, ops = (float8(gate_up, width, height), float8(down, width, height)), TritonOps(DEVICE)
     x = x.bfloat16()
     routing = ops.route(x, router.bfloat16(), TopK(used, True))
     got = ops.quantized_experts(x, routing, *matrices, "silu")
+    exact = REFERENCE.quantized_experts(x.float(), routing, *matrices, "silu")
     if tokens > 16:
         want = rounded_mixture(x.float(), routing, matrices, width, "silu", NO_BIASES)
+        assert off(got, want) < 2e-2
+        assert off(got, exact) < 1.05 * off(want, exact)
     else:
-        want = REFERENCE.quantized_experts(x.float(), routing, *matrices, "silu")
-    assert off(got, want) < 1e-2
-    exact = REFERENCE.quantized_experts(x.float(), routing, *matrices, "silu")
+        assert off(got, exact) < 1e-2
     assert off(ops.unrounded().quantized_experts(x, routing, *matrices, "silu"), exact) < 1e-2

@@ -240,6 +240,29 @@ def test_latents_and_keys_of_eight_bits_have_scales_of_their_own(form: Float8) -
         torch.testing.assert_close(small, large, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.gpu
+@NEEDS_CARD
+@pytest.mark.parametrize("ops", ["kernels", "invariant-kernels"])
+@pytest.mark.parametrize("form", FLOAT8.values(), ids=FLOAT8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "latents", "rotated"), [(6, 20, 8), (16, 512, 64), (64, 512, 64)])
+def test_latents_of_eight_bits_meet_queries_of_any_dtype(
+    heads: int, latents: int, rotated: int, dtype: torch.dtype, form: Float8, ops: str
+) -> None:
+    """As held in the queries' own dtype, which holds all numbers of eight bits."""
+    torch.manual_seed(0)
+    spans = [(0, 32), (32, 32), (500, 1), (70, 2), (90, 64)]
+    total = sum(-(-(past + n) // 16) for past, n in spans) + 2
+    batch = moved(Pages(total, 16, 0).batch([(i, past, [0] * n) for i, (past, n) in enumerate(spans)], spare=3))
+    pools = [torch.randn(total, 1, 16, dim, device=DEVICE).to(form.dtype) for dim in (rotated, latents)]
+    small = LayerKV(*pools, k_scale=0.5, v_scale=0.25)
+    large = LayerKV(pools[0].to(dtype) * 0.5, pools[1].to(dtype) * 0.25)
+    q, turned = (torch.randn(len(batch.slots), heads, dim, device=DEVICE).to(dtype) for dim in (latents, rotated))
+    got, want = (IMPLEMENTATIONS[ops].latent_attention(q, turned, kv, batch, 0.1)[:-3] for kv in (small, large))
+    near = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    torch.testing.assert_close(got, want, atol=near, rtol=near)
+
+
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize("tokens", [1, 3, 70])
 def test_each_head_has_its_own_matrix(ops: Ops, tokens: int) -> None:

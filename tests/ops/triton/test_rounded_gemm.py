@@ -65,7 +65,8 @@ def test_tokens_are_rounded_to_float8_by_themselves_or_in_runs(width: int) -> No
     got, steps = round_rows(x, CARD, E4M3, width)
     want, scale = float8_tokens(x, width)
     assert torch.equal(got.float(), want.float())
-    assert torch.equal(steps.t(), scale)
+    # On a card the library multiplies by the reciprocal.
+    torch.testing.assert_close(steps.t(), scale, rtol=2.4e-7 if DEVICE.type == "cuda" else 0.0, atol=0.0)
     held = held_by_float8(x, width)
     run = x.abs().amax(1, keepdim=True)
     assert ((held - x).abs() <= torch.maximum(x.abs() / 16, run / 448 / 512)).all(), "half a step of three bits"
@@ -217,7 +218,9 @@ def test_float8_on_the_gpu(rows: int, gate: Gate, width: int) -> None:
         [(6144, 4096), (4096, 12288), (2048, 14336)], [torch.bfloat16, torch.float16]
     ):
         weights = float8_matrix(outputs, inputs, width)
-        x, bias = torch.randn(rows, inputs, device=DEVICE).to(dtype), torch.randn(outputs, device=DEVICE).to(dtype)
+        # What a gate multiplies may not leave float16, whose largest number is 65,504.
+        x = (torch.randn(rows, inputs, device=DEVICE) / 32).to(dtype)
+        bias = torch.randn(outputs, device=DEVICE).to(dtype)
         want = REFERENCE.quantized_linear(held_by_float8(x, width), weights, bias.float(), gate)
         got = TritonOps(DEVICE).quantized_linear(x, weights, bias, gate)
         plain = 5e-3  # bfloat16 of the result (1.7e-3), and sums of products of e4m3 by the matrix units

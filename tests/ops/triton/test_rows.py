@@ -47,7 +47,7 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> 
 def test_several_norms_of_one_sum_and_the_sum_of_two(
     count: int, kind: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Bit for bit what norms one after the other make."""
+    """Bit for bit what norms one after the other make; on a card as far as sums in another order allow."""
     torch.manual_seed(count)
     x, residual, *weights = (torch.randn(s).to(dtype).to(DEVICE) for s in [(5, 130)] * 2 + [(130,)] * (count + 2))
     before, other, *norms = (
@@ -57,10 +57,11 @@ def test_several_norms_of_one_sum_and_the_sum_of_two(
     gain = torch.tensor([0.5], dtype=dtype, device=DEVICE)
     first, total = OPS.add_norm(x, residual.clone(), norms[0], before, 0.3, gain)
     got, stream = OPS.add_norms(x, residual.clone(), norms, before, 0.3, gain)
+    close = dict.fromkeys(("atol", "rtol"), tolerance if DEVICE.type == "cuda" else 0.0)
     torch.testing.assert_close(stream, total, atol=0, rtol=0)
-    torch.testing.assert_close(got, [first, *(OPS.norm(total, each) for each in norms[1:])], atol=0, rtol=0)
+    torch.testing.assert_close(got, [first, *(OPS.norm(total, each) for each in norms[1:])], **close)
     wanted = OPS.add_norm(x, OPS.norm(residual, other), None, before)[1]
-    torch.testing.assert_close(OPS.sum_norms(x, before, residual.clone(), other), wanted, atol=0, rtol=0)
+    torch.testing.assert_close(OPS.sum_norms(x, before, residual.clone(), other), wanted, **close)
     exact, sums = REFERENCE.add_norms(x, residual.clone(), norms, before, 0.3, gain)
     torch.testing.assert_close((got, stream), (exact, sums), atol=2 * tolerance, rtol=2 * tolerance)
 

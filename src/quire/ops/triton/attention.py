@@ -340,6 +340,11 @@ def on_hopper(card: DeviceInfo) -> bool:
     return (9, 0) <= card.capability < (10, 0)
 
 
+def width(q: Tensor, kv: LayerKV) -> int:
+    """Bytes of a number as it is multiplied: as K/V has it, but with queries in float32 all becomes float32."""
+    return q.element_size() if q.dtype is torch.float32 else kv.k.element_size()
+
+
 def large(card: DeviceInfo, dim: int, wide: int) -> Tile:
     """A tile of many rows. Its columns are those of tiles of few rows, so that one can continue where the other
     ends."""
@@ -350,7 +355,7 @@ def large(card: DeviceInfo, dim: int, wide: int) -> Tile:
 
 
 def tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: int) -> list[tuple[Tile, int, int]]:
-    """The launches for spans of up to `most` queries: (tile, least queries, most). wide: bytes of a number of K/V.
+    """The launches for spans of up to `most` queries: (tile, least queries, most). wide: see `width`.
 
     A few queries are rows of one small tile; longer spans, if there can be any, use large tiles in a launch of their
     own. All are rows of one kind of tile where nothing may depend on the batch. A handful of spans is read in fewer
@@ -435,7 +440,7 @@ def attention(
     sharing = begun.sharing if begun else None
     turns, longest = 0 if rotated is None else rotated.shape[-1], min(longest, batch.max_query)
     choose = tiles if rotated is None else partial(latent_tiles, ringed=latent_mma.takes(q, rotated, kv, card))
-    for tile, least, most in choose(card, share, dim, kv.k.element_size(), longest, len(batch.kv_len)):
+    for tile, least, most in choose(card, share, dim, width(q, kv), longest, len(batch.kv_len)):
         room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0
         tiling = Tiling(
             share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing, chunk, last is None
@@ -462,7 +467,7 @@ def attention(
             PHASES=tile.rows >= 64, AT_ONCE=max(1, min(16 if starts is None else 4,
             4096 * tile.warps // (real * wide))), WINDOWED=min(window, chunk) < batch.max_kv, STAGES=tile.stages,
             PRECISION=card.precision, BEGUN=begun is not None, FIELDS=FIELDS, DEPENDENT=card.dependent,
-            num_warps=tile.warps, **({} if fresh else card.options),
+            num_warps=tile.warps, **card.launch(fresh),
         )  # fmt: skip
     return out
 
@@ -485,7 +490,7 @@ def attend_ringed(
         *(slope, kv.v_scale, batch.page_table.stride(0)),
         ROTATED=rotated.shape[2], PAGE=kv.k.shape[2], COLUMNS=tile.columns, RING=tile.stages,
         SPLIT=room > 0, SEVERAL=several, LATER=later, AT_ONCE=max(1, 4096 * tile.warps // (tile.rows * dim)),
-        DEPENDENT=card.dependent, num_warps=tile.warps, **sizes, **({} if fresh else card.options),
+        DEPENDENT=card.dependent, num_warps=tile.warps, **sizes, **card.launch(fresh),
     )  # fmt: skip
     if later:
         rows = min(tile.rows, batch.max_query * share)
@@ -554,7 +559,7 @@ def cascade_attention(
     """
     tokens, heads, dim = q.shape
     _, groups, page, _ = kv.k.shape
-    share, wide, spans = heads // groups, kv.k.element_size(), len(batch.kv_len)
+    share, wide, spans = heads // groups, width(q, kv), len(batch.kv_len)
     tile = large(card, dim, wide)
     members = tile.rows // share
     limited = min(how.window, how.chunk) < batch.max_kv
@@ -563,7 +568,7 @@ def cascade_attention(
     unit = math.lcm(page, tile.columns)
     slots = spread(card, groups, PROGRAMS_PER_SM)
     runs = max(1, min(MOST_RUNS, slots // -(-spans // members)))
-    sharing = PrefixSharing(unit, members, runs, MIN_BYTES_SAVED // (2 * groups * dim * wide))
+    sharing = PrefixSharing(unit, members, runs, MIN_BYTES_SAVED // (2 * groups * dim * kv.k.element_size()))
     prefixes, fresh = batch.prefixes(sharing)
     parts = q.new_empty(MOST_RUNS, tokens, heads, dim, dtype=torch.float32)
     sums = q.new_empty(MOST_RUNS, tokens, heads, dtype=torch.float32)
@@ -573,6 +578,6 @@ def cascade_attention(
         *(bend, how.soft_cap, slope, tokens * heads, batch.page_table.stride(0)),
         CAP=how.soft_cap > 0, GROUPS=groups, SHARE=share, DIM=dim, PAGE=page, UNIT=unit, ROWS=tile.rows,
         COLUMNS=tile.columns, BLOCK_D=block(dim, 16), STAGES=tile.stages, PRECISION=card.precision,
-        FIELDS=PREFIX_FIELDS, DEPENDENT=card.dependent, num_warps=tile.warps, **({} if fresh else card.options),
+        FIELDS=PREFIX_FIELDS, DEPENDENT=card.dependent, num_warps=tile.warps, **card.launch(fresh),
     )  # fmt: skip
     return PrefixPartials(parts, sums, prefixes, sharing)

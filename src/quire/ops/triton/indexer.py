@@ -10,7 +10,6 @@ queries.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 import triton
@@ -52,7 +51,7 @@ def index_store_kernel(
     b = tl.load(start + other, mask=held, other=0.0).to(tl.float32)
     a = normalize(a, gain.to(tl.float32), shift.to(tl.float32), held, DIM, eps, True)
     b = normalize(b, gain_of.to(tl.float32), shift_of.to(tl.float32), held, DIM, eps, True)
-    made = a * c + tl.where(d < HALF, -b, b) * s
+    made = tl.fma(a, c, tl.where(d < HALF, -b, b) * s)
     tl.store(
         pool + slot * DIM + d, stored(made, 1.0, LARGEST).to(pool.dtype.element_ty),
         mask=(slot + 0 * d >= page_size) & held,
@@ -90,8 +89,8 @@ def index_turn_kernel(
     s = tl.load(sin + token * HALF + p, mask=p < HALF, other=0.0)[None, :]
     a = tl.load(place, mask=held, other=0.0).to(tl.float32)
     b = tl.load(place + HALF, mask=held, other=0.0).to(tl.float32)
-    tl.store(place, (a * c - b * s).to(q.dtype.element_ty), mask=held)
-    tl.store(place + HALF, (b * c + a * s).to(q.dtype.element_ty), mask=held)
+    tl.store(place, tl.fma(a, c, -(b * s)).to(q.dtype.element_ty), mask=held)
+    tl.store(place + HALF, tl.fma(b, c, a * s).to(q.dtype.element_ty), mask=held)
 
 
 @triton.jit
@@ -247,7 +246,7 @@ def attend_chosen(
     Kernels read block tables before they wait for what precedes them, which here has made the table: they are launched
     when that has ended.
     """
-    alone, tokens = replace(card, dependent=False, options=MappingProxyType({})), kv.by_token()
+    alone, tokens = card.alone(), kv.by_token()
     parts, start = list[Tensor](), 0
     for plan in spans_by_token(batch, chosen.shape[1]).plans:
         rows = slice(start, start + len(plan.kv_len))

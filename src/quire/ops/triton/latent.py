@@ -24,8 +24,9 @@ def rotate(x, to, first, second, c, s, mask, held, unit, LARGEST: tl.constexpr):
     `held`."""
     a = tl.load(x + first, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(x + second, mask=mask, other=0.0).to(tl.float32)
-    tl.store(to + first, stored(a * c - b * s, unit, LARGEST).to(to.dtype.element_ty), mask=held)
-    tl.store(to + second, stored(b * c + a * s, unit, LARGEST).to(to.dtype.element_ty), mask=held)
+    # As products and sums are fused here, they are in each variant of the kernel.
+    tl.store(to + first, stored(tl.fma(a, c, -(b * s)), unit, LARGEST).to(to.dtype.element_ty), mask=held)
+    tl.store(to + second, stored(tl.fma(b, c, a * s), unit, LARGEST).to(to.dtype.element_ty), mask=held)
 
 
 @kernel

@@ -12,7 +12,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,11 @@ from quire.ops.capture import PRECOMPILING
 
 ADA, HOPPER = (8, 9), (9, 0)
 """The first compute capabilities with 8-bit floating point, and with dependent launch."""
+
+PDL = "launch_pdl"
+"""Triton's option of a kernel that is launched before the preceding one has ended."""
+FUSION = "enable_fp_fusion"
+"""Triton's option by which a product and a sum may become one operation, which rounds once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,19 @@ class DeviceInfo:
     shared: int = 99 << 10
     options: Mapping[str, bool] = field(default_factory=lambda: MappingProxyType({}))
 
+    def launch(self, fresh: bool) -> Mapping[str, bool]:
+        """Options of a launch; fresh: one that reads before its wait what the preceding kernel has made."""
+        return {name: value for name, value in self.options.items() if not (fresh and name == PDL)}
+
+    def alone(self) -> DeviceInfo:
+        """The same device for a kernel that is not launched before the preceding one has ended."""
+        return replace(self, dependent=False, options=MappingProxyType(dict(self.launch(True))))
+
+    def without_fusion(self) -> DeviceInfo:
+        """The same device, where a product and a sum are rounded one after the other unless a kernel fuses them. Which
+        of them a compiler fuses may differ from one variant of a kernel to the next."""
+        return replace(self, options=MappingProxyType({**self.options, FUSION: False}))
+
     @property
     def float8(self) -> bool:
         """Whether kernels can read e4m3; the interpreter can."""
@@ -57,7 +75,8 @@ class DeviceInfo:
         about = torch.cuda.get_device_properties(device)
         capability = (about.major, about.minor)
         dependent = dependent and capability >= HOPPER
-        options = MappingProxyType({"launch_pdl": True} if dependent else {})
+        # Named, since Triton's defaults differ by version.
+        options = MappingProxyType({FUSION: True} | ({PDL: True} if dependent else {}))
         shared = int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
         return DeviceInfo(about.multi_processor_count, capability, dependent, "tf32x3", shared, options)
 

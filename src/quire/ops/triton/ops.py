@@ -463,7 +463,7 @@ class BatchInvariantTritonOps(TritonOps):
 
     def __init__(self, device: torch.device | str = "cuda", *, dependent: bool = True) -> None:
         super().__init__(device, dependent=dependent, rounds_float8=False)
-        self.card = replace(self.card, sms=0)
+        self.card = replace(self.card.without_fusion(), sms=0)
         self.dense = None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:

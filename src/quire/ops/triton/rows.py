@@ -330,7 +330,7 @@ def qk_norm_rope_store_kv_kernel(
             y = y * root * weight_of(q_weight, k_weight, head, other, HEADS, GROUPS, DIM, STRIDE)
         c = tl.load(cos + token * HALF + pair, mask=turns, other=1.0)[None, :]
         s = tl.load(sin + token * HALF + pair, mask=turns, other=0.0)[None, :]
-        x = tl.where(is_v, x, x * c + tl.where(first, -s, s) * y)
+        x = tl.where(is_v, x, tl.fma(x, c, tl.where(first, -s, s) * y))  # which of both is rounded must not vary
     if AFTER:
         root = tl.rsqrt(tl.sum(x * x, 1)[:, None] / DIM + tl.where(is_q, q_eps, k_eps))
         x = x * tl.where(is_v, 1.0, root) * weight_of(q_weight, k_weight, head, d, HEADS, GROUPS, DIM, 0)
@@ -394,7 +394,7 @@ def qk_norm_rope_store_kv(
     out = qkv.new_empty(tokens, heads, dim)
     total = heads + 2 * groups
     # Few tokens: as many programs as there are heads. Many: longer ones, so that starting them is not the cost. Sums of
-    # norms depend on that; without any, nothing does.
+    # norms depend on that; rotations, whose order of rounding is fixed, do not.
     at_once = 1 if tokens * total <= (16 * card.sms if norms else FEW_HEADS) else min(16, block(total))
     qk_norm_rope_store_kv_kernel[(tokens, triton.cdiv(total, at_once))](
         *(qkv.contiguous(), cos, sin, cos if gain is None else gain, q_norm.weight, k_norm.weight, out, kv.k, kv.v),
