@@ -551,6 +551,20 @@ def test_a_send_that_fails_in_an_unexpected_way_ends(serving: Serving) -> None:
     link.close()
 
 
+def test_a_server_that_is_closed_has_ended_its_connections_whatever_they_wait_for(serving: Serving) -> None:
+    met, strange = serving.link(), socket.create_connection(serving.address, timeout=5.0)
+    strange.recv(1)  # its thread waits for the rest of a handshake
+    server = serving.server
+    threads = list(server._threads)
+    assert len(threads) == 2 and server._meeting
+    server.close()
+    assert not any(thread.is_alive() for thread in threads) and not server._threads
+    with pytest.raises(LinkLost):
+        met.head()
+    met.close()
+    strange.close()
+
+
 def test_a_machine_that_is_out_of_threads_serves_again_later(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     class Refused(threading.Thread):
         def start(self) -> None:
@@ -563,7 +577,7 @@ def test_a_machine_that_is_out_of_threads_serves_again_later(serving: Serving, m
     with pytest.raises(LinkLost):
         serving.link()
     works(serving)
-    assert not refusals and serving.server._num_handshakes == 0
+    assert not refusals and not serving.server._meeting
 
 
 def test_no_token_of_a_prompt_is_logged(serving: Serving, caplog: pytest.LogCaptureFixture) -> None:

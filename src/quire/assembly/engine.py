@@ -217,7 +217,7 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     coming = sum(each.nbytes for each in unpacked or ())
     on_cpu = on_host(settings, model, limits, layers, heads=heads, images=images, parallel=parallel, coming=coming)
     if unpacked:
-        pack_beside(unpacked)
+        on_cpu.packing = pack_beside(unpacked)
     return BuiltExecutor(on_cpu, limits, gauges, PlanDelay())
 
 

@@ -363,7 +363,11 @@ class TcpPrefillServer:
         self._events: deque[Prefill | str] = deque()
         self._callers: dict[int, _Caller] = {}
         self._by_id: dict[str, _Caller] = {}
-        self._num_callers = self._num_handshakes = 0
+        self._num_callers = 0
+        self._threads = set[threading.Thread]()
+        """Those of connections."""
+        self._meeting = set[socket.socket]()
+        """Connections whose other side is not known yet."""
         self._closed = self._draining = False
         self._thread = threading.Thread(target=self._accept, name="quire-kv-accept", daemon=True)
         self._thread.start()
@@ -424,15 +428,24 @@ class TcpPrefillServer:
         self._draining = True
 
     def close(self) -> None:
-        """End all connections."""
+        """End all connections, and wait a second for their threads: they read lines, and wake the engine."""
         self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for caller in list(self._callers.values()):
+        self._thread.join(timeout=1.0)
+        with self._lock:
+            callers, threads = list(self._callers.values()), list(self._threads)
+            for sock in self._meeting:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        for caller in callers:
             caller.lost = True
             caller.link.shutdown()
-        self._thread.join(timeout=1.0)
+        deadline = time.monotonic() + 1.0
+        for thread in threads:
+            with suppress(RuntimeError):  # it has not been started yet
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     # ---------------------------------------------------------------- threads of its own
 
@@ -445,31 +458,41 @@ class TcpPrefillServer:
                     return
                 time.sleep(0.1)  # out of descriptors, for example
                 continue
+            thread = threading.Thread(target=self._meet, args=(sock, address[0]), name="quire-kv-serve", daemon=True)
             with self._lock:
-                full = len(self._callers) >= MAX_CONNECTIONS or self._num_handshakes >= MAX_HANDSHAKES
-                self._num_handshakes += not full
+                full = len(self._callers) >= MAX_CONNECTIONS or len(self._meeting) >= MAX_HANDSHAKES
+                if not full:
+                    self._threads.add(thread)
+                    self._meeting.add(sock)
             if full:
                 sock.close()
                 continue
             try:
-                threading.Thread(target=self._meet, args=(sock, address[0]), name="quire-kv-serve", daemon=True).start()
+                thread.start()
             except RuntimeError as error:  # out of threads
                 log.warning("a decode engine at %s was refused: %s", address[0], error)
-                sock.close()
                 with self._lock:
-                    self._num_handshakes -= 1
+                    self._meeting.discard(sock)
+                    self._threads.discard(thread)
+                sock.close()
 
     def _meet(self, sock: socket.socket, host: str) -> None:
+        try:
+            self._meet_and_serve(sock, host)
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+
+    def _meet_and_serve(self, sock: socket.socket, host: str) -> None:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link = accept(sock, self.secret, self.about, HANDSHAKE_TIMEOUT)
         except (LinkLost, OSError) as error:
             log.warning("a decode engine at %s was refused: %s", host, error)
+            self._met(sock)
             sock.close()
             return
-        finally:
-            with self._lock:
-                self._num_handshakes -= 1
+        self._met(sock)
         link.timeout = self.timeout
         with self._lock:
             self._num_callers += 1
@@ -477,6 +500,11 @@ class TcpPrefillServer:
         log.warning("decode engine %d at %s: connected", caller.number, host)
         reason = self._serve(caller)
         log.warning("decode engine %d at %s: the connection ended (%s)", caller.number, host, reason)
+
+    def _met(self, sock: socket.socket) -> None:
+        """From now on it is not shut down while it may be closed."""
+        with self._lock:
+            self._meeting.discard(sock)
 
     def _serve(self, caller: _Caller) -> str:
         """Take prompts until the connection ends. Returns why."""
