@@ -34,7 +34,7 @@ from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.integer_gemm import dequantize, integer_gemm_config, integer_linear
 from quire.ops.triton.integer_gemv import integer_gemv
 from quire.ops.triton.integer_mma import MmaConfig, integer_mma
-from quire.ops.triton.integer_row import RingConfig, config, integer_row
+from quire.ops.triton.integer_row import RingConfig, integer_row
 from quire.ops.triton.integer_tma import TmaConfig, integer_tma, takes_matrix
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.precompile import Precompiler
@@ -446,9 +446,8 @@ class Bench:
 
         def ways(product: Product, x: Tensor) -> Iterator[tuple[str, Callable[[IntegerMatrix], Tensor]]]:
             yield "few rows" if len(x) == 1 else "through shared memory", partial(work, product, x, None)
-            if len(x) == 1 and config(product.matrices[0], product.gate != "") is not None:
-                for ring in RINGED[product.matrices[0].bits]:
-                    yield f"ring {tuple(ring)}", partial(work, product, x, ring)
+            for ring in RINGED[product.matrices[0].bits] if len(x) == 1 else ():
+                yield f"ring {tuple(ring)}", partial(work, product, x, ring)
             if takes_matrix(product.matrices[0], self.ops.card):
                 for tile in COPIED.get(len(x), ()):
                     yield f"copied {tuple(tile)}", partial(work, product, x, tile)

@@ -4,7 +4,7 @@ Numbers of 4 bits become bfloat16 by so many instructions that few are left whil
 less: a byte becomes two of 4 bits by a shift and two masks, a byte of 8 bits is one, and the matrix units multiply
 bytes. So x is taken as whole numbers of 16 bits, in units of each 128 columns: two bytes, two columns of a product.
 Sums are exact up to the scale of a group. What x loses is 2^-16 of the largest of 128 numbers at most; bfloat16 loses
-2^-9 of each. Infinity and NaN become NaN.
+2^-9 of each. A row of NaN, or with infinity, becomes NaN.
 
 A program asks for its first tiles before the wait, as many as the ring holds, and for another while it multiplies one,
 over the ends of its tiles of the matrix. Copies go straight to shared memory: loads into registers are put off by the
@@ -13,7 +13,6 @@ assembler to where they are needed. Written in Gluon, see `integer_mma`.
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -385,33 +384,24 @@ LEAST_BYTES = 13 << 20
 """Bytes of numbers from which on these kernels are faster: `integer_gemv` asks for all of a smaller matrix before the
 wait, and takes x as it is (measured in a whole model)."""
 
-KINDS = MappingProxyType(
-    {
-        4: (IntegerKind.ZEROS, IntegerKind.PAIRS, IntegerKind.SUPERBLOCKS),
-        8: (IntegerKind.PAIRS, IntegerKind.ROWS),
-    }
-)
-"""What is multiplied, by bits."""
+FASTER = frozenset({(4, IntegerKind.ZEROS, 128), (4, IntegerKind.SUPERBLOCKS, 32), (8, IntegerKind.PAIRS, 32)})
+"""Bits, kind and group of what has been measured: AWQ and GPTQ, Q4_K, Q8_0. The kernel knows int8 with a scale for a
+row, Q4_0 and smaller groups, too."""
 
 
-def config(matrix: IntegerMatrix, gated: bool) -> RingConfig | None:
-    """How a product is tiled: the fastest of some, measured on an H200 with matrices of an 8B model in AWQ, Q4_K and
-    Q8_0. None where inputs or outputs have no whole tiles."""
-    for chunks in (4, 2, 1):
-        outputs = 128 // chunks
-        if matrix.inputs % (256 * chunks) == 0 and matrix.outputs % (outputs * (1 + gated)) == 0:
-            # Few of long rows are all at work at once; then the kernel before them should leave them some room.
-            ring = 3 if matrix.bits == 8 else 5 if matrix.inputs <= 8192 else 4
-            return RingConfig(outputs, chunks, 2, ring, 8, 2)
-    return None
+def config(matrix: IntegerMatrix) -> RingConfig:
+    """The fastest of some tiles, measured on an H200 with matrices of an 8B model in AWQ, Q4_K and Q8_0."""
+    return RingConfig(32, 4, 2, 3 if matrix.bits == 8 else 5, 8, 2)
 
 
 def takes(x: Tensor, matrix: IntegerMatrix, gate: Gate, card: DeviceInfo) -> bool:
-    """Whether `integer_row` multiplies them."""
-    fits = len(x) == 1 and x.dtype in (torch.bfloat16, torch.float16) and matrix.inputs <= MAX_INPUTS
-    fits = fits and card.capability == HOPPER and card.sms > 0 and matrix.kind in KINDS[matrix.bits]
-    fits = fits and matrix.weight.nbytes >= LEAST_BYTES
-    return fits and config(matrix, num_parts(gate) == 2) is not None
+    """Whether `integer_row` multiplies them: those with a gate of two parts, whose x a norm has made. There a NaN is
+    never alone; beside finite numbers of its 128 columns it would be lost."""
+    how, kind = config(matrix), (matrix.bits, matrix.kind, matrix.group)
+    fits = len(x) == 1 and x.dtype in (torch.bfloat16, torch.float16) and num_parts(gate) == 2
+    fits = fits and card.capability == HOPPER and card.sms > 0 and kind in FASTER
+    whole = matrix.inputs % (128 * how.chunks * how.steps) == 0 and matrix.outputs % (2 * how.outputs) == 0
+    return fits and whole and matrix.inputs <= MAX_INPUTS and matrix.weight.nbytes >= LEAST_BYTES
 
 
 def integer_row(
@@ -421,8 +411,7 @@ def integer_row(
     """x [1, in] times the matrix [out, in] -> [1, out], or [1, out / 2] with a gate of two parts. how: other tiles than
     `config`'s."""
     x, gated = ordered(x, matrix), num_parts(gate) == 2
-    how = config(matrix, gated) if how is None else how
-    assert how is not None
+    how = config(matrix) if how is None else how
     outputs, tiles = matrix.outputs // num_parts(gate), matrix.outputs // how.outputs
     width = {IntegerKind.ZEROS: matrix.group, IntegerKind.ROWS: WHOLE}.get(matrix.kind, 64)
     out = x.new_empty(1, outputs)
