@@ -133,6 +133,28 @@ def test_heads_are_normed_rotated_and_stored(
     torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_gates_between_the_heads_of_queries_are_left_out_and_multiply_results(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    tokens, heads, groups, dim = 7, 6, 2, 12
+    batch = moved(Pages(30, 4).batch([(0, 2, [0] * tokens)]))
+    made = torch.randn(tokens, 2 * (heads + groups) * dim).to(dtype).to(DEVICE)
+    angle = torch.randn(tokens, 3, device=DEVICE)
+    norm, turn = Norm(torch.randn(dim, device=DEVICE), 0.1), Angles(angle.cos(), angle.sin())
+    got = torch.zeros(2, 30, groups, 4, dim, dtype=dtype, device=DEVICE)
+    want = torch.zeros_like(got, dtype=torch.float32)
+    q = OPS.qk_norm_rope_store_kv(made, heads, LayerKV(*got), batch, turn, Norms(norm, norm), gated=True)
+    asked, gate = made[:, : 2 * heads * dim].view(tokens, heads, 2, dim).unbind(2)
+    plain = torch.cat((asked.flatten(1), made[:, 2 * heads * dim :]), 1).float()
+    expected = REFERENCE.qk_norm_rope_store_kv(plain, heads, LayerKV(*want), batch, turn, Norms(norm, norm))
+    torch.testing.assert_close(q.float(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+    weighed = OPS.sigmoid_mul(q, gate)
+    torch.testing.assert_close(weighed.float(), q.float() * gate.float().sigmoid(), atol=tolerance, rtol=tolerance)
+
+
 def test_queries_alone_are_normed_and_rotated_and_nothing_is_stored() -> None:
     torch.manual_seed(0)
     batch = moved(Pages(30, 4).batch([(0, 0, [0] * 3)]))
