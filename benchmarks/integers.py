@@ -36,7 +36,7 @@ from quire.ops.triton.integer_mma import MmaConfig, integer_mma
 from quire.ops.triton.integer_tma import TmaConfig, integer_tma, takes_matrix
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.precompile import Precompiler
-from quire.ops.triton.rounded_gemm import rounded_linear
+from quire.ops.triton.rounded_gemm import round_rows, rounded_linear
 
 KINDS = ("awq", "q4_k", "q8_0", "q4_0", "gptq 32", "gptq 64", "q5_k", "q6_k", "gptq 8 bits", "int8")
 PRODUCTS = ("8b qkv", "8b o", "8b gate_up", "8b down")
@@ -361,9 +361,11 @@ class Bench:
             scale, x = torch.rand(outputs, 1, device="cuda") / (127 * inputs**0.5), noise(rows, inputs)
             every = [how for how in W8A8 if how.rows <= max(8, 2 * rows) and (rows <= 64 or how.rows >= 64)]
             matrix, arrived = QuantizedMatrix(weight, scale, inputs), ops.arrived
-            made = {
-                str(tuple(how)): partial(rounded_linear, x, matrix, None, how, card, arrived, gate) for how in every
-            }
+
+            def product(how: GemmConfig) -> Tensor:
+                return rounded_linear(round_rows(x, card, torch.int8), matrix, None, how, card, arrived, gate)
+
+            made = {str(tuple(how)): partial(product, how) for how in every}
             return {**made, "as now": partial(ops.int8_linear, x, weight, scale, None, gate)}
 
         self.precompile([work for name, rows in cases for work in works(name, rows).values()])

@@ -209,7 +209,7 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     images = _image_runner(model, processor, device, parallel.pipeline)
     if device.type == "cpu":
         coming = sum(each.nbytes for each in unpacked or ())
-        executor: Executor = on_host(
+        executor: LocalExecutor = on_host(
             settings, model, limits, layers, heads=heads, images=images, parallel=parallel, coming=coming
         )
     else:
@@ -217,7 +217,7 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
             *(settings, model, device, limits, heads, parallel, layers), images, image_tokens(settings, processor)
         )
     if unpacked:
-        pack_beside(unpacked)
+        executor.packing = pack_beside(unpacked)
     return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
 
 

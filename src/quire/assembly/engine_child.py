@@ -30,7 +30,7 @@ from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
 
 RANK_LOST = 3
-"""Exit code of an engine that ends because a rank was lost: the server starts another."""
+"""Exit code of an engine that ends because a rank or the model was lost: the server starts another."""
 
 
 def main(wrap: Callable[[Executor], Executor] = lambda executor: executor, begun: Begun | None = None) -> int:

@@ -26,7 +26,7 @@ from quire.engine.protocol import (
     submitted,
 )
 from quire.engine.step_watch import StepWatch
-from quire.errors import InvalidRequest, RankLost, StepFailed, print_traceback
+from quire.errors import InvalidRequest, ModelLost, RankLost, StepFailed, print_traceback
 from quire.scheduler.constraint import FREE, Constraints
 from quire.types import Request, RequestStepOutput, error_output
 
@@ -91,8 +91,8 @@ class EngineLoop:
             self._selector.register(self._copies_fd, selectors.EVENT_READ)
 
     def run(self) -> bool:
-        """Run until the front closes the socket, even in the middle of a message, or a rank is lost: while ranks start,
-        nothing could be answered, and /health must say so. Returns whether it was the front."""
+        """Run until the front closes the socket, even in the middle of a message, or a rank or the model is lost: until
+        those are there again nothing could be answered, and /health must say so. Returns whether it was the front."""
         with self._selector, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._send([])
             while self._receive():
@@ -100,7 +100,7 @@ class EngineLoop:
                 if self.refused:
                     outputs, self.refused = self.refused + outputs, []
                 self._send(outputs)
-                if isinstance(self.engine.lost, RankLost):
+                if isinstance(self.engine.lost, RankLost | ModelLost):
                     return False
         return not self._rank_exited
 

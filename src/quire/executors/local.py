@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire.engine.executor import Description
+from quire.layers.quantization.mapped import Packing
 from quire.layers.stages import ONE_STAGE, Pipeline
 from quire.model_runner.device_steps import DeviceSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
@@ -37,6 +38,8 @@ class LocalExecutor:
     """
 
     runner: Runner | LookaheadRunner
+    packing: Packing | None = None
+    """What packs weights behind the first answers."""
 
     def __init__(
         self,
@@ -107,6 +110,8 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Release the KV pool and captured graphs; the model's memory is free once nothing else refers to it."""
+        if self.packing is not None:
+            self.packing.stop()
         self.runner.close()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from quire.errors import InvalidModel, nearest
 from quire.layers.linear import ONE_RANK, ColumnParallelLinear, ParallelGroup, RowParallelLinear
-from quire.layers.quantization.base import TableStorage
-from quire.ops.base import Angles, Gate, Norm, Norms, Ops, Scores
+from quire.layers.quantization.base import QuantizedWeight, TableStorage
+from quire.ops.base import Angles, Gate, Norm, Norms, Ops, RoundedRows, RouterWeights, Routing, Scores
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
 
@@ -83,6 +84,30 @@ class NormLayer:
         add_norm = before.parallel.add_norm
         return add_norm(self.ops, x, residual, self.norm, before.norm, before.scale, before.gain)
 
+    def add_for(
+        self, x: Tensor, residual: Tensor, before: NormLayer, reader: ColumnParallelLinear
+    ) -> tuple[Tensor | RoundedRows, Tensor]:
+        """As `add`, for a matrix that alone reads the norm."""
+        weight = reader.stored.quantized
+        if self.norm is None or weight is None or not weight.is_product or not before.is_plain:
+            return self.add(x, residual, before)
+        return weight.ops.add_norm_rounded(x, residual, self.norm, weight.matrix, before.scale)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what comes to this is added as it is, but for `scale`."""
+        return self.norm is None and self.gain is None and self.parallel.size == 1
+
+    def add_routed(
+        self, x: Tensor, residual: Tensor, before: NormLayer, router: RouterWeights, batch: RaggedBatch | None
+    ) -> tuple[Tensor, Tensor, Routing]:
+        """(norm of the sum, sum, experts of that norm): as `add`."""
+        if self.norm is not None and before.is_plain:
+            return self.ops.add_norm_route(x, residual, self.norm, router, batch, before.scale)
+        x, residual = self.add(x, residual, before)
+        weight, how, correction, bias, gains = router
+        return x, residual, self.ops.route(x, weight, how, correction, batch, bias, gains)
+
     def add_norms(
         self, x: Tensor, residual: Tensor, before: NormLayer, others: Sequence[Norm]
     ) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -135,14 +160,22 @@ class VocabParallelEmbedding:
 AnyEmbedding = Embedding | StoredEmbedding | VocabParallelEmbedding
 
 
+def is_plain_product(weight: QuantizedWeight | None) -> TypeGuard[QuantizedWeight]:
+    """Whether a quantized matrix is multiplied as it is, without a bias."""
+    return weight is not None and weight.is_product and weight.bias is None
+
+
 class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up fused."""
 
     def __init__(self, gate_up: ColumnParallelLinear, down: RowParallelLinear, gate: Gate) -> None:
         self.gate_up, self.down, self.gate = gate_up, down, gate
 
-    def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
+    def __call__(self, x: Tensor | RoundedRows, batch: RaggedBatch | None = None) -> Tensor:
         """x: (tokens, hidden); the same shape. batch: of no use here, see `MLPFunction`."""
+        first, last = self.gate_up.stored.quantized, self.down.stored.quantized
+        if is_plain_product(first) and is_plain_product(last):
+            return self.down.all_reduce(first.ops.quantized_mlp(x, first.matrix, last.matrix, self.gate))
         return self.down(self.gate_up(x, self.gate))
 
     def leave_sum(self) -> ParallelGroup:
@@ -302,7 +335,12 @@ class Attention:
         return Scores(h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
 
     def __call__(
-        self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
+        self,
+        x: Tensor | RoundedRows,
+        angles: Angles,
+        batch: RaggedBatch,
+        kv: LayerKV,
+        outputs: Tensor | None = None,
     ) -> Tensor:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
         h = self.heads
@@ -315,7 +353,12 @@ class HeadNormAttention(Attention):
     own (Command R+), if they are: without norms it is `Attention`."""
 
     def __call__(
-        self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
+        self,
+        x: Tensor | RoundedRows,
+        angles: Angles,
+        batch: RaggedBatch,
+        kv: LayerKV,
+        outputs: Tensor | None = None,
     ) -> Tensor:
         """See `Attention`."""
         if self.norms is None:
@@ -337,7 +380,12 @@ class GatedAttention(Attention):
     queries (Qiu et al. 2025, Gated Attention for Large Language Models)."""
 
     def __call__(
-        self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
+        self,
+        x: Tensor | RoundedRows,
+        angles: Angles,
+        batch: RaggedBatch,
+        kv: LayerKV,
+        outputs: Tensor | None = None,
     ) -> Tensor:
         """See `Attention`."""
         h = self.heads

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.quantization.base import WeightStorage
 from quire.layers.stages import ONE_STAGE, Pipeline
-from quire.ops.base import Gate, Norm, Ops
+from quire.ops.base import Gate, Norm, Ops, RoundedRows
 
 
 class ParallelGroup:
@@ -92,8 +92,11 @@ class ColumnParallelLinear:
     def __init__(self, stored: WeightStorage) -> None:
         self.stored, self.apply = stored, stored.apply
 
-    def __call__(self, x: Tensor, gate: Gate = "") -> Tensor:
-        """x [T, in] -> [T, this rank's outputs], half as many under a gate."""
+    def __call__(self, x: Tensor | RoundedRows, gate: Gate = "") -> Tensor:
+        """x [T, in] -> [T, this rank's outputs], half as many under a gate. Rounded rows: made for this matrix."""
+        if isinstance(x, RoundedRows):
+            assert self.stored.quantized is not None
+            return self.stored.quantized.multiply_rounded(x, gate)
         return self.apply(x, gate)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
+from quire.layers.basic import NormLayer
 from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.layers.quantization.base import Plain, WeightStorage
 from quire.ops.base import (
@@ -23,6 +24,7 @@ from quire.ops.base import (
     IntegerMatrix,
     Ops,
     QuantizedMatrix,
+    RouterWeights,
     Routing,
     TopK,
 )
@@ -241,9 +243,25 @@ class MoE:
         return self.parallel
 
     def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
-        """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`. What all tokens use is computed between the choice of
-        experts and their products, so that their matrices may be requested meanwhile."""
-        routing = self.route(x, batch)
+        """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`."""
+        return self.through(x, self.route(x, batch))
+
+    def after(
+        self, norm: NormLayer, x: Tensor, residual: Tensor, before: NormLayer, batch: RaggedBatch | None
+    ) -> tuple[Tensor, Tensor]:
+        """(what this makes of the norm of the sum, sum): see `NormLayer.add`. batch: see `Ops.route`."""
+        (stored, correction, gains), how = self.router, self.config.choice
+        if not isinstance(stored, Plain):
+            x, residual = norm.add(x, residual, before)
+            return self(x, batch), residual
+        router = RouterWeights(stored.weight, how, correction, stored.bias, gains)
+        x, residual, routing = norm.add_routed(x, residual, before, router, batch)
+        return self.through(x, self._owned(routing)), residual
+
+    def through(self, x: Tensor, routing: Routing) -> Tensor:
+        """What the experts of `routing`, and the one that all tokens use, make of x [T, hidden]: [T, hidden]. The
+        latter is computed between the choice of experts and their products, so that their matrices may be requested
+        meanwhile."""
         if self.shared is None:
             return self.apply(x, routing)
         mlp, gate = self.shared

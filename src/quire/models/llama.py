@@ -22,6 +22,7 @@ from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import ParallelGroup
 from quire.layers.mamba import Mamba2
+from quire.layers.moe import MoE
 from quire.layers.quantization.packed import projection_of
 from quire.layers.vision import VisionTower
 from quire.models.heads import lm_head, next_token_logits, score_head
@@ -106,10 +107,20 @@ class Block:
         after: the norm of the layer before that its output has still to pass. output: indices of the rows to return,
         None for all.
         """
-        x, residual = self.before_attention.add(x, residual, after)
-        x = self.attention(x, angles, batch, kv, output)
-        x, residual = self.before_mlp.add(x, select_rows(residual, output), self.after_attention)
-        return self.mlp(x, batch if output is None else None), residual
+        if isinstance(self.attention, Attention):
+            read, residual = self.before_attention.add_for(x, residual, after, self.attention.qkv)
+            x = self.attention(read, angles, batch, kv, output)
+        else:
+            x, residual = self.before_attention.add(x, residual, after)
+            x = self.attention(x, angles, batch, kv, output)
+        residual, real = select_rows(residual, output), batch if output is None else None
+        if isinstance(self.mlp, MoE):
+            return self.mlp.after(self.before_mlp, x, residual, self.after_attention, real)
+        if isinstance(self.mlp, GatedMLP):
+            read, residual = self.before_mlp.add_for(x, residual, self.after_attention, self.mlp.gate_up)
+            return self.mlp(read), residual
+        x, residual = self.before_mlp.add(x, residual, self.after_attention)
+        return self.mlp(x, real), residual
 
     def describe(self) -> DecoderLayer | None:
         """The layer for `Ops.decoder`; None: it has something that those do not know."""

@@ -127,6 +127,26 @@ class Routing(NamedTuple):
     early: bool = False
 
 
+class RouterWeights(NamedTuple):
+    """A router: weight [E, in], how it chooses, and what `Ops.route` knows besides."""
+
+    weight: Tensor
+    how: TopK
+    correction: Tensor | None = None
+    bias: Tensor | None = None
+    gains: Tensor | None = None
+
+
+class RoundedRows(NamedTuple):
+    """Rows in eight bits [R, in], and what one step of each run of a row's numbers is, float32 [runs, R]. tokens:
+    so many of the first rows, and no others, have numbers. dtype: of what is made of them."""
+
+    rows: Tensor
+    steps: Tensor
+    tokens: int
+    dtype: torch.dtype
+
+
 class ExpertBiases(NamedTuple):
     """Biases of the experts' products: gate_up [E, 2F], down [E, in]; None: none."""
 
@@ -458,6 +478,19 @@ class Ops(Protocol):
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a quantized matrix. Rows of x may be rounded, see `rounds`."""
 
+    def quantized_mlp(self, x: Tensor | RoundedRows, gate_up: AnyMatrix, down: AnyMatrix, gate: Gate) -> Tensor:
+        """`quantized_linear` with `gate_up` and its gate, and of that with `down`."""
+
+    def add_norm_rounded(
+        self, x: Tensor, residual: Tensor, norm: Norm, matrix: AnyMatrix, scale: float = 1.0
+    ) -> tuple[Tensor | RoundedRows, Tensor]:
+        """`add_norm`, for `quantized_linear` with `matrix` alone: where that rounds its rows, they are rounded here."""
+
+    def multiply_rounded(
+        self, x: RoundedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = ""
+    ) -> Tensor:
+        """As `quantized_linear`, of rows that `add_norm_rounded` has rounded for this matrix."""
+
     def int8_linear(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gate: Gate = ""
     ) -> Tensor:
@@ -497,6 +530,17 @@ class Ops(Protocol):
 
         batch: whose tokens x is of. Those in the null block only fill up the step, and may get no experts.
         """
+
+    def add_norm_route(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        router: RouterWeights,
+        batch: RaggedBatch | None = None,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor, Routing]:
+        """(norm of the sum, sum, experts of that norm): `add_norm` and `route`."""
 
     def experts(
         self,

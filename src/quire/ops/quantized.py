@@ -37,6 +37,8 @@ from quire.ops.base import (
     Norm,
     Norms,
     QuantizedMatrix,
+    RoundedRows,
+    RouterWeights,
     Routing,
     ScanInputs,
     ScanWeights,
@@ -374,6 +376,20 @@ class BaseOps(ABC):
         """See `Ops.route`."""
         return self.select_experts(self.linear(x, weight, bias), how, correction, gains)
 
+    def add_norm_route(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        router: RouterWeights,
+        batch: RaggedBatch | None = None,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor, Routing]:
+        """See `Ops.add_norm_route`."""
+        x, residual = self.add_norm(x, residual, norm, None, scale)
+        weight, how, correction, bias, gains = router
+        return x, residual, self.route(x, weight, how, correction, batch, bias, gains)
+
     def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
         """See `Ops.add_shared`."""
         return routed + (shared if logits is None else shared * self.sigmoid(logits))
@@ -431,6 +447,27 @@ class BaseOps(ABC):
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""
         return self.linear(x, dequantize(matrix).to(x.dtype), bias, gate)
+
+    def quantized_mlp(self, x: Tensor | RoundedRows, gate_up: AnyMatrix, down: AnyMatrix, gate: Gate) -> Tensor:
+        """See `Ops.quantized_mlp`."""
+        if isinstance(x, RoundedRows):
+            return self.quantized_linear(self.multiply_rounded(x, gate_up, None, gate), down)
+        return self.quantized_linear(self.quantized_linear(x, gate_up, None, gate), down)
+
+    def add_norm_rounded(
+        self, x: Tensor, residual: Tensor, norm: Norm, matrix: AnyMatrix, scale: float = 1.0
+    ) -> tuple[Tensor | RoundedRows, Tensor]:
+        """See `Ops.add_norm_rounded`."""
+        return self.add_norm(x, residual, norm, None, scale)
+
+    def multiply_rounded(
+        self, x: RoundedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = ""
+    ) -> Tensor:
+        """See `Ops.multiply_rounded`."""
+        numbers, steps = x.rows[: x.tokens].float(), x.steps[:, : x.tokens].t()
+        width = matrix.width if isinstance(matrix, QuantizedMatrix) and steps.shape[1] > 1 else numbers.shape[1]
+        exact = numbers * steps.repeat_interleave(width, 1)[:, : numbers.shape[1]]
+        return self.quantized_linear(exact.to(x.dtype), matrix, bias, gate)
 
     def int8_linear(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gate: Gate = ""

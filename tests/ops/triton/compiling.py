@@ -41,6 +41,7 @@ from quire.ops.base import (
     Norm,
     Norms,
     QuantizedMatrix,
+    RouterWeights,
     Routing,
     ScanInputs,
     ScanWeights,
@@ -113,6 +114,8 @@ def by_row(ops: TritonOps) -> None:
     qkv, each = halves(4, 48 * 128), Norm(w[:128], 1e-6)
     for norms in (Norms(each, each), Norms(each, each, after_rope=True), Norms(rms, Norm(w[:1024], 1e-5))):
         ops.qk_norm_rope_store_kv(qkv, 32, kv, batch(4, 1), angles, norms)
+    many = Angles(torch.empty(512, 64), torch.empty(512, 64))
+    ops.qk_norm_rope_store_kv(halves(512, 48 * 128), 32, kv, batch(512, 1), many, Norms(each, each))
     turned = angles._replace(interleaved=True, query_gain=torch.empty(4))
     ops.qk_norm_rope_store_kv(qkv, 32, kv, batch(4, 1), turned)
 
@@ -172,9 +175,14 @@ def everything(ops: TritonOps) -> None:
             for height in (1, 128):  # what cards without the library's products of runs take
                 how = rounded_gemm.rounded_config(rows, 6144, 4096, gated=False)
                 matrix = runs._replace(height=height)
-                rounded_gemm.rounded_linear(halves(rows, 4096), matrix, None, how, ops.card, ops.arrived)
+                read = rounded_gemm.round_rows(halves(rows, 4096), ops.card, E4M3, 128)
+                rounded_gemm.rounded_linear(read, matrix, None, how, ops.card, ops.arrived)
         for rows in (1, 16, 64, 300):
             ops.unrounded().quantized_linear(halves(rows, 4096), runs)
+        for width in (0, 128):
+            rounded_gemm.round_rows(halves(4, 24576), ops.card, E4M3, width, gate="silu")
+            some = QuantizedMatrix(weight, torch.empty(6144, 32 if width else 1), width or 4096)
+            rounded_gemm.norm_rounded(halves(4, 4096), halves(4, 4096), Norm(halves(4096), 1e-6), 0.5, some, ops.card)
         ops.quantized_linear(
             halves(1, 12288), QuantizedMatrix(torch.empty(4096, 12288, dtype=E4M3), torch.empty(4096, 1), 12288)
         )
@@ -237,7 +245,9 @@ def mixture(
     for choice in (
         TopK(used, True), TopK(used, True, sigmoid=True, groups=2, used_groups=1), TopK(used, False, margin=0.02)
     ):  # fmt: skip
-        routing = ops.route(x, halves(count, hidden, dtype=dtype), choice)
+        router = RouterWeights(halves(count, hidden, dtype=dtype), choice)
+        ops.add_norm_route(x, x, Norm(halves(hidden), 1e-6), router, scale=0.5)
+        routing = ops.route(x, router.weight, choice)
     for logits in (None, halves(tokens, 1, dtype=dtype)):
         ops.add_shared(x, x, logits)
     ops.experts(x, routing, gate_up.expand(count, -1, -1), down.expand(count, -1, -1), "silu")

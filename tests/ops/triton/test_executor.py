@@ -17,8 +17,9 @@ from quire.model_runner.mtp import MTPProposer
 from quire.model_runner.speculative import NgramProposer
 from quire.model_runner.triton_steps import TritonSteps
 from quire.models.registry import mtp_of
+from quire.ops.quantized import BaseOps
 from quire.ops.ragged import RaggedBatch
-from quire.ops.triton import attention, attention_schedule
+from quire.ops.triton import attention, attention_schedule, rounded_gemm
 from quire.ops.triton.ops import TritonOps
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler
@@ -26,6 +27,7 @@ from quire.scheduler.speculation import FixedDrafts
 from quire.types import Request, SamplingParams
 from quire.weights.load import load_model
 from tests import checkpoints
+from tests.models.feeding import Feeder
 from tests.mtp import make_mtp
 
 SIZES: dict[str, Any] = {"pages": 40, "page_size": 16, "rows": 4, "max_model_len": 64, "dtype": torch.float32}
@@ -134,3 +136,26 @@ def test_a_prefix_cached_for_several_sequences_is_read_once_for_them(
     local = LocalExecutor(load_model(tmp_path, dtype="float32"), **sizes)
     assert answers(executor, 1, shared=70, new=3) == answers(local, 0, shared=70, new=3)
     assert [64, 64, 64] in (begun[:3] for begun in looked)
+
+
+class Apart(TritonOps):
+    """Without kernels that do two things at once."""
+
+    add_norm_rounded = BaseOps.add_norm_rounded
+    quantized_mlp = BaseOps.quantized_mlp
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
+def test_norms_of_float8_models_are_rounded_in_their_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.make(tmp_path, "qwen3-gqa")
+    made, plain = [], rounded_gemm.norm_rounded
+    monkeypatch.setattr(rounded_gemm, "norm_rounded", lambda *given: made.append(given) or plain(*given))
+    logits = []
+    for ops in (TritonOps("cpu"), Apart("cpu")):
+        model = load_model(tmp_path, dtype="float16", ops=ops, quantization="fp8")
+        feeder = Feeder(model, page_size=16, dtype=torch.float16)
+        logits += feeder.step([(0, [7 * i % 190 for i in range(17)])])
+    assert len(made) == 2 * model.spec.layers, "of attention and of the MLP"
+    assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 0.02
+    assert not logits[0].isnan().any()

@@ -10,7 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import CLAMP_LIMIT, NO_BIASES, ExpertBiases, Gate, QuantizedMatrix, Routing, TopK, num_parts
+from quire.ops.base import (
+    CLAMP_LIMIT,
+    NO_BIASES,
+    ExpertBiases,
+    Gate,
+    Norm,
+    QuantizedMatrix,
+    RouterWeights,
+    Routing,
+    TopK,
+    num_parts,
+)
 from quire.ops.matmul import by_expert, through_experts
 from quire.ops.quantized import biased, dequantize
 from quire.ops.ragged import RaggedBatch
@@ -559,3 +570,22 @@ def test_float8_on_the_gpu(tokens: int, width: int, height: int) -> None:
     else:
         assert off(got, exact) < 1e-2
     assert off(ops.unrounded().quantized_experts(x, routing, *matrices, "silu"), exact) < 1e-2
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.22])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 128), (3, 100), (4, 128), (40, 128)])
+def test_a_router_norms_the_sum_that_few_tokens_are(tokens: int, hidden: int, factor: float) -> None:
+    ops = TritonOps(DEVICE)
+    torch.manual_seed(tokens)
+    x, residual = torch.randn(2, tokens, hidden, device=DEVICE).bfloat16()
+    weight, gain = torch.randn(24, hidden, device=DEVICE).bfloat16(), torch.rand(hidden, device=DEVICE).bfloat16()
+    norm, router = Norm(gain, 1e-6), RouterWeights(weight, TopK(4, True))
+    want, total = ops.add_norm(x, residual.clone(), norm, scale=factor)
+    kept = residual.clone()
+    normed, sums, routing = ops.add_norm_route(x, residual, norm, router, scale=factor)
+    torch.testing.assert_close(sums, total)
+    torch.testing.assert_close(normed.float(), want.float(), atol=1e-2, rtol=1e-2)
+    again = ops.route(normed, weight, router.how)
+    assert torch.equal(routing.experts, again.experts)
+    torch.testing.assert_close(routing.weights, again.weights)
+    assert tokens > FEW_TOKENS or torch.equal(residual, kept), "a program may read what another has overwritten"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Gate, QuantizedMatrix
+from quire.ops.base import Gate, Norm, QuantizedMatrix, RoundedRows
 from quire.ops.quantized import E4M3, dequantize, float8_tokens, quantize_tokens
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import rounded_gemm
@@ -51,7 +51,7 @@ def test_tokens_are_rounded_as_the_reference_rounds_them() -> None:
     x = torch.randn(6, 200, device=DEVICE) * torch.tensor([1e-3, 1.0, 30.0, 0.0, 1.0, 1e-30], device=DEVICE)[:, None]
     x[4] = torch.arange(200, device=DEVICE) - 99.5  # halves of steps
     x[4, 0] = 127.0
-    got, steps = round_rows(x, CARD, torch.int8)
+    got, steps, *_ = round_rows(x, CARD, torch.int8)
     want, scale = quantize_tokens(x)
     assert torch.equal(got, want)
     assert torch.equal(steps[0], scale[:, 0])
@@ -62,21 +62,73 @@ def test_tokens_are_rounded_to_float8_by_themselves_or_in_runs(width: int) -> No
     torch.manual_seed(0)
     x = torch.randn(6, 200, device=DEVICE) * torch.tensor([1e-3, 1.0, 3e4, 0.0, 1.0, 1e-20], device=DEVICE)[:, None]
     x[4] *= torch.logspace(-5, 0, 200, device=DEVICE)  # many below the least normal number
-    got, steps = round_rows(x, CARD, E4M3, width)
+    got, steps, tokens, _ = round_rows(x, CARD, E4M3, width)
     want, scale = float8_tokens(x, width)
-    assert torch.equal(got.float(), want.float())
+    assert torch.equal(got[:tokens].float(), want.float())
     # On a card the library multiplies by the reciprocal.
-    torch.testing.assert_close(steps.t(), scale, rtol=2.4e-7 if DEVICE.type == "cuda" else 0.0, atol=0.0)
+    torch.testing.assert_close(steps[:, :tokens].t(), scale, rtol=2.4e-7 if DEVICE.type == "cuda" else 0.0, atol=0.0)
     held = held_by_float8(x, width)
     run = x.abs().amax(1, keepdim=True)
     assert ((held - x).abs() <= torch.maximum(x.abs() / 16, run / 448 / 512)).all(), "half a step of three bits"
+
+
+@pytest.mark.parametrize("width", [0, 32], ids=["tokens", "runs"])
+@pytest.mark.parametrize("gate", ["silu", "clamped", "relu2"])
+def test_gates_are_applied_while_rows_are_rounded(gate: Gate, width: int) -> None:
+    torch.manual_seed(0)
+    y = torch.randn(5, 200, device=DEVICE).bfloat16()
+    got, want = round_rows(y, CARD, E4M3, width, gate=gate), TritonOps(DEVICE).apply_gate(y, gate)
+    other = round_rows(want, CARD, E4M3, width)
+    # On a card one of two kernels may fuse products that the other does not.
+    few, close = (0.02, 0.01) if DEVICE.type == "cuda" else (0.0, 0.0)
+    assert float((got.rows[:5].float() != other.rows[:5].float()).float().mean()) <= few
+    torch.testing.assert_close(got.steps[:, :5], other.steps[:, :5], rtol=close, atol=0.0)
+
+
+@pytest.mark.parametrize("width", [0, 32], ids=["row", "runs"])
+@pytest.mark.parametrize("rows", [3, 40], ids=["as they are", "rounded"])
+@pytest.mark.parametrize("library", [False, True], ids=["kernel", "library"])
+def test_a_gated_mlp_is_its_two_products(rows: int, library: bool, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a norm that is rounded at once."""
+    torch.manual_seed(rows)
+    ops, (x, residual) = TritonOps(DEVICE), torch.randn(2, rows, 64, device=DEVICE).bfloat16()
+    gate_up, down = float8_matrix(96, 64, width), float8_matrix(64, 48, width)
+    if library:
+        monkeypatch.setattr(rounded_gemm, "prefers_library", lambda rows, matrix, card: len(matrix.weight) == 96)
+        monkeypatch.setattr(rounded_gemm, "library_linear", by_kernel)
+    norm, total = Norm(torch.rand(64, device=DEVICE).bfloat16(), 1e-6), residual.clone()
+    normed, total = ops.add_norm(x, total, norm, scale=0.5)
+    want = ops.quantized_linear(ops.quantized_linear(normed, gate_up, None, "silu"), down)
+    assert off(ops.quantized_mlp(normed, gate_up, down, "silu"), want.float()) <= (
+        0.01 if DEVICE.type == "cuda" else 0.0
+    )
+    read, made = ops.add_norm_rounded(x, residual, norm, gate_up, 0.5)
+    torch.testing.assert_close(made, total)
+    assert isinstance(read, RoundedRows) is (rows == 40)
+    assert off(ops.quantized_mlp(read, gate_up, down, "silu"), want.float()) < 0.01, "sums of squares in another order"
+    if isinstance(read, RoundedRows):
+        for gate in ("", "silu"):
+            exact = REFERENCE.multiply_rounded(read._replace(dtype=torch.float32), gate_up, None, gate)
+            assert off(ops.multiply_rounded(read, gate_up, None, gate), exact) < 0.012, "bfloat16 of halves and result"
+
+
+def by_kernel(x: RoundedRows, weights: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """As `library_linear`."""
+    how = rounded_config(x.tokens, len(weights.weight), x.rows.shape[1], gated=False)
+    return rounded_linear(x, weights, bias, how, CARD, ARRIVED)
+
+
+def multiplied(x: Tensor, weights: QuantizedMatrix, bias: Tensor | None, how: GemmConfig, gate: Gate = "") -> Tensor:
+    """x, rounded, times the matrix by the kernel."""
+    rows = round_rows(x, CARD, weights.weight.dtype, rounded_gemm.run_of(weights))
+    return rounded_linear(rows, weights, bias, how, CARD, ARRIVED, gate)
 
 
 def test_numbers_that_are_none_stay_none() -> None:
     x = torch.ones(2, 64, device=DEVICE)
     for broken in (float("nan"), float("inf")):
         x[0, 3] = broken
-        got, steps = round_rows(x, CARD, E4M3)
+        got, steps, *_ = round_rows(x, CARD, E4M3)
         assert bool(steps[0, 0].isnan()), "which makes all of the row's products none"
         assert torch.equal(got[1].float() * steps[0, 1], x[1])
 
@@ -106,7 +158,7 @@ def test_products_of_float8_round_x_and_nothing_else(
     how = GemmConfig(16, 16, 64, 4, 3, splits=splits)
     want = REFERENCE.quantized_linear(held_by_float8(x, width), weights, shift, gate)
     for _ in range(splits):
-        got = rounded_linear(x, weights, shift, how, CARD, ARRIVED, gate)
+        got = multiplied(x, weights, shift, how, gate)
         assert off(got, want) < EXACT
         assert not ARRIVED.any(), "counters are left as they were found"
 
@@ -120,7 +172,7 @@ def test_the_error_of_rounding_is_that_of_three_bits() -> None:
         weights = float8_matrix(96, 512, width, exact)
         held = REFERENCE.quantized_linear(x, weights)
         how = rounded_config(64, 96, 512, gated=False)
-        got = rounded_linear(x, weights, None, how, CARD, ARRIVED)
+        got = multiplied(x, weights, None, how)
         assert 0.02 < off(got, held) < 0.032
         assert 0.02 < off(dequantize(weights), exact) < 0.032, "as much as the matrix itself"
 
@@ -134,9 +186,9 @@ def test_a_row_has_the_same_bits_in_any_batch_and_any_tiling() -> None:
     numbers = QuantizedMatrix(weight, scale, 128)
     for count in (1, 16, 17, 64, 65):
         how = rounded_config(count, 48, 128, gated=False)
-        assert torch.equal(rounded_linear(x[:3], numbers, None, how, CARD, ARRIVED), whole[:3])
+        assert torch.equal(multiplied(x[:3], numbers, None, how), whole[:3])
     split = GemmConfig(16, 16, 32, 4, 3, splits=4)
-    assert torch.equal(rounded_linear(x[:3], numbers, None, split, CARD, ARRIVED), whole[:3])
+    assert torch.equal(multiplied(x[:3], numbers, None, split), whole[:3])
 
 
 @pytest.mark.parametrize("width", [0, 32], ids=["row", "runs"])
@@ -167,17 +219,17 @@ def test_other_cards_and_matrices_keep_sixteen_bits() -> None:
 
 def test_the_library_takes_many_rows_of_what_it_knows() -> None:
     many, runs = float8_matrix(48, 256, 0), float8_matrix(48, 256, 128)
-    rows = torch.empty(LEAST_NARROW_ROWS, 256, device=DEVICE)
+    rows = LEAST_NARROW_ROWS
     hopper, ada = (replace(CARD, capability=each) for each in ((9, 0), (8, 9)))
     assert prefers_library(rows, many, hopper)
     assert prefers_library(rows, many, ada)
-    assert prefers_library(rows[:17], runs, hopper)
+    assert prefers_library(17, runs, hopper)
     assert not prefers_library(rows, float8_matrix(48, 192, 128), hopper), "half a run at the end"
     assert not prefers_library(rows, runs, ada)
-    assert not prefers_library(rows[1:], many, hopper)
+    assert not prefers_library(rows - 1, many, hopper)
     wide = QuantizedMatrix(torch.empty(NARROW + 16, 16, dtype=E4M3, device=DEVICE), many.scale[:1], 16)
-    assert prefers_library(rows[:LEAST_LIBRARY_ROWS], wide, hopper)
-    assert not prefers_library(rows[1:LEAST_LIBRARY_ROWS], wide, hopper)
+    assert prefers_library(LEAST_LIBRARY_ROWS, wide, hopper)
+    assert not prefers_library(LEAST_LIBRARY_ROWS - 1, wide, hopper)
     assert not prefers_library(rows, float8_matrix(40, 256, 0), hopper)
     assert not prefers_library(rows, float8_matrix(48, 256, 64), hopper)
     assert not prefers_library(rows, many, replace(CARD, capability=(0, 0))), "the interpreter has none"
@@ -186,7 +238,7 @@ def test_the_library_takes_many_rows_of_what_it_knows() -> None:
 def test_the_library_multiplies_what_the_kernel_does() -> None:
     torch.manual_seed(0)
     x, weights = torch.randn(32, 128, device=DEVICE).bfloat16(), float8_matrix(48, 128, 0)
-    got = rounded_gemm.library_linear(x, weights, None, CARD)
+    got = rounded_gemm.library_linear(round_rows(x, CARD, E4M3), weights, None)
     want = REFERENCE.quantized_linear(held_by_float8(x, 0), weights)
     assert off(got, want) < 4e-3, "bfloat16 of the result"
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from quire.ops.base import AnyMatrix, Gate, Int8Matrix, Ops, Projection
+from quire.ops.base import AnyMatrix, Gate, Int8Matrix, Ops, Projection, RoundedRows
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import dequantize
 
@@ -217,6 +217,15 @@ class QuantizedWeight:
     def rounds(self) -> bool:
         """Whether activations are rounded, of many tokens at least."""
         return self.activations or self.ops.rounds(self.matrix)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether `apply` is `Ops.quantized_linear`."""
+        return not self.activations and not self.exact and self.source is None
+
+    def multiply_rounded(self, x: RoundedRows, gate: Gate = "") -> Tensor:
+        """As `apply`, of rows that `Ops.add_norm_rounded` has rounded for the matrix."""
+        return self.ops.multiply_rounded(x, self.matrix, self.bias, gate)
 
     @property
     def rows(self) -> int:

@@ -40,7 +40,7 @@ from quire.ops.triton.gemv import GemmConfig, lines, numbers, two
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait, wait_and_release
 from quire.ops.triton.quantized_gemm import FOUR_AT_ONCE
 from quire.ops.triton.rounded_gemm import alike, multiplies_float8, round_rows, run_of
-from quire.ops.triton.rows import GATES, apply_gate, warps
+from quire.ops.triton.rows import GATES, add_scaled, apply_gate, normalize, warps
 
 LEAST = tl.constexpr(-(1 << 63))
 """Below every key of `choose`."""
@@ -155,13 +155,29 @@ def choose(
         tl.store(weights + r * USED + u, tl.where(real, shares[u] / total + broken, 0.0), mask=inside)
 
 
+@triton.jit
+def sum_and_norm(x, residual, gain, normed, sums, k, hidden, factor, eps):
+    """The norm of residual + factor * x, float32 as it was rounded: of the row that program_id(0) is. The first of its
+    programs writes it, and the sum: not to `residual`, which the others may still have to read."""
+    place = tl.program_id(0).to(tl.int64) * hidden + k
+    inside = k < hidden
+    value = tl.load(x + k, mask=inside, other=0.0)
+    added = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    value = add_scaled(value, added, factor, residual, False)
+    made = normalize(value.to(tl.float32), gain, 0.0, inside, hidden, eps, False).to(value.dtype)
+    if tl.program_id(1) == 0:
+        tl.store(sums + place, value, mask=inside)
+        tl.store(normed + place, made, mask=inside)
+    return made.to(tl.float32)
+
+
 @kernel(do_not_specialize=["rows"])
 def route_kernel(
-    x, weight, bias, correction, gains, logits, experts, weights, places, arrived, null, rows, count, hidden,
-    logit_scale, scale, floor,
+    x, weight, bias, correction, gains, logits, experts, weights, places, arrived, residual, norm_weight, normed, sums,
+    null, rows, count, hidden, logit_scale, scale, floor, factor, eps,
     USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
     GAINED: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    PADDED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
+    PADDED: tl.constexpr, NORMED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
     ALL: tl.constexpr, SOME: tl.constexpr, MARGIN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -170,7 +186,8 @@ def route_kernel(
     chooses their experts.
 
     STAGES 0: one row by multiply-adds, TIMES * BLOCK_K inputs, with the router's weight requested before the wait.
-    WHOLE: BLOCK_E divides the experts. APART: see `numbers`.
+    NORMED, only then and with TIMES 1: rows are norms of residual + factor * x, computed by each program, of which the
+    first writes them, `normed`, and the sums. WHOLE: BLOCK_E divides the experts. APART: see `numbers`.
     """
     n, k = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -180,10 +197,15 @@ def route_kernel(
         tiles = (lines(line, n, k, 0, count, hidden, EVEN and WHOLE),)
         for i in tl.static_range(1, TIMES):
             tiles += (lines(line, n, k, i * BLOCK_K, count, hidden, EVEN and WHOLE),)  # type: ignore[assignment]
+        gain = tl.load(norm_weight + k, mask=k < hidden, other=0.0).to(tl.float32) if NORMED else k
         wait(DEPENDENT)
         release(DEPENDENT)
         row = x + tl.program_id(0).to(tl.int64) * hidden
-        y = tiles[0].to(tl.float32) * numbers(row, n, k, 0, hidden, APART)
+        if NORMED:
+            value = sum_and_norm(row, residual, gain, normed, sums, k, hidden, factor, eps)
+            y = tiles[0].to(tl.float32) * value[None, :]
+        else:
+            y = tiles[0].to(tl.float32) * numbers(row, n, k, 0, hidden, APART)
         for i in tl.static_range(1, TIMES):
             y += tiles[i].to(tl.float32) * numbers(row, n, k, i * BLOCK_K, hidden, APART)
         place = tl.program_id(0).to(tl.int64) * count + n
@@ -206,11 +228,12 @@ def route_kernel(
     if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(1) - 1:
         tl.store(counter, 0)
         for first in range(0, ROWS, SOME):
-            some = tl.program_id(0) * ROWS + first + tl.arange(0, SOME)
+            own = first + tl.arange(0, SOME)
+            some = tl.program_id(0) * ROWS + own
             choose(
-                logits, bias, correction, gains, experts, weights, places, null, some, some < rows, count, logit_scale,
-                scale, floor, USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS, USED_GROUPS, GROUP_BEST,
-                PADDED, ALL, MARGIN,
+                logits, bias, correction, gains, experts, weights, places, null, some, (some < rows) & (own < ROWS),
+                count, logit_scale, scale, floor, USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS,
+                USED_GROUPS, GROUP_BEST, PADDED, ALL, MARGIN,
             )  # fmt: skip
 
 
@@ -227,29 +250,63 @@ def count_kernel(
     tl.store(counts + tl.program_id(0) * experts_held + e, count, mask=e < experts_held)
 
 
-@triton.jit
-def counted(counts, e, runs, count, ALL: tl.constexpr):
-    """Of `count_kernel`'s counts: slots of lower experts, of e, and of e in runs before this program's."""
+@kernel(do_not_specialize=["slots", "room", "runs"])
+def place_kernel(
+    experts, counts, order, tiles, slots, room, runs, experts_held,
+    ROWS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """As `sort_kernel`, of runs of RUN slots, whose experts' slots `counts` [runs, experts_held] has. The first
+    programs place a run each, BLOCK slots at a time; those after them make the tiles of an expert each."""
+    number, e = tl.program_id(0), tl.arange(0, ALL)
+    wait(DEPENDENT)
+    release(DEPENDENT)
     SOME: tl.constexpr = max(1, 4096 // ALL)
-    some, every = tl.arange(0, SOME)[:, None], tl.arange(0, ALL)[None, :]
-    below, equal = tl.zeros([SOME, ALL], tl.int32), tl.zeros([SOME, ALL], tl.int32)
-    earlier = tl.zeros([SOME, ALL], tl.int32)
+    some = tl.arange(0, SOME)[:, None]
+    total, earlier = tl.zeros([SOME, ALL], tl.int32), tl.zeros([SOME, ALL], tl.int32)
     for first in range(0, runs, SOME):
         run = first + some
-        each = tl.load(counts + run * count + every, mask=(run < runs) & (every <= e), other=0)
-        below += tl.where(every < e, each, 0)
-        equal += tl.where(every == e, each, 0)
-        earlier += tl.where((every == e) & (run < tl.program_id(1)), each, 0)
-    return tl.sum(tl.sum(below, 1), 0), tl.sum(tl.sum(equal, 1), 0), tl.sum(tl.sum(earlier, 1), 0)
+        held = (run < runs) & (e < experts_held)[None, :]
+        each = tl.load(counts + run * experts_held + e[None, :], mask=held, other=0)
+        total += each
+        earlier += tl.where(run < number, each, 0)
+    mine = tl.sum(total, 0)
+    before = tl.cumsum(mine, 0) - mine
+    if number < runs:
+        done = before + tl.sum(earlier, 0)
+        at = tl.arange(0, BLOCK)
+        for start in range(number * RUN, number * RUN + RUN, BLOCK):
+            owner = tl.load(experts + start + at, mask=start + at < slots, other=-1)
+            own = (owner[:, None] == e[None, :]).to(tl.int32)
+            rank = tl.cumsum(own, 0) - own + done[None, :]
+            tl.store(order + tl.sum(own * rank, 1), start + at, mask=owner >= 0)
+            done += tl.sum(own, 0)
+    else:
+        here = number - runs
+        write_tiles(
+            tiles, here, tl.sum(tl.where(e == here, before, 0), 0), tl.sum(tl.where(e == here, mine, 0), 0), room,
+            experts_held, ROWS, 128)  # fmt: skip
+
+
+@triton.jit
+def write_tiles(tiles, e, before, mine, room, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The tiles of expert e of `count`, which has `mine` slots after `before` of lower ones: see `sort_kernel`."""
+    first, following = before // ROWS + e, (before + mine) // ROWS + e + 1
+    following = tl.where(e == count - 1, room, following)
+    for start in range(0, following - first, BLOCK):
+        number = start + tl.arange(0, BLOCK)
+        used = number * ROWS < mine
+        own = tiles + first + number
+        tl.store(own, tl.where(used, e, -1), mask=first + number < following)
+        tl.store(own + room, before + number * ROWS, mask=used)
+        tl.store(own + 2 * room, tl.minimum(mine - number * ROWS, ROWS), mask=used)
 
 
 @kernel(do_not_specialize=["slots", "room"])
 def sort_kernel(
-    experts, counts, order, tiles, slots, room,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, COUNTED: tl.constexpr, DEPENDENT: tl.constexpr,
+    experts, order, tiles, slots, room,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One expert's part of the order, a stable one, and its tiles. COUNTED: of a run of BLOCK slots; those of all runs
-    are in `counts`, and the first run makes the tiles.
+    """One expert's part of the order, a stable one, and its tiles.
 
     experts: [slots], -1 for none -> order: slots by expert. tiles: [3, room]: expert, where its rows begin in `order`,
     and their count.
@@ -257,29 +314,15 @@ def sort_kernel(
     e, at = tl.program_id(0), tl.arange(0, BLOCK)
     wait(DEPENDENT)
     release(DEPENDENT)
-    done = 0
-    if COUNTED:
-        before, mine, done = counted(counts, e, tl.num_programs(1), tl.num_programs(0), ALL)
-    else:
-        below, equal = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-        for start in range(0, slots, BLOCK):
-            owner = tl.load(experts + start + at, mask=start + at < slots, other=-1)
-            below += ((owner >= 0) & (owner < e)).to(tl.int32)
-            equal += (owner == e).to(tl.int32)
-        before, mine = tl.sum(below, 0), tl.sum(equal, 0)
-    if tl.program_id(1) == 0:
-        first, following = before // ROWS + e, (before + mine) // ROWS + e + 1
-        following = tl.where(e == tl.num_programs(0) - 1, room, following)
-        for start in range(0, following - first, BLOCK):
-            number = start + at
-            used = number * ROWS < mine
-            own = tiles + first + number
-            tl.store(own, tl.where(used, e, -1), mask=first + number < following)
-            tl.store(own + room, before + number * ROWS, mask=used)
-            tl.store(own + 2 * room, tl.minimum(mine - number * ROWS, ROWS), mask=used)
-    done += before
-    begin = tl.program_id(1) * BLOCK
-    for start in range(begin, begin + BLOCK if COUNTED else slots, BLOCK):
+    below, equal = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, slots, BLOCK):
+        owner = tl.load(experts + start + at, mask=start + at < slots, other=-1)
+        below += ((owner >= 0) & (owner < e)).to(tl.int32)
+        equal += (owner == e).to(tl.int32)
+    before, mine = tl.sum(below, 0), tl.sum(equal, 0)
+    write_tiles(tiles, e, before, mine, room, tl.num_programs(0), ROWS, BLOCK)
+    done = before
+    for start in range(0, slots, BLOCK):
         owner = tl.load(experts + start + at, mask=start + at < slots, other=-1)
         here = (owner == e).to(tl.int32)
         tl.store(order + done + tl.cumsum(here, 0) - here, start + at, mask=owner == e)
@@ -790,6 +833,23 @@ FIXED_ROUTER = GemmConfig(16, 32, 128, 4, 3)
 """As `FIXED`."""
 
 
+class Addition(NamedTuple):
+    """What a router's kernel norms. residual, normed, sums: [T, hidden], the last two to be written: the norm of
+    residual + factor * x, and that sum. weight: of the norm."""
+
+    residual: Tensor
+    weight: Tensor
+    normed: Tensor
+    sums: Tensor
+    factor: float
+    eps: float
+
+
+def norms_rows(how: GemmConfig, tokens: int, hidden: int) -> bool:
+    """Whether the router's kernel is to norm its rows: each program can have a whole one, and for few it pays."""
+    return tokens <= FEW_TOKENS and how.stages == 0 and how.inputs >= hidden
+
+
 def route(
     x: Tensor,
     weight: Tensor,
@@ -801,9 +861,12 @@ def route(
     batch: RaggedBatch | None = None,
     bias: Tensor | None = None,
     gains: Tensor | None = None,
+    addition: Addition | None = None,
 ) -> Routing:
-    """See `Ops.route`. arrived: [COUNTERS] int32, zeros, one for each `how.rows` rows."""
+    """See `Ops.route`. arrived: [COUNTERS] int32, zeros, one for each `how.rows` rows. addition: x is to be normed, see
+    `norms_rows`."""
     x = x.contiguous()
+    into = addition or Addition(x, x, x, x, 1.0, 0.0)
     (tokens, hidden), count = x.shape, len(weight)
     logits = x.new_empty(tokens, count, dtype=torch.float32)
     experts, weights = x.new_empty(tokens, choice.used, dtype=torch.int32), logits.new_empty(tokens, choice.used)
@@ -814,16 +877,18 @@ def route(
     route_kernel[(triton.cdiv(tokens, how.rows), triton.cdiv(count, how.outputs))](
         *(x, weight, x if bias is None else bias, weight if correction is None else correction),
         *(logits if gains is None else gains, logits, experts, weights),
-        *(experts if batch is None else batch.slots, arrived),
+        *(experts if batch is None else batch.slots, arrived, *into[:4]),
         *(0 if batch is None else batch.page_size, tokens, count, hidden),
-        *(choice.logit_scale, choice.scale, choice.floor),
+        *(choice.logit_scale, choice.scale, choice.floor, into.factor, into.eps),
         USED=choice.used, NORMALIZE=choice.normalize, SIGMOID=choice.sigmoid, BIAS=bias is not None,
         CORRECTED=correction is not None, GAINED=gains is not None, GROUPS=choice.groups,
         USED_GROUPS=choice.used_groups,
-        GROUP_BEST=choice.group_best, PADDED=batch is not None, EVEN=hidden % how.inputs == 0,
+        GROUP_BEST=choice.group_best, PADDED=batch is not None, NORMED=addition is not None,
+        EVEN=hidden % how.inputs == 0,
         WHOLE=count % how.outputs == 0, ROWS=how.rows,
         BLOCK_E=how.outputs, BLOCK_K=how.inputs, TIMES=1 if how.stages else times, APART=apart(how),
-        ALL=block(count), SOME=min(how.rows, max(1, 2048 // block(count))), MARGIN=choice.margin, STAGES=how.stages,
+        ALL=block(count), SOME=min(max(how.rows, how.warps), max(1, 2048 // block(count))), MARGIN=choice.margin,
+        STAGES=how.stages,
         PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
     )  # fmt: skip
     return Routing(experts, weights)
@@ -841,7 +906,7 @@ class SortedSlots(NamedTuple):
     tiles: Tensor
 
 
-SCANNED, RUN = 4096, 2048
+SCANNED, RUN = 4096, 256
 """Slots up to which every expert's program reads all of them; the length of a run of more."""
 
 
@@ -849,18 +914,24 @@ def sort_slots(experts: Tensor, count: int, rows: int, card: DeviceInfo) -> Sort
     """experts [T, K] of `count`, -1 for none -> slots by expert, and tiles of up to `rows` of them."""
     slots, every = experts.numel(), block(count)
     sizes = SortedSlots(experts.new_empty(slots), experts.new_empty(3, slots // rows + count))
-    counts, runs, size = experts, 1, block(min(slots, SCANNED), 128)
-    if slots > SCANNED:
-        runs, size = triton.cdiv(slots, RUN), RUN
-        counts = experts.new_empty(runs, count)
-        count_kernel[(runs,)](
-            *(experts, counts, slots, count),
-            BLOCK=size, ALL=every, DEPENDENT=card.dependent, num_warps=4, **card.options,
+    room = sizes.tiles.shape[1]
+    if slots <= SCANNED:
+        size = block(slots, 128)
+        sort_kernel[(count,)](
+            *(experts, sizes.order, sizes.tiles, slots, room),
+            ROWS=rows, BLOCK=size, DEPENDENT=card.dependent, num_warps=4 if size <= 2048 else 8, **card.options,
         )  # fmt: skip
-    sort_kernel[(count, runs)](
-        *(experts, counts, sizes.order, sizes.tiles, slots, sizes.tiles.shape[1]),
-        ROWS=rows, BLOCK=size, ALL=every, COUNTED=slots > SCANNED, DEPENDENT=card.dependent,
-        num_warps=4 if size <= 2048 else 8, **card.options,
+        return sizes
+    runs = triton.cdiv(slots, RUN)
+    counts = experts.new_empty(runs, count)
+    count_kernel[(runs,)](
+        *(experts, counts, slots, count),
+        BLOCK=RUN, ALL=every, DEPENDENT=card.dependent, num_warps=4, **card.options,
+    )  # fmt: skip
+    place_kernel[(runs + count,)](
+        *(experts, counts, sizes.order, sizes.tiles, slots, room, runs, count),
+        ROWS=rows, RUN=RUN, BLOCK=max(16, min(128, 8192 // every)), ALL=every, DEPENDENT=card.dependent,
+        num_warps=8, **card.options,
     )  # fmt: skip
     return sizes
 
@@ -888,7 +959,7 @@ def multiply_tiles(
     outputs, inputs = weight.shape[1] // num_parts(gate), weight.shape[2]
     out, steps = x.new_empty(len(slots.order), outputs), scale
     if rounded:
-        x, steps = round_rows(x, card, E4M3, run)
+        x, steps, *_ = round_rows(x, card, E4M3, run)
     how = how.fitted(card, weight.element_size() * num_parts(gate), x.element_size())
     how = how._replace(described=how.described and can_describe(card, weight, x))
     room = slots.tiles.shape[1]

@@ -33,6 +33,8 @@ from quire.ops.base import (
     Norm,
     Norms,
     QuantizedMatrix,
+    RoundedRows,
+    RouterWeights,
     Routing,
     ScanInputs,
     ScanWeights,
@@ -156,6 +158,27 @@ class TritonOps(BaseOps):
         tiles = self.router_config(len(x), weight)
         return mixture.route(x, weight, how, tiles, self.card, self.arrived, correction, batch, bias, gains)
 
+    def add_norm_route(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        router: RouterWeights,
+        batch: RaggedBatch | None = None,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor, Routing]:
+        """See `Ops.add_norm_route`. Of few tokens one kernel."""
+        weight, choice, correction, bias, gains = router
+        how = self.router_config(len(x), weight)
+        plain = not norm.centred and norm.bias is None and x.dtype is torch.bfloat16
+        if not (plain and mixture.norms_rows(how, *x.shape)):
+            return super().add_norm_route(x, residual, norm, router, batch, scale)
+        into = mixture.Addition(
+            residual.contiguous(), norm.weight, torch.empty_like(x), torch.empty_like(x), scale, norm.eps
+        )
+        routing = mixture.route(x, weight, choice, how, self.card, self.arrived, correction, batch, bias, gains, into)
+        return into.normed, into.sums, routing
+
     def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
         """See `Ops.add_shared`."""
         return rows.add_shared(routed, shared, logits, self.card)
@@ -254,14 +277,45 @@ class TritonOps(BaseOps):
     ) -> Tensor:
         """See `Ops.int8_linear`."""
         matrix = QuantizedMatrix(weight, scale, weight.shape[1])
-        return self.rounding_linear(x, matrix, bias, gate)
+        return self.multiply_rounded(rounded_gemm.round_rows(x.contiguous(), self.card, torch.int8), matrix, bias, gate)
 
-    def rounding_linear(self, x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
-        """As `linear`, of x rounded to the numbers of the matrix."""
-        if rounded_gemm.prefers_library(x, matrix, self.card):
-            return self.apply_gate(rounded_gemm.library_linear(x, matrix, bias, self.card), gate)
+    def quantized_mlp(self, x: Tensor | RoundedRows, gate_up: AnyMatrix, down: AnyMatrix, gate: Gate) -> Tensor:
+        """See `Ops.quantized_mlp`. Where a library multiplies what is rounded, the gate is part of the rounding."""
+        if isinstance(gate_up, QuantizedMatrix) and isinstance(down, QuantizedMatrix) and self.rounds(down):
+            rows = self.rounded(x, gate_up)
+            if rows is not None and rounded_gemm.prefers_library(rows.tokens, gate_up, self.card):
+                y = rounded_gemm.library_linear(rows, gate_up, None)
+                again = rounded_gemm.round_rows(y, self.card, E4M3, rounded_gemm.run_of(down), gate)
+                return self.multiply_rounded(again, down)
+            x = x if rows is None else rows
+        return super().quantized_mlp(x, gate_up, down, gate)
+
+    def rounded(self, x: Tensor | RoundedRows, matrix: QuantizedMatrix) -> RoundedRows | None:
+        """Rows as they are multiplied with the matrix; None where they are not rounded."""
+        if isinstance(x, RoundedRows):
+            return x
+        if not (self.rounds_rows(x) and self.rounds(matrix)):
+            return None
+        return rounded_gemm.round_rows(x.contiguous(), self.card, E4M3, rounded_gemm.run_of(matrix))
+
+    def add_norm_rounded(
+        self, x: Tensor, residual: Tensor, norm: Norm, matrix: AnyMatrix, scale: float = 1.0
+    ) -> tuple[Tensor | RoundedRows, Tensor]:
+        """See `Ops.add_norm_rounded`."""
+        plain = not norm.centred and norm.bias is None
+        if plain and isinstance(matrix, QuantizedMatrix) and self.rounds_rows(x) and self.rounds(matrix):
+            return rounded_gemm.norm_rounded(x, residual, norm, scale, matrix, self.card), residual
+        return super().add_norm_rounded(x, residual, norm, matrix, scale)
+
+    def multiply_rounded(
+        self, x: RoundedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = ""
+    ) -> Tensor:
+        """See `Ops.multiply_rounded`."""
+        assert isinstance(matrix, QuantizedMatrix)
+        if rounded_gemm.prefers_library(x.tokens, matrix, self.card):
+            return self.apply_gate(rounded_gemm.library_linear(x, matrix, bias), gate)
         outputs = len(matrix.weight) // num_parts(gate)
-        how = rounded_gemm.rounded_config(len(x), outputs, x.shape[-1], gated=num_parts(gate) == 2)
+        how = rounded_gemm.rounded_config(x.tokens, outputs, x.rows.shape[1], gated=num_parts(gate) == 2)
         return rounded_gemm.rounded_linear(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def integer_linear(self, x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
@@ -297,8 +351,8 @@ class TritonOps(BaseOps):
             quick = gemv.scaled_gemm_config(len(x), len(weight) // num_parts(gate), x.shape[-1], num_parts(gate) == 2)
             if quick is not None:
                 return gemv.gemv_linear(x, weight, bias, quick, self.card, gate, scale, self.arrived)
-        if self.rounds_rows(x) and self.rounds(matrix):
-            return self.rounding_linear(x, matrix, bias, gate)
+        if (rows := self.rounded(x, matrix)) is not None:
+            return self.multiply_rounded(rows, matrix, bias, gate)
         fast = quantized_gemm.uses_fast_conversion(x, matrix, self.card)
         how = quantized_gemm.quantized_gemm_config(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.is_int4)
         if how is None or x.dtype is torch.float32:

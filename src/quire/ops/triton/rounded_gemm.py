@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from quire.ops.base import Gate, QuantizedMatrix, num_parts
+from quire.ops.base import Gate, Norm, QuantizedMatrix, RoundedRows, num_parts
 from quire.ops.quantized import E4M3, E4M3_MAX, INT8_MAX, LEAST_FLOAT8
 from quire.ops.triton.gemv import COUNTERS, GemmConfig, added_up, given, handed_in
 from quire.ops.triton.launch import ADA, HOPPER, DeviceInfo, block, fetch, kernel, release, wait
-from quire.ops.triton.rows import GATES, warps
+from quire.ops.triton.rows import GATES, add_scaled, apply_gate, warps
 
 TO_EVEN = tl.constexpr(12582912.0)
 """1.5 * 2**23: added to a small number and taken off again it leaves the nearest whole one, halves to even."""
@@ -34,18 +34,31 @@ def rounded_to_e4m3(x):
 
 @kernel(do_not_specialize=["rows"])
 def round_kernel(
-    x, out, steps, rows, inputs,
-    MOST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, out, steps, rows, inputs, stride,
+    GATE: tl.constexpr, ACT: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, FAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A row of x in eight bits, of which MOST is the largest number, and what one step of each run of WIDTH numbers
-    is, float32: steps [runs, rows]; NaN where a number is none, or infinite. FAST: on a card; the interpreter does not
-    carry what it rounds up."""
+    """A row of x [T, stride] in eight bits, of which MOST is the largest number, and what one step of each run of WIDTH
+    numbers is, float32: steps [runs, rows]; NaN where a number is none, or infinite. ACT: see `given`; GATE: its other
+    half follows after `inputs` numbers. FAST: on a card; the interpreter does not carry what it rounds up."""
     row, g = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK // WIDTH)
     k = g[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     wait(DEPENDENT)
     release(DEPENDENT)
-    value = tl.load(x + row * inputs + k, mask=k < inputs, other=0.0).to(tl.float32)
+    line = x + row * stride + k
+    value = tl.load(line, mask=k < inputs, other=0.0).to(tl.float32)
+    if ACT >= 0:
+        other = tl.load(line + inputs, mask=k < inputs, other=0.0).to(tl.float32) if GATE else value
+        value = apply_gate(value, other, ACT).to(x.dtype.element_ty).to(tl.float32)
+    write_rounded(value, out, steps, row, rows, inputs, k, g, MOST, LEAST, WIDTH, FAST)
+
+
+@triton.jit
+def write_rounded(
+    value, out, steps, row, rows, inputs, k, g,
+    MOST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """A row's numbers `value` [runs, WIDTH], which are those at k: see `round_kernel`."""
     finite = tl.abs(value) < float("inf")
     largest = tl.maximum(tl.max(tl.where(finite, tl.abs(value), 0.0), 1), LEAST)
     step = tl.div_rn(largest, MOST) + tl.sum(tl.where(finite, 0.0, float("nan")), 1)
@@ -60,6 +73,29 @@ def round_kernel(
     tl.store(steps + g * rows + row, step, mask=g * WIDTH < inputs)
 
 
+@kernel(do_not_specialize=["rows"])
+def norm_round_kernel(
+    x, residual, weight, out, steps, rows, inputs, factor, eps,
+    MOST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """As `round_kernel`, of the RMS norm of residual + factor * x, rounded; the sum becomes `residual`."""
+    row, g = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK // WIDTH)
+    k = g[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = k < inputs
+    gain = tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    value = tl.load(x + row * inputs + k, mask=inside, other=0.0)
+    added = tl.load(residual + row * inputs + k, mask=inside, other=0.0).to(tl.float32)
+    value = add_scaled(value, added, factor, residual, False)
+    tl.store(residual + row * inputs + k, value, mask=inside)
+    exact = value.to(tl.float32)
+    root = tl.rsqrt(tl.sum(tl.sum(exact * exact, 1), 0) / inputs + eps)
+    made = (exact * root * gain).to(value.dtype).to(tl.float32)
+    write_rounded(made, out, steps, row, rows, inputs, k, g, MOST, LEAST, WIDTH, FAST)
+
+
 @triton.jit
 def eight_bit_tile(line, at, inputs, EVEN: tl.constexpr):
     """A tile of rows of the matrix."""
@@ -70,10 +106,10 @@ def eight_bit_tile(line, at, inputs, EVEN: tl.constexpr):
 
 
 @triton.jit
-def factors_of(steps, scale, r, n, first, group, rows, outputs, count, GATE: tl.constexpr, ALIKE: tl.constexpr):
+def factors_of(steps, scale, r, n, first, group, rows, room, outputs, count, GATE: tl.constexpr, ALIKE: tl.constexpr):
     """What products are multiplied by of a run of columns: the steps of rows r, the scales of outputs n, and of those
     that these are the gates of. ALIKE: they all have the scale of the first."""
-    step = tl.load(steps + group * rows + r, mask=r < rows, other=0.0)[None, :]
+    step = tl.load(steps + group * room + r, mask=r < rows, other=0.0)[None, :]
     if ALIKE:
         own = tl.load(scale + first * count + group)
         return step, own, tl.load(scale + (first + outputs) * count + group) if GATE else own
@@ -87,15 +123,15 @@ def factors_of(steps, scale, r, n, first, group, rows, outputs, count, GATE: tl.
 
 @kernel(do_not_specialize=["rows"])
 def rounded_kernel(
-    x, steps, weight, scale, bias, out, parts, arrived, rows, outputs, inputs, count, length,
+    x, steps, weight, scale, bias, out, parts, arrived, rows, outputs, inputs, room, count, length,
     GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr,
     ALIKE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     SPLITS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of ROWS rows. Programs of the same outputs are neighbours, so that the matrix is read from memory
-    once. WIDTH: columns with one scale, a multiple of BLOCK_K, 0 for all. ALIKE: so have all BLOCK_N outputs. SPLITS:
-    the inputs are split into so many runs of `length`. AHEAD: inputs of the matrix that are brought to L2 before the
-    wait."""
+    once. room: rows that each run of x has steps for. WIDTH: columns with one scale, a multiple of BLOCK_K, 0 for all.
+    ALIKE: so have all BLOCK_N outputs. SPLITS: the inputs are split into so many runs of `length`. AHEAD: inputs of the
+    matrix that are brought to L2 before the wait."""
     first = tl.program_id(1) * BLOCK_N
     n, k = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)[None, :]
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -115,7 +151,7 @@ def rounded_kernel(
     step, factor, other = 1.0, 1.0, 1.0
     if WIDTH:
         step, factor, other = factors_of(
-            steps, scale, r, n, first, begin // WIDTH, rows, outputs, count, GATE, ALIKE)  # fmt: skip
+            steps, scale, r, n, first, begin // WIDTH, rows, room, outputs, count, GATE, ALIKE)  # fmt: skip
     # A number of stages here would make each thread's factors wait in shared memory, one by one.
     for start in tl.range(begin, tl.minimum(begin + length, inputs), BLOCK_K, num_stages=None if WIDTH else STAGES):
         at = start + k
@@ -129,7 +165,7 @@ def rounded_kernel(
                 z += gated * (step * other)
             following = tl.minimum((start + BLOCK_K) // WIDTH, count - 1)
             step, factor, other = factors_of(
-                steps, scale, r, n, first, following, rows, outputs, count, GATE, ALIKE)  # fmt: skip
+                steps, scale, r, n, first, following, rows, room, outputs, count, GATE, ALIKE)  # fmt: skip
         else:
             y = tl.dot(tile, value, y, out_dtype=KIND)
             if GATE:
@@ -142,7 +178,7 @@ def rounded_kernel(
     if last:
         one, two = y.to(tl.float32), z.to(tl.float32)
         if not WIDTH:
-            unit, row, gate = factors_of(steps, scale, r, n, first, 0, rows, outputs, 1, GATE, False)
+            unit, row, gate = factors_of(steps, scale, r, n, first, 0, rows, room, outputs, 1, GATE, False)
             one = one * unit * row
             if GATE:
                 two = two * unit * gate
@@ -166,47 +202,68 @@ def rounded_config(rows: int, outputs: int, inputs: int, *, gated: bool) -> Gemm
     return GemmConfig(128, 128, 128, 8, 3)
 
 
-def round_rows(x: Tensor, card: DeviceInfo, dtype: torch.dtype, width: int = 0, most: int = 0) -> tuple[Tensor, Tensor]:
-    """x [T, in] -> in eight bits [T, in], and the steps of runs of `width` numbers [runs, T] float32; 0: of all. most:
-    rows of the results, if more; those after T are not written.
+def round_rows(x: Tensor, card: DeviceInfo, dtype: torch.dtype, width: int = 0, gate: Gate = "") -> RoundedRows:
+    """x [T, in], with a gate what it makes of that. width: numbers of a run; 0: all of a row.
 
     See `quantized.quantize_tokens`, `quantized.float8_tokens`."""
-    rows, inputs = max(most, len(x)), x.shape[1]
+    rows, stride = most_rows(len(x), width), x.shape[1]
+    inputs = stride // num_parts(gate)
     size = block(inputs)
     width = width or size
     out = x.new_empty(rows, inputs, dtype=dtype)
     steps = x.new_empty(triton.cdiv(inputs, width), rows, dtype=torch.float32)
     largest, least = (INT8_MAX, torch.finfo(torch.float32).tiny) if dtype is torch.int8 else (E4M3_MAX, LEAST_FLOAT8)
     round_kernel[(len(x),)](
-        x, out, steps, rows, inputs, MOST=largest, LEAST=least, WIDTH=width, BLOCK=max(size, width),
-        FAST=any(card.capability), DEPENDENT=card.dependent, num_warps=warps(size), **card.options,
+        x, out, steps, rows, inputs, stride, GATE=num_parts(gate) == 2, ACT=GATES[gate], MOST=largest, LEAST=least,
+        WIDTH=width, BLOCK=max(size, width), FAST=any(card.capability), DEPENDENT=card.dependent,
+        num_warps=warps(size), **card.options,
     )  # fmt: skip
-    return out, steps
+    return RoundedRows(out, steps, len(x), x.dtype)
+
+
+def norm_rounded(
+    x: Tensor, residual: Tensor, norm: Norm, scale: float, matrix: QuantizedMatrix, card: DeviceInfo
+) -> RoundedRows:
+    """The norm of residual + scale * x, both [T, in], rounded for e4m3 `matrix`; the sum is stored in `residual`."""
+    x, (count, inputs), width = x.contiguous(), x.shape, run_of(matrix)
+    rows, size = most_rows(count, width), block(inputs)
+    out = x.new_empty(rows, inputs, dtype=E4M3)
+    steps = x.new_empty(triton.cdiv(inputs, width or size), rows, dtype=torch.float32)
+    norm_round_kernel[(count,)](
+        x, residual, norm.weight, out, steps, rows, inputs, scale, norm.eps, MOST=E4M3_MAX, LEAST=LEAST_FLOAT8,
+        WIDTH=width or size, BLOCK=max(size, width), FAST=any(card.capability), DEPENDENT=card.dependent,
+        num_warps=warps(size), **card.options,
+    )  # fmt: skip
+    return RoundedRows(out, steps, count, x.dtype)
+
+
+def most_rows(count: int, width: int) -> int:
+    """Rows of steps for `count` rows: the library wants a multiple where runs of `width` numbers have steps."""
+    return -(-count // ALIGNED) * ALIGNED if width else count
 
 
 def rounded_linear(
-    x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, how: GemmConfig, card: DeviceInfo, arrived: Tensor,
+    x: RoundedRows, matrix: QuantizedMatrix, bias: Tensor | None, how: GemmConfig, card: DeviceInfo, arrived: Tensor,
     gate: Gate = "",
 ) -> Tensor:  # fmt: skip
-    """x [T, in], rounded, times the matrix [out, in] -> [T, out], or [T, out / 2] with a gate. arrived: [COUNTERS]
-    int32, zeros. The matrix has a scale a row, or what `run_of` accepts."""
+    """x [T, in] times the matrix [out, in] -> [T, out], or [T, out / 2] with a gate. arrived: [COUNTERS] int32, zeros.
+    The matrix has a scale a row, or what `run_of` accepts; x was rounded for it."""
     weight, scale, width = matrix.weight, matrix.scale, run_of(matrix)
     how = how._replace(inputs=min(how.inputs, width or how.inputs))
-    rounded, steps = round_rows(x.contiguous(), card, weight.dtype, width)
-    rows, inputs = x.shape
-    outputs = len(weight) // num_parts(gate)
-    out = x.new_empty(rows, outputs)
+    rounded, steps, rows, dtype = x
+    inputs, outputs = rounded.shape[1], len(weight) // num_parts(gate)
+    out = rounded.new_empty(rows, outputs, dtype=dtype)
     how = how.fitted(card, num_parts(gate), 1)
     tiles, columns = triton.cdiv(rows, how.rows), triton.cdiv(outputs, how.outputs)
     blocks = triton.cdiv(inputs, how.inputs)
     each = triton.cdiv(blocks, how.splits if tiles * columns <= COUNTERS else 1)
     runs = triton.cdiv(blocks, each)
     size = runs * tiles * columns * 2 * how.rows * how.outputs if runs > 1 else 1
-    parts = x.new_empty(size, dtype=torch.int32 if weight.dtype is torch.int8 else torch.float32)
+    parts = rounded.new_empty(size, dtype=torch.int32 if weight.dtype is torch.int8 else torch.float32)
     ahead = how.ahead if how.ahead <= inputs - (runs - 1) * each * how.inputs and card.dependent else 0
     rounded_kernel[(tiles, columns, runs)](
-        *(rounded, steps, weight, scale, x if bias is None else bias, out, parts, arrived, rows, outputs, inputs),
-        *(scale.shape[1], each * how.inputs),
+        *(rounded, steps, weight, scale, out if bias is None else bias, out, parts, arrived, rows, outputs, inputs),
+        *(steps.shape[1], scale.shape[1], each * how.inputs),
         GATE=num_parts(gate) == 2, ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % how.inputs == 0, WIDTH=width,
         ALIKE=alike(matrix, outputs, how.outputs), ROWS=how.rows, BLOCK_N=how.outputs, BLOCK_K=how.inputs,
         STAGES=how.stages, SPLITS=runs, AHEAD=ahead, DEPENDENT=card.dependent, num_warps=how.warps,
@@ -242,13 +299,13 @@ LEAST_LIBRARY_ROWS, LEAST_NARROW_ROWS, NARROW = 129, 257, 4096
 runs have scales, they are so from the first row on that is rounded."""
 
 
-def prefers_library(x: Tensor, matrix: QuantizedMatrix, card: DeviceInfo) -> bool:
+def prefers_library(rows: int, matrix: QuantizedMatrix, card: DeviceInfo) -> bool:
     """Whether cuBLASLt is to multiply: many rows of e4m3 with a scale a row, or on Hopper with runs of 128."""
     if matrix.weight.dtype is not E4M3 or not any(card.capability) or any(size % 16 for size in matrix.weight.shape):
         return False
     run, narrow = run_of(matrix), len(matrix.weight) <= NARROW
     if run == 0:
-        return len(x) >= (LEAST_NARROW_ROWS if narrow else LEAST_LIBRARY_ROWS)
+        return rows >= (LEAST_NARROW_ROWS if narrow else LEAST_LIBRARY_ROWS)
     return run == RUN and matrix.weight.shape[1] % RUN == 0 and card.capability[0] == HOPPER[0]
 
 
@@ -259,16 +316,15 @@ ALIGNED = 16
 """What the library wants rows of steps to be a multiple of."""
 
 
-def library_linear(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, card: DeviceInfo) -> Tensor:
+def library_linear(x: RoundedRows, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     """As `rounded_linear` of e4m3, by cuBLASLt."""
-    width = run_of(matrix)
-    rounded, steps = round_rows(x.contiguous(), card, E4M3, width, -(-len(x) // ALIGNED) * ALIGNED if width else 0)
+    (rounded, steps, count, dtype), width = x, run_of(matrix)
     kind, own = ScalingType.BlockWise1x128, steps.t()
     if not width:
         kind, own = ScalingType.RowWise, steps.view(-1, 1)
     # The library wants scales of the same run one after the other.
     theirs = matrix.scale.t().contiguous().t() if width else matrix.scale.t()
     made = F.scaled_mm(
-        rounded, matrix.weight.t(), own, kind, theirs, kind, bias=bias, output_dtype=x.dtype, use_fast_accum=not width
+        rounded, matrix.weight.t(), own, kind, theirs, kind, bias=bias, output_dtype=dtype, use_fast_accum=not width
     )
-    return made[: len(x)]
+    return made[:count]

@@ -402,6 +402,56 @@ def weight_of(
     return tl.where(is_v, 1.0, q + k)
 
 
+@kernel
+def turn_kernel(
+    qkv, cos, sin, q_weight, k_weight, q_out, k_pool, v_pool, slots, q_eps, k_eps, k_scale, v_scale, page_size,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK_H: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """As `qk_norm_rope_store_kv_kernel`, where heads are whole, by halves that are rotated together, HALF numbers each,
+    and where q and k are normed head by head before or not at all: each number is read once, with its neighbours."""
+    token, h = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, HALF)
+    DIM: tl.constexpr = 2 * HALF
+    inside = (h < HEADS + 2 * GROUPS)[:, None]
+    is_q, is_v = (h < HEADS)[:, None], (h >= HEADS + GROUPS)[:, None]
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    line = qkv + token * ((HEADS + 2 * GROUPS) * DIM) + h[:, None] * DIM + d[None, :]
+    raw = tl.load(line, mask=inside, other=0.0)
+    x, y = raw.to(tl.float32), tl.load(line + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        root = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1))[:, None] / DIM + tl.where(is_q, q_eps, k_eps))
+        root = tl.where(is_v, 1.0, root)
+        q_gain, k_gain = tl.load(q_weight + d).to(tl.float32), tl.load(k_weight + d).to(tl.float32)
+        x *= root * tl.where(is_v, 1.0, tl.where(is_q, q_gain[None, :], k_gain[None, :]))
+        q_gain, k_gain = tl.load(q_weight + HALF + d).to(tl.float32), tl.load(k_weight + HALF + d).to(tl.float32)
+        y *= root * tl.where(is_v, 1.0, tl.where(is_q, q_gain[None, :], k_gain[None, :]))
+    c, s = tl.load(cos + token * HALF + d)[None, :], tl.load(sin + token * HALF + d)[None, :]
+    x, y = tl.where(is_v, x, x * c - s * y), tl.where(is_v, y, y * c + s * x)
+    place = q_out + (token * HEADS + h[:, None]) * DIM + d[None, :]
+    tl.store(place, x.to(raw.dtype), mask=inside & is_q)
+    tl.store(place + HALF, y.to(raw.dtype), mask=inside & is_q)
+    slot = tl.load(slots + token)
+    group = h - tl.where(h < HEADS + GROUPS, HEADS, HEADS + GROUPS)
+    row = ((slot // page_size) * GROUPS + group) * page_size + slot % page_size
+    held = inside & (row >= GROUPS * page_size)[:, None] & (h >= HEADS)[:, None]
+    unit = tl.where(is_v, v_scale, k_scale)
+    x, y, at = stored(x, unit, LARGEST), stored(y, unit, LARGEST), row[:, None] * DIM + d[None, :]
+    kind = k_pool.dtype.element_ty
+    tl.store(k_pool + at, x.to(kind), mask=held & (h < HEADS + GROUPS)[:, None])
+    tl.store(k_pool + at + HALF, y.to(kind), mask=held & (h < HEADS + GROUPS)[:, None])
+    tl.store(v_pool + at, x.to(kind), mask=held & is_v)
+    tl.store(v_pool + at + HALF, y.to(kind), mask=held & is_v)
+
+
+def turns_halves(angles: Angles, dim: int, norms: Norms | None) -> bool:
+    """Whether `turn_kernel` knows such heads."""
+    plain = norms is None or (not norms.after_rope and norms.v_eps is None and len(norms.q.weight) == dim)
+    half = angles.cos.shape[-1]
+    return plain and not angles.interleaved and angles.query_gain is None and 2 * half == dim and half == block(half)
+
+
 def qk_norm_rope_store_kv(
     qkv: Tensor,
     heads: int,
@@ -424,8 +474,17 @@ def qk_norm_rope_store_kv(
     out = qkv.new_empty(tokens, heads, dim)
     total = heads + 2 * groups
     # Few tokens: as many programs as there are heads. Many: longer ones, so that starting them is not the cost. Sums of
-    # norms depend on that; rotations, whose order of rounding is fixed, do not.
+    # norms depend on that; rotations, whose order of rounding is fixed in this kernel, do not.
     at_once = 1 if tokens * total <= (16 * card.sms if norms else FEW_HEADS) else min(16, block(total))
+    if card.sms and at_once > 1 and not gated and turns_halves(angles, dim, norms):
+        turn_kernel[(tokens, triton.cdiv(total, at_once))](
+            *(qkv.contiguous(), cos, sin, q_norm.weight, k_norm.weight, out, kv.k, kv.v),
+            *(batch.slots, q_norm.eps, k_norm.eps, kv.k_scale, kv.v_scale, page_size),
+            HEADS=heads, GROUPS=groups, HALF=cos.shape[-1], NORMED=norms is not None,
+            LARGEST=FLOAT8_MAX.get(kv.k.dtype, 0.0), BLOCK_H=at_once, DEPENDENT=card.dependent, num_warps=4,
+            **card.options,
+        )  # fmt: skip
+        return out
     qk_norm_rope_store_kv_kernel[(tokens, triton.cdiv(total, at_once))](
         *(qkv.contiguous(), cos, sin, cos if gain is None else gain, q_norm.weight, k_norm.weight, out, kv.k, kv.v),
         *(batch.slots, q_norm.eps, k_norm.eps, v_eps or 0.0, kv.k_scale, kv.v_scale, page_size),
