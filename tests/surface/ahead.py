@@ -50,6 +50,7 @@ def make(
     heads: PoolingHeads | None = None,
     images: ImageRunner | None = None,
     parallel: ParallelGroup = ONE_RANK,
+    coming: int = 0,
 ) -> Executor:
     """As `quire.assembly.engine.on_host`, which this stands in for."""
     from quire.assembly import cuda
