@@ -14,7 +14,8 @@ QuireError
 ├── InvalidModel             a checkpoint is broken or not supported (exit code 2)
 └── StepFailed          500  the executor could not run a step; the engine finds whose fault it was
     └── ExecutorLost         what runs the steps is gone, and every row with it: no request is at fault
-        └── RankLost         it was one of several processes that hold parts of the model
+        ├── RankLost         it was one of several processes that hold parts of the model
+        └── ModelLost        weights that were to be read behind the first answers cannot be
 """
 
 from __future__ import annotations
@@ -144,6 +145,14 @@ class RankLost(ExecutorLost):
     def for_clients(self) -> str:
         """Which rank it was, and what happened to it."""
         return f"{self._public}: send the request again once the engine has restarted"
+
+
+class ModelLost(ExecutorLost):
+    """Weights that are read behind the first answers could not be: no step can run until all are loaded again."""
+
+    def for_clients(self) -> str:
+        """That the model is to be loaded again."""
+        return "weights of the model could not be read: send the request again once the model has been loaded anew"
 
 
 def of(status: int, message: str, *, param: str | None = None) -> QuireError:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import io
+import socket
 import threading
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,10 @@ import torch
 
 from quire.assembly import engine as assembly
 from quire.config import Settings
-from quire.errors import InvalidModel
+from quire.engine.process import EngineLoop
+from quire.engine.protocol import FrameReader, ToFront, encode_frame, submission
+from quire.engine.step_watch import StepWatch
+from quire.errors import InvalidModel, ModelLost
 from quire.layers.basic import StoredEmbedding
 from quire.layers.quantization.base import Packable, WeightSlot
 from quire.layers.quantization.deferred import Deferred
@@ -21,6 +29,7 @@ from quire.layers.quantization.packed import Panels
 from quire.models.registry import Model
 from quire.ops.base import Gate
 from quire.ops.native.library import best_level
+from quire.types import Request, SamplingParams
 from quire.weights import load
 from quire.weights.canary import Canary, Quality, Threshold
 from quire.weights.kept_result import KeptResult
@@ -144,7 +153,7 @@ def test_a_file_that_is_gone_or_another_one_fails_every_step_in_the_same_words(t
             (folder / "new").write_bytes(held[::-1])
             (folder / "new").replace(file)
     for _ in range(2):
-        with pytest.raises(InvalidModel, match="safetensors has changed while the model was read from it"):
+        with pytest.raises(ModelLost, match="safetensors has changed while the model was read from it"):
             said(ours, PROMPT)
 
 
@@ -221,3 +230,68 @@ def test_an_engine_with_tiers_of_kv_reads_all_since_their_name_is_made_of_it(
     )
     assert bool(packing) == (not tiers)
     engine.executor.close()
+
+
+def test_a_model_whose_weights_are_gone_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request is at fault, and an engine that goes on would fail all of them and count as healthy."""
+    monkeypatch.setattr(assembly, "pack_beside", lambda weights: None)
+    folder = written(tmp_path / "source", "llama-gqa-tied", **WIDE)
+    engine = assembly.build_engine(Settings.of(model=str(folder), device="cpu", dtype="bfloat16", max_model_len=64))
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    front, back = socket.socketpair()
+    with front, back, closing(engine):
+        front.sendall(
+            encode_frame(
+                submission([Request(id="r", prompt=tuple(PROMPT), max_new_tokens=4, sampling=SamplingParams())])
+            )
+        )
+        assert EngineLoop(engine, back, dict, StepWatch(out=io.StringIO())).run() is False, "its process ends"
+        messages = list(FrameReader(ToFront).feed(front.recv(1 << 16)))
+    (output,) = [output for message in messages for output in message.events]
+    assert output.status == 503 and "could not be read" in output.error
+
+
+class Slow:
+    """A matrix that is packed when the test says so."""
+
+    nbytes = 0
+
+    def __init__(self) -> None:
+        self.packed, self.began, self.goes_on = False, threading.Event(), threading.Event()
+
+    def pack(self) -> None:
+        self.began.set()
+        assert self.goes_on.wait(60)
+        self.packed = True
+
+
+def test_packing_ends_before_the_interpreter_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would stop a thread within torch, and that aborts the process."""
+    at_exit = list[Callable[[], object]]()
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    last, first = Slow(), Slow()
+    packing = pack_beside([last, first])
+    assert first.began.wait(60)
+    exiting = threading.Thread(target=at_exit[0])
+    exiting.start()
+    while not packing._ending.is_set():
+        exiting.join(0.001)
+    assert exiting.is_alive() and packing.is_alive()
+    first.goes_on.set()
+    exiting.join()
+    assert first.packed and not packing.is_alive() and not last.began.is_set() and at_exit == []
+
+
+def test_an_engine_that_is_closed_packs_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = [Slow(), Slow()]
+    monkeypatch.setattr(assembly, "pack_beside", lambda weights: pack_beside(matrices))
+    folder = written(tmp_path / "source", "llama-gqa-tied", **WIDE)
+    engine = assembly.build_engine(Settings.of(model=str(folder), device="cpu", dtype="bfloat16", max_model_len=64))
+    executor: Any = engine.executor
+    assert matrices[1].began.wait(60)
+    engine.close()
+    matrices[1].goes_on.set()
+    executor.packing.join()
+    assert not matrices[0].began.is_set()

@@ -26,7 +26,7 @@ from quire.engine.protocol import (
     submitted,
 )
 from quire.engine.step_watch import StepWatch
-from quire.errors import InvalidRequest, RankLost, StepFailed, print_traceback
+from quire.errors import InvalidRequest, ModelLost, RankLost, StepFailed, print_traceback
 from quire.scheduler.constraint import FREE, Constraints
 from quire.types import Request, RequestStepOutput, error_output
 
@@ -91,8 +91,8 @@ class EngineLoop:
             self._selector.register(self._copies_fd, selectors.EVENT_READ)
 
     def run(self) -> bool:
-        """Run until the front closes the socket, even in the middle of a message, or a rank is lost: while ranks start,
-        nothing could be answered, and /health must say so. Returns whether it was the front."""
+        """Run until the front closes the socket, even in the middle of a message, or a rank or the model is lost: until
+        those are there again nothing could be answered, and /health must say so. Returns whether it was the front."""
         with self._selector, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._send([])
             while self._receive():
@@ -100,7 +100,7 @@ class EngineLoop:
                 if self.refused:
                     outputs, self.refused = self.refused + outputs, []
                 self._send(outputs)
-                if isinstance(self.engine.lost, RankLost):
+                if isinstance(self.engine.lost, RankLost | ModelLost):
                     return False
         return not self._rank_exited
 
@@ -108,7 +108,7 @@ class EngineLoop:
         """Handle commands; wait for them while idle, or until the next plan is due. False: the front is gone."""
         busy = self.engine.can_step or bool(self.refused)
         while True:
-            ready = self._wait(self.engine.time_to_next_plan()) if busy else self._select(self._idle_timeout())
+            ready = self._wait(self.engine.time_to_next_plan()) if busy else self._wait_idle()
             if ready & self._exit_fds:
                 if not self.engine.can_step:
                     self._rank_exited = True
@@ -132,6 +132,13 @@ class EngineLoop:
         Selectors count in milliseconds and round up; a plan that is late costs more than one that is a little early.
         """
         return self._select(math.floor(seconds * 1e3) * 1e-3)
+
+    def _wait_idle(self) -> set[int]:
+        """Descriptors readable once any is, or as `_idle_timeout` says; until then the executor prepares itself."""
+        while not (ready := self._select(0.0)):
+            if not self.engine.prepare():
+                return self._select(self._idle_timeout())
+        return ready
 
     def _select(self, seconds: float | None) -> set[int]:
         """Descriptors readable within `seconds`; None: without limit.

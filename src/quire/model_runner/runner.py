@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.errors import StepFailed
+from quire.errors import ExecutorLost, StepFailed
 from quire.layers.stages import ONE_STAGE, Pipeline
 from quire.model_runner.graphs import GraphKey
 from quire.model_runner.images import ImageRunner
@@ -93,8 +93,10 @@ class LaunchedStep:
             return True
 
     def result(self) -> Result:
-        """What the step sampled. Raises StepFailed, with the error of the step as its cause."""
+        """What the step sampled. Raises StepFailed, with the error of the step as its cause, or ExecutorLost."""
         self.runner.complete(self)
+        if isinstance(self.failure, ExecutorLost):
+            raise self.failure
         if self.failure is not None:
             reason = str(self.failure) or type(self.failure).__name__
             raise StepFailed(f"the step failed: {reason.splitlines()[0]}") from self.failure

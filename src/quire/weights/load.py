@@ -448,7 +448,7 @@ def read_all(wanted: Sequence[Wanted], known: Mapping[Path, Stamp]) -> None:
                 load_piece((entry, piece))
     for path, found in known.items():
         if stamp(path) != found:
-            raise InvalidModel(f"{path.name} has changed while the model was read from it: start the server again")
+            raise InvalidModel(f"{path.name} has changed while the model was read from it: load the model again")
 
 
 @torch.inference_mode()

@@ -53,6 +53,27 @@ def test_nothing_is_left_to_compile_and_with_a_full_cache_little_is_precompiled(
     assert compiled > 0
 
 
+def test_tritons_hash_of_itself_is_computed_once_beside_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, hashed = threading.Event(), list[str]()
+
+    def slow() -> str:
+        begun.wait()
+        hashed.append(threading.current_thread().name)
+        return "key"
+
+    monkeypatch.setattr(precompile, "triton_key", slow)
+    precompile.compiler_key.cache_clear()
+    try:
+        beside = precompile.compiler_key()
+        assert beside.is_alive() and not hashed and precompile.compiler_key() is beside
+        begun.set()
+        Precompiler(1, unwatched)([])
+        assert hashed == [beside.name]
+    finally:
+        begun.set()
+        precompile.compiler_key.cache_clear()
+
+
 def test_what_the_host_launches_can_be_precompiled() -> None:
     folder = quire.ops.triton.__path__
     modules = [importlib.import_module(f"quire.ops.triton.{one.name}") for one in pkgutil.iter_modules(folder)]

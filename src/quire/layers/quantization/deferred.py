@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from quire.errors import ModelLost, QuireError
 from quire.layers.quantization.base import QuantizedWeight, TableStorage, WeightSlot, WeightStorage
 from quire.ops.base import Gate
 
@@ -26,7 +27,7 @@ class Deferred:
         self.nbytes = sum(place.target.nbytes for place in self.places)
         self.read: Callable[[], object] | None = None
         self._lock = Lock()
-        self._failure: BaseException | None = None
+        self._failure: ModelLost | None = None
 
     def slots(self) -> list[WeightSlot]:
         """See `WeightStorage`."""
@@ -45,8 +46,8 @@ class Deferred:
 
     @torch.inference_mode()
     def pack(self) -> None:
-        """Bring it to its final form, or wait until another thread has. Raises what that has raised, too: what is
-        filled in part is not filled again."""
+        """Bring it to its final form, or wait until another thread has. Raises ModelLost, and again where it is needed
+        later: what is filled in part is not filled again."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -55,9 +56,10 @@ class Deferred:
             try:
                 self.read()
                 self.stored.finalize()
-            except BaseException as error:
-                self._failure = error
-                raise
+            except Exception as error:
+                said = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+                self._failure = ModelLost(f"weights cannot be read: {said}")
+                raise self._failure from error
             self.read = None
 
     def apply(self, x: Tensor, gate: Gate = "") -> Tensor:

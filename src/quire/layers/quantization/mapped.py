@@ -7,10 +7,13 @@ takes longer than reading packed rows, and ends when another thread has packed t
 
 from __future__ import annotations
 
+import atexit
+import logging
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from threading import Thread
+from threading import Event, Thread
 
 import torch
 from torch import Tensor
@@ -18,6 +21,8 @@ from torch import Tensor
 from quire.layers.quantization.base import Packable
 from quire.ops.base import BlockPanels, Gate, Ops
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
+
+log = logging.getLogger(__name__)
 
 STRIP = 8 << 20
 """Bytes of the file that are packed at a time: few enough to stay in a cache, and much more than a call costs."""
@@ -122,15 +127,42 @@ class MappedBlocks:
         return matrix
 
 
-def pack_beside(weights: Iterable[Packable]) -> Thread:
-    """Pack what is still to be packed, in a thread, one matrix after the other: the last ones first, since a step that
-    packs what it needs begins with the others."""
-    todo = list(weights)[::-1]
+class Packing(Thread):
+    """A thread that packs what is still to be packed, one matrix after the other: the last ones first, since a step
+    that packs what it needs begins with the others. It ends at one that fails: steps that need it say so, or do
+    without."""
 
-    def run() -> None:
-        for weight in todo:
-            weight.pack()
+    def __init__(self, weights: Iterable[Packable]) -> None:
+        super().__init__(name="quire-pack", daemon=True)
+        self._todo, self._ending = deque(weights), Event()
 
-    thread = Thread(target=run, name="quire-pack", daemon=True)
+    def start(self) -> None:
+        """Begin, and end before the interpreter does: it would stop the thread within torch, which then aborts the
+        process."""
+        atexit.register(self._end)
+        super().start()
+
+    def run(self) -> None:
+        """See the class."""
+        try:
+            while self._todo and not self._ending.is_set():
+                self._todo.pop().pack()
+        except Exception as error:
+            log.warning("no more weights are packed beside the steps: %s", str(error) or type(error).__name__)
+        self._todo.clear()
+        atexit.unregister(self._end)
+
+    def stop(self) -> None:
+        """Pack no more: it ends with the matrix that it is at."""
+        self._ending.set()
+
+    def _end(self) -> None:
+        self.stop()
+        self.join()
+
+
+def pack_beside(weights: Iterable[Packable]) -> Packing:
+    """A `Packing` of these that has begun."""
+    thread = Packing(weights)
     thread.start()
     return thread
