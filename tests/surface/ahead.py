@@ -50,8 +50,9 @@ def make(
     heads: PoolingHeads | None = None,
     images: ImageRunner | None = None,
     parallel: ParallelGroup = ONE_RANK,
+    coming: int = 0,
 ) -> Executor:
-    """As `quire.assembly.engine.on_host`, which this stands in for."""
+    """As `quire.assembly.engine.on_host`, which this stands in for. coming: bytes of what is packed later."""
     from quire.assembly import cuda
 
     return cuda.make_executor(settings, model, torch.device("cpu"), limits, heads, parallel, layers, images)
