@@ -32,7 +32,9 @@ from quire.ops.quantized import BaseOps
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.integer_gemm import dequantize, integer_gemm_config, integer_linear
+from quire.ops.triton.integer_gemv import integer_gemv
 from quire.ops.triton.integer_mma import MmaConfig, integer_mma
+from quire.ops.triton.integer_row import RingConfig, integer_row
 from quire.ops.triton.integer_tma import TmaConfig, integer_tma, takes_matrix
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.precompile import Precompiler
@@ -104,6 +106,15 @@ COPIED: dict[int, Sequence[TmaConfig]] = {
     256: (TmaConfig(64),),
 }
 """Tiles of `integer_tma` by rows."""
+
+RINGED: dict[int, Sequence[RingConfig]] = {
+    4: (
+        RingConfig(32, 4, 2, 5, 8, 1), RingConfig(32, 4, 2, 5, 8, 2), RingConfig(32, 4, 2, 4, 8, 2),
+        RingConfig(16, 8, 2, 4, 8, 2), RingConfig(32, 8, 2, 3, 16, 1),
+    ),
+    8: (RingConfig(32, 4, 2, 3, 8, 1), RingConfig(32, 4, 2, 3, 8, 2), RingConfig(16, 8, 2, 3, 8, 2)),
+}  # fmt: skip
+"""Tiles of `integer_row` by bits."""
 
 MAX_SUMS = 130
 """Sums that a thread may have: more do not fit its registers."""
@@ -415,11 +426,17 @@ class Bench:
         self.note(f"{count} products as chosen now checked, {wrong} wrong, {self.left:.0f} s left")
 
     def in_registers(self, kind: str) -> None:
-        """Products whose numbers pass no shared memory, by tiles of `integer_mma` and `integer_tma`, beside what
-        `integer_gemm` would choose."""
-        cases = [(rows, self.product(kind, name)) for rows in {**IN_REGISTERS, **COPIED} for name in PRODUCTS]
+        """Products by tiles of `integer_row`, `integer_mma` and `integer_tma`, beside what `integer_gemm` would choose,
+        or of one row `integer_gemv`."""
+        cases = [(rows, self.product(kind, name)) for rows in {1: (), **IN_REGISTERS, **COPIED} for name in PRODUCTS]
 
-        def work(product: Product, x: Tensor, how: MmaConfig | TmaConfig | None, matrix: IntegerMatrix) -> Tensor:
+        def work(
+            product: Product, x: Tensor, how: RingConfig | MmaConfig | TmaConfig | None, matrix: IntegerMatrix
+        ) -> Tensor:
+            if isinstance(how, RingConfig):
+                return integer_row(x, matrix, None, self.ops.card, product.gate, how)
+            if len(x) == 1:
+                return integer_gemv(x, matrix, None, self.ops.card, product.gate)
             if isinstance(how, MmaConfig):
                 return integer_mma(x, matrix, None, self.ops.card, self.ops.arrived, product.gate, how)
             if isinstance(how, TmaConfig):
@@ -430,7 +447,9 @@ class Bench:
             return self.call(product, matrix, x, chosen)
 
         def ways(product: Product, x: Tensor) -> Iterator[tuple[str, Callable[[IntegerMatrix], Tensor]]]:
-            yield "through shared memory", partial(work, product, x, None)
+            yield "few rows" if len(x) == 1 else "through shared memory", partial(work, product, x, None)
+            for ring in RINGED[product.matrices[0].bits] if len(x) == 1 else ():
+                yield f"ring {tuple(ring)}", partial(work, product, x, ring)
             if takes_matrix(product.matrices[0], self.ops.card):
                 for tile in COPIED.get(len(x), ()):
                     yield f"copied {tuple(tile)}", partial(work, product, x, tile)
@@ -488,7 +507,7 @@ class Bench:
 @click.command("integers")
 @click.option("--seconds", default=135.0, show_default=True, help="Nothing new is begun after these.")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice((*KINDS, "w8a8")), help="Only these.")
-@click.option("--in-registers", is_flag=True, help="Tiles of products that pass no shared memory, of 4-bit kinds.")
+@click.option("--in-registers", is_flag=True, help="Tiles of `integer_row`, `integer_mma` and `integer_tma`.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the rows here, too.")
 def command(seconds: float, kinds: tuple[str, ...], in_registers: bool, path: Path | None) -> None:
     """Check and time products with matrices of integers on this machine's CUDA device."""

@@ -41,6 +41,7 @@ def test_a_few_kernels_compile(tmp_path: Path) -> None:
         "vector_kernel",
         "mma_kernel",
         "tma_kernel",
+        "ring_kernel",
         "latent_kernel",
         "norm_kernel",
         "sum_kernel",

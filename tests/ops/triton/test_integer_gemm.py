@@ -93,9 +93,10 @@ def test_inputs_with_a_remainder_are_not_taken_in_chunks() -> None:
         assert off(integer_linear(x, matrix, None, how, CARD, ARRIVED), x @ dequantize_integers(matrix).T) < 1e-5
 
 
-def computed(code: str, *given: int) -> dict[str, int]:
-    """Registers after a run of PTX instructions, 32 bits each. given: what comes after the outputs ($0, $1 ..)."""
-    outputs = code.count("fma")
+def computed(code: str, *given: int, outputs: int = 0) -> dict[str, int]:
+    """Registers after a run of PTX instructions, 32 bits each. given: what comes after the outputs ($0, $1 ..), by
+    default as many as there are `fma`."""
+    outputs = outputs or code.count("fma")
     held = {f"${outputs + i}": word for i, word in enumerate(given)}
     dtype = torch.bfloat16 if "bf16" in code else torch.float16
 
@@ -119,6 +120,7 @@ def computed(code: str, *given: int) -> dict[str, int]:
                 "mov": lambda a: a,
                 "shr": lambda a, b: a >> b,
                 "shl": lambda a, b: a << b & 0xFFFFFFFF,
+                "and": lambda a, b: a & b,
                 "lop3": lambda a, b, c, _: a & b | c,
             }[name.split(".")[0]](*value)
     return {f"${i}": held[f"${i}"] for i in range(outputs)}

@@ -231,6 +231,7 @@ def attention_kernel(
 ):  # fmt: skip
     """A program's pieces, several if SEVERAL, for one K/V head. SPLIT: a tile may be split into several pieces. PHASES:
     blocks that all rows see need no mask. REAL: the most rows there can be."""
+    release(DEPENDENT)
     group, index = tl.program_id(0), tl.program_id(1)
     if SEVERAL:
         index, stop = tl.load(starts + index), tl.load(starts + index + 1)
@@ -241,7 +242,6 @@ def attention_kernel(
         if index < stop:
             ahead(k, v, table + span.to(tl.int64) * columns, begin, group, GROUPS, DIM, ROTATED, PAGE, COLUMNS)
     wait(DEPENDENT)
-    release(DEPENDENT)
     if SEVERAL:
         for at in range(index, stop):
             token, n, first, length, begin, end, span, split, before = piece_of(pieces, at, FIELDS)

@@ -5,6 +5,10 @@ keep that correct, and every kernel here follows them. `wait` comes before anyth
 read, and before anything is written. `release`, which lets the next one start, comes after `wait`; so the kernel before
 the preceding one has ended when a kernel starts, and its results may be read at once.
 
+Kernels that are shorter than the setup of the next one, or leave most of the card to it, release before they wait
+(`release_and_wait`): norms, rotation, attention. What follows one of these reads nothing before its wait but what no
+kernel near it writes: weights, and the lists of a step (`tests/ops/triton/test_early_release.py`).
+
 Every kernel that the host launches is made by `kernel`, so that precompilation can record launches instead of running
 them.
 """
@@ -117,6 +121,13 @@ def wait_and_release(DEPENDENT: tl.constexpr):
     """Both."""
     wait(DEPENDENT)
     release(DEPENDENT)
+
+
+@triton.jit
+def release_and_wait(DEPENDENT: tl.constexpr):
+    """Both, the next kernel being set up while the preceding one may still run."""
+    release(DEPENDENT)
+    wait(DEPENDENT)
 
 
 @triton.jit

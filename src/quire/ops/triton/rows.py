@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Norm, Norms
 from quire.ops.quantized import FLOAT8_MAX
 from quire.ops.ragged import LayerKV, RaggedBatch
-from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.launch import DeviceInfo, block, kernel, release, release_and_wait, wait
 
 
 @triton.jit
@@ -48,8 +48,7 @@ def norm_kernel(
     if NORMS > 2:
         third_gain = row_of(third_weight, bias, at, inside, False)[0]
     place = tl.program_id(0).to(tl.int64) * columns + at
-    wait(DEPENDENT)
-    release(DEPENDENT)
+    release_and_wait(DEPENDENT)
     value = tl.load(x + place, mask=inside, other=0.0)
     if FIRST:
         exact = normalize(value.to(tl.float32), first_gain, first_shift, inside, columns, first_eps, CENTRED)
@@ -307,8 +306,7 @@ def qk_norm_rope_store_kv_kernel(
         first, pair, other = d % 2 == 0, d // 2, tl.where(turns, d ^ 1, d)
     inside = (head < HEADS + 2 * GROUPS)[:, None] & (d < DIM)[None, :]
     is_q, is_v = (head < HEADS)[:, None], (head >= HEADS + GROUPS)[:, None]
-    wait(DEPENDENT)
-    release(DEPENDENT)
+    release_and_wait(DEPENDENT)
     start = qkv + token * ((HEADS + 2 * GROUPS) * DIM)
     base = start + head[:, None] * DIM
     raw = tl.load(base + d[None, :], mask=inside, other=0.0)
