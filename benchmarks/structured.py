@@ -44,6 +44,9 @@ class Timed:
     def why(self) -> str:
         return self.inner.why()
 
+    def beginning(self) -> Sequence[int]:
+        return self.inner.beginning()
+
 
 def schema(i: int) -> dict[str, Any]:
     """One of many alike: a long list of objects with texts, numbers, choices and lists."""

@@ -56,6 +56,28 @@ class Grammar:
     def why(self) -> str:
         return ""
 
+    def beginning(self) -> Sequence[int]:
+        return ()
+
+
+FORCED = (5, 40, 11, 7, 61)
+
+
+def mask_behind(output: Sequence[int]) -> bytes:
+    """Of answers that begin with FORCED."""
+    return mask_after(output) if len(output) >= len(FORCED) else (1 << FORCED[len(output)]).to_bytes(13, "little")
+
+
+class Begun(Grammar):
+    """One whose answers begin with tokens that are known beforehand."""
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[bytes | None]:
+        out = list(output)
+        return [mask_behind(out + list(drafts[:i])) for i in range(len(drafts) + 1)]
+
+    def beginning(self) -> Sequence[int]:
+        return FORCED
+
 
 class Drawn:
     """Speculation whose depth is drawn at random."""
@@ -114,15 +136,17 @@ CONSTRAINED = {r.id for i, r in enumerate(REQUESTS) if i % 4 == 2}
 LONGEST = max(len(r.prompt) + r.max_new_tokens for r in REQUESTS)
 
 
-def answers(requests: Sequence[Request], recurrent: bool) -> dict[str, list[int]]:
-    """What each request's tokens must be in the end."""
-    masks = {r.id: mask_after if r.id in CONSTRAINED else None for r in requests}
+def answers(requests: Sequence[Request], recurrent: bool, begun: bool = False) -> dict[str, list[int]]:
+    """What each request's tokens must be in the end. begun: constrained ones begin with FORCED."""
+    mask = mask_behind if begun else mask_after
+    masks = {r.id: mask if r.id in CONSTRAINED else None for r in requests}
     how = [(r.id, (r.prompt, r.max_new_tokens, r.stop, (r.seed, r.choice))) for r in requests]
     return {id: naive(*each, masks[id], recurrent) for id, each in how}
 
 
-WANT = {recurrent: answers(REQUESTS, recurrent) for recurrent in (False, True)}
-"""By whether the model has recurrent layers."""
+EITHER = (False, True)
+WANT = {(recurrent, begun): answers(REQUESTS, recurrent, begun) for recurrent in EITHER for begun in EITHER}
+"""By whether the model has recurrent layers, and whether constrained answers begin with FORCED."""
 BAD = [
     Request(id="poison", prompt=(5, 6, 7, POISON, 8), max_new_tokens=5),
     Request(id="sick", prompt=(9, 9, SICK), max_new_tokens=5),
@@ -244,9 +268,10 @@ class Run:
         index = radix(c["size"]) if c["reuse"] else classes.NoPrefixCache()
         eviction = EVICTION_POLICIES[c["eviction"]]()
         bounds = {"min_shared_tokens": 4, "max_pinned_blocks": c["pins"], "snapshot_interval": interval}
-        self.want = WANT[slots is not None]
         apart = ("pressure", "pins", "snapshots", "tiers", "groups")  # the same whatever these are
         work = sorted((axis, value) for axis, value in combo.items() if axis not in apart)
+        begun = random.Random(f"opening {work}").random() < 0.2
+        self.want, self.constraint = WANT[slots is not None, begun], Begun() if begun else Grammar()
         self.rng = random.Random(repr(work))
         seed = str(self.rng.random())
         self.groups = c.get("groups", 1)
@@ -322,7 +347,7 @@ class Run:
             for _ in range(1 if self.combo["late"] else len(todo)):
                 if todo:
                     request = todo.pop(0)
-                    self.eng.add(request, Grammar() if request.id in CONSTRAINED else FREE)
+                    self.eng.add(request, self.constraint if request.id in CONSTRAINED else FREE)
             for i, when in doomed.items():
                 if when == n:
                     self.eng.abort(i)

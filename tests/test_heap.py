@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from quire import heap
+import quire
+from quire import SamplingParams, heap
 
 
 @pytest.fixture
@@ -69,3 +72,23 @@ def test_what_lives_at_the_end_is_collected_only_where_it_would_be_reported(
 def test_tests_are_excluded_again_after_these() -> None:
     """A worker of all tests has a million objects and more, which tests of memory would look through each time."""
     assert gc.get_freeze_count() > 100_000
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_while_a_name_of_the_package_is_imported(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[bool]()
+
+    def imported(name: str) -> object:
+        seen.append(gc.isenabled())
+        return importlib.import_module(name)
+
+    monkeypatch.setattr(quire, "importlib", SimpleNamespace(import_module=imported))
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        assert quire.__getattr__("SamplingParams") is SamplingParams
+        assert seen[-1] is False and gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -89,4 +89,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     module, attribute = _LOADED[name]
     importlib.import_module("quire.spinning").limit_spinning()
-    return getattr(importlib.import_module(module), attribute)
+    with importlib.import_module("quire.heap").importing():
+        return getattr(importlib.import_module(module), attribute)

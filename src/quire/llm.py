@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from quire import errors
-from quire.assembly.engine import build_engine
+from quire.assembly.engine import begin_context, build_engine
 from quire.assembly.images import build_images, fetch_now
 from quire.assembly.kv_offload import refuse_prefill
 from quire.assembly.limits import choose_device
@@ -108,15 +108,16 @@ class LLM:
 
     def __init__(self, model: str = "embedded", *, settings: Settings | None = None, **options: Any) -> None:
         self.settings = located(Settings.of(model=model, **options_of(options)) if settings is None else settings)
+        begin_context(self.settings)
         self._text = text = build_text(self.settings)
         self._prompts = PromptReader(text, build_images(self.settings), fetch_now(self.settings))
         # Not of self, which would then wait for the garbage collector with all its memory.
         self._grammars = GrammarCompiler(LlguidanceCompiler(lambda: text.tokenizer))
         self._grammars_lock = threading.Lock()
-        if choose_device(self.settings.execution.device).type == "cuda":
-            self._grammars.warm_up()
         refuse_prefill(self.settings, "an LLM")
         self._engine = build_engine(self.settings)
+        if choose_device(self.settings.execution.device).type == "cuda":
+            self._grammars.warm_up()
         self._seeds = random.Random(self.settings.model.seed)
         self._names = itertools.count()
         self._enqueued: deque[_Batch] = deque()

@@ -439,6 +439,7 @@ def test_an_engines_process_begins_as_written_down(calls: Calls, monkeypatch: py
     monkeypatch.setattr(engine_child, "count_compiles", calls.to("count_compiles", "compiles"))
     monkeypatch.setattr(engine_child.History, "attach", lambda self, kv: calls.say("history follows", kv))
     monkeypatch.setattr(engine_child.GrammarCompiler, "warm_up", calls.to("warm_up"))
+    monkeypatch.setattr(engine_child, "begin_context", calls.to("begin_context"))
     monkeypatch.setattr(
         engine_child.StepWatch, "install_signal_handler", lambda self, it: calls.say("watches", self.timeout)
     )

@@ -559,6 +559,28 @@ def test_after_work_and_a_rest_memory_is_given_back_once(monkeypatch: pytest.Mon
         assert loop._receive() and len(given) == 2
 
 
+def test_an_idle_engine_prepares_until_it_is_asked_for_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.process._TRIM_AFTER", 0.01)
+    front, back = socket.socketpair()
+    prepared = list[int]()
+
+    def prepare() -> bool:
+        prepared.append(len(engine.scheduler.sequences))
+        if len(prepared) == 2:
+            front.sendall(encode_frame(Submit([ask("a")])))
+        return len(prepared) < 5
+
+    with front, back:
+        plain = SimConfig(pages=64, page_size=4, max_num_seqs=4, cost=StepCost(0.01, 0.001)).build(VirtualClock())
+        engine = Engine(plain.scheduler, plain.executor, clock=plain.clock, prepare=prepare)
+        loop = EngineLoop(engine, back, dict, StepWatch())
+        assert loop._receive() and prepared == [0, 0] and engine.can_step
+        assert not engine.prepare() and loop._receive() and prepared == [0, 0]
+        while engine.can_step:
+            engine.step()
+        assert loop._receive() and prepared == [0] * 5
+
+
 @pytest.mark.parametrize(("closing", "own", "told"), [(False, True, 1), (False, False, 0), (True, True, 0)])
 def test_only_the_loss_of_the_present_engine_is_reported_and_not_while_closing(
     closing: bool, own: bool, told: int

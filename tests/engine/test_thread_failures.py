@@ -21,6 +21,7 @@ class Breaking:
     def __init__(self, *broken: str) -> None:
         self.broken, self.calls = broken, list[str]()
         self.running: dict[str, int] = {}
+        self.unprepared = 0
 
     def _note(self, what: str) -> None:
         self.calls.append(what)
@@ -36,6 +37,11 @@ class Breaking:
             raise InvalidRequest("no")
         self.running[request.id] = 0
         self._note(f"add {request.id}")
+
+    def prepare(self) -> bool:
+        assert not self.running
+        self.unprepared = max(0, self.unprepared - 1)
+        return self.unprepared > 0
 
     def wait(self, seconds: float) -> None:
         """There is always something to step."""
@@ -97,6 +103,18 @@ def test_a_step_that_raises_ends_every_request_and_later_ones_are_taken() -> Non
     running.close()
     running.close()
     assert engine.calls[-1] == "close" and engine.calls.count("close") == 1
+
+
+def test_an_idle_engine_prepares_between_two_calls() -> None:
+    engine, told = Breaking("abandon"), Told()
+    running = EngineThread(engine)  # type: ignore[arg-type]
+    engine.unprepared = 3
+    running.reset_prefix_cache()
+    until(lambda: not engine.unprepared)
+    running.submit([(request("a"), FREE, told)])
+    until(lambda: "step" in engine.calls)
+    running.end(["a"], wait=True)
+    running.close()
 
 
 def test_an_engine_that_cannot_start_again_refuses_later_calls() -> None:

@@ -39,6 +39,9 @@ class Alternate:
     def why(self) -> str:
         return ""
 
+    def beginning(self) -> Sequence[int]:
+        return ()
+
 
 SAMPLING = (
     GREEDY,

@@ -15,6 +15,7 @@ from quire.errors import StepFailed
 from quire.executors.local import CudaExecutor
 from quire.model_runner.device_steps import TorchSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
+from quire.model_runner.lookahead_runner import MASK_LINES
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.row_state import StepShape
 from quire.model_runner.speculative import ModelProposer, NgramProposer, Proposer
@@ -127,6 +128,21 @@ def test_every_combination_gives_the_dense_loops_tokens(share: int) -> None:
         rng = random.Random(str(combo))
         assert it.answer(REQUESTS, late=lambda rng=rng: rng.randrange(3)) == WANT, combo  # type: ignore[misc]
         assert it.scheduler.kv.block_pool.num_free == it.scheduler.kv.block_pool.num_blocks
+
+
+class Served(WorkQueue):
+    """Each step is done by a larger one."""
+
+    def serving(self, key: GraphKey) -> GraphKey:
+        tokens, spans = min(2 * key.tokens, 64), min(2 * key.spans, 16)
+        return key._replace(tokens=tokens, spans=spans, max_query=1 if key.max_query == 1 else tokens)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_steps_that_larger_ones_serve_give_the_same_tokens(depth: int) -> None:
+    it = driver(lookahead=depth, feed=(16, 5))
+    it.executor.runner.queue = Served()
+    assert it.answer(REQUESTS, late=lambda: 1) == WANT
 
 
 class Swinging(FixedDrafts):
@@ -432,6 +448,6 @@ def test_every_graph_key_is_precompiled_with_any_number_of_drafts_and_any_end(mo
     drafted = scheduler.draft_stats
     assert drafted.accepted_by_position[most - 1] > 0, "as deep as it goes"
     made = [*cuda.graph_keys(rows, 64, 64), *cuda.speculative_graph_keys(rows, 64, most, True)]
-    known = set(made)
-    assert len(made) == len(known), "none is made ready twice"
+    known = {*made, *(GraphKey(lines, 0, 0, 0, "masks") for lines in MASK_LINES)}
+    assert len(made) + len(MASK_LINES) == len(known), "none is made ready twice"
     assert queue.seen <= known, sorted(queue.seen - known)

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor, LocalExecutor
-from quire.model_runner.graphs import CudaQueue
+from quire.model_runner.graphs import CudaQueue, stand_ins
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.speculative import ModelProposer, NgramProposer, Proposer
 from quire.scheduler.block_pool import EVICTION_POLICIES, PrefixCache
@@ -34,6 +34,7 @@ from tests.executors import test_features
 
 triton_ops = pytest.importorskip("quire.ops.triton.ops")
 kernels = pytest.importorskip("quire.model_runner.triton_steps")
+graph_keys = pytest.importorskip("quire.assembly.cuda").graph_keys
 
 pytestmark = [
     pytest.mark.gpu,
@@ -184,6 +185,42 @@ def test_every_pair_of_features_answers_as_on_the_cpu(
     for lookahead in (1, 2):
         got = test_features.answers(it.executor(16, eager=eager, drafts=drafts), lookahead)
         test_features.agree(got, want, 2e-4)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-gqa", "qwen3_next-shared-keys"])
+def test_answers_are_the_same_while_graphs_are_still_captured(
+    shape: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Sizes whose graphs come later are served by larger ones, then by their own, also in the middle of answers."""
+    it, device = subject(shape, tmp_path_factory.getbasetemp()), torch.device("cuda")
+    keys = graph_keys(ROWS, 256, 256)
+    queue = CudaQueue(device, 256)
+    executor = CudaExecutor(
+        *(it.gpu,), pages=PAGES, page_size=16, rows=ROWS, max_model_len=LENGTH, tokens=256, dtype=torch.float32,
+        device=device, steps=kernels.TritonSteps(device), queue=queue, snapshots=SNAPSHOTS, warm=keys,
+        larger=stand_ins(keys),
+    )  # fmt: skip
+    requests = workload(checkpoints.VOCAB, 30, SAMPLING)
+    wanted, postponed = it.local(requests), len(queue.postponed)
+    assert postponed > 10
+    for turn in range(3):
+        scheduler = Scheduler(
+            KVCacheManager(PAGES, 16, cache_of(executor, 16)),
+            rows=ROWS,
+            max_num_batched_tokens=256,
+            max_chunk_tokens=90,
+        )
+        engine = Engine(scheduler, executor, lookahead=1)
+        for request in requests:
+            engine.add(request)
+        while engine.has_pending_work:
+            engine.step()
+            if turn == 1:
+                executor.prepare_next()
+        assert {done.id: done.tokens for done in engine.completed_requests} == wanted
+        executor.reset()
+    assert not queue.postponed and not queue.larger
+    executor.close()
 
 
 def test_a_step_that_drafts_is_timed_and_leaves_no_trace(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from quire.model_runner import graphs
-from quire.model_runner.graphs import CudaQueue, GraphKey
+from quire.model_runner.graphs import OFTEN, CudaQueue, GraphKey, bucket_seqs, bucket_tokens, padding, stand_ins
 from quire.model_runner.sampling.features import RANDOM
 from quire.ops import gemm as products
 from quire.ops.capture import NotCapturable, captured
@@ -25,6 +27,7 @@ class Tape(CudaQueue):
     def __init__(self, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.largest, self.pool = largest, None
         self.graphs, self.started = {}, set()
+        self.postponed, self.larger, self.served = {}, {}, Counter()
         self.seen: list[tuple[str, GraphKey]] = []
         self.known: set[GraphKey] = set()
         self.recording = False
@@ -78,6 +81,62 @@ def test_work_that_cannot_be_captured_yet_is_run_and_then_captured(monkeypatch: 
     tape = Tape(16, monkeypatch)
     assert tape.ready(first, three)[2:] == [("tried", three), ("done", three), ("recorded", three)]
     assert three in tape.graphs
+
+
+def forwards(seqs: int, tokens: int) -> list[GraphKey]:
+    """As `assembly.cuda.graph_keys`."""
+    decode = {padding(n) for n in range(1, seqs + 1)}
+    mixed = {bucket_tokens(n) for n in range(1, tokens + 1)}
+    spans = {bucket_seqs(n) for n in range(1, seqs + 1)}
+    return [*(GraphKey(t, s, t) for t in mixed for s in spans), *(GraphKey(n, n, 1) for n in decode)]
+
+
+@pytest.mark.parametrize(("seqs", "tokens"), [(256, 2048), (100, 2048), (300, 512), (17, 64), (4, 64), (1, 16)])
+def test_a_step_whose_graph_is_postponed_has_room_in_a_larger_one(seqs: int, tokens: int) -> None:
+    keys = forwards(seqs, tokens)
+    larger = stand_ins([*keys, GraphKey.head(24, 0)])
+    assert larger.keys() < set(keys) and not larger.keys() & set(larger.values())
+    for key, other in larger.items():
+        assert (key.max_query == 1) == (other.max_query == 1)
+        assert other.tokens >= key.tokens and other.spans >= key.spans and other.max_query >= key.max_query
+        assert other.tokens < 2 * key.tokens or key.max_query > 1
+    sizes = [key.tokens for key in keys if key not in larger and key.max_query > 1]
+    assert all(b <= 2 * a for a, b in zip(sorted(sizes), sorted(sizes)[1:], strict=False))
+
+
+def test_what_is_postponed_is_captured_the_most_used_first_and_serves_itself_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large, some, few = GraphKey(64, 64, 1), GraphKey(40, 40, 1), GraphKey(48, 48, 1)
+    tape = Tape(64, monkeypatch)
+    tape.ready(large)
+    tape.postpone([(key, tape.work(key)) for key in (few, some)], {few: large, some: large})
+    assert [tape.serving(key) for key in (large, some, few, some)] == [large] * 4
+    assert tape.prepare_next() and tape.seen[2:] == [("recorded", some)]
+    assert [tape.serving(key) for key in (some, few)] == [some, large]
+    assert not tape.prepare_next() and tape.serving(few) == few
+    assert tape.seen[2:] == [("recorded", some), ("recorded", few)] and not tape.prepare_next()
+
+
+def test_a_size_that_is_used_often_is_captured_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, some = GraphKey(64, 64, 1), GraphKey(40, 40, 1)
+    tape = Tape(64, monkeypatch)
+    tape.ready(large)
+    tape.postpone([(some, tape.work(some))], {some: large})
+    assert [tape.serving(some) for _ in range(OFTEN + 1)] == [large] * (OFTEN - 1) + [some] * 2
+
+
+def test_what_cannot_be_captured_later_is_never_run_and_the_larger_one_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Running it would feed the rows that the last step fed."""
+    large, three = GraphKey(4, 4, 1), GraphKey(3, 3, 1)
+    tape = Tape(4, monkeypatch)
+    tape.ready(large)
+    tape.postpone([(three, tape.work(three))], {three: large})
+    with caplog.at_level(logging.WARNING):
+        assert not tape.prepare_next()
+    assert tape.seen[2:] == [("tried", three)] and tape.serving(three) == large and "of 3 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("enabled", [True, False])

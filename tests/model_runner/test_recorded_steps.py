@@ -156,6 +156,9 @@ class Handle:
         lines = self.recorded.lines
         lines.append(f"masks of step {self.number}: {[[m and m.hex() for m in span] for span in masks]}")
         self.handle.sample(masks)
+        if isinstance(runner := self.recorded.executor.runner, LookaheadRunner):
+            state = runner.state
+            lines.append(f"  device masks {state.mask_index.tolist()} of {state.mask_words.tolist()} words")
         self.recorded._ran()
 
     def is_done(self) -> bool:

@@ -202,7 +202,7 @@ def test_updates_are_made_in_each_buffer_in_turn() -> None:
     for i in range(7):
         made = ring.pack([(10 * i, np.array([i, -i], dtype=np.int32)), (np.array([5, 3]), np.array([i + 50] * 2))])
         assert made is not None and ring.pack([]) is None
-        assert [part.tolist() for part in made] == [[10 * i, 10 * i + 1, 5, 3], [i, -i, i + 50, i + 50]]
+        assert [part.tolist() for part in made[:2]] == [[10 * i, 10 * i + 1, 5, 3], [i, -i, i + 50, i + 50]]
         held.append([int(buffer[32]) for buffer in ring.host])
     assert held[2:] == [[0, 1, 2], [3, 1, 2], [3, 4, 2], [3, 4, 5], [6, 4, 5]]
 

@@ -21,6 +21,9 @@ from quire.observability import recording_format
 from quire.observability.checkpoint import CLASSES
 from quire.observability.recorder import RecordedEngine, Recorder, recorded
 from quire.observability.recording_format import Ring
+from quire.scheduler.block_pool import RadixPrefixCache
+from quire.scheduler.constraint import PENDING
+from quire.scheduler.kv_cache import KVCacheManager
 from quire.scheduler.kv_offload import KVOffload
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts
@@ -28,8 +31,9 @@ from quire.scheduler.step_time import StepCost, StepTimeModel
 from quire.sim.replay import replay
 from quire.sim.run import SimConfig, simulate
 from quire.sim.workload import uniform
-from quire.types import UNLIMITED
-from tests.lattice import AXES, CoreClasses, Drawn, Run, sampled
+from quire.types import UNLIMITED, Request
+from tests.hash_model import HashDevice
+from tests.lattice import AXES, Begun, CoreClasses, Drawn, Run, sampled
 from tests.mutants import BUGS, plant
 
 SAMPLE = sampled(random.Random(5), 40)
@@ -92,6 +96,39 @@ def test_every_plan_of_the_lattice_is_made_again(tmp_path: Path, combo: dict[str
     assert again.divergence is None and not again.under_way
     assert again.engine.stats.num_steps == run.eng.stats.num_steps and again.engine.failures == run.eng.failures
     assert again.engine.gauges() == run.eng.gauges()
+
+
+def begins(combo: dict[str, Any]) -> bool:
+    return isinstance(Run(CoreClasses(), combo).constraint, Begun)
+
+
+def test_plans_of_answers_with_a_known_beginning_are_made_again(tmp_path: Path) -> None:
+    """Also those that find the blocks of other answers' beginnings."""
+    cases = [combo for combo in sampled(random.Random(5), 60, {**AXES, "reuse": (True,)}) if begins(combo)]
+    assert len(cases) > 5
+    for i, combo in enumerate(cases):
+        run = record(tmp_path / str(i), combo)
+        again = replay(recording_format.RecordingReader([tmp_path / str(i)]), prepare=as_drawn(combo))
+        assert again.divergence is None and again.engine.gauges() == run.eng.gauges()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_blocks_of_a_known_beginning_are_found_in_a_replay_too(tmp_path: Path, late: bool) -> None:
+    """late: the constraint is compiled beside the engine."""
+    ring = Short(tmp_path, UNLIMITED)
+    scheduler = Scheduler(KVCacheManager(60, 4, RadixPrefixCache(4)), rows=8)
+    engine = RecordedEngine(scheduler, HashDevice(60, 4), recorder=Recorder(ring), lookahead=1, clock=VirtualClock())
+    for id, last in (("a", 5), ("b", 5), ("c", 4)):
+        engine.add(Request(id=id, prompt=(9, 8, 7, 6, last), max_new_tokens=9), PENDING if late else Begun())
+        if late:
+            engine.step()
+            engine.set_constraint(id, Begun())
+        while engine.has_pending_work:
+            engine.step()
+    assert engine.stats.num_cached_tokens == 5 + 4
+    ring.close()
+    again = replay(recording_format.RecordingReader([tmp_path]))
+    assert again.divergence is None and again.engine.stats.num_cached_tokens == 9
 
 
 @pytest.mark.parametrize("combo", [c for c in SAMPLE if c["drafts"] >= 0][:8], ids=named)

@@ -187,6 +187,9 @@ def test_a_budget_of_thoughts_says_what_its_constraint_says(why: str) -> None:
         def why(self) -> str:
             return why
 
+        def beginning(self) -> tuple[int, ...]:
+            return (1,)
+
     budgeted = ThoughtBudget.__new__(ThoughtBudget)
     budgeted._inner = Inner()  # type: ignore[assignment]
-    assert budgeted.why() == why
+    assert budgeted.why() == why and budgeted.beginning() == ()

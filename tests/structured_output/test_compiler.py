@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -26,6 +26,9 @@ class Named:
 
     def why(self) -> str:
         return ""
+
+    def beginning(self) -> Sequence[int]:
+        return ()
 
 
 class Bench:

@@ -33,11 +33,19 @@ from quire.assembly.speculate import (
 )
 from quire.config import Settings
 from quire.config.speculative import parse
-from quire.engine.executor import Executor
 from quire.errors import InvalidConfig
 from quire.executors.local import CudaExecutor
 from quire.layers.linear import ParallelGroup
-from quire.model_runner.graphs import CudaQueue, GraphKey, Works, bucket_seqs, bucket_tokens, no_precompile, padding
+from quire.model_runner.graphs import (
+    CudaQueue,
+    GraphKey,
+    Works,
+    bucket_seqs,
+    bucket_tokens,
+    no_precompile,
+    padding,
+    stand_ins,
+)
 from quire.model_runner.images import ImageRunner
 from quire.model_runner.memory import GIB, LayerShape, block_bytes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads
@@ -50,7 +58,7 @@ from quire.ops.gemm import autotuning
 from quire.ops.quantized import E4M3, FLOAT8
 from quire.ops.triton.launch import ADA
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
-from quire.ops.triton.precompile import Precompiler
+from quire.ops.triton.precompile import Precompiler, compiler_key
 from quire.scheduler.speculation import draft_counts
 
 log = logging.getLogger(__name__)
@@ -61,6 +69,8 @@ AUTOTUNE_CACHE = "quire-products.json"
 
 def make_ops(device: torch.device, deterministic: bool = False, *, rounds_float8: bool = True) -> Ops:
     """The Triton kernels, batch-invariant ones if `deterministic`. rounds_float8: see `TritonOps.rounds`."""
+    if not knobs.runtime.interpret:
+        compiler_key()
     return BatchInvariantTritonOps(device) if deterministic else TritonOps(device, rounds_float8=rounds_float8)
 
 
@@ -94,7 +104,7 @@ def make_executor(
     layers: Sequence[LayerShape],
     images: ImageRunner | None = None,
     image_tokens: tuple[int, int] = (0, 0),
-) -> Executor:
+) -> CudaExecutor:
     """The executor on `device`, its graphs captured. layers, heads, images: as in `CudaExecutor`. image_tokens: as in
     `working_bytes`. parallel: all ranks have as many blocks as the one with the fewest.
 
@@ -133,6 +143,7 @@ def make_executor(
             proposer=build_proposer(settings, draft, **sizes, device=device),
             depth=limits.lookahead,
             warm=keys,
+            larger=_postponed(settings, keys),
             paces=_timed_steps(max_num_seqs, drafts),
             heads=heads,
             images=images,
@@ -176,6 +187,25 @@ def _keys(settings: Settings, spec: ModelSpec, limits: Limits, by_model: bool) -
     fed = keys if wants_mtp(settings) else ()
     largest = min(tokens, LARGEST_GEMM_WORKSPACE)
     return keys + speculative_graph_keys(limits.max_num_seqs, largest, most_drafts(settings), by_model, fed)
+
+
+def _postponed(settings: Settings, keys: Sequence[GraphKey]) -> dict[GraphKey, GraphKey]:
+    """Which steps get their graphs later, see `stand_ins`. None of ranks, which capture together; with drafts, whose
+    steps are timed at the start; and in deterministic mode, where products are compared before they are captured."""
+    at_once = settings.execution.ranked or settings.execution.deterministic or most_drafts(settings)
+    captured = _captured(settings)
+    return {} if at_once else stand_ins(key for key in keys if key.tokens <= captured)
+
+
+def prepare_quietly(executor: CudaExecutor) -> Callable[[], bool]:
+    """`executor.prepare_next`, whose kernels were compiled before: `count_compiles` does not count those it reads."""
+
+    def prepare() -> bool:
+        with knobs.compilation.scope():
+            knobs.compilation.listener = None
+            return executor.prepare_next()
+
+    return prepare
 
 
 def _catch_up(settings: Settings, tokens: int, by_model: bool) -> GraphKey | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -130,7 +131,7 @@ def build_engine(
     make = Engine if folder is None else recorded(folder, settings.execution.recording_max_bytes)
     policy = build_policy(settings)
     target = settings.scheduler.latency_target_ms
-    executor, limits, static_gauges, plan_delay = make_executor(settings, ranks)
+    executor, limits, static_gauges, plan_delay, prepare = make_executor(settings, ranks)
     offload = build_offload(settings, executor)
     executor = wrap(executor)
     if executor.describe().bidirectional:
@@ -150,6 +151,7 @@ def build_engine(
         step_budget=LatencyController(target / 1e3) if target else None,
         plan_delay=plan_delay,
         keep=keep,
+        prepare=prepare,
     )
     engine.description = replace(engine.description, static_gauges=engine.description.static_gauges | static_gauges)
     return engine
@@ -207,18 +209,16 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     heads = pooling_heads(model, pooler, device)
     layers, kv_gauges = _kv_layers(settings, model, device)
     images = _image_runner(model, processor, device, parallel.pipeline)
-    if device.type == "cpu":
-        coming = sum(each.nbytes for each in unpacked or ())
-        executor: LocalExecutor = on_host(
-            settings, model, limits, layers, heads=heads, images=images, parallel=parallel, coming=coming
-        )
-    else:
-        executor = _cuda().make_executor(
-            *(settings, model, device, limits, heads, parallel, layers), images, image_tokens(settings, processor)
-        )
+    gauges = _canary_gauges(canary) | kv_gauges
+    if device.type == "cuda":
+        own = settings, model, device, limits, heads, parallel, layers
+        executor = _cuda().make_executor(*own, images, image_tokens(settings, processor))
+        return BuiltExecutor(executor, limits, gauges, PlanDelay(), _cuda().prepare_quietly(executor))
+    coming = sum(each.nbytes for each in unpacked or ())
+    on_cpu = on_host(settings, model, limits, layers, heads=heads, images=images, parallel=parallel, coming=coming)
     if unpacked:
-        executor.packing = pack_beside(unpacked)
-    return BuiltExecutor(executor, limits, _canary_gauges(canary) | kv_gauges, PlanDelay())
+        on_cpu.packing = pack_beside(unpacked)
+    return BuiltExecutor(on_cpu, limits, gauges, PlanDelay())
 
 
 def on_host(
@@ -364,7 +364,7 @@ def build_scheduler(
         policy=policy,
         speculation=build_speculation(settings, description),
         # Ranks have memory of their own: here, a context on a GPU would only take some.
-        compute_masks=ParallelMasks(pinned=torch.cuda.is_available() and settings.execution.num_ranks == 1),
+        compute_masks=ParallelMasks(),
         encoder_cache=build_encoder_cache(settings, description, limits),
         groups=min(settings.execution.pipeline_parallel_size, 1 + limits.lookahead),
     )
@@ -432,6 +432,18 @@ def _load(
             mtp=wants_mtp(settings),
             unpacked=unpacked,
         )
+
+
+def begin_context(settings: Settings) -> None:
+    """Where this process will use a GPU, create its context in a thread: reading a model's text takes as long."""
+    device, local = choose_device(settings.execution.device), settings.executor.executor in ("auto", "local")
+
+    def create() -> None:
+        with suppress(RuntimeError):  # as will be met again
+            torch.zeros(1, device=device)
+
+    if device.type == "cuda" and local and not settings.execution.ranked:
+        threading.Thread(target=create, name="gpu-context", daemon=True).start()
 
 
 def _cuda() -> Any:

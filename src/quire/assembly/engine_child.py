@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 
 from quire import heap
-from quire.assembly.engine import build_engine, count_compiles
+from quire.assembly.engine import begin_context, build_engine, count_compiles
 from quire.assembly.engine_start import Begun, received_settings
 from quire.assembly.limits import choose_device
 from quire.assembly.text import build_tokenizer
@@ -49,9 +49,10 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor, begun
         settings = received or received_settings(link)
         watch = StepWatch(timeout=_step_timeout(settings))
         grammars = GrammarCompiler(LlguidanceCompiler(partial(build_tokenizer, settings)))
+        begin_context(settings)
+        engine = build_engine(settings, observers=[metrics, watch, history, live_view], wrap=wrap, ranks=ranks)
         if choose_device(settings.execution.device).type == "cuda":
             grammars.warm_up()
-        engine = build_engine(settings, observers=[metrics, watch, history, live_view], wrap=wrap, ranks=ranks)
     except QuireError as error:
         _send(link, BuildFailed(type(error).__name__, str(error)))
         return 2

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from quire.config import OPTIONS, Settings
+from quire.engine.engine import nothing_left
 from quire.engine.executor import Executor
 from quire.engine.timing import PlanDelay
 from quire.errors import InvalidConfig
@@ -47,13 +48,15 @@ class Limits(NamedTuple):
 class BuiltExecutor(NamedTuple):
     """An executor, its sizes, and gauges measured while it was built.
 
-    plan_delay: None, for no delay, where the executor is elsewhere: planning then hides the way there.
+    plan_delay: None, for no delay, where the executor is elsewhere: planning then hides the way there. prepare: see
+    `Engine.prepare`.
     """
 
     executor: Executor
     limits: Limits
     static_gauges: dict[str, float]
     plan_delay: PlanDelay | None = None
+    prepare: Callable[[], bool] = nothing_left
 
 
 def reject_options(settings: Settings, executor: str, fixed: Mapping[str, str]) -> None:

@@ -22,11 +22,11 @@ import click
 from rich.console import Console
 from rich.progress import track
 
+from quire import LLM
 from quire.bench.offline import offline_command, percentiles, report
 from quire.cli.base import integer
 from quire.config import Settings
 from quire.errors import InvalidModel, QuireError
-from quire.llm import LLM
 from quire.types import SamplingParams
 from quire.weights.locate import check, locate
 

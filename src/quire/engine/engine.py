@@ -31,12 +31,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def nothing_left() -> bool:
+    """See `Engine.prepare`."""
+    return False
+
+
 class Engine:
     """Continuous batching over any executor.
 
     lookahead: steps launched before the results of earlier ones. step_budget: bounds the tokens of steps; None: the
     scheduler's limit alone. plan_delay: when plans are due; None: at once. keep: completed requests remembered for
-    `completed_requests` (a server keeps none).
+    `completed_requests` (a server keeps none). prepare: see `prepare`.
     """
 
     def __init__(
@@ -50,8 +55,10 @@ class Engine:
         step_budget: LatencyController | None = None,
         plan_delay: PlanDelay | None = None,
         keep: int = UNLIMITED,
+        prepare: Callable[[], bool] = nothing_left,
     ) -> None:
         self.scheduler, self.executor, self.lookahead = scheduler, executor, lookahead
+        self._prepare = prepare
         self.clock: Clock = WallClock() if clock is None else clock
         self.observers = tuple(observers)
         self.step_budget = step_budget
@@ -409,6 +416,11 @@ class Engine:
                 "policy": type(self.scheduler.kv.pins.others).__name__.lower(),
             },
         }
+
+    def prepare(self) -> bool:
+        """While there is nothing to step, some hundredths of a second of what makes later steps faster. False: all of
+        it is done."""
+        return not self.can_step and self._prepare()
 
     def wait(self, seconds: float) -> None:
         """While there is nothing to step, and requests wait for blocks from another tier: return when some have

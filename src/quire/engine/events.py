@@ -152,7 +152,7 @@ class EngineStats:
         done = Completed(
             id,
             seq.prompt_length,
-            tuple(seq.tokens[seq.prompt_length :]),
+            tuple(seq.answer),
             finish,
             times.submitted,
             times.opened,

@@ -108,7 +108,7 @@ class EngineLoop:
         """Handle commands; wait for them while idle, or until the next plan is due. False: the front is gone."""
         busy = self.engine.can_step or bool(self.refused)
         while True:
-            ready = self._wait(self.engine.time_to_next_plan()) if busy else self._select(self._idle_timeout())
+            ready = self._wait(self.engine.time_to_next_plan()) if busy else self._wait_idle()
             if ready & self._exit_fds:
                 if not self.engine.can_step:
                     self._rank_exited = True
@@ -132,6 +132,13 @@ class EngineLoop:
         Selectors count in milliseconds and round up; a plan that is late costs more than one that is a little early.
         """
         return self._select(math.floor(seconds * 1e3) * 1e-3)
+
+    def _wait_idle(self) -> set[int]:
+        """Descriptors readable once any is, or as `_idle_timeout` says; until then the executor prepares itself."""
+        while not (ready := self._select(0.0)):
+            if not self.engine.prepare():
+                return self._select(self._idle_timeout())
+        return ready
 
     def _select(self, seconds: float | None) -> set[int]:
         """Descriptors readable within `seconds`; None: without limit.

@@ -174,6 +174,8 @@ class EngineThread:
     def _run_calls(self) -> bool:
         """Make the calls queued; wait for one while there is nothing to run. False when the thread is to end."""
         while not self._engine.has_pending_work or not self._calls.empty():
+            while self._calls.empty() and self._engine.prepare():
+                pass
             work = self._calls.get()
             if work is None:
                 return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from quire.layers.stages import ONE_STAGE, Pipeline
 from quire.model_runner.device_steps import DeviceSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.images import ImageRunner
-from quire.model_runner.lookahead_runner import LookaheadRunner
+from quire.model_runner.lookahead_runner import NONE_LARGER, LookaheadRunner
 from quire.model_runner.memory import LayerShape, allocate, block_bytes, layer_shapes, state_bytes
 from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.row_state import RowState
@@ -147,9 +147,9 @@ class CudaExecutor(LocalExecutor):
 
     pages to dtype, layers, heads, snapshots: as `LocalExecutor`. tokens: the most that a step feeds. depth: steps
     launched ahead of results at most. steps: the kernels around the forward. queue: the order of device work, and
-    whether it is captured. proposer: where drafts come from. warm: the kinds of step that are captured at the start.
-    paces: (rows, drafts) of the decode steps that are timed at the start; catch_up: a draft model's forward that is
-    timed too.
+    whether it is captured. proposer: where drafts come from. warm: the kinds of step that are captured at the start,
+    and larger, those of them that are captured later, see `WorkQueue.postpone`. paces: (rows, drafts) of the decode
+    steps that are timed at the start; catch_up: a draft model's forward that is timed too.
     """
 
     runner: LookaheadRunner
@@ -170,6 +170,7 @@ class CudaExecutor(LocalExecutor):
         proposer: Proposer | None = None,
         depth: int = 1,
         warm: Iterable[GraphKey] = (),
+        larger: Mapping[GraphKey, GraphKey] = NONE_LARGER,
         paces: Iterable[tuple[int, int]] = (),
         catch_up: GraphKey | None = None,
         heads: PoolingHeads | None = None,
@@ -197,7 +198,7 @@ class CudaExecutor(LocalExecutor):
             generates=model.spec.generates,
         )
         self.images = images
-        self.runner.precompile([*warm])
+        self.runner.precompile([*warm], larger)
         self._description = Description(
             num_blocks=pages,
             block_size=page_size,
@@ -212,3 +213,7 @@ class CudaExecutor(LocalExecutor):
             draft_kv_share=0.0 if proposer is None else proposer.block_bytes() / max(1, bytes_per_block),
             draft_catch_up_seconds=self.runner.time_keys([catch_up]) / catch_up.tokens if catch_up else 0.0,
         )
+
+    def prepare_next(self) -> bool:
+        """See `engine.executor.PreparingExecutor`."""
+        return self.runner.prepare_next()

@@ -1,11 +1,12 @@
 """Row state on the device: one int32 tensor that holds every row and the spans of the step, changed by scatters.
 
-A plan becomes (index, value) pairs in one pinned buffer, one copy and one scatter. In steady decode nothing is sent.
+A plan becomes (index, value) pairs in one pinned buffer, and one scatter. In steady decode nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -159,88 +160,103 @@ class DeviceState:
 
 
 class MaskUpload:
-    """Copies the masks of a step to the device. A step with masks is sampled when all before it are complete, so one
-    buffer on the host is enough."""
+    """Masks of a step in a pinned buffer, from which a kernel copies them to the device. A step with masks is sampled
+    when all before it are complete, so one buffer on the host is enough."""
 
     def __init__(self, state: DeviceState) -> None:
         self.state = state
-        self.sent: tuple[list[int], list[list[int]], int, int] | None = None
+        pinned, words = state.device.type == "cuda", state.line_words
+        # `mask_index` and, behind it, `mask_words`.
+        self.places = state.data[state.offsets["mask_index"] : state.offsets["mask_words"] + 1]
+        self.host_places = torch.full_like(self.places, -1, device="cpu", pin_memory=pinned)
+        self.host = torch.zeros(state.max_samples * words, dtype=torch.int32, pin_memory=pinned)
+        self.lines = self.host.numpy().reshape(-1, words)
 
-    def send(self, masks: Sequence[Sequence[Mask]], first_samples: list[int], num_samples: int) -> list[Update]:
-        """Copy the masks of spans; returns the updates that say where they are: none where that is as in the step
-        before. first_samples: of each span."""
-        state = self.state
-        table = masks if isinstance(masks, MaskTable) else mask_table(masks, state.line_words)
-        if table.lines.shape[1] > state.line_words:
-            table = MaskTable(np.ascontiguousarray(table.lines[:, : state.line_words]), table.places)
-        flat = torch.from_numpy(table.lines.reshape(-1))
-        state.masks[: len(flat)].copy_(flat, non_blocking=True)
-        layout = first_samples, table.places, table.lines.shape[1], num_samples
-        if layout == self.sent:
-            return []
-        self.sent = layout
-        index = np.full(padding(num_samples), -1, dtype=np.int32)
-        for first, span in zip(first_samples, table.places, strict=True):
-            index[first : first + len(span)] = span
-        words = np.array([table.lines.shape[1]], dtype=np.int32)
-        return [(state.offsets["mask_index"], index), (state.offsets["mask_words"], words)]
+    def fill(self, masks: Sequence[Sequence[Mask]], first_samples: list[int], num_samples: int) -> int:
+        """Take the masks of spans, and which sample has which. first_samples: of each span. Returns how many lines are
+        to be copied."""
+        words = self.state.line_words
+        table = masks if isinstance(masks, MaskTable) else mask_table(masks, words)
+        count, width = len(table.lines), min(table.lines.shape[1], words)
+        self.lines[:count, :width] = table.lines[:, :width]
+        self.lines[:count, width:] = 0
+        host = self.host_places.numpy()
+        host[: padding(num_samples)] = -1
+        lines, samples = [*chain.from_iterable(table.places)], first_samples
+        if len(lines) > len(samples):  # some spans have several
+            samples = [at + i for at, span in zip(first_samples, table.places, strict=True) for i in range(len(span))]
+        host[samples] = lines
+        host[-1] = words
+        return count
 
-    def reset(self) -> None:
-        """The device has forgotten what was sent."""
-        self.sent = None
+    def copy(self, lines: int, copied: Callable[[Tensor, Tensor], None]) -> None:
+        """Copy so many lines, and which sample has which, by `copied`."""
+        words = lines * self.state.line_words
+        copied(self.state.masks[:words], self.host[:words])
+        copied(self.places, self.host_places)
+
+
+class Upload(NamedTuple):
+    """Changes that a kernel reads where they are: (places, values) in the pinned buffer number `slot`. fixed: whether
+    as many of that buffer are always at the same addresses."""
+
+    places: Tensor
+    values: Tensor
+    slot: int
+    fixed: bool
 
 
 class UploadRing:
-    """Uploads a plan's changes through pinned buffers in turn, so that one is filled while another is copied.
+    """A plan's changes in pinned buffers in turn, so that one is filled while another is read. They are not copied to
+    the device before: starting a copy takes the host several times as long as the kernel takes to read them.
 
-    num_slots: buffers; the copy of the oldest must have ended when it is filled again, which the limit of steps in
-    flight guarantees.
+    num_slots: buffers; the oldest must have been read when it is filled again, which the limit of steps in flight
+    guarantees. sizes: ascending numbers of pairs; fewer are filled up with the first pair.
     """
 
-    def __init__(self, state: DeviceState, *, num_slots: int) -> None:
-        self.state = state
+    def __init__(self, state: DeviceState, *, num_slots: int, sizes: Sequence[int] = ()) -> None:
+        self.state, self.sizes = state, sizes
         self.pinned = state.device.type == "cuda"
         self.slot = 0
+        self.fixed: list[Tensor] = [self._buffer(max(sizes, default=0)) for _ in range(num_slots)]
         self.host: list[Tensor] = [self._buffer(1 << 15) for _ in range(num_slots)]
-        self.on_device = torch.empty(1 << 16, dtype=torch.int32, device=state.device)
         self.run = np.arange(1 << 16, dtype=np.int32)
 
     def _buffer(self, pairs: int) -> Tensor:
         return torch.empty(2 * pairs, dtype=torch.int32, pin_memory=self.pinned)
 
-    def pack(self, pieces: Iterable[Update]) -> tuple[Tensor, Tensor] | None:
-        """(indices, values) on the device; None if there is nothing to send."""
+    def pack(self, pieces: Iterable[Update]) -> Upload | None:
+        """The changes; None if there are none."""
         runs = list(pieces)
         total = sum(len(values) for _, values in runs)
         if not total:
             return None
+        slot, size = self.slot, next((size for size in self.sizes if total <= size), 0)
         # Values, too, begin at a multiple of 32 numbers.
-        apart = -(-total // 32) * 32
+        apart = size or -(-total // 32) * 32
         self._fit(apart)
-        buffer = self.host[self.slot]
+        buffer = (self.fixed if size else self.host)[slot]
         host = buffer.numpy()
         end = 0
         for begin, values in runs:
-            size = len(values)
-            np.add(self.run[:size] if isinstance(begin, int) else 0, begin, out=host[end : end + size], dtype=np.int32)
-            host[apart + end : apart + end + size] = values
-            end += size
-        sent = self.on_device[: apart + total]
-        sent.copy_(buffer[: apart + total], non_blocking=True)
-        self.slot = (self.slot + 1) % len(self.host)
-        return sent[:total], sent[apart:]
+            count = len(values)
+            np.add(
+                self.run[:count] if isinstance(begin, int) else 0, begin, out=host[end : end + count], dtype=np.int32
+            )
+            host[apart + end : apart + end + count] = values
+            end += count
+        if size:
+            host[end:size], host[size + end : 2 * size] = host[0], host[size]
+        self.slot = (slot + 1) % len(self.host)
+        return Upload(buffer[: size or end], buffer[apart : apart + (size or end)], slot, size > 0)
 
-    def empty(self) -> tuple[Tensor, Tensor]:
-        """What `pack` makes of one number that changes nothing."""
-        sent = self.pack([(self.state.offsets["step.counts"], np.zeros(1, dtype=np.int32))])
-        assert sent is not None
-        return sent
+    def nothing(self, count: int) -> list[Update]:
+        """So many changes that change nothing while there is no step."""
+        return [(np.full(count, self.state.offsets["step.counts"], np.int32), np.zeros(count, np.int32))]
 
     def _fit(self, pairs: int) -> None:
         if len(self.run) < pairs:
             self.run = np.arange(2 * pairs, dtype=np.int32)
-        if len(self.on_device) < 2 * pairs:
-            self.on_device = torch.empty(4 * pairs, dtype=torch.int32, device=self.state.device)
         if len(self.host[self.slot]) < 2 * pairs:
             self.host[self.slot] = self._buffer(2 * pairs)
 

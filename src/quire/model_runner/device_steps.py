@@ -30,7 +30,10 @@ class DeviceSteps(Protocol):
     """Shape letters as in `DeviceState`. A batch's T and S are padded: padding feeds token 0 into the null block."""
 
     def scatter(self, data: Tensor, places: Tensor, values: Tensor) -> None:
-        """data[places] = values; places are distinct."""
+        """data[places] = values, of which equal places have equal values. places, values: on the device, or pinned."""
+
+    def copy(self, out: Tensor, source: Tensor) -> None:
+        """out = source, int32 of as many numbers, which lies on the device or is pinned."""
 
     def prepare_inputs(self, state: DeviceState, inputs: StepInputs, batch: RaggedBatch, longest: int) -> None:
         """Fill the batch's tokens, positions, slots, kv_len, page_table and where states are read. longest:
@@ -157,6 +160,10 @@ class TorchSteps:
     def scatter(self, data: Tensor, places: Tensor, values: Tensor) -> None:
         """data[places] = values."""
         data[places.long()] = values
+
+    def copy(self, out: Tensor, source: Tensor) -> None:
+        """out = source."""
+        out.copy_(source)
 
     def prepare_inputs(self, state: DeviceState, inputs: StepInputs, batch: RaggedBatch, longest: int) -> None:
         """Fill the batch."""

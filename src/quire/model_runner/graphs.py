@@ -7,7 +7,9 @@ fixed addresses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +17,8 @@ import torch
 
 from quire.model_runner.row_state import StepShape
 from quire.ops.capture import NotCapturable, captured
+
+log = logging.getLogger(__name__)
 
 SMALL = (1, 4, 8)
 """Two rows take a third longer than four on an H200: see docs/benchmarks/speculation-h200-2026-11-21.md."""
@@ -24,7 +28,8 @@ class GraphKey(NamedTuple):
     """Which graph: its kind, tokens T and spans S, both padded, and the most tokens that a span may have.
 
     "feed": a forward. "hidden": one that keeps the hidden states of every token. "sample": sampling `tokens` rows that
-    may have the sampling `features`. "follow": a draft model's forward over tokens that it has missed. "draft": up to
+    may have the sampling `features`. "scatter": so many changes from slot `spans` of the ring. "masks": copying so many
+    lines of masks. "follow": a draft model's forward over tokens that it has missed. "draft": up to
     `max_query` drafts for each of `spans` rows.
     """
 
@@ -69,6 +74,34 @@ def round_up(count: int, step: int, parts: int) -> int:
 def bucket_seqs(spans: int) -> int:
     """Spans of a mixed step, rounded up: to 16, to 256, or as for decode."""
     return next((size for size in (16, 256) if spans <= size), padding(spans))
+
+
+NONE = GraphKey(0, 0, 0)
+
+
+def stand_ins(keys: Iterable[GraphKey]) -> dict[GraphKey, GraphKey]:
+    """Which forwards among `keys` need no graph at first, and whose graph does their steps meanwhile: those of sizes
+    between powers of two, and those of few spans."""
+    out, forwards = dict[GraphKey, GraphKey](), sorted((key for key in keys if key.kind == "feed"), reverse=True)
+    for decode in (True, False):
+        alike = [key for key in forwards if (key.max_query == 1) == decode]
+        widest, larger = max((key.spans for key in alike), default=0), NONE
+        for key in alike:
+            narrow = not decode and key.spans < widest
+            if larger is not NONE and (narrow or key.tokens & (key.tokens - 1)):
+                out[key] = larger
+            else:
+                larger = key
+    return out
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two from `count` on."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+OFTEN = 64
+"""Steps of a size after which it gets its graph, though the engine is never idle."""
 
 
 Works = Sequence[Callable[[], object]]
@@ -125,6 +158,20 @@ class WorkQueue:
                 self.prepare(key, work)
                 report(done, len(works))
 
+    def postpone(
+        self, works: Sequence[tuple[GraphKey, Callable[[], object]]], larger: Mapping[GraphKey, GraphKey]
+    ) -> None:
+        """`prepare` these later, one with each `prepare_next`; meanwhile steps of `larger` do theirs."""
+        self.prepare_all(works)
+
+    def prepare_next(self) -> bool:
+        """`prepare` one of those that were postponed; False: none is left."""
+        return False
+
+    def serving(self, key: GraphKey) -> GraphKey:
+        """The key whose work does the step of this one."""
+        return key
+
     def record(self) -> torch.cuda.Event | None:
         """An event that is reached when the work submitted so far is done; None if it is done already."""
         return None
@@ -153,19 +200,25 @@ class CudaQueue(WorkQueue):
     ) -> None:
         self.watch = watch
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.entered = torch.cuda.stream(self.stream)
+        self.before: list[tuple[int, int, int]] = []
         self.largest = largest
         self._precompile = precompile
         self.graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self.started: set[tuple[str, int]] = set()
+        self.postponed: dict[GraphKey, Callable[[], object]] = {}
+        self.larger: dict[GraphKey, GraphKey] = {}
+        self.served = Counter[GraphKey]()
         self.pool = torch.cuda.graph_pool_handle() if largest else None
 
     def __enter__(self) -> CudaQueue:
-        self.entered.__enter__()  # type: ignore[no-untyped-call]
+        # As `torch.cuda.stream` does, which takes 13 us, three times in each step.
+        stream = self.stream
+        self.before.append(torch._C._cuda_getCurrentStream(stream.device_index))
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.entered.__exit__(*error)
+        torch._C._cuda_setStream(*self.before.pop())
 
     def precompile(self, works: Works) -> None:
         """Compile what all of these launch."""
@@ -196,6 +249,39 @@ class CudaQueue(WorkQueue):
             # The failed capture lives until this block ends: torch drops a memory pool that no graph uses.
             self.run(key, work)
 
+    def postpone(
+        self, works: Sequence[tuple[GraphKey, Callable[[], object]]], larger: Mapping[GraphKey, GraphKey]
+    ) -> None:
+        """See `WorkQueue`."""
+        self.postponed, self.larger = dict(works), dict(larger)
+
+    def prepare_next(self) -> bool:
+        """Capture what was asked for most."""
+        if self.postponed:
+            self._capture_postponed(max(self.postponed, key=self.served.__getitem__))
+        return bool(self.postponed)
+
+    def serving(self, key: GraphKey) -> GraphKey:
+        """The key itself, or while it has no graph of its own that of a larger one."""
+        larger = self.larger.get(key)
+        if larger is None:
+            return key
+        self.served[key] += 1
+        if self.served[key] == OFTEN and key in self.postponed:
+            self._capture_postponed(key)
+        return larger if key in self.larger else key
+
+    def _capture_postponed(self, key: GraphKey) -> None:
+        """Capture it, after which it serves itself; where it cannot be captured, the larger one goes on to serve it."""
+        work = self.postponed.pop(key)
+        try:
+            self.graphs[key] = captured(work, self.pool)
+        except Exception as failure:
+            # Of any kind, such as too little memory: no request needs this graph.
+            log.warning("steps of %d tokens run as those of %d: %r", key.tokens, self.larger[key].tokens, failure)
+        else:
+            del self.larger[key]
+
     def record(self) -> torch.cuda.Event:
         """An event after the work submitted so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -208,5 +294,6 @@ class CudaQueue(WorkQueue):
 
     def close(self) -> None:
         """Release the graphs. The caching allocator is emptied too: the next engine asks the GPU what is free."""
+        self.postponed.clear()
         self.graphs.clear()
         torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from quire.errors import StepFailed
 from quire.model_runner.device_state import DeviceState, MaskUpload, Update, UploadRing, step_updates
 from quire.model_runner.device_steps import DROPPED, SCORE_WIDTH, DeviceSteps, read_scores
-from quire.model_runner.graphs import GraphKey, WorkQueue, bucket_seqs, bucket_tokens, padding
+from quire.model_runner.graphs import GraphKey, WorkQueue, bucket_seqs, bucket_tokens, padding, power_of_two
 from quire.model_runner.images import ImageRunner
 from quire.model_runner.pooling import PoolingHeads, with_pooled
 from quire.model_runner.row_state import RowState, StepShape
@@ -44,10 +45,25 @@ from quire.model_runner.step_io import (
     slice_batch,
     step_result,
 )
+from quire.ops.gemm import num_tuned
 from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LongSpan, LongSpans, RaggedBatch
 from quire.ops.stages import stage_ended
 from quire.scheduler.plan import Plan, Span
 from quire.types import TokenLogprobs
+
+MASK_LINES = (1, 2, 4, 8)
+"""Numbers of different masks in a step whose copies are captured at the start: more are rare."""
+
+SCATTERED = (32, 1024)
+"""Numbers of changes that are sent as so many: blocks of a step that decodes, and also its spans."""
+
+
+def scattering(count: int, slot: int) -> GraphKey:
+    """The key of sending so many changes from a slot of the ring."""
+    return GraphKey(count, slot, 0, 0, "scatter")
+
+
+NONE_LARGER: Mapping[GraphKey, GraphKey] = MappingProxyType({})
 
 PIECES = (16, 64, 256)
 """Positions whose logits are computed at once for prompt log-probabilities: the last ones are padded to one of these,
@@ -87,7 +103,9 @@ class LookaheadRunner(BaseRunner):
         with queue:
             vocab = sampler.vocab_size
             self.state = DeviceState(rows, spans=spans, tokens=max_tokens, vocab_size=vocab, device=device)
-            self.uploads, self.masks = UploadRing(self.state, num_slots=num_slots), MaskUpload(self.state)
+            sizes = [size for size in SCATTERED if queue.captures(scattering(size, 0))]
+            self.uploads = UploadRing(self.state, num_slots=num_slots, sizes=sizes)
+            self.masks = MaskUpload(self.state)
             shifted = images is not None and images.config.multi_axis
             self.batch = empty_batch(self.state, rows, max_tokens, shifted=shifted)
             samples = self.state.max_samples
@@ -132,9 +150,7 @@ class LookaheadRunner(BaseRunner):
         try:
             with self.queue:
                 first = first_samples(step.plan, step.shape)
-                updates = self.masks.send(step.masks or (), first, len(step.shape.sample_indices))
-                if (upload := self.uploads.pack(updates)) is not None:
-                    self.steps.scatter(self.state.data, *upload)
+                self._copy_masks(self.masks.fill(step.masks or (), first, len(step.shape.sample_indices)))
                 self._sample(step, step.features | MASKED)
         except Exception as failure:
             self.failure = failure
@@ -149,7 +165,6 @@ class LookaheadRunner(BaseRunner):
         if self.proposer is not None:
             self.proposer.reset()
         self.last_inputs = self.last_drafts = None
-        self.masks.reset()
         with self.queue:
             self.state.reset()
 
@@ -159,21 +174,48 @@ class LookaheadRunner(BaseRunner):
         self.queue.close()
 
     @torch.inference_mode()
-    def precompile(self, keys: Sequence[GraphKey]) -> None:
-        """Be ready for all of these, on padding, before there are rows: nothing is compiled or captured later."""
+    def precompile(self, keys: Sequence[GraphKey], larger: Mapping[GraphKey, GraphKey] = NONE_LARGER) -> None:
+        """Be ready for all of these, on padding, before there are rows: nothing is compiled later, and nothing captured
+        but those in `larger`, see `WorkQueue.postpone`."""
         with self.queue:
-            touch = partial(self.steps.scatter, self.state.data, *self.uploads.empty())
             scoring = [partial(self._score_padding, size) for size in PIECES] if self.generates else []
             uncaptured: list[Callable[[], object]] = [*scoring, *self._image_padding(keys)]
-            self.queue.precompile([touch, *(partial(self._work, key) for key in keys), *uncaptured])
+            sent = self.uploads.pack(self.uploads.nothing(1))
+            assert sent is not None
+            touch = [
+                partial(self.steps.scatter, self.state.data, *sent[:2]),
+                partial(self.masks.copy, 1, self.steps.copy),
+            ]
+            self.queue.precompile([*touch, *(partial(self._work, key) for key in keys), *uncaptured])
             stage_ended("kernels")
-            self.queue.prepare_all([(key, partial(self._work, key)) for key in keys])
+            self._prepare(keys, larger)
             for work in uncaptured:
                 work()
             self.state.reset()
-            touch()
+            for below in (0, *self.uploads.sizes):
+                for _ in self.uploads.host:
+                    self._scatter(self.uploads.nothing(below + 1))
+            for lines in MASK_LINES:
+                self._copy_masks(lines)
         self.queue.synchronize()
         stage_ended("graphs")
+
+    def _prepare(self, keys: Sequence[GraphKey], larger: Mapping[GraphKey, GraphKey]) -> None:
+        """Capture what steps need at first, and postpone the rest, unless it turns out that products are not tuned."""
+        works = {key: partial(self._work, key) for key in keys}
+        tuned = num_tuned()
+        self.queue.prepare_all([each for each in works.items() if each[0] not in larger])
+        rest = [(key, works[key]) for key in keys if key in larger]
+        if num_tuned() > tuned:
+            self.queue.prepare_all(rest)
+        else:
+            self.queue.postpone(rest, larger)
+
+    @torch.inference_mode()
+    def prepare_next(self) -> bool:
+        """Capture one of the graphs that were postponed, while nothing is in flight; False: none is left."""
+        with self.queue:
+            return self.queue.prepare_next()
 
     def step_seconds(self, num_rows: int, num_drafts: int) -> float:
         """Seconds of a decode step of so many rows that verifies and makes so many drafts each, on padding."""
@@ -208,7 +250,7 @@ class LookaheadRunner(BaseRunner):
         if self.images is not None:
             self.images.apply_plan(plan, rows)
         step.is_new_shape = rows.epoch != epoch
-        key = GraphKey.of(shape)
+        key = self.queue.serving(GraphKey.of(shape))
         inputs = (shape, key.spans)
         updates = step_updates(
             self.state, rows, plan, None if inputs == self.last_inputs else shape, key.spans, key.tokens
@@ -218,12 +260,27 @@ class LookaheadRunner(BaseRunner):
             self.features = int(np.bitwise_or.reduce(rows.features.bits[shape.row]))
         step.features = self.features
         step.drafting = self._draft_keys(plan, shape, updates)
-        if (upload := self.uploads.pack(updates)) is not None:
-            self.steps.scatter(self.state.data, *upload)
+        self._scatter(updates)
         self._restore_states(plan)
         self._feed(step, shape, key)
         if not plan.masked_spans:
             self._sample(step, step.features)
+
+    def _scatter(self, updates: list[Update]) -> None:
+        """Send what changes on the device. A few numbers change in most steps: their kernel is a graph, since launching
+        it takes the host ten times as long."""
+        if (upload := self.uploads.pack(updates)) is None:
+            return
+        work = partial(self.steps.scatter, self.state.data, *upload[:2])
+        if upload.fixed:
+            self.queue.run(scattering(len(upload.places), upload.slot), work)
+        else:
+            work()
+
+    def _copy_masks(self, lines: int) -> None:
+        """Copy so many lines of masks to the device."""
+        key = GraphKey(power_of_two(lines), 0, 0, 0, "masks")
+        self.queue.run(key, partial(self.masks.copy, min(key.tokens, self.state.max_samples), self.steps.copy))
 
     def _restore_states(self, plan: Plan) -> None:
         """Copy the snapshots that rows open with to the rows' own slots, so that no step writes what another row's span
@@ -329,10 +386,10 @@ class LookaheadRunner(BaseRunner):
         given = (given.pin_memory() if hidden.is_cuda else given).to(hidden.device, non_blocking=True)
         source, tokens, wanted = given
         scores = torch.zeros((len(source), SCORE_WIDTH), dtype=torch.int32, device=hidden.device)
-        for at in range(0, len(source), PIECES[-1]):
-            piece = slice(at, at + PIECES[-1])
-            logits = self.model.logits(hidden[source[piece].clamp(min=0).long()])
-            self.steps.score(logits, tokens[piece], wanted[piece], scores[piece])
+        fed = hidden[source.clamp(min=0).long()]
+        parts = (each.split(PIECES[-1]) for each in (fed, tokens, wanted, scores))
+        for rows, *part in zip(*parts, strict=True):
+            self.steps.score(self.model.logits(rows), *part)
         return scores
 
     def _score_padding(self, size: int) -> None:
@@ -469,8 +526,9 @@ class LookaheadRunner(BaseRunner):
         if step.is_new_shape:
             rows.check(shape)
         scores = {} if step.prompt_scores is None else step.prompt_scores.read()
-        with self.queue:
-            scores |= self._score_prompts(step, [s for s in shape.scored_spans if s not in scores])
+        if rest := [s for s in shape.scored_spans if s not in scores]:
+            with self.queue:
+                scores |= self._score_prompts(step, rest)
         sampled = sampled_from_host(step.host_tokens)
         if not step.samples:
             sampled = nothing_sampled(len(shape.sample_indices))

@@ -49,6 +49,10 @@ class TritonSteps:
         """data[places] = values."""
         step.scatter(data, places, values)
 
+    def copy(self, out: Tensor, source: Tensor) -> None:
+        """out = source."""
+        step.copy(out, source)
+
     def prepare_inputs(self, state: DeviceState, inputs: StepInputs, batch: RaggedBatch, longest: int) -> None:
         """Fill the batch."""
         step.prepare_inputs(self._rows(state, inputs), batch, longest, self.card)

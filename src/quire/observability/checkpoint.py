@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from hashlib import blake2b
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -173,8 +173,12 @@ MAX_STATE_TOKENS = 1 << 27
 """Most tokens of all sequences of a state that is read."""
 
 
+@dataclass(frozen=True, slots=True)
 class ReplayedConstraint:
-    """Stands for a recorded constraint: its masks need no replay, the recorded tokens show what they allowed."""
+    """Stands for a recorded constraint: its masks need no replay, the recorded tokens show what they allowed. begun:
+    its beginning, anonymized."""
+
+    begun: Sequence[int] = ()
 
     def masks(self, output: Any, drafts: Any) -> list[Any]:
         """No mask for any position."""
@@ -183,6 +187,16 @@ class ReplayedConstraint:
     def why(self) -> str:
         """There is nothing to explain."""
         return ""
+
+    def beginning(self) -> Sequence[int]:
+        """What the output began with."""
+        return self.begun
+
+
+def replayed_constraint(prompt: int, begun: int, names: Sequence[int], block_size: int) -> ReplayedConstraint:
+    """Of an output that began with so many tokens. prompt: tokens before them; names: of the full blocks of both."""
+    count = prompt + begun
+    return ReplayedConstraint(anonymized_tokens(count, names[: count // block_size], block_size)[prompt:])
 
 
 REPLAYED = ReplayedConstraint()

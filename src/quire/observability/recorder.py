@@ -120,12 +120,21 @@ class Recorder(Observer):
     def arrived(self, request: Request, seq: Sequence, incoming: bool) -> None:
         """Record a request. incoming: it is another engine's, and recorded already."""
         size = self.anonymizer.block_size
-        key, names = self.anonymizer.names(request.prompt, request.cache_salt)
+        key, names = self.anonymizer.names(seq.tokens, request.cache_salt)
         self._filling[request.id] = _Filling(seq, key, (len(names) + 1) * size)
         if incoming:
             return
         *about, pins, owner = request_fields(request, names, self.anonymizer.salt(request.cache_salt))
-        self.write(recording_format.Arrived(*(self.at, *about, constraint_of(seq), pins, owner)))
+        self.write(recording_format.Arrived(*(self.at, *about, constraint_of(seq), pins, owner, seq.num_begun)))
+
+    @_safely
+    def constraint_set(self, id: str) -> None:
+        """Record that a request has its constraint, unless the request has ended."""
+        seq, names = self.scheduler.sequences.get(id), list[int]()
+        if seq is not None and seq.num_begun:
+            key, names = self.anonymizer.names(seq.tokens, seq.request.cache_salt)
+            self._filling[id] = _Filling(seq, key, (len(names) + 1) * self.anonymizer.block_size)
+        self.write(recording_format.ConstraintSet(self.at, id, 0 if seq is None else seq.num_begun, names))
 
     @_safely
     def launched(self, plan: Plan) -> None:
@@ -481,7 +490,7 @@ class RecordedEngine(Engine):
     def set_constraint(self, id: str, constraint: Constraint) -> None:
         """As `Engine.set_constraint`, recorded."""
         super().set_constraint(id, constraint)
-        self.recorder.write(recording_format.ConstraintSet(self.recorder.at, id))
+        self.recorder.constraint_set(id)
 
     def abort(self, id: str, why: FinishReason = "abort") -> None:
         """As `Engine.abort`, recorded unless the engine calls it itself, at a deadline."""

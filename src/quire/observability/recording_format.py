@@ -100,7 +100,8 @@ class Idled(RecordFrame, tag=4, frozen=True):
 
 
 class Arrived(RecordFrame, tag=5, frozen=True):
-    """A request. tokens: number of prompt tokens; pages: names of their full blocks.
+    """A request. tokens: number of prompt tokens; begun: of those that its answer begins with, see
+    `Constraint.beginning`; pages: names of the full blocks of both.
 
     asks: whether it wants prompt log-probabilities. stops: whether any token ends it. pins, owner: of `Request`.
     constraint: index into `checkpoint.CONSTRAINTS` (0 none, 1 one, 2 pending).
@@ -120,12 +121,15 @@ class Arrived(RecordFrame, tag=5, frozen=True):
     constraint: int
     pins: tuple[Pin, ...] = ()
     owner: str = ""
+    begun: _Count = 0
 
 
 class ConstraintSet(RecordFrame, tag=6, frozen=True):
-    """A request got the constraint that it waited for."""
+    """A request got the constraint that it waited for. begun, pages: as in `Arrived`."""
 
     id: str
+    begun: _Count = 0
+    pages: list[int] = []
 
 
 class Left(RecordFrame, tag=7, frozen=True):

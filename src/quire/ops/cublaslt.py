@@ -7,7 +7,7 @@ stored and used again with the same version of the library.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, byref, c_char, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -53,6 +53,8 @@ class CublasLt:
         """Raises OSError where the library that torch was built with cannot be loaded."""
         self.device, self.library, self.handle = device, opened(), handle(device.index or 0)
         self.one, self.nothing = c_float(1.0), c_float(0.0)
+        # `torch.cuda.current_stream` makes an object of the handle, which takes 8 us.
+        self.stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         properties = torch.cuda.get_device_properties(device)
         self.version = f"{properties.name}, cublasLt {self.library.cublasLtGetVersion()}"
 
@@ -144,7 +146,7 @@ class Multiplied:
             lt.library.cublasLtMatmul(
                 *(lt.handle, setup.product, byref(lt.one), weight.data_ptr(), setup.weight),
                 *(x.data_ptr(), setup.x, byref(lt.nothing), out.data_ptr(), setup.out, out.data_ptr(), setup.out),
-                *(byref(how), lt.workspace.data_ptr(), how.workspace, torch.cuda.current_stream().cuda_stream),
+                *(byref(how), lt.workspace.data_ptr(), how.workspace, lt.stream(out.device.index)),
             )
         )
 

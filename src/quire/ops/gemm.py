@@ -120,6 +120,12 @@ AUTOTUNING: ContextVar[AlgorithmCache | None] = ContextVar("quire_learning", def
 """Where this thread notes what it learns of products; None: it learns nothing."""
 
 
+def num_tuned() -> int:
+    """How many shapes have been timed so far, by this start."""
+    book = AUTOTUNING.get()
+    return 0 if book is None else book.new
+
+
 @contextmanager
 def autotuning(path: Path) -> Iterator[None]:
     """Inside the block every new shape is timed. path: of the file that keeps the results."""
@@ -141,6 +147,7 @@ class GemmAutotuner:
     def __init__(self, products: GemmLibrary | None, timed: Timed, usual: GemmAlgorithm = TORCH_GEMM) -> None:
         self.products, self.timed, self.usual = products, timed, usual
         self.known: dict[GemmShape, GemmAlgorithm] = {}
+        self.book: AlgorithmCache | None = None
 
     def untuned(self) -> GemmAutotuner:
         """One with the usual algorithm alone."""
@@ -158,7 +165,9 @@ class GemmAutotuner:
         return self.known.get(shape) or self._autotune(shape, x, weight, bias)
 
     def _autotune(self, shape: GemmShape, x: Tensor, weight: Tensor, bias: Tensor | None) -> GemmAlgorithm:
-        products, book = self.products, AUTOTUNING.get()
+        products, learns = self.products, AUTOTUNING.get()
+        # What is captured after the start finds what is known, too.
+        book = self.book = learns or self.book
         if products is None or book is None or not products.supports(x, weight):
             return self.usual
         way, name = None, book.find(products.version, shape)
@@ -167,6 +176,8 @@ class GemmAutotuner:
         except ValueError as error:
             log.warning("%s: %s is timed again: %s", book.path, shape, error)
         if way is None:
+            if learns is None:
+                return self.usual
             if capturing(x):
                 raise NotCapturable(f"the fastest algorithm for {shape} is not known yet")
             ways, out = [self.usual, *products.algorithms(shape)], x.new_empty(shape.rows, shape.outputs)

@@ -23,6 +23,9 @@ class Constraint(Protocol):
     def why(self) -> str:
         """Why the last mask allows no token, where the constraint itself has ended; otherwise empty."""
 
+    def beginning(self) -> Sequence[int]:
+        """The tokens with which every output begins, of those that are known beforehand: no other is allowed there."""
+
 
 MaskRequest = tuple[Constraint, Sequence[int], int, Sequence[int]]
 """(constraint, tokens, begin, drafts): the output is `tokens[begin:]`, which is long and not copied for each step."""
@@ -52,6 +55,10 @@ class NoConstraint:
         """Empty: it never ends."""
         return ""
 
+    def beginning(self) -> Sequence[int]:
+        """None: an output may begin with any."""
+        return ()
+
 
 FREE = NoConstraint()
 
@@ -66,6 +73,10 @@ class Pending:
     def why(self) -> str:
         """Empty: nothing is known yet."""
         return ""
+
+    def beginning(self) -> Sequence[int]:
+        """None: nothing is known yet."""
+        return ()
 
 
 PENDING = Pending()

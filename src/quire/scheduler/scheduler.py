@@ -52,7 +52,7 @@ class WaitingQueue:
 
     def constraint_ready(self, seq: Sequence, constraint: Constraint) -> None:
         """Its grammar is compiled: it takes its place in the queue."""
-        seq.constraint = constraint
+        seq.constrain(constraint)
         if self._awaiting_grammar.pop(seq.arrival, None) is not None:
             self.push(seq)
 
@@ -518,7 +518,8 @@ class Scheduler:
                 outputs.append(RequestStepOutput(seq.request.id, (), prompt_logprobs=prompt_logprobs))
         else:
             tokens, request, stop = seq.tokens, seq.request, None
-            first = len(tokens) == len(request.prompt)
+            prompt = len(request.prompt)
+            first = len(tokens) == prompt + seq.num_begun
             if span.num_samples > 1:
                 self.speculation.record_acceptance(seq, span.num_samples - 1, len(new_tokens) - 1)
                 self.draft_stats.record(span.num_samples - 1, len(new_tokens) - 1)
@@ -529,7 +530,10 @@ class Scheduler:
             logprobs = tuple(result.logprobs[j][: len(new_tokens)]) if j in result.logprobs else ()
             output = RequestStepOutput(request.id, tuple(new_tokens), finish, stop, logprobs, prompt_logprobs)
             if first:
-                output = output._replace(num_cached=seq.num_cached, report=self._prompt_report(seq))
+                cached = min(seq.num_cached, prompt)
+                output = output._replace(
+                    tokens=tuple(tokens[prompt:]), num_cached=cached, report=self._prompt_report(seq)
+                )
             if j in result.pooled:
                 output = output._replace(pooled=result.pooled[j])
             outputs.append(output)

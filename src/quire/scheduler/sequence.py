@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 from quire.errors import InvalidRequest, StepFailed
@@ -55,6 +56,8 @@ class Sequence:
     priority: float = 0
     """The scheduling policy's key; lower is sooner, and from BACKGROUND on it runs only while nothing else does."""
 
+    num_begun: int = 0
+    """Tokens that its answer begins with because its constraint allows no others: they are not sampled."""
     row: int | None = None
     """Its row on the device; None: it has none."""
     blocks: list[int] = field(default_factory=list)
@@ -131,6 +134,22 @@ class Sequence:
         """Tokens of the prompt."""
         return len(self.request.prompt)
 
+    def constrain(self, constraint: Constraint) -> None:
+        """Give it its constraint, before it runs. Tokens with which each answer begins are fed with the prompt, unless
+        something else could forbid them, or is to be said of them; one is left to sample."""
+        self.constraint, request, sampling = constraint, self.request, self.request.sampling
+        if sampling.logprobs is None and sampling.allowed_token_ids is None and not sampling.bad_words_token_ids:
+            begun = [*takewhile(lambda token: token not in request.stop, constraint.beginning())]
+            del begun[request.max_new_tokens - 1 :]
+            self.num_begun = len(begun)
+            self.tokens += begun
+
+    @property
+    def answer(self) -> list[int]:
+        """What has been generated: nothing before something has been sampled."""
+        begun = self.prompt_length + self.num_begun
+        return self.tokens[self.prompt_length :] if len(self.tokens) > begun else []
+
     def new_sequence(self, row: int) -> NewSequence:
         """What the device needs to open its row."""
         request = self.request
@@ -169,6 +188,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.needs_prompt_logits = self.request.sampling.prompt_logprobs is not None and self.prompt_length > 1
         self.prefix_prompt = self.request.prefix_tokens()
+        self.constrain(self.constraint)
 
     def take_prompt_logprobs(self, rows: Seq[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
         """Those of `rows`, of prompt positions from num_computed + 1, that were not sent before a preemption."""

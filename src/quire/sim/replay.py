@@ -19,11 +19,11 @@ from quire.observability.checkpoint import (
     CONSTRAINTS,
     ENGINE_STATE,
     MAX_STATE_TOKENS,
-    REPLAYED,
     Classes,
     anonymized_tokens,
     named_key,
     recorded_request,
+    replayed_constraint,
     restore,
 )
 from quire.scheduler.kv_offload import Copy, CopyDone, KVOffload, Prefill
@@ -33,7 +33,7 @@ from quire.scheduler.sequence import Decision
 from quire.types import TokenLogprobs
 
 _LARGE = 1 << 16
-"""Prompt tokens from which on the recording's total is checked."""
+"""Tokens of a request from which on the recording's total is checked."""
 _UNSEEN = TokenLogprobs(0, 0.0, 1)
 
 
@@ -430,18 +430,23 @@ def _turn(engine: Engine, script: Script) -> None:
     frame = script.next
     if isinstance(frame, recording_format.Arrived):
         script.take()
-        live = engine.scheduler.sequences
-        if frame.tokens > _LARGE and frame.tokens + sum(len(seq.tokens) for seq in live.values()) > MAX_STATE_TOKENS:
-            raise _Damaged from InvalidConfig(f"the recording's sequences have more than {MAX_STATE_TOKENS} tokens")
-        fields = [getattr(frame, name) for name in frame.__struct_fields__[1:] if name != "constraint"]
-        asked = recorded_request(fields, engine.scheduler.kv.prefix_cache.block_size)
+        _check_size(engine, frame.tokens + frame.begun)
+        fields = [getattr(frame, name) for name in frame.__struct_fields__[1:] if name not in ("constraint", "begun")]
+        size = engine.scheduler.kv.prefix_cache.block_size
+        fields[2] = frame.pages[: frame.tokens // size]
+        constraint = CONSTRAINTS[frame.constraint]
+        if frame.begun:
+            constraint = replayed_constraint(frame.tokens, frame.begun, frame.pages, size)
         try:
-            engine.add(asked, CONSTRAINTS[frame.constraint])
+            engine.add(recorded_request(fields, size), constraint)
         except InvalidRequest as refusal:
             raise _Diverged(f"it refuses request {frame.id}: {refusal}", [], []) from None
     elif isinstance(frame, recording_format.ConstraintSet):
         script.take()
-        engine.set_constraint(frame.id, REPLAYED)
+        seq, size = engine.scheduler.sequences.get(frame.id), engine.scheduler.kv.prefix_cache.block_size
+        prompt = 0 if seq is None else seq.prompt_length
+        _check_size(engine, frame.begun)
+        engine.set_constraint(frame.id, replayed_constraint(prompt, frame.begun, frame.pages, size))
     elif isinstance(frame, recording_format.Left):
         script.take()
         engine.abort(frame.id, frame.why)
@@ -453,6 +458,12 @@ def _turn(engine: Engine, script: Script) -> None:
         engine.lookahead = frame.lookahead
     else:
         _step(engine, script, frame)
+
+
+def _check_size(engine: Engine, more: int) -> None:
+    """Raises _Damaged where sequences with so many tokens more are larger than any engine's."""
+    if more > _LARGE and more + sum(len(seq.tokens) for seq in engine.scheduler.sequences.values()) > MAX_STATE_TOKENS:
+        raise _Damaged from InvalidConfig(f"the recording's sequences have more than {MAX_STATE_TOKENS} tokens")
 
 
 def _step(engine: Engine, script: Script, frame: recording_format.AnyFrame) -> None:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from quire.errors import InvalidModel, InvalidRequest
@@ -368,6 +367,10 @@ class Matcher:
         """See Constraint."""
         return self._why
 
+    def beginning(self) -> Sequence[int]:
+        """See Constraint."""
+        return self._beginning.tokens
+
     def follow(self, tokens: Sequence[int], begin: int, drafts: Sequence[int]) -> LLMatcher | None:
         """Consume what is new in the output, `tokens[begin:]`. None: the library is not needed for the next masks."""
         known = begin + self._num_seen
@@ -507,10 +510,10 @@ class ParallelMasks:
     """Computes the masks of a step, on several cores where they are slow (a `ComputeMasks`).
 
     A usual mask takes 4 to 6 us, and waking threads for 64 of them takes longer than making them. num_threads: None for
-    up to MAX_THREADS, as cores allow. pinned: masks are written to pinned memory. The time of one grammar is not known
-    there, so two steps in a row that took longer than usual by `TimeBudget.each` are followed by one whose masks are
-    made one by one, each charged to its answer; where none was slow, that is done ever more rarely. (One step alone may
-    be slow because answers enter a state that their grammar has not been in.)
+    up to MAX_THREADS, as cores allow. The time of one grammar is not known there. So two steps in a row that took
+    longer than usual by `TimeBudget.each` are followed by one whose masks are made one by one, each charged to its
+    answer; where none was slow, that is done ever more rarely. (One step alone may be slow because answers enter a
+    state that their grammar has not been in.)
     """
 
     USUAL = 3e-5
@@ -531,12 +534,10 @@ class ParallelMasks:
         self,
         num_threads: int | None = None,
         *,
-        pinned: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._cpu_clock = cpu_clock
-        self._pinned = pinned
         self._num_threads = num_threads or max(1, min(self.MAX_THREADS, (os.cpu_count() or 1) - 1))
         self._clock = clock
         self._measure = self._slow = False
@@ -642,9 +643,7 @@ class ParallelMasks:
 
     def _buffer(self, count: int, words: int) -> npt.NDArray[np.int32]:
         if len(self._lines) < count or self._lines.shape[1] != words:
-            # Doubled, since pinned memory takes milliseconds.
-            size = (max(count, 2 * len(self._lines)), words)
-            self._lines = torch.zeros(size, dtype=torch.int32, pin_memory=self._pinned).numpy()
+            self._lines = np.zeros((max(count, 2 * len(self._lines)), words), dtype=np.int32)
         return self._lines[:count]
 
 

@@ -113,6 +113,10 @@ class ThoughtBudget:
         """See Constraint."""
         return self._inner.why()
 
+    def beginning(self) -> Sequence[int]:
+        """None: tokens of thoughts are counted one by one."""
+        return ()
+
     def _follow(self, output: Sequence[int]) -> None:
         """Take what is new in the output; where it does not continue the last one, begin again."""
         if len(output) < len(self._seen) or (self._seen and output[len(self._seen) - 1] != self._seen[-1]):

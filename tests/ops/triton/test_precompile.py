@@ -26,7 +26,7 @@ from quire.ops.capture import PRECOMPILING
 from quire.ops.triton import precompile
 from quire.ops.triton.launch import Kernel
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.precompile import PROBES, DeferredCompiler, Precompiler, ReportProgress
+from quire.ops.triton.precompile import PROBES, DeferredCompiler, Precompiler, ReportProgress, has_kernels
 from quire.weights import load
 from quire.weights.canary import feed, pages
 from tests.checkpoints import FIRST, SHAPES, make
@@ -51,6 +51,27 @@ def test_nothing_is_left_to_compile_and_with_a_full_cache_little_is_precompiled(
     steps, works, compiled, _, _ = precompiled(tmp_path, *drafts)
     assert works <= PROBES < steps
     assert compiled > 0
+
+
+def test_tritons_hash_of_itself_is_computed_once_beside_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, hashed = threading.Event(), list[str]()
+
+    def slow() -> str:
+        begun.wait()
+        hashed.append(threading.current_thread().name)
+        return "key"
+
+    monkeypatch.setattr(precompile, "triton_key", slow)
+    precompile.compiler_key.cache_clear()
+    try:
+        beside = precompile.compiler_key()
+        assert beside.is_alive() and not hashed and precompile.compiler_key() is beside
+        begun.set()
+        Precompiler(1, unwatched)([])
+        assert hashed == [beside.name]
+    finally:
+        begun.set()
+        precompile.compiler_key.cache_clear()
 
 
 def test_what_the_host_launches_can_be_precompiled() -> None:
@@ -157,6 +178,15 @@ def test_a_precompilation_that_fails_is_logged_and_changes_nothing(caplog: pytes
     assert "no such shape" in caplog.text
     assert PRECOMPILING.get() is None
     assert knobs.compilation.listener is listener
+
+
+def test_a_cache_of_launchers_alone_has_no_kernels(tmp_path: Path) -> None:
+    assert not has_kernels(tmp_path / "none")
+    for name, file in (("DRIVER", "cuda_utils.so"), ("KERNEL", "__grp__norm_kernel.json")):
+        assert not has_kernels(tmp_path)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    assert has_kernels(tmp_path)
 
 
 def test_as_many_are_compiled_at_once_as_there_are_workers() -> None:

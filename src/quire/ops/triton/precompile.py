@@ -8,10 +8,11 @@ compile several at a time. Ranks need the same kernels: each compiles a share, a
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from triton import AsyncCompileMode, knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.capture import PRECOMPILING
@@ -102,9 +104,18 @@ class DeferredCompiler(Executor):
             future.set_result(made)
 
 
+@cache
+def compiler_key() -> threading.Thread:
+    """A thread that computes what is part of every kernel's key, Triton's hash of itself, of which Triton keeps the
+    result: reading 400 MB of compiler takes half a second, which other stages of a start hide."""
+    thread = threading.Thread(target=triton_key, name="compiler-key", daemon=True)
+    thread.start()
+    return thread
+
+
 def has_kernels(cache: Path) -> bool:
-    """Whether a folder of Triton's has a kernel, each of which has a folder."""
-    return cache.is_dir() and any(each.is_dir() for each in cache.iterdir())
+    """Whether a folder of Triton's has a kernel, each of which has a folder, as what launches kernels has, too."""
+    return any(cache.glob("*/__grp__*"))
 
 
 def with_launcher(kernel: Any) -> None:
@@ -129,6 +140,7 @@ class Precompiler:
     def __call__(self, works: Sequence[Callable[[], object]]) -> None:
         """Compile what some of them launch; what all launch, if any kernel of those was in no cache. With an empty
         cache, what all launch at once."""
+        compiler_key().join()
         if not self.ranks.smallest(has_kernels(Path(knobs.cache.dir))):
             self._precompile(works)
             return

@@ -35,6 +35,19 @@ def scatter(data: Tensor, places: Tensor, values: Tensor) -> None:
     scatter_kernel[(triton.cdiv(total, 1024),)](data, places, values, total, BLOCK=1024)
 
 
+@kernel(do_not_specialize=["total"])
+def copy_kernel(out, source, total, BLOCK: tl.constexpr):
+    """BLOCK values per program."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(source + i, mask=i < total, other=0), mask=i < total)
+
+
+def copy(out: Tensor, source: Tensor) -> None:
+    """out = source, int32 of as many numbers."""
+    total = len(out)
+    copy_kernel[(triton.cdiv(total, 4096),)](out, source, total, BLOCK=4096, num_warps=8)
+
+
 @kernel(do_not_specialize=["limit", "token_programs", "longest"])
 def prepare_inputs_kernel(
     counts, span_row, query_start, token_span, length, table, history, tokens, positions, slots, kv_len, page_table,
