@@ -10,10 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.layers.delta import DeltaConfig, split_by_head
 from quire.model_runner.device_state import COUNTERS
 from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.sampling.features import COLUMNS
-from quire.ops.base import Angles, DeltaInputs, DeltaWeights, Gate, Norm, Norms, ScanInputs, ScanWeights, Scores
+from quire.ops.base import Angles, DeltaWeights, Gate, Norm, Norms, ScanInputs, ScanWeights, Scores
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
@@ -233,6 +234,48 @@ def latent_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
             )
 
 
+CHOSEN = 2048
+"""Tokens that DeepSeek V3.2's indexer chooses."""
+
+
+def sparse_attention(ops: TritonOps, name: str, heads: int, spans: Sequence[tuple[int, int]]) -> Case:
+    """An indexer's choice, and attention to what it chose, of DeepSeek V3.2's sizes. The floor counts the keys
+    of every token, once, and the latents that each query chose."""
+    needed, tokens = sum(-(-(past + n) // PAGE) for past, n in spans) + 1, sum(n for _, n in spans)
+    pages = max(needed, CACHE // (PAGE * 256))
+    kv = LayerKV(noise(pages, 1, PAGE, 64), noise(pages, 1, PAGE, 512), index=noise(pages, 1, PAGE, 128))
+    batches = [ops.prepare(batch_of(spans, pages)) for _ in range(min(8, max(1, pages // needed)))]
+    inputs = noise(tokens, 64, 128), noise(tokens, 64), noise(tokens, heads, 512), noise(tokens, heads, 64)
+    angle = noise(tokens, 32, dtype=torch.float32)
+
+    def call(which: TritonOps | ReferenceOps, kv: LayerKV, batch: RaggedBatch, inputs: Sequence[Tensor]) -> Tensor:
+        (asked, gain, q, rotated), some = inputs, angle[: len(batch.positions)]
+        found = which.choose_positions(asked, gain, kv, batch, Angles(some.cos(), some.sin()), CHOSEN)
+        return which.latent_attention(q, rotated, kv, batch, 0.05, found)
+
+    def check() -> float:
+        few = spans[:2]
+        held, rows = sum(-(-(past + n) // PAGE) for past, n in few) + 1, sum(n for _, n in few)
+        part, asked, (gain, *others) = batch_of(few, held), inputs[0][:rows], (each[:rows] for each in inputs[1:])
+        k, v, index = (pool[:held] for pool in kv.pools)
+        exact = LayerKV(k.float(), v.float(), index=index)
+        # Queries of the indexer are rounded when they are rotated, and so both choose by the same numbers.
+        want = call(ReferenceOps(), exact, part, [asked.clone(), gain, *(each.float() for each in others)])
+        return relative(call(ops, LayerKV(k, v, index=index), ops.prepare(part), [asked.clone(), gain, *others]), want)
+
+    chosen = sum(min(CHOSEN, past + i + 1) for past, n in spans for i in range(n))
+    read = 256 * sum(past + n for past, n in spans) + 1152 * chosen
+    calls = [partial(call, ops, kv, batch, inputs) for batch in batches for _ in range(max(1, 8 // len(batches)))]
+    return Case(f"sparse attention {name} {heads} heads", check, calls, read)
+
+
+def sparse_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
+    layouts = {f"decode {n} x {size}": [(size - 1, 1)] * n for n in (1, 16, 64) for size in (8192, 32768, 131072)}
+    layouts |= {"prompt 1 x 8192": [(0, 8192)], "prompt 1 x 4096 after 28672": [(28672, 4096)]}
+    for name, spans in layouts.items():
+        yield f"sparse attention {name} 16 heads", partial(sparse_attention, ops, name, 16, spans)
+
+
 @dataclass(frozen=True, slots=True)
 class Recurrent:
     """One layer's: `heads` memories [keys, values], whose keys are of `groups`; delta: the gated delta rule."""
@@ -283,7 +326,8 @@ def recurrent(ops: TritonOps, name: str, model: str, spans: Sequence[tuple[int, 
     weight = 0.3 * noise(layer.channels, 4)
     if layer.delta:
         delta = DeltaWeights(weight, fading, rise, Norm(noise(layer.values), 1e-6))
-        inputs = DeltaInputs(mixed, gate, beta, step)
+        size = DeltaConfig(key_heads=layer.groups, value_heads=layer.heads, key=layer.keys, value=layer.values, width=4)
+        inputs = split_by_head(size, [torch.cat((mixed, gate), -1), torch.cat((beta, step), -1)])
         plain, call = (partial(each.gated_delta, inputs, delta) for each in (ReferenceOps(), ops))
     else:
         scan = ScanWeights(
@@ -455,5 +499,5 @@ def sampler_cases(ops: TritonOps) -> Iterator[tuple[str, Callable[[], Case]]]:
 
 def cases(ops: TritonOps, only: str = "") -> Iterator[Callable[[], Case]]:
     """All of them, made when called for: what they hold is large."""
-    for group in (row_cases, decode_cases, latent_cases, recurrent_cases, linear_cases, sampler_cases):
+    for group in (row_cases, decode_cases, latent_cases, sparse_cases, recurrent_cases, linear_cases, sampler_cases):
         yield from (make for name, make in group(ops) if only in name)

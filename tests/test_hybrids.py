@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.assembly.engine import choose_ops
 from quire.errors import InvalidConfig
+from quire.layers.delta import DeltaConfig, split_by_kind
 from quire.ops.base import DeltaInputs, DeltaWeights, Norm
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.ragged import LayerState, StateSlots
@@ -120,10 +121,10 @@ def test_answers_from_cached_prefixes_are_those_of_transformers(
 
 def inputs(count: int) -> tuple[DeltaInputs, DeltaWeights]:
     torch.manual_seed(count)
-    small = torch.randn(count, H), torch.randn(count, H)
+    made = [torch.randn(count, n) for n in (C, H * V, H, H)]
     fading, rise = torch.randn(H), torch.randn(H)
     norm = Norm(torch.rand(V) + 0.5, 1e-6)
-    x = DeltaInputs(torch.randn(count, C), torch.randn(count, H * V), *small)
+    x = split_by_kind(DeltaConfig(key_heads=G, value_heads=H, key=K, value=V, width=W), made)
     return x, DeltaWeights(torch.randn(C, W), fading, rise, norm)
 
 

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from quire.engine.engine import Engine
 from quire.engine.protocol import FrameReader, encode_frame
 from quire.errors import InvalidModel, RankLost
 from quire.executors import ranks
-from quire.executors.rank_loop import RankLink
+from quire.executors.rank_loop import RankLink, RankLoop
 from quire.executors.ranks import (
     ChildProcess,
     FromRank,
@@ -32,6 +34,7 @@ from quire.executors.ranks import (
     RankPlace,
     Ranks,
     RankShape,
+    Reset,
     StepDone,
     ToRank,
     child_processes,
@@ -317,3 +320,48 @@ def test_messages_arrive_as_they_were_sent() -> None:
     for kind, messages in ((ToRank, down), (FromRank, up)):
         reader = FrameReader(kind)
         assert [read for message in messages for read in reader.feed(encode_frame(message))] == list(messages)
+
+
+class Ended(Exception):
+    """The loop is to end."""
+
+
+class Device:
+    """Whose steps run until the next one is launched. Sends the next plan once the loop has looked whether one is
+    done."""
+
+    def __init__(self, inbox: SimpleQueue[Any]) -> None:
+        self.inbox, self.launched = inbox, 0
+
+    def launch(self, plan: Plan) -> RunningStep:
+        self.launched += 1
+        return RunningStep(self, self.launched)
+
+    def reset(self) -> None:
+        raise Ended
+
+
+class RunningStep:
+    def __init__(self, device: Device, number: int) -> None:
+        self.device, self.number, self.asked = device, number, 0
+
+    def is_done(self) -> bool:
+        self.asked += 1
+        if self.asked == 3:
+            message = Launch(0, self.number, Plan((), (), ()), False, 0) if self.number < 3 else Reset(1)
+            self.device.inbox.put(message)
+        return self.device.launched > self.number
+
+    def result(self) -> Result:
+        return Result([], [])
+
+
+def test_a_step_is_launched_while_the_one_before_runs_whose_result_is_due() -> None:
+    """A rank that waited for the result first would begin to launch when its GPU has nothing left to do."""
+    sent, inbox = list[Any](), SimpleQueue[Any]()
+    link: Any = SimpleNamespace(inbox=inbox, send=sent.append)
+    inbox.put(Launch(0, 0, Plan((), (), ()), False, 0))
+    device: Any = Device(inbox)
+    with pytest.raises(Ended):
+        RankLoop(device, link, 0).run()
+    assert device.launched == 3 and [done.step for done in sent] == [0, 1]

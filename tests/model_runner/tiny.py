@@ -31,6 +31,7 @@ class Tiny:
             token_types=1,
             bidirectional=False,
             generates=True,
+            near=0,
         )
         self.embedding, self.position = make(VOCAB, HIDDEN), 0.5 * make(context, HIDDEN)
         self.embedding[POISON] = torch.nan

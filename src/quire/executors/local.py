@@ -196,6 +196,7 @@ class CudaExecutor(LocalExecutor):
             heads=heads,
             images=images,
             generates=model.spec.generates,
+            near=model.spec.near,
         )
         self.images = images
         self.runner.precompile([*warm], larger)

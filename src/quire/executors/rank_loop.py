@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 
 ONE_RANK = RankShape()
 
+POLL = 50e-6
+"""Seconds after which it is looked again whether a step is done, while no message comes."""
+
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
 
@@ -109,9 +112,9 @@ class Running(NamedTuple):
 class RankLoop:
     """Runs an executor by the engine's messages, until the engine closes the link.
 
-    All messages that have arrived are handled before a result is waited for, so that as many steps as the engine sends
-    ahead are launched. A rank of a stage before the last waits for none: what was sampled comes with later plans. One
-    rank sends results, and all send failures.
+    Messages are handled as they arrive, also while a step runs whose result is due: the next one is launched before it
+    ends. A rank of a stage before the last waits for none: what was sampled comes with later plans. One rank sends
+    results, and all send failures.
     """
 
     def __init__(self, executor: Executor, link: RankLink, rank: int, shape: RankShape = ONE_RANK) -> None:
@@ -128,13 +131,23 @@ class RankLoop:
     def run(self) -> None:
         """Does not return: `RankLink` ends the process."""
         while True:
-            due = bool(self.inflight) and not self.follows and self.inflight[0].step not in self.unmasked
-            try:
-                message = self.link.inbox.get(block=not due)
-            except queue.Empty:
+            while (message := self._next_message()) is None:
                 self._answer(self.inflight.popleft())
-                continue
             self._handle(message)
+
+    def _next_message(self) -> ToRank | None:
+        """The next message, or None once the oldest step is done, if no message has come before that."""
+        inbox = self.link.inbox
+        if not self.inflight or self.follows or self.inflight[0].step in self.unmasked:
+            return inbox.get()
+        handle = self.inflight[0].handle
+        while True:
+            done = isinstance(handle, Failed) or handle.is_done()
+            try:
+                return inbox.get(block=not done, timeout=POLL)
+            except queue.Empty:
+                if done:
+                    return None
 
     def _handle(self, message: ToRank) -> None:
         if isinstance(message, Launch):

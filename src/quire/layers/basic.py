@@ -390,11 +390,7 @@ class GatedAttention(Attention):
         """See `Attention`."""
         h = self.heads
         made = self.qkv(x)
-        width = 2 * h.count * h.dim
-        q, gate = made[:, :width].view(len(made), h.count, 2, h.dim).unbind(2)
-        qkv = torch.cat((q.flatten(1), made[:, width:]), 1)
-        q = self.ops.qk_norm_rope_store_kv(qkv, h.count, kv, batch, angles, self.norms)
+        gate = made[:, : 2 * h.count * h.dim].view(len(made), h.count, 2, h.dim)[:, :, 1]
+        q = self.ops.qk_norm_rope_store_kv(made, h.count, kv, batch, angles, self.norms, gated=True)
         mixed = self.ops.attention(q, kv, batch, self.scores)
-        mixed = mixed.flatten(1)
-        gated = self.ops.sigmoid_mul(select_rows(mixed, outputs), select_rows(gate.flatten(1), outputs))
-        return self.out(gated)
+        return self.out(self.ops.sigmoid_mul(select_rows(mixed, outputs), select_rows(gate, outputs)).flatten(1))

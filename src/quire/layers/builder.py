@@ -472,8 +472,13 @@ class ModelBuilder:
             rise=self.vector("dt_bias", heads, exact=True),
             norm=self.rms_norm("norm", config.value, eps),
         )
+        if len({build._kept_as_stored(name) for name in sizes}) == 1:
+            project = [build.column_parallel(tuple(sizes), hidden, [(size, 1) for size in sizes.values()])]
+        else:
+            project = [build.column_parallel((name,), hidden, [(size, 1)]) for name, size in sizes.items()]
         return GatedDelta(
-            [build.column_parallel((name,), hidden, ((size, 1),)) for name, size in sizes.items()],
+            project,
+            tuple(sizes.values()),
             split_by_head if by_head else split_by_kind,
             weights,
             build.row_parallel("out_proj", (config.value_heads, config.value), hidden),

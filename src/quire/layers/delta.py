@@ -57,29 +57,32 @@ def split_by_head(config: DeltaConfig, made: Sequence[Tensor]) -> DeltaInputs:
     share = config.value_heads // config.key_heads
     wide, small = (torch.unflatten(each, -1, (config.key_heads, -1)) for each in made)
     sizes = [config.key, config.key, share * config.value, share * config.value]
-    *mixed, gate = torch.split(wide, sizes, -1)
-    beta, rise = (each.flatten(1).contiguous() for each in small.chunk(2, -1))  # of one value head a view, 2 apart
-    return DeltaInputs(torch.cat([each.flatten(1) for each in mixed], -1), gate.flatten(1), beta, rise)
+    return DeltaInputs(*torch.split(wide, sizes, -1), *small.chunk(2, -1))
 
 
 def split_by_kind(config: DeltaConfig, made: Sequence[Tensor]) -> DeltaInputs:
     """A product each: q, k and v one after the other; gate; beta; rise (Qwen3.5)."""
-    return DeltaInputs(*made)
+    mixed, *others = made
+    wide = config.key_heads * config.key
+    parts = (*torch.split(mixed, [wide, wide, mixed.shape[1] - 2 * wide], -1), *others)
+    return DeltaInputs(*(torch.unflatten(each, -1, (config.key_heads, -1)) for each in parts))
 
 
 class GatedDelta:
-    """Project, then `Ops.gated_delta`, project back. split: what the products are."""
+    """Project, then `Ops.gated_delta`, project back. project: one matrix, or several that are stored in different ways;
+    sizes: of the parts of what they make; split: what those are."""
 
     def __init__(
         self,
         project: Sequence[ColumnParallelLinear],
+        sizes: Sequence[int],
         split: Callable[[DeltaConfig, Sequence[Tensor]], DeltaInputs],
         weights: DeltaWeights,
         out: RowParallelLinear,
         config: DeltaConfig,
         ops: Ops,
     ) -> None:
-        self.project, self.split, self.weights, self.out = project, split, weights, out
+        self.project, self.sizes, self.split, self.weights, self.out = project, sizes, split, weights, out
         self.config, self.ops = config, ops
 
     def __call__(
@@ -87,5 +90,6 @@ class GatedDelta:
     ) -> Tensor:
         """x [T, hidden] -> [T, hidden], or the rows `outputs` of it. angles: not used."""
         assert kv.state is not None
-        inputs = self.split(self.config, [each(x) for each in self.project])
+        made = [each(x) for each in self.project]
+        inputs = self.split(self.config, made if len(made) > 1 else torch.split(made[0], list(self.sizes), -1))
         return self.out(select_rows(self.ops.gated_delta(inputs, self.weights, kv.state, batch), outputs))

@@ -29,8 +29,9 @@ class GraphKey(NamedTuple):
 
     "feed": a forward. "hidden": one that keeps the hidden states of every token. "sample": sampling `tokens` rows that
     may have the sampling `features`. "scatter": so many changes from slot `spans` of the ring. "masks": copying so many
-    lines of masks. "follow": a draft model's forward over tokens that it has missed. "draft": up to
-    `max_query` drafts for each of `spans` rows.
+    lines of masks. "follow": a draft model's forward over tokens that it has missed. "draft": up to `max_query` drafts
+    for each of `spans` rows. near: of a forward whose sequences are all so short that an indexer would choose every
+    token.
     """
 
     tokens: int
@@ -38,6 +39,7 @@ class GraphKey(NamedTuple):
     max_query: int
     features: int = 0
     kind: str = "feed"
+    near: bool = False
 
     @staticmethod
     def of(shape: StepShape) -> GraphKey:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -74,7 +75,7 @@ class LookaheadRunner(BaseRunner):
     """Launches steps on `device` ahead of their results.
 
     max_tokens: the most that a step feeds. num_slots: of the upload ring and of the tokens' ring, one more than steps
-    in flight at once. generates: whether the model has logits.
+    in flight at once. generates: whether the model has logits. near: as `ModelSpec.near`.
     """
 
     def __init__(
@@ -93,9 +94,11 @@ class LookaheadRunner(BaseRunner):
         heads: PoolingHeads | None = None,
         images: ImageRunner | None = None,
         generates: bool = True,
+        near: int = 0,
     ) -> None:
         super().__init__(model, kv, rows, sampler, heads, images)
         self.generates = generates
+        self.near = near
         self.steps, self.queue = steps, queue
         self.proposer = proposer
         spans = max(padding(rows.num_rows), bucket_seqs(rows.num_rows))
@@ -177,6 +180,10 @@ class LookaheadRunner(BaseRunner):
     def precompile(self, keys: Sequence[GraphKey], larger: Mapping[GraphKey, GraphKey] = NONE_LARGER) -> None:
         """Be ready for all of these, on padding, before there are rows: nothing is compiled later, and nothing captured
         but those in `larger`, see `WorkQueue.postpone`."""
+        if self.near:
+            near = {key: key._replace(near=True) for key in keys if key.kind in ("feed", "hidden")}
+            keys = [*keys, *near.values()]
+            larger = {**larger, **{near[key]: near[to] for key, to in larger.items() if key in near}}
         with self.queue:
             scoring = [partial(self._score_padding, size) for size in PIECES] if self.generates else []
             uncaptured: list[Callable[[], object]] = [*scoring, *self._image_padding(keys)]
@@ -250,7 +257,11 @@ class LookaheadRunner(BaseRunner):
         if self.images is not None:
             self.images.apply_plan(plan, rows)
         step.is_new_shape = rows.epoch != epoch
-        key = self.queue.serving(GraphKey.of(shape))
+        key = GraphKey.of(shape)
+        if self.near:
+            # What its blocks hold bounds a sequence's length, which the host need not know.
+            key = key._replace(near=int(rows.num_blocks[shape.row].max(initial=0)) * rows.block_size <= self.near)
+        key = self.queue.serving(key)
         inputs = (shape, key.spans)
         updates = step_updates(
             self.state, rows, plan, None if inputs == self.last_inputs else shape, key.spans, key.tokens
@@ -482,6 +493,8 @@ class LookaheadRunner(BaseRunner):
         if samples < tokens and not every:
             outputs = state.step.sample_indices[:samples].clamp(max=tokens - 1)
         batch = slice_batch(self.batch, tokens, spans, max_query, outputs, long_spans=long_spans)
+        if key.near:
+            batch = replace(batch, max_kv=self.near)
         self.steps.prepare_inputs(state, state.step, batch, self.rows.max_model_len)
         shift_positions(state, batch)
         hidden = self.model.forward(batch if place is None else place(batch), self.kv)

@@ -131,6 +131,11 @@ class ModelSpec:
         return replace(self, rope=shortened(self.rope), ropes=tuple(map(shortened, self.ropes)), latent=latent)
 
     @property
+    def near(self) -> int:
+        """Tokens of a sequence up to which an indexer chooses all of them; 0: there is none."""
+        return 0 if self.latent is None or self.latent.index is None else self.latent.index.top
+
+    @property
     def bidirectional(self) -> bool:
         """Whether tokens see later ones, so that a prompt is computed at once and nothing of it is kept."""
         return any(self.ahead)

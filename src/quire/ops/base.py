@@ -370,14 +370,28 @@ class Decoder(Protocol):
 
 
 class DeltaInputs(NamedTuple):
-    """What a layer of the gated delta rule makes of the residual stream: mixed [T, C], what queries, keys and values
-    are made of, in this order; gate [T, H V] of its results; beta and rise [T, H], before their functions. Rows may lie
-    apart, the numbers of a row not."""
+    """What a layer of the gated delta rule makes of the residual stream, for each of G heads of keys: what its query
+    and key [T, G, K] and the values of its H / G heads [T, G, H / G V] are made of, gates of results, as many, and beta
+    and rise [T, G, H / G], before their functions. Rows and heads may lie apart, the numbers of a head not."""
 
-    mixed: Tensor
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
     gate: Tensor
     beta: Tensor
     rise: Tensor
+
+    def mixed(self) -> Tensor:
+        """[T, C]: queries, keys and values one after the other; without a copy where they lie so."""
+        parts = self.queries, self.keys, self.values
+        first, at = self.queries, self.queries.storage_offset()
+        for each in parts:
+            _, heads, size = each.shape
+            together = each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            if not together or (each.storage_offset(), each.stride()) != (at, (first.stride(0), size, 1)):
+                return torch.cat([part.flatten(1) for part in parts], -1)
+            at += heads * size
+        return first.as_strided((len(first), at - first.storage_offset()), (first.stride(0), 1))
 
 
 class DeltaWeights(NamedTuple):
@@ -621,14 +635,23 @@ class Ops(Protocol):
         gain."""
 
     def qk_norm_rope_store_kv(
-        self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        angles: Angles,
+        norms: Norms | None = None,
+        *,
+        gated: bool = False,
     ) -> Tensor:
         """From the projection to attention: qkv [T, (H + 2 G) D] -> q [T, H, D]. Of q alone [T, H D], nothing is
         stored.
 
         With `norms`, q and k are normed, before they are rotated or after. Each pair of dimensions of each head of q
         and k is rotated by its angle (Su et al. 2021); dimensions from 2 r on are unchanged. k and v are written to the
-        batch's slots, except those of the null block, which need not be written.
+        batch's slots, except those of the null block, which need not be written. gated: each head of q is followed by
+        as many numbers, which are left out: qkv [T, (2 H + 2 G) D].
         """
 
     def norm_rope_store_latent(
@@ -656,7 +679,7 @@ class Ops(Protocol):
         """
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x sigmoid(gate), both [T, n]."""
+        """x sigmoid(gate), both [T, H, D]. Rows and heads of `gate` may lie apart."""
 
     def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """The gated delta rule (Yang et al. 2025; `ops/recurrent.py` has its formulas) -> [T, H V].

@@ -293,7 +293,15 @@ class BaseOps(ABC):
 
     @abstractmethod
     def qk_norm_rope_store_kv(
-        self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        angles: Angles,
+        norms: Norms | None = None,
+        *,
+        gated: bool = False,
     ) -> Tensor:
         """See `Ops.qk_norm_rope_store_kv`."""
 

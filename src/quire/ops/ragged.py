@@ -175,6 +175,12 @@ def fields_of(batch: RaggedBatch) -> dict[str, Any]:
     return {name: getattr(batch, name) for name in FIELDS}
 
 
+def without_gates(qkv: torch.Tensor, queries: int, heads: int) -> torch.Tensor:
+    """qkv [T, 2 queries + n], whose heads of queries are followed by as many numbers each -> [T, queries + n]."""
+    asked = qkv[:, : 2 * queries].reshape(len(qkv), heads, 2, -1)[:, :, 0]
+    return torch.cat((asked.flatten(1), qkv[:, 2 * queries :]), 1)
+
+
 def select_rows(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
     """Rows of x [T, n]; None: all."""
     return x if wanted is None else x.index_select(0, wanted)

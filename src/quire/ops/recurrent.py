@@ -59,7 +59,7 @@ def silu(x: Tensor) -> Tensor:
 
 def gated_delta(x: DeltaInputs, weights: DeltaWeights, state: LayerState, starts: Tensor, states: StateSlots) -> Tensor:
     """See `Ops.gated_delta`. starts: the batch's `query_start`."""
-    mixed = convolve(x.mixed, weights.convolution, state.window, starts, states)
+    mixed = convolve(x.mixed(), weights.convolution, state.window, starts, states)
     heads, values = state.memory.shape[1], state.memory.shape[3]
     keys = (mixed.shape[1] - heads * values) // 2
     q, k, v = torch.split(mixed, [keys, keys, heads * values], -1)
@@ -70,13 +70,13 @@ def gated_delta(x: DeltaInputs, weights: DeltaWeights, state: LayerState, starts
         q,
         k,
         torch.unflatten(v, 1, (heads, values)),
-        -weights.fading.exp() * softplus(x.rise.float() + weights.rise),
-        1.0 / (1.0 + x.beta.float().neg().exp()),
+        -weights.fading.exp() * softplus(x.rise.flatten(1).float() + weights.rise),
+        1.0 / (1.0 + x.beta.flatten(1).float().neg().exp()),
     )
     out = recur(run, state.memory, starts, states)
     centred = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + weights.norm.eps)
-    normed = weights.norm.weight * centred.to(x.mixed.dtype)
-    return (normed.float() * silu(x.gate.float().view_as(out))).to(x.mixed.dtype).flatten(1)
+    normed = weights.norm.weight * centred.to(x.gate.dtype)
+    return (normed.float() * silu(x.gate.float().reshape(out.shape))).to(x.gate.dtype).flatten(1)
 
 
 def selective_scan(

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Gate, Norm, Norms, Scores
 from quire.ops.paged_attention import FEW, PagedAttentionMetadata, SpanGroup, first_visible, visible
 from quire.ops.quantized import BaseOps
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, RaggedBatch, without_gates
 
 TILE = 256
 """Queries of one long span attended at once: bounds the mask, and skips the keys after the tile."""
@@ -77,9 +77,18 @@ class ReferenceOps(BaseOps):
         return angles.cos() * gain, angles.sin() * gain
 
     def qk_norm_rope_store_kv(
-        self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        angles: Angles,
+        norms: Norms | None = None,
+        *,
+        gated: bool = False,
     ) -> Tensor:
         """See `Ops.qk_norm_rope_store_kv`."""
+        qkv = without_gates(qkv, heads * kv.k.shape[3], heads) if gated else qkv
         q, k, v = self.heads_of(qkv, heads, kv.k.shape[3], angles, norms)
         if k.shape[1]:
             self.write_kv(kv, k, v, batch)

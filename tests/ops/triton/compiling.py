@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from quire.layers.delta import DeltaConfig, split_by_head
 from quire.model_runner.device_state import COUNTERS, DeviceState
 from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.row_state import RowState
@@ -33,7 +34,6 @@ from quire.model_runner.triton_steps import ForcedSteps
 from quire.ops.base import (
     XIELU,
     Angles,
-    DeltaInputs,
     DeltaWeights,
     ExpertBiases,
     IntegerKind,
@@ -320,6 +320,10 @@ def in_shared_memory(ops: TritonOps) -> None:
         ops.latent_attention(halves(64, heads, 512), halves(64, heads, 64), pool, batch(64, 1), 0.1)
 
 
+NEXT = DeltaConfig(key_heads=16, value_heads=32, key=128, value=128, width=4)
+"""Qwen3-Next's."""
+
+
 def recurrent(ops: TritonOps, dtype: torch.dtype = BF16) -> None:
     """Recurrent layers of Qwen3-Next, and of Nemotron-H and Granite 4-H: decoding, verification, prompts."""
     for spans, n in ((1, 1), (64, 1), (8, 4), (2, 512)):
@@ -329,8 +333,8 @@ def recurrent(ops: TritonOps, dtype: torch.dtype = BF16) -> None:
         state = LayerState(halves(1, 3, 8192, dtype=dtype), torch.empty(1, 32, 128, 128))
         small = (torch.empty(32), torch.empty(32))
         delta = DeltaWeights(halves(8192, 4, dtype=dtype), *small, Norm(halves(128, dtype=dtype), 1e-6))
-        sizes = (8192, 4096, 32, 32)
-        ops.gated_delta(DeltaInputs(*(halves(tokens, size, dtype=dtype) for size in sizes)), delta, state, fed)
+        made = [halves(tokens, size, dtype=dtype) for size in (12288, 64)]
+        ops.gated_delta(split_by_head(NEXT, made), delta, state, fed)
         for groups in (1, 8):
             wide = 8192 + 2 * groups * 128
             state = LayerState(halves(1, 3, wide, dtype=dtype), torch.empty(1, 128, 128, 64))

@@ -19,11 +19,18 @@ from tests.ops.triton.device import DEVICE
 KERNELS: dict[str, Ops] = {"kernels": TritonOps(DEVICE), "invariant-kernels": BatchInvariantTritonOps(DEVICE)}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are several tiles and chunks."""
     monkeypatch.setattr(indexer, "SCORED_AT_ONCE", 16)
-    monkeypatch.setattr(indexer, "CHUNK", 64)
+    monkeypatch.setattr(indexer, "KEYS", 64)
+    monkeypatch.setattr(indexer, "LEAST_CHUNK", 16)
+    monkeypatch.setattr(indexer, "MOST_CHUNK", 64)
+    monkeypatch.setattr(indexer, "BLOCK", 16)
+    monkeypatch.setattr(indexer, "parts_of", lambda queries, keys, sms: 4 if queries % 2 else 1)
+
+
+small = pytest.mark.usefixtures("few_at_once")
 
 
 def check(name: str, count: int, lengths: tuple[int, ...]) -> None:
@@ -38,11 +45,13 @@ def check(name: str, count: int, lengths: tuple[int, ...]) -> None:
     assert fed.kv.index[0].isnan().all(), "the null block stays as it is"
 
 
+@small
 @pytest.mark.parametrize("name", KERNELS)
 def test_choices_and_results_are_those_of_the_formulas(name: str) -> None:
     check(name, 8, (40, 7))
 
 
+@small
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("count", [1, 8, 40])
@@ -50,6 +59,7 @@ def test_choices_and_results_of_long_sequences_are_those_of_the_formulas(name: s
     check(name, count, LENGTHS)
 
 
+@small
 @pytest.mark.nightly
 @pytest.mark.parametrize("size", [1, 16])
 def test_results_do_not_depend_on_batches_and_chunks(size: int) -> None:
@@ -77,6 +87,7 @@ def test_keys_are_normed_rotated_and_stored_as_the_reference_stores_them(form: F
     assert held.any() and not held[0].any()
 
 
+@small
 def test_of_equal_scores_the_first_are_chosen_and_what_is_no_number_comes_last() -> None:
     pages, x = Pages(30, 4), draw(20)
     kv = on(poisoned(30, 1, 4, ROTATED, index_dim=DIM), DEVICE)
@@ -93,3 +104,49 @@ def test_of_equal_scores_the_first_are_chosen_and_what_is_no_number_comes_last()
         slots = KERNELS["kernels"].choose_positions(q.to(DEVICE), weights.to(DEVICE), kv, fed, turn, count)
         assert slots.tolist() == [[table[i // 4] * 4 + i % 4 for i in wanted]]
     assert len(x.key) == 20
+
+
+@pytest.mark.parametrize(("queries", "keys", "parts"), [(1, 1000, 1), (1, 65536, 32), (16, 131072, 16), (128, 9000, 2)])
+def test_scores_are_cut_into_as_many_parts_as_keep_a_card_busy(queries: int, keys: int, parts: int) -> None:
+    assert indexer.parts_of(queries, keys, 132) == parts
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("most", [None, 65536])
+def test_choices_of_real_size_on_the_gpu(name: str, dtype: torch.dtype, most: int | None) -> None:
+    """Of DeepSeek V3.2's sizes, in steps that are bounded by what they have, and by more."""
+    torch.manual_seed(0)
+    count, heads, dim, size = 2048, 64, 128, 64
+    pages = Pages(400, size)
+    past = [6000, 2046, 2047, 9000, 100]
+    batch = on(pages.batch([(s, n, [0] * (s + 1)) for s, n in enumerate(past)]), DEVICE)
+    batch = replace(batch, max_kv=most or batch.max_kv)
+    tokens = len(batch.positions)
+    kv = on(poisoned(400, 1, size, 64, dtype, index_dim=dim), DEVICE)
+    kv = replace(kv, index=torch.randn(400, 1, size, dim, device=DEVICE).to(dtype))
+    q, weights = torch.randn(tokens, heads, dim, device=DEVICE).to(dtype), torch.randn(tokens, heads, device=DEVICE)
+    turns = 6 * torch.rand(tokens, 32, device=DEVICE)
+    turn, weights = Angles(turns.cos(), turns.sin()), weights.to(dtype)
+    chosen = KERNELS[name].choose_positions(q.clone(), weights, kv, batch, turn, count)
+    again = KERNELS[name].choose_positions(q.clone(), weights, kv, batch, turn, count)
+    turned = ReferenceOps().rope(q, q[:, :0], turn)[0].double()
+    rows = [s for s in range(len(past)) for _ in range(s + 1)]
+    for row, (s, position) in enumerate(zip(rows, batch.positions.tolist(), strict=True)):
+        if position < count:
+            continue
+        assert torch.equal(chosen[row], again[row])
+        slots = batch.page_table[s].long()[:, None] * size + torch.arange(size, device=DEVICE)
+        keys = kv.index.view(-1, dim)[slots.view(-1)[: position + 1]].double()  # type: ignore[union-attr]
+        scores = ((turned[row] @ keys.t()).clamp(min=0) * weights[row].double()[:, None]).sum(0)
+        at = torch.zeros_like(scores, dtype=torch.bool)
+        place = {slot: i for i, slot in enumerate(slots.view(-1)[: position + 1].tolist())}
+        found = [place[slot] for slot in chosen[row].tolist()]
+        assert found == sorted(set(found))
+        at[found] = True
+        margin = 1e-3 * scores.abs().max()
+        last = scores.topk(count).values[-1]
+        assert at[scores > last + margin].all()
+        assert not at[scores < last - margin].any()

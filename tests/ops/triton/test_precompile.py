@@ -26,7 +26,7 @@ from quire.ops.capture import PRECOMPILING
 from quire.ops.triton import precompile
 from quire.ops.triton.launch import Kernel
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.precompile import PROBES, DeferredCompiler, Precompiler, ReportProgress
+from quire.ops.triton.precompile import PROBES, DeferredCompiler, Precompiler, ReportProgress, has_kernels
 from quire.weights import load
 from quire.weights.canary import feed, pages
 from tests.checkpoints import FIRST, SHAPES, make
@@ -178,6 +178,15 @@ def test_a_precompilation_that_fails_is_logged_and_changes_nothing(caplog: pytes
     assert "no such shape" in caplog.text
     assert PRECOMPILING.get() is None
     assert knobs.compilation.listener is listener
+
+
+def test_a_cache_of_launchers_alone_has_no_kernels(tmp_path: Path) -> None:
+    assert not has_kernels(tmp_path / "none")
+    for name, file in (("DRIVER", "cuda_utils.so"), ("KERNEL", "__grp__norm_kernel.json")):
+        assert not has_kernels(tmp_path)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    assert has_kernels(tmp_path)
 
 
 def test_as_many_are_compiled_at_once_as_there_are_workers() -> None:

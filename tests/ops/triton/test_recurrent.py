@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.layers.delta import DeltaConfig, split_by_head, split_by_kind
 from quire.ops.base import DeltaInputs, DeltaWeights, Norm, Ops, ScanInputs, ScanWeights
 from quire.ops.ragged import LayerState, RaggedBatch, StateSlots
 from quire.ops.reference import ReferenceOps
@@ -44,15 +45,16 @@ SPANS = {
 
 
 class Layer:
-    """Random weights and states of a layer. delta: of the gated delta rule."""
+    """Random weights and states of a layer. delta: of the gated delta rule. by_head: projections make what a head of
+    keys has side by side, as Qwen3-Next's do."""
 
-    def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype, *, delta: bool) -> None:
+    def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype, *, delta: bool, by_head: bool = False) -> None:
         torch.manual_seed(sum(sizes))
         self.heads, self.groups, self.keys, self.values, self.width = sizes
         self.channels, self.inner = self.heads * self.values + 2 * self.groups * self.keys, self.heads * self.values
-        self.dtype, self.delta = dtype, delta
+        self.dtype, self.delta, self.by_head = dtype, delta, by_head
         convolution, bias = self.noise(self.channels, self.width), self.noise(self.channels)
-        fading, rise, skip = torch.randn(3, self.heads, device=DEVICE)
+        fading, rise, skip = torch.randn(3, self.heads).to(DEVICE)
         gain = self.noise(self.values if delta else self.inner)
         if delta:
             weights: Any = DeltaWeights(convolution, fading, rise, Norm(gain, 1e-6))
@@ -65,22 +67,30 @@ class Layer:
 
     def states(self, slots: int) -> LayerState:
         window = self.noise(slots, self.width - 1, self.channels)
-        made = LayerState(window, torch.randn(slots, self.heads, self.keys, self.values, device=DEVICE))
+        made = LayerState(window, torch.randn(slots, self.heads, self.keys, self.values).to(DEVICE))
         for each in made:
             each[0] = 0
         return made
 
     def inputs(self, tokens: int) -> tuple[Tensor, ...]:
         """Some rows apart, as those of one projection are."""
+        if self.delta:
+            share = self.heads // self.groups
+            config = DeltaConfig(
+                key_heads=self.groups, value_heads=self.heads, key=self.keys, value=self.values, width=self.width
+            )
+            if self.by_head:
+                wide = self.groups * (2 * self.keys + 2 * share * self.values)
+                return split_by_head(config, [self.noise(tokens, n + 5)[:, :n] for n in (wide, 2 * self.heads)])
+            sizes = (self.channels, self.inner, self.heads, self.heads)
+            return split_by_kind(config, [self.noise(tokens, n + 5)[:, :n] for n in sizes])
         mixed = self.noise(tokens, self.channels + 5)[:, : self.channels]
-        gate, small = self.noise(tokens, self.inner), [self.noise(tokens, self.heads) for _ in range(2)]
-        return (mixed, gate, *small)
+        return self.noise(tokens, self.inner), mixed, self.noise(tokens, self.heads)
 
     def __call__(self, ops: Ops, x: Sequence[Tensor], state: LayerState, batch: RaggedBatch) -> Tensor:
-        mixed, gate, small, rise = x
         if self.delta:
-            return ops.gated_delta(DeltaInputs(mixed, gate, small, rise), self.weights, state, batch)
-        return ops.selective_scan(ScanInputs(gate, mixed, small), self.weights, state, batch)
+            return ops.gated_delta(DeltaInputs(*x), self.weights, state, batch)
+        return ops.selective_scan(ScanInputs(*x), self.weights, state, batch)
 
 
 def batch_of(
@@ -121,15 +131,26 @@ def close(got: Tensor, want: Tensor, tolerance: float) -> None:
 def test_outputs_and_states_are_those_of_the_reference(
     sizes: tuple[int, ...], counts: list[int], dtype: torch.dtype, tolerance: float, *, delta: bool
 ) -> None:
-    layer, (batch, slots) = Layer(sizes, dtype, delta=delta), scattered(counts)
+    for by_head in (False, True)[: 1 + delta]:
+        layer, (batch, slots) = Layer(sizes, dtype, delta=delta, by_head=by_head), scattered(counts)
+        x, ours = layer.inputs(sum(counts)), layer.states(slots)
+        theirs = LayerState(*(each.clone() for each in ours))
+        want = layer(REFERENCE, x, theirs, batch)
+        got = layer(OPS, x, ours, batch)
+        assert got.dtype is want.dtype
+        assert got.shape == want.shape
+        close(got, want, tolerance)
+        close(ours.memory, theirs.memory, tolerance)
+        assert torch.equal(ours.window, theirs.window)
+
+
+def test_heads_of_real_size_are_read_where_a_projection_has_left_them() -> None:
+    """A program then convolves channels of one head."""
+    counts = SPANS["verify"][:2]
+    layer, (batch, slots) = Layer((4, 2, 128, 128, 4), torch.float32, delta=True, by_head=True), scattered(counts)
     x, ours = layer.inputs(sum(counts)), layer.states(slots)
     theirs = LayerState(*(each.clone() for each in ours))
-    want = layer(REFERENCE, x, theirs, batch)
-    got = layer(OPS, x, ours, batch)
-    assert got.dtype is want.dtype
-    assert got.shape == want.shape
-    close(got, want, tolerance)
-    close(ours.memory, theirs.memory, tolerance)
+    close(layer(OPS, x, ours, batch), layer(REFERENCE, x, theirs, batch), 1e-5)
     assert torch.equal(ours.window, theirs.window)
 
 
@@ -182,12 +203,12 @@ def test_keys_that_are_all_alike_lose_no_digits(dtype: torch.dtype, tolerance: f
     """A text that repeats one token: nothing fades, and each value replaces the one before."""
     heads, keys, values, tokens = 1, 16, 16, CHUNK + 16
     layer = Layer((heads, heads, keys, values, 2), dtype, delta=True)
-    mixed, gate, small, rise = layer.inputs(tokens)
-    small[:], rise[:], mixed[:, : 2 * heads * keys] = 8.0, -40.0, mixed[:1, : 2 * heads * keys]
+    x = DeltaInputs(*layer.inputs(tokens))
+    x.beta[:], x.rise[:], x.queries[:], x.keys[:] = 8.0, -40.0, x.queries[:1], x.keys[:1]
     batch = batch_of([tokens], [0], [0] * (tokens - 1) + [1], [0] * tokens)
     ours, theirs = (LayerState(*(torch.zeros_like(each) for each in layer.states(2))) for _ in "ab")
-    want = layer(FIXED, (mixed, gate, small, rise), theirs, batch)
-    close(layer(OPS, (mixed, gate, small, rise), ours, batch), want, tolerance)
+    want = layer(FIXED, x, theirs, batch)
+    close(layer(OPS, x, ours, batch), want, tolerance)
     close(ours.memory, theirs.memory, tolerance)
 
 

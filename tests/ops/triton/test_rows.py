@@ -134,6 +134,30 @@ def test_heads_are_normed_rotated_and_stored(
     torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize(("dim", "half"), [(12, 3), (16, 8)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_gates_between_the_heads_of_queries_are_left_out_and_multiply_results(
+    dtype: torch.dtype, tolerance: float, dim: int, half: int
+) -> None:
+    """Whether a part of a head is rotated, or all of it, by halves, which has a kernel of its own without gates."""
+    torch.manual_seed(0)
+    tokens, heads, groups = 7, 6, 2
+    batch = moved(Pages(30, 4).batch([(0, 2, [0] * tokens)]))
+    made = torch.randn(tokens, 2 * (heads + groups) * dim).to(dtype).to(DEVICE)
+    angle = torch.randn(tokens, half, device=DEVICE)
+    norm, turn = Norm(torch.randn(dim, device=DEVICE), 0.1), Angles(angle.cos(), angle.sin())
+    got = torch.zeros(2, 30, groups, 4, dim, dtype=dtype, device=DEVICE)
+    want = torch.zeros_like(got, dtype=torch.float32)
+    q = OPS.qk_norm_rope_store_kv(made, heads, LayerKV(*got), batch, turn, Norms(norm, norm), gated=True)
+    asked, gate = made[:, : 2 * heads * dim].view(tokens, heads, 2, dim).unbind(2)
+    plain = torch.cat((asked.flatten(1), made[:, 2 * heads * dim :]), 1).float()
+    expected = REFERENCE.qk_norm_rope_store_kv(plain, heads, LayerKV(*want), batch, turn, Norms(norm, norm))
+    torch.testing.assert_close(q.float(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+    weighed = OPS.sigmoid_mul(q, gate)
+    torch.testing.assert_close(weighed.float(), q.float() * gate.float().sigmoid(), atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize(("normed", "dtype"), [(False, torch.float32), (True, torch.float32), (False, E4M3)], ids=str)
 def test_many_heads_are_turned_by_halves(normed: bool, dtype: torch.dtype) -> None:
     """More heads than `FEW_HEADS`, and than 16 for each multiprocessor."""

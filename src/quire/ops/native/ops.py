@@ -59,7 +59,7 @@ from quire.ops.native.pack import (
 from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.panels import PANEL_ROWS, PanelMatrix, Zeros
 from quire.ops.quantized import E4M3
-from quire.ops.ragged import LayerKV, RaggedBatch
+from quire.ops.ragged import LayerKV, RaggedBatch, without_gates
 from quire.ops.reference import ReferenceOps, weigh
 from quire.types import UNLIMITED
 
@@ -215,10 +215,19 @@ class NativeOps(ReferenceOps):
         self.library.quire_norm(ctypes.byref(arguments), threads_for(x))
 
     def qk_norm_rope_store_kv(
-        self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        angles: Angles,
+        norms: Norms | None = None,
+        *,
+        gated: bool = False,
     ) -> Tensor:
         """See `Ops.qk_norm_rope_store_kv`."""
         dim, dtype = kv.k.shape[3], qkv.dtype
+        qkv = without_gates(qkv, heads * dim, heads) if gated else qkv
         groups = (qkv.shape[-1] // dim - heads) // 2
         if (
             dtype not in FLOATS

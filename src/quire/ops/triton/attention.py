@@ -418,13 +418,12 @@ def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
 
 def attention(
     q: Tensor, kv: LayerKV, batch: AttentionPlan, how: Scores, card: DeviceInfo, begun: PrefixPartials | None = None,
-    longest: int = UNLIMITED, rotated: Tensor | None = None,
+    longest: int = UNLIMITED, rotated: Tensor | None = None, late: bool = False,
 ) -> Tensor:  # fmt: skip
     """See `Ops.attention`, and with `rotated` `Ops.latent_attention`. Rows that belong to no span are not written.
-    begun: partial results over shared prefixes. longest: spans of more queries are left out.
-
-    The list of pieces is read before the wait, so the kernel right after the one that makes it is launched without
-    overlap.
+    begun: partial results over shared prefixes. longest: spans of more queries are left out. late: the preceding kernel
+    makes the block table. That and the list of pieces are read before the wait: behind what makes them the kernel is
+    launched without overlap, or waits first.
     """
     _, heads, dim = q.shape
     _, groups, page, _ = kv.k.shape
@@ -452,7 +451,9 @@ def attention(
         sums = q.new_empty(bound * groups * tile.rows if room else 1, dtype=torch.float32)
         grid = groups, bound if starts is None else room
         if tile.parts and rotated is not None:
-            attend_ringed(q, rotated, kv, batch, tile, work, (out, parts, sums), slope, share, room, card, fresh)
+            attend_ringed(
+                *(q, rotated, kv, batch, tile, work, (out, parts, sums), slope, share, room, card, fresh, late)
+            )
             continue
         attention_kernel[grid](
             *(q, q if rotated is None else rotated, kv.k, kv.v, batch.page_table, q if sinks is None else sinks),
@@ -467,7 +468,7 @@ def attention(
             PHASES=tile.rows >= 64, AT_ONCE=max(1, min(16 if starts is None else 4,
             4096 * tile.warps // (real * wide))), WINDOWED=min(window, chunk) < batch.max_kv, STAGES=tile.stages,
             PRECISION=card.precision, BEGUN=begun is not None, FIELDS=FIELDS, DEPENDENT=card.dependent,
-            num_warps=tile.warps, **card.launch(fresh),
+            num_warps=tile.warps, **card.launch(fresh or late),
         )  # fmt: skip
     return out
 
@@ -475,9 +476,10 @@ def attention(
 def attend_ringed(
     q: Tensor, rotated: Tensor, kv: LayerKV, batch: AttentionPlan, tile: Tile, work: AttentionSchedule,
     results: tuple[Tensor, Tensor, Tensor], slope: float, share: int, room: int, card: DeviceInfo, fresh: bool,
+    late: bool,
 ) -> None:  # fmt: skip
     """`attention` of one kind of tile by `latent_mma` or `latent_parts`. results: out, parts and sums. room: among how
-    many programs spans are divided."""
+    many programs spans are divided. fresh: the list has just been made."""
     (bound, groups), dim = work.arrived.shape, q.shape[2]
     several, later = work.starts is not None, room > 0 and len(batch.kv_len) <= LATER_SPANS
     sizes = {"GROUPS": groups, "SHARE": share, "DIM": dim, "ROWS": tile.rows, "FIELDS": FIELDS}
@@ -489,7 +491,7 @@ def attend_ringed(
         *(q, rotated, kv.k, kv.v, batch.page_table, *work[:3], work.starts if several else work.total, *results),
         *(slope, kv.v_scale, batch.page_table.stride(0)),
         ROTATED=rotated.shape[2], PAGE=kv.k.shape[2], COLUMNS=tile.columns, RING=tile.stages,
-        SPLIT=room > 0, SEVERAL=several, LATER=later, AT_ONCE=max(1, 4096 * tile.warps // (tile.rows * dim)),
+        SPLIT=room > 0, SEVERAL=several, LATER=later, LATE=late, AT_ONCE=max(1, 4096 * tile.warps // (tile.rows * dim)),
         DEPENDENT=card.dependent, num_warps=tile.warps, **sizes, **card.launch(fresh),
     )  # fmt: skip
     if later:

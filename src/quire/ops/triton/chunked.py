@@ -89,7 +89,7 @@ def inverse(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.const
 
 @kernel
 def solve_kernel(
-    mixed, a, b, fading, rise, least, most, stride, a_stride, b_stride, q_at, k_at, v_at, chunks, count, u, w,
+    mixed, a, b, fading, rise, least, most, stride, a_stride, b_stride, apart, q_at, k_at, v_at, chunks, count, u, w,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
     LEVELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -103,11 +103,13 @@ def solve_kernel(
     i, k = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
     begin, end = tl.load(chunks + 2 * mine), tl.load(chunks + 2 * mine + 1)
     t, inside = (begin + i).to(tl.int64), begin + i < end
-    decay, beta = gates_of(a, b, fading, rise, least, most, a_stride, b_stride, t, head, inside, True)
+    share: tl.constexpr = HEADS // GROUPS
+    decay, beta = gates_of(
+        a, b, fading, rise, least, most, a_stride, b_stride, apart, t, head, inside, share, True)  # fmt: skip
     total = tl.cumsum(decay, 0)
     part = inside[:, None] & (k < KEYS)[None, :]
     line = mixed + t[:, None] * stride
-    key = unit(tl.load(line + k_at + head // (HEADS // GROUPS) * KEYS + k[None, :], mask=part, other=0.0))
+    key = unit(tl.load(line + k_at + head // share * KEYS + k[None, :], mask=part, other=0.0))
     between = tl.exp(tl.where(i[:, None] > i[None, :], total[:, None] - total[None, :], float("-inf")))
     system = tl.dot(key, tl.trans(key), input_precision=PRECISION) * between * beta[:, None]
     solved = inverse(system, SIZE, LEVELS, PRECISION).to(key.dtype)
@@ -125,7 +127,7 @@ def solve_kernel(
 
 @kernel(do_not_specialize=["few"])
 def scan_kernel(
-    mixed, a, b, fading, rise, least, most, stride, a_stride, b_stride, q_at, k_at, v_at, u, w,
+    mixed, a, b, fading, rise, least, most, stride, a_stride, b_stride, apart, q_at, k_at, v_at, u, w,
     memory, out, query_start, source, target, snapshot, few,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
@@ -142,13 +144,15 @@ def scan_kernel(
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     keys, values = k < KEYS, v < VALUES
     state = load_state(memory, tl.load(source + s).to(tl.int64), head, k, v, HEADS, KEYS, VALUES)
-    group = head // (HEADS // GROUPS)
+    share: tl.constexpr = HEADS // GROUPS
+    group = head // share
     for first in range(begin, end, SIZE):
         t, inside = (first + i).to(tl.int64), first + i < end
         line, part = mixed + t[:, None] * stride, inside[:, None] & keys[None, :]
         key = tl.load(line + k_at + group * KEYS + k[None, :], mask=part, other=0.0)
         query = tl.load(line + q_at + group * KEYS + k[None, :], mask=part, other=0.0)
-        decay, amount = gates_of(a, b, fading, rise, least, most, a_stride, b_stride, t, head, inside, DELTA)
+        decay, amount = gates_of(
+            a, b, fading, rise, least, most, a_stride, b_stride, apart, t, head, inside, share, DELTA)  # fmt: skip
         total = tl.cumsum(decay, 0)
         shape = inside[:, None] & values[None, :]
         old = state.to(mixed.dtype.element_ty)

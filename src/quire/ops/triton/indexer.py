@@ -1,10 +1,11 @@
 """An indexer's choice of what queries attend to: see `layers/latent.py`.
 
-Each query scores every key of its sequence, which are written out, SCORED_AT_ONCE queries at a time; one program a
-query then finds the bits of the last score that is chosen, eight at a time, by counting, and writes down the slots of
-those above it and of the first that equal it. These are a block table, of blocks of one token each, and every query a
-span of its own, so that `attention` attends to what is chosen as it does to anything else. Nothing depends on other
-queries.
+Each query scores every key of its sequence, which are written out, SCORED_AT_ONCE queries at a time. The bits of the
+last score that is chosen are then found by counting, eight at a time: a query's scores are cut into parts, whose
+programs each count for all of it to read. At last they write down the slots of those above it and of the first that
+equal it, each part behind what the parts before it have chosen. These are a block table, of blocks of one token each,
+and every query a span of its own, so that `attention` attends to what is chosen as it does to anything else. Nothing
+depends on other queries, nor on how many parts there are.
 """
 
 from __future__ import annotations
@@ -24,8 +25,17 @@ from quire.ops.triton.attention_schedule import AttentionPlan, TokenSpans
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.rows import normalize, stored, warps
 
-CHUNK = 1024
-"""Keys that a program scores."""
+LEAST_CHUNK, MOST_CHUNK = 512, 2048
+"""Keys that a program scores: as many as keep all multiprocessors busy several times, of these."""
+
+KEYS = 128
+"""Keys that are multiplied at once, of 16 bits; of float32 a quarter."""
+
+BLOCK, MOST_PARTS = 2048, 32
+"""Scores that a program counts at once, and into how many parts those of a query are cut at most."""
+
+UNKNOWN_SMS = 132
+"""Multiprocessors that are kept busy where nothing depends on those of the card."""
 
 LEAST = tl.constexpr(-3.4028234663852886e38)
 """What becomes of scores that are not numbers."""
@@ -100,15 +110,15 @@ def slots_of(table, position, seen, PAGE: tl.constexpr):
     return page * PAGE + position % PAGE
 
 
-@kernel(do_not_specialize=["first", "width"])
+@kernel(do_not_specialize=["first", "width", "chunk"])
 def index_scores_kernel(
-    q, weights, pool, table, spans, lengths, scores, first, columns, width, weight_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    q, weights, pool, table, spans, lengths, scores, first, columns, width, weight_stride, chunk,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The scores of one query for CHUNK keys, unless it sees no more than is chosen."""
-    row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
+    """The scores of one query for `chunk` keys, ROWS at a time, unless it sees no more than is chosen."""
+    row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * chunk
     h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     token = first + row
     wait(DEPENDENT)
@@ -116,16 +126,16 @@ def index_scores_kernel(
     length = tl.load(lengths + token)
     if (length > COUNT) & (begin < length):
         pages = table + tl.load(spans + token).to(tl.int64) * columns
-        real = (h < HEADS)[:, None] & (d < DIM)[None, :]
-        queries = tl.load(q + (token * HEADS + h)[:, None] * DIM + d[None, :], mask=real, other=0.0)
+        real = (h < HEADS)[None, :] & (d < DIM)[:, None]
+        queries = tl.load(q + (token * HEADS + h)[None, :] * DIM + d[:, None], mask=real, other=0.0)
         gain = tl.load(weights + token * weight_stride + h, mask=h < HEADS, other=0.0).to(tl.float32)
-        for start in range(begin, tl.minimum(begin + CHUNK, length), COLUMNS):
-            at = start + tl.arange(0, COLUMNS)
+        for start in tl.range(begin, tl.minimum(begin + chunk, length), ROWS, num_stages=STAGES):
+            at = start + tl.arange(0, ROWS)
             seen = at < length
             line = slots_of(pages, at, seen, PAGE).to(tl.int64)
             keys = tl.load(pool + line[:, None] * DIM + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
-            x = tl.dot(queries, tl.trans(keys.to(q.dtype.element_ty)), input_precision=PRECISION)
-            x = tl.sum(tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * gain[:, None], 0)
+            x = tl.dot(keys.to(q.dtype.element_ty), queries, input_precision=PRECISION)
+            x = tl.sum(tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * gain[None, :], 1)
             x = tl.where(x > LEAST, x, LEAST)
             tl.store(scores + row * width + at, tl.where(x == 0.0, 0.0, x), mask=seen)
 
@@ -138,54 +148,99 @@ def ordered(scores, at, length):
 
 
 @triton.jit
-def narrowed(scores, length, last, left, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The last score that is chosen, known above bits SHIFT + 7 and, in the result, from SHIFT on; left: how many are
-    chosen of the scores that begin like it."""
-    counts, digits = tl.zeros([256], tl.int32), tl.arange(0, 256)
-    for start in range(0, length, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        key = ordered(scores, at, length)
-        alike = at < length
-        if SHIFT < 24:
-            alike &= (key >> (SHIFT + 8)) == (last >> (SHIFT + 8))
-        counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=alike)
-    since = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+def narrowed(counts, last, left, number: tl.constexpr, PARTS: tl.constexpr):
+    """The last score that is chosen, and how many of those alike are, by one digit more; counts: of this digit."""
+    digits, p = tl.arange(0, 256), tl.arange(0, PARTS)
+    found = tl.sum(tl.load(counts + (number * PARTS + p)[:, None] * 256 + digits[None, :]), 0)
+    since = tl.sum(found, 0) - tl.cumsum(found, 0) + found
     digit = tl.sum((since >= left).to(tl.int32), 0) - 1
-    left -= tl.sum(tl.where(digits > digit, counts, 0), 0)
-    return last | (digit.to(tl.uint32) << SHIFT), left
+    left -= tl.sum(tl.where(digits > digit, found, 0), 0)
+    return last | (digit.to(tl.uint32) << (24 - 8 * number)), left
+
+
+@triton.jit
+def part_of(length, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The scores of this program: from, to."""
+    each = ((length + BLOCK - 1) // BLOCK + PARTS - 1) // PARTS * BLOCK
+    begin = tl.program_id(1) * each
+    return begin, tl.minimum(begin + each, length)
+
+
+@kernel(do_not_specialize=["first", "width"])
+def index_count_kernel(
+    scores, lengths, counts, first, width,
+    COUNT: tl.constexpr, NUMBER: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Of one query and a part of its scores: how many have which digit number NUMBER, of those that begin like the last
+    one that is chosen."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    length, own = tl.load(lengths + first + row), scores + row * width
+    counts += row * 4 * PARTS * 256
+    if length > COUNT:
+        last, left = (length * 0).to(tl.uint32), length * 0 + COUNT
+        for number in tl.static_range(NUMBER):
+            last, left = narrowed(counts, last, left, number, PARTS)
+        begin, end = part_of(length, PARTS, BLOCK)
+        found = tl.zeros([256], tl.int32)
+        for start in range(begin, end, BLOCK):
+            at = start + i
+            key = ordered(own, at, end)
+            alike = at < end
+            if NUMBER > 0:
+                alike &= (key >> (32 - 8 * NUMBER)) == (last >> (32 - 8 * NUMBER))
+            found += tl.histogram(((key >> (24 - 8 * NUMBER)) & 255).to(tl.int32), 256, mask=alike)
+        tl.store(counts + (NUMBER * PARTS + tl.program_id(1)) * 256 + tl.arange(0, 256), found)
 
 
 @kernel(do_not_specialize=["first", "width"])
 def index_choice_kernel(
-    scores, table, spans, lengths, chosen, first, columns, width,
-    COUNT: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    scores, table, spans, lengths, chosen, counts, first, columns, width,
+    COUNT: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One query: the slots of what it attends to, in ascending order of position."""
+    """One query and a part of its scores: the slots of what it attends to, in ascending order of position."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     token = first + row
     wait(DEPENDENT)
     release(DEPENDENT)
     length, own = tl.load(lengths + token), scores + row * width
     pages, to = table + tl.load(spans + token).to(tl.int64) * columns, chosen + token * COUNT
+    begin, end = part_of(length, PARTS, BLOCK)
     if length <= COUNT:
-        for start in range(0, length, BLOCK):
+        for start in range(begin, end, BLOCK):
             at = start + i
-            tl.store(to + at, slots_of(pages, at, at < length, PAGE), mask=at < length)
+            tl.store(to + at, slots_of(pages, at, at < end, PAGE), mask=at < end)
     else:
+        counts += row * 4 * PARTS * 256
+        digits, p = tl.arange(0, 256), tl.arange(0, PARTS)
+        before = (p < tl.program_id(1))[:, None]
         last, left = (length * 0).to(tl.uint32), length * 0 + COUNT
+        above, equals = length * 0, length * 0
         for number in tl.static_range(4):
-            last, left = narrowed(own, length, last, left, 24 - 8 * number, BLOCK)
-        taken, equals = length * 0, length * 0
-        for start in range(0, length, BLOCK):
+            last, left = narrowed(counts, last, left, number, PARTS)
+            digit = ((last >> (24 - 8 * number)) & 255).to(tl.int32)
+            found = tl.load(counts + (number * PARTS + p)[:, None] * 256 + digits[None, :])
+            above += tl.sum(tl.sum(tl.where(before & (digits > digit)[None, :], found, 0), 1), 0)
+            if number == 3:
+                equals += tl.sum(tl.sum(tl.where(before & (digits == digit)[None, :], found, 0), 1), 0)
+        taken = above + tl.minimum(equals, left)
+        for start in range(begin, end, BLOCK):
             at = start + i
-            key = ordered(own, at, length)
-            equal = (at < length) & (key == last)
+            key = ordered(own, at, end)
+            equal = (at < end) & (key == last)
             kept = equal & (equals + tl.cumsum(equal.to(tl.int32), 0) <= left)
-            kept |= (at < length) & (key > last)
+            kept |= (at < end) & (key > last)
             place = taken + tl.cumsum(kept.to(tl.int32), 0) - 1
             tl.store(to + place, slots_of(pages, at, kept, PAGE), mask=kept)
             taken += tl.sum(kept.to(tl.int32), 0)
             equals += tl.sum(equal.to(tl.int32), 0)
+
+
+def parts_of(queries: int, keys: int, sms: int) -> int:
+    """Into how many parts scores are cut, a power of two: two programs a multiprocessor, of a block each at least."""
+    wanted = min(MOST_PARTS, 2 * sms // queries, -(-keys // BLOCK))
+    return 1 << (max(1, wanted).bit_length() - 1)
 
 
 def choose_positions(
@@ -203,21 +258,28 @@ def choose_positions(
     )  # fmt: skip
     spans, lengths, _ = spans_by_token(batch, count)
     chosen = torch.empty(tokens, count, dtype=torch.int32, device=q.device)
-    scores = torch.empty(min(tokens, SCORED_AT_ONCE), batch.max_kv, dtype=torch.float32, device=q.device)
+    at_most = min(tokens, SCORED_AT_ONCE)
+    scores = torch.empty(at_most, batch.max_kv, dtype=torch.float32, device=q.device)
     about = batch.page_table, spans, lengths
+    # Their numbers change no bits.
+    sms = card.sms or UNKNOWN_SMS
+    parts, chunk = parts_of(at_most, batch.max_kv, sms), block(at_most * batch.max_kv // (4 * sms))
+    chunk = max(LEAST_CHUNK, min(MOST_CHUNK, chunk))
+    counts = torch.empty(at_most, 4, parts, 256, dtype=torch.int32, device=q.device)
+    same = {"COUNT": count, "DEPENDENT": card.dependent, **card.options}
+    counting = {"PARTS": parts, "BLOCK": BLOCK, "num_warps": 8, **same}
     for first in range(0, tokens, SCORED_AT_ONCE):
         rows, sizes = min(SCORED_AT_ONCE, tokens - first), (first, batch.page_table.stride(0), scores.stride(0))
-        index_scores_kernel[(rows, triton.cdiv(batch.max_kv, CHUNK))](
-            *(q, weights, pool, *about, scores, *sizes, weights.stride(0)),
-            HEADS=heads, DIM=dim, PAGE=pool.shape[2], COUNT=count, CHUNK=CHUNK,
-            COLUMNS=64 if q.element_size() <= 2 else 32, BLOCK_H=block(heads, 16), BLOCK_D=block(dim, 16),
-            PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=4, **card.options,
+        index_scores_kernel[(rows, triton.cdiv(batch.max_kv, chunk))](
+            *(q, weights, pool, *about, scores, *sizes, weights.stride(0), chunk),
+            HEADS=heads, DIM=dim, PAGE=pool.shape[2], ROWS=KEYS if q.element_size() <= 2 else KEYS // 4,
+            BLOCK_H=block(heads, 16), BLOCK_D=block(dim, 16), PRECISION=card.precision, STAGES=3, num_warps=4, **same,
         )  # fmt: skip
-        index_choice_kernel[(rows,)](
-            *(scores, *about, chosen, *sizes),
-            COUNT=count, PAGE=pool.shape[2], BLOCK=min(4096, block(batch.max_kv, 256)), DEPENDENT=card.dependent,
-            num_warps=8, **card.options,
-        )  # fmt: skip
+        for number in range(4):
+            index_count_kernel[(rows, parts)](
+                *(scores, lengths, counts, first, scores.stride(0)), NUMBER=number, **counting
+            )
+        index_choice_kernel[(rows, parts)](scores, *about, chosen, counts, *sizes, PAGE=pool.shape[2], **counting)
     return chosen
 
 
@@ -241,16 +303,12 @@ def spans_by_token(batch: AttentionPlan, count: int) -> TokenSpans:
 def attend_chosen(
     q: Tensor, rotated: Tensor, kv: LayerKV, batch: AttentionPlan, chosen: Tensor, scale: float, card: DeviceInfo
 ) -> Tensor:
-    """`Ops.latent_attention` to what is chosen.
-
-    Kernels read block tables before they wait for what precedes them, which here has made the table: they are launched
-    when that has ended.
-    """
-    alone, tokens = card.alone(), kv.by_token()
+    """`Ops.latent_attention` to what is chosen."""
+    tokens = kv.by_token()
     parts, start = list[Tensor](), 0
     for plan in spans_by_token(batch, chosen.shape[1]).plans:
         rows = slice(start, start + len(plan.kv_len))
         own = replace(plan, page_table=chosen[rows])
-        parts.append(attention(q[rows], tokens, own, Scores(scale), alone, rotated=rotated[rows]))
+        parts.append(attention(q[rows], tokens, own, Scores(scale), card, rotated=rotated[rows], late=True))
         start = rows.stop
     return parts[0] if len(parts) == 1 else torch.cat(parts)

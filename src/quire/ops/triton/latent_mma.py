@@ -82,6 +82,36 @@ def ask(
 
 
 @gluon.jit
+def pieces_of(starts, count, index, SEVERAL: gl.constexpr, LATE: gl.constexpr, DEPENDENT: gl.constexpr):
+    """The first piece of program `index`, and the one after its last. LATE: nothing may be read before the wait."""
+    if LATE:
+        wait(DEPENDENT)
+        release(DEPENDENT)
+    if SEVERAL:
+        stop, index = listed(starts + index + 1), listed(starts + index)
+    else:
+        stop = gl.minimum(index + 1, listed(count))
+    return index, stop
+
+
+@gluon.jit
+def place_cursor(
+    pieces, table, columns, index, stop, PAGE: gl.constexpr, COLUMNS: gl.constexpr, RING: gl.constexpr,
+    FIELDS: gl.constexpr, COPIED: gl.constexpr,
+):  # fmt: skip
+    """The cursor at a program's first block, and whether the first ones are of one piece and all in the past: no kernel
+    of this step writes to those."""
+    # Where this program has no piece it reads what nothing was written to, and masks it.
+    piece, live = pieces + index * FIELDS, index < stop
+    n, length = listed(piece + 1), gl.where(live, listed(piece + 3), 0)
+    block, end = gl.where(live, listed(piece + 4), 0), listed(piece + 5)
+    row = listed(piece + 6).to(gl.int64) * columns
+    line = lines_of(table + row, block, length, PAGE, COLUMNS, gl.SliceLayout(1, COPIED))
+    early = live & (block + RING - 1 <= end) & ((block + RING - 1) * COLUMNS <= length - n)
+    return (index, block, end, length, row, line), early
+
+
+@gluon.jit
 def ask_first(
     cursor, stop, k, v, table, pieces, columns, latents, rests, PAGE: gl.constexpr, LAYOUT: gl.constexpr,
     FIELDS: gl.constexpr,
@@ -224,12 +254,12 @@ def latent_kernel(
     q, turned, k, v, table, pieces, count, arrived, starts, out, parts, sums, slope, v_scale, columns,
     GROUPS: gl.constexpr, SHARE: gl.constexpr, DIM: gl.constexpr, ROTATED: gl.constexpr, PAGE: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, SPLIT: gl.constexpr, SEVERAL: gl.constexpr, LATER: gl.constexpr,
-    RING: gl.constexpr, AT_ONCE: gl.constexpr, FIELDS: gl.constexpr, DEPENDENT: gl.constexpr,
+    LATE: gl.constexpr, RING: gl.constexpr, AT_ONCE: gl.constexpr, FIELDS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """A program's pieces, several if SEVERAL; see `attention.attention_kernel` for the letters.
 
-    LATER: `combine_kernel` combines them. RING: buffers of COLUMNS tokens, of which all but one are on their way while
-    that is multiplied.
+    LATER: `combine_kernel` combines them. LATE: the preceding kernel has written the block table. RING: buffers of
+    COLUMNS tokens, of which all but one are on their way while that is multiplied.
     """
     DTYPE: gl.constexpr = q.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
@@ -239,24 +269,14 @@ def latent_kernel(
     latents = gl.allocate_shared_memory(DTYPE, [RING, COLUMNS, DIM], SHARED)
     rests = gl.allocate_shared_memory(DTYPE, [RING, COLUMNS, ROTATED], SHARED)
     weights = gl.allocate_shared_memory(DTYPE, [ROWS, COLUMNS], SHARED)
-    group, index = gl.program_id(0), gl.program_id(1)
-    if SEVERAL:
-        stop, index = listed(starts + index + 1), listed(starts + index)
-    else:
-        stop = gl.minimum(index + 1, listed(count))
-    # Where this program has no piece it reads what nothing was written to, and masks it.
-    piece, live = pieces + index * FIELDS, index < stop
-    n, length = listed(piece + 1), gl.where(live, listed(piece + 3), 0)
-    block, end = gl.where(live, listed(piece + 4), 0), listed(piece + 5)
-    row = listed(piece + 6).to(gl.int64) * columns
-    line = lines_of(table + row, block, length, PAGE, COLUMNS, gl.SliceLayout(1, COPIED))
-    cursor = index, block, end, length, row, line
-    # Blocks of one piece that are all in the past: no kernel of this step writes to them.
-    early = live & (block + RING - 1 <= end) & ((block + RING - 1) * COLUMNS <= length - n)
+    group = gl.program_id(0)
+    index, stop = pieces_of(starts, count, gl.program_id(1), SEVERAL, LATE, DEPENDENT)
+    cursor, early = place_cursor(pieces, table, columns, index, stop, PAGE, COLUMNS, RING, FIELDS, COPIED)
     if early:
         cursor = ask_first(cursor, stop, k, v, table, pieces, columns, latents, rests, PAGE, COPIED, FIELDS)
-    wait(DEPENDENT)
-    release(DEPENDENT)
+    if not LATE:
+        wait(DEPENDENT)
+        release(DEPENDENT)
     if not early:
         cursor = ask_first(cursor, stop, k, v, table, pieces, columns, latents, rests, PAGE, COPIED, FIELDS)
     slot = 0

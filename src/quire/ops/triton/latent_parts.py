@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from quire.ops.triton.gluon_language import barrier, copy, reinterpret, release, wait
-from quire.ops.triton.latent_mma import lines_of, listed, next_block, together
+from quire.ops.triton.latent_mma import lines_of, listed, next_block, pieces_of, together
 from quire.ops.triton.launch import Kernel
 
 CHAIN = gl.constexpr(64)
@@ -226,7 +226,8 @@ def latent_kernel(
     q, turned, k, v, table, pieces, count, arrived, starts, out, parts, sums, slope, v_scale, columns,
     GROUPS: gl.constexpr, SHARE: gl.constexpr, DIM: gl.constexpr, ROTATED: gl.constexpr, PAGE: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, SEVERAL: gl.constexpr,
-    LATER: gl.constexpr, RING: gl.constexpr, AT_ONCE: gl.constexpr, FIELDS: gl.constexpr, DEPENDENT: gl.constexpr,
+    LATER: gl.constexpr, LATE: gl.constexpr, RING: gl.constexpr, AT_ONCE: gl.constexpr, FIELDS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """A program's pieces, several if SEVERAL; see `attention.attention_kernel` for the letters.
 
@@ -246,16 +247,14 @@ def latent_kernel(
     BESIDE: gl.constexpr = gl.SwizzledSharedLayout(8, PARTS, 8 // PARTS, [2, 1, 0])
     latents = gl.allocate_shared_memory(DTYPE, [RING, PARTS, COLUMNS, WIDE], WHOLE)
     rests = gl.allocate_shared_memory(DTYPE, [RING, PARTS, COLUMNS, TURNED], BESIDE)
-    group, index = gl.program_id(0), gl.program_id(1)
-    if SEVERAL:
-        stop, index = listed(starts + index + 1), listed(starts + index)
-    else:
-        stop = gl.minimum(index + 1, listed(count))
+    group = gl.program_id(0)
+    index, stop = pieces_of(starts, count, gl.program_id(1), SEVERAL, LATE, DEPENDENT)
     cursor, early = place_cursor(pieces, table, columns, index, stop, PAGE, COLUMNS, RING, SEVERAL, FIELDS, COPIED)
     if early:
         cursor = ask_first(cursor, stop, k, v, table, pieces, columns, latents, rests, PAGE, COPIED, RESTS, FIELDS)
-    wait(DEPENDENT)
-    release(DEPENDENT)
+    if not LATE:
+        wait(DEPENDENT)
+        release(DEPENDENT)
     if not early:
         cursor = ask_first(cursor, stop, k, v, table, pieces, columns, latents, rests, PAGE, COPIED, RESTS, FIELDS)
     slot = 0

@@ -57,10 +57,6 @@ class DeviceInfo:
         """Options of a launch; fresh: one that reads before its wait what the preceding kernel has made."""
         return {name: value for name, value in self.options.items() if not (fresh and name == PDL)}
 
-    def alone(self) -> DeviceInfo:
-        """The same device for a kernel that is not launched before the preceding one has ended."""
-        return replace(self, dependent=False, options=MappingProxyType(dict(self.launch(True))))
-
     def without_fusion(self) -> DeviceInfo:
         """The same device, where a product and a sum are rounded one after the other unless a kernel fuses them. Which
         of them a compiler fuses may differ from one variant of a kernel to the next."""

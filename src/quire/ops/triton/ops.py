@@ -433,10 +433,22 @@ class TritonOps(BaseOps):
         return rows.angles(positions, frequencies, gain, self.card)
 
     def qk_norm_rope_store_kv(
-        self, qkv: Tensor, heads: int, kv: LayerKV, batch: RaggedBatch, angles: Angles, norms: Norms | None = None
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv: LayerKV,
+        batch: RaggedBatch,
+        angles: Angles,
+        norms: Norms | None = None,
+        *,
+        gated: bool = False,
     ) -> Tensor:
         """See `Ops.qk_norm_rope_store_kv`."""
-        return rows.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms, self.card)
+        return rows.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms, self.card, gated=gated)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Ops.sigmoid_mul`."""
+        return rows.sigmoid_mul(x, gate, self.card)
 
     def norm_rope_store_latent(
         self, q: Tensor, compressed: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, norm: Norm

@@ -114,8 +114,8 @@ def compiler_key() -> threading.Thread:
 
 
 def has_kernels(cache: Path) -> bool:
-    """Whether a folder of Triton's has a kernel, each of which has a folder."""
-    return cache.is_dir() and any(each.is_dir() for each in cache.iterdir())
+    """Whether a folder of Triton's has a kernel, each of which has a folder, as what launches kernels has, too."""
+    return any(cache.glob("*/__grp__*"))
 
 
 def with_launcher(kernel: Any) -> None:

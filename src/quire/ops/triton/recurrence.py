@@ -32,7 +32,8 @@ COLUMNS = 32
 
 class Rule(NamedTuple):
     """What a recurrence reads. mixed [T, C]: of the convolution; q_at, k_at, v_at: where queries, keys and values begin
-    among its columns. a, b [T, H]: see above; fading, rise [H]. least, most: of the rate. delta: which rule it is."""
+    among its columns. a, b: see above, [T, H / G] for each head of keys, `apart` from one to the next; fading, rise
+    [H]. least, most: of the rate. delta: which rule it is."""
 
     mixed: Tensor
     q_at: int
@@ -41,6 +42,7 @@ class Rule(NamedTuple):
     groups: int
     a: Tensor
     b: Tensor
+    apart: int
     fading: Tensor
     rise: Tensor
     least: float
@@ -52,7 +54,7 @@ class Rule(NamedTuple):
         """Of kernels that read all of it."""
         return (
             *(self.mixed, self.a, self.b, self.fading, self.rise, self.least, self.most, self.mixed.stride(0)),
-            *(self.a.stride(0), self.b.stride(0), self.q_at, self.k_at, self.v_at),
+            *(self.a.stride(0), self.b.stride(0), self.apart, self.q_at, self.k_at, self.v_at),
         )
 
 
@@ -63,16 +65,20 @@ def sigmoid(x):
 
 
 @triton.jit
-def gates_of(a, b, fading, rise, least, most, a_stride, b_stride, t, head, inside, DELTA: tl.constexpr):
-    """g and the amount of tokens t, 0 outside."""
-    x = tl.load(a + t * a_stride + head, mask=inside, other=0.0).to(tl.float32) + tl.load(rise + head)
+def gates_of(
+    a, b, fading, rise, least, most, a_stride, b_stride, apart, t, head, inside, SHARE: tl.constexpr,
+    DELTA: tl.constexpr,
+):  # fmt: skip
+    """g and the amount of tokens t, 0 outside. SHARE: heads of a head of keys."""
+    at = head // SHARE * apart + head % SHARE
+    x = tl.load(a + t * a_stride + at, mask=inside, other=0.0).to(tl.float32) + tl.load(rise + head)
     e = tl.exp(-tl.abs(x))
     rate = tl.maximum(x, 0.0) + tl.where(e < 1e-4, e, tl.log(1.0 + e))
     rate = tl.minimum(tl.maximum(rate, least), most)
     decay = -tl.exp(tl.load(fading + head)) * rate
     amount = rate
     if DELTA:
-        amount = sigmoid(tl.load(b + t * b_stride + head, mask=inside, other=0.0).to(tl.float32))
+        amount = sigmoid(tl.load(b + t * b_stride + at, mask=inside, other=0.0).to(tl.float32))
     return tl.where(inside, decay, 0.0), tl.where(inside, amount, 0.0)
 
 
@@ -93,7 +99,7 @@ def load_state(memory, slot, head, k, v, HEADS: tl.constexpr, KEYS: tl.constexpr
 
 @kernel(do_not_specialize=["most_tokens"])
 def update_kernel(
-    mixed, a, b, fading, rise, least, most, stride, a_stride, b_stride, q_at, k_at, v_at,
+    mixed, a, b, fading, rise, least, most, stride, a_stride, b_stride, apart, q_at, k_at, v_at,
     memory, out, query_start, source, target, snapshot, most_tokens,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, DELTA: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -108,14 +114,16 @@ def update_kernel(
         return
     keys, values = k < KEYS, v < VALUES
     state = load_state(memory, tl.load(source + s).to(tl.int64), head, k, v, HEADS, KEYS, VALUES)
-    group = head // (HEADS // GROUPS)
+    share: tl.constexpr = HEADS // GROUPS
+    group = head // share
     for i in range(begin, end):
         t = s.to(tl.int64) * 0 + i
         line = mixed + t * stride
         query = tl.load(line + q_at + group * KEYS + k, mask=keys, other=0.0).to(tl.float32)
         key = tl.load(line + k_at + group * KEYS + k, mask=keys, other=0.0).to(tl.float32)
         value = tl.load(line + v_at + head * VALUES + v, mask=values, other=0.0).to(tl.float32)
-        decay, amount = gates_of(a, b, fading, rise, least, most, a_stride, b_stride, t, head, t < end, DELTA)
+        decay, amount = gates_of(
+            a, b, fading, rise, least, most, a_stride, b_stride, apart, t, head, t < end, share, DELTA)  # fmt: skip
         state *= tl.exp(decay)
         if DELTA:
             query *= tl.rsqrt(tl.sum(query * query, 0) + UNIT_EPS) * tl.rsqrt(KEYS * 1.0)

@@ -1,12 +1,15 @@
 """Recurrent layers: the gated delta rule and the selective scan of Mamba 2, with states in slots.
 
 Letters and formulas as in `ops/recurrent.py`. A layer is a convolution, whose windows are states, too; the recurrence,
-token by token for short spans (`recurrence.py`), in chunks for long ones (`chunked.py`); and a norm with a gate.
+token by token for short spans (`recurrence.py`), in chunks for long ones (`chunked.py`); and a norm with a gate, whose
+kernel also writes windows, since nothing reads them any more. What a projection makes is read where it lies.
 
 A slot that one span reads must not be written by another in the same step: programs run at the same time.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,14 +46,56 @@ def spans_of(batch: AttentionPlan) -> Tensor:
     return batch.spans["token_span"]
 
 
+class Places(NamedTuple):
+    """Where the queries, keys and values of the first head of keys begin in a row of a projection, and how far apart
+    those of the next ones lie."""
+
+    q: int = 0
+    k: int = 0
+    v: int = 0
+    q_apart: int = 0
+    k_apart: int = 0
+    v_apart: int = 0
+
+
+class Kinds(NamedTuple):
+    """WIDE: channels of all queries, as many of all keys, and then those of values; 0: channels lie in a row as they
+    are. KEYS, EACH: channels of a query and of the values of one head of keys."""
+
+    WIDE: int = 0
+    KEYS: int = 1
+    EACH: int = 1
+
+
+@triton.jit
+def column_of(
+    c, q_at, k_at, v_at, q_apart, k_apart, v_apart, WIDE: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr
+):  # fmt: skip
+    """Where channel c of a convolution lies in a row: see `Places`."""
+    if WIDE == 0:
+        return c
+    query = q_at + c // KEYS * q_apart + c % KEYS
+    key = k_at + (c - WIDE) // KEYS * k_apart + (c - WIDE) % KEYS
+    value = v_at + (c - 2 * WIDE) // EACH * v_apart + (c - 2 * WIDE) % EACH
+    return tl.where(c < WIDE, query, tl.where(c < 2 * WIDE, key, value))
+
+
 @kernel(do_not_specialize=["tokens"])
 def convolve_kernel(
     x, weight, bias, window, out, token_span, query_start, source, tokens, stride, channels,
-    WIDTH: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
+    q_at, k_at, v_at, q_apart, k_apart, v_apart,
+    WIDE: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr, ALIKE: tl.constexpr, WIDTH: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens and BLOCK_C channels: silu of the convolution, whose inputs begin in the span's window."""
-    t, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    """ROWS tokens and BLOCK_C channels: silu of the convolution, whose inputs begin in the span's window. ALIKE: a
+    program's channels are of one head and kind, and so lie together."""
+    start, i = tl.program_id(1) * BLOCK_C, tl.arange(0, BLOCK_C)
+    t, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), start + i
     there = c < channels
+    if ALIKE:
+        column = column_of(start, q_at, k_at, v_at, q_apart, k_apart, v_apart, WIDE, KEYS, EACH) + i
+    else:
+        column = column_of(c, q_at, k_at, v_at, q_apart, k_apart, v_apart, WIDE, KEYS, EACH)
     acc = tl.zeros([ROWS, BLOCK_C], tl.float32)
     if BIAS:
         acc += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)[None, :]
@@ -60,14 +105,14 @@ def convolve_kernel(
     real = span >= 0
     begin = tl.load(query_start + span, mask=real, other=0)
     slot = tl.load(source + span, mask=real, other=0).to(tl.int64)
-    for i in tl.static_range(WIDTH):
-        at = t - (WIDTH - 1) + i
+    for j in tl.static_range(WIDTH):
+        at = t - (WIDTH - 1) + j
         fed, before = real & (at >= begin), real & (at < begin) & (slot > 0)
-        line = x + at.to(tl.int64)[:, None] * stride + c[None, :]
+        line = x + at.to(tl.int64)[:, None] * stride + column[None, :]
         value = tl.load(line, mask=fed[:, None] & there[None, :], other=0.0).to(tl.float32)
         row = slot * (WIDTH - 1) + at - begin + WIDTH - 1
         kept = tl.load(window + row[:, None] * channels + c[None, :], mask=before[:, None] & there[None, :], other=0.0)
-        tap = tl.load(weight + c * WIDTH + i, mask=there, other=0.0).to(tl.float32)
+        tap = tl.load(weight + c * WIDTH + j, mask=there, other=0.0).to(tl.float32)
         acc += (value + kept.to(tl.float32)) * tap[None, :]
     place = out + t.to(tl.int64)[:, None] * channels + c[None, :]
     acc = acc * sigmoid(acc)
@@ -83,7 +128,7 @@ def put_window(window, slot, values, j, c, there, channels, KEPT: tl.constexpr):
 
 @triton.jit
 def keep_later(
-    x, window, target, snapshot, stride, channels, begin, end, c, KEPT: tl.constexpr, ROWS: tl.constexpr,
+    x, window, target, snapshot, stride, channels, begin, end, c, column, KEPT: tl.constexpr, ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Windows after those of tokens begin to end that are kept, of inputs of this step alone."""
@@ -95,7 +140,7 @@ def keep_later(
         here = tl.min(tl.where(wanted, t, end), 0)
         while here < end:
             at = here - (KEPT - 1) + j
-            line = x + at.to(tl.int64)[:, None] * stride + c[None, :]
+            line = x + at.to(tl.int64)[:, None] * stride + column[None, :]
             value = tl.load(line, mask=(j < KEPT)[:, None] & there[None, :], other=0.0)
             to, copy = tl.load(target + here).to(tl.int64), tl.load(snapshot + here).to(tl.int64)
             put_window(window, to, value, j, c, there, channels, KEPT)
@@ -103,21 +148,14 @@ def keep_later(
             here = tl.min(tl.where(wanted & (t > here), t, end), 0)
 
 
-@kernel
-def window_kernel(
-    x, window, query_start, source, target, snapshot, stride, channels,
-    KEPT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, BLOCK_C: tl.constexpr, AT_ONCE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+@triton.jit
+def keep_windows(
+    x, window, query_start, source, target, snapshot, s, c, column, stride, channels,
+    KEPT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One span and BLOCK_C channels: windows after its tokens, where they are kept. The first FIRST tokens may need
-    what the span's window held, which is read before anything is written; row r of a tile is input r % ROWS of a
-    window."""
-    s, c = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    wait(DEPENDENT)
-    release(DEPENDENT)
+    """Windows of channels c after the tokens of span s, where they are kept. The first FIRST tokens may need what the
+    span's window held, which is read before anything is written; row r of a tile is input r % ROWS of a window."""
     begin, end = tl.load(query_start + s), tl.load(query_start + s + 1)
-    if begin == end:
-        return
     slot = tl.load(source + s).to(tl.int64)
     r = tl.arange(0, FIRST * ROWS)
     t, j = begin + r // ROWS, r % ROWS
@@ -127,7 +165,8 @@ def window_kernel(
     inside = inside & ((to > 0) | (copy > 0))
     at = t - (KEPT - 1) + j
     fed, before = inside & (at >= begin), inside & (at < begin) & (at >= begin - tl.where(slot > 0, KEPT, 0))
-    value = tl.load(x + at.to(tl.int64)[:, None] * stride + c[None, :], mask=fed[:, None] & there[None, :], other=0.0)
+    line = x + at.to(tl.int64)[:, None] * stride + column[None, :]
+    value = tl.load(line, mask=fed[:, None] & there[None, :], other=0.0)
     row = slot * KEPT + at - begin + KEPT
     kept = tl.load(window + row[:, None] * channels + c[None, :], mask=before[:, None] & there[None, :], other=0.0)
     value = tl.where(fed[:, None], value, kept)
@@ -136,74 +175,133 @@ def window_kernel(
     tl.store(lines, value, mask=(inside & (to > 0))[:, None] & there[None, :])
     lines = window + (copy * KEPT + j)[:, None] * channels + c[None, :]
     tl.store(lines, value, mask=(inside & (copy > 0))[:, None] & there[None, :])
-    keep_later(x, window, target, snapshot, stride, channels, begin + FIRST, end, c, KEPT, ROWS, AT_ONCE)
+    keep_later(x, window, target, snapshot, stride, channels, begin + FIRST, end, c, column, KEPT, ROWS, AT_ONCE)
+
+
+class Convolved(NamedTuple):
+    """What a convolution reads: x, of rows in which channels lie as `places` and `kinds` say; channels of all."""
+
+    x: Tensor
+    channels: int
+    places: Places = Places()
+    kinds: Kinds = Kinds()
+
+    @staticmethod
+    def of(inputs: DeltaInputs) -> Convolved:
+        """Queries, keys and values where a projection has left them; of several, they are put together."""
+        parts = inputs.queries, inputs.keys, inputs.values
+        (_, groups, keys), each = inputs.queries.shape, inputs.values.shape[2]
+        wide, channels = groups * keys, groups * (2 * keys + each)
+        first = int(inputs.queries.storage_offset())
+        q, k, v = (int(part.storage_offset()) - first for part in parts)
+        places = Places(q, k, v, inputs.queries.stride(1), inputs.keys.stride(1), inputs.values.stride(1))
+        alone = len({(part.untyped_storage().data_ptr(), part.stride(0)) for part in parts}) > 1
+        if alone or places == Places(0, wide, 2 * wide, keys, keys, each):
+            return Convolved(inputs.mixed(), channels)
+        return Convolved(inputs.queries, channels, places, Kinds(wide, keys, each))
 
 
 def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, batch: AttentionPlan, card: DeviceInfo
+    read: Convolved, weight: Tensor, bias: Tensor | None, window: Tensor, batch: AttentionPlan, card: DeviceInfo
 ) -> Tensor:
-    """silu of the causal convolution of x [T, C], whose rows may lie apart; writes windows [M, W - 1, C]."""
-    (tokens, channels), width = x.shape, weight.shape[1]
-    states, out = slots_of(batch), x.new_empty(x.shape)
+    """silu of the causal convolution, [T, C]; windows [M, W - 1, C] are read."""
+    x, channels, places, kinds = read
+    tokens, width = len(x), weight.shape[1]
+    states, out = slots_of(batch), x.new_empty(tokens, channels)
     rows, columns = (1 if tokens <= 16 else 4, 256) if tokens <= 256 else (16, 128)
     if not card.sms:
         rows, columns = 4, 256
+    alike = kinds.WIDE > 0 and kinds.KEYS % 128 == kinds.EACH % 128 == 0
+    columns = 128 if alike else columns
     convolve_kernel[(triton.cdiv(tokens, rows), triton.cdiv(channels, columns))](
         *(x, weight, weight if bias is None else bias, window, out, spans_of(batch), batch.query_start),
-        *(states.source, tokens, x.stride(0), channels),
+        *(states.source, tokens, x.stride(0), channels, *places), **kinds._asdict(), ALIKE=alike,
         WIDTH=width, BIAS=bias is not None, ROWS=rows, BLOCK_C=columns, DEPENDENT=card.dependent, num_warps=4,
         **card.options,
-    )  # fmt: skip
-    first = block(min(batch.max_query, max(width, 8)))
-    window_kernel[(len(batch.kv_len), triton.cdiv(channels, 256))](
-        *(x, window, batch.query_start, *states, x.stride(0), channels),
-        KEPT=width - 1, ROWS=block(width - 1), FIRST=first, BLOCK_C=256, AT_ONCE=256, DEPENDENT=card.dependent,
-        num_warps=4, **card.options,
     )  # fmt: skip
     return out
 
 
-@kernel
-def delta_norm_kernel(
-    made, gate, weight, out, token_span, eps, gate_stride,
-    HEADS: tl.constexpr, VALUES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
+class WindowGrid(NamedTuple):
+    """programs: of a kernel that also writes windows; sizes: its constants for that."""
+
+    programs: int
+    sizes: dict[str, int]
+
+    @staticmethod
+    def of(window: Tensor, batch: AttentionPlan) -> WindowGrid:
+        """For all spans, 256 channels a program. window [M, W - 1, C]."""
+        _, kept, channels = window.shape
+        first = block(min(batch.max_query, max(kept + 1, 8)))
+        sizes = {"KEPT": kept, "ROWS": block(kept), "FIRST": first, "AT_ONCE": 256, "BLOCK_C": 256}
+        return WindowGrid(len(batch.kv_len) * triton.cdiv(channels, 256), sizes)
+
+
+@kernel(do_not_specialize=["norms"])
+def delta_end_kernel(
+    made, gate, weight, out, token_span, eps, gate_stride, gate_apart,
+    x, window, query_start, source, target, snapshot, stride, channels, q_at, k_at, v_at, q_apart, k_apart, v_apart,
+    norms, HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUES: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr, KEPT: tl.constexpr,
+    ROWS: tl.constexpr, FIRST: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H heads of a token: normed head by head, then gated. Padding becomes zeros."""
-    t, h, v = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_V)
-    inside = (h < HEADS)[:, None] & (v < VALUES)[None, :]
-    gain = tl.load(weight + v, mask=v < VALUES, other=0.0).to(tl.float32)
-    at = h[:, None] * VALUES + v[None, :]
+    """The first `norms` programs: BLOCK_H heads of a token, normed head by head, then gated; padding becomes zeros. The
+    others: windows of BLOCK_C channels of a span."""
+    index, share = tl.program_id(0), HEADS // GROUPS
     wait(DEPENDENT)
     release(DEPENDENT)
-    real = (h < tl.where(tl.load(token_span + t) >= 0, HEADS, 0))[:, None] & (v < VALUES)[None, :]
-    x = tl.load(made + t * HEADS * VALUES + at, mask=real, other=0.0)
-    z = tl.load(gate + t * gate_stride + at, mask=real, other=0.0).to(tl.float32)
-    centred = x * tl.rsqrt(tl.sum(x * x, 1) / VALUES + eps)[:, None]
-    normed = gain[None, :] * centred.to(out.dtype.element_ty).to(tl.float32)
-    normed = normed.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + t * HEADS * VALUES + at, (normed * z * sigmoid(z)).to(out.dtype.element_ty), mask=inside)
+    if index < norms:
+        parts = (HEADS + BLOCK_H - 1) // BLOCK_H
+        t, h, v = (index // parts).to(tl.int64), index % parts * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_V)
+        inside = (h < HEADS)[:, None] & (v < VALUES)[None, :]
+        gain = tl.load(weight + v, mask=v < VALUES, other=0.0).to(tl.float32)
+        at = h[:, None] * VALUES + v[None, :]
+        asked = (h // share * gate_apart + h % share * VALUES)[:, None] + v[None, :]
+        real = (h < tl.where(tl.load(token_span + t) >= 0, HEADS, 0))[:, None] & (v < VALUES)[None, :]
+        y = tl.load(made + t * HEADS * VALUES + at, mask=real, other=0.0)
+        z = tl.load(gate + t * gate_stride + asked, mask=real, other=0.0).to(tl.float32)
+        centred = y * tl.rsqrt(tl.sum(y * y, 1) / VALUES + eps)[:, None]
+        normed = gain[None, :] * centred.to(out.dtype.element_ty).to(tl.float32)
+        normed = normed.to(out.dtype.element_ty).to(tl.float32)
+        tl.store(out + t * HEADS * VALUES + at, (normed * z * sigmoid(z)).to(out.dtype.element_ty), mask=inside)
+    else:
+        parts = (channels + BLOCK_C - 1) // BLOCK_C
+        s, c = (index - norms) // parts, (index - norms) % parts * BLOCK_C + tl.arange(0, BLOCK_C)
+        column = column_of(c, q_at, k_at, v_at, q_apart, k_apart, v_apart, WIDE, KEYS, EACH)
+        keep_windows(x, window, query_start, source, target, snapshot, s, c, column, stride, channels,
+                     KEPT, ROWS, FIRST, AT_ONCE)  # fmt: skip
 
 
-@kernel
-def scan_norm_kernel(
+@kernel(do_not_specialize=["norms"])
+def scan_end_kernel(
     made, mixed, gate, skip, weight, out, token_span, eps, stride, gate_stride,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, window, query_start, source, target, snapshot, x_stride, channels, norms,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+    KEPT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_C: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A group of a token's heads, WIDTH numbers: what is skipped is added, all of it gated, then normed. Padding
-    becomes zeros."""
-    t, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    at, inside = tl.program_id(1) * WIDTH + i, i < WIDTH
-    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    share = tl.load(skip + at // VALUES, mask=inside, other=0.0)
+    """The first `norms` programs: a group of a token's heads, WIDTH numbers: what is skipped is added, all of it gated,
+    then normed; padding becomes zeros. The others: windows of BLOCK_C channels of a span."""
+    index = tl.program_id(0)
     wait(DEPENDENT)
     release(DEPENDENT)
-    real = i < tl.where(tl.load(token_span + t) >= 0, WIDTH, 0)
-    x = tl.load(made + t * INNER + at, mask=real, other=0.0)
-    value = tl.load(mixed + t * stride + at, mask=real, other=0.0).to(tl.float32)
-    z = tl.load(gate + t * gate_stride + at, mask=real, other=0.0).to(tl.float32)
-    x = (x + value * share) * z * sigmoid(z)
-    normed = gain * x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
-    tl.store(out + t * INNER + at, normed.to(out.dtype.element_ty), mask=inside)
+    if index < norms:
+        t, i = (index // GROUPS).to(tl.int64), tl.arange(0, BLOCK)
+        at, inside = index % GROUPS * WIDTH + i, i < WIDTH
+        gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        share = tl.load(skip + at // VALUES, mask=inside, other=0.0)
+        real = i < tl.where(tl.load(token_span + t) >= 0, WIDTH, 0)
+        y = tl.load(made + t * INNER + at, mask=real, other=0.0)
+        value = tl.load(mixed + t * stride + at, mask=real, other=0.0).to(tl.float32)
+        z = tl.load(gate + t * gate_stride + at, mask=real, other=0.0).to(tl.float32)
+        y = (y + value * share) * z * sigmoid(z)
+        normed = gain * y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps)
+        tl.store(out + t * INNER + at, normed.to(out.dtype.element_ty), mask=inside)
+    else:
+        parts = (channels + BLOCK_C - 1) // BLOCK_C
+        s, c = (index - norms) // parts, (index - norms) % parts * BLOCK_C + tl.arange(0, BLOCK_C)
+        keep_windows(x, window, query_start, source, target, snapshot, s, c, c, x_stride, channels,
+                     KEPT, ROWS, FIRST, AT_ONCE)  # fmt: skip
 
 
 def recur(rule: Rule, memory: Tensor, batch: AttentionPlan, few: int, card: DeviceInfo) -> Tensor:
@@ -221,18 +319,24 @@ def gated_delta(
     x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: AttentionPlan, few: int, card: DeviceInfo
 ) -> Tensor:
     """See `Ops.gated_delta`."""
-    mixed = convolve(x.mixed, weights.convolution, None, state.window, batch, card)
-    heads, keys, values = state.memory.shape[1:]
-    wide = (mixed.shape[1] - heads * values) // 2
-    places = (0, wide, 2 * wide, wide // keys)
+    read = Convolved.of(x)
+    mixed = convolve(read, weights.convolution, None, state.window, batch, card)
+    (heads, keys, values), (tokens, groups, _) = state.memory.shape[1:], x.queries.shape
+    wide, apart = groups * keys, x.rise.stride(1)
+    assert x.beta.stride(1) == apart
     limits = (0.0, float("inf"))
-    rule = Rule(mixed, *places, x.rise, x.beta, weights.fading, weights.rise, *limits, delta=True)
+    rule = Rule(
+        *(mixed, 0, wide, 2 * wide, groups, x.rise, x.beta, apart, weights.fading, weights.rise, *limits), delta=True
+    )
     made = recur(rule, state.memory, batch, few, card)
-    out, at_once = x.mixed.new_empty(len(mixed), heads * values), min(8, block(heads))
-    delta_norm_kernel[(len(mixed), triton.cdiv(heads, at_once))](
+    out, at_once = x.gate.new_empty(tokens, heads * values), min(8, block(heads))
+    norms, windows = tokens * triton.cdiv(heads, at_once), WindowGrid.of(state.window, batch)
+    delta_end_kernel[(norms + windows.programs,)](
         *(made, x.gate, weights.norm.weight, out, spans_of(batch), weights.norm.eps, x.gate.stride(0)),
-        HEADS=heads, VALUES=values, BLOCK_H=at_once, BLOCK_V=block(values, 16), DEPENDENT=card.dependent, num_warps=4,
-        **card.options,
+        *(x.gate.stride(1), read.x, state.window, batch.query_start, *slots_of(batch), read.x.stride(0)),
+        *(read.channels, *read.places, norms),
+        HEADS=heads, GROUPS=groups, VALUES=values, BLOCK_H=at_once, BLOCK_V=block(values, 16), **read.kinds._asdict(),
+        **windows.sizes, DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip
     return out
 
@@ -241,18 +345,22 @@ def selective_scan(
     x: ScanInputs, weights: ScanWeights, state: LayerState, batch: AttentionPlan, few: int, card: DeviceInfo
 ) -> Tensor:
     """See `Ops.selective_scan`."""
-    mixed = convolve(x.mixed, weights.convolution, weights.bias, state.window, batch, card)
+    tokens, channels = x.mixed.shape
+    mixed = convolve(Convolved(x.mixed, channels), weights.convolution, weights.bias, state.window, batch, card)
     heads, keys, values = state.memory.shape[1:]
     inner = heads * values
-    wide = (mixed.shape[1] - inner) // 2
-    places = (inner + wide, inner, 0, wide // keys)
-    rule = Rule(mixed, *places, x.step, x.step, weights.fading, weights.rise, *weights.step_limit, delta=False)
+    wide = (channels - inner) // 2
+    groups = wide // keys
+    gates = x.step, x.step, heads // groups, weights.fading, weights.rise, *weights.step_limit
+    rule = Rule(mixed, inner + wide, inner, 0, groups, *gates, delta=False)
     made = recur(rule, state.memory, batch, few, card)
-    out, width = x.mixed.new_empty(len(mixed), inner), inner // rule.groups
-    scan_norm_kernel[(len(mixed), rule.groups)](
+    out, width = x.mixed.new_empty(tokens, inner), inner // groups
+    norms, windows = tokens * groups, WindowGrid.of(state.window, batch)
+    scan_end_kernel[(norms + windows.programs,)](
         *(made, mixed, x.gate, weights.skip, weights.norm.weight, out, spans_of(batch), weights.norm.eps),
-        *(mixed.stride(0), x.gate.stride(0)),
-        WIDTH=width, INNER=inner, VALUES=values, BLOCK=block(width, 16), DEPENDENT=card.dependent,
-        num_warps=4 if width <= 2048 else 8, **card.options,
+        *(mixed.stride(0), x.gate.stride(0), x.mixed, state.window, batch.query_start, *slots_of(batch)),
+        *(x.mixed.stride(0), channels, norms),
+        GROUPS=groups, WIDTH=width, INNER=inner, VALUES=values, BLOCK=block(width, 16), **windows.sizes,
+        DEPENDENT=card.dependent, num_warps=4 if width <= 2048 else 8, **card.options,
     )  # fmt: skip
     return out

@@ -231,6 +231,31 @@ def add_shared(routed: Tensor, shared: Tensor, logits: Tensor | None, card: Devi
     return out
 
 
+@kernel
+def sigmoid_mul_kernel(
+    x, gate, out, stride, apart, columns, DIM: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """BLOCK columns of a row of x times the sigmoid of its gate, whose heads lie `apart`."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    z = tl.load(gate + row * stride + at // DIM * apart + at % DIM, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(x + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + at, (y / (1.0 + tl.exp(-z))).to(out.dtype.element_ty), mask=inside)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor, card: DeviceInfo) -> Tensor:
+    """See `Ops.sigmoid_mul`."""
+    x, (tokens, heads, dim) = x.contiguous(), gate.shape
+    out, size = torch.empty_like(x), block(min(heads * dim, 1024))
+    sigmoid_mul_kernel[(tokens, triton.cdiv(heads * dim, size))](
+        *(x, gate, out, gate.stride(0), gate.stride(1), heads * dim),
+        DIM=dim, BLOCK=size, DEPENDENT=card.dependent, num_warps=warps(2 * size), **card.options,
+    )  # fmt: skip
+    return out
+
+
 def activation(x: Tensor, card: DeviceInfo, kind: int, *, gated: bool) -> Tensor:
     """x [T, F], or [T, 2F] with the gate first if `gated` -> [T, F]. kind: SILU, GELU, RELU2 or CLAMPED."""
     x = x.contiguous()
@@ -287,9 +312,10 @@ def qk_norm_rope_store_kv_kernel(
     v_scale, page_size,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     GAINED: tl.constexpr, NORMED: tl.constexpr, AFTER: tl.constexpr, V_NORMED: tl.constexpr, WHOLE: tl.constexpr,
-    STRIDE: tl.constexpr, LARGEST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
+    STRIDE: tl.constexpr, APART: tl.constexpr, LARGEST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token: first those of q, then of k, then of v. Sums and angles in float32, rounded once.
+    """Heads of one token: first those of q, APART each, then of k, then of v. Sums and angles in float32, rounded once.
 
     NORMED, AFTER: q and k are normed before they are rotated, or after; V_NORMED: so is v, before. WHOLE: a power of
     two that holds all heads of q, if they are normed together; 0: head by head. STRIDE: between the weights of one head
@@ -307,8 +333,8 @@ def qk_norm_rope_store_kv_kernel(
     inside = (head < HEADS + 2 * GROUPS)[:, None] & (d < DIM)[None, :]
     is_q, is_v = (head < HEADS)[:, None], (head >= HEADS + GROUPS)[:, None]
     release_and_wait(DEPENDENT)
-    start = qkv + token * ((HEADS + 2 * GROUPS) * DIM)
-    base = start + head[:, None] * DIM
+    start = qkv + token * (HEADS * APART + 2 * GROUPS * DIM)
+    base = start + tl.where(is_q, head[:, None] * APART, HEADS * APART + (head[:, None] - HEADS) * DIM)
     raw = tl.load(base + d[None, :], mask=inside, other=0.0)
     x = raw.to(tl.float32)
     if HALF > 0 or NORMED:
@@ -432,19 +458,23 @@ def qk_norm_rope_store_kv(
     angles: Angles,
     norms: Norms | None,
     card: DeviceInfo,
+    *,
+    gated: bool = False,
 ) -> Tensor:
     """See `Ops.qk_norm_rope_store_kv`."""
     cos, sin, interleaved, gain = angles
     page_size, dim = kv.k.shape[2:]
-    tokens, groups = len(qkv), (qkv.shape[-1] // dim - heads) // 2
+    whole_norm = norms is not None and len(norms.q.weight) > dim
+    assert not (gated and whole_norm), "queries that are normed together lie side by side"
+    tokens, groups = len(qkv), (qkv.shape[-1] // dim - heads * (1 + gated)) // 2
     q_norm, k_norm, after, v_eps = norms or (Norm(cos, 0.0), Norm(cos, 0.0), False, None)
-    whole = block(heads * dim) if norms and len(q_norm.weight) > dim else 0
+    whole = block(heads * dim) if whole_norm else 0
     out = qkv.new_empty(tokens, heads, dim)
     total = heads + 2 * groups
     # Few tokens: as many programs as there are heads. Many: longer ones, so that starting them is not the cost. Sums of
     # norms depend on that; rotations, whose order of rounding is fixed in this kernel, do not.
     at_once = 1 if tokens * total <= (16 * card.sms if norms else FEW_HEADS) else min(16, block(total))
-    if card.sms and at_once > 1 and turns_halves(angles, dim, norms):
+    if card.sms and at_once > 1 and not gated and turns_halves(angles, dim, norms):
         turn_kernel[(tokens, triton.cdiv(total, at_once))](
             *(qkv.contiguous(), cos, sin, q_norm.weight, k_norm.weight, out, kv.k, kv.v),
             *(batch.slots, q_norm.eps, k_norm.eps, kv.k_scale, kv.v_scale, page_size),
@@ -458,7 +488,7 @@ def qk_norm_rope_store_kv(
         *(batch.slots, q_norm.eps, k_norm.eps, v_eps or 0.0, kv.k_scale, kv.v_scale, page_size),
         HEADS=heads, GROUPS=groups, DIM=dim, HALF=cos.shape[-1], INTERLEAVED=interleaved, GAINED=gain is not None,
         NORMED=norms is not None and not after, AFTER=after, V_NORMED=v_eps is not None, WHOLE=whole,
-        STRIDE=dim if whole else 0,
+        STRIDE=dim if whole else 0, APART=dim * (1 + gated),
         LARGEST=FLOAT8_MAX.get(kv.k.dtype, 0.0),
         BLOCK_H=at_once, BLOCK_D=block(dim), DEPENDENT=card.dependent,
         num_warps=max(1 if at_once < 8 else 4, warps(whole)), **card.options,
