@@ -25,7 +25,7 @@ from triton.runtime import driver
 from quire.assembly.cuda import graph_keys
 from quire.assembly.speculate import speculative_graph_keys
 from quire.executors.local import CudaExecutor
-from quire.model_runner.graphs import GraphKey, WorkQueue, Works
+from quire.model_runner.graphs import GraphKey, WorkQueue, Works, unwatched
 from quire.model_runner.memory import allocate, layer_shapes
 from quire.model_runner.speculative import ModelProposer
 from quire.model_runner.triton_steps import TritonSteps
@@ -76,6 +76,7 @@ class Watched(WorkQueue):
     def precompile(self, works: Works) -> None:
         self.steps = len(works)
         Precompiler(2, self.watch)([self.counted(work) for work in works])
+        self.watch = unwatched  # type: ignore[method-assign]  # steps that are got ready are no kernels
         knobs.compilation.listener = lambda *, src, **rest: self.late.append(src.name)
         PRECOMPILING.set(lambda made, grid, *args, **options: made.warmup(*args, grid=grid, **options))
 
