@@ -88,7 +88,8 @@ def bring_x(
     j = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
     block = i // CHUNKS * 128 + j
     given = gl.load(x + (i % CHUNKS * CHUNK + block), mask=block < CHUNK, other=0.0).to(gl.float32)
-    most = gl.max(gl.abs(given), 2)
+    # The largest alone would leave a NaN out, such as a norm makes of an infinity beside zeros.
+    most = gl.where(gl.sum(given * 0.0, 2) == 0.0, gl.max(gl.abs(given), 2), float("inf"))
     if PAIRED:
         two = gl.reshape(most, [BLOCKS // (2 * CHUNKS), 2, CHUNKS])
         two = gl.maximum(two, gl.expand_dims(gl.max(two, 1), 1))
@@ -395,8 +396,7 @@ def config(matrix: IntegerMatrix) -> RingConfig:
 
 
 def takes(x: Tensor, matrix: IntegerMatrix, gate: Gate, card: DeviceInfo) -> bool:
-    """Whether `integer_row` multiplies them: those with a gate of two parts, whose x a norm has made. There a NaN is
-    never alone; beside finite numbers of its 128 columns it would be lost."""
+    """Whether `integer_row` multiplies them: those with a gate of two parts, and of what is `FASTER`."""
     how, kind = config(matrix), (matrix.bits, matrix.kind, matrix.group)
     fits = len(x) == 1 and x.dtype in (torch.bfloat16, torch.float16) and num_parts(gate) == 2
     fits = fits and card.capability == HOPPER and card.sms > 0 and kind in FASTER
