@@ -193,6 +193,7 @@ class NoModel:
             bidirectional=False,
             generates=True,
             recurrent=False,
+            near=0,
         )
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from tools.release import notes
 
 ROOT = Path(__file__).parents[1]
 NOTICES = ROOT / "THIRD_PARTY_NOTICES.md"
-LIMIT = 21 * 10**6
+LIMIT = 22 * 10**6
+"""Bytes: of weights 16, of the library 1, of sources 4."""
 COMPILED = {".so", ".pyd", ".dll", ".dylib", ".a", ".o"}
 
 

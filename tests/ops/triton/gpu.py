@@ -38,8 +38,10 @@ def interpreted(
     heads: PoolingHeads | None = None,
     images: ImageRunner | None = None,
     parallel: ParallelGroup = ONE_RANK,
+    coming: int = 0,
 ) -> CudaExecutor:
-    """As `assembly.cuda.make_executor` builds it for a card."""
+    """As `assembly.cuda.make_executor` builds it for a card. coming: for `assembly.engine.on_host`, which it replaces;
+    no memory is measured here."""
     sizes: dict[str, Any] = {"page_size": limits.block_size, "rows": limits.num_rows}
     sizes["pages"] = settings.cache.num_gpu_blocks_override or plan_blocks(
         layers,
