@@ -89,5 +89,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     module, attribute = _LOADED[name]
     importlib.import_module("quire.spinning").limit_spinning()
-    with importlib.import_module("quire.heap").importing():
+    with importlib.import_module("quire.heap").uncollected():
         return getattr(importlib.import_module(module), attribute)

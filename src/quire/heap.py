@@ -43,8 +43,8 @@ def starting() -> None:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """As `starting`, inside the block alone."""
+def uncollected() -> Iterator[None]:
+    """Collect no garbage inside the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -3,14 +3,14 @@ meanwhile, or noted so that its kernels are compiled ahead."""
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+from quire.heap import uncollected
 
 PRECOMPILING: ContextVar[Callable[..., None] | None] = ContextVar("quire_heard", default=None)
 """Called with this thread's launches (kernel, grid, arguments) instead of running them: see `triton.precompile`.
@@ -25,7 +25,9 @@ def captured(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGra
     """The graph of `work`, which is recorded and not run; kernels that were never launched are loaded. pool: a torch
     handle of memory that graphs share which never run at the same time; None: the graph has its own."""
     graph = torch.cuda.CUDAGraph()
-    with _no_collection():
+    # The garbage collector may free pinned memory. The allocator records an event on the stream that copied it last,
+    # and one that was recorded during capture can never be queried, so that a later copy fails.
+    with uncollected():
         graph.capture_begin(pool=pool, capture_error_mode="relaxed")
         try:
             work()
@@ -37,19 +39,3 @@ def captured(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGra
             raise
         graph.capture_end()
     return graph
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from freeing pinned memory meanwhile.
-
-    The allocator records an event on the stream that copied it last, and an event that was recorded during capture can
-    never be queried, so that a later copy fails.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
