@@ -1,7 +1,7 @@
 """Run as a program, as each of several ranks: sums through shared memory, with interpreted kernels. See
 `test_all_reduce`.
 
-Arguments: a file that the ranks share, of zeros, the rank, how many there are, and the bytes of the largest sum.
+Arguments: a file that the ranks share, of EMPTY bytes, the rank, how many there are, and the bytes of the largest sum.
 Prints, as JSON, a digest of each sum, and after them of each that is normed, and of the residual stream with it.
 """
 
@@ -19,7 +19,7 @@ from tests.ops.triton.test_all_reduce import PROGRAMS, TWO_SHOT, asked, digest, 
 
 def main() -> None:
     path, (rank, size, most) = sys.argv[1], map(int, sys.argv[2:])
-    nbytes = buffer_bytes(size, most, PROGRAMS)
+    nbytes = buffer_bytes(size, most)
     shared = torch.from_file(path, shared=True, size=size * nbytes, dtype=torch.uint8)
     buffers = [shared.data_ptr() + each * nbytes for each in range(size)]
     limits = {"two_shot": TWO_SHOT, "programs": PROGRAMS}

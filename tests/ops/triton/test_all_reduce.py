@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.ops.base import Norm
 from quire.ops.triton import rows
-from quire.ops.triton.all_reduce import BLOCK, buffer_bytes
+from quire.ops.triton.all_reduce import BLOCK, EMPTY, buffer_bytes
 from quire.ops.triton.launch import DeviceInfo
 from tests.forked import Popen
 
@@ -72,8 +72,7 @@ def digest(x: Tensor) -> str:
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_sums_are_those_of_every_rank_in_float32_and_in_order(size: int, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
-    with shared.open("wb") as file:
-        file.truncate(size * buffer_bytes(size, MOST, PROGRAMS))
+    shared.write_bytes(bytes([EMPTY]) * size * buffer_bytes(size, MOST))
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     ranks = [
         Popen(
