@@ -24,9 +24,7 @@ _READY = re.compile(r"is ready at 127\.0\.0\.1:(\d+)")
 
 
 @contextmanager
-def served(
-    executor: Executor, prepare: Callable[[], bool] = nothing_left, **settings: Any
-) -> Iterator[RemoteExecutor]:
+def served(executor: Executor, prepare: Callable[[], bool] = nothing_left, **settings: Any) -> Iterator[RemoteExecutor]:
     """`executor` behind gRPC, seen from the other end."""
     host = ExecutorServer(executor, "127.0.0.1:0", prepare=prepare)
     remote = RemoteExecutor(f"127.0.0.1:{host.port}", **settings)

@@ -2,7 +2,7 @@
 `test_all_reduce`.
 
 Arguments: a file that the ranks share, of EMPTY bytes, the rank, how many there are, and the bytes of the largest sum.
-Prints, as JSON, a digest of each sum, and after them of each that is normed, and of the residual stream with it.
+Prints, as JSON, digests of each sum, of one that is normed and the residual stream, and of the parts side by side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def main() -> None:
     sums, rows = asked(size), normed(size)
     found = []
     for parts, (x, residual, *norms) in zip(sums, rows, strict=True):  # by turns: they share what has arrived
-        found.append((digest(add(parts[rank])), [digest(y) for y in add.add_norm(x[rank], residual, *norms)]))
+        summed, both = digest(add(parts[rank])), [digest(y) for y in add.add_norm(x[rank], residual, *norms)]
+        found.append((summed, both, digest(add.gather(parts[rank].repeat(3, 1)))))
     print(json.dumps([found, [add.shots(x[rank]) for x, *_ in rows]]))
 
 

@@ -88,8 +88,8 @@ def test_sums_are_those_of_every_rank_in_float32_and_in_order(size: int, tmp_pat
     assert len(set(found)) == 1
     results, shots = json.loads(found[0])
     assert shots == [1, 1, 1, 2, 2, 1, 1] if size == 3 else [1] * len(ROWS)
-    for (got, both), parts, (x, residual, norm, *how) in zip(results, asked(size), normed(size), strict=True):
-        assert got == digest(total(parts))
+    for (got, both, beside), parts, (x, residual, norm, *how) in zip(results, asked(size), normed(size), strict=True):
+        assert got == digest(total(parts)) and beside == digest(torch.cat(parts, -1).repeat(3, 1))
         of_sum = [] if norm is None else [norm]
         made = rows.norms(total(x), of_sum, DeviceInfo(sms=2), residual, *how)
         assert both == [digest(y) for y in (*made, *[residual] * (2 - len(made)))]

@@ -1,5 +1,6 @@
 """Sums over the GPUs of a host in one kernel: each GPU writes what it has into the others' memory, and adds up what has
-arrived in its own (a one-shot all-reduce, as in TensorRT-LLM and vLLM), without NVLink's multicast.
+arrived in its own (a one-shot all-reduce, as in TensorRT-LLM and vLLM), without NVLink's multicast. Nothing else says
+that it has arrived: what has not is a NaN that is never sent. Logits are gathered in the same way.
 
 A small sum is a matter of latency: NCCL's takes 8 microseconds and more, and a decode step has two for each layer. What
 follows each of them is a residual stream, to which it is added, and a norm: `PeerSum.add_norm` does all of it in one
@@ -26,8 +27,8 @@ PROGRAMS = 128
 """Of each sum, so that a program finds how many sums there were in a number of its own. All must be resident at once,
 since they wait for those of other GPUs: of 128 threads each, they are on any GPU of 8 multiprocessors and more."""
 
-BLOCK = 1024
-"""Elements that a program moves at a time."""
+BLOCK, GATHERED = 1024, 4096
+"""Elements that a program moves at a time: of sums, and of what is gathered."""
 
 CAPACITY = 4 << 20
 """Bytes of the largest sum. Every rank's part is sent whole to every other, so larger ones are a library's."""
@@ -69,8 +70,8 @@ def empty_last(
     x, peers, calls, call, read, numbers,
     RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Empty this program's share of what the sum before this one has read, and count this one, of so many numbers. The
-    next to write there is the next sum but one of another rank, which has then read what this rank sends in the next."""
+    """Empty this program's share of what the call before this one has read, and count this one, of so many numbers. The
+    next to write there is another rank's next call but one, when it has read what this rank sends in the next."""
     program = tl.program_id(0)
     tl.debug_barrier()  # every thread has read what is counted
     tl.store(calls + program, call + 1)
@@ -138,6 +139,52 @@ def sum_kernel(
         tl.store(out + at, total, mask=at < numbers)
 
 
+@kernel
+def gather_kernel(
+    x, out, peers, calls, numbers, each, width,
+    RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out [rows, SIZE * width] = every rank's x [rows, width], side by side. Elements are shared out, and peers and
+    calls are, as in `sum_kernel`."""
+    first = tl.program_id(0) * each * BLOCK
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    call, read = tl.load(calls + tl.program_id(0)), tl.load(calls + PROGRAMS + tl.program_id(0))
+    turn = call % TURNS
+    for i in range(each):
+        at = first + i * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < numbers, other=0.0)
+        for peer in tl.static_range(SIZE):
+            if peer == RANK:
+                tl.store(out + beside(at, width, RANK, SIZE), value, mask=at < numbers)
+            else:
+                tl.store(part_of(peers, peer, RANK, turn, x, CAPACITY, SIZE) + at, bits_of(value), mask=at < numbers)
+    empty_last(x, peers, calls, call, read, numbers, RANK, SIZE, CAPACITY, PROGRAMS, BLOCK)
+    for i in range(each):
+        at = first + i * BLOCK + tl.arange(0, BLOCK)
+        for peer in tl.static_range(SIZE):
+            if peer != RANK:
+                bits = arrived(part_of(peers, RANK, peer, turn, x, CAPACITY, SIZE) + at, at < numbers)
+                value = bits.to(x.dtype.element_ty, bitcast=True)
+                tl.store(out + beside(at, width, peer, SIZE), value, mask=at < numbers)
+
+
+@triton.jit
+def beside(at, width, rank, SIZE: tl.constexpr):
+    """Where the number at `at` of a rank's rows of `width` is in rows of all ranks."""
+    return at // width * (SIZE * width) + rank * width + at % width
+
+
+@triton.jit
+def arrived(theirs, inside):
+    """What is at `theirs` where `inside`, as soon as all of it has arrived."""
+    bits = tl.load(theirs, mask=inside, other=0, volatile=True)
+    while tl.max((bits == -1).to(tl.int32), 0) > 0:
+        bits = tl.load(theirs, mask=inside, other=0, volatile=True)
+    return bits
+
+
 @triton.jit
 def sum_columns(
     x, peers, turn, rows,
@@ -161,15 +208,6 @@ def sum_columns(
         bits = bits_of(sum_parts(x, place, peers, turn, given, own, RANK, SIZE, CAPACITY, PART))
         for peer in tl.static_range(SIZE):
             tl.store(part_of(peers, peer, RANK, turn, x, CAPACITY, SIZE) + second + given, bits, mask=own)
-
-
-@triton.jit
-def arrived(theirs, inside):
-    """What is at `theirs` where `inside`, as soon as all of it has arrived."""
-    bits = tl.load(theirs, mask=inside, other=0, volatile=True)
-    while tl.max((bits == -1).to(tl.int32), 0) > 0:
-        bits = tl.load(theirs, mask=inside, other=0, volatile=True)
-    return bits
 
 
 @kernel
@@ -282,6 +320,20 @@ class PeerSum:
             PROGRAMS=self.programs, DEPENDENT=self.card.dependent, num_warps=warps(block(columns)), **self.card.options,
         )  # fmt: skip
         return out, residual
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's x [..., width] side by side, some rows at a time if it is larger than a sum may be."""
+        width = x.shape[-1]
+        rows, at_once = x.contiguous().view(-1, width), self.most // (width * x.element_size())
+        out = x.new_empty(len(rows), self.size * width)
+        for some, into in zip(rows.split(at_once), out.split(at_once), strict=True):
+            each = triton.cdiv(some.numel(), self.programs * GATHERED)
+            gather_kernel[(self.programs,)](
+                some, into, self.peers, self.calls, some.numel(), each, width,
+                RANK=self.rank, SIZE=self.size, CAPACITY=self.most, PROGRAMS=self.programs, BLOCK=GATHERED,
+                DEPENDENT=self.card.dependent, num_warps=8, **self.card.options,
+            )  # fmt: skip
+        return out.view(*x.shape[:-1], self.size * width)
 
     def shots(self, x: Tensor) -> int:
         """Of a sum that is normed. Two where ranks can share out columns, 16 bytes at a time."""
