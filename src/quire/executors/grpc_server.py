@@ -146,8 +146,9 @@ class Session:
     """One stream, run by one thread, which makes the handles and waits for them.
 
     All commands that have arrived are launched before any result is waited for, so that the device is kept busy by as
-    many steps as the engine sends ahead. Few commands are queued: beyond that the connection stops reading. prepare: see
-    `Engine.prepare`.
+    many steps as the engine sends ahead. Few commands are queued: beyond that the connection stops reading.
+
+    prepare: see `Engine.prepare`.
     """
 
     def __init__(self, executor: Executor, prepare: Callable[[], bool] = nothing_left) -> None:
