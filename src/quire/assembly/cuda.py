@@ -200,7 +200,7 @@ def _postponed(settings: Settings, keys: Sequence[GraphKey]) -> dict[GraphKey, G
 
 
 def agreement(parallel: ParallelGroup) -> Callable[[bool], bool]:
-    """Tells each rank whether all of them have done something."""
+    """Of `CudaQueue`: whether all ranks have done something."""
     return lambda done: bool(parallel.smallest(done))
 
 
