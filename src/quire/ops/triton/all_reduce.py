@@ -30,6 +30,9 @@ since they wait for those of other GPUs: of 128 threads each, they are on any GP
 BLOCK, GATHERED = 1024, 4096
 """Elements that a program moves at a time: of sums, and of what is gathered."""
 
+CLEARED = tl.constexpr(1024)
+"""Words that a program empties at a time."""
+
 CAPACITY = 4 << 20
 """Bytes of the largest sum. Every rank's part is sent whole to every other, so larger ones are a library's."""
 
@@ -68,7 +71,7 @@ def bits_of(x):
 @triton.jit
 def empty_last(
     x, peers, calls, call, read, numbers,
-    RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Empty this program's share of what the call before this one has read, and count this one, of so many numbers. The
     next to write there is another rank's next call but one, when it has read what this rank sends in the next."""
@@ -80,9 +83,9 @@ def empty_last(
         if rank != RANK or SIZE > 2:  # two ranks have one shot, in which none writes into its own memory
             part = tl.load(peers + RANK) + ((call + TURNS - 1) % TURNS * SIZE + rank) * CAPACITY
             part = tl.multiple_of(part.to(tl.pointer_type(tl.int32)), 16)
-            for first in range(program * BLOCK, tl.cdiv(read, 4), PROGRAMS * BLOCK):
-                at = first + tl.arange(0, BLOCK)
-                tl.store(part + at, tl.full([BLOCK], -1, tl.int32), mask=at < tl.cdiv(read, 4))
+            for first in range(program * CLEARED, tl.cdiv(read, 4), PROGRAMS * CLEARED):
+                at = first + tl.arange(0, CLEARED)
+                tl.store(part + at, tl.full([CLEARED], -1, tl.int32), mask=at < tl.cdiv(read, 4))
 
 
 @triton.jit
@@ -132,7 +135,7 @@ def sum_kernel(
         for peer in tl.static_range(SIZE):
             if peer != RANK:
                 tl.store(part_of(peers, peer, RANK, turn, x, CAPACITY, SIZE) + at, bits, mask=at < numbers)
-    empty_last(x, peers, calls, call, read, numbers, RANK, SIZE, CAPACITY, PROGRAMS, BLOCK)
+    empty_last(x, peers, calls, call, read, numbers, RANK, SIZE, CAPACITY, PROGRAMS)
     for i in range(each):
         at = first + i * BLOCK + tl.arange(0, BLOCK)
         total = sum_parts(x, at, peers, turn, at, at < numbers, RANK, SIZE, CAPACITY, BLOCK)
@@ -160,7 +163,7 @@ def gather_kernel(
                 tl.store(out + beside(at, width, RANK, SIZE), value, mask=at < numbers)
             else:
                 tl.store(part_of(peers, peer, RANK, turn, x, CAPACITY, SIZE) + at, bits_of(value), mask=at < numbers)
-    empty_last(x, peers, calls, call, read, numbers, RANK, SIZE, CAPACITY, PROGRAMS, BLOCK)
+    empty_last(x, peers, calls, call, read, numbers, RANK, SIZE, CAPACITY, PROGRAMS)
     for i in range(each):
         at = first + i * BLOCK + tl.arange(0, BLOCK)
         for peer in tl.static_range(SIZE):
@@ -241,7 +244,7 @@ def sum_norm_kernel(
                     tl.store(into + row * COLUMNS + at, bits, mask=inside)
     else:
         sum_columns(x, peers, turn, rows, COLUMNS, PART, RANK, SIZE, CAPACITY, PROGRAMS)
-    empty_last(x, peers, calls, call, read, rows * COLUMNS, RANK, SIZE, CAPACITY, PROGRAMS, BLOCK)
+    empty_last(x, peers, calls, call, read, rows * COLUMNS, RANK, SIZE, CAPACITY, PROGRAMS)
     for row in range(program, rows, PROGRAMS):
         place = row * COLUMNS + at
         added = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
