@@ -193,7 +193,7 @@ def test_equal_logits_and_infinite_ones_have_an_order() -> None:
     weight[:, 0] = torch.tensor([1.0, 2.0, 2.0, 1.0, -1.0], device=DEVICE)
     x = torch.zeros(3, 16, device=DEVICE)
     x[0, 0], x[1, 0] = 1.0, float("inf")
-    got = route(x, weight, TopK(4, True), GemmConfig(1, 1, 16, 1), CARD, ARRIVED)
+    got = route(x, RouterWeights(weight, TopK(4, True)), GemmConfig(1, 1, 16, 1), CARD, ARRIVED)
     assert got.experts[0].tolist() == [1, 2, 0, 3]
     assert got.experts[1].tolist() == [0, 1, 2, 3]
     assert got.weights[1].isnan().all()
@@ -205,7 +205,7 @@ def test_equal_logits_and_infinite_ones_have_an_order() -> None:
 def test_a_token_that_is_not_a_number_uses_experts_that_there_are(how: GemmConfig) -> None:
     x, weight = torch.randn(2, 16, device=DEVICE), torch.randn(5, 16, device=DEVICE)
     x[1] = float("nan")
-    got = route(x, weight, TopK(3, True), how, CARD, ARRIVED)
+    got = route(x, RouterWeights(weight, TopK(3, True)), how, CARD, ARRIVED)
     assert torch.equal(got.experts[0], REFERENCE.route(x[:1], RouterWeights(weight, TopK(3, True))).experts[0])
     assert got.experts[1].tolist() == [0, 1, 2]
     assert got.weights[1].isnan().all()
@@ -518,7 +518,7 @@ def test_bfloat16_on_the_gpu(tokens: int, how: ExpertConfig | None, shape: tuple
     x, router, gate_up, down = (each.bfloat16() for each in randoms(tokens, count, hidden, width))
     chosen = expert_config(tokens, used, count, hidden, width) if how is None else how
     router_how = FIXED_ROUTER if how is FIXED else router_config(tokens, hidden)
-    routing = route(x, router, TopK(used, True), router_how, CARD, ARRIVED)
+    routing = route(x, RouterWeights(router, TopK(used, True)), router_how, CARD, ARRIVED)
     exact = (x.float() @ router.float().T).softmax(-1)
     best = exact.topk(used)
     picked = exact.gather(1, routing.experts.long())
