@@ -54,7 +54,7 @@ def main() -> None:
     found = []
     for parts, (x, residual, *how) in zip(asked(size), normed(size), strict=True):  # by turns: they share memory
         own, normal, how = parts[rank].to(device), x[rank].to(device), [here(each) for each in how]
-        made = [digest(add(own)), *map(digest, add.add_norm(normal, residual.to(device), *how))]  # type: ignore[arg-type]
+        made = [digest(add(own)), *map(digest, add.add_norm(normal, residual.to(device, copy=True), *how))]  # type: ignore[arg-type]
         made.append(digest(add.gather(own.repeat(3, 1))))
         if rank == 0:
             norm, *rest = how
