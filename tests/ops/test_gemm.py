@@ -14,17 +14,7 @@ from torch import Tensor
 
 from quire.ops.capture import PRECOMPILING
 from quire.ops.cublaslt import CublasLt
-from quire.ops.gemm import (
-    TORCH,
-    TORCH_GEMM,
-    GemmAlgorithm,
-    GemmAutotuner,
-    GemmShape,
-    SameBits,
-    autotuning,
-    on_the_card,
-    time_due,
-)
+from quire.ops.gemm import TORCH, TORCH_GEMM, GemmAlgorithm, GemmAutotuner, GemmShape, SameBits, autotuning, on_the_card
 
 X, WEIGHT, BIAS = torch.ones(3, 4), torch.ones(2, 4), torch.ones(2)
 SHAPE = "3,2,4,0,float32"
@@ -100,21 +90,6 @@ def test_what_is_known_is_not_timed_again(tmp_path: Path) -> None:
     with autotuning(book):
         assert torch.equal(again.linear(X, WEIGHT), torch.full((3, 2), 7.0))
     assert not watch.asked
-
-
-def test_a_shape_met_while_launches_are_recorded_is_timed_afterwards_once(tmp_path: Path) -> None:
-    watch = Watch(3.0, 2.0, 1.0)
-    library = GemmAutotuner(Two(), watch)
-    with autotuning(tmp_path / "book.json"):
-        token = PRECOMPILING.set(lambda *args, **options: None)
-        try:
-            assert all(library.algorithm(X, WEIGHT, None) is TORCH_GEMM for _ in "layers")
-        finally:
-            PRECOMPILING.reset(token)
-        assert not watch.asked
-        time_due()
-        time_due()
-        assert library.algorithm(X, WEIGHT, None).name == "8" and watch.asked == 1
 
 
 def test_nothing_is_tried_once_the_engine_is_ready(tmp_path: Path) -> None:

@@ -93,11 +93,10 @@ TORCH_GEMM: GemmAlgorithm = TorchGemm()
 
 class AlgorithmCache:
     """Names of the fastest ways, by the version of the library that has them and by shape. path: the file it is kept
-    in, which several engines may write. due: times shapes that were met while launches were recorded."""
+    in, which several engines may write."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.names, self.new = path, read(path), 0
-        self.due: dict[GemmShape, Callable[[], object]] = {}
 
     def find(self, version: str, shape: GemmShape) -> str | None:
         """The name of the fastest algorithm, if it is known."""
@@ -124,13 +123,6 @@ def num_tuned() -> int:
     """How many shapes have been timed so far, by this start."""
     book = AUTOTUNING.get()
     return 0 if book is None else book.new
-
-
-def time_due() -> None:
-    """Time the shapes that were met while launches were recorded."""
-    book = AUTOTUNING.get()
-    while book is not None and book.due:
-        book.due.popitem()[1]()
 
 
 @contextmanager
@@ -165,9 +157,8 @@ class GemmAutotuner:
         return multiplied(self.algorithm(x, weight, bias), x, weight, bias)
 
     def algorithm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> GemmAlgorithm:
-        """The fastest algorithm for a shape, from now on; the usual one where nothing is tuned, and where it is timed
-        later, since launches are recorded. Raises NotCapturable if it would have to be timed while a graph is
-        captured."""
+        """The fastest algorithm for a shape, from now on; the usual one where nothing is tuned. Raises NotCapturable if
+        it would have to be timed while a graph is captured."""
         outputs, inputs = weight.shape
         shape = GemmShape(x.numel() // inputs, outputs, inputs, bias is not None, x.dtype)
         return self.known.get(shape) or self._autotune(shape, x, weight, bias)
@@ -186,25 +177,14 @@ class GemmAutotuner:
         if way is None:
             if learns is None:
                 return self.usual
-            if PRECOMPILING.get() is not None:
-                learns.due[shape] = partial(self._time, learns, products, shape, weight, bias)
-                return self.usual
             if capturing(x):
                 raise NotCapturable(f"the fastest algorithm for {shape} is not known yet")
-            way = self._time(learns, products, shape, weight, bias)
+            ways, out = [self.usual, *products.algorithms(shape)], x.new_empty(shape.rows, shape.outputs)
+            with inside_stage("tuning"):
+                took = self.timed([partial(each, x.reshape(-1, shape.inputs), weight, bias, out) for each in ways])
+            way = ways[min(range(len(ways)), key=took.__getitem__)]
+            book.note(products.version, shape, way.name)
         self.known[shape] = way
-        return way
-
-    def _time(
-        self, book: AlgorithmCache, products: GemmLibrary, shape: GemmShape, weight: Tensor, bias: Tensor | None
-    ) -> GemmAlgorithm:
-        """The fastest algorithm, which is noted."""
-        ways = [self.usual, *products.algorithms(shape)]
-        x, out = weight.new_empty(shape.rows, shape.inputs), weight.new_empty(shape.rows, shape.outputs)
-        with inside_stage("tuning"):
-            took = self.timed([partial(each, x, weight, bias, out) for each in ways])
-        way = ways[min(range(len(ways)), key=took.__getitem__)]
-        book.note(products.version, shape, way.name)
         return way
 
 

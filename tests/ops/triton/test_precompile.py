@@ -22,7 +22,6 @@ from quire.assembly.cuda import make_precompiler
 from quire.layers.linear import ONE_RANK
 from quire.model_runner.graphs import no_precompile
 from quire.models.llama import Llama
-from quire.ops import gemm
 from quire.ops.capture import PRECOMPILING
 from quire.ops.triton import precompile
 from quire.ops.triton.launch import Kernel
@@ -198,17 +197,6 @@ def test_as_many_are_compiled_at_once_as_there_are_workers() -> None:
         held.run(2, lambda done, total: reported.append((done, total)))
     assert sorted(future.result() for future in futures) == [0, 1]
     assert reported == [(1, 2), (2, 2)]
-
-
-def test_products_are_timed_while_kernels_are_compiled(tmp_path: Path) -> None:
-    timed = threading.Event()
-    with gemm.autotuning(tmp_path / "book.json"), DeferredCompiler(lambda made: None) as held:
-        book = gemm.AUTOTUNING.get()
-        assert book is not None
-        book.due[gemm.GemmShape(3, 2, 4, False, torch.float32)] = timed.set
-        compiled = held.submit(timed.wait, 300)
-        held.run(1, lambda done, total: None)
-    assert compiled.result() is True
 
 
 def test_a_compilation_that_fails_stops_no_other() -> None:

@@ -24,7 +24,6 @@ from triton.runtime.cache import triton_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.capture import PRECOMPILING
-from quire.ops.gemm import time_due
 
 log = logging.getLogger(__name__)
 
@@ -77,14 +76,12 @@ class DeferredCompiler(Executor):
         return future
 
     def run(self, workers: int, report: ReportProgress, share: slice = slice(None)) -> None:
-        """Run a share of the calls, unless they have run, `workers` at a time, and time products meanwhile. report:
-        called with (done, total)."""
+        """Run a share of the calls, unless they have run, `workers` at a time. report: called with (done, total)."""
         pool = ThreadPoolExecutor(workers)
         due = [one for one in [*self.futures.items()][share] if not one[0].done()]
         before = sum(future.done() for future in self.futures)
         try:
             running = [pool.submit(self._fulfil, *one) for one in due]
-            time_due()
             for done, _ in enumerate(as_completed(running), before + 1):
                 report(done, len(self.futures))
         finally:
