@@ -30,9 +30,7 @@ def lines() -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
     return made
 
 
-WHOLE = [
-    TokenLogprobs(token, -0.5 * i, 1 + i, ((20 + i, -0.25), (30 + i, -1.5 - i))) for i, token in enumerate(TOKENS)
-]
+WHOLE = [TokenLogprobs(token, -0.5 * i, 1 + i, ((20 + i, -0.25), (30 + i, -1.5 - i))) for i, token in enumerate(TOKENS)]
 
 
 def test_a_table_is_a_sequence_of_the_values_of_its_lines() -> None:
@@ -84,5 +82,5 @@ def test_an_output_reads_a_position_when_it_is_looked_at(monkeypatch: pytest.Mon
     third = made.prompt_logprobs[3]
     assert third is not None and (third.token, third.rank, third[31 + 1].decoded_token) == (9, 3, "t32")
     assert read == [[9]], "once, and no other"
-    second = pickle.loads(pickle.dumps(made.prompt_logprobs[2]))  # noqa: S301 - our own
+    second = pickle.loads(pickle.dumps(made.prompt_logprobs[2]))
     assert {token: one.logprob for token, one in second.items()} == {3: -0.5, 21: -0.25, 31: -2.5}

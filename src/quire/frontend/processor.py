@@ -189,8 +189,9 @@ class OutputProcessor:
     """Turns the tokens of one answer into text: detokenizes, finds stop strings and decides finish_reason.
 
     id: of the engine's request. finder: None where there are no stop strings. eos: the end-of-text ids, which are no
-    stop_reason. prompt_logprobs: of each step, those that have not been sent; None if they are not requested. count: tokens in usage.
-    num_surplus: tokens that the engine generated after a stop string. detokenize_seconds: time spent here.
+    stop_reason. prompt_logprobs: of each step, those that have not been sent; None if they are not requested. count:
+    tokens in usage. num_surplus: tokens that the engine generated after a stop string. detokenize_seconds: time spent
+    here.
     """
 
     id: str

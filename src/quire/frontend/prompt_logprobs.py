@@ -31,7 +31,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
     @overload
     def __getitem__(self, at: slice) -> Sequence[TokenLogprobs | None]: ...
 
-    def __getitem__(self, at: int | slice) -> TokenLogprobs | None | Sequence[TokenLogprobs | None]:
+    def __getitem__(self, at: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs | None] | None:
         if isinstance(at, slice):
             return [*self][at]
         at = range(len(self))[at]

@@ -1,7 +1,7 @@
 """Log-probabilities of a prompt as the device wrote them: values are made where they are read.
 
 A step may score thousands of prompt tokens. Making the values of all of them takes the engine's thread tens of
-milliseconds, most of it for garbage collection, and nobody may ever look at them.
+milliseconds, most of it for garbage collection.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class PromptScores(NamedTuple):
 
     def read(self) -> dict[int, Sequence[TokenLogprobs]]:
         """By span, once the scores have arrived."""
-        # Whoever asked for them may keep them: not in pinned memory.
+        # A caller may keep them: not in pinned memory.
         table, out, begin = self.host.numpy().copy(), dict[int, Sequence[TokenLogprobs]](), 0
         for s, targets, wanted in self.spans:
             out[s] = ScoreTable(table[begin : begin + len(targets)], targets, wanted)
