@@ -48,7 +48,7 @@ TWO_SHOT = 256 << 10
 
 def buffer_bytes(size: int, capacity: int = CAPACITY) -> int:
     """Bytes of the memory that each of `size` ranks shares, `EMPTY` at first: every rank's part, at each turn."""
-    return TURNS.value * size * capacity
+    return int(TURNS.value) * size * capacity
 
 
 @triton.jit
