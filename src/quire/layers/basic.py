@@ -85,10 +85,10 @@ class NormLayer:
         return add_norm(self.ops, x, residual, self.norm, before.norm, before.scale, before.gain)
 
     def add_for(
-        self, x: Tensor, residual: Tensor, before: NormLayer, reader: ColumnParallelLinear
+        self, x: Tensor, residual: Tensor, before: NormLayer, reader: ColumnParallelLinear | None
     ) -> tuple[Tensor | RoundedRows, Tensor]:
-        """As `add`, for a matrix that alone reads the norm."""
-        weight = reader.stored.quantized
+        """As `add`, for a matrix that alone reads the norm; None: others do."""
+        weight = None if reader is None else reader.stored.quantized
         if self.norm is None or weight is None or not weight.is_product or not before.is_plain:
             return self.add(x, residual, before)
         return weight.ops.add_norm_rounded(x, residual, self.norm, weight.matrix, before.scale)
@@ -327,6 +327,11 @@ class Attention:
         sinks: Tensor | None = None,
     ) -> None:
         self.qkv, self.out, self.heads, self.ops, self.norms, self.sinks = qkv, out, heads, ops, norms, sinks
+
+    @property
+    def reader(self) -> ColumnParallelLinear:
+        """The matrix that alone reads what this is called with."""
+        return self.qkv
 
     @property
     def scores(self) -> Scores:

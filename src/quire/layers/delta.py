@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
-from quire.ops.base import Angles, DeltaInputs, DeltaWeights, Ops
+from quire.ops.base import Angles, DeltaInputs, DeltaWeights, Ops, RoundedRows
 from quire.ops.ragged import LayerKV, RaggedBatch, StateShape, select_rows
 
 
@@ -85,8 +85,13 @@ class GatedDelta:
         self.project, self.sizes, self.split, self.weights, self.out = project, sizes, split, weights, out
         self.config, self.ops = config, ops
 
+    @property
+    def reader(self) -> ColumnParallelLinear | None:
+        """The matrix that alone reads what this is called with, if it is one."""
+        return self.project[0] if len(self.project) == 1 else None
+
     def __call__(
-        self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
+        self, x: Tensor | RoundedRows, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
     ) -> Tensor:
         """x [T, hidden] -> [T, hidden], or the rows `outputs` of it. angles: not used."""
         assert kv.state is not None

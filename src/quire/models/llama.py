@@ -107,12 +107,8 @@ class Block:
         after: the norm of the layer before that its output has still to pass. output: indices of the rows to return,
         None for all.
         """
-        if isinstance(self.attention, Attention):
-            read, residual = self.before_attention.add_for(x, residual, after, self.attention.qkv)
-            x = self.attention(read, angles, batch, kv, output)
-        else:
-            x, residual = self.before_attention.add(x, residual, after)
-            x = self.attention(x, angles, batch, kv, output)
+        read, residual = self.before_attention.add_for(x, residual, after, self.attention.reader)
+        x = self.attention(read, angles, batch, kv, output)
         residual, real = select_rows(residual, output), batch if output is None else None
         if isinstance(self.mlp, MoE):
             return self.mlp.after(self.before_mlp, x, residual, self.after_attention, real)
