@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
+from quire.layers.basic import NormReader
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.ops.base import Angles, DeltaInputs, DeltaWeights, Ops, RoundedRows
 from quire.ops.ragged import LayerKV, RaggedBatch, StateShape, select_rows
@@ -86,9 +87,9 @@ class GatedDelta:
         self.config, self.ops = config, ops
 
     @property
-    def reader(self) -> ColumnParallelLinear | None:
-        """The matrix that alone reads what this is called with, if it is one."""
-        return self.project[0] if len(self.project) == 1 else None
+    def reader(self) -> NormReader | None:
+        """See `NormLayer.add_for`."""
+        return self.project[0].reader if len(self.project) == 1 else None
 
     def __call__(
         self, x: Tensor | RoundedRows, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.quantization.base import Plain, WeightStorage
-from quire.ops.base import Angles, Norm, Ops, RoundedRows
+from quire.ops.base import Angles, Norm, Ops
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 
 
@@ -149,6 +149,8 @@ class LatentAttention:
     """Attention of one layer: project, store the latent, choose tokens, take queries into the space of latents, attend,
     make values, project back. scale: of scores. indexer: None where every token is attended to."""
 
+    reader: None = None
+
     def __init__(
         self,
         project: QueryProjection,
@@ -163,15 +165,10 @@ class LatentAttention:
         self.project, self.norm, self.decompression, self.out = project, norm, decompression, out
         self.config, self.scale, self.ops, self.indexer = config, scale, ops, indexer
 
-    @property
-    def reader(self) -> None:
-        """Several matrices read what this is called with."""
-
     def __call__(
-        self, x: Tensor | RoundedRows, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
+        self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
     ) -> Tensor:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
-        assert isinstance(x, Tensor)
         made, compressed, source = self.project(x)
         q = made.view(len(made), -1, self.config.plain + self.config.rotated)
         rotated = self.ops.norm_rope_store_latent(q, compressed, kv, batch, angles, self.norm)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
+from quire.layers.basic import NormReader
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.ops.base import Angles, Ops, RoundedRows, ScanInputs, ScanWeights
 from quire.ops.ragged import LayerKV, RaggedBatch, StateShape, select_rows
@@ -71,9 +72,9 @@ class Mamba2:
         self.project, self.weights, self.out, self.config, self.ops = project, weights, out, config, ops
 
     @property
-    def reader(self) -> ColumnParallelLinear:
-        """The matrix that alone reads what this is called with."""
-        return self.project
+    def reader(self) -> NormReader | None:
+        """See `NormLayer.add_for`."""
+        return self.project.reader
 
     def __call__(
         self, x: Tensor | RoundedRows, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
