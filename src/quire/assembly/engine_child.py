@@ -25,6 +25,7 @@ from quire.engine.process import EngineLoop
 from quire.engine.protocol import BuildFailed, Ready, encode_frame
 from quire.engine.step_watch import StepWatch
 from quire.errors import QuireError
+from quire.executors.local import LocalExecutor
 from quire.executors.ranks import RankedExecutor
 from quire.observability.engine_metrics import EngineMetrics
 from quire.observability.history import History
@@ -68,7 +69,7 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor, begun
     gc.collect()
     heap.settled()
     _send(link, Ready(engine.description))
-    exit_fds = engine.executor.exit_fds() if isinstance(engine.executor, RankedExecutor) else ()
+    exit_fds = engine.executor.exit_fds() if isinstance(engine.executor, RankedExecutor | LocalExecutor) else ()
     loop = EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, grammars, live_view, exit_fds)
     done = loop.run()
     # Before memory is freed, which takes a while: from now on /health says that there is no engine.
