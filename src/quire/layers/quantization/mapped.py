@@ -158,8 +158,8 @@ class Packing(Thread):
         atexit.unregister(self._end)
 
     def exit_fd(self) -> int:
-        """A descriptor that becomes readable if weights are found to be lost that steps cannot do without; whoever
-        waits for it closes it."""
+        """A descriptor that becomes readable if weights are found to be lost that steps cannot do without. Its
+        user closes it."""
         wait, ends = os.pipe()
         with self._lock:
             self._waiting.append(ends)
