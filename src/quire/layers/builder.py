@@ -116,6 +116,10 @@ class ExpertStack(NamedTuple):
     interleaved: bool
 
 
+CONVERTERS = 16
+"""Threads at most: their operations are so short that more would wait for Python's lock."""
+
+
 def finalize_all(stored: Sequence[WeightStorage], device: torch.device) -> None:
     """Convert matrices to their final form. Raises the error of the first that fails."""
 
@@ -127,7 +131,7 @@ def finalize_all(stored: Sequence[WeightStorage], device: torch.device) -> None:
         for each in stored:
             convert(each)
         return
-    with single_threads(torch.get_num_threads(), "convert") as pool:
+    with single_threads(min(CONVERTERS, torch.get_num_threads()), "convert") as pool:
         for _ in pool.map(convert, stored):
             pass
 
