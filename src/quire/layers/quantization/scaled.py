@@ -157,12 +157,6 @@ def unpack(packed: Tensor, bits: int, dim: int, order: Sequence[int] | None = No
 def quantize(weight: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """weight [out, in] -> (numbers in `dtype`, scale [blocks down, blocks across] float32), by the largest of a
     block."""
-    numbers, scale = scaled_numbers(weight, dtype, block)
-    return numbers.to(dtype), scale
-
-
-def scaled_numbers(weight: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """As `quantize`, with numbers in float32 that `dtype` has."""
     rows, columns = weight.shape
     down, across = min(block[0], rows), min(block[1], columns)
     exact = weight.float()
@@ -172,7 +166,7 @@ def scaled_numbers(weight: Tensor, dtype: torch.dtype, block: tuple[int, int]) -
     most = E4M3_MAX if dtype is E4M3 else INT8_MAX
     scale = tiles.abs().amax(3).amax(1).clamp(min=torch.finfo(torch.float32).tiny) / most
     numbers = (tiles / scale[:, None, :, None]).view_as(exact)[:rows, :columns]
-    return (numbers if dtype is E4M3 else numbers.round_()).clamp_(-most, most), scale
+    return (numbers if dtype is E4M3 else numbers.round_()).clamp_(-most, most).to(dtype), scale
 
 
 AT_ONCE = 1 << 17
@@ -186,8 +180,8 @@ def quantize_into(numbers: Tensor, weight: Tensor, block: tuple[int, int]) -> Te
     some = max(1, AT_ONCE // (columns * down)) * down if weight.device.type == "cpu" else rows
     scales = list[Tensor]()
     for own, into in zip(torch.split(weight, some), torch.split(numbers, some), strict=True):
-        found, scale = scaled_numbers(own, numbers.dtype, block)
-        into.copy_(found)
+        rounded, scale = quantize(own, numbers.dtype, block)
+        into.copy_(rounded)
         scales.append(scale[torch.arange(len(own), device=own.device) // down])
     return torch.cat(scales)
 
