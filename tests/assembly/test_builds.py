@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -416,6 +417,7 @@ def test_an_engines_process_begins_as_written_down(calls: Calls, monkeypatch: py
     about = Description(40, 16, 64, 2048, 100, device="there", static_gauges={"a": 1.0})
     scheduler = SimpleNamespace(kv="blocks")
     built = SimpleNamespace(description=about, scheduler=scheduler, executor=None, close=calls.to("engine.close"))
+    built.prepare_last = lambda work: (calls.say("to be prepared", "last"), work())
     loop = SimpleNamespace(run=calls.to("loop.run", True))
     link = SimpleNamespace(set_inheritable=calls.to("link.set_inheritable"), close=calls.to("link.close"))
 
@@ -443,6 +445,7 @@ def test_an_engines_process_begins_as_written_down(calls: Calls, monkeypatch: py
     monkeypatch.setattr(
         engine_child.StepWatch, "install_signal_handler", lambda self, it: calls.say("watches", self.timeout)
     )
+    monkeypatch.setattr(engine_child, "ends_with_server", nullcontext)
     monkeypatch.setattr(engine_child, "_send", lambda link, message: calls.say("sent", message))
 
     def looped(engine: Any, link: Any, snapshot: Any, *rest: Any) -> Any:
