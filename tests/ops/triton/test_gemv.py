@@ -73,6 +73,18 @@ def test_a_matrix_of_eight_bits(how: GemmConfig, rows: int, gate: Gate) -> None:
     assert float((got - want).norm() / want.norm()) < 1e-3
 
 
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize("how", [VECTOR, BLOCKS, APART], ids=["whole", "blocks", "apart"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_matrix_of_eight_bits_with_scales_of_blocks(rows: int, how: GemmConfig, gate: Gate) -> None:
+    torch.manual_seed(rows)
+    x, bias = torch.randn(rows, 160, device=DEVICE), torch.randn(24, device=DEVICE)
+    weight, scale = torch.randn(24, 160, device=DEVICE).to(E4M3), torch.rand(24, 5, device=DEVICE) + 0.1
+    got = gemv_linear(x, weight, bias, how._replace(inputs=max(how.inputs, 32)), CARD, gate, scale, run=32)
+    want = REFERENCE.quantized_linear(x, QuantizedMatrix(weight, scale, 32), bias, gate)
+    assert float((got - want).norm() / want.norm()) < 1e-3
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gate", ["", "silu"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "eight-bits"])
