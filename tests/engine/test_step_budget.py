@@ -77,3 +77,18 @@ def test_the_longest_gap_comes_near_the_target(depth: int) -> None:
     for tokens in (1, 100):
         record(bounded.scheduler.step_times, tokens, 0.01 + 0.001 * tokens)  # as once the engine has run for a moment
     assert longest_gap(bounded) < 0.13
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_prompts_alone_are_not_bounded(depth: int) -> None:
+    config = SimConfig(max_num_batched_tokens=2048, chunk=2048, depth=depth, cost=StepCost(0.01, 0.001))
+    plain = config.build(VirtualClock())
+    pace = LatencyController(0.1)
+    engine = Engine(plain.scheduler, plain.executor, lookahead=depth, clock=plain.clock, step_budget=pace)
+    for tokens in (1, 100):
+        record(engine.scheduler.step_times, tokens, 0.01 + 0.001 * tokens)
+    for number in range(5):
+        engine.submit([random.Random(number).randrange(1000) for _ in range(1500)], 1)
+    while engine.has_pending_work:
+        engine.step()
+    assert engine.clock.now() < 7500 * 0.001 + 6 * 0.01  # four steps of the most tokens, and what is left

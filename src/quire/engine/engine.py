@@ -112,8 +112,8 @@ class Engine:
         for seq in scheduler.poll_offload(planned):
             self.recovery.admit(seq)
         budget = self.step_budget
-        num_running = len(scheduler.running)
-        plan = scheduler.plan(UNLIMITED if budget is None else budget.max_tokens(num_running, scheduler.step_times))
+        decoding = len(scheduler.running) if scheduler.is_decoding else 0
+        plan = scheduler.plan(UNLIMITED if budget is None else budget.max_tokens(decoding, scheduler.step_times))
         _as_step_failure(scheduler.kv.offload.flush)
         # Where nothing runs, the blocks that the first one in the queue needs are those that copies hold.
         scheduler.waiting.blocked = not (plan or flight) and bool(scheduler.kv.offload.held_blocks())

@@ -238,6 +238,13 @@ class Scheduler:
         """What steps take, as the engine records it."""
         return self.speculation.step_times
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a running sequence waits for tokens after the step that is planned last."""
+        return any(
+            seq.num_unscheduled == 1 and len(seq.tokens) + seq.num_inflight < seq.max_length for seq in self.running
+        )
+
     def poll_offload(self, now: float) -> SequenceOf[Sequence]:
         """Take the copies between tiers that have ended. Returns the sequences that take their places in the queue
         again."""
