@@ -141,6 +141,38 @@ def fold_cells(
 
 
 @triton.jit
+def fold_phases(
+    all_m, all_z, all_acc, m, z, acc, queries, rotated, position, floor, low, high, begin, end, k, v, pages, group,
+    length, bend, cap, slope, window, chunk,
+    CAP: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
+    ROTATED: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr,
+):  # fmt: skip
+    """As `fold_cells`. PHASES: blocks that all rows see, the first of which is at `low` and the last at `high`, need no
+    mask."""
+    if PHASES:
+        clear = begin
+        if WINDOWED:
+            clear = (first_visible(high, window, chunk) + COLUMNS - 1) // COLUMNS
+            clear = tl.minimum(tl.maximum(clear, begin), end)
+            all_m, all_z, all_acc, m, z, acc = fold_cells(
+                all_m, all_z, all_acc, m, z, acc, queries, rotated, position, floor, begin, clear, k, v, pages, group,
+                length, bend, cap, slope, CAP, True, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION,
+                FINE, COARSE)  # fmt: skip
+        edge = tl.maximum(tl.minimum((low + 1) // COLUMNS, end), clear)
+        all_m, all_z, all_acc, m, z, acc = fold_cells(
+            all_m, all_z, all_acc, m, z, acc, queries, rotated, position, floor, clear, edge, k, v, pages, group,
+            length, bend, cap, slope, CAP, False, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION,
+            FINE, COARSE)  # fmt: skip
+        begin = edge
+    all_m, all_z, all_acc, m, z, acc = fold_cells(
+        all_m, all_z, all_acc, m, z, acc, queries, rotated, position, floor, begin, end, k, v, pages, group, length,
+        bend, cap, slope, CAP, True, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION,
+        FINE, COARSE)  # fmt: skip
+    return all_m, all_z, all_acc, m, z, acc
+
+
+@triton.jit
 def ahead(
     k, v, pages, b, group, GROUPS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -203,7 +235,6 @@ def attend(
     """Compute piece `at` of the list for one K/V head. SINKS: a tile begins with the sinks of its heads. LAST: tokens
     see positions up to `last`, or the end of their span, instead of their own. FINE: it is computed in cells, of which
     a piece has all, or with SPLIT one."""
-    CELLS: tl.constexpr = 0 if SPLIT else FINE
     group = tl.program_id(0)
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     pages = table + span.to(tl.int64) * columns
@@ -233,26 +264,11 @@ def attend(
     all_m, all_z, all_acc = m, z, acc
     if FINE:
         m, z = tl.full([ROWS], -1e20, tl.float32), tl.zeros([ROWS], tl.float32)
-    if PHASES:
-        high = length - n + tl.minimum((first + ROWS - 1) // SHARE, n - 1)
-        clear = begin
-        if WINDOWED:
-            clear = (first_visible(high, window, chunk) + COLUMNS - 1) // COLUMNS
-            clear = tl.minimum(tl.maximum(clear, begin), end)
-            all_m, all_z, all_acc, m, z, acc = fold_cells(
-                all_m, all_z, all_acc, m, z, acc, queries, rotated, position, floor, begin, clear, k, v, pages, group,
-                length, bend, cap, slope, CAP, True, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION,
-                CELLS, COARSE)  # fmt: skip
-        edge = tl.maximum(tl.minimum((low + 1) // COLUMNS, end), clear)
-        all_m, all_z, all_acc, m, z, acc = fold_cells(
-            all_m, all_z, all_acc, m, z, acc, queries, rotated, position, floor, clear, edge, k, v, pages, group,
-            length, bend, cap, slope, CAP, False, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION,
-            CELLS, COARSE)  # fmt: skip
-        begin = edge
-    all_m, all_z, all_acc, m, z, acc = fold_cells(
-        all_m, all_z, all_acc, m, z, acc, queries, rotated, position, floor, begin, end, k, v, pages, group, length,
-        bend, cap, slope, CAP, True, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION,
-        CELLS, COARSE)  # fmt: skip
+    all_m, all_z, all_acc, m, z, acc = fold_phases(
+        all_m, all_z, all_acc, m, z, acc, queries, rotated, position, floor, low,
+        length - n + tl.minimum((first + ROWS - 1) // SHARE, n - 1), begin, end, k, v, pages, group, length, bend, cap,
+        slope, window, chunk, CAP, PHASES, WINDOWED, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION,
+        0 if SPLIT else FINE, COARSE)  # fmt: skip
     splits, base = split // 65536, at - split % 65536
     rows = tl.minimum(n * SHARE - first, ROWS)
     if FINE:
