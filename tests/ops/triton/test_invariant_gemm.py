@@ -12,6 +12,7 @@ from quire.ops.base import Gate
 from quire.ops.gemm import autotuning
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import invariant_gemm
+from quire.ops.triton.gemv import GemmConfig
 from quire.ops.triton.invariant_gemm import runs_of, tile_of
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps
@@ -43,6 +44,21 @@ def test_a_row_has_the_same_bits_in_any_batch_and_is_right(
         got = OPS.linear(x[start : start + count], weight, bias, gate)
         assert torch.equal(got, whole[start : start + count]), (start, count)
     assert not OPS.arrived.any()
+
+
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize(("each", "inputs"), [(32, 512), (48, 300), (56, 256)])
+def test_a_tile_may_have_fewer_outputs_than_the_units_take(
+    gate: Gate, each: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    outputs = 2 * each + 40  # the last tile has few
+    x = torch.randn(3, inputs, dtype=KIND, device=DEVICE)
+    weight = torch.randn(outputs * (1 + bool(gate)), inputs, dtype=KIND, device=DEVICE) / inputs**0.5
+    monkeypatch.setattr(invariant_gemm, "WHOLE", 16)
+    usual = OPS.linear(x, weight, None, gate)
+    monkeypatch.setattr(invariant_gemm, "tile_of", lambda *_: GemmConfig(16, each, 64, 4, 3, 128))
+    assert torch.equal(OPS.linear(x, weight, None, gate), usual)
 
 
 def test_several_runs_are_added_in_order_whoever_computes_them() -> None:
