@@ -14,7 +14,7 @@ from quire.ops.reference import ReferenceOps
 from quire.ops.triton import invariant_gemm
 from quire.ops.triton.gemv import GemmConfig
 from quire.ops.triton.invariant_gemm import runs_of, tile_of
-from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.launch import DeviceInfo, block
 from quire.ops.triton.ops import BatchInvariantTritonOps
 from tests.ops.triton.device import DEVICE
 from tests.ops.triton.test_batch_invariant import alike
@@ -79,8 +79,19 @@ def test_every_tile_divides_a_run_and_fits(gated: bool) -> None:
         for outputs in (64, 4096, 6144, 128256):
             tile = tile_of(rows, outputs, gated)
             assert invariant_gemm.RUN % tile.inputs == 0
-            assert tile.outputs % 64 == 0 and tile.warps % 4 == 0, "the matrix units take 64 outputs by four warps"
-            assert tile.fitted(card, 4 if gated else 2, 2).stages == tile.stages
+            whole = tile._replace(outputs=block(tile.outputs, 64))
+            assert whole.outputs % 64 == 0 and tile.warps % 4 == 0, "the matrix units take 64 outputs by four warps"
+            assert whole.fitted(card, 4 if gated else 2, 2).stages == tile.stages
+
+
+@pytest.mark.parametrize("outputs", [4096, 5120, 6144, 8192])
+def test_outputs_of_few_rows_are_dealt_out_to_every_multiprocessor(outputs: int) -> None:
+    each = tile_of(1, outputs, False).outputs
+    assert each <= 64 and 100 < -(-outputs // each) <= 128
+    for gated in (4096, 9728, 12288, 14336, 28672):
+        each = tile_of(1, gated, True).outputs
+        count = -(-gated // each)
+        assert (each <= 64 and count <= 128) or 230 < count <= 256 or 500 < count <= 512
 
 
 @pytest.mark.gpu
