@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.ops.base import Scores
 from quire.ops.triton import attention as kernels
 from quire.ops.triton.attention_schedule import AttentionPlan
+from quire.ops.triton.cells import num_cells
 from quire.ops.triton.ops import BatchInvariantTritonOps
 from quire.types import UNLIMITED
 from tests.ops.test_attention import naive
@@ -28,8 +29,9 @@ WAYS = {"whole": (1 << 20, 132), "cut": (0, 1 << 10), "dealt out": (0, 1)}
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells of 128 positions; blocks have 64."""
-    monkeypatch.setattr(kernels, "CELL", 128)
+    """Cells of 64 positions, and from 256 on of 256; blocks have 64."""
+    monkeypatch.setattr(kernels, "FINE", 64)
+    monkeypatch.setattr(kernels, "COARSE", 256)
 
 
 def attended(way: str, q: Tensor, kv: object, batch: AttentionPlan, how: Scores) -> Tensor:
@@ -80,6 +82,12 @@ def test_pieces_are_the_cells_and_have_room() -> None:
     ((work,),) = (planned.lists.values(),)
     pieces = work.pieces[: int(work.total)].tolist()
     cuts = [piece[4:6] for piece in pieces if piece[6] == 1]
-    assert cuts == [[0, 2], [2, 4], [4, 6], [6, 8], [8, 10], [10, 11]]
+    assert cuts == [[0, 1], [1, 2], [2, 3], [3, 4], [4, 8], [8, 11]]
     assert [piece[7] for piece in pieces if piece[6] == 1] == [part + 6 * 65536 for part in range(6)]
-    assert [sum(piece[6] == span for piece in pieces) for span in range(5)] == [1, 6, 2, 3, 1]
+    assert [sum(piece[6] == span for piece in pieces) for span in range(5)] == [1, 6, 4, 5, 1]
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 4, 5, 8, 9, 40])
+def test_cells_are_counted_as_they_are_cut(blocks: int) -> None:
+    begins = [b for b in range(blocks) if b % (2 if b < 4 else 4) == 0]
+    assert num_cells(blocks, 2, 4) == len(begins)

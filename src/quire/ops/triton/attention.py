@@ -40,7 +40,7 @@ from quire.ops.triton.attention_schedule import (
     first_visible,
     spread,
 )
-from quire.ops.triton.cells import CELL, all_joined, joined
+from quire.ops.triton.cells import COARSE, FINE, all_joined, cell_of, first_block, joined
 from quire.ops.triton.launch import DeviceInfo, block, fetch, kernel, release, wait
 from quire.ops.triton.rows import tanh
 from quire.types import UNLIMITED
@@ -117,22 +117,24 @@ def fold_cells(
     all_m, all_z, all_acc, m, z, acc, q, rotated, position, floor, begin, end, k, v, pages, group, length, bend, cap,
     slope, CAP: tl.constexpr, MASKED: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr,
     PAGE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    CELL: tl.constexpr,
+    FINE: tl.constexpr, COARSE: tl.constexpr,
 ):  # fmt: skip
     """As `fold_blocks`; where a cell begins, m, z and acc are those of the one before, which is added to all before
-    it. CELL: blocks of one; 0: there are none."""
-    if CELL == 0:
+    it. FINE, COARSE: see `cell_of`; 0: there are none."""
+    if FINE == 0:
         m, z, acc = fold_blocks(
             m, z, acc, q, rotated, position, floor, begin, end, k, v, pages, group, length, bend, cap, slope,
             CAP, MASKED, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
     else:
-        for cell in range(begin // CELL, (end + CELL - 1) // CELL):
-            if cell * CELL >= begin:
+        stop = cell_of(tl.maximum(end - 1, 0), FINE, COARSE) + 1
+        for cell in range(cell_of(begin, FINE, COARSE), tl.where(begin < end, stop, 0)):
+            since, until = first_block(cell, FINE, COARSE), first_block(cell + 1, FINE, COARSE)
+            if since >= begin:
                 all_m, all_z, all_acc = joined(all_m, all_z, all_acc, m, z, acc)
                 m, z, acc = tl.zeros_like(m) - 1e20, tl.zeros_like(z), tl.zeros_like(acc)
             m, z, acc = fold_blocks(
-                m, z, acc, q, rotated, position, floor, tl.maximum(cell * CELL, begin),
-                tl.minimum(cell * CELL + CELL, end), k, v, pages, group, length, bend, cap, slope,
+                m, z, acc, q, rotated, position, floor, tl.maximum(since, begin), tl.minimum(until, end), k, v, pages,
+                group, length, bend, cap, slope,
                 CAP, MASKED, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION)  # fmt: skip
     return all_m, all_z, all_acc, m, z, acc
 
@@ -143,7 +145,7 @@ def fold_phases(
     length, bend, cap, slope, window, chunk,
     CAP: tl.constexpr, PHASES: tl.constexpr, WINDOWED: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
     ROTATED: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, CELL: tl.constexpr,
+    PRECISION: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr,
 ):  # fmt: skip
     """As `fold_cells`. PHASES: blocks that all rows see, the first of which is at `low` and the last at `high`, need no
     mask."""
@@ -155,17 +157,17 @@ def fold_phases(
             all_m, all_z, all_acc, m, z, acc = fold_cells(
                 all_m, all_z, all_acc, m, z, acc, queries, rotated, position, floor, begin, clear, k, v, pages, group,
                 length, bend, cap, slope, CAP, True, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION,
-                CELL)  # fmt: skip
+                FINE, COARSE)  # fmt: skip
         edge = tl.maximum(tl.minimum((low + 1) // COLUMNS, end), clear)
         all_m, all_z, all_acc, m, z, acc = fold_cells(
             all_m, all_z, all_acc, m, z, acc, queries, rotated, position, floor, clear, edge, k, v, pages, group,
             length, bend, cap, slope, CAP, False, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION,
-            CELL)  # fmt: skip
+            FINE, COARSE)  # fmt: skip
         begin = edge
     all_m, all_z, all_acc, m, z, acc = fold_cells(
         all_m, all_z, all_acc, m, z, acc, queries, rotated, position, floor, begin, end, k, v, pages, group, length,
         bend, cap, slope, CAP, True, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION,
-        CELL)  # fmt: skip
+        FINE, COARSE)  # fmt: skip
     return all_m, all_z, all_acc, m, z, acc
 
 
@@ -227,10 +229,10 @@ def attend(
     DIM: tl.constexpr, ROTATED: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, REAL: tl.constexpr, PHASES: tl.constexpr,
     WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, AT_ONCE: tl.constexpr, BEGUN: tl.constexpr,
-    CELL: tl.constexpr,
+    FINE: tl.constexpr, COARSE: tl.constexpr,
 ):  # fmt: skip
     """Compute piece `at` of the list for one K/V head. SINKS: a tile begins with the sinks of its heads. LAST: tokens
-    see positions up to `last`, or the end of their span, instead of their own. CELL: it is computed in cells, of which
+    see positions up to `last`, or the end of their span, instead of their own. FINE: it is computed in cells, of which
     a piece has all, or with SPLIT one."""
     group = tl.program_id(0)
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -259,16 +261,16 @@ def attend(
     if BEGUN:
         m, z, acc = fold_parts(m, z, acc, row, real, begun_parts, begun_sums, before, lines, DIM, BLOCK_D)
     all_m, all_z, all_acc = m, z, acc
-    if CELL:
+    if FINE:
         m, z = tl.full([ROWS], -1e20, tl.float32), tl.zeros([ROWS], tl.float32)
     all_m, all_z, all_acc, m, z, acc = fold_phases(
         all_m, all_z, all_acc, m, z, acc, queries, rotated, position, floor, low,
         length - n + tl.minimum((first + ROWS - 1) // SHARE, n - 1), begin, end, k, v, pages, group, length, bend, cap,
         slope, window, chunk, CAP, PHASES, WINDOWED, GROUPS, DIM, ROTATED, PAGE, COLUMNS, BLOCK_D, STAGES, PRECISION,
-        0 if SPLIT else CELL)  # fmt: skip
+        0 if SPLIT else FINE, COARSE)  # fmt: skip
     splits, base = split // 65536, at - split % 65536
     rows = tl.minimum(n * SHARE - first, ROWS)
-    if CELL:
+    if FINE:
         if SPLIT and splits > 1:
             cell_handed_in(
                 parts, sums, arrived, sinks, out, m, z, acc, v_scale, at, base, splits, group, token * SHARE + first,
@@ -293,14 +295,15 @@ def attention_kernel(
     DIM: tl.constexpr, ROTATED: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, SEVERAL: tl.constexpr, REAL: tl.constexpr,
     PHASES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    AT_ONCE: tl.constexpr, BEGUN: tl.constexpr, CELL: tl.constexpr, FIELDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    AT_ONCE: tl.constexpr, BEGUN: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr, FIELDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program's pieces, several if SEVERAL, for one K/V head. SPLIT: a tile may be split into several pieces. PHASES:
-    blocks that all rows see need no mask. REAL: the most rows there can be. CELL: blocks of a cell, or 0; several
+    blocks that all rows see need no mask. REAL: the most rows there can be. FINE, COARSE: see `cell_of`; several
     cells are dealt out to programs in turn."""
     release(DEPENDENT)
     group, index, step = tl.program_id(0), tl.program_id(1), 1
-    if SEVERAL and CELL:
+    if SEVERAL and FINE:
         stop, step = tl.load(count), tl.num_programs(1)
     elif SEVERAL:
         index, stop = tl.load(starts + index), tl.load(starts + index + 1)
@@ -318,13 +321,13 @@ def attention_kernel(
                 at, token, n, first, length, begin, end, span, split, before, q, turned, k, v, table, sinks, last,
                 arrived, out, parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines,
                 columns, CAP, SINKS, LAST, GROUPS, SHARE, DIM, ROTATED, BLOCK_R, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT,
-                REAL, PHASES, WINDOWED, STAGES, PRECISION, AT_ONCE, BEGUN, CELL)  # fmt: skip
+                REAL, PHASES, WINDOWED, STAGES, PRECISION, AT_ONCE, BEGUN, FINE, COARSE)  # fmt: skip
     elif index < stop:
         attend(
             index, token, n, first, length, begin, end, span, split, before, q, turned, k, v, table, sinks, last,
             arrived, out, parts, sums, begun_parts, begun_sums, bend, cap, slope, v_scale, window, chunk, lines,
             columns, CAP, SINKS, LAST, GROUPS, SHARE, DIM, ROTATED, BLOCK_R, PAGE, ROWS, COLUMNS, BLOCK_D, SPLIT,
-            REAL, PHASES, WINDOWED, STAGES, PRECISION, AT_ONCE, BEGUN, CELL)  # fmt: skip
+            REAL, PHASES, WINDOWED, STAGES, PRECISION, AT_ONCE, BEGUN, FINE, COARSE)  # fmt: skip
 
 
 @triton.jit
@@ -428,10 +431,9 @@ class Tile(NamedTuple):
     parts: int = 0
     cells: bool = False
 
-    @property
-    def cell(self) -> int:
-        """Blocks of a cell; 0: there are none."""
-        return CELL // self.columns if self.cells else 0
+    def blocks_of_cells(self) -> tuple[int, int]:
+        """See `cells.cell_of`; there are none: 0."""
+        return (FINE // self.columns, COARSE // self.columns) if self.cells else (0, 0)
 
     def spread(self, card: DeviceInfo, groups: int, spans: int) -> int:
         """Programs of each K/V head among which spans are divided: many spans, among as many as the GPU holds at
@@ -555,9 +557,10 @@ def attention(
     choose = tiles if rotated is None else partial(latent_tiles, ringed=latent_mma.takes(q, rotated, kv, card))
     for tile, least, most in choose(card, share, dim, width(q, kv), longest, len(batch.kv_len)):
         room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0
+        cells = tile.blocks_of_cells()
         tiling = Tiling(
             share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing, chunk, last is None,
-            tile.cell if room else 0,
+            cells if room else (0, 0),
         )  # fmt: skip
         work, fresh = batch.work(tiling, groups)
         bound = len(work.arrived)
@@ -582,9 +585,9 @@ def attention(
             CAP=soft_cap > 0, SINKS=sinks is not None, LAST=last is not None, GROUPS=groups, SHARE=share, DIM=dim,
             ROTATED=turns, BLOCK_R=block(turns, 16), PAGE=page, ROWS=tile.rows, COLUMNS=tile.columns, BLOCK_D=wide,
             SPLIT=room > 0, SEVERAL=several, REAL=real,
-            PHASES=tile.rows >= 64, AT_ONCE=max(1, min(4 if several and not tile.cells else 8 if tile.cells else 16,
+            PHASES=tile.rows >= 64, AT_ONCE=max(1, min(8 if tile.cells else 4 if several else 16,
             4096 * tile.warps // (real * wide))), WINDOWED=min(window, chunk) < batch.max_kv, STAGES=tile.stages,
-            PRECISION=card.precision, BEGUN=begun is not None, CELL=tile.cell, FIELDS=FIELDS,
+            PRECISION=card.precision, BEGUN=begun is not None, FINE=cells[0], COARSE=cells[1], FIELDS=FIELDS,
             DEPENDENT=card.dependent,
             num_warps=tile.warps, **card.launch(fresh or late),
         )  # fmt: skip

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch, fields_of
+from quire.ops.triton.cells import cell_of, first_block, num_cells
 from quire.ops.triton.launch import DeviceInfo, block, kernel
 from quire.types import UNLIMITED
 
@@ -201,7 +202,7 @@ class Tiling(NamedTuple):
     sharing: PrefixSharing | None = None
     chunk: int = UNLIMITED
     causal: bool = True
-    cell: int = 0
+    cells: tuple[int, int] = (0, 0)
 
     def bound(self, batch: RaggedBatch) -> int:
         """The most pieces that there can be."""
@@ -209,8 +210,8 @@ class Tiling(NamedTuple):
         at_most = min(spans, tokens // self.least)
         if self.most * self.share > self.rows and at_most:
             at_most += tokens * self.share // self.rows
-        if self.cell:
-            return max(1, at_most * -(-batch.max_kv // (self.columns * self.cell)))
+        if self.cells[0]:
+            return max(1, at_most * num_cells(-(-batch.max_kv // self.columns), *self.cells))
         return max(1, at_most + self.spread)
 
 
@@ -352,21 +353,21 @@ def shares_kernel(
 @kernel
 def cells_kernel(
     query_start, kv_len, pieces, count, spans, window, chunk, least, most,
-    COLUMNS: tl.constexpr, CELL: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
+    COLUMNS: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program: all spans at once, a cell of each at a time."""
     s = tl.arange(0, BLOCK_S)
     token, n, length, chosen = spans_of(query_start, kv_len, s, spans, least, most)
     low, high = first_visible(length - n, window, chunk) // COLUMNS, (length + COLUMNS - 1) // COLUMNS
-    since = low // CELL
-    splits = tl.where(chosen & (high > low), (high - 1) // CELL + 1 - since, 0)
+    since = cell_of(low, FINE, COARSE)
+    splits = tl.where(chosen & (high > low), cell_of(high - 1, FINE, COARSE) + 1 - since, 0)
     first = tl.cumsum(splits, 0) - splits
     tl.store(count, tl.sum(splits, 0))
     for j in range(tl.max(splits, 0)):
-        begin = (since + j) * CELL
+        begin, end = first_block(since + j, FINE, COARSE), first_block(since + j + 1, FINE, COARSE)
         put(
-            pieces, first + j, j < splits, token, n, s * 0, length, tl.maximum(begin, low),
-            tl.minimum(begin + CELL, high), s, s * 0 + j, splits, s * 0, FIELDS)  # fmt: skip
+            pieces, first + j, j < splits, token, n, s * 0, length, tl.maximum(begin, low), tl.minimum(end, high), s,
+            s * 0 + j, splits, s * 0, FIELDS)  # fmt: skip
 
 
 class TokenSpans(NamedTuple):
@@ -425,12 +426,15 @@ def make_schedule(batch: AttentionPlan, tiling: Tiling, groups: int) -> Attentio
     pieces = torch.empty(bound + 1, FIELDS, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     arrived = torch.zeros(bound, groups, dtype=torch.int32, device=device)
-    divided = tiling.spread > 0 and spans > FEW_SPANS and not tiling.cell
+    divided = tiling.spread > 0 and spans > FEW_SPANS and not tiling.cells[0]
     starts = torch.empty(tiling.spread + 1, dtype=torch.int32, device=device) if divided else None
     about = tiling.window, tiling.chunk, tiling.least, tiling.most
     same = {"COLUMNS": tiling.columns, "BLOCK_S": size, "FIELDS": FIELDS, "num_warps": max(1, min(8, size // 32))}
-    if tiling.cell:
-        cells_kernel[(1,)](batch.query_start, batch.kv_len, pieces, count, spans, *about, CELL=tiling.cell, **same)
+    if tiling.cells[0]:
+        fine, coarse = tiling.cells
+        cells_kernel[(1,)](
+            *(batch.query_start, batch.kv_len, pieces, count, spans, *about), FINE=fine, COARSE=coarse, **same
+        )
         return AttentionSchedule(pieces, count, arrived, None, bound > 2 * tiling.spread)
     if tiling.spread:
         begun = batch.prefixes(tiling.sharing)[0].begun if tiling.sharing else batch.kv_len

@@ -1,11 +1,8 @@
 """Attention in cells, whose sums have one order however a context is divided among programs.
 
-A cell is CELL positions of K/V, counted from the first. Softmax begins anew with each, and a query's cells are added up
-in order, by the program that has computed them all or by the one that ends last.
-
-Shorter cells serve a single short context better, and everything else worse (one layer, H200): 1 of 576 tokens takes
-20.7 us in cells of 1,024, 18.8 in cells of 256 and 17.9 in cells of 128; 256 of 640 take 193, 200 and 216, and a prompt
-of 2,048 takes 122, 130 and 144.
+A cell is a run of blocks of K/V between positions that depend on nothing else: multiples of FINE up to COARSE, and of
+COARSE from there on. Softmax begins anew with each, and a query's cells are added up in order, by the program that has
+computed them all or by the one that ends last. docs/benchmarks/deterministic-h200-2026-11-27.md has what sizes cost.
 """
 
 from __future__ import annotations
@@ -13,8 +10,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CELL = 1024
-"""Positions of a cell."""
+FINE, COARSE = 256, 1024
+"""Positions of a cell, and from COARSE on."""
+
+
+def num_cells(blocks: int, fine: int, coarse: int) -> int:
+    """The cells of so many blocks. fine, coarse: blocks of a cell, and from `coarse` on."""
+    return -(-min(blocks, coarse) // fine) + max(0, -(-blocks // coarse) - 1)
+
+
+@triton.jit
+def cell_of(b, FINE: tl.constexpr, COARSE: tl.constexpr):
+    """The cell of block b. FINE, COARSE: blocks of a cell."""
+    return tl.where(b < COARSE, b // FINE, COARSE // FINE - 1 + b // COARSE)
+
+
+@triton.jit
+def first_block(cell, FINE: tl.constexpr, COARSE: tl.constexpr):
+    """The first block of a cell."""
+    MANY: tl.constexpr = COARSE // FINE
+    return tl.where(cell < MANY, cell * FINE, (cell - MANY + 1) * COARSE)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ AHEAD = 512
 
 
 FEW = 16
-"""Rows up to which each multiprocessor gets as many outputs as the others: a program reads 40 to 50 GB/s at most, so 64
+"""Rows up to which each multiprocessor gets as many outputs as the others: a program reads 35 to 53 GB/s at most, so 64
 programs leave half of an H200's bandwidth unused (measured)."""
 
 
