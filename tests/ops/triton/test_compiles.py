@@ -68,7 +68,12 @@ def test_the_choice_of_what_is_attended_to_compiles(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_products_and_attention_of_any_batch_compile(tmp_path: Path) -> None:
-    assert compiled(90, 227, tmp_path, "invariant") == {"invariant_kernel", "attention_kernel", "tiles_kernel"}
+    assert compiled(90, 227, tmp_path, "invariant") == {
+        "invariant_kernel",
+        "attention_kernel",
+        "tiles_kernel",
+        "cells_kernel",
+    }
 
 
 def compiled(capability: int, kilobytes: int, cache: Path, *arguments: str) -> set[str]:

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch, fields_of
+from quire.ops.triton.cells import cell_of, first_block, num_cells
 from quire.ops.triton.launch import DeviceInfo, block, kernel
 from quire.types import UNLIMITED
 
@@ -201,6 +202,7 @@ class Tiling(NamedTuple):
     sharing: PrefixSharing | None = None
     chunk: int = UNLIMITED
     causal: bool = True
+    cells: tuple[int, int] = (0, 0)
 
     def bound(self, batch: RaggedBatch) -> int:
         """The most pieces that there can be."""
@@ -208,6 +210,8 @@ class Tiling(NamedTuple):
         at_most = min(spans, tokens // self.least)
         if self.most * self.share > self.rows and at_most:
             at_most += tokens * self.share // self.rows
+        if self.cells[0]:
+            return max(1, at_most * num_cells(-(-batch.max_kv // self.columns), *self.cells))
         return max(1, at_most + self.spread)
 
 
@@ -227,12 +231,14 @@ ALONE = 6
 
 class AttentionSchedule(NamedTuple):
     """pieces [bound + 1, FIELDS] int32, of which `total` [1] are used. arrived [bound, G] int32, all 0 between kernels.
-    starts [spread + 1] int32: the first piece of each program; None: each program has one."""
+    several: a program may have several. starts [spread + 1] int32: the first piece of each program; None: each has one,
+    or every so many-th."""
 
     pieces: Tensor
     total: Tensor
     arrived: Tensor
     starts: Tensor | None
+    several: bool
 
 
 @triton.jit
@@ -344,6 +350,26 @@ def shares_kernel(
             tl.store(starts + mine + j, first + j, mask=here & (since >= tl.where(even, 0, 1 << 30)))
 
 
+@kernel
+def cells_kernel(
+    query_start, kv_len, pieces, count, spans, window, chunk, least, most,
+    COLUMNS: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One program: all spans at once, a cell of each at a time."""
+    s = tl.arange(0, BLOCK_S)
+    token, n, length, chosen = spans_of(query_start, kv_len, s, spans, least, most)
+    low, high = first_visible(length - n, window, chunk) // COLUMNS, (length + COLUMNS - 1) // COLUMNS
+    since = cell_of(low, FINE, COARSE)
+    splits = tl.where(chosen & (high > low), cell_of(high - 1, FINE, COARSE) + 1 - since, 0)
+    first = tl.cumsum(splits, 0) - splits
+    tl.store(count, tl.sum(splits, 0))
+    for j in range(tl.max(splits, 0)):
+        begin, end = first_block(since + j, FINE, COARSE), first_block(since + j + 1, FINE, COARSE)
+        put(
+            pieces, first + j, j < splits, token, n, s * 0, length, tl.maximum(begin, low), tl.minimum(end, high), s,
+            s * 0 + j, splits, s * 0, FIELDS)  # fmt: skip
+
+
 class TokenSpans(NamedTuple):
     """Tokens as spans of their own. spans [T] int32: the batch's span that each is of. lengths [T] int32: positions up
     to its own; 0: it is of none. plans: of some tokens each, one after the other, without their block tables."""
@@ -400,16 +426,22 @@ def make_schedule(batch: AttentionPlan, tiling: Tiling, groups: int) -> Attentio
     pieces = torch.empty(bound + 1, FIELDS, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     arrived = torch.zeros(bound, groups, dtype=torch.int32, device=device)
-    several = tiling.spread > 0 and spans > FEW_SPANS
-    starts = torch.empty(tiling.spread + 1, dtype=torch.int32, device=device) if several else None
+    divided = tiling.spread > 0 and spans > FEW_SPANS and not tiling.cells[0]
+    starts = torch.empty(tiling.spread + 1, dtype=torch.int32, device=device) if divided else None
     about = tiling.window, tiling.chunk, tiling.least, tiling.most
     same = {"COLUMNS": tiling.columns, "BLOCK_S": size, "FIELDS": FIELDS, "num_warps": max(1, min(8, size // 32))}
+    if tiling.cells[0]:
+        fine, coarse = tiling.cells
+        cells_kernel[(1,)](
+            *(batch.query_start, batch.kv_len, pieces, count, spans, *about), FINE=fine, COARSE=coarse, **same
+        )
+        return AttentionSchedule(pieces, count, arrived, None, bound > 2 * tiling.spread)
     if tiling.spread:
         begun = batch.prefixes(tiling.sharing)[0].begun if tiling.sharing else batch.kv_len
         shares_kernel[(1,)](
             *(batch.query_start, batch.kv_len, begun, pieces, count, count if starts is None else starts),
             *(spans, *about),
-            SPREAD=tiling.spread, RUN=tiling.run, MOST=MOST_PIECES, LONG=MIN_SHARE_BLOCKS, ALONE=ALONE, MANY=several,
+            SPREAD=tiling.spread, RUN=tiling.run, MOST=MOST_PIECES, LONG=MIN_SHARE_BLOCKS, ALONE=ALONE, MANY=divided,
             BEGUN=tiling.sharing is not None, BLOCK_W=block(tiling.spread + 1), **same,
         )  # fmt: skip
     else:
@@ -420,7 +452,7 @@ def make_schedule(batch: AttentionPlan, tiling: Tiling, groups: int) -> Attentio
             CAUSAL=tiling.causal,
             **same,
         )
-    return AttentionSchedule(pieces, count, arrived, starts)
+    return AttentionSchedule(pieces, count, arrived, starts, divided)
 
 
 def spread(card: DeviceInfo, groups: int, a_card: int) -> int:

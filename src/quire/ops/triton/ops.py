@@ -2,9 +2,9 @@
 whole.
 
 `BatchInvariantTritonOps` computes each row with the same bits in any batch: sums of plain products are cut by the
-matrix alone (see `invariant_gemm`), other products and all of attention have one tile shape and no sums split among
-programs, and a library multiplies only where its results have the same bits (see `gemm.SameBits`). Its price: a long
-context is read by one program per K/V head.
+matrix alone (see `invariant_gemm`) and those of attention by positions alone (see `cells`), other products and latent
+attention have one tile shape and no sums split among programs, and a library multiplies only where its results have the
+same bits (see `gemm.SameBits`).
 """
 
 from __future__ import annotations
