@@ -57,7 +57,7 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor, begun
         with ends_with_server(link):
             engine = build_engine(settings, observers=[metrics, watch, history, live_view], wrap=wrap, ranks=ranks)
         if choose_device(settings.execution.device).type == "cuda":
-            grammars.warm_up()
+            engine.prepare_last(grammars.warm_up)
     except QuireError as error:
         _send(link, BuildFailed(type(error).__name__, str(error)))
         return 2
