@@ -97,7 +97,7 @@ def test_products_are_those_of_the_dequantized_matrix(dtype: torch.dtype, kind: 
 @DTYPES
 @pytest.mark.parametrize(("kind", "group"), [("zeros", 128), ("q4_k", 32)])
 def test_zero_points_cost_no_precision(kind: str, group: int, dtype: torch.dtype) -> None:
-    """x of one sign, so that sums with numbers that are 128, or 1,024, too large are many times what is left of them."""
+    """x of one sign, so that sums with numbers that are too large are many times what is left of them."""
     torch.manual_seed(0)
     x = torch.rand(16, 4096, dtype=dtype, device=DEVICE) / 64 + 1 / 64
     assert off(*multiplied(x, made(kind, group, 256, 4096), None, "")) < 4e-3
