@@ -14,6 +14,7 @@ from quire.ops.reference import ReferenceOps
 from quire.ops.triton.integer_gemm import in_float16
 from quire.ops.triton.integer_stationary import NIBBLES, integer_stationary, takes, takes_matrix
 from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.ops import TritonOps
 from tests.ops.triton.device import DEVICE
 from tests.ops.triton.integers import made, off
 from tests.ops.triton.test_integer_gemm import computed
@@ -121,3 +122,14 @@ def test_columns_in_another_order_are_taken_in_the_order_of_the_matrix() -> None
     torch.manual_seed(0)
     matrix = made("zeros", 128, 128, 2048)._replace(order=torch.randperm(2048, device=DEVICE))
     assert off(*multiplied(torch.randn(12, 2048, dtype=torch.bfloat16, device=DEVICE), matrix, None, "")) < 1e-2
+
+
+@pytest.mark.gpu
+@NEEDS_CARD
+def test_large_matrices_are_multiplied_so() -> None:
+    torch.manual_seed(0)
+    matrix, x = made("zeros", 128, 36864, 2048), torch.randn(8, 2048, dtype=torch.bfloat16, device=DEVICE) / 64
+    assert takes(x, matrix, CARD)
+    got = TritonOps(DEVICE).quantized_linear(x, matrix)
+    assert torch.equal(got, integer_stationary(x, matrix, None, CARD))
+    assert off(got, x.float() @ dequantize_integers(matrix).T) < 1e-2
