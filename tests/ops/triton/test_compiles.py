@@ -42,6 +42,7 @@ def test_a_few_kernels_compile(tmp_path: Path) -> None:
         "mma_kernel",
         "tma_kernel",
         "ring_kernel",
+        "stationary_kernel",
         "latent_kernel",
         "norm_kernel",
         "sum_kernel",

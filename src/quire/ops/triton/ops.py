@@ -58,6 +58,7 @@ from quire.ops.triton import (
     integer_gemv,
     integer_mma,
     integer_row,
+    integer_stationary,
     integer_tma,
     invariant_gemm,
     latent,
@@ -314,6 +315,8 @@ class TritonOps(BaseOps):
         """As `linear`. For many rows the matrix is dequantized first."""
         if integer_row.takes(x, matrix, self.card):
             return integer_row.integer_row(x, matrix, bias, self.card, gate)
+        if integer_stationary.takes(x, matrix, self.card):
+            return integer_stationary.integer_stationary(x, matrix, bias, self.card, gate)
         if integer_gemv.takes(x, self.card, matrix):
             return integer_gemv.integer_gemv(integer_gemm.ordered(x, matrix), matrix, bias, self.card, gate)
         if integer_tma.takes(x, matrix, self.card):
