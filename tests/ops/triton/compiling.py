@@ -107,6 +107,7 @@ def by_row(ops: TritonOps) -> None:
     ops.silu_mul(x)
     ops.gelu(x)
     ops.relu2(x)
+    ops.relu_mul(x)
     ops.xielu(x, XIELU(*torch.empty(3, 1)))
     ops.clamped_mul(x)
     angles = Angles(torch.empty(4, 64), torch.empty(4, 64))

@@ -48,7 +48,7 @@ def test_a_product_with_bias_gate_and_scale(
     torch.testing.assert_close(got, REFERENCE.linear(x, weight, shift, gate), atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("gate", ["gelu_erf", "clamped", "relu2"])
+@pytest.mark.parametrize("gate", ["gelu_erf", "clamped", "relu", "relu2"])
 @pytest.mark.parametrize(("how", "rows"), [(VECTOR, 1), (MATRIX, 2), (RUNS, 3)], ids=["vector", "tile", "runs"])
 def test_every_gate(how: GemmConfig, rows: int, gate: Gate) -> None:
     torch.manual_seed(rows)

@@ -415,6 +415,10 @@ class TritonOps(BaseOps):
         """See `Ops.gelu_erf`."""
         return rows.activation(x, self.card, rows.GELU_ERF, gated=False)
 
+    def relu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.relu_mul`."""
+        return rows.activation(gate_up, self.card, rows.RELU, gated=True)
+
     def relu2(self, x: Tensor) -> Tensor:
         """See `Ops.relu2`."""
         return rows.activation(x, self.card, rows.RELU2, gated=False)
