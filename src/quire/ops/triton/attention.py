@@ -283,27 +283,35 @@ def together(
     GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     REAL: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Combine the pieces of a tile and write the result. Many are read at once, since latency is the cost.
+    """Combine the pieces of a tile and write the result. Many are read at once, since latency is the cost; each thread
+    adds up its own numbers, so that none waits for others.
 
     Other multiprocessors wrote them, so this one's L1 cache is bypassed. REAL: a power of two that holds `rows`; row i
     is number first + i of the step's (token, head of this group) pairs.
     """
-    s, r, d = tl.arange(0, AT_ONCE), tl.arange(0, REAL), tl.arange(0, BLOCK_D)
+    r, d = tl.arange(0, REAL), tl.arange(0, BLOCK_D)
     m = tl.full([REAL], -1e30, tl.float32)
     z = tl.zeros([REAL], tl.float32)
     acc = tl.zeros([REAL, BLOCK_D], tl.float32)
     for begin in range(0, splits, AT_ONCE):
-        line = ((base + begin + s) * GROUPS + group)[:, None] * ROWS + r[None, :]
-        held = (begin + s < splits)[:, None] & (r < rows)[None, :]
-        part = tl.load(
-            parts + line[:, :, None].to(tl.int64) * DIM + d[None, None, :],
-            mask=held[:, :, None] & (d < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        x = tl.load(sums + line, mask=held, other=-1e30, cache_modifier=".cg")
-        top = tl.maximum(m, tl.max(x, 0))
-        fade, weight = tl.exp2(m - top), tl.exp2(x - top[None, :])
-        acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
-        z = z * fade + tl.sum(weight, 0)
+        totals, read = (), ()
+        for s in tl.static_range(AT_ONCE):
+            line = ((base + begin + s) * GROUPS + group) * ROWS + r
+            held = (begin + s < splits) & (r < rows)
+            totals += (tl.load(sums + line, mask=held, other=-1e30, cache_modifier=".cg"),)  # type: ignore[assignment]
+            place = line[:, None].to(tl.int64) * DIM + d[None, :]
+            mask = held[:, None] & (d < DIM)[None, :]
+            read += (tl.load(parts + place, mask=mask, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+        top = m
+        for s in tl.static_range(AT_ONCE):
+            top = tl.maximum(top, totals[s])
+        fade = tl.exp2(m - top)
+        acc *= fade[:, None]
+        z *= fade
+        for s in tl.static_range(AT_ONCE):
+            weight = tl.exp2(totals[s] - top)
+            acc += read[s] * weight[:, None]
+            z += weight
         m = top
     pair = first + r
     row = (pair // SHARE).to(tl.int64) * (GROUPS * SHARE) + group * SHARE + pair % SHARE
