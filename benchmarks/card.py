@@ -1,9 +1,11 @@
-"""Whether there is a card to measure."""
+"""Whether there is a card to measure, and an engine that is ready to be measured."""
 
 from __future__ import annotations
 
 import click
 import torch
+
+from quire import LLM
 
 
 def needed(instead: str) -> None:
@@ -13,3 +15,14 @@ def needed(instead: str) -> None:
     """
     if not torch.cuda.is_available():
         raise click.ClickException(f"torch sees no CUDA device here, and this measures one: {instead}")
+
+
+def capture_all(llm: LLM) -> None:
+    """Return when the engine has captured the graphs that it postponed: steps are no faster later, and another thread
+    may wait for the whole device, which breaks a capture."""
+
+    def work() -> None:
+        while llm._engine.prepare():
+            pass
+
+    llm._thread._call(work)

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.card import needed
+from benchmarks.card import capture_all, needed
 from benchmarks.shapes import SHAPES, write
 from benchmarks.workloads import WORKLOADS, Workload, floor, prompts
 from quire import heap
@@ -101,6 +101,7 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
         ready = time.perf_counter() - written
         yield {"workload": f"start {model}", "batch": "", "seconds": ready, "shape_written_s": written - began}
         answer(llm, *prompts(8, (32, 64), (8, 8), seed=99))
+        capture_all(llm)
         heap.settled()  # as in a server: see docs/guides/offline-inference.md
         count = parameters(spec)
         for name in names:
@@ -169,8 +170,6 @@ def decode(llm: LLM, work: Workload, batch: int, turn: int) -> tuple[float, floa
 def answer(llm: LLM, ids: list[list[int]], new: Sequence[int]) -> float:
     """Seconds for all of them."""
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in new]
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
     began = time.perf_counter()
     done = llm.generate(ids, params, use_tqdm=False)
     seconds = time.perf_counter() - began
