@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.card import needed
 from benchmarks.kernel_cases import noise, relative
 from benchmarks.kernels import MULTIPLY, replayed
-from quire.ops.base import ExpertMatrices, IntegerMatrix, QuantizedMatrix, Routing, TopK
+from quire.ops.base import ExpertMatrices, IntegerMatrix, QuantizedMatrix, RouterWeights, Routing, TopK
 from quire.ops.integer import dequantize_integers, pack_integers, stack_integers
 from quire.ops.quantized import E4M3, E4M3_MAX, BaseOps, dequantize
 from quire.ops.triton import experts as mixture
@@ -202,7 +202,7 @@ class Layer(NamedTuple):
     """The matrices of a mixture, plain or quantized. exact: the numbers that quantized ones stand for, of one layer
     alone."""
 
-    router: Tensor
+    router: RouterWeights
     gate_up: Tensor | ExpertMatrices
     down: Tensor | ExpertMatrices
     exact: tuple[Tensor, Tensor] | None = None
@@ -288,7 +288,11 @@ def weights() -> list[Layer]:
         return noise(*shape).mul_(shape[-1] ** -0.5)
 
     return [
-        Layer(made(EXPERTS, HIDDEN), made(EXPERTS, 2 * WIDTH, HIDDEN), made(EXPERTS, HIDDEN, WIDTH))
+        Layer(
+            RouterWeights(made(EXPERTS, HIDDEN), TopK(USED, True)),
+            made(EXPERTS, 2 * WIDTH, HIDDEN),
+            made(EXPERTS, HIDDEN, WIDTH),
+        )
         for _ in range(LAYERS)
     ]
 
@@ -400,7 +404,7 @@ def batches_of(tokens: int, layers: Sequence[Layer], ops: TritonOps) -> list[Bat
     made = []
     for layer in layers:
         x = noise(tokens, HIDDEN)
-        made.append(Batch(layer, x, BaseOps.route(ops, x, layer.router, TopK(USED, True))))
+        made.append(Batch(layer, x, BaseOps.route(ops, x, layer.router)))
     return made
 
 
@@ -425,7 +429,7 @@ def whole(batches: Sequence[Batch], ops: TritonOps, how: AnyConfig, router: Gemm
     """All launches of a mixture."""
 
     def call(batch: Batch) -> Tensor:
-        routing = mixture.route(batch.x, batch.layer.router, TopK(USED, True), router, ops.card, ops.arrived)
+        routing = mixture.route(batch.x, batch.layer.router, router, ops.card, ops.arrived)
         return through(batch, routing, how, ops.card)
 
     return [partial(call, batch) for batch in batches]
@@ -449,7 +453,7 @@ def through(batch: Batch, routing: Routing, how: AnyConfig, card: DeviceInfo) ->
 def whole_error(batch: Batch, ops: TritonOps, how: AnyConfig, router: GemmConfig) -> float:
     """The relative error of some tokens of all launches, against float32 with the experts that the router chose."""
     layer = batch.layer
-    routing = mixture.route(batch.x, layer.router, TopK(USED, True), router, ops.card, ops.arrived)
+    routing = mixture.route(batch.x, layer.router, router, ops.card, ops.arrived)
     got = through(batch, routing, how, ops.card)
     chosen, tokens = batch._replace(routing=routing), torch.arange(len(batch.x))[:: max(1, len(batch.x) // 16)]
     slots = (tokens[:, None] * USED + torch.arange(USED)).flatten().to(batch.x.device)
@@ -471,7 +475,7 @@ def routing_error(call: Callable[[], Routing], batch: Batch) -> float:
     """How far the chosen logits are below the largest ones, or the weights from the softmax of the chosen ones: the
     largest difference, against float64. Infinite where an expert is chosen twice."""
     routing = call()
-    exact = batch.x.double() @ batch.layer.router.double().T
+    exact = batch.x.double() @ batch.layer.router.weight.double().T
     chosen = exact.gather(1, routing.experts.long())
     below = (exact.topk(USED).values - chosen.sort(-1, descending=True).values).abs().max()
     apart = (chosen.softmax(-1) - routing.weights).abs().max()
@@ -483,10 +487,7 @@ def routers(batches: Sequence[Batch], ops: TritonOps) -> list[Tried]:
     tokens, results = len(batches[0].x), []
     for how in ROUTERS:
         if tokens <= 16 or how.rows > 1:
-            calls = [
-                partial(mixture.route, b.x, b.layer.router, TopK(USED, True), how, ops.card, ops.arrived)
-                for b in batches
-            ]
+            calls = [partial(mixture.route, b.x, b.layer.router, how, ops.card, ops.arrived) for b in batches]
             results.append(attempt(how, partial(routing_error, calls[0], batches[0]), calls))
     return results
 
@@ -576,10 +577,7 @@ def precompile(layers: Sequence[Layer], kinds: Sequence[Sequence[Layer]], ops: T
             works += [partial(down, own, inner, sort, how, ops.card) for how in falls[rows]]
     for rows in {1, 8, *GATE_UP}:
         works += [partial(mixture.sort_slots, each, EXPERTS, rows, ops.card) for each in (batch.routing.experts, many)]
-    works += [
-        partial(mixture.route, batch.x, batch.layer.router, TopK(USED, True), how, ops.card, ops.arrived)
-        for how in ROUTERS
-    ]
+    works += [partial(mixture.route, batch.x, batch.layer.router, how, ops.card, ops.arrived) for how in ROUTERS]
 
     @contextmanager
     def watch() -> Iterator[Callable[[int, int], None]]:

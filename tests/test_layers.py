@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 
 LAYERS = (
-    ("errors", "heap", "spinning", "deprecated"),
+    ("errors", "heap", "json_files", "spinning", "deprecated"),
     ("checks",),
     ("types",),
     ("values", "build"),
@@ -49,6 +49,7 @@ TORCH_FREE = (
         "types",
         "errors",
         "heap",
+        "json_files",
         "spinning",
         "checks",
         "config",

@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Never, Self, cast
 
@@ -463,7 +462,7 @@ class AsyncLLM:
         count = next(self._numbers)
         id = f"async-{count}" if request_id is None else request_id
         self._check_arguments(id, params, priority, others)
-        sampling = copy(params) if params else self.default_sampling_params()
+        sampling = self._prompts.sampling(params)
         self._running[id] = running = _Running()
         try:
             await self.start()

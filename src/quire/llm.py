@@ -404,8 +404,7 @@ class LLM:
         self._thread.check()
         if not self._text.tokenizer.has_text:
             raise needs_text("stream")
-        params = copy(sampling_params) if sampling_params else self.default_sampling_params()
-        return self._stream(self._prompts.encoded(prompt), params)
+        return self._stream(self._prompts.encoded(prompt), self._prompts.sampling(sampling_params))
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
@@ -413,7 +412,7 @@ class LLM:
         """As `stream`, for a conversation."""
         self._thread.check()
         talk = self._prompts.rendered(messages)
-        params = copy(sampling_params) if sampling_params else self.default_sampling_params()
+        params = self._prompts.sampling(sampling_params)
         return self._stream(talk, self._prompts.bound(talk.text or "", "", params))
 
     def stream_chat_parts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -45,6 +46,11 @@ class PromptReader:
         self._text = text
         self._images: ImageInputs = NoImages() if images is None else images
         self._fetch = fetch
+
+    def sampling(self, params: SamplingParams | None) -> SamplingParams:
+        """A copy of a caller's parameters, which may change while the request runs; those that the model's
+        generation_config.json recommends where there are none."""
+        return copy(params) if params else SamplingParams(**self._text.defaults)
 
     def read(self, prompts: Prompt | Sequence[Prompt]) -> list[ReadPrompt]:
         """One prompt, or a list of them, each `encoded`."""

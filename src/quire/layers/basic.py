@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.linear import ONE_RANK, ColumnParallelLinear, ParallelGroup, RowParallelLinear
 from quire.layers.quantization.base import QuantizedWeight, TableStorage
-from quire.ops.base import Angles, Gate, Norm, Norms, Ops, RoundedRows, RouterWeights, Routing, Scores
+from quire.ops.base import Angles, Gate, Norm, Norms, Ops, RoundedRows, Scores
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
 
@@ -63,6 +63,15 @@ NO_ROPE = RopeConfig(dim=0)
 """No rotary embedding."""
 
 
+class NormReader(Protocol):
+    """A matrix or a router that alone reads a norm, and takes it with more than numbers."""
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm, scale: float, batch: RaggedBatch | None
+    ) -> tuple[object, Tensor]:
+        """(norm of the sum as this reads it, sum): see `Ops.add_norm`."""
+
+
 class NormLayer:
     """An RMS norm or a layer norm, or none: then x stays as it is.
 
@@ -85,28 +94,18 @@ class NormLayer:
         return add_norm(self.ops, x, residual, self.norm, before.norm, before.scale, before.gain)
 
     def add_for(
-        self, x: Tensor, residual: Tensor, before: NormLayer, reader: ColumnParallelLinear
-    ) -> tuple[Tensor | RoundedRows, Tensor]:
-        """As `add`, for a matrix that alone reads the norm."""
-        weight = reader.stored.quantized
-        if self.norm is None or weight is None or not weight.is_product or not before.is_plain:
+        self, x: Tensor, residual: Tensor, before: NormLayer, reader: NormReader | None, batch: RaggedBatch | None
+    ) -> tuple[Any, Tensor]:
+        """As `add`, for what alone reads the norm: the first result is a tensor, or what `reader` makes of it. batch:
+        whose tokens x is of."""
+        if reader is None or self.norm is None or not before.is_plain:
             return self.add(x, residual, before)
-        return weight.ops.add_norm_rounded(x, residual, self.norm, weight.matrix, before.scale)
+        return reader.add_norm(x, residual, self.norm, before.scale, batch)
 
     @property
     def is_plain(self) -> bool:
         """Whether what comes to this is added as it is, but for `scale`."""
         return self.norm is None and self.gain is None and self.parallel.size == 1
-
-    def add_routed(
-        self, x: Tensor, residual: Tensor, before: NormLayer, router: RouterWeights, batch: RaggedBatch | None
-    ) -> tuple[Tensor, Tensor, Routing]:
-        """(norm of the sum, sum, experts of that norm): as `add`."""
-        if self.norm is not None and before.is_plain:
-            return self.ops.add_norm_route(x, residual, self.norm, router, batch, before.scale)
-        x, residual = self.add(x, residual, before)
-        weight, how, correction, bias, gains = router
-        return x, residual, self.ops.route(x, weight, how, correction, batch, bias, gains)
 
     def add_norms(
         self, x: Tensor, residual: Tensor, before: NormLayer, others: Sequence[Norm]
@@ -171,6 +170,11 @@ class GatedMLP:
     def __init__(self, gate_up: ColumnParallelLinear, down: RowParallelLinear, gate: Gate) -> None:
         self.gate_up, self.down, self.gate = gate_up, down, gate
 
+    @property
+    def reader(self) -> NormReader | None:
+        """See `NormLayer.add_for`."""
+        return self.gate_up.reader
+
     def __call__(self, x: Tensor | RoundedRows, batch: RaggedBatch | None = None) -> Tensor:
         """x: (tokens, hidden); the same shape. batch: of no use here, see `MLPFunction`."""
         first, last = self.gate_up.stored.quantized, self.down.stored.quantized
@@ -185,6 +189,8 @@ class GatedMLP:
 
 class MLP:
     """down(act(up(x)))."""
+
+    reader: None = None
 
     def __init__(
         self, up: ColumnParallelLinear, down: RowParallelLinear, activation: Callable[[Tensor], Tensor]
@@ -327,6 +333,11 @@ class Attention:
         sinks: Tensor | None = None,
     ) -> None:
         self.qkv, self.out, self.heads, self.ops, self.norms, self.sinks = qkv, out, heads, ops, norms, sinks
+
+    @property
+    def reader(self) -> NormReader | None:
+        """See `NormLayer.add_for`."""
+        return self.qkv.reader
 
     @property
     def scores(self) -> Scores:

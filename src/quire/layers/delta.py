@@ -72,6 +72,8 @@ class GatedDelta:
     """Project, then `Ops.gated_delta`, project back. project: one matrix, or several that are stored in different ways;
     sizes: of the parts of what they make; split: what those are."""
 
+    reader: None = None
+
     def __init__(
         self,
         project: Sequence[ColumnParallelLinear],

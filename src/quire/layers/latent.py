@@ -149,6 +149,8 @@ class LatentAttention:
     """Attention of one layer: project, store the latent, choose tokens, take queries into the space of latents, attend,
     make values, project back. scale: of scores. indexer: None where every token is attended to."""
 
+    reader: None = None
+
     def __init__(
         self,
         project: QueryProjection,

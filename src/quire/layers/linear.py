@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.quantization.base import WeightStorage
+from quire.layers.quantization.base import QuantizedWeight, WeightStorage
 from quire.layers.stages import ONE_STAGE, Pipeline
 from quire.ops.base import Gate, Norm, Ops, RoundedRows
 
@@ -91,6 +91,12 @@ class ColumnParallelLinear:
 
     def __init__(self, stored: WeightStorage) -> None:
         self.stored, self.apply = stored, stored.apply
+
+    @property
+    def reader(self) -> QuantizedWeight | None:
+        """What may read a norm as rounded rows; None: a matrix of numbers that are multiplied as they are."""
+        weight = self.stored.quantized
+        return weight if weight is not None and weight.is_product else None
 
     def __call__(self, x: Tensor | RoundedRows, gate: Gate = "") -> Tensor:
         """x [T, in] -> [T, this rank's outputs], half as many under a gate. Rounded rows: made for this matrix."""

@@ -60,6 +60,8 @@ class MambaConfig:
 class Mamba2:
     """Project, then `Ops.selective_scan`, project back."""
 
+    reader: None = None
+
     def __init__(
         self,
         project: ColumnParallelLinear,

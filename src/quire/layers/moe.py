@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
-from quire.layers.basic import NormLayer
 from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.layers.quantization.base import Plain, WeightStorage
 from quire.ops.base import (
@@ -22,8 +21,10 @@ from quire.ops.base import (
     ExpertMatrices,
     Gate,
     IntegerMatrix,
+    Norm,
     Ops,
     QuantizedMatrix,
+    RoutedRows,
     RouterWeights,
     Routing,
     TopK,
@@ -192,6 +193,19 @@ class Router(NamedTuple):
     gains: Tensor | None = None
 
 
+class PlainRouter(NamedTuple):
+    """A router whose matrix is multiplied as it is."""
+
+    weights: RouterWeights
+    ops: Ops
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm, scale: float, batch: RaggedBatch | None
+    ) -> tuple[RoutedRows, Tensor]:
+        """See `Ops.add_norm_route`."""
+        return self.ops.add_norm_route(x, residual, norm, self.weights, batch, scale)
+
+
 class SharedMLP(Protocol):
     """What every token uses: see `basic.GatedMLP`."""
 
@@ -242,21 +256,19 @@ class MoE:
             self.shared.mlp.leave_sum()
         return self.parallel
 
-    def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
-        """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`."""
-        return self.through(x, self.route(x, batch))
-
-    def after(
-        self, norm: NormLayer, x: Tensor, residual: Tensor, before: NormLayer, batch: RaggedBatch | None
-    ) -> tuple[Tensor, Tensor]:
-        """(what this makes of the norm of the sum, sum): see `NormLayer.add`. batch: see `Ops.route`."""
+    @property
+    def reader(self) -> PlainRouter | None:
+        """See `NormLayer.add_for`. None: the router's matrix is stored in another format."""
         (stored, correction, gains), how = self.router, self.config.choice
         if not isinstance(stored, Plain):
-            x, residual = norm.add(x, residual, before)
-            return self(x, batch), residual
-        router = RouterWeights(stored.weight, how, correction, stored.bias, gains)
-        x, residual, routing = norm.add_routed(x, residual, before, router, batch)
-        return self.through(x, self._owned(routing)), residual
+            return None
+        return PlainRouter(RouterWeights(stored.weight, how, correction, stored.bias, gains), self.ops)
+
+    def __call__(self, x: Tensor | RoutedRows, batch: RaggedBatch | None = None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. batch: see `Ops.route`."""
+        if isinstance(x, RoutedRows):
+            return self.through(x.rows, self._owned(x.routing))
+        return self.through(x, self.route(x, batch))
 
     def through(self, x: Tensor, routing: Routing) -> Tensor:
         """What the experts of `routing`, and the one that all tokens use, make of x [T, hidden]: [T, hidden]. The
@@ -270,10 +282,10 @@ class MoE:
 
     def route(self, x: Tensor, batch: RaggedBatch | None) -> Routing:
         """The experts of tokens x [T, hidden]. batch: see `Ops.route`."""
-        (stored, correction, gains), how = self.router, self.config.choice
-        if isinstance(stored, Plain):
-            return self._owned(self.ops.route(x, stored.weight, how, correction, batch, stored.bias, gains))
-        return self._owned(self.ops.select_experts(stored.apply(x), how, correction, gains))
+        if (plain := self.reader) is not None:
+            return self._owned(self.ops.route(x, plain.weights, batch))
+        stored, correction, gains = self.router
+        return self._owned(self.ops.select_experts(stored.apply(x), self.config.choice, correction, gains))
 
     def apply(self, x: Tensor, routing: Routing) -> Tensor:
         """What the experts of `routing` make of x [T, hidden]: [T, hidden], without what all tokens use."""

@@ -16,13 +16,12 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from quire.layers.basic import Attention, GatedMLP, Heads, NormLayer
+from quire.layers.basic import Attention, GatedMLP, Heads, NormLayer, NormReader
 from quire.layers.builder import GATED, QK_NORMS, QKV, ExpertNames, ModelBuilder
 from quire.layers.delta import GatedDelta
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import ParallelGroup
 from quire.layers.mamba import Mamba2
-from quire.layers.moe import MoE
 from quire.layers.quantization.packed import projection_of
 from quire.layers.vision import VisionTower
 from quire.models.heads import lm_head, next_token_logits, score_head
@@ -55,6 +54,10 @@ def outline(part: object) -> object:
 
 class MLPFunction(Protocol):
     """An MLP, or experts."""
+
+    @property
+    def reader(self) -> NormReader | None:
+        """What reads the norm before it; None: a tensor is read. See `NormLayer.add_for`."""
 
     def __call__(self, x: Tensor, batch: RaggedBatch | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. batch: whose tokens x is of; rows of its null block may be left out."""
@@ -107,20 +110,11 @@ class Block:
         after: the norm of the layer before that its output has still to pass. output: indices of the rows to return,
         None for all.
         """
-        if isinstance(self.attention, Attention):
-            read, residual = self.before_attention.add_for(x, residual, after, self.attention.qkv)
-            x = self.attention(read, angles, batch, kv, output)
-        else:
-            x, residual = self.before_attention.add(x, residual, after)
-            x = self.attention(x, angles, batch, kv, output)
+        read, residual = self.before_attention.add_for(x, residual, after, self.attention.reader, batch)
+        x = self.attention(read, angles, batch, kv, output)
         residual, real = select_rows(residual, output), batch if output is None else None
-        if isinstance(self.mlp, MoE):
-            return self.mlp.after(self.before_mlp, x, residual, self.after_attention, real)
-        if isinstance(self.mlp, GatedMLP):
-            read, residual = self.before_mlp.add_for(x, residual, self.after_attention, self.mlp.gate_up)
-            return self.mlp(read), residual
-        x, residual = self.before_mlp.add(x, residual, self.after_attention)
-        return self.mlp(x, real), residual
+        read, residual = self.before_mlp.add_for(x, residual, self.after_attention, self.mlp.reader, real)
+        return self.mlp(read, real), residual
 
     def describe(self) -> DecoderLayer | None:
         """The layer for `Ops.decoder`; None: it has something that those do not know."""

@@ -127,8 +127,15 @@ class Routing(NamedTuple):
     early: bool = False
 
 
+class RoutedRows(NamedTuple):
+    """Rows [T, in] and the experts that they use."""
+
+    rows: Tensor
+    routing: Routing
+
+
 class RouterWeights(NamedTuple):
-    """A router: weight [E, in], how it chooses, and what `Ops.route` knows besides."""
+    """A router: weight [E, in], bias [E], how it chooses, and the terms of `Ops.select_experts`."""
 
     weight: Tensor
     how: TopK
@@ -516,17 +523,8 @@ class Ops(Protocol):
         gains: float32 [E], what the weights of each expert are multiplied by in the end (Gemma 4).
         """
 
-    def route(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        how: TopK,
-        correction: Tensor | None = None,
-        batch: RaggedBatch | None = None,
-        bias: Tensor | None = None,
-        gains: Tensor | None = None,
-    ) -> Routing:
-        """x [T, in], weight [E, in], bias [E] -> `select_experts` of their product.
+    def route(self, x: Tensor, router: RouterWeights, batch: RaggedBatch | None = None) -> Routing:
+        """x [T, in] -> `select_experts` of its product with the router.
 
         batch: whose tokens x is of. Those in the null block only fill up the step, and may get no experts.
         """
@@ -539,8 +537,8 @@ class Ops(Protocol):
         router: RouterWeights,
         batch: RaggedBatch | None = None,
         scale: float = 1.0,
-    ) -> tuple[Tensor, Tensor, Routing]:
-        """(norm of the sum, sum, experts of that norm): `add_norm` and `route`."""
+    ) -> tuple[RoutedRows, Tensor]:
+        """(norm of the sum with its experts, sum): `add_norm` and `route`."""
 
     def experts(
         self,

@@ -8,10 +8,8 @@ knows. Afterwards nothing is tried: what comes unknown is left to torch.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.json_files import read_object, replace_object
 from quire.ops.capture import PRECOMPILING, NotCapturable, captured
 from quire.ops.stages import inside_stage
 
@@ -110,7 +109,7 @@ class AlgorithmCache:
 
     def keep(self) -> None:
         """What is new, with what others have kept meanwhile. A file of another format is left alone."""
-        if other_format(load(self.path)) is not None:
+        if other_format(read_object(self.path)) is not None:
             return
         others = read(self.path)
         write(self.path, {**others, **{version: {**others.get(version, {}), **n} for version, n in self.names.items()}})
@@ -266,15 +265,6 @@ FORMAT = 1
 """Version of the file's format, its field `format`; a file without that field is of version 1."""
 
 
-def load(book: Path) -> dict[str, Any]:
-    """The file's JSON object; empty if there is none or it cannot be read."""
-    try:
-        said = json.loads(book.read_text())
-    except (OSError, ValueError):
-        return {}
-    return said if isinstance(said, dict) else {}
-
-
 def other_format(said: Mapping[str, Any]) -> object | None:
     """The version of the format that a file has, where it is not `FORMAT`."""
     found = said.get("format", FORMAT)
@@ -283,7 +273,7 @@ def other_format(said: Mapping[str, Any]) -> object | None:
 
 def read(book: Path) -> dict[str, dict[str, str]]:
     """The names in a file; none if it is not there, cannot be read, or is of another format, which is logged."""
-    said = load(book)
+    said = read_object(book)
     if (found := other_format(said)) is not None:
         log.warning(
             "%s is of format %s, and this version of Quire reads format %d: the fastest products are timed again and "
@@ -302,11 +292,8 @@ def read(book: Path) -> dict[str, dict[str, str]]:
 
 def write(book: Path, said: dict[str, dict[str, str]]) -> None:
     """Whole or not at all. Where it cannot be written, the next start times again."""
-    new = book.with_suffix(f".{os.getpid()}")
     try:
-        book.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps({"format": FORMAT, **said}))
-        new.replace(book)
+        replace_object(book, {"format": FORMAT, **said})
     except OSError as error:
         log.warning("the choice of matrix product algorithms could not be written to %s: %s", book, error)
 

@@ -38,6 +38,7 @@ from quire.ops.base import (
     Norms,
     QuantizedMatrix,
     RoundedRows,
+    RoutedRows,
     RouterWeights,
     Routing,
     ScanInputs,
@@ -363,18 +364,10 @@ class BaseOps(ABC):
             weights = self.normalize(weights, how.floor)
         return gained(Routing(experts.int(), weights * how.scale), gains)
 
-    def route(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        how: TopK,
-        correction: Tensor | None = None,
-        batch: RaggedBatch | None = None,
-        bias: Tensor | None = None,
-        gains: Tensor | None = None,
-    ) -> Routing:
+    def route(self, x: Tensor, router: RouterWeights, batch: RaggedBatch | None = None) -> Routing:
         """See `Ops.route`."""
-        return self.select_experts(self.linear(x, weight, bias), how, correction, gains)
+        logits = self.linear(x, router.weight, router.bias)
+        return self.select_experts(logits, router.how, router.correction, router.gains)
 
     def add_norm_route(
         self,
@@ -384,11 +377,10 @@ class BaseOps(ABC):
         router: RouterWeights,
         batch: RaggedBatch | None = None,
         scale: float = 1.0,
-    ) -> tuple[Tensor, Tensor, Routing]:
+    ) -> tuple[RoutedRows, Tensor]:
         """See `Ops.add_norm_route`."""
         x, residual = self.add_norm(x, residual, norm, None, scale)
-        weight, how, correction, bias, gains = router
-        return x, residual, self.route(x, weight, how, correction, batch, bias, gains)
+        return RoutedRows(x, self.route(x, router, batch)), residual
 
     def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
         """See `Ops.add_shared`."""

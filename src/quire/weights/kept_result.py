@@ -11,11 +11,11 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import quire
+from quire.json_files import read_object, replace_object
 from quire.weights.gguf import find_gguf, read_gguf
 
 log = logging.getLogger(__name__)
@@ -32,19 +32,14 @@ class KeptResult:
 
     def read(self) -> Mapping[str, Any] | None:
         """What was found; None where there is nothing of this version."""
-        with suppress(OSError, ValueError):
-            said = json.loads(self.path.read_text("utf-8"))
-            if isinstance(said, dict) and said.get("version") == self.version and isinstance(said.get("found"), dict):
-                return dict(said["found"])
-        return None
+        kept = read_object(self.path)
+        found = kept.get("found") if kept.get("version") == self.version else None
+        return found if isinstance(found, dict) else None
 
     def write(self, found: Mapping[str, Any]) -> None:
         """Keep what was found, whole or not at all. Where it cannot be written, the next start looks again."""
-        new = self.path.with_suffix(f".{os.getpid()}")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps({"version": self.version, "found": dict(found)}), "utf-8")
-            new.replace(self.path)
+            replace_object(self.path, {"version": self.version, "found": dict(found)})
         except OSError as error:
             log.info("nothing is kept in %s: %s", self.path.parent, error)
 

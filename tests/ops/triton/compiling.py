@@ -247,7 +247,7 @@ def mixture(
     ):  # fmt: skip
         router = RouterWeights(halves(count, hidden, dtype=dtype), choice)
         ops.add_norm_route(x, x, Norm(halves(hidden), 1e-6), router, scale=0.5)
-        routing = ops.route(x, router.weight, choice)
+        routing = ops.route(x, router)
     for logits in (None, halves(tokens, 1, dtype=dtype)):
         ops.add_shared(x, x, logits)
     ops.experts(x, routing, gate_up.expand(count, -1, -1), down.expand(count, -1, -1), "silu")
@@ -273,7 +273,7 @@ def gpt_oss(ops: TritonOps) -> None:
     biases = ExpertBiases(halves(count, 2 * hidden), halves(count, hidden))
     for tokens in (1, 5, 16, 64, 300, 1000):
         x = halves(tokens, hidden)
-        routing = ops.route(x, halves(count, hidden), TopK(4, True), bias=halves(count))
+        routing = ops.route(x, RouterWeights(halves(count, hidden), TopK(4, True), bias=halves(count)))
         ops.quantized_experts(x, routing, gate_up, down, "clamped", biases)
         plain = (halves(1, rows, hidden).expand(count, -1, -1) for rows in (2 * hidden, hidden))
         ops.experts(x, routing, *plain, "clamped", biases)

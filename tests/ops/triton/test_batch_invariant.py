@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from quire.ops.base import Angles, Gate, Norm, Norms, Ops, QuantizedMatrix, Scores, TopK
+from quire.ops.base import Angles, Gate, Norm, Norms, Ops, QuantizedMatrix, RouterWeights, Scores, TopK
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import BatchInvariantTritonOps
@@ -103,7 +103,7 @@ def test_tokens_have_the_same_experts_and_bits_in_any_batch(gate: Gate) -> None:
     gate_up, down = torch.randn(9, 40, 48, device=DEVICE), torch.randn(9, 48, 20, device=DEVICE)
 
     def mixed(ops: Ops, rows: Tensor) -> Tensor:
-        return ops.experts(rows, ops.route(rows, router, TopK(3, True)), gate_up, down, gate)
+        return ops.experts(rows, ops.route(rows, RouterWeights(router, TopK(3, True))), gate_up, down, gate)
 
     whole = mixed(OPS, x)
     torch.testing.assert_close(whole, mixed(REFERENCE, x), atol=1e-3, rtol=1e-4)

@@ -101,7 +101,10 @@ def test_the_router_chooses_as_a_softmax_and_top_k(
 ) -> None:
     x, weight, _, _ = randoms(tokens, count, 48, 8)
     choice = TopK(used, normalize)
-    got, want = route(x, weight, choice, how, CARD, ARRIVED), REFERENCE.route(x, weight, choice)
+    got, want = (
+        route(x, RouterWeights(weight, choice), how, CARD, ARRIVED),
+        REFERENCE.route(x, RouterWeights(weight, choice)),
+    )
     assert torch.equal(got.experts, want.experts)
     torch.testing.assert_close(got.weights, want.weights, atol=1e-5, rtol=1e-5)
     assert not ARRIVED.any()
@@ -145,8 +148,8 @@ def test_the_router_chooses_and_weighs_as_it_is_told(
     given = {
         name: torch.randn(count, device=DEVICE) * 0.2 for name in terms if name != "correction" or not choice.margin
     }
-    got = route(x, weight * 0.2, choice, how, CARD, ARRIVED, **given)
-    want = REFERENCE.route(x, weight * 0.2, choice, **given)
+    router = RouterWeights(weight * 0.2, choice, **given)
+    got, want = route(x, router, how, CARD, ARRIVED), REFERENCE.route(x, router)
     assert torch.equal(got.experts, want.experts)
     torch.testing.assert_close(got.weights, want.weights, atol=1e-5, rtol=1e-5)
 
@@ -190,7 +193,7 @@ def test_equal_logits_and_infinite_ones_have_an_order() -> None:
     weight[:, 0] = torch.tensor([1.0, 2.0, 2.0, 1.0, -1.0], device=DEVICE)
     x = torch.zeros(3, 16, device=DEVICE)
     x[0, 0], x[1, 0] = 1.0, float("inf")
-    got = route(x, weight, TopK(4, True), GemmConfig(1, 1, 16, 1), CARD, ARRIVED)
+    got = route(x, RouterWeights(weight, TopK(4, True)), GemmConfig(1, 1, 16, 1), CARD, ARRIVED)
     assert got.experts[0].tolist() == [1, 2, 0, 3]
     assert got.experts[1].tolist() == [0, 1, 2, 3]
     assert got.weights[1].isnan().all()
@@ -202,8 +205,8 @@ def test_equal_logits_and_infinite_ones_have_an_order() -> None:
 def test_a_token_that_is_not_a_number_uses_experts_that_there_are(how: GemmConfig) -> None:
     x, weight = torch.randn(2, 16, device=DEVICE), torch.randn(5, 16, device=DEVICE)
     x[1] = float("nan")
-    got = route(x, weight, TopK(3, True), how, CARD, ARRIVED)
-    assert torch.equal(got.experts[0], REFERENCE.route(x[:1], weight, TopK(3, True)).experts[0])
+    got = route(x, RouterWeights(weight, TopK(3, True)), how, CARD, ARRIVED)
+    assert torch.equal(got.experts[0], REFERENCE.route(x[:1], RouterWeights(weight, TopK(3, True))).experts[0])
     assert got.experts[1].tolist() == [0, 1, 2]
     assert got.weights[1].isnan().all()
     assert not got.weights[0].isnan().any()
@@ -332,11 +335,11 @@ def random_biases(count: int, hidden: int, width: int) -> ExpertBiases:
 def test_a_bias_of_the_router_changes_the_choice(how: GemmConfig) -> None:
     x, weight, _, _ = randoms(7, 11, 48, 8)
     bias = 5 * torch.randn(11, device=DEVICE)
-    got = route(x, weight, TopK(3, True), how, CARD, ARRIVED, bias=bias)
-    want = REFERENCE.route(x, weight, TopK(3, True), bias=bias)
+    router = RouterWeights(weight, TopK(3, True), bias=bias)
+    got, want = route(x, router, how, CARD, ARRIVED), REFERENCE.route(x, router)
     assert torch.equal(got.experts, want.experts)
     torch.testing.assert_close(got.weights, want.weights, atol=1e-5, rtol=1e-5)
-    assert not torch.equal(got.experts, REFERENCE.route(x, weight, TopK(3, True)).experts)
+    assert not torch.equal(got.experts, REFERENCE.route(x, router._replace(bias=None)).experts)
 
 
 def float8(weight: Tensor, width: int, height: int = 1) -> QuantizedMatrix:
@@ -435,8 +438,9 @@ def test_tokens_that_fill_up_a_step_read_no_expert(how: ExpertConfig) -> None:
     tokens, real = 6, 4
     x, weight, gate_up, down = randoms(tokens, 9, 64, 32)
     every = GemmConfig(16, 16, 32, 4, 3) if how is TILES else GemmConfig(1, 4, 64, 2)
-    got = route(x, weight, TopK(2, True), every, CARD, ARRIVED, batch=padded(tokens, real))
-    want = REFERENCE.route(x, weight, TopK(2, True))
+    router = RouterWeights(weight, TopK(2, True))
+    got = route(x, router, every, CARD, ARRIVED, padded(tokens, real))
+    want = REFERENCE.route(x, router)
     assert torch.equal(got.experts[:real], want.experts[:real])
     torch.testing.assert_close(got.weights[:real], want.weights[:real])
     assert (got.experts[real:] == -1).all()
@@ -458,7 +462,7 @@ def test_numbers_of_sixteen_bits(tokens: int) -> None:
     """float16: the interpreter cannot multiply tiles of bfloat16."""
     x, router, gate_up, down = (each.half() for each in randoms(tokens, 8, 64, 32))
     ops = TritonOps(DEVICE)
-    routing = ops.route(x, router, TopK(2, True))
+    routing = ops.route(x, RouterWeights(router, TopK(2, True)))
     got = ops.experts(x, routing, gate_up, down, "silu")
     want = REFERENCE.experts(x.float(), routing, gate_up.float(), down.float(), "silu")
     assert float((got.float() - want).norm() / want.norm()) < 1e-2
@@ -514,7 +518,7 @@ def test_bfloat16_on_the_gpu(tokens: int, how: ExpertConfig | None, shape: tuple
     x, router, gate_up, down = (each.bfloat16() for each in randoms(tokens, count, hidden, width))
     chosen = expert_config(tokens, used, count, hidden, width) if how is None else how
     router_how = FIXED_ROUTER if how is FIXED else router_config(tokens, hidden)
-    routing = route(x, router, TopK(used, True), router_how, CARD, ARRIVED)
+    routing = route(x, RouterWeights(router, TopK(used, True)), router_how, CARD, ARRIVED)
     exact = (x.float() @ router.float().T).softmax(-1)
     best = exact.topk(used)
     picked = exact.gather(1, routing.experts.long())
@@ -543,7 +547,7 @@ def test_bfloat16_on_the_gpu(tokens: int, how: ExpertConfig | None, shape: tuple
 def test_float32_on_the_gpu() -> None:
     x, router, gate_up, down = randoms(40, 16, 512, 384)
     ops = TritonOps(DEVICE)
-    routing = ops.route(x, router, TopK(4, False))
+    routing = ops.route(x, RouterWeights(router, TopK(4, False)))
     got = experts(x, routing, gate_up, down, "gelu", SMALL, CARD)
     want = REFERENCE.experts(x.double(), routing, gate_up.double(), down.double(), "gelu").float()
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
@@ -560,7 +564,7 @@ def test_float8_on_the_gpu(tokens: int, width: int, height: int) -> None:
     x, router, gate_up, down = randoms(tokens, count, hidden, inner)
     matrices, ops = (float8(gate_up, width, height), float8(down, width, height)), TritonOps(DEVICE)
     x = x.bfloat16()
-    routing = ops.route(x, router.bfloat16(), TopK(used, True))
+    routing = ops.route(x, RouterWeights(router.bfloat16(), TopK(used, True)))
     got = ops.quantized_experts(x, routing, *matrices, "silu")
     exact = REFERENCE.quantized_experts(x.float(), routing, *matrices, "silu")
     if tokens > 16:
@@ -582,10 +586,10 @@ def test_a_router_norms_the_sum_that_few_tokens_are(tokens: int, hidden: int, fa
     norm, router = Norm(gain, 1e-6), RouterWeights(weight, TopK(4, True))
     want, total = ops.add_norm(x, residual.clone(), norm, scale=factor)
     kept = residual.clone()
-    normed, sums, routing = ops.add_norm_route(x, residual, norm, router, scale=factor)
+    (normed, routing), sums = ops.add_norm_route(x, residual, norm, router, scale=factor)
     torch.testing.assert_close(sums, total)
     torch.testing.assert_close(normed.float(), want.float(), atol=1e-2, rtol=1e-2)
-    again = ops.route(normed, weight, router.how)
+    again = ops.route(normed, router)
     assert torch.equal(routing.experts, again.experts)
     torch.testing.assert_close(routing.weights, again.weights)
     assert tokens > FEW_TOKENS or torch.equal(residual, kept), "a program may read what another has overwritten"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import NO_BIASES, Gate, IntegerMatrix, Routing, TopK
+from quire.ops.base import NO_BIASES, Gate, IntegerMatrix, RouterWeights, Routing, TopK
 from quire.ops.integer import dequantize_integers, stack_integers
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import GemmConfig
@@ -104,7 +104,7 @@ def test_floats_of_four_bits_with_biases_and_a_clamped_gate(
 def test_tokens_that_fill_up_a_step_and_idle_experts_are_not_read(how: IntegerExpertConfig) -> None:
     gate_up, down = mixture("zeros", 32, 9, 64, 32)
     x, router = inputs(6, gate_up), torch.randn(9, 64, device=DEVICE)
-    routing = TritonOps(DEVICE).route(x, router, TopK(2, True), batch=padded(6, 4))
+    routing = TritonOps(DEVICE).route(x, RouterWeights(router, TopK(2, True)), padded(6, 4))
     assert (routing.experts[4:] == -1).all()
     real = Routing(*(each[:4] for each in routing[:2]))
     want = REFERENCE.quantized_experts(x[:4], real, gate_up, down, "silu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import NO_BIASES, ExpertBiases, Gate, IntegerMatrix, Routing, TopK, num_parts
+from quire.ops.base import NO_BIASES, ExpertBiases, Gate, IntegerMatrix, RouterWeights, Routing, TopK, num_parts
 from quire.ops.integer import dequantize_integers, stack_integers
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import integer_gemv as few
@@ -196,7 +196,7 @@ def test_products_and_experts_without_a_gate() -> None:
 def test_tokens_that_fill_up_a_step_and_idle_experts_are_not_read() -> None:
     gate_up, down = mixture("zeros", 32, 9, 64, 32)
     x, router = torch.randn(4, 64, device=DEVICE).div(20), torch.randn(9, 64, device=DEVICE)
-    routing = TritonOps(DEVICE).route(x, router, TopK(2, True), batch=padded(4, 2))
+    routing = TritonOps(DEVICE).route(x, RouterWeights(router, TopK(2, True)), padded(4, 2))
     assert (routing.experts[2:] == -1).all()
     real = Routing(*(each[:2] for each in routing[:2]))
     want = REFERENCE.quantized_experts(x[:2].half().float(), real, gate_up, down, "silu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -179,6 +180,10 @@ def test_many_heads_are_turned_by_halves(normed: bool, dtype: torch.dtype) -> No
     torch.testing.assert_close(got.float(), want.float(), atol=1e-5, rtol=1e-5)
     assert not turns_halves(turn._replace(interleaved=True), dim, norms)
     assert not turns_halves(turn, dim + 2, norms)
+    if not normed:
+        few, near = replace(batch, slots=batch.slots[:3]), turn._replace(cos=turn.cos[:3], sin=turn.sin[:3])
+        again = OPS.qk_norm_rope_store_kv(qkv[:3], heads, LayerKV(*torch.zeros_like(got)), few, near)
+        assert torch.equal(again, made[:3]), "as the kernel of few heads rounds"
 
 
 def test_queries_alone_are_normed_and_rotated_and_nothing_is_stored() -> None:

@@ -9,9 +9,10 @@ from typing import NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from quire.ops.base import AnyMatrix, Gate, Int8Matrix, Ops, Projection, RoundedRows
+from quire.ops.base import AnyMatrix, Gate, Int8Matrix, Norm, Ops, Projection, RoundedRows
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import dequantize
+from quire.ops.ragged import RaggedBatch
 
 
 class WeightBuffer(Protocol):
@@ -222,6 +223,12 @@ class QuantizedWeight:
     def is_product(self) -> bool:
         """Whether `apply` is `Ops.quantized_linear`."""
         return not self.activations and not self.exact and self.source is None
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm, scale: float, batch: RaggedBatch | None
+    ) -> tuple[Tensor | RoundedRows, Tensor]:
+        """See `Ops.add_norm_rounded`."""
+        return self.ops.add_norm_rounded(x, residual, norm, self.matrix, scale)
 
     def multiply_rounded(self, x: RoundedRows, gate: Gate = "") -> Tensor:
         """As `apply`, of rows that `Ops.add_norm_rounded` has rounded for the matrix."""

@@ -30,8 +30,8 @@ from quire.ops.base import (
     Gate,
     IntegerMatrix,
     QuantizedMatrix,
+    RouterWeights,
     Routing,
-    TopK,
     num_parts,
 )
 from quire.ops.quantized import E4M3
@@ -823,19 +823,16 @@ def norms_rows(how: GemmConfig, tokens: int, hidden: int) -> bool:
 
 def route(
     x: Tensor,
-    weight: Tensor,
-    choice: TopK,
+    router: RouterWeights,
     how: GemmConfig,
     card: DeviceInfo,
     arrived: Tensor,
-    correction: Tensor | None = None,
     batch: RaggedBatch | None = None,
-    bias: Tensor | None = None,
-    gains: Tensor | None = None,
     addition: Addition | None = None,
 ) -> Routing:
     """See `Ops.route`. arrived: [COUNTERS] int32, zeros, one for each `how.rows` rows. addition: x is to be normed, see
     `norms_rows`."""
+    weight, choice, correction, bias, gains = router
     x = x.contiguous()
     into = addition or Addition(x, x, x, x, 1.0, 0.0)
     (tokens, hidden), count = x.shape, len(weight)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -37,7 +37,7 @@ FUSION = "enable_fp_fusion"
 """Triton's option by which a product and a sum may become one operation, which rounds once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceInfo:
     """A device as far as launches depend on it. sms: multiprocessors to be kept busy; with 0, work is split
     independently of the batch. dependent: kernels are launched dependently. shared: bytes of shared memory of a
@@ -55,7 +55,12 @@ class DeviceInfo:
 
     def launch(self, fresh: bool) -> Mapping[str, bool]:
         """Options of a launch; fresh: one that reads before its wait what the preceding kernel has made."""
-        return {name: value for name, value in self.options.items() if not (fresh and name == PDL)}
+        return self._in_order if fresh else self.options
+
+    @cached_property
+    def _in_order(self) -> Mapping[str, bool]:
+        """Options of a kernel that starts when the preceding one has ended."""
+        return MappingProxyType({name: value for name, value in self.options.items() if name != PDL})
 
     def without_fusion(self) -> DeviceInfo:
         """The same device, where a product and a sum are rounded one after the other unless a kernel fuses them. Which

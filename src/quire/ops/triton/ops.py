@@ -34,12 +34,12 @@ from quire.ops.base import (
     Norms,
     QuantizedMatrix,
     RoundedRows,
+    RoutedRows,
     RouterWeights,
     Routing,
     ScanInputs,
     ScanWeights,
     Scores,
-    TopK,
     num_parts,
 )
 from quire.ops.cublaslt import CublasLt
@@ -145,19 +145,9 @@ class TritonOps(BaseOps):
             return gemv.gemv_linear(x, weight, bias, how, self.card, gate, arrived=self.arrived)
         return self.apply_gate(self.gemm.linear(x, weight, bias), gate)
 
-    def route(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        how: TopK,
-        correction: Tensor | None = None,
-        batch: RaggedBatch | None = None,
-        bias: Tensor | None = None,
-        gains: Tensor | None = None,
-    ) -> Routing:
+    def route(self, x: Tensor, router: RouterWeights, batch: RaggedBatch | None = None) -> Routing:
         """See `Ops.route`."""
-        tiles = self.router_config(len(x), weight)
-        return mixture.route(x, weight, how, tiles, self.card, self.arrived, correction, batch, bias, gains)
+        return mixture.route(x, router, self.router_config(len(x), router.weight), self.card, self.arrived, batch)
 
     def add_norm_route(
         self,
@@ -167,18 +157,17 @@ class TritonOps(BaseOps):
         router: RouterWeights,
         batch: RaggedBatch | None = None,
         scale: float = 1.0,
-    ) -> tuple[Tensor, Tensor, Routing]:
+    ) -> tuple[RoutedRows, Tensor]:
         """See `Ops.add_norm_route`. Of few tokens one kernel."""
-        weight, choice, correction, bias, gains = router
-        how = self.router_config(len(x), weight)
+        how = self.router_config(len(x), router.weight)
         plain = not norm.centred and norm.bias is None and x.dtype is torch.bfloat16
         if not (plain and mixture.norms_rows(how, *x.shape)):
             return super().add_norm_route(x, residual, norm, router, batch, scale)
         into = mixture.Addition(
             residual.contiguous(), norm.weight, torch.empty_like(x), torch.empty_like(x), scale, norm.eps
         )
-        routing = mixture.route(x, weight, choice, how, self.card, self.arrived, correction, batch, bias, gains, into)
-        return into.normed, into.sums, routing
+        routing = mixture.route(x, router, how, self.card, self.arrived, batch, into)
+        return RoutedRows(into.normed, routing), into.sums
 
     def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
         """See `Ops.add_shared`."""

@@ -426,7 +426,8 @@ def turn_kernel(
         q_gain, k_gain = tl.load(q_weight + HALF + d).to(tl.float32), tl.load(k_weight + HALF + d).to(tl.float32)
         y *= root * tl.where(is_v, 1.0, tl.where(is_q, q_gain[None, :], k_gain[None, :]))
     c, s = tl.load(cos + token * HALF + d)[None, :], tl.load(sin + token * HALF + d)[None, :]
-    x, y = tl.where(is_v, x, x * c - s * y), tl.where(is_v, y, y * c + s * x)
+    # As there, which of both is rounded must not vary.
+    x, y = tl.where(is_v, x, tl.fma(x, c, -s * y)), tl.where(is_v, y, tl.fma(y, c, s * x))
     place = q_out + (token * HEADS + h[:, None]) * DIM + d[None, :]
     tl.store(place, x.to(raw.dtype), mask=inside & is_q)
     tl.store(place + HALF, y.to(raw.dtype), mask=inside & is_q)

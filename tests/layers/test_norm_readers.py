@@ -1,0 +1,52 @@
+"""Norms that a quantized matrix or a router alone reads are made for it; others are plain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.ops.triton.ops import TritonOps
+from quire.weights.load import load_model
+from tests.checkpoints import make
+from tests.models.feeding import Feeder
+
+
+class Recorded(TritonOps):
+    """Keeps for what norms were made."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.made = list[str]()
+
+    def add_norm_route(self, *given, **named):
+        self.made.append("router")
+        return super().add_norm_route(*given, **named)
+
+    def add_norm_rounded(self, *given, **named):
+        self.made.append("matrix")
+        return super().add_norm_rounded(*given, **named)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
+@pytest.mark.parametrize(
+    ("shape", "quantization", "made"),
+    [
+        ("qwen3-gqa", "auto", []),
+        ("qwen3-gqa", "fp8", 3 * ["matrix", "matrix"]),
+        ("mixtral-gqa", "auto", 3 * ["router"]),
+        ("mixtral-gqa", "fp8", 3 * ["matrix", "router"]),
+        ("deepseek_v2-plain-queries", "auto", 2 * ["router"]),  # the first layer has no experts
+        ("qwen3_next-shared-keys", "fp8", ["router", "matrix", *3 * ["router"]]),  # one layer has attention
+        ("gemma2-gqa", "fp8", ["matrix"]),  # what is added has norms of its own
+        ("nemotron-gqa", "fp8", 3 * ["matrix"]),  # an MLP without a gate
+    ],
+)
+def test_norms_are_made_for_what_reads_them(tmp_path: Path, shape: str, quantization: str, made: list[str]) -> None:
+    make(tmp_path, shape)
+    ops = Recorded()
+    model = load_model(tmp_path, dtype="float16", ops=ops, quantization=quantization)
+    Feeder(model, page_size=16, dtype=torch.float16).step([(0, [7 * i % 190 for i in range(5)])])
+    assert ops.made == made
