@@ -321,9 +321,9 @@ def together(
 
 class Tile(NamedTuple):
     """How a tile is computed. a_card: programs wanted per multiprocessor, which decides into how many pieces few tiles
-    are split; 0: they are not split. run: blocks below which a piece is not worth splitting off. slim: it takes 160
-    registers per thread, others nearly all. parts: it is of latents, `stages` buffers of which are in
-    shared memory: 1: `latent_mma` computes it; more: `latent_parts`, with latents cut into so many."""
+    are split; 0: they are not split. run: blocks below which a piece is not worth splitting off, see `Tiling` for
+    `short`. slim: it takes 160 registers per thread, others nearly all. parts: it is of latents, `stages` buffers of
+    which are in shared memory: 1: `latent_mma` computes it; more: `latent_parts`, with latents cut into so many."""
 
     rows: int
     columns: int
@@ -333,6 +333,7 @@ class Tile(NamedTuple):
     run: int = 1
     slim: bool = False
     parts: int = 0
+    short: int = UNLIMITED
 
     def spread(self, card: DeviceInfo, groups: int, spans: int) -> int:
         """Programs of each K/V head among which spans are divided: many spans, among as many as the GPU holds at
@@ -362,6 +363,10 @@ def large(card: DeviceInfo, dim: int, wide: int) -> Tile:
     return Tile(rows, columns, warps, 3 if on_hopper(card) and dim * wide <= 256 else 2, 0)
 
 
+SHORT_BLOCKS = 24
+"""Runs of 64 tokens of one or two spans above which pieces of two are faster (measured, H200): fewer are combined."""
+
+
 def tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: int) -> list[tuple[Tile, int, int]]:
     """The launches for spans of up to `most` queries: (tile, least queries, most). wide: see `width`.
 
@@ -376,6 +381,9 @@ def tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: i
     if not card.sms:
         # Hopper's asynchronous units are the faster ones for a single query, too: 15 us instead of 23 (measured).
         return [(large(card, dim, wide) if on_hopper(card) and wide <= 2 else small, 1, most)]
+    if spans <= 2:
+        # The last program of a tile should have room for all that the others have made.
+        small = small._replace(warps=4 if block(share) * dim >= 1024 else warps, short=SHORT_BLOCKS * run)
     if 2 < spans <= FEW_SPANS and on_hopper(card):
         small = small._replace(stages=4 if dim > 64 else 3, a_card=2)
     if most <= few:
@@ -450,8 +458,9 @@ def attention(
     for tile, least, most in choose(card, share, dim, width(q, kv), longest, len(batch.kv_len)):
         room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0
         tiling = Tiling(
-            share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing, chunk, last is None
-        )
+            share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing, chunk, last is None,
+            tile.short,
+        )  # fmt: skip
         work, fresh = batch.work(tiling, groups)
         bound, starts = len(work.arrived), work.starts
         real, wide = min(tile.rows, block(most * share)), block(dim, 16)
