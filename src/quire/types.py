@@ -73,14 +73,20 @@ class Logprob(NamedTuple):
 class PositionLogprobs(Mapping[int, Logprob]):
     """Log-probabilities at one position by token id, as in vLLM: the chosen token's first, then the likeliest.
 
-    `token`, `logprob`, `rank` and `top` are those of `TokenLogprobs`. scores: these. decode: the text of a token,
-    called when an item is read.
+    `token`, `logprob`, `rank` and `top` are those of `TokenLogprobs`. scores: these, or what returns them when one is
+    read first. decode: the text of a token, called when an item is read.
     """
 
-    __slots__ = ("_decode", "_scores")
+    __slots__ = ("_decode", "_given")
 
-    def __init__(self, scores: TokenLogprobs, decode: Callable[[int], str]) -> None:
-        self._scores, self._decode = scores, decode
+    def __init__(self, scores: TokenLogprobs | Callable[[], TokenLogprobs], decode: Callable[[int], str]) -> None:
+        self._given, self._decode = scores, decode
+
+    @property
+    def _scores(self) -> TokenLogprobs:
+        if not isinstance(self._given, TokenLogprobs):
+            self._given = self._given()
+        return self._given
 
     @property
     def token(self) -> int:
@@ -569,7 +575,7 @@ class RequestStepOutput(NamedTuple):
     finish: FinishReason | None = None
     stop_token: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     num_cached: int = 0
     error: str | None = None
     param: str | None = None

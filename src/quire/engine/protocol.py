@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -150,7 +150,14 @@ class FrameReader:
         del buffer[:at]
 
 
-_encoder = msgspec.msgpack.Encoder()
+def _as_list(value: Any) -> list[Any]:
+    """What msgspec does not know: sequences whose items are made when they are read."""
+    if isinstance(value, Sequence):
+        return [*value]
+    raise NotImplementedError(f"a message with a {type(value).__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_as_list)
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:

@@ -103,7 +103,7 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     num_cached: int = 0
     error: str | None = None
     param: str | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
 
 from quire.errors import of
 from quire.frontend.interface import Call, Delta
@@ -21,6 +23,7 @@ from quire.types import (
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    TokenLogprobs,
 )
 from quire.weights.pooling import PoolerConfig
 
@@ -36,10 +39,18 @@ def request_output(call: Call, choices: Sequence[Sequence[Delta]], tokenizer: To
         prompt_token_ids=call.prompt,
         outputs=tuple(_completion(call, deltas, decode) for deltas in choices),
         finished=all(deltas[-1].finish_reason is not None for deltas in choices),
-        prompt_logprobs=tuple(one and PositionLogprobs(one, decode) for one in scores) if scores else None,
+        prompt_logprobs=_of_prompt(scores, decode) if scores else None,
         num_cached_tokens=max(delta.num_cached for delta in choices[0]),
         metrics=_metrics(choices[0]),
     )
+
+
+def _of_prompt(
+    scores: Sequence[TokenLogprobs | None], decode: Callable[[int], str]
+) -> tuple[PositionLogprobs | None, ...]:
+    """Each position's values are made when they are read: a prompt has thousands."""
+    read = cast(Callable[[int], TokenLogprobs], scores.__getitem__)
+    return None, *(PositionLogprobs(partial(read, at), decode) for at in range(1, len(scores)))
 
 
 class _Decode:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from quire.errors import InvalidRequest, QuireError, escape_control_lines
 from quire.frontend.interface import Call, Delta, Timings
+from quire.frontend.prompt_logprobs import PromptLogprobs
 from quire.tokenization.detokenizer import Detokenizer, NoText, StopFinder, StopStrings
 from quire.tokenization.no_tokenizer import without_text
 from quire.tokenization.tokenizer import Tokenizer
@@ -102,7 +103,7 @@ def output_processor(request: Request, tokenizer: Tokenizer, stops: StopStrings)
         detokenizer=text if sampling.detokenize else NoText(),
         finder=StopFinder(stops, include=sampling.include_stop_str_in_output) if sampling.stop else None,
         eos=frozenset() if sampling.ignore_eos else tokenizer.eos,
-        prompt_logprobs=None if sampling.prompt_logprobs is None else (None,),
+        prompt_logprobs=None if sampling.prompt_logprobs is None else [],
     )
 
 
@@ -188,8 +189,9 @@ class OutputProcessor:
     """Turns the tokens of one answer into text: detokenizes, finds stop strings and decides finish_reason.
 
     id: of the engine's request. finder: None where there are no stop strings. eos: the end-of-text ids, which are no
-    stop_reason. prompt_logprobs: those that have not been sent; None if they are not requested. count: tokens in usage.
-    num_surplus: tokens that the engine generated after a stop string. detokenize_seconds: time spent here.
+    stop_reason. prompt_logprobs: of each step, those that have not been sent; None if they are not requested. count:
+    tokens in usage. num_surplus: tokens that the engine generated after a stop string. detokenize_seconds: time spent
+    here.
     """
 
     id: str
@@ -198,7 +200,7 @@ class OutputProcessor:
     detokenizer: Detokenizer
     finder: StopFinder | None
     eos: frozenset[int]
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    prompt_logprobs: list[Sequence[TokenLogprobs]] | None
     count: int = 0
     num_surplus: int = 0
     cached: int = 0
@@ -214,7 +216,7 @@ class OutputProcessor:
         """The delta after one step of the engine; None while all text is held back."""
         _, tokens, finish, _, logprobs, prompt, cached = event[:7]
         if prompt and self.prompt_logprobs is not None:
-            self.prompt_logprobs += prompt
+            self.prompt_logprobs.append(prompt)
         if cached:
             self.cached = cached
         if event.report is not None:
@@ -292,7 +294,7 @@ class OutputProcessor:
             self._logprobs,
             finish,
             reason,
-            self.prompt_logprobs,
+            None if self.prompt_logprobs is None else PromptLogprobs(self.prompt_logprobs),
             self.cached,
             error,
             report=self.report,

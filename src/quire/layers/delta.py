@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
+from quire.layers.basic import NormReader
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
-from quire.ops.base import Angles, DeltaInputs, DeltaWeights, Ops
+from quire.ops.base import Angles, DeltaInputs, DeltaWeights, Ops, RoundedRows
 from quire.ops.ragged import LayerKV, RaggedBatch, StateShape, select_rows
 
 
@@ -72,8 +73,6 @@ class GatedDelta:
     """Project, then `Ops.gated_delta`, project back. project: one matrix, or several that are stored in different ways;
     sizes: of the parts of what they make; split: what those are."""
 
-    reader: None = None
-
     def __init__(
         self,
         project: Sequence[ColumnParallelLinear],
@@ -87,8 +86,13 @@ class GatedDelta:
         self.project, self.sizes, self.split, self.weights, self.out = project, sizes, split, weights, out
         self.config, self.ops = config, ops
 
+    @property
+    def reader(self) -> NormReader | None:
+        """See `NormLayer.add_for`."""
+        return self.project[0].reader if len(self.project) == 1 else None
+
     def __call__(
-        self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
+        self, x: Tensor | RoundedRows, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
     ) -> Tensor:
         """x [T, hidden] -> [T, hidden], or the rows `outputs` of it. angles: not used."""
         assert kv.state is not None

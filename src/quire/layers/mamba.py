@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidModel
+from quire.layers.basic import NormReader
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
-from quire.ops.base import Angles, Ops, ScanInputs, ScanWeights
+from quire.ops.base import Angles, Ops, RoundedRows, ScanInputs, ScanWeights
 from quire.ops.ragged import LayerKV, RaggedBatch, StateShape, select_rows
 
 
@@ -60,8 +61,6 @@ class MambaConfig:
 class Mamba2:
     """Project, then `Ops.selective_scan`, project back."""
 
-    reader: None = None
-
     def __init__(
         self,
         project: ColumnParallelLinear,
@@ -72,8 +71,13 @@ class Mamba2:
     ) -> None:
         self.project, self.weights, self.out, self.config, self.ops = project, weights, out, config, ops
 
+    @property
+    def reader(self) -> NormReader | None:
+        """See `NormLayer.add_for`."""
+        return self.project.reader
+
     def __call__(
-        self, x: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
+        self, x: Tensor | RoundedRows, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
     ) -> Tensor:
         """x [T, hidden] -> [T, hidden], or the rows `outputs` of it. angles: not used."""
         assert kv.state is not None

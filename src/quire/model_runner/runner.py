@@ -175,7 +175,7 @@ class BaseRunner(ABC):
     def _complete(self, step: LaunchedStep) -> None:
         """Sample a step whose forward ran and whose masks are there; set `step.outcome`."""
 
-    def _score_prompts(self, step: LaunchedStep, spans: Iterable[int]) -> dict[int, list[TokenLogprobs]]:
+    def _score_prompts(self, step: LaunchedStep, spans: Iterable[int]) -> dict[int, Sequence[TokenLogprobs]]:
         """Prompt log-probabilities of spans by the host, while rows are as they were when the step was fed."""
         hidden, step.hidden = step.hidden, None
         if hidden is None:

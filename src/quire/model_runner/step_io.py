@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quire.model_runner.device_state import DeviceState
-from quire.model_runner.device_steps import read_scores
 from quire.model_runner.row_state import Ints, RowState, StepShape
 from quire.model_runner.sampling.sampler import BROKEN, Sampled, score_tokens
+from quire.model_runner.score_table import ScoreTable
 from quire.ops.ragged import NO_LONG_SPANS, LayerKV, LongSpans, RaggedBatch, StateSlots
 from quire.scheduler.plan import NO_TOKEN_ALLOWED, Mask, Plan, Result
 from quire.types import TokenLogprobs
@@ -139,12 +139,12 @@ class PromptScores(NamedTuple):
     host: Tensor
     spans: list[tuple[int, list[int], int]]
 
-    def read(self) -> dict[int, list[TokenLogprobs]]:
+    def read(self) -> dict[int, Sequence[TokenLogprobs]]:
         """By span, once the scores have arrived."""
-        table, out, begin = self.host.numpy(), dict[int, list[TokenLogprobs]](), 0
+        # A caller may keep them: not in pinned memory.
+        table, out, begin = self.host.numpy().copy(), dict[int, Sequence[TokenLogprobs]](), 0
         for s, targets, wanted in self.spans:
-            lines = table[begin : begin + len(targets)]
-            out[s] = read_scores(lines, targets, [wanted] * len(targets))
+            out[s] = ScoreTable(table[begin : begin + len(targets)], targets, wanted)
             begin += len(targets)
         return out
 
@@ -184,7 +184,7 @@ def step_result(
     sampled: Sampled,
     keep: Ints,
     failed: Ints,
-    scores: Mapping[int, list[TokenLogprobs]],
+    scores: Mapping[int, Sequence[TokenLogprobs]],
     rows: RowState,
 ) -> Result:
     """The Result of a step. keep [Q]: how many samples each sampling span keeps; failed [Q]: which failed it, or -1."""

@@ -7,6 +7,7 @@ sampled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.types import GREEDY, SamplingParams, TokenLogprobs
@@ -106,7 +107,7 @@ class Result(NamedTuple):
     tokens: list[list[int]]
     draft_tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = {}  # noqa: RUF012 - never mutated: a shared empty default
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # noqa: RUF012
+    prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = {}  # noqa: RUF012
     errors: dict[int, str] = {}  # noqa: RUF012
     pooled: dict[int, bytes] = {}  # noqa: RUF012
 

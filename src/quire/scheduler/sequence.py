@@ -190,10 +190,10 @@ class Sequence:
         self.prefix_prompt = self.request.prefix_tokens()
         self.constrain(self.constraint)
 
-    def take_prompt_logprobs(self, rows: Seq[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    def take_prompt_logprobs(self, rows: Seq[TokenLogprobs]) -> Seq[TokenLogprobs]:
         """Those of `rows`, of prompt positions from num_computed + 1, that were not sent before a preemption."""
         prompt = self.prompt_length
-        unsent = tuple(rows[max(0, self.prompt_logprobs_sent - self.num_computed) : prompt - 1 - self.num_computed])
+        unsent = rows[max(0, self.prompt_logprobs_sent - self.num_computed) : prompt - 1 - self.num_computed]
         self.prompt_logprobs_sent = max(self.prompt_logprobs_sent, min(self.num_computed + len(rows), prompt - 1))
         self.needs_prompt_logits = self.prompt_logprobs_sent < prompt - 1
         return unsent

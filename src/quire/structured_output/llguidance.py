@@ -335,22 +335,8 @@ class Matcher:
 
         False: the library has none, and `mask` knows it.
         """
-        seen, library = self._num_seen, self._matcher
-        known = begin + seen
-        # As `follow` does, which is for all cases: this is each row's of each step.
-        if len(tokens) != known + 1 or not seen or tokens[known - 1] != self._last:
-            if self.follow(tokens, begin, ()) is None:
-                return False
-        elif self._inside:
-            token = tokens[known]
-            if token in self._eos or not library.consume_token(token):
-                self.follow(tokens, begin, ())
-                return False
-            self._last, self._num_seen = token, seen + 1
-        elif self._beginning.tokens[seen : seen + 1] == (tokens[known],):
-            self._last, self._num_seen = tokens[known], seen + 1
-            return False
-        elif self.follow(tokens, begin, ()) is None:
+        library = self.follow(tokens, begin, ())
+        if library is None:
             return False
         library.unsafe_compute_mask_ptr(address, self.mask_bytes)
         if library.is_error():
@@ -374,6 +360,13 @@ class Matcher:
     def follow(self, tokens: Sequence[int], begin: int, drafts: Sequence[int]) -> LLMatcher | None:
         """Consume what is new in the output, `tokens[begin:]`. None: the library is not needed for the next masks."""
         known = begin + self._num_seen
+        if self._inside and len(tokens) == known + 1 and tokens[known - 1] == self._last:
+            # Each row of each step: what is below is for all cases.
+            token = tokens[known]
+            if token not in self._eos and self._matcher.consume_token(token):
+                self._last = token
+                self._num_seen += 1
+                return self._matcher
         if len(tokens) < known or (self._num_seen and tokens[known - 1] != self._last):
             known = self._restart(begin)
         elif self._beginning.masks:

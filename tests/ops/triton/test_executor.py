@@ -147,8 +147,15 @@ class Apart(TritonOps):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
-def test_norms_of_float8_models_are_rounded_in_their_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints.make(tmp_path, "qwen3-gqa")
+@pytest.mark.parametrize(
+    ("shape", "each"),
+    [("qwen3-gqa", 2), ("qwen3_next-shared-keys", 1), ("bamba-gqa", 2)],
+    ids=["attention", "delta", "mamba"],
+)
+def test_norms_of_float8_models_are_rounded_in_their_kernel(
+    shape: str, each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints.make(tmp_path, shape)
     made, plain = [], rounded_gemm.norm_rounded
     monkeypatch.setattr(rounded_gemm, "norm_rounded", lambda *given: made.append(given) or plain(*given))
     logits = []
@@ -156,6 +163,6 @@ def test_norms_of_float8_models_are_rounded_in_their_kernel(tmp_path: Path, monk
         model = load_model(tmp_path, dtype="float16", ops=ops, quantization="fp8")
         feeder = Feeder(model, page_size=16, dtype=torch.float16)
         logits += feeder.step([(0, [7 * i % 190 for i in range(17)])])
-    assert len(made) == 2 * model.spec.layers, "of attention and of the MLP"
+    assert len(made) == each * model.spec.layers, "of what mixes tokens, and of an MLP that is not experts"
     assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 0.02
     assert not logits[0].isnan().any()

@@ -162,8 +162,8 @@ def read_result(message: pb.Result) -> Result:
     flat = list(message.tokens)
     tokens = _cut(flat, message.counts) if message.counts else [[token] for token in flat]
     drafts = [list(each.tokens) for each in message.drafts]
-    scores = _scores(message.logprobs), _scores(message.prompt_logprobs)
-    return Result(tokens, drafts, *scores, dict(message.errors), dict(message.pooled))
+    of_prompts: dict[int, Sequence[TokenLogprobs]] = {**_scores(message.prompt_logprobs)}
+    return Result(tokens, drafts, _scores(message.logprobs), of_prompts, dict(message.errors), dict(message.pooled))
 
 
 def _cut(flat: list[int], counts: Iterable[int]) -> list[list[int]]:

@@ -269,7 +269,7 @@ def allocated(
     marks = gl.allocate_shared_memory(gl.int32, [RING, MANY * CHUNKS, BLOCK_N], FLAT)
     abouts = marks
     if KIND == SUPERBLOCKS:
-        abouts = gl.allocate_shared_memory(gl.int32, [RING, STEPS // 2 * CHUNKS, BLOCK_N], FLAT)
+        abouts = gl.allocate_shared_memory(gl.int32, [RING, max(STEPS // 2, 1) * CHUNKS, BLOCK_N], FLAT)
     return numbers, marks, abouts
 
 
@@ -395,10 +395,10 @@ def config(matrix: IntegerMatrix) -> RingConfig:
     return RingConfig(32, 4, 2, 3 if matrix.bits == 8 else 5, 8, 2)
 
 
-def takes(x: Tensor, matrix: IntegerMatrix, gate: Gate, card: DeviceInfo) -> bool:
-    """Whether `integer_row` multiplies them: those with a gate of two parts, and of what is `FASTER`."""
+def takes(x: Tensor, matrix: IntegerMatrix, card: DeviceInfo) -> bool:
+    """Whether `integer_row` multiplies them: large matrices of what is `FASTER`."""
     how, kind = config(matrix), (matrix.bits, matrix.kind, matrix.group)
-    fits = len(x) == 1 and x.dtype in (torch.bfloat16, torch.float16) and num_parts(gate) == 2
+    fits = len(x) == 1 and x.dtype in (torch.bfloat16, torch.float16)
     fits = fits and card.capability == HOPPER and card.sms > 0 and kind in FASTER
     whole = matrix.inputs % (128 * how.chunks * how.steps) == 0 and matrix.outputs % (2 * how.outputs) == 0
     return fits and whole and matrix.inputs <= MAX_INPUTS and matrix.weight.nbytes >= LEAST_BYTES

@@ -310,7 +310,7 @@ class TritonOps(BaseOps):
 
     def integer_linear(self, x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`. For many rows the matrix is dequantized first."""
-        if integer_row.takes(x, matrix, gate, self.card):
+        if integer_row.takes(x, matrix, self.card):
             return integer_row.integer_row(x, matrix, bias, self.card, gate)
         if integer_gemv.takes(x, self.card, matrix):
             return integer_gemv.integer_gemv(integer_gemm.ordered(x, matrix), matrix, bias, self.card, gate)
