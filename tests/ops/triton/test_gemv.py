@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from quire.ops.base import Gate, QuantizedMatrix
 from quire.ops.quantized import E4M3
 from quire.ops.reference import ReferenceOps
+from quire.ops.triton import quantized_gemm
 from quire.ops.triton.gemv import (
     COUNTERS,
     GemmConfig,
@@ -20,6 +23,7 @@ from quire.ops.triton.gemv import (
     vectors,
 )
 from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.ops import TritonOps
 from tests.ops.triton.device import DEVICE, in_eight_bits
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
@@ -83,6 +87,22 @@ def test_a_matrix_with_scales_of_runs(outputs: int, inputs: int, how: GemmConfig
     got = gemv_linear(x, matrix.weight, bias, how, CARD, gate, matrix.scale, run=32)
     want = REFERENCE.quantized_linear(x, matrix, bias, gate)
     assert float((got - want).norm() / want.norm()) < 1e-3
+
+
+@pytest.mark.parametrize(("run", "offset", "left"), [(128, 0, False), (128, 64, True), (96, 0, True)])
+def test_one_row_is_left_to_the_matrix_units_where_runs_are_not_whole(
+    run: int, offset: int, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(run + offset)
+    x, matrix = torch.randn(1, 512, device=DEVICE, dtype=torch.bfloat16), in_runs(24, 640, run)
+    matrix = matrix._replace(weight=matrix.weight[:, :512].contiguous(), offset=offset)
+    units = Mock(return_value=x)
+    monkeypatch.setattr(quantized_gemm, "quantized_linear", units)
+    got = TritonOps(DEVICE).quantized_linear(x, matrix)
+    assert units.called is left
+    if not left:
+        want = REFERENCE.quantized_linear(x.float(), matrix)
+        assert float((got.float() - want).norm() / want.norm()) < 1e-2
 
 
 def in_runs(outputs: int, inputs: int, run: int) -> QuantizedMatrix:
