@@ -162,9 +162,10 @@ def test_multiply_adds_of_eight_bits_leave_no_input_over(gated: bool) -> None:
     for inputs in (1024, 2560, 3584, 4096, 5120, 12288, 14336, 17408, 18944):
         how = scaled_gemm_config(1, 4096, inputs, gated)
         assert how is not None and not how.stages and inputs % how.inputs == 0
-        assert scaled_gemm_config(1, 4096, inputs, gated, 128) == how
+        runs = scaled_gemm_config(1, 4096, inputs, gated, 128)
+        assert runs is not None and not runs.stages and inputs % runs.inputs == 0 and runs.inputs % 128 == 0
         assert scaled_gemm_config(2, 4096, inputs, gated, 128) is None, "scales of runs: see `quantized_gemm`"
-    assert scaled_gemm_config(1, 4096, 5120, gated, 512) is None, "a tile ends within a run"
+    assert scaled_gemm_config(1, 4096, 5120, gated, 1024) is None, "a tile ends within a run"
 
 
 @pytest.mark.parametrize("rows", [2, 8, 16])

@@ -159,6 +159,8 @@ def scaled_gemm_config(rows: int, outputs: int, inputs: int, gated: bool = False
         return None
     if rows == 1 and inputs <= 32768:
         how = scaled_padded_rows(inputs, gated)
+        if run and not gated and how.inputs < 512 and inputs % 512 == 0:
+            how = GemmConfig(1, 4, 512, 4)
         return how if run == 0 or how.inputs % run == 0 else None
     if run:
         return None
