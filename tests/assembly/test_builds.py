@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -443,6 +444,7 @@ def test_an_engines_process_begins_as_written_down(calls: Calls, monkeypatch: py
     monkeypatch.setattr(
         engine_child.StepWatch, "install_signal_handler", lambda self, it: calls.say("watches", self.timeout)
     )
+    monkeypatch.setattr(engine_child, "ends_with_server", nullcontext)
     monkeypatch.setattr(engine_child, "_send", lambda link, message: calls.say("sent", message))
 
     def looped(engine: Any, link: Any, snapshot: Any, *rest: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -43,7 +44,44 @@ def test_a_target_the_machine_cannot_reach_does_not_stop_prompts() -> None:
     for tokens in (1, 2, 50, 100):
         record(times, tokens, 0.5 + 0.01 * tokens)
     assert pace.max_tokens(4, times) >= 4 + LatencyController.MIN_PROMPT_TOKENS
-    assert 0.4 < (pace.max_tokens(4, times) * 0.01) < 0.7  # twice a step without prompts
+    assert 0.2 < ((pace.max_tokens(4, times) - 4) * 0.01) < 0.4  # half of a step without prompts
+
+
+def test_what_a_long_context_adds_to_a_step_is_found_from_the_last_one() -> None:
+    cost = StepCost(0.004, 2e-5, per_pair=1.2e-9)  # as 8 billion parameters have it on an H200
+    plain = SimConfig(pages=3000, max_num_batched_tokens=8192, chunk=8192, depth=1, cost=cost).build(VirtualClock())
+    engine = Engine(
+        plain.scheduler, plain.executor, lookahead=1, clock=plain.clock, step_budget=LatencyController(0.01)
+    )
+    engine.submit([1, 2, 3], 4000, id="talker")
+    last, gaps, answered = 0.0, list[float](), False
+    while not answered:
+        if len(gaps) == 100:
+            engine.submit([5] * 30000, 1, id="long")
+        for event in engine.step():
+            answered |= event.id == "long"
+            if event.id == "talker" and event.tokens:
+                now = engine.clock.now()
+                gaps.append(now - last)
+                last = now
+    beside = sorted(gaps[104:-2])
+    assert len(beside) > 100 and beside[len(beside) // 2] > 0.008 and beside[-1] < 0.012
+
+
+def test_a_step_that_was_measured_badly_soon_bounds_nothing() -> None:
+    pace, times = LatencyController(0.1), StepTimeModel()
+    for tokens in (1, 1, 1, 200, 200):
+        record(times, tokens, 0.01 + 0.0001 * tokens)
+    usual = pace.max_tokens(1, times)
+    assert usual == pytest.approx(1 + 0.09 / 0.0001, rel=0.02)
+    record(times, 200, 3.0)
+    assert pace.max_tokens(1, times) == 1 + LatencyController.MIN_PROMPT_TOKENS
+    fed = []
+    for _ in range(400):
+        record(times, tokens := pace.max_tokens(1, times), 0.01 + 0.0001 * tokens)
+        fed.append(tokens)
+    assert all(later <= 2 * earlier + 1 for earlier, later in pairwise(fed))
+    assert fed[-1] == pytest.approx(usual, rel=0.1)
 
 
 def longest_gap(engine: Engine) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from quire.errors import InvalidModel, ModelLost
 from quire.layers.basic import StoredEmbedding
 from quire.layers.quantization.base import Packable, WeightSlot
 from quire.layers.quantization.deferred import Deferred
-from quire.layers.quantization.mapped import pack_beside
+from quire.layers.quantization.mapped import Packing, pack_beside
 from quire.layers.quantization.packed import Panels
 from quire.models.registry import Model
 from quire.ops.base import Gate
@@ -250,6 +251,23 @@ def test_a_model_whose_weights_are_gone_is_loaded_again(tmp_path: Path, monkeypa
         messages = list(FrameReader(ToFront).feed(front.recv(1 << 16)))
     (output,) = [output for message in messages for output in message.events]
     assert output.status == 503 and "could not be read" in output.error
+
+
+def test_an_idle_engine_whose_weights_are_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it counts as healthy until somebody asks."""
+    monkeypatch.setattr(assembly, "pack_beside", Packing)
+    folder = written(tmp_path / "source", "llama-gqa-tied", **WIDE)
+    engine = assembly.build_engine(Settings.of(model=str(folder), device="cpu", dtype="bfloat16", max_model_len=64))
+    executor: Any = engine.executor
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    front, back = socket.socketpair()
+    with front, back, closing(engine):
+        loop = EngineLoop(engine, back, dict, StepWatch(out=io.StringIO()), exit_fds=executor.exit_fds())
+        executor.packing.start()
+        assert loop.run() is False, "its process ends"
+        executor.packing.join()
+        assert select.select(executor.exit_fds(), [], [], 0)[0], "who asks later knows at once"
 
 
 class Slow:

@@ -99,9 +99,9 @@ def test_a_step_whose_graph_is_postponed_has_room_in_a_larger_one(seqs: int, tok
     for key, other in larger.items():
         assert (key.max_query == 1) == (other.max_query == 1)
         assert other.tokens >= key.tokens and other.spans >= key.spans and other.max_query >= key.max_query
-        assert other.tokens < 2 * key.tokens or key.max_query > 1
+        assert other.tokens < 4 * key.tokens
     sizes = [key.tokens for key in keys if key not in larger and key.max_query > 1]
-    assert all(b <= 2 * a for a, b in zip(sorted(sizes), sorted(sizes)[1:], strict=False))
+    assert all(4 * a <= b < 5 * a for a, b in zip(sorted(sizes), sorted(sizes)[1:], strict=False))
 
 
 def test_what_is_postponed_is_captured_the_most_used_first_and_serves_itself_then(

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from quire.errors import Unauthorized
-from quire.server.access import Hosts, Keys, loopback, request_id
+from quire.server.access import Hosts, Keys, request_id
+from quire.server.hosts import loopback
 from tests.expected import check
 from tests.server.doubles import served
 

@@ -13,11 +13,12 @@ import pytest
 from quire.assembly.server import build_hosts
 from quire.config import Settings
 from quire.errors import InvalidConfig
-from quire.server.access import PUBLIC_PATHS, ForeignHost, Hosts, Keys, loopback
+from quire.server.access import PUBLIC_PATHS, ForeignHost, Hosts, Keys
 from quire.server.app import create_app
 from quire.server.batch_api.runner import BatchService
 from quire.server.endpoints import answerer
 from quire.server.error_responses import OLLAMA_PATHS
+from quire.server.hosts import loopback
 from quire.server.limits import Limits
 from quire.server.openapi import OPERATIONS
 from tests.contract.wire import request, send

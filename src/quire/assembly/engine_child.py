@@ -4,10 +4,13 @@ that itself."""
 from __future__ import annotations
 
 import gc
+import os
+import select
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 
@@ -22,6 +25,7 @@ from quire.engine.process import EngineLoop
 from quire.engine.protocol import BuildFailed, Ready, encode_frame
 from quire.engine.step_watch import StepWatch
 from quire.errors import QuireError
+from quire.executors.local import LocalExecutor
 from quire.executors.ranks import RankedExecutor
 from quire.observability.engine_metrics import EngineMetrics
 from quire.observability.history import History
@@ -50,7 +54,8 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor, begun
         watch = StepWatch(timeout=_step_timeout(settings))
         grammars = GrammarCompiler(LlguidanceCompiler(partial(build_tokenizer, settings)))
         begin_context(settings)
-        engine = build_engine(settings, observers=[metrics, watch, history, live_view], wrap=wrap, ranks=ranks)
+        with ends_with_server(link):
+            engine = build_engine(settings, observers=[metrics, watch, history, live_view], wrap=wrap, ranks=ranks)
         if choose_device(settings.execution.device).type == "cuda":
             grammars.warm_up()
     except QuireError as error:
@@ -64,13 +69,36 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor, begun
     gc.collect()
     heap.settled()
     _send(link, Ready(engine.description))
-    exit_fds = engine.executor.exit_fds() if isinstance(engine.executor, RankedExecutor) else ()
+    exit_fds = engine.executor.exit_fds() if isinstance(engine.executor, RankedExecutor | LocalExecutor) else ()
     loop = EngineLoop(engine, link, lambda: metrics.snapshot(engine), watch, grammars, live_view, exit_fds)
     done = loop.run()
     # Before memory is freed, which takes a while: from now on /health says that there is no engine.
     link.close()
     engine.close()
     return 0 if done else RANK_LOST
+
+
+@contextmanager
+def ends_with_server(link: socket.socket) -> Iterator[None]:
+    """If the server goes within the context, this process ends at once. Building an engine takes up to minutes, in
+    which nothing reads the link, and the memory that the server's successor needs."""
+    stopped, stop = os.pipe()
+    poll = select.poll()
+    for ended in (link.fileno(), stopped):
+        poll.register(ended, 0)  # hanging up is always said
+
+    def watch() -> None:
+        if any(number != stopped for number, _ in poll.poll()):
+            os._exit(0)
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        os.close(stop)
+        watching.join()
+        os.close(stopped)
 
 
 def _send(link: socket.socket, message: Ready | BuildFailed) -> None:

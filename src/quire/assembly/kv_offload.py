@@ -41,8 +41,8 @@ from quire.models.registry import Model
 from quire.ops.ragged import LayerKV
 from quire.scheduler.kv_offload import KVOffload, Offload
 from quire.scheduler.kv_transfer import PrefillOffload
-from quire.server.access import loopback
 from quire.server.folder import lock, make_private, replace_file, usable
+from quire.server.hosts import loopback
 
 log = logging.getLogger(__name__)
 

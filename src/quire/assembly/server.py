@@ -36,11 +36,12 @@ from quire.observability.observer import ObserverGroup
 from quire.observability.recording_format import recording_folder
 from quire.observability.tracing import Traces, build_traces
 from quire.ops.stages import stage_table
-from quire.server.access import BATCHES, Hosts, Keys, Rates, loopback
+from quire.server.access import BATCHES, Hosts, Keys, Rates
 from quire.server.app import create_app
 from quire.server.batch_api.runner import BatchService
 from quire.server.connection import Timeouts, raise_descriptor_limit
 from quire.server.endpoints import answerer
+from quire.server.hosts import loopback
 from quire.server.limits import Limits
 from quire.server.response_state import ResponseState
 from quire.server.response_store import ResponseStore

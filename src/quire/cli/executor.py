@@ -12,7 +12,7 @@ from quire.assembly import extra
 from quire.cli.base import SettingsCommand
 from quire.config import Settings
 from quire.errors import InvalidConfig
-from quire.server.access import loopback
+from quire.server.hosts import loopback
 from quire.weights.locate import locate
 
 

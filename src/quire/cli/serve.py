@@ -12,7 +12,7 @@ from quire.assembly.early_engine import early_engine
 from quire.cli.base import SettingsCommand
 from quire.config import Settings
 from quire.replicas.environment import prepare
-from quire.server.access import loopback
+from quire.server.hosts import loopback
 
 
 @click.command("serve", cls=SettingsCommand, positional=True, rest="vllm_args")

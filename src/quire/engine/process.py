@@ -55,7 +55,8 @@ class EngineLoop:
 
     metrics: makes the snapshot that /metrics is rendered from. step_watch: one of the engine's observers; it says how
     long the next step may take. constraints: compiles grammars; None: requests cannot have one. live_view: None: the
-    engine cannot be watched. exit_fds: become readable when a process ends without which the engine cannot go on.
+    engine cannot be watched. exit_fds: become readable when a process ends without which the engine
+    cannot go on, or the model is lost.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class EngineLoop:
         self.last_stats_at = float("-inf")
         self.num_submits = 0
         self.trimmed = False
-        self._rank_exited = False
+        self._lost_while_idle = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ)
         self._exit_fds = set(exit_fds)
@@ -102,7 +103,7 @@ class EngineLoop:
                 self._send(outputs)
                 if isinstance(self.engine.lost, RankLost | ModelLost):
                     return False
-        return not self._rank_exited
+        return not self._lost_while_idle
 
     def _receive(self) -> bool:
         """Handle commands; wait for them while idle, or until the next plan is due. False: the front is gone."""
@@ -111,7 +112,7 @@ class EngineLoop:
             ready = self._wait(self.engine.time_to_next_plan()) if busy else self._wait_idle()
             if ready & self._exit_fds:
                 if not self.engine.can_step:
-                    self._rank_exited = True
+                    self._lost_while_idle = True
                     return False
                 # The step that is due says which.
                 return True

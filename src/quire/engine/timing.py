@@ -52,10 +52,12 @@ class VirtualClock:
 class LatencyController:
     """Bounds the tokens of a step by its predicted time, so that long prompts do not stall running requests.
 
-    target: seconds between tokens that prompts may cost running requests. Where even a step without prompts takes
-    longer than half of it, twice such a step is the bound: a target below what the machine can do must not stop
-    prompts. Nothing is bounded while no request runs.
+    target: seconds between tokens that prompts may cost running requests. LEAST times a step without prompts is the
+    bound where that is longer: a target below what the machine can do must not stop prompts. Nothing is bounded while
+    no request runs.
     """
+
+    LEAST = 1.5
 
     MIN_PROMPT_TOKENS = 16
     """Prompt tokens that a step may always feed."""
@@ -65,12 +67,12 @@ class LatencyController:
 
     def max_tokens(self, running: int, step_times: StepTimeModel) -> int:
         """Most tokens of a step with so many running sequences, one token each included."""
-        line = step_times.fit()
-        base, per_token = line.base, line.per_token
-        if not running or per_token == 0.0:
+        each = step_times.prompt_token()
+        if not running or each == 0.0:
             return UNLIMITED
-        bound = max(self.target, 2 * (base + per_token * running))
-        return max(int((bound - base) / per_token), running + self.MIN_PROMPT_TOKENS)
+        plain = step_times.without_prompts(running)
+        room = max(self.target, self.LEAST * plain) - plain
+        return running + max(int(room / each), self.MIN_PROMPT_TOKENS)
 
 
 class PlanDelay:

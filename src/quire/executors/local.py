@@ -95,6 +95,10 @@ class LocalExecutor:
         """What the engine needs to know of this executor."""
         return self._description
 
+    def exit_fds(self) -> list[int]:
+        """Descriptors that become readable where the model is lost, for callers that wait."""
+        return [] if self.packing is None else [self.packing.exit_fd()]
+
     def load_image(self, number: int, image: PromptImage) -> None:
         """See `engine.executor.ImageExecutor`."""
         assert self.images is not None

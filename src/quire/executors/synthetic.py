@@ -102,7 +102,8 @@ class SyntheticExecutor:
         if self.cost is FREE:
             return 0.0
         fed, kv = sum(s.num_tokens for s in spans), sum(self.lengths[s.row] for s in spans)
-        self.busy_until = max(self.busy_until, self.clock.now()) + self.cost.seconds(fed, kv)
+        pairs = sum(s.num_tokens * (self.lengths[s.row] - (s.num_tokens - 1) / 2) for s in spans if s.num_tokens > 1)
+        self.busy_until = max(self.busy_until, self.clock.now()) + self.cost.seconds(fed, kv, pairs=pairs)
         return self.busy_until
 
     def reset(self) -> None:

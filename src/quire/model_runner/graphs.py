@@ -82,15 +82,15 @@ NONE = GraphKey(0, 0, 0)
 
 
 def stand_ins(keys: Iterable[GraphKey]) -> dict[GraphKey, GraphKey]:
-    """Which forwards among `keys` need no graph at first, and whose graph does their steps meanwhile: those of sizes
-    between powers of two, and those of few spans."""
+    """Which forwards among `keys` need no graph at first, and whose graph does their steps meanwhile: those of few
+    spans, and those with more than a quarter of the tokens of the next larger one."""
     out, forwards = dict[GraphKey, GraphKey](), sorted((key for key in keys if key.kind == "feed"), reverse=True)
     for decode in (True, False):
         alike = [key for key in forwards if (key.max_query == 1) == decode]
         widest, larger = max((key.spans for key in alike), default=0), NONE
         for key in alike:
             narrow = not decode and key.spans < widest
-            if larger is not NONE and (narrow or key.tokens & (key.tokens - 1)):
+            if larger is not NONE and (narrow or 4 * key.tokens > larger.tokens):
                 out[key] = larger
             else:
                 larger = key

@@ -78,6 +78,11 @@ class LineFit:
         self._xx = self._xx * decay + amount * amount
         self._xy = self._xy * decay + amount * seconds
 
+    @property
+    def measured(self) -> bool:
+        """Whether anything was."""
+        return self._weight > 0
+
     def line(self) -> tuple[float, float]:
         """(seconds of any amount, seconds of each unit): the second is 0 while all were alike, both before the first
         measurement."""
@@ -101,6 +106,8 @@ class StepTimeModel(LineFit):
     """Similar steps without which `fastest` predicts nothing."""
     SIMILAR, FEW = 1.125, 8
     """A step is similar with at most so many times the tokens, and so many more: a few cost nothing."""
+    MANY = 64
+    """Tokens of prompts that say what one costs."""
     NUM_DECODE = 12
     """Decode steps of one width and number of drafts that are looked at."""
 
@@ -111,8 +118,9 @@ class StepTimeModel(LineFit):
         self.num_steps = 0
         super().__init__()
         self._recent: deque[tuple[int, float]] = deque(maxlen=self.NUM_RECENT)
-        self._longest = self._rate = 0.0
+        self._longest = self._rate = self._steep = 0.0
         self._max_tokens = 0
+        self._plain = LineFit()
         self._decode: dict[tuple[int, int], deque[float]] = {}
         self._typical: dict[int, dict[int, float]] = {}
         self._initial: dict[int, dict[int, float]] = {}
@@ -142,11 +150,21 @@ class StepTimeModel(LineFit):
             self._longest = max(self._longest, seconds if latency is None else latency)
             return
         self.add(num_tokens, seconds)
+        fed = num_tokens - sum([span[2] for span in plan.spans])
+        if fed > 0:
+            self._record_prompts(fed, seconds - self.without_prompts(len(plan.spans)))
+        else:
+            self._plain.add(num_tokens, seconds)
         if waited:
             self._recent.append((num_tokens, seconds))
         self._record_longest(num_tokens, seconds if latency is None else latency)
         if plan.num_drafts and not plan.new_sequences:
             self._record_decode(plan, seconds)
+
+    def _record_prompts(self, num_tokens: int, seconds: float) -> None:
+        """So many tokens of prompts added so much to a step. Few say nothing but that it is less than was thought."""
+        each = max(seconds / num_tokens, self._steep / 2)
+        self._steep = each if num_tokens >= self.MANY else min(each, self._steep)
 
     def _record_longest(self, num_tokens: int, seconds: float) -> None:
         self._longest = max(self._longest, seconds)
@@ -168,6 +186,17 @@ class StepTimeModel(LineFit):
             last = self._decode.setdefault((width, num_drafts), deque(maxlen=self.NUM_DECODE))
             last.append(seconds)
             self._typical.setdefault(width, {})[num_drafts] = sorted(last)[len(last) // 4]
+
+    def without_prompts(self, running: int) -> float:
+        """Seconds of a step of so many sequences, one token each."""
+        base, each = (self._plain if self._plain.measured else self).line()
+        return base + each * running
+
+    def prompt_token(self) -> float:
+        """Seconds that a token of a prompt adds to a step: as those of the last one did, since what they add grows with
+        context; before any, by the line. It falls to half at most from one step to the next, so that one that was
+        measured badly lets in few too many."""
+        return self._steep or self.line()[1]
 
     def fit(self) -> StepCost:
         """The line through the steps so far, by least squares that forget; per_token is 0 while all were alike."""

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import InvalidRequest, Overloaded, QuireError, Unauthorized
 from quire.server import error_responses
+from quire.server.hosts import loopback, normalized
 from quire.types import TraceContext
 
 # Paths that need no key: health probes have none.
@@ -64,28 +65,12 @@ class ForeignHost(QuireError):
     kind = "permission_error"
 
 
-def loopback(host: str) -> bool:
-    """Whether a name or an address, in brackets or not, is always this machine."""
-    name = _normalized(host)
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return name == "localhost" or name.endswith(".localhost")
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
-
-
-def _normalized(host: str) -> str:
-    """A host as names are compared: lower case, without brackets and the dot of a fully qualified name."""
-    return host.lower().removeprefix("[").removesuffix("]").removesuffix(".")
-
-
 def _host(field: str) -> str:
     """The name in a Host field, without the port."""
     if not field.startswith("["):
-        return _normalized(field.partition(":")[0])
+        return normalized(field.partition(":")[0])
     address, _, port = field.partition("]")
-    return _normalized(address if not port or port.startswith(":") else field)
+    return normalized(address if not port or port.startswith(":") else field)
 
 
 class Hosts:
@@ -97,7 +82,7 @@ class Hosts:
     """
 
     def __init__(self, allowed: Collection[str] | None = None) -> None:
-        names = [_normalized(one) for one in allowed or ()]
+        names = [normalized(one) for one in allowed or ()]
         self._off = allowed is None
         self._any = self._off or "*" in names
         self._names = {one for one in names if not one.startswith("*")}

@@ -10,14 +10,16 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 
 import torch
 from torch import Tensor
 
+from quire.errors import ModelLost
 from quire.layers.quantization.base import Packable
 from quire.ops.base import BlockPanels, Gate, Ops
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
@@ -135,6 +137,7 @@ class Packing(Thread):
     def __init__(self, weights: Iterable[Packable]) -> None:
         super().__init__(name="quire-pack", daemon=True)
         self._todo, self._ending = deque(weights), Event()
+        self._lock, self._model_lost, self._waiting = Lock(), False, list[int]()
 
     def start(self) -> None:
         """Begin, and end before the interpreter does: it would stop the thread within torch, which then aborts the
@@ -149,8 +152,29 @@ class Packing(Thread):
                 self._todo.pop().pack()
         except Exception as error:
             log.warning("no more weights are packed beside the steps: %s", str(error) or type(error).__name__)
+            if isinstance(error, ModelLost):
+                self._say_lost()
         self._todo.clear()
         atexit.unregister(self._end)
+
+    def exit_fd(self) -> int:
+        """A descriptor that becomes readable if weights are found to be lost that steps cannot do without. Its
+        user closes it."""
+        wait, ends = os.pipe()
+        with self._lock:
+            self._waiting.append(ends)
+            if self._model_lost:
+                self._close_waiting()
+        return wait
+
+    def _say_lost(self) -> None:
+        with self._lock:
+            self._model_lost = True
+            self._close_waiting()
+
+    def _close_waiting(self) -> None:
+        while self._waiting:
+            os.close(self._waiting.pop())
 
     def stop(self) -> None:
         """Pack no more: it ends with the matrix that it is at."""
