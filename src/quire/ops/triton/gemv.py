@@ -28,7 +28,7 @@ COUNTERS = 1 << 14
 """Tiles that can be cut into runs, one counter each, all 0 between kernels."""
 
 UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What of a matrix shares a scale: nothing has one; a row; so many columns of it."""
+"""What shares a scale of a matrix: nothing, a row, or each run of a row's columns."""
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def num_runs(wanted: int, inputs: int) -> int:
 
 
 def scaled_gemm_config(rows: int, outputs: int, inputs: int, gated: bool = False, run: int = 0) -> GemmConfig | None:
-    """As `gemm_config`, for an e4m3 matrix with a scale per row, or for each `run` of its columns.
+    """As `gemm_config`, for an e4m3 matrix with a scale per row, or, of one row of x, per `run` of its columns.
 
     On the matrix units inputs are split into runs until about 16,384 outputs are computed; not those of gated products,
     whose matrices are large.
@@ -159,6 +159,8 @@ def scaled_gemm_config(rows: int, outputs: int, inputs: int, gated: bool = False
         return None
     if rows == 1 and inputs <= 32768:
         how = scaled_padded_rows(inputs, gated)
+        if run and not gated and how.inputs < 512 and inputs % 512 == 0:
+            how = GemmConfig(1, 4, 512, 4)
         return how if run == 0 or how.inputs % run == 0 else None
     if run:
         return None
@@ -241,8 +243,8 @@ def vector_kernel(
     """BLOCK_N outputs of each row by multiply-adds in float32; there are TIMES * BLOCK_K inputs.
 
     The program's whole part of the matrix is in registers, requested before the wait: what it waits for is short. EVEN:
-    no remainder of inputs or outputs. SCALED: an 8-bit matrix, which is converted while multiplying, of `scales` a row,
-    each of RUN columns. APART: see `numbers`.
+    no remainder of inputs or outputs. SCALED: an 8-bit matrix, which is converted while multiplying, with a scale a
+    row, or `scales` a row, each of RUN columns. APART: see `numbers`.
     """
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     line = weight + n[:, None].to(tl.int64) * inputs + k[None, :]
@@ -266,8 +268,7 @@ def vector_kernel(
             y += partial_sums(tiles[i].to(tl.float32) * value, factors, i, RUN, SCALED)
             if GATE:
                 z += partial_sums(gated[i].to(tl.float32) * value, others, i, RUN, SCALED)
-        y = row_sums(y, factors, SCALED)
-        z = row_sums(z, others, SCALED) if GATE else y
+        y, z = row_sums(y, factors, SCALED), row_sums(z, others, SCALED)
         given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, ACT, BIAS)
 
 
@@ -398,9 +399,9 @@ def gemv_linear(
     arrived: Tensor | None = None,
     run: int = 0,
 ) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out], or [T, out / 2] with a gate. scale [out, 1]: of the rows of a float8
-    matrix; [out, in / run] of each `run` of their columns, by multiply-adds alone, of whole runs at a time. arrived:
-    [COUNTERS] int32, zeros; without it, inputs are not split."""
+    """x [T, in], weight [out, in] -> [T, out], or [T, out / 2] with a gate. scale: of a float8 matrix, [out, 1], or of
+    each `run` of its columns, see `scaled_gemm_config`. arrived: [COUNTERS] int32, zeros; without it, inputs are not
+    split."""
     x = x.contiguous()
     rows, inputs = x.shape
     outputs = weight.shape[0] // num_parts(gate)
@@ -413,10 +414,10 @@ def gemv_linear(
     if not how.stages:
         even, times = inputs % how.inputs == 0 and outputs % how.outputs == 0, triton.cdiv(inputs, how.inputs)
         apart = how.outputs == 1 or how.outputs * how.inputs * weight.element_size() <= 16 * 32 * how.warps
-        kind = UNSCALED if scale is None else BY_BLOCK if run else BY_ROW
+        scaled = UNSCALED if scale is None else BY_BLOCK if run else BY_ROW
         vector_kernel[(columns,)](
-            *(x, weight, factor, shift, out, outputs, inputs, factor.shape[-1]), SCALED=kind.value, RUN=run or 1,
-            EVEN=even, ROWS=rows, TIMES=times, APART=apart, **same,
+            *(x, weight, factor, shift, out, outputs, inputs, factor.shape[-1]),
+            SCALED=scaled.value, RUN=run or how.inputs, EVEN=even, ROWS=rows, TIMES=times, APART=apart, **same,
         )  # fmt: skip
         return out
     tiles = triton.cdiv(rows, how.rows)
@@ -426,7 +427,7 @@ def gemv_linear(
     sums = (parts, x if arrived is None else arrived)
     matrix_kernel[(tiles, columns, runs)](
         *(x, weight, factor, shift, out, *sums, rows, outputs, inputs, length),
-        SCALED=scale is not None, EVEN=inputs % how.inputs == 0, ROWS=how.rows, AHEAD=ahead, STAGES=how.stages,
+        EVEN=inputs % how.inputs == 0, SCALED=scale is not None, ROWS=how.rows, AHEAD=ahead, STAGES=how.stages,
         SPLITS=runs, SETTLED=scale is not None and settles(how, card), PRECISION=card.precision, **same,
     )  # fmt: skip
     return out
