@@ -129,9 +129,13 @@ class Made:
             self.threads.append(Thread(self.calls))
             return self.threads[-1]
 
+        def prepared_last(work: Callable[[], None]) -> None:
+            self.calls.lines.append("  to be prepared last:")
+            work()
+
         def build(settings: Settings) -> Any:
             self.calls.lines.append(f"  an engine of {settings.model.model} with seed {settings.model.seed}")
-            return SimpleNamespace(description=about)
+            return SimpleNamespace(description=about, prepare_last=prepared_last)
 
         monkeypatch.setattr(llm, "located", lambda settings: settings)
         monkeypatch.setattr(llm, "build_text", lambda settings: text)

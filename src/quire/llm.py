@@ -112,12 +112,12 @@ class LLM:
         self._text = text = build_text(self.settings)
         self._prompts = PromptReader(text, build_images(self.settings), fetch_now(self.settings))
         # Not of self, which would then wait for the garbage collector with all its memory.
-        self._grammars = GrammarCompiler(LlguidanceCompiler(lambda: text.tokenizer))
-        self._grammars_lock = threading.Lock()
+        self._grammars = grammars = GrammarCompiler(LlguidanceCompiler(lambda: text.tokenizer))
+        self._grammars_lock = lock = threading.Lock()
         refuse_prefill(self.settings, "an LLM")
         self._engine = build_engine(self.settings)
         if choose_device(self.settings.execution.device).type == "cuda":
-            self._grammars.warm_up()
+            self._engine.prepare_last(lambda: _locked(lock, grammars.warm_up))
         self._seeds = random.Random(self.settings.model.seed)
         self._names = itertools.count()
         self._enqueued: deque[_Batch] = deque()
@@ -652,6 +652,11 @@ class _Batch:
 
 _Ended = tuple["weakref.ref[_Job]", QuireError | None]
 """The end of an answer: whose it is, and why it will never be complete."""
+
+
+def _locked(lock: threading.Lock, work: Callable[[], None]) -> None:
+    with lock:
+        work()
 
 
 def _putting(job: _Job, ended: SimpleQueue[_Ended]) -> Callable[[QuireError | None], None]:

@@ -417,6 +417,7 @@ def test_an_engines_process_begins_as_written_down(calls: Calls, monkeypatch: py
     about = Description(40, 16, 64, 2048, 100, device="there", static_gauges={"a": 1.0})
     scheduler = SimpleNamespace(kv="blocks")
     built = SimpleNamespace(description=about, scheduler=scheduler, executor=None, close=calls.to("engine.close"))
+    built.prepare_last = lambda work: (calls.say("to be prepared", "last"), work())
     loop = SimpleNamespace(run=calls.to("loop.run", True))
     link = SimpleNamespace(set_inheritable=calls.to("link.set_inheritable"), close=calls.to("link.close"))
 

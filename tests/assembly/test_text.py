@@ -12,6 +12,7 @@ import pytest
 from quire.assembly.text import build_text
 from quire.config import Settings
 from quire.errors import InvalidModel
+from quire.weights.locate import embedded
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,3 +58,13 @@ def test_the_tokenizer_is_described_with_the_template_that_is_used(tmp_path: Pat
     own, given = (build_text(Settings.of(chat_template=one)).info() for one in (None, str(template)))
     assert given["chat_template"] == template.read_text() != own["chat_template"]
     assert own.items() - given.items() == {("chat_template", own["chat_template"])} and own["eos_token"]
+
+
+def test_a_folder_that_is_named_for_its_tokenizer_is_not_asked_for_a_model(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((embedded() / name).read_bytes())
+    for name in ("model-Q8_0.gguf", "model-Q4_K_M.gguf"):
+        (tmp_path / name).write_bytes(b"a model")
+    named, own = (build_text(Settings.of(tokenizer=one)) for one in (str(tmp_path), None))
+    assert named.tokenizer.encode("A little dog.") == own.tokenizer.encode("A little dog.")
+    assert named.info() == own.info()

@@ -573,12 +573,14 @@ def test_an_idle_engine_prepares_until_it_is_asked_for_something(monkeypatch: py
     with front, back:
         plain = SimConfig(pages=64, page_size=4, max_num_seqs=4, cost=StepCost(0.01, 0.001)).build(VirtualClock())
         engine = Engine(plain.scheduler, plain.executor, clock=plain.clock, prepare=prepare)
+        engine.prepare_last(lambda: prepared.append(-1))
         loop = EngineLoop(engine, back, dict, StepWatch())
         assert loop._receive() and prepared == [0, 0] and engine.can_step
         assert not engine.prepare() and loop._receive() and prepared == [0, 0]
         while engine.can_step:
             engine.step()
-        assert loop._receive() and prepared == [0] * 5
+        assert loop._receive() and prepared == [0] * 5 + [-1], "what is last is done once, when nothing else is left"
+        assert not engine.prepare() and prepared == [0] * 5 + [-1, 0]
 
 
 @pytest.mark.parametrize(("closing", "own", "told"), [(False, True, 1), (False, False, 0), (True, True, 0)])

@@ -161,9 +161,11 @@ def build_tokenizer(settings: Settings) -> Tokenizer:
 
 
 def _read(settings: Settings) -> tuple[Tokenizer, str | None]:
-    """The tokenizer, and a GGUF file's chat template."""
+    """The tokenizer, and a GGUF file's chat template. Of a folder that is named for its tokenizer, tokenizer.json comes
+    before GGUF files, of which there may be several."""
     folder = _tokenizer_folder(settings)
-    file = find_gguf(folder)
+    named = settings.model.tokenizer is not None and (folder / "tokenizer.json").is_file()
+    file = None if named else find_gguf(folder)
     facts = {} if file is None else read_gguf(file).facts
     if settings.model.skip_tokenizer_init:
         return NoTokenizer(read_eos(folder) if file is None else ends_of(facts)), None

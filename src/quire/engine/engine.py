@@ -59,6 +59,7 @@ class Engine:
     ) -> None:
         self.scheduler, self.executor, self.lookahead = scheduler, executor, lookahead
         self._prepare = prepare
+        self._prepare_last = list[Callable[[], None]]()
         self.clock: Clock = WallClock() if clock is None else clock
         self.observers = tuple(observers)
         self.step_budget = step_budget
@@ -420,7 +421,17 @@ class Engine:
     def prepare(self) -> bool:
         """While there is nothing to step, some hundredths of a second of what makes later steps faster. False: all of
         it is done."""
-        return not self.can_step and self._prepare()
+        if self.can_step:
+            return False
+        if self._prepare():
+            return True
+        if self._prepare_last:
+            self._prepare_last.pop()()
+        return False
+
+    def prepare_last(self, work: Callable[[], None]) -> None:
+        """Have `prepare` do this, too, once all else is done."""
+        self._prepare_last.append(work)
 
     def wait(self, seconds: float) -> None:
         """While there is nothing to step, and requests wait for blocks from another tier: return when some have
