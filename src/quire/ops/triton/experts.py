@@ -36,7 +36,18 @@ from quire.ops.base import (
 )
 from quire.ops.quantized import E4M3
 from quire.ops.ragged import RaggedBatch
-from quire.ops.triton.gemv import GemmConfig, lines, numbers, two
+from quire.ops.triton.gemv import (
+    BY_BLOCK,
+    BY_ROW,
+    UNSCALED,
+    GemmConfig,
+    lines,
+    numbers,
+    partial_sums,
+    row_scales,
+    row_sums,
+    two,
+)
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait, wait_and_release
 from quire.ops.triton.quantized_gemm import FOUR_AT_ONCE
 from quire.ops.triton.rounded_gemm import alike, multiplies_float8, round_rows, run_of
@@ -47,9 +58,6 @@ LEAST = tl.constexpr(-(1 << 63))
 
 PLAIN, E4M3_NUMBERS, BYTES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """How numbers of matrices are stored: see `expert_tile`."""
-
-UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What shares a scale: see `experts_kernel`."""
 
 
 @triton.jit
@@ -553,43 +561,6 @@ def combine_kernel(
         end = tl.where(share == 0.0, 0, columns)
         total += share * tl.load(y + row * columns + at, mask=at < end, other=0.0).to(tl.float32)
     tl.store(out + token * columns + at, total.to(out.dtype.element_ty), mask=at < columns)
-
-
-@triton.jit
-def row_scales(
-    scale, row, inside, scales, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr
-):  # fmt: skip
-    """The scales of rows of a matrix: [rows] of BY_ROW; of BY_BLOCK for each of TIMES * BLOCK_K columns, [rows, runs],
-    where `inside`."""
-    if SCALED == BY_ROW:
-        return (tl.load(scale + row, mask=inside, other=0.0),)
-    elif SCALED == BY_BLOCK:
-        made = ()
-        for i in tl.static_range(TIMES):
-            g = i * (BLOCK_K // RUN) + tl.arange(0, BLOCK_K // RUN)[None, :]
-            held = inside[:, None] & (g < scales)
-            made += (tl.load(scale + row[:, None] * scales + g, mask=held, other=0.0),)  # type: ignore[assignment]
-        return made
-    else:
-        return ()
-
-
-@triton.jit
-def partial_sums(y, factors, i: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr):
-    """Products y [rows, columns] as far as they are to be added up one by one: of BY_BLOCK, sums of runs, scaled."""
-    if SCALED == BY_BLOCK:
-        return tl.sum(tl.reshape(y, [y.shape[0], y.shape[1] // RUN, RUN]), 2) * factors[i]
-    else:
-        return y
-
-
-@triton.jit
-def row_sums(y, factors, SCALED: tl.constexpr):
-    """The rest of `partial_sums`: [rows]."""
-    y = tl.sum(y, 1)
-    if SCALED == BY_ROW:
-        y *= factors[0]
-    return y
 
 
 @kernel

@@ -339,10 +339,11 @@ class TritonOps(BaseOps):
         """As `linear`. Many rows are rounded to float8 where the matrix and the card have it; else numbers are
         dequantized on the way, or, for more rows than MAX_FUSED_ROWS, all of them beforehand."""
         weight, scale = matrix.weight, matrix.scale
-        if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
-            quick = gemv.scaled_gemm_config(len(x), len(weight) // num_parts(gate), x.shape[-1], num_parts(gate) == 2)
+        if weight.dtype is E4M3 and x.dtype is torch.bfloat16 and rounded_gemm.aligned_runs(matrix):
+            run, outputs = rounded_gemm.run_of(matrix), len(weight) // num_parts(gate)
+            quick = gemv.scaled_gemm_config(len(x), outputs, x.shape[-1], num_parts(gate) == 2, run)
             if quick is not None:
-                return gemv.gemv_linear(x, weight, bias, quick, self.card, gate, scale, self.arrived)
+                return gemv.gemv_linear(x, weight, bias, quick, self.card, gate, scale, self.arrived, run)
         if (rows := self.rounded(x, matrix)) is not None:
             return self.multiply_rounded(rows, matrix, bias, gate)
         fast = quantized_gemm.uses_fast_conversion(x, matrix, self.card)

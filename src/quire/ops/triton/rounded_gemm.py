@@ -287,11 +287,15 @@ def run_of(matrix: QuantizedMatrix) -> int:
 
 
 def multiplies_float8(matrix: QuantizedMatrix, card: DeviceInfo) -> bool:
-    """Whether e4m3 is multiplied with the matrix: on cards with such units, of runs that begin with the matrix and are
-    powers of two."""
+    """Whether e4m3 is multiplied with the matrix: on cards with such units."""
+    units = card.capability >= ADA or not any(card.capability)
+    return matrix.weight.dtype is E4M3 and aligned_runs(matrix) and units
+
+
+def aligned_runs(matrix: QuantizedMatrix) -> bool:
+    """Whether columns that share a scale are rows, or runs that begin with the matrix and are powers of two."""
     run = run_of(matrix)
-    whole = run == 0 or (run >= LEAST_RUN and run & (run - 1) == 0 and matrix.offset == 0)
-    return matrix.weight.dtype is E4M3 and whole and (card.capability >= ADA or not any(card.capability))
+    return run == 0 or (run >= LEAST_RUN and run & (run - 1) == 0 and matrix.offset == 0)
 
 
 LEAST_LIBRARY_ROWS, LEAST_NARROW_ROWS, NARROW = 129, 257, 4096
