@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,3 +58,56 @@ def test_weights_are_loaded_into_the_memory_that_a_host_has(device: str, monkeyp
     monkeypatch.setattr(engine, "choose_ops", lambda *args, **options: None)
     engine._load(Settings.of(), torch.device(device), None)
     assert given["room"] == (12_345 if device == "cpu" else math.inf)
+
+
+@pytest.mark.parametrize(
+    ("built", "found", "options", "done"),
+    [
+        (True, "cuda", {}, ["driver 0", "device auto", "context"]),
+        (True, "cuda", {"device": "cuda"}, ["driver 0", "device cuda", "context"]),
+        (True, "cpu", {}, ["driver 0", "device auto"]),
+        (True, "", {"device": "cuda"}, ["driver 0", "device cuda"]),
+        (True, "cuda", {"device": "cpu"}, []),
+        (True, "cuda", {"executor": "hf"}, []),
+        (True, "cuda", {"tensor_parallel_size": 2}, []),
+        (False, "cuda", {}, []),
+    ],
+)
+def test_a_context_is_begun_where_this_process_may_use_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, built: bool, found: str, options: dict[str, Any], done: list[str]
+) -> None:
+    """built: whether torch is. found: the device there is; none: it is refused."""
+    said = list[str]()
+
+    def choose(name: str) -> torch.device:
+        said.append(f"device {name}")
+        if not found:
+            raise InvalidConfig("no such device")
+        return torch.device(found)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if built else None)
+    monkeypatch.setattr(engine, "choose_device", choose)
+    monkeypatch.setattr(torch, "zeros", lambda size, device: said.append("context"))
+    driver = SimpleNamespace(cuInit=lambda flags: said.append(f"driver {flags}"))
+    monkeypatch.setattr(engine.ctypes, "CDLL", lambda name: driver)
+    engine.begin_context(Settings.of(**options))
+    for thread in threading.enumerate():
+        if thread.name == "gpu-context":
+            thread.join()
+    assert said == done
+
+
+def test_a_context_is_not_begun_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+
+    def absent(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(engine, "choose_device", lambda name: asked.append(name) or torch.device("cpu"))
+    monkeypatch.setattr(engine.ctypes, "CDLL", absent)
+    engine.begin_context(Settings.of())
+    for thread in threading.enumerate():
+        if thread.name == "gpu-context":
+            thread.join()
+    assert asked == ["auto"]

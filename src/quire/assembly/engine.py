@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -40,7 +41,7 @@ from quire.engine.engine import Engine
 from quire.engine.events import Observer
 from quire.engine.executor import Description, Executor
 from quire.engine.timing import LatencyController, PlanDelay
-from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
+from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError
 from quire.executors.local import LocalExecutor
 from quire.executors.ranks import Ranks
 from quire.layers.linear import ONE_RANK, ParallelGroup
@@ -436,13 +437,18 @@ def _load(
 
 def begin_context(settings: Settings) -> None:
     """Where this process will use a GPU, create its context in a thread: reading a model's text takes as long."""
-    device, local = choose_device(settings.execution.device), settings.executor.executor in ("auto", "local")
+    execution, local = settings.execution, settings.executor.executor in ("auto", "local")
 
     def create() -> None:
-        with suppress(RuntimeError):  # as will be met again
-            torch.zeros(1, device=device)
+        with suppress(OSError):
+            # Torch keeps Python's lock while it asks for devices, which the driver's start makes slow.
+            ctypes.CDLL("libcuda.so.1").cuInit(0)
+        with suppress(RuntimeError, QuireError):  # as will be met again
+            device = choose_device(execution.device)
+            if device.type == "cuda":
+                torch.zeros(1, device=device)
 
-    if device.type == "cuda" and local and not settings.execution.ranked:
+    if torch.version.cuda and execution.device != "cpu" and local and not execution.ranked:
         threading.Thread(target=create, name="gpu-context", daemon=True).start()
 
 

@@ -52,12 +52,11 @@ class VirtualClock:
 class LatencyController:
     """Bounds the tokens of a step by its predicted time, so that long prompts do not stall running requests.
 
-    target: seconds between tokens that prompts may cost running requests. LEAST times a step without prompts is the
-    bound where that is longer: a target below what the machine can do must not stop prompts. Nothing is bounded while
-    no request runs.
+    target: seconds between tokens that prompts may cost running requests. A step may always have as many tokens of
+    prompts as would take as long as the step does without, if each cost what the cheapest did: a target below what the
+    machine can do must not stop prompts, and where a step's cost is mostly its own, fewer tokens do not make it
+    shorter. Nothing is bounded while no request runs.
     """
-
-    LEAST = 1.5
 
     MIN_PROMPT_TOKENS = 16
     """Prompt tokens that a step may always feed."""
@@ -71,8 +70,8 @@ class LatencyController:
         if not running or each == 0.0:
             return UNLIMITED
         plain = step_times.without_prompts(running)
-        room = max(self.target, self.LEAST * plain) - plain
-        return running + max(int(room / each), self.MIN_PROMPT_TOKENS)
+        least = max(int(plain / step_times.cheapest_token()), self.MIN_PROMPT_TOKENS)
+        return running + max(int((self.target - plain) / each), least)
 
 
 class PlanDelay:

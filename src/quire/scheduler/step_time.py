@@ -106,6 +106,8 @@ class StepTimeModel(LineFit):
     """Similar steps without which `fastest` predicts nothing."""
     SIMILAR, FEW = 1.125, 8
     """A step is similar with at most so many times the tokens, and so many more: a few cost nothing."""
+    DEARER = 1.001
+    """How much more the cheapest token of a prompt costs with each step that has prompts, until a step is as cheap."""
     MANY = 64
     """Tokens of prompts that say what one costs."""
     NUM_DECODE = 12
@@ -118,7 +120,7 @@ class StepTimeModel(LineFit):
         self.num_steps = 0
         super().__init__()
         self._recent: deque[tuple[int, float]] = deque(maxlen=self.NUM_RECENT)
-        self._longest = self._rate = self._steep = 0.0
+        self._longest = self._rate = self._steep = self._cheap = 0.0
         self._max_tokens = 0
         self._plain = LineFit()
         self._decode: dict[tuple[int, int], deque[float]] = {}
@@ -165,6 +167,8 @@ class StepTimeModel(LineFit):
         """So many tokens of prompts added so much to a step. Few say nothing but that it is less than was thought."""
         each = max(seconds / num_tokens, self._steep / 2)
         self._steep = each if num_tokens >= self.MANY else min(each, self._steep)
+        if num_tokens >= self.MANY and each > 0.0:
+            self._cheap = min(each, self._cheap * self.DEARER or each)
 
     def _record_longest(self, num_tokens: int, seconds: float) -> None:
         self._longest = max(self._longest, seconds)
@@ -197,6 +201,10 @@ class StepTimeModel(LineFit):
         context; before any, by the line. It falls to half at most from one step to the next, so that one that was
         measured badly lets in few too many."""
         return self._steep or self.line()[1]
+
+    def cheapest_token(self) -> float:
+        """As `prompt_token`, of the step whose tokens cost least."""
+        return self._cheap or self.line()[1]
 
     def fit(self) -> StepCost:
         """The line through the steps so far, by least squares that forget; per_token is 0 while all were alike."""
