@@ -110,13 +110,14 @@ def lines(title: str, order: Sequence[Launch], steps: int, top: int) -> Iterator
 @click.argument("name", type=click.Choice(list(WORKLOADS)))
 @click.option("--batch", "batches", type=int, multiple=True, help="Sequences; the workload's, unless some are named.")
 @click.option("--top", default=20, show_default=True, help="Kernels shown.")
-def command(name: str, batches: Sequence[int], top: int) -> None:
+@click.option("--deterministic", is_flag=True, help="Answers that do not depend on the batch.")
+def command(name: str, batches: Sequence[int], top: int, deterministic: bool) -> None:
     """What each kernel adds to the prompts of a workload, and to its steps of decoding."""
     needed("`python -m benchmarks.profile` shows operators on a CPU")
     work = WORKLOADS[name]
     with tempfile.TemporaryDirectory() as folder:
         place = write(Path(folder), work.model, config=work.config)
-        options = {"max_num_seqs": 256, "latency_target_ms": 0.0, **work.options}
+        options = {"max_num_seqs": 256, "latency_target_ms": 0.0, "deterministic": deterministic, **work.options}
         with LLM(str(place), load_format="dummy", max_model_len=work.context, **options) as llm:
             capture_all(llm)
             for batch in batches or work.batches:

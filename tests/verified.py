@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--skip", type=int, default=0, help="so many of them, which ran before")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--requests", type=int, default=8)
@@ -118,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(asked.workers, mp_context=spawn) as pool:
         runs = {
             pool.submit(tried, kind, options, asked.device, asked.requests, asked.new): (i, kind, options)
-            for i, kind, options in draws(asked.seed, asked.count, kinds)
+            for i, kind, options in islice(draws(asked.seed, asked.count, kinds), asked.skip, None)
         }
         for run in as_completed(runs):
             if time.monotonic() - began > asked.seconds:
@@ -132,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 i, kind, options = runs[run]
                 changed = {name: value for name, value in options.items() if value != AXES[name][0]}
                 print(f"{i} {kind} {changed}: {what}: {why}", flush=True)
-    print(f"{dict(ended)} of {asked.count} in {time.monotonic() - began:.0f} s")
+    print(f"{dict(ended)} of {asked.count - asked.skip} in {time.monotonic() - began:.0f} s")
     print(f"seen: {dict(seen)}")
     return 1 if ended["differs"] or ended["failed"] else 0
 

@@ -107,6 +107,7 @@ def by_row(ops: TritonOps) -> None:
     ops.silu_mul(x)
     ops.gelu(x)
     ops.relu2(x)
+    ops.relu_mul(x)
     ops.xielu(x, XIELU(*torch.empty(3, 1)))
     ops.clamped_mul(x)
     angles = Angles(torch.empty(4, 64), torch.empty(4, 64))
@@ -429,7 +430,7 @@ def encoders(ops: TritonOps) -> None:
 
 
 def invariant(ops: BatchInvariantTritonOps) -> None:
-    """Products of any number of rows, cut into runs or not."""
+    """Products of any number of rows, cut into runs or not, and attention in cells: one a program, several, all."""
     for rows in (1, 32, 64, 200, 1000):
         ops.linear(halves(rows, 4096), halves(128, 4096))
         ops.linear(halves(rows, 4096), halves(4096, 4096))
@@ -438,8 +439,9 @@ def invariant(ops: BatchInvariantTritonOps) -> None:
     shapes = [(32, 8, 128, BF16), (4, 1, 256, BF16), (12, 12, 64, torch.float32), (8, 2, 128, torch.float32)]
     for heads, groups, dim, dtype in [*shapes, (24, 8, 80, BF16), (8, 8, 256, torch.float32)]:
         pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
-        for spans, n in ((4, 1), (2, 512)):
-            ops.attention(halves(spans * n, heads, dim, dtype=dtype), pool, batch(spans, n), Scores(dim**-0.5))
+        for spans, n, most in ((1, 1, 4096), (1, 1, 1 << 17), (64, 1, 4096), (2, 512, 4096)):
+            q, whole = halves(spans * n, heads, dim, dtype=dtype), replace(batch(spans, n), max_kv=most)
+            ops.attention(q, pool, whole, Scores(dim**-0.5))
 
 
 def single(ops: TritonOps) -> None:

@@ -61,7 +61,6 @@ def test_attention_that_sees_later_tokens_compiles(tmp_path: Path) -> None:
 def test_the_choice_of_what_is_attended_to_compiles(tmp_path: Path) -> None:
     assert compiled(90, 227, tmp_path, "indexed") >= {
         "index_store_kernel",
-        "index_turn_kernel",
         "index_scores_kernel",
         "index_choice_kernel",
         "latent_kernel",
@@ -70,7 +69,12 @@ def test_the_choice_of_what_is_attended_to_compiles(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_products_and_attention_of_any_batch_compile(tmp_path: Path) -> None:
-    assert compiled(90, 227, tmp_path, "invariant") == {"invariant_kernel", "attention_kernel", "tiles_kernel"}
+    assert compiled(90, 227, tmp_path, "invariant") == {
+        "invariant_kernel",
+        "attention_kernel",
+        "tiles_kernel",
+        "cells_kernel",
+    }
 
 
 def compiled(capability: int, kilobytes: int, cache: Path, *arguments: str) -> set[str]:

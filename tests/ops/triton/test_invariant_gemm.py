@@ -12,8 +12,9 @@ from quire.ops.base import Gate
 from quire.ops.gemm import autotuning
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import invariant_gemm
+from quire.ops.triton.gemv import GemmConfig
 from quire.ops.triton.invariant_gemm import runs_of, tile_of
-from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.launch import DeviceInfo, block
 from quire.ops.triton.ops import BatchInvariantTritonOps
 from tests.ops.triton.device import DEVICE
 from tests.ops.triton.test_batch_invariant import alike
@@ -45,6 +46,21 @@ def test_a_row_has_the_same_bits_in_any_batch_and_is_right(
     assert not OPS.arrived.any()
 
 
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize(("each", "inputs"), [(32, 512), (48, 300), (56, 256)])
+def test_a_tile_may_have_fewer_outputs_than_the_units_take(
+    gate: Gate, each: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    outputs = 2 * each + 40  # the last tile has few
+    x = torch.randn(3, inputs, dtype=KIND, device=DEVICE)
+    weight = torch.randn(outputs * (1 + bool(gate)), inputs, dtype=KIND, device=DEVICE) / inputs**0.5
+    monkeypatch.setattr(invariant_gemm, "WHOLE", 16)
+    usual = OPS.linear(x, weight, None, gate)
+    monkeypatch.setattr(invariant_gemm, "tile_of", lambda *_: GemmConfig(16, each, 64, 4, 3, 128))
+    assert torch.equal(OPS.linear(x, weight, None, gate), usual)
+
+
 def test_several_runs_are_added_in_order_whoever_computes_them() -> None:
     assert runs_of(40, 1100, False) == (768, 2)
     assert runs_of(2048, 8192, False) == (1024, 8)
@@ -63,8 +79,19 @@ def test_every_tile_divides_a_run_and_fits(gated: bool) -> None:
         for outputs in (64, 4096, 6144, 128256):
             tile = tile_of(rows, outputs, gated)
             assert invariant_gemm.RUN % tile.inputs == 0
-            assert tile.outputs % 64 == 0 and tile.warps % 4 == 0, "the matrix units take 64 outputs by four warps"
-            assert tile.fitted(card, 4 if gated else 2, 2).stages == tile.stages
+            whole = tile._replace(outputs=block(tile.outputs, 64))
+            assert whole.outputs % 64 == 0 and tile.warps % 4 == 0, "the matrix units take 64 outputs by four warps"
+            assert whole.fitted(card, 4 if gated else 2, 2).stages == tile.stages
+
+
+@pytest.mark.parametrize("outputs", [4096, 5120, 6144, 8192])
+def test_outputs_of_few_rows_are_dealt_out_to_every_multiprocessor(outputs: int) -> None:
+    each = tile_of(1, outputs, False).outputs
+    assert each <= 64 and 100 < -(-outputs // each) <= 128
+    for gated in (4096, 9728, 12288, 14336, 28672):
+        each = tile_of(1, gated, True).outputs
+        count = -(-gated // each)
+        assert (each <= 64 and count <= 128) or 230 < count <= 256 or 500 < count <= 512
 
 
 @pytest.mark.gpu

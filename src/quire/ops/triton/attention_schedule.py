@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.ragged import RaggedBatch, fields_of
+from quire.ops.triton.cells import cell_of, first_block, num_cells
 from quire.ops.triton.launch import DeviceInfo, block, kernel
 from quire.types import UNLIMITED
 
@@ -185,9 +186,9 @@ class Tiling(NamedTuple):
 
     share: query heads per K/V head. rows, columns: a tile's size, columns being tokens. least, most: queries of the
     spans that it is for. spread: programs among which blocks are divided, each span being one tile; 0: a piece is a
-    tile. run: the least blocks of a program. window, chunk: as in `Scores`. sharing: how spans share prefixes, after
-    which they begin; None: they do not. causal: no token sees a later one; otherwise a piece may go on to its span's
-    end, and ends where its tokens see no more.
+    tile. run: the least blocks of a program, twice as many where a span has more than `short`. window, chunk: as in
+    `Scores`. sharing: how spans share prefixes, after which they begin; None: they do not. causal: no token sees a
+    later one; otherwise a piece may go on to its span's end, and ends where its tokens see no more.
     """
 
     share: int
@@ -201,6 +202,8 @@ class Tiling(NamedTuple):
     sharing: PrefixSharing | None = None
     chunk: int = UNLIMITED
     causal: bool = True
+    cells: tuple[int, int] = (0, 0)
+    short: int = UNLIMITED
 
     def bound(self, batch: RaggedBatch) -> int:
         """The most pieces that there can be."""
@@ -208,6 +211,8 @@ class Tiling(NamedTuple):
         at_most = min(spans, tokens // self.least)
         if self.most * self.share > self.rows and at_most:
             at_most += tokens * self.share // self.rows
+        if self.cells[0]:
+            return max(1, at_most * num_cells(-(-batch.max_kv // self.columns), *self.cells))
         return max(1, at_most + self.spread)
 
 
@@ -227,12 +232,14 @@ ALONE = 6
 
 class AttentionSchedule(NamedTuple):
     """pieces [bound + 1, FIELDS] int32, of which `total` [1] are used. arrived [bound, G] int32, all 0 between kernels.
-    starts [spread + 1] int32: the first piece of each program; None: each program has one."""
+    several: a program may have several. starts [spread + 1] int32: the first piece of each program; None: each has one,
+    or every so many-th."""
 
     pieces: Tensor
     total: Tensor
     arrived: Tensor
     starts: Tensor | None
+    several: bool
 
 
 @triton.jit
@@ -308,9 +315,9 @@ def tiles_kernel(
 @kernel
 def shares_kernel(
     query_start, kv_len, begun, pieces, count, starts, spans, window, chunk, least, most,
-    COLUMNS: tl.constexpr, SPREAD: tl.constexpr, RUN: tl.constexpr, MOST: tl.constexpr, LONG: tl.constexpr,
-    ALONE: tl.constexpr, MANY: tl.constexpr, BEGUN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
-    FIELDS: tl.constexpr,
+    COLUMNS: tl.constexpr, SPREAD: tl.constexpr, RUN: tl.constexpr, SHORT: tl.constexpr, MOST: tl.constexpr,
+    LONG: tl.constexpr, ALONE: tl.constexpr, MANY: tl.constexpr, BEGUN: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_W: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program: all spans at once, a piece of each at a time. Spans are cut into pieces of up to `each` blocks; or,
     MANY and too many for that, program w has blocks w * each to (w + 1) * each of all spans laid end to end."""
@@ -322,7 +329,9 @@ def shares_kernel(
     seen = tl.where(chosen, (length + COLUMNS - 1) // COLUMNS - low, 0)
     end, blocks = tl.cumsum(seen, 0), tl.sum(seen, 0)
     begin = end - seen
-    each = tl.maximum((blocks + SPREAD - 1) // SPREAD, tl.maximum((tl.max(seen, 0) + MOST - 1) // MOST, RUN))
+    longest = tl.max(seen, 0)
+    least = tl.where(longest > SHORT, 2 * RUN, RUN)
+    each = tl.maximum((blocks + SPREAD - 1) // SPREAD, tl.maximum((longest + MOST - 1) // MOST, least))
     each = alone(seen, each, SPREAD, ALONE)
     splits = (seen + each - 1) // each
     even = tl.where(each >= LONG, tl.sum(splits, 0), 0) > (SPREAD if MANY else 1 << 30)
@@ -342,6 +351,26 @@ def shares_kernel(
             s, s * 0 + j, splits, parts, FIELDS)  # fmt: skip
         if MANY:
             tl.store(starts + mine + j, first + j, mask=here & (since >= tl.where(even, 0, 1 << 30)))
+
+
+@kernel
+def cells_kernel(
+    query_start, kv_len, pieces, count, spans, window, chunk, least, most,
+    COLUMNS: tl.constexpr, FINE: tl.constexpr, COARSE: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One program: all spans at once, a cell of each at a time."""
+    s = tl.arange(0, BLOCK_S)
+    token, n, length, chosen = spans_of(query_start, kv_len, s, spans, least, most)
+    low, high = first_visible(length - n, window, chunk) // COLUMNS, (length + COLUMNS - 1) // COLUMNS
+    since = cell_of(low, FINE, COARSE)
+    splits = tl.where(chosen & (high > low), cell_of(high - 1, FINE, COARSE) + 1 - since, 0)
+    first = tl.cumsum(splits, 0) - splits
+    tl.store(count, tl.sum(splits, 0))
+    for j in range(tl.max(splits, 0)):
+        begin, end = first_block(since + j, FINE, COARSE), first_block(since + j + 1, FINE, COARSE)
+        put(
+            pieces, first + j, j < splits, token, n, s * 0, length, tl.maximum(begin, low), tl.minimum(end, high), s,
+            s * 0 + j, splits, s * 0, FIELDS)  # fmt: skip
 
 
 class TokenSpans(NamedTuple):
@@ -400,17 +429,23 @@ def make_schedule(batch: AttentionPlan, tiling: Tiling, groups: int) -> Attentio
     pieces = torch.empty(bound + 1, FIELDS, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     arrived = torch.zeros(bound, groups, dtype=torch.int32, device=device)
-    several = tiling.spread > 0 and spans > FEW_SPANS
-    starts = torch.empty(tiling.spread + 1, dtype=torch.int32, device=device) if several else None
+    divided = tiling.spread > 0 and spans > FEW_SPANS and not tiling.cells[0]
+    starts = torch.empty(tiling.spread + 1, dtype=torch.int32, device=device) if divided else None
     about = tiling.window, tiling.chunk, tiling.least, tiling.most
     same = {"COLUMNS": tiling.columns, "BLOCK_S": size, "FIELDS": FIELDS, "num_warps": max(1, min(8, size // 32))}
+    if tiling.cells[0]:
+        fine, coarse = tiling.cells
+        cells_kernel[(1,)](
+            *(batch.query_start, batch.kv_len, pieces, count, spans, *about), FINE=fine, COARSE=coarse, **same
+        )
+        return AttentionSchedule(pieces, count, arrived, None, bound > 2 * tiling.spread)
     if tiling.spread:
         begun = batch.prefixes(tiling.sharing)[0].begun if tiling.sharing else batch.kv_len
         shares_kernel[(1,)](
             *(batch.query_start, batch.kv_len, begun, pieces, count, count if starts is None else starts),
             *(spans, *about),
-            SPREAD=tiling.spread, RUN=tiling.run, MOST=MOST_PIECES, LONG=MIN_SHARE_BLOCKS, ALONE=ALONE, MANY=several,
-            BEGUN=tiling.sharing is not None, BLOCK_W=block(tiling.spread + 1), **same,
+            SPREAD=tiling.spread, RUN=tiling.run, SHORT=tiling.short, MOST=MOST_PIECES, LONG=MIN_SHARE_BLOCKS,
+            ALONE=ALONE, MANY=divided, BEGUN=tiling.sharing is not None, BLOCK_W=block(tiling.spread + 1), **same,
         )  # fmt: skip
     else:
         tiles_kernel[(1,)](
@@ -420,7 +455,7 @@ def make_schedule(batch: AttentionPlan, tiling: Tiling, groups: int) -> Attentio
             CAUSAL=tiling.causal,
             **same,
         )
-    return AttentionSchedule(pieces, count, arrived, starts)
+    return AttentionSchedule(pieces, count, arrived, starts, divided)
 
 
 def spread(card: DeviceInfo, groups: int, a_card: int) -> int:

@@ -38,8 +38,25 @@ AHEAD = 512
 """Inputs that their programs prefetch before the preceding kernel has ended; a matrix is never written."""
 
 
+FEW = 16
+"""Rows up to which each multiprocessor gets as many outputs as the others: a program reads 35 to 53 GB/s at most, so 64
+programs leave half of an H200's bandwidth unused (measured)."""
+
+
+def even(outputs: int, programs: int) -> int:
+    """Outputs of a program where they are dealt out to so many evenly, or to several times as many: 32 to 64, in
+    eighths of what the matrix units take."""
+    turns = -(-outputs // (64 * programs))
+    each = -(-outputs // (turns * programs))
+    return max(32, -(-each // 8) * 8)
+
+
 def tile_of(rows: int, outputs: int, gated: bool) -> GemmConfig:
     """The tile for so many rows; the matrix units take 64 outputs by any number of rows."""
+    if rows <= FEW and outputs >= WHOLE and gated:
+        return GemmConfig(16, even(outputs, 2 * BUSY), 128, 4, 3)
+    if rows <= FEW and WHOLE <= outputs <= NARROW and not gated:
+        return GemmConfig(16, even(outputs, BUSY), 128, 4, 8, AHEAD)
     if not gated and WHOLE <= outputs <= NARROW and rows <= 256:
         if rows <= 64:
             return GemmConfig(block(rows, 16), 64, 128, 4, 8 if rows <= 32 else 6, AHEAD)
@@ -56,16 +73,19 @@ def tile_of(rows: int, outputs: int, gated: bool) -> GemmConfig:
 def invariant_kernel(
     x, weight, bias, out, parts, arrived, rows, outputs, inputs, length,
     GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, RUNS: tl.constexpr, SPLIT: tl.constexpr,
-    AHEAD: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    EACH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, RUNS: tl.constexpr,
+    SPLIT: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (rows, outputs, run): a tile of x [T, in] times weight [out, in]. EVEN: BLOCK_K divides inputs. SPLIT:
     one of RUNS runs of `length` inputs, which the last program adds up; else all of them, one after the other. AHEAD:
-    so many inputs of a matrix of one run are prefetched before the wait."""
-    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    so many inputs of a matrix of one run are prefetched before the wait. EACH: outputs of a tile, of whose BLOCK_N the
+    rest is not read."""
+    n, k = tl.program_id(1) * EACH + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    mine = tl.arange(0, BLOCK_N) < EACH
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     held = (r < rows)[:, None]
-    line = weight + tl.minimum(n, outputs - 1)[:, None].to(tl.int64) * inputs
+    last = tl.minimum(tl.program_id(1) * EACH + EACH, outputs) - 1
+    line = weight + tl.minimum(n, last)[:, None].to(tl.int64) * inputs
     far = tl.cast(outputs, tl.int64) * inputs
     source = x + r[:, None].to(tl.int64) * inputs
     if AHEAD > 0:
@@ -82,19 +102,29 @@ def invariant_kernel(
         for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
             at = start + k[None, :]
             value = tl.trans(tl.load(source + at, mask=held if EVEN else held & (at < inputs), other=0.0))
-            y = tl.dot(part(line, at, inputs, EVEN), value, y, input_precision=PRECISION)
+            y = tl.dot(some(line, at, mine, inputs, EVEN, EACH), value, y, input_precision=PRECISION)
             if GATE:
-                z = tl.dot(part(line + far, at, inputs, EVEN), value, z, input_precision=PRECISION)
+                z = tl.dot(some(line + far, at, mine, inputs, EVEN, EACH), value, z, input_precision=PRECISION)
         total += y
         if GATE:
             total_gate += z
     place = r[None, :].to(tl.int64) * outputs + n[:, None]
-    inside = (r < rows)[None, :] & (n < outputs)[:, None]
+    inside = (r < rows)[None, :] & ((n < outputs) & mine)[:, None]
     if not SPLIT:
         given(total, total_gate, bias, out, place, n[:, None], outputs, inside, GATE, ACT, BIAS)
     elif handed_in(total, total_gate, parts, arrived, GATE, RUNS, BLOCK_N, ROWS):
         total, total_gate = added_up(total, total_gate, parts, GATE, RUNS, BLOCK_N, ROWS)
         given(total, total_gate, bias, out, place, n[:, None], outputs, inside, GATE, ACT, BIAS)
+
+
+@triton.jit
+def some(line, at, mine, inputs, EVEN: tl.constexpr, EACH: tl.constexpr):
+    """As `part`, of those rows of the matrix that are `mine`, which are EACH."""
+    if mine.shape[0] == EACH:
+        return part(line, at, inputs, EVEN)
+    else:
+        held = mine[:, None] if EVEN else mine[:, None] & (at < inputs)
+        return tl.load(line + at, mask=held, other=0.0, eviction_policy="evict_first")
 
 
 def runs_of(outputs: int, inputs: int, gated: bool) -> tuple[int, int]:
@@ -143,16 +173,18 @@ def multiply(
     x = x.contiguous()
     rows, inputs = x.shape
     outputs, gated = weight.shape[0] // num_parts(gate), num_parts(gate) == 2
-    how = tile_of(rows, outputs, gated).fitted(card, weight.element_size() * num_parts(gate), x.element_size())
+    how = tile_of(rows, outputs, gated)
+    wide = block(how.outputs, 64)
+    fits = how._replace(outputs=wide).fitted(card, weight.element_size() * num_parts(gate), x.element_size())
     length, runs = cut
     across, columns = triton.cdiv(rows, how.rows), triton.cdiv(outputs, how.outputs)
     split = runs > 1 and across * columns < BUSY
-    size = runs * across * columns * 2 * how.rows * how.outputs
+    size = runs * across * columns * 2 * how.rows * wide
     parts = x.new_empty(size, dtype=torch.float32) if split else x
     invariant_kernel[(across, columns, runs if split else 1)](
         *(x, weight, x if bias is None else bias, out, parts, arrived, rows, outputs, inputs, length),
         GATE=gated, ACT=GATES[gate], BIAS=bias is not None, EVEN=inputs % RUN == 0, ROWS=how.rows,
-        BLOCK_N=how.outputs, BLOCK_K=how.inputs, STAGES=how.stages, RUNS=runs, SPLIT=split,
+        EACH=how.outputs, BLOCK_N=wide, BLOCK_K=how.inputs, STAGES=fits.stages, RUNS=runs, SPLIT=split,
         AHEAD=how.ahead if card.dependent else 0, PRECISION=card.precision, DEPENDENT=card.dependent,
         num_warps=how.warps, **card.options,
     )  # fmt: skip

@@ -41,7 +41,7 @@ FUSION = "enable_fp_fusion"
 class DeviceInfo:
     """A device as far as launches depend on it. sms: multiprocessors to be kept busy; with 0, work is split
     independently of the batch. dependent: kernels are launched dependently. shared: bytes of shared memory of a
-    program.
+    program. units: multiprocessors, also where work is so split, and divided among them without changing a bit.
 
     precision: how float32 tiles are multiplied; "tf32x3" is exact to float32 rounding on matrix units, "ieee" plain.
     """
@@ -52,6 +52,7 @@ class DeviceInfo:
     precision: str = "ieee"
     shared: int = 99 << 10
     options: Mapping[str, bool] = field(default_factory=lambda: MappingProxyType({}))
+    units: int = 132
 
     def launch(self, fresh: bool) -> Mapping[str, bool]:
         """Options of a launch; fresh: one that reads before its wait what the preceding kernel has made."""
@@ -83,7 +84,8 @@ class DeviceInfo:
         # Named, since Triton's defaults differ by version.
         options = MappingProxyType({FUSION: True} | ({PDL: True} if dependent else {}))
         shared = int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
-        return DeviceInfo(about.multi_processor_count, capability, dependent, "tf32x3", shared, options)
+        sms = about.multi_processor_count
+        return DeviceInfo(sms, capability, dependent, "tf32x3", shared, options, sms)
 
 
 class Kernel:
