@@ -242,7 +242,7 @@ def stationary_kernel(
 WARPS = 8
 """Of a program: more have too few registers for x."""
 
-MIN_ROWS, MAX_ROWS = 5, 16
+MIN_ROWS, MAX_ROWS = 2, 16
 
 LEAST_INPUTS, MOST_INPUTS = 2048, 4096
 """Inputs that have more than one turn, and of which registers hold x."""
