@@ -133,9 +133,15 @@ class Made:
             self.calls.lines.append("  to be prepared last:")
             work()
 
+        graphs = [False, True, True]
+
+        def prepared() -> bool:
+            self.calls.lines.append("  prepared")
+            return graphs.pop()
+
         def build(settings: Settings) -> Any:
             self.calls.lines.append(f"  an engine of {settings.model.model} with seed {settings.model.seed}")
-            return SimpleNamespace(description=about, prepare_last=prepared_last)
+            return SimpleNamespace(description=about, prepare=prepared, prepare_last=prepared_last)
 
         monkeypatch.setattr(llm, "located", lambda settings: settings)
         monkeypatch.setattr(llm, "build_text", lambda settings: text)

@@ -117,6 +117,9 @@ class LLM:
         refuse_prefill(self.settings, "an LLM")
         self._engine = build_engine(self.settings)
         if choose_device(self.settings.execution.device).type == "cuda":
+            # Now: the caller's thread may wait for the whole device later, and CUDA fails it while a graph is captured.
+            while self._engine.prepare():
+                pass
             self._engine.prepare_last(lambda: _locked(lock, grammars.warm_up))
         self._seeds = random.Random(self.settings.model.seed)
         self._names = itertools.count()

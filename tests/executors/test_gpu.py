@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from quire import LLM
 from quire.engine.engine import Engine
 from quire.engine.executor import Executor
 from quire.executors.local import CudaExecutor, LocalExecutor
@@ -221,6 +222,12 @@ def test_answers_are_the_same_while_graphs_are_still_captured(
         executor.reset()
     assert not queue.postponed and not queue.larger
     executor.close()
+
+
+def test_an_llm_captures_nothing_while_its_caller_may_wait_for_the_device() -> None:
+    with LLM("embedded", device="cuda", max_num_seqs=64, kv_cache_memory_bytes=1 << 28) as llm:
+        torch.cuda.synchronize()
+        assert not cast(CudaQueue, cast(CudaExecutor, llm._engine.executor).runner.queue).postponed
 
 
 def test_a_step_that_drafts_is_timed_and_leaves_no_trace(tmp_path_factory: pytest.TempPathFactory) -> None:
