@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import click
 import torch
 
 from quire import LLM
+from quire.errors import InvalidRequest
+from quire.structured_output.compiler import WARM_UP
 
 
 def needed(instead: str) -> None:
@@ -19,10 +23,13 @@ def needed(instead: str) -> None:
 
 def capture_all(llm: LLM) -> None:
     """Return when the engine has captured the graphs that it postponed: steps are no faster later, and another thread
-    may wait for the whole device, which breaks a capture."""
+    may wait for the whole device, which breaks a capture. So is the vocabulary for grammars read, which takes Python's
+    lock from steps for a second."""
 
     def work() -> None:
         while llm._engine.prepare():
             pass
 
     llm._thread._call(work)
+    with suppress(InvalidRequest):  # a vocabulary that has no grammars
+        llm._grammars._compile(WARM_UP)

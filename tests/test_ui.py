@@ -549,7 +549,7 @@ def test_an_answer_outlives_a_reload_and_the_server_in_its_middle(browser: Brows
         page.press("#say", "Enter")
         opened.wait(grown)
         mortal.process.kill()
-        page.locator(".talk .error").wait_for()
+        page.get_by_text("The connection ended before the answer did.").wait_for()
         assert page.get_by_role("button", name="Retry").is_visible()
         assert len(page.locator(".talk .assistant > .text").last.inner_text()) > 20
         assert page.locator("#send").inner_text() == "Send"

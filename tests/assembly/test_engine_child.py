@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import sys
 from pathlib import Path
 
@@ -50,12 +51,24 @@ def test_an_engine_whose_front_went_away_while_it_was_built_ends_at_once_without
     assert (tmp_path / "said").read_text() == ""
 
 
+def is_pipe(fd: str) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(int(fd)).st_mode)
+    except OSError:  # that of the listing itself
+        return False
+
+
 def test_a_server_that_goes_once_the_engine_is_built_is_for_its_loop_to_see(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     here, there = socket.socketpair()
     with ends_with_server(there):
         here.sendall(b"a message")
+        pipes = [
+            os.dup(int(fd)) for fd in os.listdir("/proc/self/fd") if is_pipe(fd)
+        ]  # as a process that is forked has
+    for fd in pipes:
+        os.close(fd)
     here.close()
     assert not ended
     with ends_with_server(there):

@@ -11,6 +11,7 @@ import pytest
 
 from quire.assembly import server
 from quire.config import Settings
+from quire.engine.executor import Description
 from quire.server.limits import Limits
 from tests.expected import check
 
@@ -151,3 +152,18 @@ def test_a_server_is_made_of_what_its_options_say(name: str, monkeypatch: pytest
         options = options | folders
     text = wired(monkeypatch, tmp_path, **options)
     check(Path(__file__).parent / "expected" / f"server-{name.replace(' ', '-')}.txt", text)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "rows", "said"),
+    [
+        (24, 8, "(24.00 KiB): 1 sequence of that length at once"),
+        (8192, 64, "(8.00 MiB): 64 sequences of that length at once"),
+        (33, 64, "(33.00 KiB): 2 sequences of that length at once"),
+    ],
+)
+def test_a_start_says_how_many_of_the_longest_sequences_run_at_once(blocks: int, rows: int, said: str) -> None:
+    about = Description(blocks, 16, rows, 256, 100, device="cpu", dtype="bfloat16", block_bytes=1024)
+    assert server.capacity(about, 256) == (
+        f"on cpu in bfloat16; context 256 tokens; KV cache of {blocks:,} blocks of 16 tokens {said}"
+    )

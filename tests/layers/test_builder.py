@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -310,3 +311,40 @@ def test_a_tile_takes_its_matrix_dtype_and_is_packed_when_its_last_part_has_come
             tile.release(tile.outline[part])
         assert len(done) == 1 and done[0].equal(wanted) and done[0].dtype is dtype
         assert tile.memory is None and len(spare) == 1
+
+
+def test_matrices_are_converted_beside_each_other_and_embeddings_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    together, order = threading.Barrier(2), list[str]()
+
+    class Slow(Plain):
+        def finalize(self) -> None:
+            if self.matrix.parts[0].name != "table":
+                together.wait(30)  # until another is converted, too
+            assert torch.is_inference_mode_enabled()
+            order.append(self.matrix.parts[0].name)
+
+    made = build(format=Slow)
+    made.column_parallel(("a",), 6, ((3, 1),))
+    made.column_parallel(("b",), 6, ((3, 1),))
+    made.embeddings.append(
+        Slow(
+            replace(made.matrices[0].matrix, parts=(made.matrices[0].matrix.parts[0]._replace(name="table"),)), made.ops
+        )
+    )
+    made.finalize()
+    assert order[0] == "table"
+    assert set(order[1:]) == {"a", "b"}
+
+
+def test_the_first_matrix_that_cannot_be_converted_says_why() -> None:
+    class Broken(Plain):
+        def finalize(self) -> None:
+            raise InvalidModel(f"{self.matrix.parts[0].name} is corrupt")
+
+    made = build(format=Broken)
+    for name in "abc":
+        made.column_parallel((name,), 6, ((3, 1),))
+    with pytest.raises(InvalidModel, match="a is corrupt"):
+        made.finalize()

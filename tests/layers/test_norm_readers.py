@@ -39,7 +39,7 @@ class Recorded(TritonOps):
         ("mixtral-gqa", "auto", 3 * ["router"]),
         ("mixtral-gqa", "fp8", 3 * ["matrix", "router"]),
         ("deepseek_v2-plain-queries", "auto", 2 * ["router"]),  # the first layer has no experts
-        ("qwen3_next-shared-keys", "fp8", ["router", "matrix", *3 * ["router"]]),  # one layer has attention
+        ("qwen3_next-shared-keys", "fp8", 4 * ["matrix", "router"]),
         ("gemma2-gqa", "fp8", ["matrix"]),  # what is added has norms of its own
         ("nemotron-gqa", "fp8", 3 * ["matrix"]),  # an MLP without a gate
     ],

@@ -84,8 +84,8 @@ def ends_with_server(link: socket.socket) -> Iterator[None]:
     which nothing reads the link, and the memory that the server's successor needs."""
     stopped, stop = os.pipe()
     poll = select.poll()
-    for ended in (link.fileno(), stopped):
-        poll.register(ended, 0)  # hanging up is always said
+    poll.register(link.fileno(), 0)  # hanging up is always said
+    poll.register(stopped, select.POLLIN)
 
     def watch() -> None:
         if any(number != stopped for number, _ in poll.poll()):
@@ -96,8 +96,9 @@ def ends_with_server(link: socket.socket) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(stop)
+        os.write(stop, b".")  # closing it says nothing while a process that was forked meanwhile has it
         watching.join()
+        os.close(stop)
         os.close(stopped)
 
 

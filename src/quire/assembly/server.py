@@ -243,13 +243,13 @@ def _log_ready(text: Text, backend: NativeBackend, started: float, url: str) -> 
 
 
 def capacity(about: Description, length: int) -> str:
-    """Where a model runs, and how many conversations of `length` tokens its K/V cache holds."""
+    """Where a model runs, and how many sequences of `length` tokens its K/V cache holds."""
     held = about.num_blocks // -(-length // about.block_size)
-    most = about.num_rows // (1 + about.lookahead)
+    most = min(held, about.num_rows // (1 + about.lookahead))
     return (
         f"on {about.device} in {about.dtype}; context {length:,} tokens; KV cache of {about.num_blocks:,} blocks of "
-        f"{about.block_size} tokens ({amount(about.num_blocks * about.block_bytes)}): {min(held, most)} "
-        "conversations of that length at once"
+        f"{about.block_size} tokens ({amount(about.num_blocks * about.block_bytes)}): "
+        f"{most} {'sequence' if most == 1 else 'sequences'} of that length at once"
     )
 
 

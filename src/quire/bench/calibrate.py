@@ -72,8 +72,8 @@ def command(settings: Settings, output: Path, seconds: float, recording: Path | 
         found = measure(settings, seconds)
     else:
         sampler, stages = recorded_steps(recording)
-        said = {**about(settings), "recording": recording.name}
-        found = fit(sampler.samples, said, stages=stages, shares=layer_shares(settings, stages))
+        details = {**about(settings), "recording": recording.name}
+        found = fit(sampler.samples, details, stages=stages, shares=layer_shares(settings, stages))
         found = replace(found, copies=fit_copies(recorded_copies(recording)))
     found.write(output)
     if found.error > LARGE_ERROR:
@@ -181,8 +181,8 @@ def measure(settings: Settings, seconds: float) -> Calibration:
         device, stages = engine.description.device, engine.scheduler.groups
     finally:
         engine.close()
-    said = {**about(settings), "device": device}
-    return fit(sampler.samples[_WARM_UP:], said, stages=stages, shares=layer_shares(settings, stages))
+    details = {**about(settings), "device": device}
+    return fit(sampler.samples[_WARM_UP:], details, stages=stages, shares=layer_shares(settings, stages))
 
 
 def _mixes(engine: Engine) -> Any:

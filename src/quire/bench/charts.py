@@ -72,11 +72,11 @@ def bars(rows: Sequence[Row]) -> list[str]:
             ratio = times(row, row["ours"])
             axes.barh(at, ratio, 0.66, color=COLOURS[0] if ratio >= 1 else COLOURS[1], alpha=0.85)
             unit = "ms a token" if slow(row) else "tokens/s"
-            said = f"{plain(rounded(row['ours']), None)} / {plain(rounded(row['peer']), None)} {unit}"
+            shown = f"{plain(rounded(row['ours']), None)} / {plain(rounded(row['peer']), None)} {unit}"
             goal = times(row, row["target"]) if row.get("target") else ratio
             axes.plot([goal] * 2, [at - 0.4, at + 0.4], color=GREY, linewidth=1.4)
             end, apart = (max(ratio, goal), at), "offset points"
-            axes.annotate(said, end, xytext=(4, 0), textcoords=apart, va="center", fontsize=7.5)
+            axes.annotate(shown, end, xytext=(4, 0), textcoords=apart, va="center", fontsize=7.5)
         axes.axvline(1.0, color=GREY, linewidth=0.9)
         axes.set_yticks(range(len(kept)), [named(row) for row in kept])
         axes.grid(visible=False, axis="y")
@@ -139,8 +139,8 @@ def cost_and_goodput(rows: Sequence[Row]) -> Figure:
         points = [(row["good_s"], cost_of(row)) for row in group]
         axes.plot(*zip(*points, strict=True), "-", marker="o", ms=4, color=colour, label=name)
         for row, point in zip(group, points, strict=True):
-            said = f"{row['replicas']}" + ("" if not row.get("chosen") or len(group) == 1 else " *")
-            axes.annotate(said, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
+            shown = f"{row['replicas']}" + ("" if not row.get("chosen") or len(group) == 1 else " *")
+            axes.annotate(shown, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
     axes.set_xlabel("requests a second within the goals")
     axes.set_ylabel("cost" if priced else "replica hours")
     axes.set_xlim(left=0)

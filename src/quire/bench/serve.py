@@ -167,8 +167,8 @@ def command(
     if path is not None:
         click.echo(f"{path} holds all results; `quire bench report {path}` plots them")
     if not any(row["ok"] for row in found):
-        said = asyncio.run(refusal(replace(job, prompts=levels[0].prompts, output_lens=levels[0].output_lens)))
-        raise click.ClickException(f"{base_url} answered no request{refused(found[0])}; it says: {said}")
+        summary = asyncio.run(refusal(replace(job, prompts=levels[0].prompts, output_lens=levels[0].output_lens)))
+        raise click.ClickException(f"{base_url} answered no request{refused(found[0])}; it says: {summary}")
 
 
 def _origin(url: str) -> Origin:
@@ -247,8 +247,8 @@ def measured(results: Sequence[ClientResult], goals: Mapping[str, float]) -> dic
 
 def summary_line(row: Mapping[str, Any]) -> str:
     """One line about one level."""
-    said = f"{row['level']}: {row['ok']} of {row['requests']} answered, {row['tokens_s']:,.0f} tokens/s"
-    return said + refused(row)
+    summary = f"{row['level']}: {row['ok']} of {row['requests']} answered, {row['tokens_s']:,.0f} tokens/s"
+    return summary + refused(row)
 
 
 def refused(row: Mapping[str, Any]) -> str:

@@ -58,4 +58,4 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _about(found: Mapping[str, Any]) -> str:
     lines = [*found["runs"][0]["describes"], ("goals, milliseconds", json.dumps(found["goals"]))]
-    return "".join(f"<dt>{escape(name)}</dt><dd>{escape(said)}</dd>" for name, said in lines)
+    return "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in lines)

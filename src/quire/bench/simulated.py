@@ -112,10 +112,10 @@ def build_model(
         raise InvalidConfig("only models of Quire's own layers can be simulated", param="model")
     asked = need(settings, facts, room, where)
     if not asked.fits:
-        said = dict(plan_lines(settings, facts, room, where))
+        lines = dict(plan_lines(settings, facts, room, where))
         raise InvalidConfig(
-            f"the model does not fit {amount(room)}: {said['fits'].removeprefix('no: ')}. "
-            f"Smallest change: {said['smallest change']}",
+            f"the model does not fit {amount(room)}: {lines['fits'].removeprefix('no: ')}. "
+            f"Smallest change: {lines['smallest change']}",
             param="model",
         )
     check_stages(settings, where)

@@ -114,8 +114,10 @@ def start(settings: Settings, environ: Mapping[str, str]) -> dict[str, float]:
                         times[measure] = time.perf_counter() - began
         if process.returncode:
             log.seek(0)
-            said = log.read().strip().splitlines()
-            raise InvalidModel(said[-1]) if process.returncode == 2 else QuireError("\n".join(["no start", *said[-8:]]))
+            output = log.read().strip().splitlines()
+            if process.returncode == 2:
+                raise InvalidModel(output[-1])
+            raise QuireError("\n".join(["no start", *output[-8:]]))
     return times
 
 

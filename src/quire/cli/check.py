@@ -107,8 +107,8 @@ def command(ctx: click.Context, settings: Settings, every: bool) -> None:
     for i, name in enumerate(names, 1):
         found = checked(name, family(settings, name) if every else settings)
         failed += bool(found.error)
-        said = f"FAILED: {found.error}" if found.error else f"{found.seconds:.1f} s"
-        click.echo(f"{i} of {len(names)}  {found.name}  {said}")
+        status = f"FAILED: {found.error}" if found.error else f"{found.seconds:.1f} s"
+        click.echo(f"{i} of {len(names)}  {found.name}  {status}")
     click.echo(f"{len(names) - failed} of {len(names)} answered")
     ctx.exit(1 if failed else 0)
 
@@ -174,11 +174,11 @@ class Answer(NamedTuple):
 def answers(engine: Engine, prompts: list[tuple[int, ...]], sampling: SamplingParams) -> list[Answer]:
     """Answers to prompts at once. Raises InvalidModel for one that fails."""
     new = NEW if sampling.pooling is None else 1
-    said = {engine.submit(prompt, new, sampling=sampling): Answer() for prompt in prompts}
+    made = {engine.submit(prompt, new, sampling=sampling): Answer() for prompt in prompts}
     while engine.has_pending_work:
         for event in engine.step():
             if event.error is not None:
                 raise InvalidModel(str(event.error))
-            before = said[event.id]
-            said[event.id] = Answer(before.tokens + tuple(event.tokens), before.pooled + event.pooled)
-    return list(said.values())
+            before = made[event.id]
+            made[event.id] = Answer(before.tokens + tuple(event.tokens), before.pooled + event.pooled)
+    return list(made.values())

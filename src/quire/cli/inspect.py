@@ -287,11 +287,11 @@ def show(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 def describe_ropes(ropes: Sequence[RopeConfig]) -> str:
     """The rotary embeddings of all layers in words."""
-    said = list(dict.fromkeys(describe_rope(rope) for rope in ropes if rope.dim))
+    shown = list(dict.fromkeys(describe_rope(rope) for rope in ropes if rope.dim))
     without = sum(not rope.dim for rope in ropes)
-    if said and without:
-        said.append(f"none in {without} of {len(ropes)} layers")
-    return "; ".join(said) or "none"
+    if shown and without:
+        shown.append(f"none in {without} of {len(ropes)} layers")
+    return "; ".join(shown) or "none"
 
 
 def describe_rope(rope: RopeConfig) -> str:

@@ -155,59 +155,62 @@ def _under_way(again: Replay) -> list[str]:
 # -------------------------------------------------------------------- for people
 
 
-def _show(again: Replay, said: dict[str, Any], console: Console) -> None:
+def _show(again: Replay, facts: dict[str, Any], console: Console) -> None:
     """Print a recording's report."""
 
     def say(line: str, style: str = "") -> None:
         console.print(Text(escape_control(line), style=style))
 
-    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(said["began"]))
-    say(f"recording {said['number']}: quire {said['quire']}, from {when} on, {said['seconds']:.3f} s", "bold")
-    for note in said["notes"]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(facts["began"]))
+    say(
+        f"recording {facts['number']}: quire {facts['quire']}, from {when} on, {facts['seconds']:.3f} s",
+        "bold",
+    )
+    for note in facts["notes"]:
         say(f"note: {note}", "yellow")
-    if "step" in said:
-        _step(said["step"], say)
-    elif "request" in said:
-        for life in said["request"]:
+    if "step" in facts:
+        _step(facts["step"], say)
+    elif "request" in facts:
+        for life in facts["request"]:
             say(f"{life['id']}: {life['summary']}", "bold")
             for event in life["events"]:
                 say(f"  {event['at'] * 1e3:10.2f} ms  {event['says']}")
-    elif said["requests"]:
-        _summary(said, say)
+    elif facts["requests"]:
+        _summary(facts, say)
     else:
         say("the recording has no requests")
-    if said["under_way"]:
+    if facts["under_way"]:
         say("under way when the recording ended:", "bold")
-        for line in said["under_way"]:
+        for line in facts["under_way"]:
             say(f"  {line}")
-    _verdict(again, said, say, console)
+    _verdict(again, facts, say, console)
 
 
-def _summary(said: dict[str, Any], say: Any) -> None:
-    settings = said["settings"]
+def _summary(facts: dict[str, Any], say: Any) -> None:
+    settings = facts["settings"]
     say("  " + ", ".join(f"{name} {value}" for name, value in settings.items()))
-    first, last = said["steps"]
-    ended = ", ".join(f"{n} {name}" for name, n in said["ended"].items()) or "none"
-    say(f"steps {first} to {last}: {said['tokens']} tokens made, {said['fed']} fed")
-    say(f"requests {said['requests']}: ended {ended}")
-    time = said["time"]
+    first, last = facts["steps"]
+    ended = ", ".join(f"{n} {name}" for name, n in facts["ended"].items()) or "none"
+    say(f"steps {first} to {last}: {facts['tokens']} tokens made, {facts['fed']} fed")
+    say(f"requests {facts['requests']}: ended {ended}")
+    time = facts["time"]
     say("time: " + ", ".join(f"{seconds:.3f} s {_PARTS[name]}" for name, seconds in time.items()))
-    lost = said["preemptions"]
+    lost = facts["preemptions"]
     say(
-        f"preemptions {lost['count']} ({lost['tokens_again']} tokens to compute again), evictions {said['evictions']}, "
-        f"discarded spans {said['discarded_spans']}, failed steps {said['failures']}"
+        f"preemptions {lost['count']} ({lost['tokens_again']} tokens to compute again), "
+        f"evictions {facts['evictions']}, discarded spans {facts['discarded_spans']}, failed steps {facts['failures']}"
     )
     for each in lost["each"][:20]:
         say(f"  step {each['step']}: {each['says']}")
     if lost["count"] > 20:
         say(f"  and {lost['count'] - 20} more (--json has {len(lost['each'])})")
-    for what, counts in said["tiers"].items():
+    for what, counts in facts["tiers"].items():
         say(f"tiers: {what.replace('_', ' ')} " + ", ".join(f"{n} {name}" for name, n in counts.items()))
-    for name, about in said["waited"].items():
+    for name, about in facts["waited"].items():
         say(f"the queue waited {about['seconds']:.3f} s, {about['steps']} steps, for {MISSING.get(name, name)}")
-    if said["longest_steps"]:
+    if facts["longest_steps"]:
         say("longest steps:")
-    for step in said["longest_steps"]:
+    for step in facts["longest_steps"]:
         say(f"  step {step['step']}: {step['seconds'] * 1e3:.2f} ms, {step['rows']} rows, {step['fed']} tokens fed")
 
 
@@ -224,10 +227,10 @@ def _step(step: dict[str, Any], say: Any) -> None:
     say("  after it: " + ", ".join(f"{name} {value}" for name, value in step["after"].items()))
 
 
-def _verdict(again: Replay, said: dict[str, Any], say: Any, console: Console) -> None:
+def _verdict(again: Replay, facts: dict[str, Any], say: Any, console: Console) -> None:
     departure = again.divergence
     if departure is None:
-        broke = f"; the engine broke as it did then: {said['crash']}" if said["crash"] else ""
+        broke = f"; the engine broke as it did then: {facts['crash']}" if facts["crash"] else ""
         say(f"every decision is the same{broke}", "bold green")
         return
     say(f"departs at step {departure.step}: {departure.what}", "bold red")

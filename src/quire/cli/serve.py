@@ -43,12 +43,14 @@ def warnings(settings: Settings) -> list[str]:
     host, access = settings.server.host, settings.access
     if loopback(host):
         return []
-    said = []
+    exposed = []
     if not settings.server.api_key:
         pages = "" if access.allowed_hosts else " (without a key, --allowed-hosts keeps out web pages)"
-        said.append(f"anyone who can connect to {host} can use this server: set --api-key{pages}")
+        exposed.append(f"anyone who can connect to {host} can use this server: set --api-key{pages}")
     if not (settings.server.api_key or access.admin_key):
-        said.append(f"anyone who can connect to {host} can see the traffic metrics: set --admin-key")
+        exposed.append(f"anyone who can connect to {host} can see the traffic metrics: set --admin-key")
     if access.ssl_keyfile is None:
-        said.append(f"connections to {host} are not encrypted, API keys included: set --ssl-keyfile and --ssl-certfile")
-    return said
+        exposed.append(
+            f"connections to {host} are not encrypted, API keys included: set --ssl-keyfile and --ssl-certfile"
+        )
+    return exposed

@@ -103,10 +103,10 @@ class HfModel:
             # An empty list would keep every token's: 0 means all to transformers.
             given["logits_to_keep"] = torch.tensor(list(kept) or [tokens.shape[1] - 1], device=self.device)
             return self.model(tokens.to(self.device), **given)
-        said = self.model(tokens.to(self.device), **given)
+        output = self.model(tokens.to(self.device), **given)
         if kept is not None:
-            said.logits = said.logits[:, list(kept)]
-        return said
+            output.logits = output.logits[:, list(kept)]
+        return output
 
     def _groups(self, batch: RaggedBatch) -> Iterator[Places]:
         """Spans that are fed in one forward: of as many tokens each, and of similar length if they are short."""

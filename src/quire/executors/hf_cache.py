@@ -250,9 +250,9 @@ class PagedCache(Past):
         if self.held:
             # Without K/V there are no columns, and no spans of different length, to mask.
             given["attention_mask"] = places.mask.to(device)
-        said = self.feed_model(places.tokens, kept, use_cache=True, **given)
+        output = self.feed_model(places.tokens, kept, use_cache=True, **given)
         self._keep(places, cache)
-        logits: Tensor = said.logits
+        logits: Tensor = output.logits
         return logits
 
     def _cache_layers(self, places: Places, kv: Sequence[LayerKV]) -> list[Any]:
@@ -367,8 +367,8 @@ class OneByOne(Past):
             raise StepFailed(f"block {block} holds {len(known)} tokens, not {past}")
         self.tokens[block] = torch.cat([known, tokens])
         if not self.keeps:
-            said = self.feed_model(self.tokens[block][None], [past + i for i in kept], use_cache=False)
-            return said.logits  # type: ignore[no-any-return]
+            output = self.feed_model(self.tokens[block][None], [past + i for i in kept], use_cache=False)
+            return output.logits  # type: ignore[no-any-return]
         pieces = [tokens] if not past or not self.singly else [tokens[i : i + 1] for i in range(len(tokens))]
         made, at = list[Tensor](), 0
         for piece in pieces:
@@ -381,9 +381,11 @@ class OneByOne(Past):
         cache = self.caches.get(block) if past else None
         if not past:
             self.caches.pop(block, None)
-        said = self.feed_model(tokens[None], kept, use_cache=True, state=cache, **named(cache))
-        self.caches[block] = next((said[name] for name in (*CACHE_NAMES, "state") if said.get(name) is not None), None)
-        logits: Tensor = said.logits
+        output = self.feed_model(tokens[None], kept, use_cache=True, state=cache, **named(cache))
+        self.caches[block] = next(
+            (output[name] for name in (*CACHE_NAMES, "state") if output.get(name) is not None), None
+        )
+        logits: Tensor = output.logits
         return logits
 
     def reset(self) -> None:

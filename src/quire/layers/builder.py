@@ -59,6 +59,7 @@ from quire.layers.quantization.deferred import Deferred
 from quire.layers.quantization.gguf import GgufStorage, Tables, no_table
 from quire.layers.vision import Patches, VisionConfig
 from quire.ops.base import XIELU, DeltaWeights, ExpertBiases, Gate, Norm, Norms, Ops, ScanWeights
+from quire.ops.threads import single_threads
 
 Kind = TypeVar("Kind")
 
@@ -113,6 +114,26 @@ class ExpertStack(NamedTuple):
     name: str
     transposed: bool
     interleaved: bool
+
+
+CONVERTERS = 16
+"""Threads at most: their operations are so short that more would wait for Python's lock."""
+
+
+def finalize_all(stored: Sequence[WeightStorage], device: torch.device) -> None:
+    """Convert matrices to their final form. Raises the error of the first that fails."""
+
+    @torch.inference_mode()
+    def convert(each: WeightStorage) -> None:
+        each.finalize()
+
+    if device.type != "cpu" or len(stored) < 2:
+        for each in stored:
+            convert(each)
+        return
+    with single_threads(min(CONVERTERS, torch.get_num_threads()), "convert") as pool:
+        for _ in pool.map(convert, stored):
+            pass
 
 
 class ModelBuilder:
@@ -228,17 +249,18 @@ class ModelBuilder:
             self.format = self.format.renamed(prefixes)
 
     def finalize(self, *, late: tuple[type[WeightStorage], ...] = ()) -> None:
-        """Convert every matrix to its final form once all slots are filled, one matrix at a time.
+        """Convert every matrix to its final form once all slots are filled: one at a time, on a CPU one a thread.
 
         Slots are dropped first, so that a matrix's loaded tensors are freed as soon as it is converted. late: kinds of
         storage that wait for another call, and are multiplied by as they were loaded until then.
         """
         self.slots.clear()
         every = [*self.embeddings, *self.matrices]
-        for i, stored in enumerate(every):
-            if i not in self.finalized and not isinstance(stored, late):
-                stored.finalize()
-                self.finalized.add(i)
+        wanted = [i for i, each in enumerate(every) if i not in self.finalized and not isinstance(each, late)]
+        first = [i for i in wanted if i < len(self.embeddings)]  # a tied head is made of one
+        for some in (first, wanted[len(first) :]):
+            finalize_all([every[i] for i in some], self.device)
+        self.finalized.update(wanted)
         if len(self.finalized) < len(every):
             return
         for several in self.unjoined:

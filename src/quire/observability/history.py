@@ -130,7 +130,7 @@ class History(Observer):
 
     def on_step(self, record: StepRecord) -> None:
         """A step was committed."""
-        plan, stories, now = record.plan, self.requests, record.committed
+        plan, entries, now = record.plan, self.requests, record.committed
         self.dropped = []
         if record.gauges.prefix_cache_resets != self._resets:
             self._resets, self.emptied = record.gauges.prefix_cache_resets, record.planned
@@ -145,21 +145,21 @@ class History(Observer):
             self._add_chunks(record)
         for event in record.events:
             if event[1]:
-                story = stories[event[0]]
-                if story.first is None:
-                    story.first = now
-                story.generated += len(event[1])
-                story.times.extend([now] * len(event[1]))
+                entry = entries[event[0]]
+                if entry.first is None:
+                    entry.first = now
+                entry.generated += len(event[1])
+                entry.times.extend([now] * len(event[1]))
         for ended in record.ended:
             self.on_end(ended)
 
     def on_end(self, ended: Completed) -> None:
         """A request finished; drop the oldest finished ones beyond the limits."""
-        story = self.requests[ended.id]
-        story.ended, story.finish, story.waiting = ended.finished, ended.finish, False
-        story.tokens.extend(ended.tokens)
-        self.ended.append(story)
-        self._kept += len(story.tokens)
+        entry = self.requests[ended.id]
+        entry.ended, entry.finish, entry.waiting = ended.finished, ended.finish, False
+        entry.tokens.extend(ended.tokens)
+        self.ended.append(entry)
+        self._kept += len(entry.tokens)
         while len(self.ended) > self._keep or (self._kept > self._most and len(self.ended) > 1):
             old = self.ended.popleft()
             self._kept -= len(old.tokens)
@@ -172,9 +172,9 @@ class History(Observer):
         """A step failed: these requests start again, and no block keeps its content."""
         self.writers.clear()
         for id in suspects:
-            story = self.requests[id]
-            story.note(Note(now, 0, "failed", reason))
-            story.held, story.waiting = [], True
+            entry = self.requests[id]
+            entry.note(Note(now, 0, "failed", reason))
+            entry.held, entry.waiting = [], True
 
     # ---------------------------------------------------------------- one step
 
@@ -182,29 +182,29 @@ class History(Observer):
         opened = iter(record.plan.new_sequences)
         sequences = {seq.row: seq for seq in record.seqs} if record.plan.new_sequences else {}
         for what, id, by, n in record.decisions:
-            story = self.requests.get(id)
+            entry = self.requests.get(id)
             row = next(opened).row if what == "opened" else -1
-            if story is None or story.ended is not None:
+            if entry is None or entry.ended is not None:
                 continue
             if what == "opened":
-                story.held, story.hits, story.waiting = [], n, False
-                if story.first is None:
-                    story.cached, story.resumed = n, record.planned
+                entry.held, entry.hits, entry.waiting = [], n, False
+                if entry.first is None:
+                    entry.cached, entry.resumed = n, record.planned
                     if (seq := sequences.get(row)) is not None:
-                        story.diverged_at = seq.diverged_at
-                        story.from_host, story.from_disk = seq.num_from_host, seq.num_from_disk
-                        story.from_remote, story.transfer = seq.num_from_remote, seq.transfer
-                self._rows[row] = story
-                if story.opened is None:
-                    story.opened = record.planned
+                        entry.diverged_at = seq.diverged_at
+                        entry.from_host, entry.from_disk = seq.num_from_host, seq.num_from_disk
+                        entry.from_remote, entry.transfer = seq.num_from_remote, seq.transfer
+                self._rows[row] = entry
+                if entry.opened is None:
+                    entry.opened = record.planned
             elif what == "waits":
                 self._add_wait(record, id, by)
                 continue
             elif what == "preempted":
-                self.dropped += story.held
-                story.held, story.waiting = [], True
-                story.preemptions += 1
-            story.note(Note(record.planned, record.number, what, by, n, len(record.seqs)))
+                self.dropped += entry.held
+                entry.held, entry.waiting = [], True
+                entry.preemptions += 1
+            entry.note(Note(record.planned, record.number, what, by, n, len(record.seqs)))
 
     def _add_wait(self, record: StepRecord, id: str, missing: str) -> None:
         if self.waits and self.waits[-1][2:] == (id, missing):
@@ -215,24 +215,24 @@ class History(Observer):
     def _add_blocks(self, record: StepRecord) -> None:
         writers, size = self.writers, self.block_size
         for row, pages in record.plan.new_blocks:
-            story = self._rows.get(row)
-            if story is None:
+            entry = self._rows.get(row)
+            if entry is None:
                 continue
-            held = story.held
+            held = entry.held
             for page in pages:
                 index = len(held)
                 held.append(page)
-                if index * size >= story.hits:
+                if index * size >= entry.hits:
                     before = writers.get(page)
                     if before is not None:
-                        before[0].lost[before[1]] = record.planned, story.request.id
-                    writers[page] = story, index
+                        before[0].lost[before[1]] = record.planned, entry.request.id
+                    writers[page] = entry, index
 
     def _add_chunks(self, record: StepRecord) -> None:
         """Note prompts that this step fed in part."""
         spans = record.plan.spans
         for span, seq in zip(spans, record.seqs, strict=True):
-            if not span.num_samples and (story := self.requests.get(seq.request.id)) is not None:
-                story.chunks += 1
+            if not span.num_samples and (entry := self.requests.get(seq.request.id)) is not None:
+                entry.chunks += 1
                 fed = sum([s.num_tokens for s in spans])
-                story.note(Note(record.planned, record.number, "chunk", n=span.num_tokens, width=len(spans), fed=fed))
+                entry.note(Note(record.planned, record.number, "chunk", n=span.num_tokens, width=len(spans), fed=fed))

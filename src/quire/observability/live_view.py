@@ -90,26 +90,26 @@ class _Frames:
     def _state(self, facts: dict[str, Any], alive: list[Any], ended: Iterable[Any]) -> dict[str, Any]:
         """What a whole frame has more, but for blocks."""
         shown = [*list(ended)[-RECENT:], *alive]
-        requests = [self._request(story) for story in shown[:MAX_EVENTS]]
+        requests = [self._request(entry) for entry in shown[:MAX_EVENTS]]
         complete = len(shown) <= MAX_EVENTS
         return {"epoch": self.epoch, "facts": facts, "pages": [], "requests": requests, "complete": complete}
 
-    def _new(self, story: RequestHistory) -> tuple[Any, ...]:
-        request = story.request
-        return story.number, request.id, story.prompt_tokens, request.max_new_tokens, request.priority
+    def _new(self, entry: RequestHistory) -> tuple[Any, ...]:
+        request = entry.request
+        return entry.number, request.id, entry.prompt_tokens, request.max_new_tokens, request.priority
 
-    def _request(self, story: RequestHistory) -> dict[str, Any]:
+    def _request(self, entry: RequestHistory) -> dict[str, Any]:
         """A request's state in a whole frame."""
         return {
-            "new": ["new", self._at(story.submitted), *self._new(story)],
-            "state": state_of(story),
-            "opened": self._at(story.opened),
-            "first": self._at(story.first),
-            "ended": self._at(story.ended),
-            "finish": story.finish,
-            "hit": story.cached,
-            "made": story.generated,
-            "preempted": story.preemptions,
+            "new": ["new", self._at(entry.submitted), *self._new(entry)],
+            "state": state_of(entry),
+            "opened": self._at(entry.opened),
+            "first": self._at(entry.first),
+            "ended": self._at(entry.ended),
+            "finish": entry.finish,
+            "hit": entry.cached,
+            "made": entry.generated,
+            "preempted": entry.preemptions,
         }
 
 
@@ -132,8 +132,8 @@ class EngineLiveView(_Frames, Observer):
         self._skipped = 0
 
     def _number(self, id: str) -> int:
-        story = self.history.requests.get(id)
-        return 0 if story is None else story.number
+        entry = self.history.requests.get(id)
+        return 0 if entry is None else entry.number
 
     # ---------------------------------------------------------------- observer
 
@@ -157,10 +157,10 @@ class EngineLiveView(_Frames, Observer):
     def on_end(self, ended: Completed) -> None:
         """A request finished."""
         # A long one may have been dropped from the history as it ended.
-        story = self.history.requests.get(ended.id)
-        if self.watched and story is not None:
-            self._leaving.append((LINGER, story.held))
-            self._add("end", ended.finished, story.number, ended.finish, len(ended.tokens))
+        entry = self.history.requests.get(ended.id)
+        if self.watched and entry is not None:
+            self._leaving.append((LINGER, entry.held))
+            self._add("end", ended.finished, entry.number, ended.finish, len(ended.tokens))
 
     def on_failure(self, reason: str, suspects: list[str], now: float) -> None:
         """A step failed: the next frame is whole."""
@@ -173,11 +173,11 @@ class EngineLiveView(_Frames, Observer):
             return
         spans: list[list[int]] | int = 0
         if record.plan.spans is not self._spans:
-            self._spans, stories = record.plan.spans, self.history.requests
+            self._spans, entries = record.plan.spans, self.history.requests
             spans = [
-                [story.number, span.num_tokens, span.num_samples]
+                [entry.number, span.num_tokens, span.num_samples]
                 for span, seq in zip(record.plan.spans, record.seqs, strict=True)
-                if (story := stories.get(seq.request.id)) is not None
+                if (entry := entries.get(seq.request.id)) is not None
             ]
         times = self._at(record.planned), self._at(record.launched), self._at(record.committed)
         self._steps.append([record.number, *times, spans, sum([len(event[1]) for event in record.events])])
@@ -203,11 +203,11 @@ class EngineLiveView(_Frames, Observer):
 
     def _add_first_tokens(self, record: StepRecord) -> None:
         """Requests that got their first token. There are none in a step whose spans equal the last step's."""
-        now, stories = record.committed, self.history.requests
+        now, entries = record.committed, self.history.requests
         for event in record.events:
-            story = stories.get(event[0]) if event[1] else None
-            if story is not None and story.first == now:
-                self._add("first", now, story.number)
+            entry = entries.get(event[0]) if event[1] else None
+            if entry is not None and entry.first == now:
+                self._add("first", now, entry.number)
 
     # ---------------------------------------------------------------- frames
 
@@ -243,11 +243,11 @@ class EngineLiveView(_Frames, Observer):
 
         Without an id: a summary of every request in the history, newest first.
         """
-        stories = self.history.requests
+        entries = self.history.requests
         if not id:
-            newest_first = sorted(stories.values(), key=lambda story: -story.number)
-            return bytes(_encode({"requests": [summary_of(story, now) for story in newest_first]}))
-        found = [id] if id in stories else [own for own in stories if is_answer_of(own, id)]
+            newest_first = sorted(entries.values(), key=lambda entry: -entry.number)
+            return bytes(_encode({"requests": [summary_of(entry, now) for entry in newest_first]}))
+        found = [id] if id in entries else [own for own in entries if is_answer_of(own, id)]
         if not found:
             return b"null"
         answers = [explain(self.history, own, now) for own in found[:MAX_EXPLAINED]]
@@ -284,8 +284,8 @@ class EngineLiveView(_Frames, Observer):
         refs = pool.ref_counts[block]
         if not refs and not pool.prefix_cache.contains(block):
             return [block, -1, 0, 0]
-        story, index = self.history.writers.get(block, (None, 0))
-        return [block, refs, 0 if story is None else story.number, index]
+        entry, index = self.history.writers.get(block, (None, 0))
+        return [block, refs, 0 if entry is None else entry.number, index]
 
     def _everything(self, engine: Engine) -> dict[str, Any]:
         kv, scheduler, description = engine.scheduler.kv, engine.scheduler, engine.description
@@ -303,7 +303,7 @@ class EngineLiveView(_Frames, Observer):
             "lookahead": engine.lookahead,
             "drafts": description.num_drafts,
         }
-        alive = [story for story in self.history.requests.values() if story.ended is None]
+        alive = [entry for entry in self.history.requests.values() if entry.ended is None]
         refs, cached = pool.ref_counts, pool.prefix_cache.contains
         pages = [self._block(engine, block) for block in range(1, blocks + 1) if refs[block] or cached(block)]
         return self._state(facts, alive, self.history.ended) | {"pages": pages}
@@ -338,42 +338,42 @@ class RequestTimeline(_Frames):
         """A request arrived, for at most `most` tokens. Returns its number."""
         self._number += 1
         request = Request(id=id, prompt=(), max_new_tokens=most)
-        story = self._running[self._number] = _UpstreamRequest(self._number, request, now)
-        self._add("new", now, *self._new(story))
+        entry = self._running[self._number] = _UpstreamRequest(self._number, request, now)
+        self._add("new", now, *self._new(entry))
         return self._number
 
     def on_sent(self, number: int, where: str, now: float) -> None:
         """The request was sent to a server."""
-        story = self._running[number]
-        story.waiting = False
-        if story.opened is None:
-            story.opened = now
-        story.notes.append(Note(now, 0, "opened", where))
+        entry = self._running[number]
+        entry.waiting = False
+        if entry.opened is None:
+            entry.opened = now
+        entry.notes.append(Note(now, 0, "opened", where))
         self._add("open", now, number, 0)
 
     def on_made(self, number: int, tokens: int, now: float) -> None:
         """The request got more tokens."""
-        story = self._running[number]
-        if story.first is None:
-            story.first = now
+        entry = self._running[number]
+        if entry.first is None:
+            entry.first = now
             self._add("first", now, number)
-        story.generated += tokens
+        entry.generated += tokens
         self._generated += tokens
-        if len(story.times) < MAX_TOKEN_TIMES:
-            story.times.append(now)
+        if len(entry.times) < MAX_TOKEN_TIMES:
+            entry.times.append(now)
         if self.watched:
             self._fresh[number] = self._fresh.get(number, 0) + tokens
 
     def on_end(self, number: int, known_as: str, reason: str, prompt: int, tokens: int, now: float) -> None:
         """The request ended. known_as: the upstream's id of the answer, '' if there was none."""
-        story = self._running.pop(number)
-        self._generated += tokens - story.generated
+        entry = self._running.pop(number)
+        self._generated += tokens - entry.generated
         self._prompted += prompt
-        story.ended, story.finish, story.answer_id = now, reason, known_as
-        story.prompt_tokens, story.generated = prompt, tokens
+        entry.ended, entry.finish, entry.answer_id = now, reason, known_as
+        entry.prompt_tokens, entry.generated = prompt, tokens
         self._fresh.pop(number, None)
         self._add("end", now, number, reason, tokens)
-        self._ended.append(story)
+        self._ended.append(entry)
 
     # ---------------------------------------------------------------- frames
 
@@ -392,10 +392,10 @@ class RequestTimeline(_Frames):
 
     async def explain(self, id: str) -> bytes:
         """The explanation of a request as JSON, `null` for an unknown id; without an id a summary of every request."""
-        newest_first = sorted([*self._running.values(), *self._ended], key=lambda story: -story.number)
+        newest_first = sorted([*self._running.values(), *self._ended], key=lambda entry: -entry.number)
         if not id:
-            return bytes(_encode({"requests": [summary_of(story, self.clock()) for story in newest_first]}))
-        found = next((story for story in newest_first if id in (story.request.id, story.answer_id)), None)
+            return bytes(_encode({"requests": [summary_of(entry, self.clock()) for entry in newest_first]}))
+        found = next((entry for entry in newest_first if id in (entry.request.id, entry.answer_id)), None)
         return b"null" if found is None else bytes(_encode(explanation(id, [self._explain(found)], 0)))
 
     def _tick(self) -> None:
@@ -423,24 +423,24 @@ class RequestTimeline(_Frames):
         facts["servers"] = list(self.servers)
         return self._state(facts, list(self._running.values()), self._ended)
 
-    def _explain(self, story: _UpstreamRequest) -> dict[str, Any]:
-        begin, first = story.submitted, story.first
-        until = self.clock() if story.ended is None else story.ended
+    def _explain(self, entry: _UpstreamRequest) -> dict[str, Any]:
+        begin, first = entry.submitted, entry.first
+        until = self.clock() if entry.ended is None else entry.ended
         events = [_event(0.0, "submitted", "came in")]
-        for attempt, (at, _, what, where, *_) in enumerate(story.notes):
+        for attempt, (at, _, what, where, *_) in enumerate(entry.notes):
             again = ", for the one before took no connection" if attempt else ""
             events.append(_event(at - begin, what, f"sent to {where}{again}"))
         if first is not None:
             events.append(_event(first - begin, "first_token", f"first token after {first - begin:.3f} s"))
-        if story.ended is not None:
-            events.append(_event(until - begin, "finished", f"{story.finish}, with {story.generated} tokens generated"))
-        where = f"{until - begin:.3f} s in all, most of it at {story.notes[-1].by}" if story.notes else "not sent on"
+        if entry.ended is not None:
+            events.append(_event(until - begin, "finished", f"{entry.finish}, with {entry.generated} tokens generated"))
+        where = f"{until - begin:.3f} s in all, most of it at {entry.notes[-1].by}" if entry.notes else "not sent on"
         return details(
-            story,
+            entry,
             until,
-            prefill=short((first or until) - (story.opened or until)),
+            prefill=short((first or until) - (entry.opened or until)),
             cached_tokens=0,
-            prefix={"hit_tokens": 0, "prompt_tokens": story.prompt_tokens, "why": "the upstream knows"},
+            prefix={"hit_tokens": 0, "prompt_tokens": entry.prompt_tokens, "why": "the upstream knows"},
             chunks=1,
             waits=[],
             events=events,

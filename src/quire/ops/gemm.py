@@ -121,22 +121,22 @@ AUTOTUNING: ContextVar[AlgorithmCache | None] = ContextVar("quire_learning", def
 
 def num_tuned() -> int:
     """How many shapes have been timed so far, by this start."""
-    book = AUTOTUNING.get()
-    return 0 if book is None else book.new
+    cache = AUTOTUNING.get()
+    return 0 if cache is None else cache.new
 
 
 @contextmanager
 def autotuning(path: Path) -> Iterator[None]:
     """Inside the block every new shape is timed. path: of the file that keeps the results."""
-    book, began = AlgorithmCache(path), time.monotonic()
-    before = AUTOTUNING.set(book)
+    cache, began = AlgorithmCache(path), time.monotonic()
+    before = AUTOTUNING.set(cache)
     try:
         yield
     finally:
         AUTOTUNING.reset(before)
-    if book.new:
-        book.keep()
-        log.info("matrix products: chose algorithms for %d shapes in %.1f s", book.new, time.monotonic() - began)
+    if cache.new:
+        cache.keep()
+        log.info("matrix products: chose algorithms for %d shapes in %.1f s", cache.new, time.monotonic() - began)
 
 
 class GemmAutotuner:
@@ -146,7 +146,7 @@ class GemmAutotuner:
     def __init__(self, products: GemmLibrary | None, timed: Timed, usual: GemmAlgorithm = TORCH_GEMM) -> None:
         self.products, self.timed, self.usual = products, timed, usual
         self.known: dict[GemmShape, GemmAlgorithm] = {}
-        self.book: AlgorithmCache | None = None
+        self.cache: AlgorithmCache | None = None
 
     def untuned(self) -> GemmAutotuner:
         """One with the usual algorithm alone."""
@@ -166,14 +166,14 @@ class GemmAutotuner:
     def _autotune(self, shape: GemmShape, x: Tensor, weight: Tensor, bias: Tensor | None) -> GemmAlgorithm:
         products, learns = self.products, AUTOTUNING.get()
         # What is captured after the start finds what is known, too.
-        book = self.book = learns or self.book
-        if products is None or book is None or not products.supports(x, weight):
+        cache = self.cache = learns or self.cache
+        if products is None or cache is None or not products.supports(x, weight):
             return self.usual
-        way, name = None, book.find(products.version, shape)
+        way, name = None, cache.find(products.version, shape)
         try:
             way = self.usual if name == TORCH else None if name is None else products.algorithm(shape, name)
         except ValueError as error:
-            log.warning("%s: %s is timed again: %s", book.path, shape, error)
+            log.warning("%s: %s is timed again: %s", cache.path, shape, error)
         if way is None:
             if learns is None:
                 return self.usual
@@ -183,7 +183,7 @@ class GemmAutotuner:
             with inside_stage("tuning"):
                 took = self.timed([partial(each, x.reshape(-1, shape.inputs), weight, bias, out) for each in ways])
             way = ways[min(range(len(ways)), key=took.__getitem__)]
-            book.note(products.version, shape, way.name)
+            cache.note(products.version, shape, way.name)
         self.known[shape] = way
         return way
 
@@ -265,37 +265,37 @@ FORMAT = 1
 """Version of the file's format, its field `format`; a file without that field is of version 1."""
 
 
-def other_format(said: Mapping[str, Any]) -> object | None:
+def other_format(kept: Mapping[str, Any]) -> object | None:
     """The version of the format that a file has, where it is not `FORMAT`."""
-    found = said.get("format", FORMAT)
+    found = kept.get("format", FORMAT)
     return None if found == FORMAT else found
 
 
-def read(book: Path) -> dict[str, dict[str, str]]:
+def read(path: Path) -> dict[str, dict[str, str]]:
     """The names in a file; none if it is not there, cannot be read, or is of another format, which is logged."""
-    said = read_object(book)
-    if (found := other_format(said)) is not None:
+    kept = read_object(path)
+    if (found := other_format(kept)) is not None:
         log.warning(
             "%s is of format %s, and this version of Quire reads format %d: the fastest products are timed again and "
             "not kept; delete the file to have them kept",
-            book,
+            path,
             found,
             FORMAT,
         )
         return {}
     return {
         version: {shape: name for shape, name in names.items() if isinstance(name, str)}
-        for version, names in said.items()
+        for version, names in kept.items()
         if isinstance(names, dict)
     }
 
 
-def write(book: Path, said: dict[str, dict[str, str]]) -> None:
+def write(path: Path, kept: dict[str, dict[str, str]]) -> None:
     """Whole or not at all. Where it cannot be written, the next start times again."""
     try:
-        replace_object(book, {"format": FORMAT, **said})
+        replace_object(path, {"format": FORMAT, **kept})
     except OSError as error:
-        log.warning("the choice of matrix product algorithms could not be written to %s: %s", book, error)
+        log.warning("the choice of matrix product algorithms could not be written to %s: %s", path, error)
 
 
 COLD = 64 << 20

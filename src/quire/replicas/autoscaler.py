@@ -22,6 +22,6 @@ class QueuedTokensPolicy:
         """How many replicas there should be, and no state for Ray Serve to keep."""
         running, wanted = context.current_num_replicas, context.target_num_replicas
         # Each replica's last word, not its average: the policy has delays of its own.
-        said = context.raw_metrics.get("queued_tokens", {}).values()
-        queued = sum(int(series[-1].value) for series in said if series)
+        reported = context.raw_metrics.get("queued_tokens", {}).values()
+        queued = sum(int(series[-1].value) for series in reported if series)
         return self.scaler.desired(FleetLoad(context.current_time, queued, running, wanted - running)), {}

@@ -99,9 +99,9 @@ def _redeploy(deploy: Callable[[], object], turn: Lock) -> None:
 def _refusal() -> InvalidConfig | InvalidModel:
     """Why the engines could not be started: the last line of what the first replica that failed said."""
     found = ray_serve.status().applications[APPLICATION].deployments
-    said = next((each.message for each in found.values() if each.message), "no replica could be started")
-    for line in reversed([line.strip() for line in said.splitlines()]):
+    message = next((each.message for each in found.values() if each.message), "no replica could be started")
+    for line in reversed([line.strip() for line in message.splitlines()]):
         for kind in (InvalidConfig, InvalidModel):
             if (mark := f"{kind.__name__}: ") in line:
                 return kind(line.partition(mark)[2])
-    return InvalidConfig(f"the replicas cannot be started: {said.splitlines()[-1].strip()}")
+    return InvalidConfig(f"the replicas cannot be started: {message.splitlines()[-1].strip()}")

@@ -119,42 +119,42 @@ class Calibration:
 
     def write(self, path: Path) -> None:
         """Write the file, readable by its owner alone: it names hardware. Raises OSError."""
-        said = {"format": FORMAT, "version": VERSION, **asdict(self), "cost": self.cost._asdict()}
+        fields = {"format": FORMAT, "version": VERSION, **asdict(self), "cost": self.cost._asdict()}
         descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as out:
             os.fchmod(descriptor, 0o600)
-            out.write(json.dumps(said, indent=1) + "\n")
+            out.write(json.dumps(fields, indent=1) + "\n")
 
 
 def read_calibration(path: Path) -> Calibration:
     """Raises InvalidConfig for a file that is none, or of another version."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidConfig(f"{path} cannot be read: {str(error.strerror).lower()}", param="calibration") from error
     except ValueError as error:
         raise InvalidConfig(f"{path} is no calibration: it is not JSON ({error})", param="calibration") from error
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise InvalidConfig(
             f"{path} is no calibration: `quire calibrate --output FILE` writes one", param="calibration"
         )
-    if said.get("version") != VERSION:
+    if fields.get("version") != VERSION:
         raise InvalidConfig(
-            f"{path}: its format is {said.get('version')}, and this quire reads {VERSION}: calibrate again",
+            f"{path}: its format is {fields.get('version')}, and this quire reads {VERSION}: calibrate again",
             param="calibration",
         )
     try:
-        known: dict[str, Any] = {name: _number(said["cost"][name], name) for name in StepCost._fields}
+        known: dict[str, Any] = {name: _number(fields["cost"][name], name) for name in StepCost._fields}
         known |= {name: int(known[name]) for name in ("experts", "used_experts")}
         cost = StepCost(**known)
-        noise = tuple(_number(each, "noise") for each in said["noise"])
-        numbers = (_number(said["first_token"], "first_token"), _number(said["error"], "error"))
-        stages, hop = int(_number(said.get("stages", 1), "stages")), _number(said.get("hop", 0.0), "hop")
+        noise = tuple(_number(each, "noise") for each in fields["noise"])
+        numbers = (_number(fields["first_token"], "first_token"), _number(fields["error"], "error"))
+        stages, hop = int(_number(fields.get("stages", 1), "stages")), _number(fields.get("hop", 0.0), "hop")
         copies = dict[str, tuple[float, float]]()
-        for kind, (base, each) in said.get("copies", {}).items():
+        for kind, (base, each) in fields.get("copies", {}).items():
             copies[kind] = _number(base, kind), _number(each, kind)
-        count, about = int(said["samples"]), dict(said["about"])
-        shares = tuple(_number(each, "shares") for each in said.get("shares", ()))
+        count, about = int(fields["samples"]), dict(fields["about"])
+        shares = tuple(_number(each, "shares") for each in fields.get("shares", ()))
         if shares and len(shares) != stages:
             raise ValueError(f"shares must be of {stages} stages")
         return Calibration(cost, noise, *numbers, count, about, max(1, stages), hop, copies, shares)

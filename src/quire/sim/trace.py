@@ -380,9 +380,9 @@ def chats(requests: int = 4000, seed: int = 7) -> Trace:
             name += asked
             answer = rng.randint(32, 320)
             rows.append((now, 64 * len(blocks), answer, blocks))
-            said = answer // 64  # the answer's whole blocks are in the next prompt
-            blocks += tuple(range(name, name + said))
-            name += said
+            whole = answer // 64  # the answer's whole blocks are in the next prompt
+            blocks += tuple(range(name, name + whole))
+            name += whole
             now += rng.expovariate(1 / 20.0) + 5.0
         at += rng.expovariate(4.0 / 4.5)
     for row in sorted(rows)[:requests]:

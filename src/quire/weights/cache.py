@@ -96,9 +96,9 @@ def _models_of(repository: Path) -> Iterator[CachedModel]:
     for variant in variants:
         own = [file for file in files if file.name in variant.files]
         lone = variant.label and labels.count(variant.label) == 1
-        said = f"{name}:{variant.label}" if lone else f"{name}/{variant.files[0]}"
+        label = f"{name}:{variant.label}" if lone else f"{name}/{variant.files[0]}"
         whole = len(variant.files) == variant.num_parts
-        yield _model(said, "gguf" if whole else "gguf, parts missing", own)
+        yield _model(label, "gguf" if whole else "gguf, parts missing", own)
     others = [file for file in files if not file.name.endswith(".gguf")]
     kinds = {Path(file.name).suffix for file in others} & {*WEIGHTS}
     if kinds or not variants:

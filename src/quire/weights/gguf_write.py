@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.ops.gguf_encode import encode
+from quire.ops.threads import single_threads
 from quire.weights.entries import TensorEntry
 from quire.weights.gguf import ARRAY, KINDS, MAGIC, STRING, Kind, StoredStrings
 
@@ -90,7 +91,7 @@ def _write(
         file.write(_text(tensor.name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, number, offset))
         offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     done = 0
-    with ThreadPoolExecutor(threads, "encode", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with single_threads(threads, "encode") as pool:
         for tensor in tensors:
             file.write(bytes(-file.tell() % ALIGNMENT))
             for piece in _encoded(tensor, pool, threads):
@@ -98,8 +99,6 @@ def _write(
                 done += len(piece)
                 progress(done, offset)
     file.write(bytes(-file.tell() % ALIGNMENT))
-    # New threads would inherit what the encoding ones have set for themselves.
-    torch.set_num_threads(torch.get_num_threads())
 
 
 def _encoded(tensor: NewTensor, pool: ThreadPoolExecutor, threads: int) -> Iterator[bytes]:

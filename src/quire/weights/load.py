@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -31,6 +30,7 @@ from quire.ops.base import Ops
 from quire.ops.matmul import can_pack
 from quire.ops.native.ops import NativeOps
 from quire.ops.reference import ReferenceOps
+from quire.ops.threads import single_threads
 from quire.weights.canary import Canary
 from quire.weights.entries import Cut, TensorEntry
 from quire.weights.files import Checkpoint, listed, read_config
@@ -392,15 +392,10 @@ def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress
     jobs = [(entry, piece) for entry, place in wanted for piece in place.split(PIECE // place.target.itemsize)]
     done = 0
     progress(done, total)
-    pool = ThreadPoolExecutor(READERS, "load", initializer=torch.set_num_threads, initargs=(1,))
-    try:
+    with single_threads(READERS, "load") as pool:
         for count in pool.map(load_piece, jobs):
             done += count
             progress(done, total)
-    finally:
-        pool.shutdown(cancel_futures=True)
-        # New threads would inherit what the readers have set for themselves.
-        torch.set_num_threads(torch.get_num_threads())
 
 
 def at_once(build: ModelBuilder, wanted: Sequence[Wanted], folder: Path) -> list[Wanted]:

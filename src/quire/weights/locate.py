@@ -84,19 +84,21 @@ def fetch(model: str, name: ModelName, revision: str | None, cache: str | None) 
 
 def unknown(model: str, name: ModelName) -> str:
     """Why a name of Ollama's form is no model here, and what to type instead."""
-    said = (
+    message = (
         f"model {model!r} is neither {EMBEDDED!r}, nor a folder or file here, nor a hub id such as 'owner/name', nor "
         f"in Ollama's store ({', '.join(map(str, ollama_store.store_folders()))})."
     )
     if close := nearest(model, [EMBEDDED]):
-        return said + close
+        return message + close
     tags = ollama_store.tags_of(name)
     if tags:
-        return f"{said} There it has the tags {', '.join(tags)}: name one as {name.name.removeprefix('library/')}:TAG."
+        return (
+            f"{message} There it has the tags {', '.join(tags)}: name one as {name.name.removeprefix('library/')}:TAG."
+        )
     return (
-        f"{said} `ollama pull {name.name.removeprefix('library/')}{name.tag and ':'}{name.tag}` puts it there; or find "
-        f"GGUF files of it at https://huggingface.co/models?library=gguf&search={name.name.rpartition('/')[2]} and "
-        "name them as OWNER/NAME:Q4_K_M"
+        f"{message} `ollama pull {name.name.removeprefix('library/')}{name.tag and ':'}{name.tag}` puts it there; or "
+        f"find GGUF files of it at https://huggingface.co/models?library=gguf&search={name.name.rpartition('/')[2]} "
+        "and name them as OWNER/NAME:Q4_K_M"
     )
 
 

@@ -76,29 +76,31 @@ def shown(path: Path, root: Path) -> str:
 
 
 def _read(folder: Path, path: Path) -> OllamaModel:
-    said = shown(path, folder / "manifests")
-    layers = _layers(path, said)
+    model_name = shown(path, folder / "manifests")
+    layers = _layers(path, model_name)
     kinds = [kind for kind, _ in layers]
     if "adapter" in kinds:
-        raise InvalidModel(f"{said} in Ollama's store has a LoRA adapter: merge it into its model first")
+        raise InvalidModel(f"{model_name} in Ollama's store has a LoRA adapter: merge it into its model first")
     weights = [digest for kind, digest in layers if kind == "model"]
     if len(weights) != 1:
-        raise InvalidModel(f"{said} in Ollama's store has {len(weights)} GGUF files, where one is read")
+        raise InvalidModel(f"{model_name} in Ollama's store has {len(weights)} GGUF files, where one is read")
     blob = folder / "blobs" / weights[0].replace(":", "-")
     if not _is_file(blob):
-        raise InvalidModel(f"{said} is in Ollama's store, but not its weights: `ollama pull {said}` fetches them again")
+        raise InvalidModel(
+            f"{model_name} is in Ollama's store, but not its weights: `ollama pull {model_name}` fetches them again"
+        )
     unused = tuple(kind for kind in kinds if kind in _UNUSED)
-    return OllamaModel(said, blob, blob.stat().st_size, unused + (("projector",) if "projector" in kinds else ()))
+    return OllamaModel(model_name, blob, blob.stat().st_size, unused + (("projector",) if "projector" in kinds else ()))
 
 
-def _layers(path: Path, said: str) -> list[tuple[str, str]]:
+def _layers(path: Path, model_name: str) -> list[tuple[str, str]]:
     """Pairs of kind ('model', 'template') and digest."""
     try:
         with path.open("rb") as file:
             held: Any = json.loads(file.read(_LARGEST))
         found = [(str(each["mediaType"]), str(each["digest"])) for each in held["layers"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise InvalidModel(f"{path} is no manifest of Ollama: `ollama pull {said}` writes it again") from None
+        raise InvalidModel(f"{path} is no manifest of Ollama: `ollama pull {model_name}` writes it again") from None
     pairs = [(kind.removeprefix(_KIND), digest) for kind, digest in found]
     if any("/" in digest or "\\" in digest or not digest.startswith("sha256:") for _, digest in pairs):
         raise InvalidModel(f"{path} names blobs outside of Ollama's store")

@@ -55,8 +55,8 @@ def find_bundle(folder: Path) -> Path | None:
     if len(found) <= 1:
         return found[0] if found else None
     state = folder / "checkpoint"
-    said = state.read_bytes()[:4096].decode("utf-8", "replace") if state.is_file() else ""
-    last = re.search(r'^model_checkpoint_path: "(?:[^"]*[/\\])?([^"/\\]+)"', said, re.MULTILINE)
+    text = state.read_bytes()[:4096].decode("utf-8", "replace") if state.is_file() else ""
+    last = re.search(r'^model_checkpoint_path: "(?:[^"]*[/\\])?([^"/\\]+)"', text, re.MULTILINE)
     for path in found:
         if last and path.stem == last[1]:
             return path

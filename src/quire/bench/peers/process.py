@@ -64,14 +64,14 @@ class Peer:
             text=True,
             env=environment,
         )
-        said = self._read()
-        if "error" in said:
+        reply = self._read()
+        if "error" in reply:
             self.close()
             raise InvalidConfig(
-                f"--vs {name}: {python} says {said['error']}. Install it there (pip install {PACKAGES[name]}), or name "
-                f"another Python with --peer-python {name}=PATH"
+                f"--vs {name}: {python} says {reply['error']}. Install it there (pip install {PACKAGES[name]}), or "
+                f"name another Python with --peer-python {name}=PATH"
             )
-        self.version = str(said["version"])
+        self.version = str(reply["version"])
         self._signal("SIGSTOP")
 
     def __call__(self, prompts: list[list[int]], new: int) -> float:
@@ -84,11 +84,11 @@ class Peer:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
         self.process.stdin.flush()
-        said = self._read()
+        reply = self._read()
         self._signal("SIGSTOP")
-        if "error" in said:
-            raise RuntimeError(f"{self.name}: {said['error']}")
-        return said
+        if "error" in reply:
+            raise RuntimeError(f"{self.name}: {reply['error']}")
+        return reply
 
     def close(self) -> None:
         """End the process."""

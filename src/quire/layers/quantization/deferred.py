@@ -57,8 +57,8 @@ class Deferred:
                 self.read()
                 self.stored.finalize()
             except Exception as error:
-                said = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
-                self._failure = ModelLost(f"weights cannot be read: {said}")
+                why = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+                self._failure = ModelLost(f"weights cannot be read: {why}")
                 raise self._failure from error
             self.read = None
 

@@ -159,12 +159,14 @@ def quantize(weight: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tupl
     block."""
     rows, columns = weight.shape
     down, across = min(block[0], rows), min(block[1], columns)
-    exact = torch.nn.functional.pad(weight.float(), (0, -columns % across, 0, -rows % down))
+    exact = weight.float()
+    if columns % across or rows % down:
+        exact = torch.nn.functional.pad(exact, (0, -columns % across, 0, -rows % down))
     tiles = exact.view(exact.shape[0] // down, down, exact.shape[1] // across, across)
     most = E4M3_MAX if dtype is E4M3 else INT8_MAX
-    scale = tiles.abs().amax((1, 3)).clamp(min=torch.finfo(torch.float32).tiny) / most
+    scale = tiles.abs().amax(3).amax(1).clamp(min=torch.finfo(torch.float32).tiny) / most
     numbers = (tiles / scale[:, None, :, None]).view_as(exact)[:rows, :columns]
-    return (numbers if dtype is E4M3 else numbers.round()).clamp(-most, most).to(dtype), scale
+    return (numbers if dtype is E4M3 else numbers.round_()).clamp_(-most, most).to(dtype), scale
 
 
 AT_ONCE = 1 << 17

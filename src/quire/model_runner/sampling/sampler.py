@@ -128,8 +128,10 @@ def penalise(logits: Floats, rows: SampledRows, shape: Samples, which: Ids) -> N
         repeated = line[seen]
         by = columns["repetition_penalty"][row]
         line[seen] = np.where(repeated > 0, repeated / by, repeated * by)
-        said, times = np.unique(output, return_counts=True)
-        line[said] -= columns["frequency_penalty"][row] * times.astype(np.float32) + columns["presence_penalty"][row]
+        generated, times = np.unique(output, return_counts=True)
+        line[generated] -= (
+            columns["frequency_penalty"][row] * times.astype(np.float32) + columns["presence_penalty"][row]
+        )
 
 
 def _outputs(rows: SampledRows, shape: Samples, which: Ids) -> Iterator[tuple[int, int, npt.NDArray[np.int32]]]:

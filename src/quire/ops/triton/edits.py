@@ -187,8 +187,8 @@ def penalty_kernel(
             found = (i < position) & (times > 0)
             x = tl.load(mine + known, mask=found, other=0.0, cache_modifier=".cg")
             x = tl.where(x > 0.0, tl.div_rn(x, by), x * by)
-            said = (times % PROMPT).to(tl.float32)
-            x = tl.where(said > 0.0, x - (often * said + once), x)
+            in_prompt = (times % PROMPT).to(tl.float32)
+            x = tl.where(in_prompt > 0.0, x - (often * in_prompt + once), x)
             tl.store(mine + known, x, mask=found)
 
 

@@ -41,8 +41,8 @@ class PartEmitter:
     def _emit_content(self, text: str) -> None:
         content = text.rstrip()
         if content:
-            said = "".join(self._held) + content
-            self._parts.append(TextPart("content", said.lstrip() if self._after_call else said))
+            held = "".join(self._held) + content
+            self._parts.append(TextPart("content", held.lstrip() if self._after_call else held))
             self._after_call = self._unclosed = False
             self._held.clear()
         if len(content) < len(text):

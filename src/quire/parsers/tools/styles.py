@@ -962,8 +962,8 @@ def describe_tools(
             else:
                 shown.append({"role": "user", "content": content})
         elif message.get("tool_calls"):
-            said, calls = message.get("content"), calls_text(message["tool_calls"], style)
-            shown.append({"role": role, "content": _joined(said, "\n", calls) if said else calls})
+            body, calls = message.get("content"), calls_text(message["tool_calls"], style)
+            shown.append({"role": role, "content": _joined(body, "\n", calls) if body else calls})
         else:
             shown.append(dict(message))
         before = role
@@ -1035,8 +1035,8 @@ def _with_tools(
     example = style.before + style.head("NAME") + arguments + style.finish + style.after
     text = _INTRODUCTION.format(tools=functions, example=example)
     if shown and shown[0].get("role") in ("system", "developer"):
-        said = shown[0].get("content")
-        return [{**shown[0], "content": _joined(said, "\n\n", text) if said else text}, *shown[1:]]
+        body = shown[0].get("content")
+        return [{**shown[0], "content": _joined(body, "\n\n", text) if body else text}, *shown[1:]]
     if shown and not system:
         return [{**shown[0], "content": _joined(text, "\n\n", shown[0].get("content") or "")}, *shown[1:]]
     return [{"role": "system", "content": text}, *shown]

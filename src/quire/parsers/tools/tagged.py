@@ -121,7 +121,7 @@ class TaggedReader(PartEmitter):
         """Tagged parameters as one object. opened: the mark of the first has been read."""
         tape = self._tape
         openings = form.openings
-        said = "{"
+        before = "{"
         while True:
             mark = form.open if opened else (yield from tape.mark((form.open, *self._style.closes)))
             opened = False
@@ -130,18 +130,18 @@ class TaggedReader(PartEmitter):
             key, found = yield from tape.head((form.key_end,), _LONGEST_HEAD)
             opening = (yield from tape.mark(openings)) if found and openings else ""
             if not found or (openings and not opening):
-                self._emit_arguments(said + ("" if tape.exhausted else "}"))
+                self._emit_arguments(before + ("" if tape.exhausted else "}"))
                 self._emit_content(form.open + key + found)
                 return
             key = html.unescape(key.strip()) if form.escaped else key.strip()
-            self._emit_arguments(f"{said}{quoted(key)}: ")
-            said = ", "
+            self._emit_arguments(f"{before}{quoted(key)}: ")
+            before = ", "
             schema = schema_of(self._tools, tool, key)
             is_text = opening == form.opening("string") if form.typed else kinds_of(schema) == {"string"}
             if not (yield from self._value(schema, form, is_text=is_text)):
                 return
         # Where the answer is cut off, so are the arguments.
-        self._emit_arguments(("{" if said == "{" else "") + ("}" if mark or not tape.cut else ""))
+        self._emit_arguments(("{" if before == "{" else "") + ("}" if mark or not tape.cut else ""))
 
     def _value(self, schema: Any, form: Parameters, *, is_text: bool) -> Generator[None, None, bool]:
         """One value as JSON, by its schema. is_text: it is known to be a string. Returns whether its end was found."""
@@ -181,12 +181,12 @@ class _NotationReader:
         """The rest of an object, behind its brace. Returns whether it was valid up to its end."""
         tape = self._tape
         self._emit("{")
-        said = ""
+        before = ""
         while True:
             if (yield from tape.mark(("}",))):
                 self._emit("}")
                 return True
-            if said and not (yield from tape.mark((",",))):
+            if before and not (yield from tape.mark((",",))):
                 return False
             quote = yield from tape.mark((self._quote,))
             key, found = yield from tape.head((quote,) if quote else (":", ",", "}", "<"), _LONGEST_HEAD)
@@ -194,23 +194,23 @@ class _NotationReader:
             if colon != ":":
                 self._refuse(quote + key + found)
                 return False
-            self._emit(f"{said}{quoted(key.strip())}: ")
-            said = ", "
+            self._emit(f"{before}{quoted(key.strip())}: ")
+            before = ", "
             if not (yield from self._value(depth + 1)):
                 return False
 
     def _list(self, depth: int) -> Generator[None, None, bool]:
         tape = self._tape
         self._emit("[")
-        said = ""
+        before = ""
         while True:
             if (yield from tape.mark(("]",))):
                 self._emit("]")
                 return True
-            if said and not (yield from tape.mark((",",))):
+            if before and not (yield from tape.mark((",",))):
                 return False
-            self._emit(said)
-            said = ", "
+            self._emit(before)
+            before = ", "
             if not (yield from self._value(depth + 1)):
                 return False
 
@@ -280,10 +280,10 @@ class _NestedReader:
 
     def _object(self, tag: str, schemas: Mapping[str, Any], depth: int) -> Generator[None, None, bool]:
         """Properties, the first of which `tag` opens, up to an end mark. Returns whether it was found."""
-        said = ""
+        before = ""
         while tag and not tag.startswith("/"):
-            self._emit(f"{said}{quoted(tag)}: ")
-            said = ", "
+            self._emit(f"{before}{quoted(tag)}: ")
+            before = ", "
             if not (yield from self._value(tag, self._resolved(schemas.get(tag, True)), depth + 1)):
                 return self._close("}", found=False)
             tag = yield from self._tag()
@@ -291,10 +291,10 @@ class _NestedReader:
 
     def _list(self, tag: str, items: Any, depth: int) -> Generator[None, None, bool]:
         """The entries of a list, the first of which `tag` opens, up to an end mark. Returns whether it was found."""
-        said = ""
+        before = ""
         while tag and not tag.startswith("/"):
-            self._emit(said)
-            said = ", "
+            self._emit(before)
+            before = ", "
             if not (yield from self._value(tag, items, depth + 1)):
                 return self._close("]", found=False)
             tag = yield from self._tag()

@@ -66,10 +66,16 @@ async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch(lost);
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) if (part.startsWith("data: {")) yield JSON.parse(part.slice(6));
   }
+}
+
+/** A connection that breaks ends the stream, which then lacks its last event: browsers have words of their own for it. */
+function lost(error) {
+  if (error.name === "AbortError") throw error;
+  return { done: true };
 }

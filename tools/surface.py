@@ -1,8 +1,6 @@
 """Prints what users can name: options, request fields, metrics, commands, HTTP routes, `quire.__all__`, wire fields.
 
-Two versions are compared by running it in both and comparing the output:
-
-`PYTHONPATH=old/src python tools/redesign/surface.py > old.json`, and the same with `PYTHONPATH=src`.
+Two versions are compared by what it prints in each tree: `PYTHONPATH=src:. python tools/surface.py > surface.json`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Counts files and lines of code under folders: without blank lines, comments and docstrings.
 
-`python tools/redesign/count.py src/quire`
+`python tools/count_code.py src/quire`
 """
 
 from __future__ import annotations
