@@ -6,7 +6,7 @@ SEED ?= 1
 REFERENCE = docs/reference
 SITE ?= $(CURDIR)/out/site
 
-.PHONY: lowest check format lint types test gpu bench nightly mutation docs site errors pythons wheel proto
+.PHONY: lowest check format lint types test gpu gpu-alone gpu-ranks bench nightly mutation docs site errors pythons wheel proto
 
 # mypy has one thread, which would leave the other core idle.
 check: lint
@@ -29,9 +29,17 @@ test:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(or $(WORKERS),3) --dist worksteal --durations=30
 
 # On a machine with a GPU: the folders that have tests of it, since others import packages that it may lack. Workers are
-# spread over several GPUs: 8 to 16 for each of them.
-gpu:
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(or $(WORKERS),8) --dist worksteal -m "gpu and not nightly" tests/ops tests/executors tests/weights tests/surface tests/assembly/test_gpu_ranks.py tests/contract/test_gpu_ranks.py tests/contract/test_gpu_split.py tests/test_mtp.py
+# spread over several GPUs: 8 to 16 for each of them. Ranks come afterwards, a few at a time: each has a process for
+# every GPU whose kernels wait for the others', and those of many workers take turns on a GPU. Last and alone come tests that
+# take all of a GPU's memory, or compare what is free.
+gpu: gpu-alone gpu-ranks
+
+gpu-alone:
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(or $(WORKERS),8) --dist worksteal -m "gpu and not nightly" tests/ops tests/executors tests/weights tests/surface tests/test_mtp.py
+
+gpu-ranks:
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(or $(RANK_WORKERS),6) --dist worksteal -m "gpu and not nightly" tests/assembly/test_gpu_ranks.py
+	$(PYTHON) -m pytest -m "gpu and not nightly" tests/contract/test_gpu_ranks.py tests/contract/test_gpu_split.py
 
 bench:
 	$(PYTHON) -m quire bench engine --requests 1000

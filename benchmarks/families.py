@@ -22,7 +22,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.card import needed
+from benchmarks.card import capture_all, needed
 from benchmarks.gpu import answer
 from benchmarks.shapes import words
 from benchmarks.workloads import BANDWIDTH, prompts
@@ -109,9 +109,11 @@ def measured(name: str, batches: Sequence[int], prompt: int, new: int, repeat: i
     row: Row = {"model": name, "parameters": count, "rows": []}
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), config, spec)
-        with LLM(folder, load_format="dummy", max_model_len=4096, max_num_seqs=max(batches)) as llm:
+        options: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(batches), "latency_target_ms": 0.0}
+        with LLM(folder, load_format="dummy", **options) as llm:
             row["ready_s"] = round(time.perf_counter() - began, 1)
             answer(llm, *prompts(4, (32, 64), (8, 8), seed=99, ids=IDS))
+            capture_all(llm)
             heap.settled()
             for batch in batches:
                 runs = [decode(llm, batch, prompt, new, turn) for turn in range(repeat)]

@@ -35,6 +35,8 @@ from quire.ops.triton.integer_gemm import dequantize, integer_gemm_config, integ
 from quire.ops.triton.integer_gemv import integer_gemv
 from quire.ops.triton.integer_mma import MmaConfig, integer_mma
 from quire.ops.triton.integer_row import RingConfig, integer_row
+from quire.ops.triton.integer_stationary import MAX_ROWS, integer_stationary
+from quire.ops.triton.integer_stationary import takes_matrix as stays_for
 from quire.ops.triton.integer_tma import TmaConfig, integer_tma, takes_matrix
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.precompile import Precompiler
@@ -426,8 +428,8 @@ class Bench:
         self.note(f"{count} products as chosen now checked, {wrong} wrong, {self.left:.0f} s left")
 
     def in_registers(self, kind: str) -> None:
-        """Products by tiles of `integer_row`, `integer_mma` and `integer_tma`, beside what `integer_gemm` would choose,
-        or of one row `integer_gemv`."""
+        """Products by tiles of `integer_row`, `integer_stationary`, `integer_mma` and `integer_tma`, beside what
+        `integer_gemm` would choose, or of one row `integer_gemv`."""
         cases = [(rows, self.product(kind, name)) for rows in {1: (), **IN_REGISTERS, **COPIED} for name in PRODUCTS]
 
         def work(
@@ -450,6 +452,8 @@ class Bench:
             yield "few rows" if len(x) == 1 else "through shared memory", partial(work, product, x, None)
             for ring in RINGED[product.matrices[0].bits] if len(x) == 1 else ():
                 yield f"ring {tuple(ring)}", partial(work, product, x, ring)
+            if 1 < len(x) <= MAX_ROWS and stays_for(product.matrices[0], self.ops.card):
+                yield "stationary", lambda each: integer_stationary(x, each, None, self.ops.card, product.gate)
             if takes_matrix(product.matrices[0], self.ops.card):
                 for tile in COPIED.get(len(x), ()):
                     yield f"copied {tuple(tile)}", partial(work, product, x, tile)
@@ -507,7 +511,11 @@ class Bench:
 @click.command("integers")
 @click.option("--seconds", default=135.0, show_default=True, help="Nothing new is begun after these.")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice((*KINDS, "w8a8")), help="Only these.")
-@click.option("--in-registers", is_flag=True, help="Tiles of `integer_row`, `integer_mma` and `integer_tma`.")
+@click.option(
+    "--in-registers",
+    is_flag=True,
+    help="Tiles of `integer_row`, `integer_stationary`, `integer_mma` and `integer_tma`.",
+)
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the rows here, too.")
 def command(seconds: float, kinds: tuple[str, ...], in_registers: bool, path: Path | None) -> None:
     """Check and time products with matrices of integers on this machine's CUDA device."""

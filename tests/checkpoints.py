@@ -175,6 +175,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_hidden_layers": 2,
             "rope_parameters": dict(LLAMA3_ROPE),
         },
+        "llama-relu": {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "intermediate_size": 50,
+            "hidden_act": "relu",
+        },
         "llama-linear-rope": {
             "hidden_size": 48,
             "num_attention_heads": 6,
@@ -1077,6 +1084,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "moe_k": 2,
             "moe_num_shared_experts": 0,
             "tie_word_embeddings": False,
+        },
+        "ernie4_5_moe-mqa-biased": {
+            "hidden_size": 40,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "moe_intermediate_size": 21,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "use_bias": True,
         },
         "ernie4_5_moe-mqa-every-other-layer": {
             "hidden_size": 60,

@@ -320,12 +320,13 @@ SAMPLING_OTHERS = MappingProxyType(
 @checks.with_unneeded(SAMPLING_OTHERS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. Every field means what it means in vLLM.
+    """How one request is sampled. Every field that vLLM has means what it means there.
 
     Fields of vLLM's that are none here are taken with values that change nothing. A field may be assigned, and is
     checked then; a call reads it when it is made.
 
     `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off; `temperature` 0 is greedy. `seed` None lets the engine draw one.
+    Penalties count the last `repeat_last_n` tokens (llama.cpp's name), -1: all.
     `stop` strings are found in text by the frontend; everything else reaches the executor. `max_tokens` None means as
     many as the context allows. `bad_words` are text too: the frontend tokenizes them as `bad_words_token_ids`,
     sequences of tokens of which none may be completed in the output. `thinking_token_budget` is the most tokens of
@@ -371,6 +372,7 @@ class SamplingParams:
     presence_penalty: float = _number(0.0, -2.0, 2.0, in_requests=True)
     frequency_penalty: float = _number(0.0, -2.0, 2.0, in_requests=True)
     repetition_penalty: float = _number(1.0, 0.01, 100.0, in_requests=True, in_checkpoints=True)
+    repeat_last_n: int = _number(-1, -1, UNLIMITED, in_requests=True)
     seed: int | None = _number(None, -(1 << 63), (1 << 64) - 1, in_requests=True)
     max_tokens: int | None = _number(16, 1, UNLIMITED)
     min_tokens: int = _number(0, 0, UNLIMITED)

@@ -1,6 +1,7 @@
 """A rank without a model, for tests of what holds ranks together: `python -m tests.executors.rank_stub FD`.
 
-settings: `fault`, what rank `faulty` does at its plan number `at`; "" for nothing.
+settings: `fault`, what rank `faulty` does at its plan number `at`; "" for nothing. `left`: how much each rank may
+prepare; a negative number kills it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ class Faulty(HashDevice):
         self.fault = fault if rank == settings.get("faulty", 1) else fault and "waits for the faulty one"
         self.beside = fault if rank != settings.get("faulty", 1) else ""
         self.at, self.count = settings.get("at", 4), 0
+        self.left = settings.get("left", (0,) * (1 + rank))[rank]
+
+    def prepare(self) -> bool:
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left = max(0, self.left - 1)
+        return bool(self.left)
 
     def launch(self, plan: Plan) -> HashHandle:
         self.count += 1
@@ -71,7 +79,7 @@ def main() -> None:
         os._exit(7)
     device = Faulty(asked.rank, asked.settings)
     link.send(RankReady(device.describe(), {}, {}))
-    RankLoop(device, link, asked.rank, asked.shape).run()
+    RankLoop(device, link, asked.rank, asked.shape, device.prepare).run()
 
 
 if __name__ == "__main__":

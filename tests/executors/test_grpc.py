@@ -149,6 +149,23 @@ def test_a_remote_executor_answers_as_the_one_behind_it() -> None:
         assert list(said[id][0]) == naive(prompt, 12, frozenset(), (0, 0), None)[len(prompt) :]
 
 
+def test_an_executor_prepares_itself_while_it_has_nothing_to_do_and_a_step_is_waited_for() -> None:
+    device, done = HashDevice(64, 4), list[int]()
+    begun = threading.Event()
+
+    def prepare() -> bool:
+        assert not device.queue
+        done.append(len(done))
+        begun.set()
+        return len(done) < 1000
+
+    with served(device, prepare) as remote:
+        it = engine(remote)
+        it.submit((3, 1, 4), 5, id="0")
+        assert finish(it)["0"][0] == tuple(naive((3, 1, 4), 5, frozenset(), (0, 0), None)[3:])
+        assert begun.wait(60)
+
+
 def test_a_step_that_fails_remotely_is_recovered_from_without_a_new_connection() -> None:
     device = HashDevice(64, 4)
     failing = iter([False] * 5 + [True])

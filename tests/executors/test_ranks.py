@@ -205,6 +205,34 @@ def test_a_rank_that_ends_while_nothing_runs_is_found_by_its_descriptor(
             os.close(fd)
 
 
+def test_ranks_prepare_together_until_none_has_anything_left(
+    executor_of: Callable[..., tuple[RankedExecutor, Started]],
+) -> None:
+    executor, _ = executor_of(2, {"left": [1, 3]})
+    assert [executor.prepare_next() for _ in range(4)] == [True, True, False, False]
+    it = engine(executor)
+    it.submit(PROMPT, 9)
+    assert [*finish(it).values()] == [(expected(PROMPT, 9), "length", None)]
+
+
+def test_a_rank_lost_while_preparing_fails_the_next_step_and_new_ranks_prepare(
+    executor_of: Callable[..., tuple[RankedExecutor, Started]],
+) -> None:
+    executor, started = executor_of(2, {"left": [2, -1]}, {"left": [2, 2]})
+    lost = rf"rank 1 of 2 \(process {started.pids[1]}\) was ended by signal 9"
+    assert not executor.prepare_next()
+    it = engine(executor)
+    it.submit(PROMPT, 9)
+    plan = it.scheduler.plan()
+    assert plan is not None
+    with pytest.raises(RankLost, match=lost):
+        executor.launch(plan)
+    executor.reset()
+    assert not executor.prepare_next(), "there are no ranks"
+    executor.launch(plan).result()
+    assert executor.prepare_next()
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "said"),
     [

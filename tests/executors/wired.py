@@ -6,11 +6,12 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quire.engine.engine import nothing_left
 from quire.engine.executor import Description, Executor, StepHandle
 from quire.executors.contract import executor_pb2 as pb
 from quire.executors.contract import translate
@@ -23,9 +24,9 @@ _READY = re.compile(r"is ready at 127\.0\.0\.1:(\d+)")
 
 
 @contextmanager
-def served(executor: Executor, **settings: Any) -> Iterator[RemoteExecutor]:
+def served(executor: Executor, prepare: Callable[[], bool] = nothing_left, **settings: Any) -> Iterator[RemoteExecutor]:
     """`executor` behind gRPC, seen from the other end."""
-    host = ExecutorServer(executor, "127.0.0.1:0")
+    host = ExecutorServer(executor, "127.0.0.1:0", prepare=prepare)
     remote = RemoteExecutor(f"127.0.0.1:{host.port}", **settings)
     try:
         yield remote

@@ -27,6 +27,9 @@ class Doubled:
     def add_norm(self, x: Tensor, residual: Tensor, *how: object) -> tuple[Tensor, Tensor]:
         return x, residual + 2 * x
 
+    def gather(self, x: Tensor) -> Tensor:
+        return 2 * x
+
 
 @pytest.fixture(autouse=True)
 def one_process() -> Iterator[None]:
@@ -55,6 +58,17 @@ def test_sums_up_to_so_many_bytes_are_small() -> None:
     assert made.all_reduce(torch.ones(5)).tolist() == [1.0] * 5
 
 
+@pytest.mark.parametrize(
+    ("columns", "widths", "by"), [(4, [4], 2.0), (5, [5], 1.0), (2, [1, 2], 1.0)], ids=["small", "large", "uneven"]
+)
+def test_rows_up_to_so_many_bytes_are_gathered_as_small_sums_are_where_all_are_as_wide(
+    columns: int, widths: list[int], by: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = group(lambda group, rank: Doubled())
+    monkeypatch.setattr(made, "_gathered", lambda x: torch.stack([x] * len(widths)))
+    assert made.all_gather(torch.ones(9, columns), widths).tolist() == [[by] * sum(widths)] * 9
+
+
 @pytest.mark.parametrize(("numbers", "in_rank_order", "added"), [(4, False, 2.0), (5, False, 1.0), (4, True, 2.0)])
 def test_small_sums_are_added_and_normed_in_one_kernel(numbers: int, in_rank_order: bool, added: float) -> None:
     made = group(lambda group, rank: Doubled(), in_rank_order=in_rank_order)
@@ -80,6 +94,7 @@ def test_nothing_is_exchanged_while_kernels_are_compiled_ahead(monkeypatch: pyte
     try:
         assert made.all_reduce(torch.ones(5)).shape == (5,)
         assert made.all_reduce(torch.ones(4)).tolist() == [2.0] * 4, "its launch is recorded"
-        assert made.all_gather(torch.ones(3, 4), [4]).shape == (3, 4)
+        assert made.all_gather(torch.ones(3, 4), [4]).tolist() == [[2.0] * 4] * 3, "so is this one"
+        assert made.all_gather(torch.ones(3, 5), [5]).shape == (3, 5)
     finally:
         PRECOMPILING.reset(recording)

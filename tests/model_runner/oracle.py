@@ -56,9 +56,12 @@ def edited(
             if word[-1] == t and tuple(output[len(output) - len(word) + 1 :]) == tuple(word[:-1]):
                 x = -math.inf
         x += s.logit_bias.get(t, 0.0)
-        if t in prompt or t in output:
+        whole = [*prompt, *output]
+        begin = max(len(whole) - s.repeat_last_n, 0) if s.repeat_last_n >= 0 else 0
+        if t in whole[begin:]:
             x = x / s.repetition_penalty if x > 0 else x * s.repetition_penalty
-        x -= s.frequency_penalty * output.count(t) + s.presence_penalty * (t in output)
+        counted = list(output)[max(begin - len(prompt), 0) :]
+        x -= s.frequency_penalty * counted.count(t) + s.presence_penalty * (t in counted)
         out.append(x)
     return out
 

@@ -28,6 +28,7 @@ class Tape(CudaQueue):
         self.largest, self.pool = largest, None
         self.graphs, self.started = {}, set()
         self.postponed, self.larger, self.served = {}, {}, Counter()
+        self.agree = bool
         self.seen: list[tuple[str, GraphKey]] = []
         self.known: set[GraphKey] = set()
         self.recording = False
@@ -137,6 +138,17 @@ def test_what_cannot_be_captured_later_is_never_run_and_the_larger_one_goes_on(
     with caplog.at_level(logging.WARNING):
         assert not tape.prepare_next()
     assert tape.seen[2:] == [("tried", three)] and tape.serving(three) == large and "of 3 tokens" in caplog.text
+
+
+def test_what_another_rank_cannot_capture_runs_as_the_larger_one_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, some = GraphKey(64, 64, 1), GraphKey(40, 40, 1)
+    tape = Tape(64, monkeypatch)
+    tape.ready(large)
+    tape.postpone([(some, tape.work(some))], {some: large})
+    asked = []
+    monkeypatch.setattr(tape, "agree", asked.append)
+    assert not tape.prepare_next() and asked == [True]
+    assert tape.serving(some) == large and some not in tape.graphs
 
 
 @pytest.mark.parametrize("enabled", [True, False])

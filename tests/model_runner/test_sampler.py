@@ -34,6 +34,7 @@ params = st.builds(
     presence_penalty=rarely(st.floats(-2, 2), 0.0),
     frequency_penalty=rarely(st.floats(-2, 2), 0.0),
     repetition_penalty=rarely(st.floats(0.5, 2), 1.0),
+    repeat_last_n=rarely(st.integers(0, 12), -1),
     min_tokens=rarely(st.integers(1, 6), 0),
     bad_words_token_ids=rarely(st.lists(st.lists(tokens, min_size=1, max_size=3), max_size=3), ()),
     logit_bias=rarely(st.dictionaries(tokens, st.floats(-9, 9), max_size=4), {}),

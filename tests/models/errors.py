@@ -64,7 +64,6 @@ LACKING: Mapping[str, str] = MappingProxyType(
     {
         "deepseek_v2": "`attention_bias` without `q_lora_rank`",
         "deepseek_v3": "`attention_bias` without `q_lora_rank`",
-        "ernie4_5_moe": "`use_bias`",
         "gemma3": "crops of images",
         "gemma4": "video, audio",
         "gpt2": "quantised checkpoints: matrices are stored transposed",

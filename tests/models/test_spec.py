@@ -120,7 +120,7 @@ def test_what_cannot_be_is_named(change: dict, said: str) -> None:
     ("change", "said"),
     [
         ({"rope_scaling": {"type": "lama3", "factor": 8.0}}, "Did you mean 'llama3'"),
-        ({"hidden_act": "relu"}, "activation 'relu' is not supported"),
+        ({"hidden_act": "elu"}, "activation 'elu' is not supported"),
     ],
 )
 def test_what_no_layer_can_do_is_named_when_the_model_is_built(change: dict, said: str) -> None:

@@ -45,6 +45,7 @@ def test_every_operation_on_a_row_has_the_same_bits_in_any_batch(dtype: torch.dt
         "silu": OPS.silu_mul,
         "gelu gate": OPS.gelu_mul,
         "gelu": OPS.gelu,
+        "relu gate": OPS.relu_mul,
         "relu2": OPS.relu2,
         "xielu": lambda x: OPS.xielu(x, XIELU(*torch.tensor([[0.3], [-0.6], [0.5]]))),
         "norm": lambda x: OPS.norm(x, Norm(norm[0], 1e-6)),

@@ -88,6 +88,9 @@ def test_gated_activations_take_the_gate_first(dtype: torch.dtype, tolerance: fl
     p, n, x = how.positive.double().exp().log1p(), 0.5 + how.negative.double().exp().log1p(), gate.double()
     bent = torch.where(x > 0, p * x * x, n * (torch.expm1(x.clamp(max=0)) - x)) + 0.5 * x
     torch.testing.assert_close(OPS.xielu(gate, how).double(), bent, atol=tolerance, rtol=tolerance)
+    relu = gate.double().clamp(0)
+    torch.testing.assert_close(OPS.relu(gate).double(), relu)
+    torch.testing.assert_close(OPS.relu_mul(fused).double(), relu * up.double(), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(OPS.relu2(gate).double(), gate.double().clamp(0) ** 2, atol=tolerance, rtol=tolerance)
 
 

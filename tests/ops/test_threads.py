@@ -15,7 +15,7 @@ def test_each_thread_computes_alone_and_others_as_before() -> None:
     together = threading.Barrier(3)
 
     def own(_: int) -> int:
-        together.wait(30)
+        together.wait(60)
         return torch.get_num_threads()
 
     with single_threads(3, "some") as pool:
@@ -35,7 +35,7 @@ def test_what_has_not_begun_is_cancelled_by_an_error() -> None:
         begun.append(number)
         if number == 0:
             raise ValueError("zero")
-        go.wait(30)
+        go.wait(60)
 
     def all_of_them() -> None:
         with single_threads(1, "one") as pool:

@@ -122,7 +122,8 @@ async def settle() -> None:
 
 
 def finished(id: str, *tokens: int, finish: FinishReason = "length") -> RequestStepOutput:
-    return RequestStepOutput(id, tokens, finish)
+    """As it is read from a message."""
+    return RequestStepOutput(id, tokens, finish, prompt_logprobs=[])
 
 
 def test_a_call_is_one_stream_with_its_prompts_blocks() -> None:

@@ -139,7 +139,7 @@ def make_executor(
             layers=layers,
             device=device,
             steps=make_steps(settings, device),
-            queue=CudaQueue(device, _captured(settings), make_precompiler(parallel), preparing),
+            queue=CudaQueue(device, _captured(settings), make_precompiler(parallel), preparing, agreement(parallel)),
             proposer=build_proposer(settings, draft, **sizes, device=device),
             depth=limits.lookahead,
             warm=keys,
@@ -190,11 +190,18 @@ def _keys(settings: Settings, spec: ModelSpec, limits: Limits, by_model: bool) -
 
 
 def _postponed(settings: Settings, keys: Sequence[GraphKey]) -> dict[GraphKey, GraphKey]:
-    """Which steps get their graphs later, see `stand_ins`. None of ranks, which capture together; with drafts, whose
-    steps are timed at the start; and in deterministic mode, where products are compared before they are captured."""
-    at_once = settings.execution.ranked or settings.execution.deterministic or most_drafts(settings)
+    """Which steps get their graphs later, see `stand_ins`. None of stages, which do not run a step at the same time;
+    with drafts, whose steps are timed at the start; and in deterministic mode, where products are compared before they
+    are captured."""
+    execution = settings.execution
+    at_once = execution.pipeline_parallel_size > 1 or execution.deterministic or most_drafts(settings)
     captured = _captured(settings)
     return {} if at_once else stand_ins(key for key in keys if key.tokens <= captured)
+
+
+def agreement(parallel: ParallelGroup) -> Callable[[bool], bool]:
+    """Of `CudaQueue`: whether all ranks have done something."""
+    return lambda done: bool(parallel.smallest(done))
 
 
 def prepare_quietly(executor: CudaExecutor) -> Callable[[], bool]:

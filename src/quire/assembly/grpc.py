@@ -84,13 +84,14 @@ def host(settings: Settings, address: str, credentials: Credentials | None = Non
     if settings.scheduler.lookahead is None:
         lookahead = 1 if choose_device(settings.execution.device).type == "cpu" else 2
         settings = settings.changed(lookahead=lookahead)
-    executor = make_executor(settings).executor
+    built = make_executor(settings)
+    executor = built.executor
     if executor.describe().recurrent:
         executor.close()
         raise InvalidConfig(
             "a model with recurrent layers cannot be run for engines elsewhere yet: serve it with --executor local"
         )
-    return ExecutorServer(executor, address, credentials)
+    return ExecutorServer(executor, address, credentials, built.prepare)
 
 
 def read(path: str, param: str) -> bytes:

@@ -58,7 +58,7 @@ def run(link: RankLink, asked: BuildRank, listener: int | None, wrap: Wrap = lam
     heap.settled()
     times.ended("rest")
     link.send(RankReady(built.executor.describe(), built.limits._asdict(), built.static_gauges, times.seconds))
-    RankLoop(wrap(built.executor), link, asked.rank, asked.shape).run()
+    RankLoop(wrap(built.executor), link, asked.rank, asked.shape, built.prepare).run()
 
 
 def use_card(asked: BuildRank) -> bool:

@@ -40,7 +40,8 @@ def make(settings: Settings, ranks: Ranks | None = None) -> BuiltExecutor:
         actors = extra("quire.assembly.ray_ranks", "ray").ray_actors(cuda)
         start = partial(begin_ranks, settings, actors, without_secrets(settings))
     executor = RankedExecutor(start, ranks)
-    return BuiltExecutor(executor, Limits(**executor.ready.limits), executor.ready.gauges)
+    limits = Limits(**executor.ready.limits)
+    return BuiltExecutor(executor, limits, executor.ready.gauges, prepare=executor.prepare_next)
 
 
 def device_of(settings: Mapping[str, Any]) -> torch.device:

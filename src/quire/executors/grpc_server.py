@@ -6,12 +6,13 @@ import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import grpc
 
+from quire.engine.engine import nothing_left
 from quire.engine.executor import Executor, StepHandle
 from quire.errors import InvalidConfig, StepFailed
 from quire.executors.contract import executor_pb2 as pb
@@ -51,11 +52,17 @@ class Refusal(Exception):
 class ExecutorServer:
     """A server around `executor`, listening once constructed. `port` is the port it got.
 
-    address: HOST:PORT, 0 for any port. Raises InvalidConfig when it cannot listen there.
+    address: HOST:PORT, 0 for any port. prepare: see `Engine.prepare`. Raises InvalidConfig when it cannot listen there.
     """
 
-    def __init__(self, executor: Executor, address: str, credentials: Credentials | None = None) -> None:
-        self.executor = executor
+    def __init__(
+        self,
+        executor: Executor,
+        address: str,
+        credentials: Credentials | None = None,
+        prepare: Callable[[], bool] = nothing_left,
+    ) -> None:
+        self.executor, self.prepare = executor, prepare
         self.instance = secrets.randbits(63)
         self._held = threading.Lock()
         self._server = grpc.server(ThreadPoolExecutor(8, "executor"), options=(*OPTIONS, ("grpc.so_reuseport", 0)))
@@ -107,7 +114,7 @@ class ExecutorServer:
     def _run(self, commands: Iterator[pb.Command], context: grpc.ServicerContext) -> Iterator[pb.Answer]:
         if not self._held.acquire(timeout=TAKEOVER_TIMEOUT):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "another engine uses this executor")
-        session = Session(self.executor)
+        session = Session(self.executor, self.prepare)
         try:
             yield from session.run(commands)
         except Refusal as refusal:
@@ -140,10 +147,12 @@ class Session:
 
     All commands that have arrived are launched before any result is waited for, so that the device is kept busy by as
     many steps as the engine sends ahead. Few commands are queued: beyond that the connection stops reading.
+
+    prepare: see `Engine.prepare`.
     """
 
-    def __init__(self, executor: Executor) -> None:
-        self.executor, self.description = executor, executor.describe()
+    def __init__(self, executor: Executor, prepare: Callable[[], bool] = nothing_left) -> None:
+        self.executor, self.prepare, self.description = executor, prepare, executor.describe()
         self.inbox: queue.Queue[pb.Command | None] = queue.Queue(2 * (self.description.lookahead + 2))
         self.over = threading.Event()
         self.epoch: int | None = None
@@ -162,6 +171,8 @@ class Session:
         threading.Thread(target=self._receive, args=(commands,), daemon=True).start()
         while True:
             due = bool(self.inflight) and self.inflight[0].step not in self.skipping
+            while not self.inflight and self.inbox.empty() and self.prepare():
+                pass
             try:
                 command = self.inbox.get(block=not due)
             except queue.Empty:

@@ -220,5 +220,5 @@ class CudaExecutor(LocalExecutor):
         )
 
     def prepare_next(self) -> bool:
-        """See `engine.executor.PreparingExecutor`."""
+        """See `LookaheadRunner.prepare_next`."""
         return self.runner.prepare_next()

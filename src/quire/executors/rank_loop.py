@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, cast
 
+from quire.engine.engine import nothing_left
 from quire.engine.executor import Executor, ImageExecutor, StepHandle
 from quire.engine.protocol import FrameReader, encode_frame
 from quire.errors import StepFailed
@@ -26,6 +27,8 @@ from quire.executors.ranks import (
     LoadImage,
     Ping,
     Pong,
+    Prepared,
+    PrepareNext,
     RankShape,
     Reset,
     StepDone,
@@ -114,11 +117,18 @@ class RankLoop:
 
     Messages are handled as they arrive, also while a step runs whose result is due: the next one is launched before it
     ends. A rank of a stage before the last waits for none: what was sampled comes with later plans. One rank sends
-    results, and all send failures.
+    results, and all send failures. prepare: see `Engine.prepare`.
     """
 
-    def __init__(self, executor: Executor, link: RankLink, rank: int, shape: RankShape = ONE_RANK) -> None:
-        self.executor, self.link = executor, link
+    def __init__(
+        self,
+        executor: Executor,
+        link: RankLink,
+        rank: int,
+        shape: RankShape = ONE_RANK,
+        prepare: Callable[[], bool] = nothing_left,
+    ) -> None:
+        self.executor, self.link, self.prepare = executor, link, prepare
         self.answers, self.follows = rank == shape.answering, rank < shape.answering
         self.epoch = 0
         self._forget()
@@ -156,6 +166,8 @@ class RankLoop:
             self._sample(message)
         elif isinstance(message, LoadImage):
             cast(ImageExecutor, self.executor).load_image(message.number, message.image)
+        elif isinstance(message, PrepareNext):
+            self.link.send(Prepared(self.prepare()))
         elif isinstance(message, Reset):
             self.executor.reset()
             self._forget()

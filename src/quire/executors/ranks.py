@@ -121,6 +121,10 @@ class LoadImage(msgspec.Struct, tag=True, frozen=True):
     image: PromptImage
 
 
+class PrepareNext(msgspec.Struct, tag=True, frozen=True):
+    """While nothing is in flight: prepare one thing that makes later steps faster. Answer with Prepared."""
+
+
 class Reset(msgspec.Struct, tag=True, frozen=True):
     """Forget rows and steps; what follows is of this epoch."""
 
@@ -152,6 +156,12 @@ class RankRefused(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
+class Prepared(msgspec.Struct, tag=True, frozen=True):
+    """What was asked for by PrepareNext is done. left: whether there is more."""
+
+    left: bool
+
+
 class StepDone(msgspec.Struct, tag=True, frozen=True):
     """What a step computed; only the rank that answers says so. samples: with several stages."""
 
@@ -170,8 +180,8 @@ class StepError(msgspec.Struct, tag=True, frozen=True):
     kind: str
 
 
-ToRank = BuildRank | Launch | HandMasks | LoadImage | Reset | Ping
-FromRank = Pong | RankReady | RankRefused | StepDone | StepError
+ToRank = BuildRank | Launch | HandMasks | LoadImage | PrepareNext | Reset | Ping
+FromRank = Pong | RankReady | RankRefused | Prepared | StepDone | StepError
 
 log = logging.getLogger(__name__)
 
@@ -433,6 +443,8 @@ class RankedExecutor:
         self._epoch = self._step = self._num_received = 0
         self._samples: list[StepSamples] = []
         self._spans = NO_SPANS
+        self._prepared: list[Prepared] = []
+        self._left = True
         self._results: dict[tuple[int, int], StepDone] = {}
         self._errors: dict[tuple[int, int], dict[int, StepError]] = {}
 
@@ -450,6 +462,7 @@ class RankedExecutor:
         """Send a plan to all ranks, which are started again if they were lost. Raises RankLost."""
         if self._ranks is None:
             self._ranks = self._start().wait_until_ready()
+            self._left = True
             self._begin()
         same = plan.spans is self._spans
         sent = plan._replace(spans=NO_SPANS) if same else plan
@@ -462,6 +475,22 @@ class RankedExecutor:
     def load_image(self, number: int, image: PromptImage) -> None:
         """See `engine.executor.ImageExecutor`."""
         self.send(LoadImage(number, image))
+
+    def prepare_next(self) -> bool:
+        """While nothing is in flight, have every rank prepare one thing that makes later steps faster. False: nothing
+        is left, or a rank is lost, which the next step says."""
+        if self._ranks is None or not self._left:
+            return False
+        self._prepared = []
+        try:
+            self.send(PrepareNext())
+            while len(self._prepared) < self._ranks.shape.size:
+                self._read(PING_INTERVAL)
+                self._ranks.check_silence(range(self._ranks.shape.size))
+        except RankLost:
+            return False
+        self._left = any(each.left for each in self._prepared)
+        return self._left
 
     def send(self, message: ToRank) -> None:
         """Send to all ranks. Raises RankLost."""
@@ -509,6 +538,8 @@ class RankedExecutor:
                 self._results[message.epoch, message.step] = message
             elif isinstance(message, StepError) and message.epoch == self._epoch:
                 self._errors.setdefault((message.epoch, message.step), {})[number] = message
+            elif isinstance(message, Prepared):
+                self._prepared.append(message)
 
     def _raise_failure(self) -> None:
         """Wait a moment for what the other ranks of the first stage that failed a step say: later ones fail with it. A

@@ -714,6 +714,7 @@ class ModelBuilder:
             {
                 **dict.fromkeys(GELUS, self.ops.gelu),
                 "gelu": self.ops.gelu_erf,
+                "relu": self.ops.relu,
                 "relu2": self.ops.relu2,
                 "xielu": xielu,
             },
@@ -778,6 +779,7 @@ GATES: Mapping[str, Gate] = MappingProxyType(
         **dict.fromkeys(("silu", "swish"), "silu"),
         **dict.fromkeys(GELUS, "gelu"),
         **dict.fromkeys(("gelu", "gelu_python"), "gelu_erf"),
+        "relu": "relu",
         CLAMPED: "clamped",
     }
 )

@@ -28,7 +28,8 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class SmallReduce(Protocol):
-    """Sums of tensors of up to `most` bytes, in float32 and in the order of ranks: see `ops.triton.all_reduce`."""
+    """Sums of tensors of up to `most` bytes, in float32 and in the order of ranks, and tensors side by side: see
+    `ops.triton.all_reduce`."""
 
     most: int
 
@@ -45,6 +46,9 @@ class SmallReduce(Protocol):
         gain: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """`Ops.add_norm` of the sum, in one kernel."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """As `ParallelGroup.all_gather`, of ranks that have as wide a tensor, whose rows have up to `most` bytes."""
 
 
 MakeSmallReduce = Callable[[dist.ProcessGroup, int], SmallReduce]
@@ -169,7 +173,9 @@ class DistributedGroup(ParallelGroup):
         return super().add_norm(ops, x, residual, norm, before, scale, gain)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """See `ParallelGroup`. What is sent is as wide as the widest rank's."""
+        """See `ParallelGroup`. What the library sends is as wide as the widest rank's."""
+        if self._small is not None and len({*widths}) == 1 and widths[0] * x.element_size() <= self._small.most:
+            return self._small.gather(x)
         if PRECOMPILING.get() is not None:
             return x.new_empty(*x.shape[:-1], sum(widths))
         missing = max(widths) - x.shape[-1]  # padding by nothing is a copy

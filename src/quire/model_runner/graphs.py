@@ -174,6 +174,10 @@ class WorkQueue:
         """The key whose work does the step of this one."""
         return key
 
+    def agreed(self, done: bool) -> bool:
+        """Whether all ranks, which do the same work in the same order, have `done` something."""
+        return done
+
     def record(self) -> torch.cuda.Event | None:
         """An event that is reached when the work submitted so far is done; None if it is done already."""
         return None
@@ -189,8 +193,8 @@ class CudaQueue(WorkQueue):
     """A stream of one GPU.
 
     largest: tokens (or rows) up to which work is captured, 0 for never (eager). precompile: compiles what work
-    launches. Graphs share one memory pool: they never run at the same time, and leave their results in tensors that
-    were made outside.
+    launches. agree: see `WorkQueue.agreed`. Graphs share one memory pool: they never run at the same time, and leave
+    their results in tensors that were made outside.
     """
 
     def __init__(
@@ -199,8 +203,10 @@ class CudaQueue(WorkQueue):
         largest: int,
         precompile: Callable[[Works], None] = no_precompile,
         watch: Callable[[], AbstractContextManager[ReportProgress]] = unwatched,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         self.watch = watch
+        self.agree = agree
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.before: list[tuple[int, int, int]] = []
         self.largest = largest
@@ -274,15 +280,20 @@ class CudaQueue(WorkQueue):
         return larger if key in self.larger else key
 
     def _capture_postponed(self, key: GraphKey) -> None:
-        """Capture it, after which it serves itself; where it cannot be captured, the larger one goes on to serve it."""
-        work = self.postponed.pop(key)
+        """Capture it, after which it serves itself; where a rank cannot, the larger one goes on to serve it on all."""
+        work, graph = self.postponed.pop(key), None
         try:
-            self.graphs[key] = captured(work, self.pool)
+            graph = captured(work, self.pool)
         except Exception as failure:
             # Of any kind, such as too little memory: no request needs this graph.
             log.warning("steps of %d tokens run as those of %d: %r", key.tokens, self.larger[key].tokens, failure)
-        else:
+        if self.agreed(graph is not None) and graph is not None:
+            self.graphs[key] = graph
             del self.larger[key]
+
+    def agreed(self, done: bool) -> bool:
+        """See `WorkQueue`."""
+        return self.agree(done)
 
     def record(self) -> torch.cuda.Event:
         """An event after the work submitted so far."""

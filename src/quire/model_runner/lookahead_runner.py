@@ -213,10 +213,10 @@ class LookaheadRunner(BaseRunner):
         tuned = num_tuned()
         self.queue.prepare_all([each for each in works.items() if each[0] not in larger])
         rest = [(key, works[key]) for key in keys if key in larger]
-        if num_tuned() > tuned:
-            self.queue.prepare_all(rest)
-        else:
+        if self.queue.agreed(num_tuned() == tuned):
             self.queue.postpone(rest, larger)
+        else:
+            self.queue.prepare_all(rest)
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:

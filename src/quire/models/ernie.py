@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from quire.errors import InvalidModel
 from quire.layers.builder import ExpertNames, ModelBuilder
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama
@@ -42,8 +41,6 @@ class Ernie45Moe(Ernie45):
         """See `registry.Architecture`."""
         size = config.get(int, "hidden_size") // max(1, config.get(int, "num_attention_heads"))
         spec = Ernie45.read(config.with_defaults(head_dim=size, rms_norm_eps=1e-5, rope_theta=5e5), architecture)
-        if spec.mlp_bias:
-            raise InvalidModel("config.json: use_bias is not supported with experts; try --executor hf")
         first, step = (config.get(int, f"moe_layer_{name}", default=1) for name in ("start_index", "interval"))
         open_ended = config.fields.get("moe_layer_end_index", -1) == -1
         last = spec.layers - 1 if open_ended else config.get(int, "moe_layer_end_index")
@@ -58,7 +55,7 @@ class Ernie45Moe(Ernie45):
             dense_layers=frozenset(i for i in range(spec.layers) if not (first <= i <= last) or (i + 1) % max(1, step)),
         )
         drafts = config.get(int, "num_nextn_predict_layers", default=0)
-        return replace(spec, experts=experts.checked(), draft_layers=drafts)
+        return replace(spec, experts=experts.checked(), draft_layers=drafts, head_bias=spec.mlp_bias)
 
 
 def mtp_names(spec: ModelSpec, layer: int) -> MTPNames:

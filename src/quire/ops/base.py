@@ -42,9 +42,9 @@ class BlockPanels(NamedTuple):
     write: Callable[[int, Tensor], None]
 
 
-Gate = Literal["", "silu", "gelu", "gelu_erf", "clamped", "relu2"]
-"""What is done with the halves of a product: nothing (""), or `silu_mul`, `gelu_mul`, `gelu_erf_mul` or `clamped_mul`
-of them; or `relu2` of the whole, which experts without a gate have."""
+Gate = Literal["", "silu", "gelu", "gelu_erf", "clamped", "relu", "relu2"]
+"""What is done with the halves of a product: nothing (""), or `silu_mul`, `gelu_mul`, `gelu_erf_mul`, `relu_mul` or
+`clamped_mul` of them; or `relu2` of the whole, which experts without a gate have."""
 
 
 def num_parts(gate: Gate) -> int:
@@ -610,6 +610,9 @@ class Ops(Protocol):
     def gelu_erf_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> gelu(gate) * up, [T, F], gelu by the error function (ModernBERT)."""
 
+    def relu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2F], gate first -> max(gate, 0) * up, [T, F] (ReGLU, Shazeer 2020)."""
+
     def clamped_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> gate * sigmoid(a gate) * (up + 1), [T, F], of a gate that is at most b and an up
         between -b and b; a is CLAMP_ALPHA, b CLAMP_LIMIT (OpenAI 2025, gpt-oss)."""
@@ -620,6 +623,9 @@ class Ops(Protocol):
     def gelu_erf(self, x: Tensor) -> Tensor:
         """gelu by the error function, x (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel 2016). x may be
         overwritten."""
+
+    def relu(self, x: Tensor) -> Tensor:
+        """max(x, 0)."""
 
     def relu2(self, x: Tensor) -> Tensor:
         """max(x, 0)^2 (So et al. 2021)."""

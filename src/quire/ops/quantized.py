@@ -254,6 +254,7 @@ class BaseOps(ABC):
             "silu": self.silu_mul,
             "gelu": self.gelu_mul,
             "gelu_erf": self.gelu_erf_mul,
+            "relu": self.relu_mul,
             "clamped": self.clamped_mul,
             "relu2": self.relu2,
         }
@@ -336,6 +337,15 @@ class BaseOps(ABC):
         """See `Ops.gelu_erf_mul`."""
         gate, up = gate_up.chunk(2, -1)
         return self.gelu_erf(gate).mul_(up)
+
+    def relu(self, x: Tensor) -> Tensor:
+        """See `Ops.relu`."""
+        return torch.relu(x)
+
+    def relu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.relu_mul`."""
+        gate, up = gate_up.chunk(2, -1)
+        return self.relu(gate).mul_(up)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         """Of each number."""

@@ -20,6 +20,7 @@ _NEUTRAL: Mapping[str, float] = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "repetition_penalty": 1,
+    "repeat_last_n": -1,
     "min_tokens": 0,
 }
 

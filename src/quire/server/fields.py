@@ -154,7 +154,6 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "dynatemp_range": Refusal(_SAMPLERS, (0,)),
     "samplers": Refusal("samplers have one order here", ([],)),
     "min_keep": Refusal("each sampler leaves one token at least, and no more", (0, 1)),
-    "repeat_last_n": Refusal("penalties count all tokens: send -1, or leave it out", (-1,)),
     "penalize_nl": Refusal("penalties count all tokens", (True,)),
     "n_probs": Refusal("use logprobs, and top_logprobs in conversations", (0,)),
     "post_sampling_probs": Refusal("log-probabilities are those before sampling", (False,)),

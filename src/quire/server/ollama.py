@@ -106,7 +106,6 @@ else:
 class Options(_NumericOptions, kw_only=True):
     """The `options` that are honoured, the numbers of SamplingParams first."""
 
-    repeat_last_n: int | None = None
     num_predict: int | None = None
     stop: str | list[str] | None = None
 
@@ -145,11 +144,6 @@ def read_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     kept = check(given or {}, Options.__struct_fields__, where="options.", no_ops=OPTION_HINTS, refused=REFUSED_OPTIONS)
     options = converted(kept, Options, "options.")
     chosen = {name: value for name, value in msgspec.structs.asdict(options).items() if value is not None}
-    none = {"presence_penalty": 0, "frequency_penalty": 0, "repeat_penalty": 1}
-    if options.repeat_last_n not in (None, -1) and any(chosen.get(name, off) != off for name, off in none.items()):
-        raise InvalidRequest(
-            "options.repeat_last_n: penalties count all tokens: send -1, or leave it out", param="options.repeat_last_n"
-        )
     if options.num_predict is not None and not (options.num_predict > 0 or options.num_predict in (-1, -2)):
         raise InvalidRequest(
             "options.num_predict must be above 0, or -1 for as many tokens as the context holds",
@@ -157,11 +151,7 @@ def read_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
         )
     # -1: any seed; -1 and -2: as many tokens as there is space for.
     unset = {"seed": (-1,), "num_predict": (-1, -2)}
-    return {
-        _OTHER_NAMES.get(name, name): value
-        for name, value in chosen.items()
-        if name != "repeat_last_n" and value not in unset.get(name, ())
-    }
+    return {_OTHER_NAMES.get(name, name): value for name, value in chosen.items() if value not in unset.get(name, ())}
 
 
 def _shared(request: OllamaRequest) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from quire.ops.base import (
     TopK,
 )
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
-from quire.ops.triton import integer_mma, integer_row, integer_tma, rounded_gemm
+from quire.ops.triton import integer_mma, integer_row, integer_stationary, integer_tma, rounded_gemm
 from quire.ops.triton.all_reduce import PeerSum
 from quire.ops.triton.blocks import BlockCopies
 from quire.ops.triton.launch import HOPPER, DeviceInfo
@@ -107,6 +107,7 @@ def by_row(ops: TritonOps) -> None:
     ops.silu_mul(x)
     ops.gelu(x)
     ops.relu2(x)
+    ops.relu_mul(x)
     ops.xielu(x, XIELU(*torch.empty(3, 1)))
     ops.clamped_mul(x)
     angles = Angles(torch.empty(4, 64), torch.empty(4, 64))
@@ -479,6 +480,8 @@ def in_registers(ops: TritonOps) -> None:
             integer_tma.integer_tma(halves(64, 4096), each[0], None, ops.card, ops.arrived, gate)
         for matrix, gate in ((each[0], "silu"), (each[2], ""), (each[4], "")):
             integer_row.integer_row(halves(1, 4096), matrix, None, ops.card, gate)
+        for matrix, rows in ((each[0], 16), (each[2], 8)):
+            integer_stationary.integer_stationary(halves(rows, 4096), matrix, None, ops.card, "silu")
 
 
 def blocks() -> None:

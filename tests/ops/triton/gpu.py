@@ -74,9 +74,11 @@ def kernels(device: torch.device, deterministic: bool | None = None, **options: 
 
 @contextmanager
 def gpu_llm(model: str, **options: Any) -> Iterator[LLM]:
-    """An `LLM` whose steps run on a GPU, or as there."""
+    """An `LLM` whose steps run on a GPU, or as there. It takes 256 MiB for K/V: other tests share the card, and what is
+    free says nothing."""
     if ON_CARD:
-        with LLM(model, device="cuda", **options) as llm:
+        memory = {} if "num_gpu_blocks_override" in options else {"kv_cache_memory_bytes": 1 << 28}
+        with LLM(model, device="cuda", **{**memory, **options}) as llm:
             yield llm
         return
     with pytest.MonkeyPatch.context() as patch:

@@ -166,12 +166,22 @@ def test_pages_of_eight_bits_are_read_times_their_scales() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 @pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
-@pytest.mark.parametrize("spans", [DECODE, MIXED, [(5000, 1), (3000, 300)]], ids=["decode", "mixed", "long"])
+@pytest.mark.parametrize(
+    "spans",
+    [DECODE, MIXED, [(5000, 1), (3000, 300)], [(700, 1)], [(4000, 1), (80, 1)]],
+    ids=["decode", "mixed", "long", "one", "two"],
+)
 def test_bfloat16_on_the_gpu(spans: Spans, dim: int) -> None:
     check(spans, 8, 2, dim, 64, dtype=torch.bfloat16, tolerance=2e-2)
     check(spans, 8, 2, dim, 64, window=100, soft_cap=5.0, dtype=torch.bfloat16, tolerance=2e-2)
     check(spans, 64, 8, dim, 64, window=128, sunk=True, dtype=torch.bfloat16, tolerance=2e-2)
     check(spans, 64, 8, dim, 64, sunk=True, dtype=torch.bfloat16, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("spans", [[(700, 1)], [(1700, 1)], [(1600, 1), (40, 1)]], ids=["one", "long", "two"])
+def test_pieces_of_one_or_two_sequences_are_combined(spans: Spans) -> None:
+    check(spans, 16, 2, 16, 64)
+    check(spans, 16, 2, 16, 64, sunk=True)
 
 
 def test_many_long_contexts_are_divided_among_programs_that_begin_anywhere() -> None:

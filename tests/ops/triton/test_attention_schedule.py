@@ -116,6 +116,14 @@ def test_one_long_sequence_has_no_more_pieces_than_are_quickly_combined() -> Non
     assert int(made.total) - 40 <= attention_schedule.MOST_PIECES + 1
 
 
+def test_one_sequence_of_many_blocks_has_pieces_of_two() -> None:
+    for blocks, pieces, each in ((24, 24, 1), (25, 13, 2), (60, 30, 2)):
+        tiling = Tiling(4, 16, COLUMNS, 1, 1, SPREAD, 1, UNLIMITED, short=24)
+        made = make_schedule(decode([blocks * COLUMNS]), tiling, 8)
+        assert int(made.total) == pieces
+        assert max(end - begin for *_, begin, end, _, _, _ in made.pieces[:pieces].tolist()) == each
+
+
 def test_shares_are_even_from_a_least_length_on(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [700] * 70  # 11 blocks each; each of 66 programs has 12
     monkeypatch.setattr(attention_schedule, "MIN_SHARE_BLOCKS", 12)

@@ -42,6 +42,7 @@ def test_a_few_kernels_compile(tmp_path: Path) -> None:
         "mma_kernel",
         "tma_kernel",
         "ring_kernel",
+        "stationary_kernel",
         "latent_kernel",
         "norm_kernel",
         "sum_kernel",
@@ -60,7 +61,6 @@ def test_attention_that_sees_later_tokens_compiles(tmp_path: Path) -> None:
 def test_the_choice_of_what_is_attended_to_compiles(tmp_path: Path) -> None:
     assert compiled(90, 227, tmp_path, "indexed") >= {
         "index_store_kernel",
-        "index_turn_kernel",
         "index_scores_kernel",
         "index_choice_kernel",
         "latent_kernel",

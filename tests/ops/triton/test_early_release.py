@@ -21,7 +21,7 @@ EARLY = frozenset({"norm_kernel", "qk_norm_rope_store_kv_kernel", "attention_ker
 """Those that release before they wait."""
 
 LISTS = frozenset({"prepare_inputs_kernel", "tiles_kernel", "shares_kernel", "depth_kernel", "gather_kernel"})
-ROUTES = frozenset({"route_kernel", "count_kernel", "place_kernel", "sort_kernel"})
+ROUTES = frozenset({"route_kernel", "choice_kernel", "count_kernel", "earlier_kernel", "place_kernel", "sort_kernel"})
 WRITERS = MappingProxyType(
     dict.fromkeys(("attention_kernel", "cascade_kernel", "latent_kernel"), LISTS | {"index_choice_kernel"})
     | dict.fromkeys(("few_gate_up_kernel", "few_down_kernel", "experts_kernel"), ROUTES)

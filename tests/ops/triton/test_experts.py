@@ -63,6 +63,7 @@ EIGHT_BITS = TILES._replace(down=TILES.down._replace(inputs=32))
 ROWS_FIRST = ExpertConfig(ExpertTile(32, 16, 32, 4, 3, True), ExpertTile(32, 16, 32, 4, 3, True))
 HALVES = ExpertConfig(*(each._replace(halves=True) for each in ROWS_FIRST))
 DESCRIBED = ExpertConfig(*(each._replace(described=True) for each in ROWS_FIRST))
+PARTS = ExpertConfig(HALVES.gate_up, DESCRIBED.down._replace(rows=16))
 DESCRIBED_HALVES = ExpertConfig(*(each._replace(halves=True, described=True) for each in TILES))
 
 
@@ -381,15 +382,15 @@ def rounded_mixture(
 
 
 @pytest.mark.parametrize(("width", "height"), [(96, 1), (32, 1), (32, 32)], ids=["row", "runs", "blocks"])
-@pytest.mark.parametrize("how", [EIGHT_BITS, HALVES, DESCRIBED], ids=["tiles", "halves", "described"])
+@pytest.mark.parametrize("how", [EIGHT_BITS, HALVES, DESCRIBED, PARTS], ids=["tiles", "halves", "described", "parts"])
 def test_experts_of_float8_with_rounded_activations(how: ExpertConfig, width: int, height: int) -> None:
-    x, _, gate_up, down = randoms(20, 6, 96, 64)
-    routing = routed(20, 6, 2, [0, 2, 5])
+    x, _, gate_up, down = randoms(40, 6, 96, 64)
+    routing = routed(40, 6, 2, [0, 2, 5])
     matrices = float8(gate_up, width, height), float8(down, width, height)
     gate, biases = ("silu", NO_BIASES) if how is EIGHT_BITS else ("clamped", random_biases(6, 96, 64))
     got = quantized_experts(x, routing, *matrices, gate, how, CARD, biases, rounded=True)
     want = rounded_mixture(x, routing, matrices, width, gate, biases)
-    # A sum that is rounded in another order may round to another number of e4m3 afterwards, a few of 20 x 2 x 64.
+    # A sum that is rounded in another order may round to another number of e4m3 afterwards, a few of 40 x 2 x 64.
     assert off(got, want) < (2e-2 if DEVICE.type == "cuda" else 5e-3)
     assert off(REFERENCE.quantized_experts(x, routing, *matrices, gate, biases), want) > 0.02
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from quire.ops.base import Gate, QuantizedMatrix
 from quire.ops.quantized import E4M3
 from quire.ops.reference import ReferenceOps
+from quire.ops.triton import quantized_gemm
 from quire.ops.triton.gemv import (
     COUNTERS,
     GemmConfig,
@@ -20,6 +23,7 @@ from quire.ops.triton.gemv import (
     vectors,
 )
 from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.ops import TritonOps
 from tests.ops.triton.device import DEVICE, in_eight_bits
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
@@ -48,7 +52,7 @@ def test_a_product_with_bias_gate_and_scale(
     torch.testing.assert_close(got, REFERENCE.linear(x, weight, shift, gate), atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("gate", ["gelu_erf", "clamped", "relu2"])
+@pytest.mark.parametrize("gate", ["gelu_erf", "clamped", "relu", "relu2"])
 @pytest.mark.parametrize(("how", "rows"), [(VECTOR, 1), (MATRIX, 2), (RUNS, 3)], ids=["vector", "tile", "runs"])
 def test_every_gate(how: GemmConfig, rows: int, gate: Gate) -> None:
     torch.manual_seed(rows)
@@ -71,6 +75,40 @@ def test_a_matrix_of_eight_bits(how: GemmConfig, rows: int, gate: Gate) -> None:
     got = gemv_linear(x, weight, bias, how, CARD, gate, scale)
     want = REFERENCE.quantized_linear(x, QuantizedMatrix(weight, scale, 192), bias, gate)
     assert float((got - want).norm() / want.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize("how", [VECTOR, BLOCKS, APART], ids=["one", "blocks", "apart"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 192), (10, 168)], ids=["even", "odd"])
+def test_a_matrix_with_scales_of_runs(outputs: int, inputs: int, how: GemmConfig, gate: Gate) -> None:
+    torch.manual_seed(0)
+    x, matrix = torch.randn(how.rows, inputs, device=DEVICE), in_runs(outputs, inputs, 32)
+    bias = torch.randn(outputs, device=DEVICE)
+    got = gemv_linear(x, matrix.weight, bias, how, CARD, gate, matrix.scale, run=32)
+    want = REFERENCE.quantized_linear(x, matrix, bias, gate)
+    assert float((got - want).norm() / want.norm()) < 1e-3
+
+
+@pytest.mark.parametrize(("run", "offset", "left"), [(128, 0, False), (128, 64, True), (96, 0, True)])
+def test_one_row_is_left_to_the_matrix_units_where_runs_are_not_whole(
+    run: int, offset: int, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(run + offset)
+    x, matrix = torch.randn(1, 512, device=DEVICE, dtype=torch.bfloat16), in_runs(24, 640, run)
+    matrix = matrix._replace(weight=matrix.weight[:, :512].contiguous(), offset=offset)
+    units = Mock(return_value=x)
+    monkeypatch.setattr(quantized_gemm, "quantized_linear", units)
+    got = TritonOps(DEVICE).quantized_linear(x, matrix)
+    assert units.called is left
+    if not left:
+        want = REFERENCE.quantized_linear(x.float(), matrix)
+        assert float((got.float() - want).norm() / want.norm()) < 1e-2
+
+
+def in_runs(outputs: int, inputs: int, run: int) -> QuantizedMatrix:
+    """A random matrix of which each `run` columns of a row have a scale."""
+    weight = torch.randn(outputs, inputs, device=DEVICE).to(E4M3)
+    return QuantizedMatrix(weight, torch.rand(outputs, -(-inputs // run), device=DEVICE) + 0.1, run)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -124,6 +162,10 @@ def test_multiply_adds_of_eight_bits_leave_no_input_over(gated: bool) -> None:
     for inputs in (1024, 2560, 3584, 4096, 5120, 12288, 14336, 17408, 18944):
         how = scaled_gemm_config(1, 4096, inputs, gated)
         assert how is not None and not how.stages and inputs % how.inputs == 0
+        runs = scaled_gemm_config(1, 4096, inputs, gated, 128)
+        assert runs is not None and not runs.stages and inputs % runs.inputs == 0 and runs.inputs % 128 == 0
+        assert scaled_gemm_config(2, 4096, inputs, gated, 128) is None, "scales of runs: see `quantized_gemm`"
+    assert scaled_gemm_config(1, 4096, 5120, gated, 1024) is None, "a tile ends within a run"
 
 
 @pytest.mark.parametrize("rows", [2, 8, 16])
@@ -179,3 +221,17 @@ def test_eight_bits_on_the_gpu(rows: int, gate: Gate, outputs: int, inputs: int)
     first, *more = (gemv_linear(x, stored, None, how, CARD, gate, scale, ARRIVED) for _ in range(20))
     assert float((first.float() - want).norm() / want.norm()) < 1e-2
     assert all(torch.equal(first, again) for again in more), "the last program adds up in the same order"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (2048, 512), (2112, 7168), (1024, 5120)])
+def test_one_row_with_scales_of_runs_on_the_gpu(gate: Gate, outputs: int, inputs: int) -> None:
+    torch.manual_seed(outputs)
+    x, matrix = torch.randn(1, inputs, device=DEVICE, dtype=torch.bfloat16), in_runs(outputs, inputs, 128)
+    how = scaled_gemm_config(1, outputs // (2 if gate else 1), inputs, gate != "", 128)
+    assert how is not None
+    got = gemv_linear(x, matrix.weight, None, how, CARD, gate, matrix.scale, ARRIVED, 128)
+    want = REFERENCE.quantized_linear(x.float(), matrix, None, gate)
+    assert float((got.float() - want).norm() / want.norm()) < 1e-2

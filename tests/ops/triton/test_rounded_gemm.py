@@ -20,6 +20,7 @@ from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.rounded_gemm import (
     LEAST_LIBRARY_ROWS,
     LEAST_NARROW_ROWS,
+    MOST_RUN_ROWS,
     NARROW,
     alike,
     multiplies_float8,
@@ -223,7 +224,8 @@ def test_the_library_takes_many_rows_of_what_it_knows() -> None:
     hopper, ada = (replace(CARD, capability=each) for each in ((9, 0), (8, 9)))
     assert prefers_library(rows, many, hopper)
     assert prefers_library(rows, many, ada)
-    assert prefers_library(17, runs, hopper)
+    assert prefers_library(MOST_RUN_ROWS + 1, runs, hopper)
+    assert not prefers_library(MOST_RUN_ROWS, runs, hopper)
     assert not prefers_library(rows, float8_matrix(48, 192, 128), hopper), "half a run at the end"
     assert not prefers_library(rows, runs, ada)
     assert not prefers_library(rows - 1, many, hopper)

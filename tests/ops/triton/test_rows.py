@@ -72,7 +72,7 @@ def test_several_norms_of_one_sum_and_the_sum_of_two(
 def test_activations(dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     x = 6 * torch.randn(3, 2100).to(dtype).to(DEVICE)
-    for name in ("silu_mul", "gelu_mul", "gelu_erf_mul", "gelu", "gelu_erf", "relu2"):
+    for name in ("silu_mul", "gelu_mul", "gelu_erf_mul", "relu_mul", "gelu", "gelu_erf", "relu2"):
         want = getattr(REFERENCE, name)(x.clone())
         torch.testing.assert_close(getattr(OPS, name)(x), want, atol=tolerance, rtol=tolerance)
     how = XIELU(*torch.tensor([[0.3], [-0.6], [0.5]], device=DEVICE))

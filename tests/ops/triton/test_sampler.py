@@ -236,6 +236,19 @@ def greatest(logits: Tensor, count: int) -> list[int]:
     return [int(token) for token in logits.topk(count).indices]
 
 
+def test_penalties_of_the_last_tokens_equal_the_oracles() -> None:
+    """As many as none, as a part of the output, as reach into the prompt, and more than there are; of blocks of the
+    kernel that are not whole."""
+    logits = 3 * torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(4))
+    each: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.5}
+    rows = []
+    for line, last in zip(logits, (0, 1, 3, 9, 1300, 5000), strict=True):
+        history = tuple(greatest(line, 7)) * (2 if last < 100 else 200)
+        rows.append(Row(SamplingParams(temperature=0.0, repeat_last_n=last, **each), history, prompt=8))
+    agree(logits, rows)
+    assert drawn(logits[:1], rows[:1]) == ([int(logits[0].argmax())], [FINE])
+
+
 def edits(logits: Tensor) -> list[Row]:
     """A row for each way of changing logits, each of which changes what is drawn, and one for all of them."""
     top = [greatest(line, 40) for line in logits]

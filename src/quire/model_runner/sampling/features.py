@@ -66,6 +66,9 @@ COLUMNS: Mapping[str, Column] = MappingProxyType(
         "repetition_penalty": Column(PENALISED, np.float32, 1.0, attrgetter("repetition_penalty")),
         "frequency_penalty": Column(PENALISED, np.float32, 0.0, attrgetter("frequency_penalty")),
         "presence_penalty": Column(PENALISED, np.float32, 0.0, attrgetter("presence_penalty")),
+        "repeat_last_n": Column(
+            PENALISED, np.int64, UNLIMITED, lambda s: s.repeat_last_n if s.repeat_last_n >= 0 else UNLIMITED
+        ),
         "logprobs": Column(SCORED, np.int64, -1, lambda s: count_on_device(s.logprobs)),
     }
 )

@@ -120,15 +120,19 @@ def bias(logits: Floats, rows: SampledRows, shape: Samples, which: Ids) -> None:
 
 
 def penalise(logits: Floats, rows: SampledRows, shape: Samples, which: Ids) -> None:
-    """Repetition (prompt and output: positive logits divided, negative multiplied), frequency, presence (output)."""
+    """Repetition (prompt and output: positive logits divided, negative multiplied), frequency, presence (output), each
+    of the last repeat_last_n tokens."""
     columns = rows.features.columns
     for r, row, output in _outputs(rows, shape, which):
         line = logits[r]
-        seen = rows.tokens[row, : rows.prompt_length[row] + len(output)]
+        start = rows.prompt_length[row]
+        end = start + len(output)
+        begin = max(end - columns["repeat_last_n"][row], 0)
+        seen = rows.tokens[row, begin:end]
         repeated = line[seen]
         by = columns["repetition_penalty"][row]
         line[seen] = np.where(repeated > 0, repeated / by, repeated * by)
-        generated, times = np.unique(output, return_counts=True)
+        generated, times = np.unique(rows.tokens[row, max(begin, start) : end], return_counts=True)
         line[generated] -= (
             columns["frequency_penalty"][row] * times.astype(np.float32) + columns["presence_penalty"][row]
         )

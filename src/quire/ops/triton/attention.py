@@ -386,27 +386,35 @@ def together(
     GROUPS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     REAL: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Combine the pieces of a tile and write the result. Many are read at once, since latency is the cost.
+    """Combine the pieces of a tile and write the result. Many are read at once, since latency is the cost; each thread
+    adds up its own numbers, so that none waits for others.
 
     Other multiprocessors wrote them, so this one's L1 cache is bypassed. REAL: a power of two that holds `rows`; row i
     is number first + i of the step's (token, head of this group) pairs.
     """
-    s, r, d = tl.arange(0, AT_ONCE), tl.arange(0, REAL), tl.arange(0, BLOCK_D)
+    r, d = tl.arange(0, REAL), tl.arange(0, BLOCK_D)
     m = tl.full([REAL], -1e30, tl.float32)
     z = tl.zeros([REAL], tl.float32)
     acc = tl.zeros([REAL, BLOCK_D], tl.float32)
     for begin in range(0, splits, AT_ONCE):
-        line = ((base + begin + s) * GROUPS + group)[:, None] * ROWS + r[None, :]
-        held = (begin + s < splits)[:, None] & (r < rows)[None, :]
-        part = tl.load(
-            parts + line[:, :, None].to(tl.int64) * DIM + d[None, None, :],
-            mask=held[:, :, None] & (d < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        x = tl.load(sums + line, mask=held, other=-1e30, cache_modifier=".cg")
-        top = tl.maximum(m, tl.max(x, 0))
-        fade, weight = tl.exp2(m - top), tl.exp2(x - top[None, :])
-        acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
-        z = z * fade + tl.sum(weight, 0)
+        totals, read = (), ()
+        for s in tl.static_range(AT_ONCE):
+            line = ((base + begin + s) * GROUPS + group) * ROWS + r
+            held = (begin + s < splits) & (r < rows)
+            totals += (tl.load(sums + line, mask=held, other=-1e30, cache_modifier=".cg"),)  # type: ignore[assignment]
+            place = line[:, None].to(tl.int64) * DIM + d[None, :]
+            mask = held[:, None] & (d < DIM)[None, :]
+            read += (tl.load(parts + place, mask=mask, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+        top = m
+        for s in tl.static_range(AT_ONCE):
+            top = tl.maximum(top, totals[s])
+        fade = tl.exp2(m - top)
+        acc *= fade[:, None]
+        z *= fade
+        for s in tl.static_range(AT_ONCE):
+            weight = tl.exp2(totals[s] - top)
+            acc += read[s] * weight[:, None]
+            z += weight
         m = top
     pair = first + r
     row = (pair // SHARE).to(tl.int64) * (GROUPS * SHARE) + group * SHARE + pair % SHARE
@@ -416,10 +424,10 @@ def together(
 
 class Tile(NamedTuple):
     """How a tile is computed. a_card: programs wanted per multiprocessor, which decides into how many pieces few tiles
-    are split; 0: they are not split. run: blocks below which a piece is not worth splitting off. slim: it takes 160
-    registers per thread, others nearly all. parts: it is of latents, `stages` buffers of which are in
-    shared memory: 1: `latent_mma` computes it; more: `latent_parts`, with latents cut into so many. cells: sums have
-    one order, see `cells`."""
+    are split; 0: they are not split. run: blocks below which a piece is not worth splitting off, see `Tiling` for
+    `short`. slim: it takes 160 registers per thread, others nearly all. parts: it is of latents, `stages` buffers of
+    which are in shared memory: 1: `latent_mma` computes it; more: `latent_parts`, with latents cut into so many. cells:
+    sums have one order, see `cells`."""
 
     rows: int
     columns: int
@@ -430,6 +438,7 @@ class Tile(NamedTuple):
     slim: bool = False
     parts: int = 0
     cells: bool = False
+    short: int = UNLIMITED
 
     def blocks_of_cells(self) -> tuple[int, int]:
         """See `cells.cell_of`; there are none: 0."""
@@ -465,6 +474,10 @@ def large(card: DeviceInfo, dim: int, wide: int) -> Tile:
     return Tile(rows, columns, warps, 3 if on_hopper(card) and dim * wide <= 256 else 2, 0)
 
 
+SHORT_BLOCKS = 24
+"""Runs of 64 tokens of one or two spans above which pieces of two are faster (measured, H200): fewer are combined."""
+
+
 def tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: int) -> list[tuple[Tile, int, int]]:
     """The launches for spans of up to `most` queries: (tile, least queries, most). wide: see `width`.
 
@@ -480,6 +493,9 @@ def tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: i
         # Hopper's asynchronous units are the faster ones for a single query, too: 15 us instead of 23 (measured).
         one = (large(card, dim, wide) if on_hopper(card) and wide <= 2 else small)._replace(cells=True)
         return [(one, 1, most)]
+    if spans <= 2:
+        # The last program of a tile should have room for all that the others have made.
+        small = small._replace(warps=4 if block(share) * dim >= 1024 else warps, short=SHORT_BLOCKS * run)
     if 2 < spans <= FEW_SPANS and on_hopper(card):
         small = small._replace(stages=4 if dim > 64 else 3, a_card=2)
     if most <= few:
@@ -560,7 +576,7 @@ def attention(
         cells = tile.blocks_of_cells()
         tiling = Tiling(
             share, tile.rows, tile.columns, least, most, room, tile.run, window, sharing, chunk, last is None,
-            cells if room else (0, 0),
+            cells if room else (0, 0), tile.short,
         )  # fmt: skip
         work, fresh = batch.work(tiling, groups)
         bound = len(work.arrived)

@@ -186,9 +186,9 @@ class Tiling(NamedTuple):
 
     share: query heads per K/V head. rows, columns: a tile's size, columns being tokens. least, most: queries of the
     spans that it is for. spread: programs among which blocks are divided, each span being one tile; 0: a piece is a
-    tile. run: the least blocks of a program. window, chunk: as in `Scores`. sharing: how spans share prefixes, after
-    which they begin; None: they do not. causal: no token sees a later one; otherwise a piece may go on to its span's
-    end, and ends where its tokens see no more.
+    tile. run: the least blocks of a program, twice as many where a span has more than `short`. window, chunk: as in
+    `Scores`. sharing: how spans share prefixes, after which they begin; None: they do not. causal: no token sees a
+    later one; otherwise a piece may go on to its span's end, and ends where its tokens see no more.
     """
 
     share: int
@@ -203,6 +203,7 @@ class Tiling(NamedTuple):
     chunk: int = UNLIMITED
     causal: bool = True
     cells: tuple[int, int] = (0, 0)
+    short: int = UNLIMITED
 
     def bound(self, batch: RaggedBatch) -> int:
         """The most pieces that there can be."""
@@ -314,9 +315,9 @@ def tiles_kernel(
 @kernel
 def shares_kernel(
     query_start, kv_len, begun, pieces, count, starts, spans, window, chunk, least, most,
-    COLUMNS: tl.constexpr, SPREAD: tl.constexpr, RUN: tl.constexpr, MOST: tl.constexpr, LONG: tl.constexpr,
-    ALONE: tl.constexpr, MANY: tl.constexpr, BEGUN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
-    FIELDS: tl.constexpr,
+    COLUMNS: tl.constexpr, SPREAD: tl.constexpr, RUN: tl.constexpr, SHORT: tl.constexpr, MOST: tl.constexpr,
+    LONG: tl.constexpr, ALONE: tl.constexpr, MANY: tl.constexpr, BEGUN: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_W: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program: all spans at once, a piece of each at a time. Spans are cut into pieces of up to `each` blocks; or,
     MANY and too many for that, program w has blocks w * each to (w + 1) * each of all spans laid end to end."""
@@ -328,7 +329,9 @@ def shares_kernel(
     seen = tl.where(chosen, (length + COLUMNS - 1) // COLUMNS - low, 0)
     end, blocks = tl.cumsum(seen, 0), tl.sum(seen, 0)
     begin = end - seen
-    each = tl.maximum((blocks + SPREAD - 1) // SPREAD, tl.maximum((tl.max(seen, 0) + MOST - 1) // MOST, RUN))
+    longest = tl.max(seen, 0)
+    least = tl.where(longest > SHORT, 2 * RUN, RUN)
+    each = tl.maximum((blocks + SPREAD - 1) // SPREAD, tl.maximum((longest + MOST - 1) // MOST, least))
     each = alone(seen, each, SPREAD, ALONE)
     splits = (seen + each - 1) // each
     even = tl.where(each >= LONG, tl.sum(splits, 0), 0) > (SPREAD if MANY else 1 << 30)
@@ -441,8 +444,8 @@ def make_schedule(batch: AttentionPlan, tiling: Tiling, groups: int) -> Attentio
         shares_kernel[(1,)](
             *(batch.query_start, batch.kv_len, begun, pieces, count, count if starts is None else starts),
             *(spans, *about),
-            SPREAD=tiling.spread, RUN=tiling.run, MOST=MOST_PIECES, LONG=MIN_SHARE_BLOCKS, ALONE=ALONE, MANY=divided,
-            BEGUN=tiling.sharing is not None, BLOCK_W=block(tiling.spread + 1), **same,
+            SPREAD=tiling.spread, RUN=tiling.run, SHORT=tiling.short, MOST=MOST_PIECES, LONG=MIN_SHARE_BLOCKS,
+            ALONE=ALONE, MANY=divided, BEGUN=tiling.sharing is not None, BLOCK_W=block(tiling.spread + 1), **same,
         )  # fmt: skip
     else:
         tiles_kernel[(1,)](

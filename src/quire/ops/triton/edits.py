@@ -29,11 +29,13 @@ class ListTensors(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """The penalties of each row, float32 [rows] each; off: 1, 0, 0."""
+    """The penalties of each row, float32 [rows] each; off: 1, 0, 0. repeat_last_n int32 [rows]: how many of its last
+    tokens they count."""
 
     repetition_penalty: Tensor
     frequency_penalty: Tensor
     presence_penalty: Tensor
+    repeat_last_n: Tensor
 
 
 @kernel(do_not_specialize=["masked", "whole", "copied"])
@@ -159,11 +161,11 @@ def edit_by_lists(
 
 @kernel
 def penalty_kernel(
-    logits, row_of, position_of, history, prompt, repetition, frequency, presence, tally, width, vocab,
+    logits, row_of, position_of, history, prompt, repetition, frequency, presence, last_n, tally, width, vocab,
     PROMPT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row. Each token of it is counted in the tally, with PROMPT for one of the prompt's. Then the first thread
-    that finds a count takes it, so that each token is penalised once and the tally is zero again."""
+    """One row. Each of its last tokens is counted in the tally, with PROMPT for one of the prompt's. Then the first
+    thread that finds a count takes it, so that each token is penalised once and the tally is zero again."""
     r = tl.program_id(0)
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -175,12 +177,13 @@ def penalty_kernel(
     by, often, once = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
     if (by != 1.0) | (often != 0.0) | (once != 0.0):
         tokens = history + row.to(tl.int64) * width
-        for first in range(0, position, BLOCK):
+        begin = tl.maximum(position - tl.load(last_n + row), 0)
+        for first in range(begin, position, BLOCK):
             i = first + tl.arange(0, BLOCK)
             known = tl.load(tokens + i, mask=i < position, other=0)
             tl.atomic_add(counts + known, tl.where(i < start, PROMPT, 1), mask=i < position)
         tl.debug_barrier()
-        for first in range(0, position, BLOCK):
+        for first in range(begin, position, BLOCK):
             i = first + tl.arange(0, BLOCK)
             known = tl.load(tokens + i, mask=i < position, other=0)
             times = tl.atomic_xchg(counts + known, 0, mask=i < position)

@@ -36,7 +36,18 @@ from quire.ops.base import (
 )
 from quire.ops.quantized import E4M3
 from quire.ops.ragged import RaggedBatch
-from quire.ops.triton.gemv import GemmConfig, lines, numbers, two
+from quire.ops.triton.gemv import (
+    BY_BLOCK,
+    BY_ROW,
+    UNSCALED,
+    GemmConfig,
+    lines,
+    numbers,
+    partial_sums,
+    row_scales,
+    row_sums,
+    two,
+)
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait, wait_and_release
 from quire.ops.triton.quantized_gemm import FOUR_AT_ONCE
 from quire.ops.triton.rounded_gemm import alike, multiplies_float8, round_rows, run_of
@@ -47,9 +58,6 @@ LEAST = tl.constexpr(-(1 << 63))
 
 PLAIN, E4M3_NUMBERS, BYTES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """How numbers of matrices are stored: see `expert_tile`."""
-
-UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What shares a scale: see `experts_kernel`."""
 
 
 @triton.jit
@@ -179,13 +187,13 @@ def route_kernel(
     GAINED: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
     PADDED: tl.constexpr, NORMED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
-    ALL: tl.constexpr, SOME: tl.constexpr, MARGIN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    ALL: tl.constexpr, MARGIN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """float32 logits of BLOCK_E experts for ROWS rows, without their bias; the last program of these rows then
-    chooses their experts.
+    """float32 logits of BLOCK_E experts for ROWS rows, without their bias.
 
-    STAGES 0: one row by multiply-adds, TIMES * BLOCK_K inputs, with the router's weight requested before the wait.
+    STAGES 0: one row by multiply-adds, TIMES * BLOCK_K inputs, with the router's weight requested before the wait; its
+    last program then chooses the row's experts. Else `choice_kernel` does.
     NORMED, only then and with TIMES 1: rows are norms of residual + factor * x, computed by each program, of which the
     first writes them, `normed`, and the sums. WHOLE: BLOCK_E divides the experts. APART: see `numbers`.
     """
@@ -223,18 +231,33 @@ def route_kernel(
             total = tl.dot(tile, tl.trans(value), total, input_precision=PRECISION)
         place = r[None, :].to(tl.int64) * count + n[:, None]
         tl.store(logits + place, total, mask=inside[None, :] & (n < count)[:, None])
-    tl.debug_barrier()
-    counter = arrived + tl.program_id(0)
-    if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(1) - 1:
-        tl.store(counter, 0)
-        for first in range(0, ROWS, SOME):
-            own = first + tl.arange(0, SOME)
-            some = tl.program_id(0) * ROWS + own
+    if STAGES == 0:
+        tl.debug_barrier()
+        counter = arrived + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+            tl.store(counter, 0)
             choose(
-                logits, bias, correction, gains, experts, weights, places, null, some, (some < rows) & (own < ROWS),
-                count, logit_scale, scale, floor, USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS,
-                USED_GROUPS, GROUP_BEST, PADDED, ALL, MARGIN,
+                logits, bias, correction, gains, experts, weights, places, null, r, inside, count, logit_scale, scale,
+                floor, USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS, USED_GROUPS, GROUP_BEST, PADDED, ALL,
+                MARGIN,
             )  # fmt: skip
+
+
+@kernel
+def choice_kernel(
+    logits, bias, correction, gains, experts, weights, places, null, count, logit_scale, scale, floor,
+    USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
+    GAINED: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    PADDED: tl.constexpr, ALL: tl.constexpr, MARGIN: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One row: see `choose`. A warp has all of it, so that its largest logits are found without waiting for others."""
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    r = tl.program_id(0) + tl.arange(0, 1)
+    choose(
+        logits, bias, correction, gains, experts, weights, places, null, r, r >= 0, count, logit_scale, scale, floor,
+        USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS, USED_GROUPS, GROUP_BEST, PADDED, ALL, MARGIN,
+    )  # fmt: skip
 
 
 @kernel(do_not_specialize=["slots"])
@@ -250,29 +273,36 @@ def count_kernel(
     tl.store(counts + tl.program_id(0) * experts_held + e, count, mask=e < experts_held)
 
 
+@kernel(do_not_specialize=["runs"])
+def earlier_kernel(counts, totals, runs, experts_held, SOME: tl.constexpr, ALL: tl.constexpr, DEPENDENT: tl.constexpr):
+    """ALL experts: counts [runs, experts_held] become those of all runs before each, and totals [experts_held] those of
+    all."""
+    e, some = tl.program_id(0) * ALL + tl.arange(0, ALL)[None, :], tl.arange(0, SOME)[:, None]
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    total = tl.zeros([ALL], tl.int32)
+    for first in range(0, runs, SOME):
+        place, held = counts + (first + some) * experts_held + e, (first + some < runs) & (e < experts_held)
+        each = tl.load(place, mask=held, other=0)
+        tl.store(place, total[None, :] + tl.cumsum(each, 0) - each, mask=held)
+        total += tl.sum(each, 0)
+    tl.store(totals + e, total[None, :], mask=e < experts_held)
+
+
 @kernel(do_not_specialize=["slots", "room", "runs"])
 def place_kernel(
-    experts, counts, order, tiles, slots, room, runs, experts_held,
+    experts, counts, totals, order, tiles, slots, room, runs, experts_held,
     ROWS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """As `sort_kernel`, of runs of RUN slots, whose experts' slots `counts` [runs, experts_held] has. The first
-    programs place a run each, BLOCK slots at a time; those after them make the tiles of an expert each."""
+    """As `sort_kernel`, of runs of RUN slots: see `earlier_kernel`. The first programs place a run each, BLOCK slots at
+    a time; those after them make the tiles of an expert each."""
     number, e = tl.program_id(0), tl.arange(0, ALL)
     wait(DEPENDENT)
     release(DEPENDENT)
-    SOME: tl.constexpr = max(1, 4096 // ALL)
-    some = tl.arange(0, SOME)[:, None]
-    total, earlier = tl.zeros([SOME, ALL], tl.int32), tl.zeros([SOME, ALL], tl.int32)
-    for first in range(0, runs, SOME):
-        run = first + some
-        held = (run < runs) & (e < experts_held)[None, :]
-        each = tl.load(counts + run * experts_held + e[None, :], mask=held, other=0)
-        total += each
-        earlier += tl.where(run < number, each, 0)
-    mine = tl.sum(total, 0)
+    mine = tl.load(totals + e, mask=e < experts_held, other=0)
     before = tl.cumsum(mine, 0) - mine
     if number < runs:
-        done = before + tl.sum(earlier, 0)
+        done = before + tl.load(counts + number * experts_held + e, mask=e < experts_held, other=0)
         at = tl.arange(0, BLOCK)
         for start in range(number * RUN, number * RUN + RUN, BLOCK):
             owner = tl.load(experts + start + at, mask=start + at < slots, other=-1)
@@ -401,9 +431,9 @@ def experts_kernel(
     USED: tl.constexpr, BY_TOKEN: tl.constexpr, GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
     EVEN: tl.constexpr, ROWS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, HALVES: tl.constexpr, DESCRIBED: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr,
-    ALIKE: tl.constexpr, ROUNDED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    ALIKE: tl.constexpr, ROUNDED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of a tile of rows that use the same expert.
+    """BLOCK_N outputs of one of the PARTS, of ROWS each, of a tile of rows that use the same expert.
 
     BY_TOKEN: x has a row per token, and out [slots, outputs] is in the order of `order`: what ACT makes of x times the
     matrix, or, if GATE, of the halves of its 2 * outputs rows. Else x is in that order, and out [slots, outputs] in
@@ -413,14 +443,14 @@ def experts_kernel(
     `QuantizedMatrix`; BLOCK_K divides their width and offset. ROUNDED: x is in eight bits, too, its factors in `steps`,
     [1, rows] or [runs of `width`, rows]. ALIKE: of BY_BLOCK, all BLOCK_N rows of a matrix have the same factors.
     """
-    tile = tiles + tl.program_id(1)
+    tile, before = tiles + tl.program_id(1) // PARTS, tl.program_id(1) % PARTS * ROWS
     if BY_TOKEN:
         wait(DEPENDENT)
-    expert, begin, count = tl.load(tile), tl.load(tile + room), tl.load(tile + 2 * room)
+    expert, begin, count = tl.load(tile), tl.load(tile + room) + before, tl.load(tile + 2 * room) - before
     if not BY_TOKEN:
         wait(DEPENDENT)
     release(DEPENDENT)
-    if expert < 0:
+    if (expert < 0) | (count <= 0):
         return
     if HALVES:
         if count <= ROWS // 2:
@@ -555,43 +585,6 @@ def combine_kernel(
     tl.store(out + token * columns + at, total.to(out.dtype.element_ty), mask=at < columns)
 
 
-@triton.jit
-def row_scales(
-    scale, row, inside, scales, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr
-):  # fmt: skip
-    """The scales of rows of a matrix: [rows] of BY_ROW; of BY_BLOCK for each of TIMES * BLOCK_K columns, [rows, runs],
-    where `inside`."""
-    if SCALED == BY_ROW:
-        return (tl.load(scale + row, mask=inside, other=0.0),)
-    elif SCALED == BY_BLOCK:
-        made = ()
-        for i in tl.static_range(TIMES):
-            g = i * (BLOCK_K // RUN) + tl.arange(0, BLOCK_K // RUN)[None, :]
-            held = inside[:, None] & (g < scales)
-            made += (tl.load(scale + row[:, None] * scales + g, mask=held, other=0.0),)  # type: ignore[assignment]
-        return made
-    else:
-        return ()
-
-
-@triton.jit
-def partial_sums(y, factors, i: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr):
-    """Products y [rows, columns] as far as they are to be added up one by one: of BY_BLOCK, sums of runs, scaled."""
-    if SCALED == BY_BLOCK:
-        return tl.sum(tl.reshape(y, [y.shape[0], y.shape[1] // RUN, RUN]), 2) * factors[i]
-    else:
-        return y
-
-
-@triton.jit
-def row_sums(y, factors, SCALED: tl.constexpr):
-    """The rest of `partial_sums`: [rows]."""
-    y = tl.sum(y, 1)
-    if SCALED == BY_ROW:
-        y *= factors[0]
-    return y
-
-
 @kernel
 def few_gate_up_kernel(
     x, weight, scale, bias, experts, out, width, hidden, scales,
@@ -715,7 +708,7 @@ class ExpertTile(NamedTuple):
 
 
 class ExpertConfig(NamedTuple):
-    """The tiles of gate and up, and of down: with the same rows, and both by multiply-adds or neither."""
+    """The tiles of gate and up, and of down, whose rows divide those of the first; both by multiply-adds or neither."""
 
     gate_up: ExpertTile
     down: ExpertTile
@@ -776,7 +769,8 @@ MANY_ROUNDED = ExpertConfig(
 THIRTY_TWO_RUNS = ExpertConfig(ExpertTile(32, 64, 128, 4, 4), ExpertTile(32, 64, 128, 4, 4))
 SIXTY_FOUR_RUNS = ExpertConfig(ExpertTile(64, 128, 128, 8, 3, True), ExpertTile(64, 128, 128, 8, 3, True))
 MANY_RUNS = ExpertConfig(
-    ExpertTile(128, 128, 128, 8, 3, True, described=True), ExpertTile(128, 128, 128, 8, 3, True, described=True)
+    ExpertTile(128, 64, 128, 8, 3, True, halves=True, described=True),
+    ExpertTile(64, 128, 128, 4, 3, True, described=True),
 )
 """The same with a scale for each run of columns."""
 
@@ -871,23 +865,26 @@ def route(
         correction = logits.new_zeros(count)
     how = how.fitted(card, weight.element_size(), x.element_size())
     times = triton.cdiv(hidden, how.inputs)
+    read = x if bias is None else bias, weight if correction is None else correction, logits if gains is None else gains
+    places, null = (experts, 0) if batch is None else (batch.slots, batch.page_size)
+    choosing = {
+        "USED": choice.used, "NORMALIZE": choice.normalize, "SIGMOID": choice.sigmoid, "BIAS": bias is not None,
+        "CORRECTED": correction is not None, "GAINED": gains is not None, "GROUPS": choice.groups,
+        "USED_GROUPS": choice.used_groups, "GROUP_BEST": choice.group_best, "PADDED": batch is not None,
+        "ALL": block(count), "MARGIN": choice.margin, "DEPENDENT": card.dependent, **card.options,
+    }  # fmt: skip
     route_kernel[(triton.cdiv(tokens, how.rows), triton.cdiv(count, how.outputs))](
-        *(x, weight, x if bias is None else bias, weight if correction is None else correction),
-        *(logits if gains is None else gains, logits, experts, weights),
-        *(experts if batch is None else batch.slots, arrived, *into[:4]),
-        *(0 if batch is None else batch.page_size, tokens, count, hidden),
-        *(choice.logit_scale, choice.scale, choice.floor, into.factor, into.eps),
-        USED=choice.used, NORMALIZE=choice.normalize, SIGMOID=choice.sigmoid, BIAS=bias is not None,
-        CORRECTED=correction is not None, GAINED=gains is not None, GROUPS=choice.groups,
-        USED_GROUPS=choice.used_groups,
-        GROUP_BEST=choice.group_best, PADDED=batch is not None, NORMED=addition is not None,
-        EVEN=hidden % how.inputs == 0,
-        WHOLE=count % how.outputs == 0, ROWS=how.rows,
-        BLOCK_E=how.outputs, BLOCK_K=how.inputs, TIMES=1 if how.stages else times, APART=apart(how),
-        ALL=block(count), SOME=min(max(how.rows, how.warps), max(1, 2048 // block(count))), MARGIN=choice.margin,
-        STAGES=how.stages,
-        PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
+        *(x, weight, *read, logits, experts, weights, places, arrived, *into[:4]),
+        *(null, tokens, count, hidden, choice.logit_scale, choice.scale, choice.floor, into.factor, into.eps),
+        NORMED=addition is not None, EVEN=hidden % how.inputs == 0, WHOLE=count % how.outputs == 0, ROWS=how.rows,
+        BLOCK_E=how.outputs, BLOCK_K=how.inputs, TIMES=1 if how.stages else times, APART=apart(how), STAGES=how.stages,
+        PRECISION=card.precision, num_warps=how.warps, **choosing,
     )  # fmt: skip
+    if how.stages:
+        choice_kernel[(tokens,)](
+            *(logits, *read, experts, weights, places, null, count, choice.logit_scale, choice.scale, choice.floor),
+            num_warps=max(1, block(count) // 512), **choosing,
+        )  # fmt: skip
     return Routing(experts, weights)
 
 
@@ -925,8 +922,12 @@ def sort_slots(experts: Tensor, count: int, rows: int, card: DeviceInfo) -> Sort
         *(experts, counts, slots, count),
         BLOCK=RUN, ALL=every, DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip
+    totals = experts.new_empty(count)
+    earlier_kernel[(triton.cdiv(count, 32),)](
+        counts, totals, runs, count, SOME=64, ALL=32, DEPENDENT=card.dependent, num_warps=4, **card.options
+    )
     place_kernel[(runs + count,)](
-        *(experts, counts, sizes.order, sizes.tiles, slots, room, runs, count),
+        *(experts, counts, totals, sizes.order, sizes.tiles, slots, room, runs, count),
         ROWS=rows, RUN=RUN, BLOCK=max(16, min(128, 8192 // every)), ALL=every, DEPENDENT=card.dependent,
         num_warps=8, **card.options,
     )  # fmt: skip
@@ -945,12 +946,13 @@ def multiply_tiles(
     count: int = 1,
     bias: Tensor | None = None,
     rounded: bool = False,
+    parts: int = 1,
 ) -> Tensor:
     """x times the matrices of its rows' experts: [E, out, in], or those of `count` experts, one below the other.
 
     With a gate, x is [T, in] and the result [slots, out / num_parts(gate)], in the order of `slots.order`; without, x
     is [slots, in] in that order and the result [slots, out] in that of slots. bias: [E, out]. rounded: x is rounded to
-    e4m3 first, as the matrices are.
+    e4m3 first, as the matrices are. parts: of `how.rows` in each tile of `slots`.
     """
     weight, scale, sizes, form, scaled, run = opened(matrices, count, x, card, rounded=rounded)
     outputs, inputs = weight.shape[1] // num_parts(gate), weight.shape[2]
@@ -960,7 +962,7 @@ def multiply_tiles(
     how = how.fitted(card, weight.element_size() * num_parts(gate), x.element_size())
     how = how._replace(described=how.described and can_describe(card, weight, x))
     room = slots.tiles.shape[1]
-    experts_kernel[(triton.cdiv(outputs, how.outputs), room)](
+    experts_kernel[(triton.cdiv(outputs, how.outputs), room * parts)](
         *(how.descriptor(x, how.rows) if gate == "" and not how.halves else x, steps),
         *(how.descriptor(weight, how.outputs), scale, scale if bias is None else bias, out, slots.order, slots.tiles),
         *(room, len(x), outputs, inputs, *sizes),
@@ -968,7 +970,7 @@ def multiply_tiles(
         EVEN=inputs % how.inputs == 0, ROWS_FIRST=how.rows_first, ROWS=how.rows, BLOCK_N=how.outputs,
         BLOCK_K=how.inputs, STAGES=how.stages, HALVES=how.halves, DESCRIBED=how.described, FORMAT=form, SCALED=scaled,
         ALIKE=isinstance(matrices, QuantizedMatrix) and alike(matrices, outputs, how.outputs), ROUNDED=rounded,
-        PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, num_stages=how.stages,
+        PARTS=parts, PRECISION=card.precision, DEPENDENT=card.dependent, num_warps=how.warps, num_stages=how.stages,
         **card.options,
     )  # fmt: skip
     return out
@@ -1099,7 +1101,10 @@ def quantized_experts(
     inner = multiply_tiles(
         x, gate_up, slots, used, how.gate_up, card, gate, count=count, bias=biases.gate_up, rounded=first
     )
-    made = multiply_tiles(inner, down, slots, used, how.down, card, count=count, bias=biases.down, rounded=last)
+    parts = how.gate_up.rows // how.down.rows
+    made = multiply_tiles(
+        inner, down, slots, used, how.down, card, count=count, bias=biases.down, rounded=last, parts=parts
+    )
     return combine(made, routing.weights, card)
 
 

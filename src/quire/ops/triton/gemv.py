@@ -27,6 +27,9 @@ from quire.ops.triton.rows import GATES, apply_gate
 COUNTERS = 1 << 14
 """Tiles that can be cut into runs, one counter each, all 0 between kernels."""
 
+UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What shares a scale of a matrix: nothing, a row, or each run of a row's columns."""
+
 
 @triton.jit
 def place_of(parts, split, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
@@ -146,8 +149,8 @@ def num_runs(wanted: int, inputs: int) -> int:
     return two(min(8, wanted, inputs // 512))
 
 
-def scaled_gemm_config(rows: int, outputs: int, inputs: int, gated: bool = False) -> GemmConfig | None:
-    """As `gemm_config`, for an e4m3 matrix with a scale per row.
+def scaled_gemm_config(rows: int, outputs: int, inputs: int, gated: bool = False, run: int = 0) -> GemmConfig | None:
+    """As `gemm_config`, for an e4m3 matrix with a scale per row, or, of one row of x, per `run` of its columns.
 
     On the matrix units inputs are split into runs until about 16,384 outputs are computed; not those of gated products,
     whose matrices are large.
@@ -155,7 +158,12 @@ def scaled_gemm_config(rows: int, outputs: int, inputs: int, gated: bool = False
     if rows > MAX_GEMV_ROWS or inputs % 256:
         return None
     if rows == 1 and inputs <= 32768:
-        return scaled_padded_rows(inputs, gated)
+        how = scaled_padded_rows(inputs, gated)
+        if run and not gated and how.inputs < 512 and inputs % 512 == 0:
+            how = GemmConfig(1, 4, 512, 4)
+        return how if run == 0 or how.inputs % run == 0 else None
+    if run:
+        return None
     if rows > 8:
         how = GemmConfig(16, 32, 256, 1, 3 if gated else 4)
     elif gated:
@@ -188,18 +196,55 @@ def given(y, z, bias, out, place, n, outputs, inside, GATE: tl.constexpr, ACT: t
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def row_scales(
+    scale, row, inside, scales, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """The scales of rows of a matrix: [rows] of BY_ROW; of BY_BLOCK for each of TIMES * BLOCK_K columns, [rows, runs],
+    where `inside`."""
+    if SCALED == BY_ROW:
+        return (tl.load(scale + row, mask=inside, other=0.0),)
+    elif SCALED == BY_BLOCK:
+        made = ()
+        for i in tl.static_range(TIMES):
+            g = i * (BLOCK_K // RUN) + tl.arange(0, BLOCK_K // RUN)[None, :]
+            held = inside[:, None] & (g < scales)
+            made += (tl.load(scale + row[:, None] * scales + g, mask=held, other=0.0),)  # type: ignore[assignment]
+        return made
+    else:
+        return ()
+
+
+@triton.jit
+def partial_sums(y, factors, i: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr):
+    """Products y [rows, columns] as far as they are to be added up one by one: of BY_BLOCK, sums of runs, scaled."""
+    if SCALED == BY_BLOCK:
+        return tl.sum(tl.reshape(y, [y.shape[0], y.shape[1] // RUN, RUN]), 2) * factors[i]
+    else:
+        return y
+
+
+@triton.jit
+def row_sums(y, factors, SCALED: tl.constexpr):
+    """The rest of `partial_sums`: [rows]."""
+    y = tl.sum(y, 1)
+    if SCALED == BY_ROW:
+        y *= factors[0]
+    return y
+
+
 @kernel
 def vector_kernel(
-    x, weight, scale, bias, out, outputs, inputs,
-    GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, weight, scale, bias, out, outputs, inputs, scales,
+    GATE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RUN: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr,
+    APART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of each row by multiply-adds in float32; there are TIMES * BLOCK_K inputs.
 
     The program's whole part of the matrix is in registers, requested before the wait: what it waits for is short. EVEN:
-    no remainder of inputs or outputs. SCALED: an 8-bit matrix, which is converted while multiplying. APART: see
-    `numbers`.
+    no remainder of inputs or outputs. SCALED: an 8-bit matrix, which is converted while multiplying, with a scale a
+    row, or `scales` a row, each of RUN columns. APART: see `numbers`.
     """
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     line = weight + n[:, None].to(tl.int64) * inputs + k[None, :]
@@ -210,23 +255,20 @@ def vector_kernel(
         tiles += (lines(line, n, k, i * BLOCK_K, outputs, inputs, EVEN),)  # type: ignore[assignment]
         if GATE:
             gated += (lines(line + far, n, k, i * BLOCK_K, outputs, inputs, EVEN),)  # type: ignore[assignment]
+    factors = row_scales(scale, n, n < outputs, scales, BLOCK_K, TIMES, RUN, SCALED)
+    others = row_scales(scale, outputs + n, n < outputs, scales, BLOCK_K, TIMES, RUN, SCALED) if GATE else factors
     wait(DEPENDENT)
     release(DEPENDENT)
     for r in tl.static_range(ROWS):
         value = numbers(x + r * inputs, n, k, 0, inputs, APART)
-        y = tiles[0].to(tl.float32) * value
-        z = gated[0].to(tl.float32) * value if GATE else y
+        y = partial_sums(tiles[0].to(tl.float32) * value, factors, 0, RUN, SCALED)
+        z = partial_sums(gated[0].to(tl.float32) * value, others, 0, RUN, SCALED) if GATE else y
         for i in tl.static_range(1, TIMES):
             value = numbers(x + r * inputs, n, k, i * BLOCK_K, inputs, APART)
-            y += tiles[i].to(tl.float32) * value
+            y += partial_sums(tiles[i].to(tl.float32) * value, factors, i, RUN, SCALED)
             if GATE:
-                z += gated[i].to(tl.float32) * value
-        y = tl.sum(y, 1)
-        z = tl.sum(z, 1) if GATE else y
-        if SCALED:
-            y *= tl.load(scale + n, mask=n < outputs, other=0.0)
-            if GATE:
-                z *= tl.load(scale + outputs + n, mask=n < outputs, other=0.0)
+                z += partial_sums(gated[i].to(tl.float32) * value, others, i, RUN, SCALED)
+        y, z = row_sums(y, factors, SCALED), row_sums(z, others, SCALED)
         given(y, z, bias, out, r * outputs + n, n, outputs, n < outputs, GATE, ACT, BIAS)
 
 
@@ -355,25 +397,27 @@ def gemv_linear(
     gate: Gate = "",
     scale: Tensor | None = None,
     arrived: Tensor | None = None,
+    run: int = 0,
 ) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out], or [T, out / 2] with a gate. scale [out, 1]: of the rows of a float8
-    matrix. arrived: [COUNTERS] int32, zeros; without it, inputs are not split."""
+    """x [T, in], weight [out, in] -> [T, out], or [T, out / 2] with a gate. scale: of a float8 matrix, [out, 1], or of
+    each `run` of its columns, see `scaled_gemm_config`. arrived: [COUNTERS] int32, zeros; without it, inputs are not
+    split."""
     x = x.contiguous()
     rows, inputs = x.shape
     outputs = weight.shape[0] // num_parts(gate)
     out = x.new_empty(rows, outputs)
     shift = x if bias is None else bias
     same = {"GATE": num_parts(gate) == 2, "ACT": GATES[gate], "BIAS": bias is not None, "BLOCK_N": how.outputs,
-            "BLOCK_K": how.inputs, "SCALED": scale is not None, "DEPENDENT": card.dependent, "num_warps": how.warps,
-            **card.options}  # fmt: skip
+            "BLOCK_K": how.inputs, "DEPENDENT": card.dependent, "num_warps": how.warps, **card.options}  # fmt: skip
     columns, factor = triton.cdiv(outputs, how.outputs), x if scale is None else scale
     how = how.fitted(card, weight.element_size() * num_parts(gate), x.element_size())
     if not how.stages:
         even, times = inputs % how.inputs == 0 and outputs % how.outputs == 0, triton.cdiv(inputs, how.inputs)
         apart = how.outputs == 1 or how.outputs * how.inputs * weight.element_size() <= 16 * 32 * how.warps
+        scaled = UNSCALED if scale is None else BY_BLOCK if run else BY_ROW
         vector_kernel[(columns,)](
-            *(x, weight, factor, shift, out, outputs, inputs),
-            EVEN=even, ROWS=rows, TIMES=times, APART=apart, **same,
+            *(x, weight, factor, shift, out, outputs, inputs, factor.shape[-1]),
+            SCALED=scaled.value, RUN=run or how.inputs, EVEN=even, ROWS=rows, TIMES=times, APART=apart, **same,
         )  # fmt: skip
         return out
     tiles = triton.cdiv(rows, how.rows)
@@ -383,8 +427,8 @@ def gemv_linear(
     sums = (parts, x if arrived is None else arrived)
     matrix_kernel[(tiles, columns, runs)](
         *(x, weight, factor, shift, out, *sums, rows, outputs, inputs, length),
-        EVEN=inputs % how.inputs == 0, ROWS=how.rows, AHEAD=ahead, STAGES=how.stages, SPLITS=runs,
-        SETTLED=scale is not None and settles(how, card), PRECISION=card.precision, **same,
+        EVEN=inputs % how.inputs == 0, SCALED=scale is not None, ROWS=how.rows, AHEAD=ahead, STAGES=how.stages,
+        SPLITS=runs, SETTLED=scale is not None and settles(how, card), PRECISION=card.precision, **same,
     )  # fmt: skip
     return out
 

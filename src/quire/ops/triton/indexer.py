@@ -83,24 +83,19 @@ def store_index_key(
     )  # fmt: skip
 
 
-@kernel
-def index_turn_kernel(
-    q, cos, sin, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Rotate BLOCK_H heads of a token's queries [HEADS, DIM], in place."""
-    token, p = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_P)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    held = (head < HEADS)[:, None] & (p < HALF)[None, :]
-    place = q + (token * HEADS + head)[:, None] * DIM + p[None, :]
-    wait(DEPENDENT)
-    release(DEPENDENT)
-    c = tl.load(cos + token * HALF + p, mask=p < HALF, other=1.0)[None, :]
-    s = tl.load(sin + token * HALF + p, mask=p < HALF, other=0.0)[None, :]
-    a = tl.load(place, mask=held, other=0.0).to(tl.float32)
-    b = tl.load(place + HALF, mask=held, other=0.0).to(tl.float32)
-    tl.store(place, tl.fma(a, c, -(b * s)).to(q.dtype.element_ty), mask=held)
-    tl.store(place + HALF, tl.fma(b, c, a * s).to(q.dtype.element_ty), mask=held)
+@triton.jit
+def turned_queries(q, cos, sin, token, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, h, d):
+    """A token's queries, rotated, [numbers d, heads h]."""
+    real, turned = (h < HEADS)[None, :] & (d < DIM)[:, None], d < 2 * HALF
+    other = tl.where(d < HALF, d + HALF, tl.where(turned, d - HALF, d))
+    line = q + (token * HEADS + h)[None, :] * DIM
+    own = tl.load(line + d[:, None], mask=real, other=0.0)
+    beside = tl.load(line + other[:, None], mask=real, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * HALF + d % HALF, mask=turned, other=1.0)[:, None]
+    s = tl.load(sin + token * HALF + d % HALF, mask=turned, other=0.0)[:, None]
+    across = tl.where((d < HALF)[:, None], -(beside * s), beside * s)
+    made = tl.fma(own.to(tl.float32), c + tl.zeros_like(across), across)
+    return tl.where(turned[:, None], made.to(own.dtype), own)
 
 
 @triton.jit
@@ -112,9 +107,9 @@ def slots_of(table, position, seen, PAGE: tl.constexpr):
 
 @kernel(do_not_specialize=["first", "width", "chunk"])
 def index_scores_kernel(
-    q, weights, pool, table, spans, lengths, scores, first, columns, width, weight_stride, chunk,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    q, cos, sin, weights, pool, table, spans, lengths, scores, first, columns, width, weight_stride, chunk,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The scores of one query for `chunk` keys, ROWS at a time, unless it sees no more than is chosen."""
@@ -126,8 +121,7 @@ def index_scores_kernel(
     length = tl.load(lengths + token)
     if (length > COUNT) & (begin < length):
         pages = table + tl.load(spans + token).to(tl.int64) * columns
-        real = (h < HEADS)[None, :] & (d < DIM)[:, None]
-        queries = tl.load(q + (token * HEADS + h)[None, :] * DIM + d[:, None], mask=real, other=0.0)
+        queries = turned_queries(q, cos, sin, token, HEADS, DIM, HALF, h, d)
         gain = tl.load(weights + token * weight_stride + h, mask=h < HEADS, other=0.0).to(tl.float32)
         for start in tl.range(begin, tl.minimum(begin + chunk, length), ROWS, num_stages=STAGES):
             at = start + tl.arange(0, ROWS)
@@ -246,16 +240,9 @@ def parts_of(queries: int, keys: int, sms: int) -> int:
 def choose_positions(
     q: Tensor, weights: Tensor, kv: LayerKV, batch: AttentionPlan, angles: Angles, count: int, card: DeviceInfo
 ) -> Tensor:  # fmt: skip
-    """See `Ops.choose_positions`. Queries that see no more than `count` positions have the slots of all in their row;
-    q is overwritten."""
+    """See `Ops.choose_positions`. Queries that see no more than `count` positions have the slots of all of them."""
     assert kv.index is not None
     (tokens, heads, dim), half, pool = q.shape, angles.cos.shape[-1], kv.index
-    at_once = min(16, block(heads))
-    index_turn_kernel[(tokens, triton.cdiv(heads, at_once))](
-        *(q, angles.cos, angles.sin),
-        HEADS=heads, DIM=dim, HALF=half, BLOCK_H=at_once, BLOCK_P=block(half), DEPENDENT=card.dependent, num_warps=2,
-        **card.options,
-    )  # fmt: skip
     spans, lengths, _ = spans_by_token(batch, count)
     chosen = torch.empty(tokens, count, dtype=torch.int32, device=q.device)
     at_most = min(tokens, SCORED_AT_ONCE)
@@ -271,8 +258,8 @@ def choose_positions(
     for first in range(0, tokens, SCORED_AT_ONCE):
         rows, sizes = min(SCORED_AT_ONCE, tokens - first), (first, batch.page_table.stride(0), scores.stride(0))
         index_scores_kernel[(rows, triton.cdiv(batch.max_kv, chunk))](
-            *(q, weights, pool, *about, scores, *sizes, weights.stride(0), chunk),
-            HEADS=heads, DIM=dim, PAGE=pool.shape[2], ROWS=KEYS if q.element_size() <= 2 else KEYS // 4,
+            *(q, angles.cos, angles.sin, weights, pool, *about, scores, *sizes, weights.stride(0), chunk),
+            HEADS=heads, DIM=dim, HALF=half, PAGE=pool.shape[2], ROWS=KEYS if q.element_size() <= 2 else KEYS // 4,
             BLOCK_H=block(heads, 16), BLOCK_D=block(dim, 16), PRECISION=card.precision, STAGES=3, num_warps=4, **same,
         )  # fmt: skip
         for number in range(4):

@@ -46,8 +46,9 @@ programs leave half of an H200's bandwidth unused (measured)."""
 def even(outputs: int, programs: int) -> int:
     """Outputs of a program where they are dealt out to so many evenly, or to several times as many: 32 to 64, in
     eighths of what the matrix units take."""
-    turns = triton.cdiv(outputs, 64 * programs)
-    return max(32, triton.cdiv(triton.cdiv(outputs, turns * programs), 8) * 8)
+    turns = -(-outputs // (64 * programs))
+    each = -(-outputs // (turns * programs))
+    return max(32, -(-each // 8) * 8)
 
 
 def tile_of(rows: int, outputs: int, gated: bool) -> GemmConfig:

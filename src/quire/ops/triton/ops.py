@@ -58,6 +58,7 @@ from quire.ops.triton import (
     integer_gemv,
     integer_mma,
     integer_row,
+    integer_stationary,
     integer_tma,
     invariant_gemm,
     latent,
@@ -305,13 +306,17 @@ class TritonOps(BaseOps):
         if rounded_gemm.prefers_library(x.tokens, matrix, self.card):
             return self.apply_gate(rounded_gemm.library_linear(x, matrix, bias), gate)
         outputs = len(matrix.weight) // num_parts(gate)
-        how = rounded_gemm.rounded_config(x.tokens, outputs, x.rows.shape[1], gated=num_parts(gate) == 2)
+        how = rounded_gemm.rounded_config(
+            x.tokens, outputs, x.rows.shape[1], gated=num_parts(gate) == 2, runs=rounded_gemm.run_of(matrix) > 0
+        )
         return rounded_gemm.rounded_linear(x, matrix, bias, how, self.card, self.arrived, gate)
 
     def integer_linear(self, x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate) -> Tensor:
         """As `linear`. For many rows the matrix is dequantized first."""
         if integer_row.takes(x, matrix, self.card):
             return integer_row.integer_row(x, matrix, bias, self.card, gate)
+        if integer_stationary.takes(x, matrix, self.card):
+            return integer_stationary.integer_stationary(x, matrix, bias, self.card, gate)
         if integer_gemv.takes(x, self.card, matrix):
             return integer_gemv.integer_gemv(integer_gemm.ordered(x, matrix), matrix, bias, self.card, gate)
         if integer_tma.takes(x, matrix, self.card):
@@ -339,10 +344,11 @@ class TritonOps(BaseOps):
         """As `linear`. Many rows are rounded to float8 where the matrix and the card have it; else numbers are
         dequantized on the way, or, for more rows than MAX_FUSED_ROWS, all of them beforehand."""
         weight, scale = matrix.weight, matrix.scale
-        if scale.shape[1] == 1 and weight.dtype is E4M3 and x.dtype is torch.bfloat16:
-            quick = gemv.scaled_gemm_config(len(x), len(weight) // num_parts(gate), x.shape[-1], num_parts(gate) == 2)
+        if weight.dtype is E4M3 and x.dtype is torch.bfloat16 and rounded_gemm.aligned_runs(matrix):
+            run, outputs = rounded_gemm.run_of(matrix), len(weight) // num_parts(gate)
+            quick = gemv.scaled_gemm_config(len(x), outputs, x.shape[-1], num_parts(gate) == 2, run)
             if quick is not None:
-                return gemv.gemv_linear(x, weight, bias, quick, self.card, gate, scale, self.arrived)
+                return gemv.gemv_linear(x, weight, bias, quick, self.card, gate, scale, self.arrived, run)
         if (rows := self.rounded(x, matrix)) is not None:
             return self.multiply_rounded(rows, matrix, bias, gate)
         fast = quantized_gemm.uses_fast_conversion(x, matrix, self.card)
@@ -408,6 +414,10 @@ class TritonOps(BaseOps):
     def gelu_erf(self, x: Tensor) -> Tensor:
         """See `Ops.gelu_erf`."""
         return rows.activation(x, self.card, rows.GELU_ERF, gated=False)
+
+    def relu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.relu_mul`."""
+        return rows.activation(gate_up, self.card, rows.RELU, gated=True)
 
     def relu2(self, x: Tensor) -> Tensor:
         """See `Ops.relu2`."""

@@ -16,7 +16,7 @@ from torch.nn.functional import ScalingType
 
 from quire.ops.base import Gate, Norm, QuantizedMatrix, RoundedRows, num_parts
 from quire.ops.quantized import E4M3, E4M3_MAX, INT8_MAX, LEAST_FLOAT8
-from quire.ops.triton.gemv import COUNTERS, GemmConfig, added_up, given, handed_in
+from quire.ops.triton.gemv import COUNTERS, GemmConfig, added_up, given, handed_in, two
 from quire.ops.triton.launch import ADA, HOPPER, DeviceInfo, block, fetch, kernel, release, wait
 from quire.ops.triton.rows import GATES, add_scaled, apply_gate, warps
 
@@ -187,9 +187,13 @@ def rounded_kernel(
         given(one, two, bias, out, place, n[:, None], outputs, inside, GATE, ACT, BIAS)
 
 
-def rounded_config(rows: int, outputs: int, inputs: int, *, gated: bool) -> GemmConfig:
-    """How a product is tiled: the fastest of many, measured on an H200 with the shapes of Qwen3-8B. outputs: of the
-    result."""
+def rounded_config(rows: int, outputs: int, inputs: int, *, gated: bool, runs: bool = False) -> GemmConfig:
+    """How a product is tiled: the fastest of many, measured on an H200 with the shapes of Qwen3-8B, and with scales of
+    runs with those of Qwen3-Next. outputs: of the result."""
+    if runs and rows <= MOST_RUN_ROWS:
+        wide = 64 if outputs > 1024 else 32
+        splits = two(max(1, min(128 // triton.cdiv(outputs, wide), inputs // 512)))
+        return GemmConfig(block(rows, 32), wide, 128, 4, 4, splits=splits)
     if rows <= 16:
         return GemmConfig(block(rows, 8), 32, 256, 4, 4)
     some, long = block(min(rows, 128), 32), 2 if inputs > 8192 else 1
@@ -287,16 +291,20 @@ def run_of(matrix: QuantizedMatrix) -> int:
 
 
 def multiplies_float8(matrix: QuantizedMatrix, card: DeviceInfo) -> bool:
-    """Whether e4m3 is multiplied with the matrix: on cards with such units, of runs that begin with the matrix and are
-    powers of two."""
+    """Whether e4m3 is multiplied with the matrix: on cards with such units."""
+    units = card.capability >= ADA or not any(card.capability)
+    return matrix.weight.dtype is E4M3 and aligned_runs(matrix) and units
+
+
+def aligned_runs(matrix: QuantizedMatrix) -> bool:
+    """Whether columns that share a scale are rows, or runs that begin with the matrix and are powers of two."""
     run = run_of(matrix)
-    whole = run == 0 or (run >= LEAST_RUN and run & (run - 1) == 0 and matrix.offset == 0)
-    return matrix.weight.dtype is E4M3 and whole and (card.capability >= ADA or not any(card.capability))
+    return run == 0 or (run >= LEAST_RUN and run & (run - 1) == 0 and matrix.offset == 0)
 
 
-LEAST_LIBRARY_ROWS, LEAST_NARROW_ROWS, NARROW = 129, 257, 4096
+LEAST_LIBRARY_ROWS, LEAST_NARROW_ROWS, NARROW, MOST_RUN_ROWS = 129, 257, 4096, 64
 """Rows from which on the library's products are faster, of wide matrices and of those of NARROW outputs at most; where
-runs have scales, they are so from the first row on that is rounded."""
+runs have scales, rows up to which they are not."""
 
 
 def prefers_library(rows: int, matrix: QuantizedMatrix, card: DeviceInfo) -> bool:
@@ -306,7 +314,8 @@ def prefers_library(rows: int, matrix: QuantizedMatrix, card: DeviceInfo) -> boo
     run, narrow = run_of(matrix), len(matrix.weight) <= NARROW
     if run == 0:
         return rows >= (LEAST_NARROW_ROWS if narrow else LEAST_LIBRARY_ROWS)
-    return run == RUN and matrix.weight.shape[1] % RUN == 0 and card.capability[0] == HOPPER[0]
+    known = run == RUN and matrix.weight.shape[1] % RUN == 0 and card.capability[0] == HOPPER[0]
+    return known and rows > MOST_RUN_ROWS
 
 
 RUN = 128

@@ -97,11 +97,11 @@ def tanh(x):
     return 1.0 - 2.0 / (tl.exp2(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL) * 2.885390081777927) + 1.0)
 
 
-SILU, GELU, RELU2, CLAMPED, GELU_ERF = range(5)
+SILU, GELU, RELU2, CLAMPED, GELU_ERF, RELU = range(6)
 """Activations."""
 
 GATES: Mapping[str, int] = MappingProxyType(
-    {"": -1, "silu": SILU, "gelu": GELU, "gelu_erf": GELU_ERF, "clamped": CLAMPED, "relu2": RELU2}
+    {"": -1, "silu": SILU, "gelu": GELU, "gelu_erf": GELU_ERF, "clamped": CLAMPED, "relu": RELU, "relu2": RELU2}
 )
 """Those of gates, see `Gate`; negative: none."""
 
@@ -110,7 +110,7 @@ ALPHA, LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """silu, gelu by its tanh approximation or exactly, or max(x, 0)^2, as numbered above; x float32."""
+    """silu, gelu by its tanh approximation or exactly, max(x, 0) or its square, as numbered above; x float32."""
     if KIND == 1:
         return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     elif KIND == 2:
@@ -118,6 +118,8 @@ def activate(x, KIND: tl.constexpr):
         return rest * rest
     elif KIND == 4:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == 5:
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         return x / (1.0 + tl.exp2(-1.4426950408889634 * tl.maximum(x, -80.0)))
 
@@ -257,7 +259,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor, card: DeviceInfo) -> Tensor:
 
 
 def activation(x: Tensor, card: DeviceInfo, kind: int, *, gated: bool) -> Tensor:
-    """x [T, F], or [T, 2F] with the gate first if `gated` -> [T, F]. kind: SILU, GELU, RELU2 or CLAMPED."""
+    """x [T, F], or [T, 2F] with the gate first if `gated` -> [T, F]. kind: of `GATES`."""
     x = x.contiguous()
     stride = x.shape[-1]
     width = stride // 2 if gated else stride
