@@ -26,9 +26,9 @@ MOST = {
     "bad words": (6, 17),
     "min_tokens": (6, 17),
     "stop strings": (9, 21),
-    "JSON schema": (8, 29),
-    "regex": (8, 29),
-    "tools": (8, 29),
+    "JSON schema": (9, 29),
+    "regex": (9, 29),
+    "tools": (9, 29),
 }
 """Calls of Python's functions and of built-in ones for each row of a step, at most."""
 
