@@ -117,6 +117,13 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+FOREGROUND = (
+    *(sys.executable, "-c"),
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])",
+)
+"""Runs the arguments after it with SIGINT as in the foreground: jobs in the background ignore it."""
+
+
 def environment() -> dict[str, str]:
     """No settings but those given, this checkout's code, one thread for the model."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("QUIRE_", "OPENAI_"))}

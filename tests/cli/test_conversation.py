@@ -24,6 +24,7 @@ from rich.console import Console
 
 from quire.cli.conversation import Conversation, Message, Thought, block_end, converse
 from quire.errors import InvalidRequest
+from tests.live import FOREGROUND
 
 
 def talk(
@@ -206,10 +207,6 @@ class Slow(BaseHTTPRequestHandler):
         """Tests are quiet."""
 
 
-HEEDED = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
-"""A program that runs its arguments with SIGINT as in the foreground."""
-
-
 class Terminal:
     """A command in a terminal of its own."""
 
@@ -218,7 +215,7 @@ class Terminal:
         self.seen = self.shown = ""
         self.process = subprocess.Popen(
             # A session's first terminal becomes the one whose Ctrl-C is a signal, which jobs in the background ignore.
-            [sys.executable, "-c", HEEDED, "setsid", "--ctty", sys.executable, "-m", "quire", *words],
+            [*FOREGROUND, "setsid", "--ctty", sys.executable, "-m", "quire", *words],
             stdin=other,
             stdout=other,
             stderr=other,

@@ -17,7 +17,7 @@ from quire.cli import main
 from quire.cli.base import INTERRUPTED, SettingsCommand
 from quire.cli.conversation import as_text
 from quire.errors import InvalidRequest
-from tests.live import environment
+from tests.live import FOREGROUND, environment
 
 QUIRE = (sys.executable, "-m", "quire")
 
@@ -56,7 +56,7 @@ def test_streams_that_the_parent_closed_are_open_and_inherited() -> None:
 
 
 def test_ctrl_c_ends_a_command_as_shells_have_it() -> None:
-    argv = [*QUIRE, "demo", "--delay", "5"]
+    argv = [*FOREGROUND, *QUIRE, "demo", "--delay", "5"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
         assert process.stdout is not None
         # Rendering imports; after a step, which is written at once, it sleeps.
