@@ -21,10 +21,9 @@ def needed(instead: str) -> None:
         raise click.ClickException(f"torch sees no CUDA device here, and this measures one: {instead}")
 
 
-def capture_all(llm: LLM) -> None:
-    """Return when the engine has captured the graphs that it postponed: steps are no faster later, and another thread
-    may wait for the whole device, which breaks a capture. So is the vocabulary for grammars read, which takes Python's
-    lock from steps for a second."""
+def prepare_all(llm: LLM) -> None:
+    """Return when nothing is left that the engine does while it is idle, and the vocabulary for grammars has been read,
+    which takes Python's lock from steps for a second: steps are no faster later. Graphs an `LLM` has from the start."""
 
     def work() -> None:
         while llm._engine.prepare():

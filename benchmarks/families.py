@@ -22,7 +22,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.card import capture_all, needed
+from benchmarks.card import needed, prepare_all
 from benchmarks.gpu import answer
 from benchmarks.shapes import words
 from benchmarks.workloads import BANDWIDTH, prompts
@@ -113,7 +113,7 @@ def measured(name: str, batches: Sequence[int], prompt: int, new: int, repeat: i
         with LLM(folder, load_format="dummy", **options) as llm:
             row["ready_s"] = round(time.perf_counter() - began, 1)
             answer(llm, *prompts(4, (32, 64), (8, 8), seed=99, ids=IDS))
-            capture_all(llm)
+            prepare_all(llm)
             heap.settled()
             for batch in batches:
                 runs = [decode(llm, batch, prompt, new, turn) for turn in range(repeat)]

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.card import capture_all, needed
+from benchmarks.card import needed, prepare_all
 from benchmarks.shapes import SHAPES, write
 from benchmarks.workloads import WORKLOADS, Workload, floor, prompts
 from quire import heap
@@ -101,7 +101,7 @@ def measured(folder: Path, model: str, names: Sequence[str], repeat: int, option
         ready = time.perf_counter() - written
         yield {"workload": f"start {model}", "batch": "", "seconds": ready, "shape_written_s": written - began}
         answer(llm, *prompts(8, (32, 64), (8, 8), seed=99))
-        capture_all(llm)
+        prepare_all(llm)
         heap.settled()  # as in a server: see docs/guides/offline-inference.md
         count = parameters(spec)
         for name in names:

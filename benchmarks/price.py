@@ -26,7 +26,7 @@ from unittest import mock
 
 import click
 
-from benchmarks.card import capture_all, needed
+from benchmarks.card import needed, prepare_all
 from benchmarks.http import serving
 from benchmarks.price_page import draw, page
 from benchmarks.shapes import AWQ, SHAPES, byte_words, write
@@ -152,7 +152,7 @@ class Bench:
         such as reading vocabularies, each would take as long as that."""
         ids, new = prompts(8, (32, 64), (8, 8), seed=99, ids=usual_ids(self.vocab))
         for llm in {id(each): each for each in (self.llm, self.reference)}.values():
-            capture_all(llm)
+            prepare_all(llm)
             ask(llm, ids, [params(n) for n in new])
         forms = {name: FEATURES[name].structure for name in names}
         seconds = 0.0

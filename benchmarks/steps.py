@@ -17,7 +17,7 @@ import click
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.card import capture_all, needed
+from benchmarks.card import needed, prepare_all
 from benchmarks.gpu import answer
 from benchmarks.shapes import write
 from benchmarks.workloads import WORKLOADS, prompts
@@ -119,7 +119,7 @@ def command(name: str, batches: Sequence[int], top: int, deterministic: bool) ->
         place = write(Path(folder), work.model, config=work.config)
         options = {"max_num_seqs": 256, "latency_target_ms": 0.0, "deterministic": deterministic, **work.options}
         with LLM(str(place), load_format="dummy", max_model_len=work.context, **options) as llm:
-            capture_all(llm)
+            prepare_all(llm)
             for batch in batches or work.batches:
                 for turn in range(2):  # the first compiles what is left
                     answer(llm, prompts(batch, work.prompt, (1, 1), seed=turn)[0], [1] * batch)

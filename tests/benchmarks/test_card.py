@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks.card import capture_all
+from benchmarks.card import prepare_all
 from quire.errors import InvalidRequest
 from quire.structured_output.compiler import WARM_UP
 
@@ -39,5 +39,5 @@ def test_an_engine_is_measured_once_it_is_prepared_and_has_read_its_vocabulary()
         _thread=SimpleNamespace(_call=lambda work: work()),
         _grammars=SimpleNamespace(_compile=compile),
     )
-    capture_all(llm)
+    prepare_all(llm)
     assert said == [(0, WARM_UP)]

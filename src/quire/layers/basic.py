@@ -354,36 +354,30 @@ class Attention:
         outputs: Tensor | None = None,
     ) -> Tensor:
         """x [T, hidden], angles from `Rotary` -> [T, hidden], or the rows `outputs` of it."""
-        h = self.heads
-        mixed = self.ops.self_attention(self.qkv(x), h.count, kv, batch, angles, self.scores, self.norms)
+        mixed = self.attend(self.qkv(x), angles, batch, kv)
         return self.out(select_rows(mixed.flatten(1), outputs))
+
+    def attend(self, qkv: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV) -> Tensor:
+        """qkv [T, (H + 2 G) D], as it is projected -> [T, H, D]."""
+        return self.ops.self_attention(qkv, self.heads.count, kv, batch, angles, self.scores, self.norms)
 
 
 class HeadNormAttention(Attention):
     """Attention whose queries and keys are normed by layer norms of each head, with weights [H, D] and [G, D] of their
     own (Command R+), if they are: without norms it is `Attention`."""
 
-    def __call__(
-        self,
-        x: Tensor | RoundedRows,
-        angles: Angles,
-        batch: RaggedBatch,
-        kv: LayerKV,
-        outputs: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, angles: Angles, batch: RaggedBatch, kv: LayerKV) -> Tensor:
         """See `Attention`."""
         if self.norms is None:
-            return super().__call__(x, angles, batch, kv, outputs)
-        h, made = self.heads, self.qkv(x)
-        q, k, v = torch.split(made.view(len(made), -1, h.dim), [h.count, h.kv, h.kv], 1)
+            return super().attend(qkv, angles, batch, kv)
+        h = self.heads
+        q, k, v = torch.split(qkv.view(len(qkv), -1, h.dim), [h.count, h.kv, h.kv], 1)
         normed = [
             F.layer_norm(each.float(), (h.dim,), eps=norm.eps) * norm.weight.float()
             for each, norm in ((q, self.norms.q), (k, self.norms.k))
         ]
-        qkv = torch.cat([*(each.to(made.dtype) for each in normed), v], 1).flatten(1)
-        how = Scores(h.scale, h.window, h.soft_cap, self.sinks, h.chunk, h.ahead)
-        mixed = self.ops.self_attention(qkv, h.count, kv, batch, angles, how)
-        return self.out(select_rows(mixed.flatten(1), outputs))
+        made = torch.cat([*(each.to(qkv.dtype) for each in normed), v], 1).flatten(1)
+        return self.ops.self_attention(made, h.count, kv, batch, angles, self.scores)
 
 
 class GatedAttention(Attention):

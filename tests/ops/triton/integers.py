@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from quire.ops.base import IntegerMatrix
 from quire.ops.integer import pack_floats, pack_integers, pack_rows, pack_superblocks
+from quire.ops.triton.launch import DeviceInfo
 from tests.ops.triton.device import DEVICE
 
 KINDS = pytest.mark.parametrize(
@@ -50,6 +53,21 @@ def made(kind: str, group: int, outputs: int, inputs: int, half: bool = True) ->
         zero = torch.randint(0, 17, (outputs, count), device=DEVICE)
         return pack_integers(numbers, group, scale, zero=zero, half=half)
     return pack_integers(numbers, group, scale, half=half)
+
+
+def taking(
+    takes: Callable[[Tensor, IntegerMatrix, DeviceInfo], bool], hopper: DeviceInfo, count: int
+) -> Callable[..., bool]:
+    """Whether a kernel takes a product: of `count` rows and a large 4-bit matrix on a Hopper card, where no other is
+    named. The matrix has no memory."""
+
+    def taken(kind: str = "zeros", group: int = 128, outputs: int = 28672, inputs: int = 4096,
+              rows: int = count, dtype: torch.dtype = torch.bfloat16, card: DeviceInfo = hopper) -> bool:  # fmt: skip
+        x, small = torch.zeros(rows, inputs, dtype=dtype, device=DEVICE), made(kind, group, 64, 512)
+        weight = torch.empty(inputs * small.bits // 256, outputs, 32, dtype=torch.uint8, device="meta")
+        return takes(x, small._replace(inputs=inputs, weight=weight), card)
+
+    return taken
 
 
 def superblocks(kind: str, group: int, outputs: int, inputs: int) -> IntegerMatrix:

@@ -14,7 +14,7 @@ from quire.ops.reference import ReferenceOps
 from quire.ops.triton.integer_row import HALVES, RingConfig, integer_row, takes
 from quire.ops.triton.launch import DeviceInfo
 from tests.ops.triton.device import DEVICE
-from tests.ops.triton.integers import made, off
+from tests.ops.triton.integers import made, off, taking
 from tests.ops.triton.test_integer_gemm import computed
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
@@ -31,12 +31,7 @@ KINDS = pytest.mark.parametrize(
 
 
 def test_only_what_fits_is_taken() -> None:
-    def taken(kind: str = "zeros", group: int = 128, outputs: int = 28672, inputs: int = 4096,
-              rows: int = 1, dtype: torch.dtype = torch.bfloat16, card: DeviceInfo = HOPPER) -> bool:  # fmt: skip
-        x, small = torch.zeros(rows, inputs, dtype=dtype, device=DEVICE), made(kind, group, 64, 512)
-        weight = torch.empty(inputs * small.bits // 256, outputs, 32, dtype=torch.uint8, device="meta")
-        return takes(x, small._replace(inputs=inputs, weight=weight), card)
-
+    taken = taking(takes, HOPPER, 1)
     assert taken() and taken(dtype=torch.float16) and taken(inputs=14336)
     assert taken(kind="q4_k", group=32) and taken(kind="bytes", group=32)
     assert not taken(rows=2)

@@ -16,7 +16,7 @@ from quire.ops.triton.integer_stationary import NIBBLES, integer_stationary, tak
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import TritonOps
 from tests.ops.triton.device import DEVICE
-from tests.ops.triton.integers import made, off
+from tests.ops.triton.integers import made, off, taking
 from tests.ops.triton.test_integer_gemm import computed
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
@@ -29,12 +29,7 @@ KINDS = pytest.mark.parametrize(
 
 
 def test_only_what_fits_is_taken() -> None:
-    def taken(kind: str = "zeros", group: int = 128, outputs: int = 28672, inputs: int = 4096,
-              rows: int = 8, dtype: torch.dtype = torch.bfloat16, card: DeviceInfo = HOPPER) -> bool:  # fmt: skip
-        x, small = torch.zeros(rows, inputs, dtype=dtype, device=DEVICE), made(kind, group, 64, 512)
-        weight = torch.empty(inputs * small.bits // 256, outputs, 32, dtype=torch.uint8, device="meta")
-        return takes(x, small._replace(inputs=inputs, weight=weight), card)
-
+    taken = taking(takes, HOPPER, 8)
     assert taken() and taken(inputs=3072) and taken(dtype=torch.float16) and taken(rows=16) and taken(rows=2)
     assert taken(group=64) and taken(group=32) and taken(kind="q4_k", group=32) and taken(kind="nibbles", group=32)
     assert not taken(group=512) and not taken(kind="floats", group=32)
