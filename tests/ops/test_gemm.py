@@ -222,7 +222,7 @@ class BothOrders(Two):
         return Summed(name)
 
 
-@pytest.mark.parametrize("bias", [None, torch.randn(2)])
+@pytest.mark.parametrize("bias", [None, torch.tensor([0.5, -1.25])])
 def test_only_algorithms_of_the_same_order_are_taken(bias: Tensor | None, tmp_path: Path) -> None:
     x, weight, usual = torch.randn(3, 50), torch.randn(2, 50), Summed(TORCH)
     same = SameBits(BothOrders(), usual, 2, torch.device("cpu"))
