@@ -406,7 +406,7 @@ def test_a_dropped_connection_fails_what_is_in_flight_and_reopens_the_rest() -> 
 
 
 def test_an_executor_that_comes_back_with_other_sizes_is_not_used() -> None:
-    host = ExecutorServer(SyntheticExecutor(**SIZES), "127.0.0.1:0")
+    host = ExecutorServer(SyntheticExecutor(**SIZES), f"127.0.0.1:{free_port()}")
     remote = RemoteExecutor(f"127.0.0.1:{host.port}")
     host.stop()
     other = ExecutorServer(SyntheticExecutor(**SIZES | {"pages": 65}), f"127.0.0.1:{host.port}")
@@ -420,7 +420,7 @@ def test_an_executor_that_comes_back_with_other_sizes_is_not_used() -> None:
 
 
 def test_a_killed_executor_fails_its_requests_and_serves_new_ones_after_a_restart(tmp_path: Path) -> None:
-    first = Killable(tmp_path)
+    first = Killable(tmp_path, free_port())
     remote = RemoteExecutor(f"127.0.0.1:{first.port}")
     it = engine(remote)
     want = it.submit((300, 301, 302), 200, id="whole")
