@@ -212,6 +212,7 @@ def test_another_version_is_refused_by_both_sides(monkeypatch: pytest.MonkeyPatc
     [
         ([pb.Command(epoch=1, plan=pb.Plan())], "epoch 1 has not begun"),
         ([pb.Command(epoch=1, begin=pb.Begin(version=9))], "version 9"),
+        ([pb.Command(epoch=1, begin=pb.Begin(version=1, instance=1))], "was started again"),
         ([pb.Command(epoch=1, begin=pb.Begin(version=1)), pb.Command(epoch=2, plan=pb.Plan())], "epoch 2 has not"),
         ([pb.Command(epoch=1, begin=pb.Begin(version=1)), pb.Command(epoch=1, step=3, plan=pb.Plan())], "0 was due"),
         (
@@ -403,6 +404,18 @@ def test_a_dropped_connection_fails_what_is_in_flight_and_reopens_the_rest() -> 
     remote.close()
     gate.close()
     host.stop()
+
+
+def test_a_stream_that_arrives_at_another_instance_is_refused_and_the_next_one_is_not() -> None:
+    with served(SyntheticExecutor(**SIZES)) as remote:
+        assert remote.wire is not None
+        remote.wire.instance -= 1
+        remote.reset()
+        it = engine(remote)
+        it.submit((1, 2), 4, id="a")
+        assert finish(it)["a"][1:] == ("error", "the executor was lost while this request ran: it may be sent again")
+        it.submit((1, 2), 4, id="b")
+        assert finish(it)["b"][1] == "length"
 
 
 def test_an_executor_that_comes_back_with_other_sizes_is_not_used() -> None:
