@@ -239,6 +239,14 @@ def test_an_address_without_a_server_and_one_that_cannot_be_bound_are_errors() -
         ExecutorServer(SyntheticExecutor(**SIZES), "203.0.113.7:1")
 
 
+def test_a_proxy_for_the_web_is_not_asked_for_an_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with served(SyntheticExecutor(**SIZES)) as remote:
+        assert remote.describe().num_rows
+
+
 def test_an_executor_that_is_started_later_is_waited_for() -> None:
     address = f"127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(1) as pool:
