@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 from quire.errors import InvalidRequest
@@ -106,7 +106,7 @@ def _exact(schema: Mapping[str, Any], keyword: str, value: Any) -> Any:
     return math.nextafter(math.nextafter(float(value), 0), 0)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
