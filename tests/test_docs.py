@@ -30,9 +30,9 @@ import quire
 from quire.cli import main
 from quire.cli.base import DEVELOPER_BENCHMARKS
 from quire.config import OPTIONS, Settings
-from quire.config.unknown import UNSUPPORTED
+from quire.config.other_servers import UNSUPPORTED
 from tests.browser import CHROMIUM, chromium
-from tools import metrics_page, options_page, parsers_page, requests_page, vllm_page
+from tools import metrics_page, options_page, other_servers_page, parsers_page, requests_page, vllm_page
 from tools.reference import PAGES as GENERATED
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +47,7 @@ PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/
         ("metrics", metrics_page),
         ("parsers", parsers_page),
         ("vllm", vllm_page),
+        ("other-servers", other_servers_page),
     ],
 )
 def test_what_is_written_from_the_code_is_current(name: str, page: ModuleType) -> None:

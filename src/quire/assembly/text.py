@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, cast
 
 from quire.assembly.place import place_of
 from quire.config import Settings
-from quire.errors import InvalidConfig, InvalidModel
+from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, nearest
 from quire.parsers.reasoning import parser_of
 from quire.parsers.suffix import named
 from quire.parsers.tools.styles import STYLES, sign_of, style_of
-from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.chat_template import RENDERED, ChatTemplate
 from quire.tokenization.no_tokenizer import NoTokenizer
-from quire.tokenization.tokenizer import Tokenizer, read_eos, sampling_defaults
+from quire.tokenization.tokenizer import GENERATION_FIELDS, Tokenizer, as_sampling, read_eos, sampling_defaults
 from quire.tokenization.vocabularies import ends_of, from_gguf
 from quire.weights.gguf import find_gguf, read_gguf
 from quire.weights.locate import check, locate
@@ -25,7 +25,8 @@ from quire.weights.pooling import PoolerConfig, read_pooler
 
 
 class Text(NamedTuple):
-    """How a model's text becomes tokens and back. template: None if it has none. defaults: of generation_config.json.
+    """How a model's text becomes tokens and back. template: None if it has none. defaults: sampling parameters of
+    requests that do not say, from generation_config.json and options.
 
     tool_parser, reasoning_parser: as set, otherwise detected from the template. tools_from: how the first was chosen.
     pooler: how prompts become vectors.
@@ -62,11 +63,17 @@ def build_text(settings: Settings) -> Text:
         raise
     tools, reasoning = model.tool_call_parser, model.reasoning_parser
     style = None if tools == "auto" else STYLES[tools]
-    template = None
+    template, kwargs = None, _template_kwargs(settings)
     if tokenizer.has_text:
         template = ChatTemplate.from_folder(
-            tokenizer_folder, tokenizer.tokens, override=model.chat_template, style=style, default=own_template
+            tokenizer_folder,
+            tokenizer.tokens,
+            override=model.chat_template,
+            style=style,
+            default=own_template,
+            kwargs=kwargs,
         )
+    _check_read(kwargs, template)
     if template is not None:
         template.try_out()
         tokenizer.render_chat = template.render
@@ -75,12 +82,57 @@ def build_text(settings: Settings) -> Text:
         folder,
         tokenizer,
         template,
-        sampling_defaults(folder),
+        _sampling(settings, folder),
         named((style or style_of(source)).name, tokenizer.added),
         named(parser_of(source) if reasoning == "auto" else reasoning, tokenizer.added),
         "as set" if style else "by the chat template" if sign_of(source) else "the chat template names no format",
         pooler_of(settings),
     )
+
+
+def _template_kwargs(settings: Settings) -> Mapping[str, Any]:
+    """What the chat template gets where requests do not say. Raises InvalidConfig for what only a request can say."""
+    kwargs = json_object("default_chat_template_kwargs", settings.model.default_chat_template_kwargs)
+    for name in kwargs:
+        if name in RENDERED:
+            raise InvalidConfig(
+                f"default_chat_template_kwargs: {name} is for requests to say: leave it out",
+                param="default_chat_template_kwargs",
+            )
+    return kwargs
+
+
+def _check_read(kwargs: Mapping[str, Any], template: ChatTemplate | None) -> None:
+    """Raise InvalidConfig for an argument that would have no effect, since no template reads it."""
+    if kwargs and template is None:
+        raise InvalidConfig(
+            "default_chat_template_kwargs: this model has no chat template: name one with --chat-template",
+            param="default_chat_template_kwargs",
+        )
+    for name in kwargs:
+        if template is not None and name not in template.arguments:
+            raise InvalidConfig(
+                f"default_chat_template_kwargs: this model's chat template does not read {name!r}."
+                f"{nearest(name, template.arguments - RENDERED)}",
+                param="default_chat_template_kwargs",
+            )
+
+
+def _sampling(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Sampling parameters of requests that do not say. Raises InvalidConfig and InvalidModel."""
+    option = "override_generation_config"
+    changed = json_object(option, settings.model.override_generation_config)
+    for name in changed:
+        if name not in GENERATION_FIELDS:
+            known = ", ".join(GENERATION_FIELDS)
+            hint = nearest(name, GENERATION_FIELDS)
+            raise InvalidConfig(f"{option}: {name!r} is none of {known}.{hint}", param=option)
+    try:
+        chosen = as_sampling(changed)
+    except InvalidRequest as error:
+        raise InvalidConfig(f"{option}: {error}", param=option) from error
+    of_model = sampling_defaults(folder) if settings.model.generation_config == "auto" else {}
+    return {**of_model, **chosen}
 
 
 def hf_overrides(settings: Settings) -> Mapping[str, Any]:

@@ -520,6 +520,23 @@ class ModelConfig:
         "is refused.",
     )
     chat_template: str | None = option(None, "File with a jinja chat template. Unset: the model's own.")
+    default_chat_template_kwargs: str | None = option(
+        None,
+        'What the chat template gets where requests do not say: a JSON object such as {"enable_thinking": false}. '
+        "chat_template_kwargs, reasoning_effort and thinking of a request come before it. Unset: nothing.",
+        mapping=True,
+    )
+    generation_config: Literal["auto", "vllm"] = option(
+        "auto",
+        "Sampling parameters of requests that do not set them; auto: what the model's generation_config.json says; "
+        "vllm: temperature 1, and everything else off.",
+    )
+    override_generation_config: str | None = option(
+        None,
+        'Sampling parameters in place of those: a JSON object such as {"temperature": 0.6, "max_new_tokens": 512}. '
+        "Requests come before it. Unset: none.",
+        mapping=True,
+    )
     tool_call_parser: Literal["auto", ToolParser] = option(
         "auto", "How the model writes tool calls; auto: by its chat template."
     )
