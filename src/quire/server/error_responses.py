@@ -69,7 +69,7 @@ NOT_SERVED: Mapping[str, str] = {
     "/info": _ABOUT,
     "/model_info": _ABOUT,
     "/get_load": "see /load and /stats",
-    "/health_generate": "see /health, which tells whether steps are made, and /health/ready",
+    "/health_generate": "see /health, which fails where no step is made, and /health/ready",
     "/flush_cache": "use /reset_prefix_cache",
     "/encode": "use /v1/embeddings, or /pooling",
     "/separate_reasoning": "answers have thoughts apart",
