@@ -30,7 +30,7 @@ import quire
 from quire.cli import main
 from quire.cli.base import DEVELOPER_BENCHMARKS
 from quire.config import OPTIONS, Settings
-from quire.config.other_servers import UNSUPPORTED
+from quire.config.other_servers import ELSEWHERE, UNSUPPORTED
 from tests.browser import CHROMIUM, chromium
 from tools import metrics_page, options_page, other_servers_page, parsers_page, requests_page, vllm_page
 from tools.reference import PAGES as GENERATED
@@ -216,7 +216,9 @@ def test_commands_are_found_in_blocks_and_sentences() -> None:
 
 def test_options_named_in_prose_are_options_there_are() -> None:
     known = {known.flag for known in OPTIONS.values()} | {f"--no-{known.flag[2:]}" for known in OPTIONS.values()}
-    known |= {f"--{name.replace('_', '-')}" for name in UNSUPPORTED} | set(_flags(main, click.Context(main)))
+    known |= {f"--{name.replace('_', '-')}" for name in (*UNSUPPORTED, *ELSEWHERE)} | set(
+        _flags(main, click.Context(main))
+    )
     for name in DEVELOPER_BENCHMARKS:
         command = importlib.import_module(f"benchmarks.{name}").command
         known |= set(_flags(command, click.Context(command)))

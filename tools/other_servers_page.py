@@ -8,16 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from quire.checks import ANY
 from quire.config import OPTIONS
-from quire.config.other_servers import ELSEWHERE, VARIABLES
+from quire.config.other_servers import ELSEWHERE, UNSUPPORTED, VARIABLES
 from quire.config.unknown import unread
+from quire.config.vllm import taken_by_the_command_line
 from quire.server import error_responses, openapi, schemas
 from quire.server.endpoints import GENERATE_PATHS
 from quire.server.fields import NO_OPS, REFUSED_FIELDS, SYNONYMS
 from quire.server.ollama import OPTION_HINTS, REFUSED_OPTIONS, Options
 from quire.server.ollama_models import REFUSED_PATHS
 from quire.types import NUMERIC_PARAMETERS
-from tools import vllm_page
 
 OPTIONS_OF: Mapping[str, str] = {
     "SGLang": """
@@ -237,8 +238,8 @@ def _sections() -> Iterator[tuple[str, str, str, list[tuple[str, str]]]]:
         yield f"{server}: fields of requests", "field", f"{about}.\n\n", [(name, said(name)) for name in text.split()]
     for server, text in PATHS_OF.items():
         yield f"{server}: paths", "path", "", [(name, path(name)) for name in text.split()]
-    for server, names in METRICS_OF.items():
-        yield f"{server}: metrics", "metric", "", [(name, f"`{ours}`") for name, ours in names.items()]
+    for server, same in METRICS_OF.items():
+        yield f"{server}: metrics", "metric", "", [(name, f"`{ours}`") for name, ours in same.items()]
     names = [*VARIABLES, *VARIABLES_OF.split()]
     yield "Environment variables", "variable", "", [(name, variable(name)) for name in sorted(names)]
 
@@ -255,7 +256,11 @@ def option(name: str) -> str:
         return "a field of requests, and of `--override-generation-config`"
     if plain in ELSEWHERE:
         return f"`{ELSEWHERE[plain]}`"
-    return vllm_page.option(plain)
+    values = taken_by_the_command_line(plain)
+    if values is None:
+        return f"refused: {UNSUPPORTED[plain]}"
+    where = "" if values is ANY else " if " + " or ".join(f"`{one!r}`" for one in values)
+    return f"taken{where}, changes nothing: {UNSUPPORTED[plain]}"
 
 
 def field(name: str) -> str:
