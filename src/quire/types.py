@@ -8,10 +8,12 @@ from __future__ import annotations
 import json as jsons
 import math
 import re
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, Self, TypedDict, TypeVar, get_args, overload
 
@@ -357,6 +359,15 @@ SAMPLING_OTHERS = MappingProxyType(
 """Fields of vLLM's SamplingParams, of any version, that are none here."""
 
 
+class TokenIds(tuple[int, ...]):
+    """Token ids of which there may be thousands: they are packed once, for all that reads them as an array."""
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The ids as 64-bit numbers. Raises struct.error for larger ones."""
+        return struct.pack(f"{len(self)}q", *self)
+
+
 @_assignable
 @checks.with_unneeded(SAMPLING_OTHERS)
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,7 +451,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", checks.token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "bad_words_token_ids", tuple(map(tuple, self.bad_words_token_ids or ())))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", checks.token_ids("allowed_token_ids", self.allowed_token_ids))
+            allowed = TokenIds(checks.token_ids("allowed_token_ids", self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", checks.biases("logit_bias", self.logit_bias, 100.0))
         for each in NUMERIC_PARAMETERS:
             if (value := getattr(self, each.name)) is not None or not each.annotation.endswith("| None"):
