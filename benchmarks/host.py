@@ -336,7 +336,9 @@ class Host:
         call = Call(id=f"{next(self.names)}", prompt=tuple(ids), text=None, sampling=sampling)
         stops = StopStrings(sampling.stop)
         return [
-            Asked(call, request, self.constraint(name), output_processor(request, self.tokenizer, stops, whole=True), [])
+            Asked(
+                call, request, self.constraint(name), output_processor(request, self.tokenizer, stops, whole=True), []
+            )
             for request in requests(call, tokenizer=self.tokenizer, limit=self.length, seed=0)
         ]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from quire import types
 from quire.engine.protocol import FrameReader, Update, encode_frame
 from quire.frontend.interface import Call, Delta
 from quire.frontend.outputs import request_output
@@ -15,7 +17,7 @@ from quire.model_runner import score_table
 from quire.model_runner.device_steps import SCORE_WIDTH, read_scores
 from quire.model_runner.sampling.features import MAX_LOGPROBS
 from quire.model_runner.score_table import ScoreTable
-from quire.types import RequestStepOutput, SamplingParams, TokenLogprobs
+from quire.types import PositionLogprobs, RequestStepOutput, SamplingParams, TokenLogprobs
 
 TOKENS, WANTED = [7, 3, 9, 4], 2
 IDS = np.array(TOKENS, np.int32)
@@ -75,14 +77,23 @@ def test_an_output_reads_a_position_when_it_is_looked_at(monkeypatch: pytest.Mon
         def token_text(self, token: int) -> tuple[str, bytes]:
             return f"t{token}", b""
 
+    positions = list[TokenLogprobs]()
+
+    class Counted(PositionLogprobs):
+        def __init__(self, scores: TokenLogprobs, decode: Callable[[int], str]) -> None:
+            positions.append(scores)
+            super().__init__(scores, decode)
+
+    monkeypatch.setattr(types, "PositionLogprobs", Counted)
     monkeypatch.setattr(score_table, "read_scores", recorded)
     scores = PromptLogprobs([ScoreTable(lines(), IDS, WANTED)])
     call = Call(id="a", prompt=(1, *TOKENS), text=None, sampling=SamplingParams(prompt_logprobs=WANTED))
     made = request_output(call, [[Delta(0, "", (5,), prompt_logprobs=scores)]], Names())  # type: ignore[arg-type]
-    assert made.prompt_logprobs is not None and made.prompt_logprobs[0] is None and not read
+    assert made.prompt_logprobs is not None and made.prompt_logprobs[0] is None and not read and not positions
     third = made.prompt_logprobs[3]
     assert third is not None and (third.token, third.rank, third[31 + 1].decoded_token) == (9, 3, "t32")
     assert read == [[9]], "once, and no other"
+    monkeypatch.undo()
     second = pickle.loads(pickle.dumps(made.prompt_logprobs[2]))
     assert {token: one.logprob for token, one in second.items()} == {3: -0.5, 21: -0.25, 31: -2.5}
     whole = pickle.loads(pickle.dumps(made)).prompt_logprobs

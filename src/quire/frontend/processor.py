@@ -194,8 +194,8 @@ class OutputProcessor:
 
     id: of the engine's request. finder: None where there are no stop strings. eos: the end-of-text ids, which are no
     stop_reason. prompt_logprobs: of each step, those that have not been sent; None if they are not requested. whole:
-    whether there is one delta, at the end, and tokens become text then. count: tokens in usage. num_surplus: tokens that
-    the engine generated after a stop string. detokenize_seconds: time spent here.
+    whether there is one delta, at the end, and tokens become text then. count: tokens in usage. num_surplus: tokens
+    that the engine generated after a stop string. detokenize_seconds: time spent here.
     """
 
     id: str

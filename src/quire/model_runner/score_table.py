@@ -6,7 +6,7 @@ milliseconds, most of it for garbage collection.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import overload
 
 import numpy as np
