@@ -75,6 +75,7 @@ from quire.parsers.parts import Splitter, TextPart
 from quire.scheduler.constraint import FREE, Constraint
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
+from quire.structured_output.trial import Trials
 from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.tokenizer import Tokenizer
@@ -110,8 +111,9 @@ class LLM:
         begin_context(self.settings)
         self._text = text = build_text(self.settings)
         self._prompts = PromptReader(text, build_images(self.settings), fetch_now(self.settings))
+        self._trials = trials = Trials()
         # Not of self, which would then wait for the garbage collector with all its memory.
-        self._grammars = grammars = GrammarCompiler(LlguidanceCompiler(lambda: text.tokenizer))
+        self._grammars = grammars = GrammarCompiler(LlguidanceCompiler(lambda: text.tokenizer, trials))
         self._grammars_lock = lock = threading.Lock()
         refuse_prefill(self.settings, "an LLM")
         self._engine = build_engine(self.settings)
@@ -450,6 +452,7 @@ class LLM:
         """Free memory and device; again: no effect. Running calls of other threads raise Interrupted."""
         self._thread.close()
         self._grammars.close()
+        self._trials.close()
 
     def __enter__(self) -> Self:
         return self
@@ -512,7 +515,7 @@ class LLM:
         """The pieces of the first answer's text; returns how many tokens it had."""
         job = self._job(prompt, params)
         pieces: SimpleQueue[Delta | QuireError | None] = SimpleQueue()
-        readers = self._readers(job, pieces.put)
+        readers = self._readers(job, pieces.put, whole=False)
         readers[0].tell = pieces.put
         with _Running(self._thread, readers):
             finish, count = None, 0
@@ -557,13 +560,16 @@ class LLM:
             check_priority(one, self.settings.scheduler.reads_priorities)
         return each
 
-    def _readers(self, job: _Job, end: Callable[[QuireError | None], None]) -> list[_Reader]:
-        """One for each answer. end: called when it is complete, or with why it will never be."""
+    def _readers(self, job: _Job, end: Callable[[QuireError | None], None], *, whole: bool = True) -> list[_Reader]:
+        """One for each answer. end: called when it is complete, or with why it will never be. whole: see
+        `output_processor`."""
         tokenizer, seed = self._text.tokenizer, self._seeds.getrandbits(63)
         stops = StopStrings(job.call.sampling.stop)
         asked = requests(job.call, tokenizer=tokenizer, limit=self._context, seed=seed, pooler=self._text.pooler)
         return [
-            _Reader(job, request, self._constraint(request), output_processor(request, tokenizer, stops), end)
+            _Reader(
+                job, request, self._constraint(request), output_processor(request, tokenizer, stops, whole=whole), end
+            )
             for request in asked
         ]
 
