@@ -517,7 +517,7 @@ class LLM:
         """The pieces of the first answer's text; returns how many tokens it had."""
         job = self._job(prompt, params)
         pieces: SimpleQueue[Delta | QuireError | None] = SimpleQueue()
-        readers = self._readers(job, pieces.put)
+        readers = self._readers(job, pieces.put, whole=False)
         readers[0].tell = pieces.put
         with _Running(self._thread, readers):
             finish, count = None, 0
@@ -562,13 +562,16 @@ class LLM:
             check_priority(one, self.settings.scheduler.reads_priorities)
         return each
 
-    def _readers(self, job: _Job, end: Callable[[QuireError | None], None]) -> list[_Reader]:
-        """One for each answer. end: called when it is complete, or with why it will never be."""
+    def _readers(self, job: _Job, end: Callable[[QuireError | None], None], *, whole: bool = True) -> list[_Reader]:
+        """One for each answer. end: called when it is complete, or with why it will never be. whole: see
+        `output_processor`."""
         tokenizer, seed = self._text.tokenizer, self._seeds.getrandbits(63)
         stops = StopStrings(job.call.sampling.stop)
         asked = requests(job.call, tokenizer=tokenizer, limit=self._context, seed=seed, pooler=self._text.pooler)
         return [
-            _Reader(job, request, self._constraint(request), output_processor(request, tokenizer, stops), end)
+            _Reader(
+                job, request, self._constraint(request), output_processor(request, tokenizer, stops, whole=whole), end
+            )
             for request in asked
         ]
 
