@@ -25,7 +25,6 @@ from rich.progress import Progress
 from quire import errors
 from quire.assembly.engine import begin_context, build_engine
 from quire.assembly.images import build_images, fetch_now
-from quire.assembly.kv_offload import refuse_prefill
 from quire.assembly.limits import choose_device
 from quire.assembly.place import located
 from quire.assembly.pooled import PoolingReader
@@ -41,6 +40,7 @@ from quire.assembly.prompts import (
     suffixes,
 )
 from quire.assembly.text import build_text
+from quire.assembly.tiers import refuse_prefill
 from quire.checks import number
 from quire.config import Settings
 from quire.config.vllm import EngineArgs, check_method, missing, options_of

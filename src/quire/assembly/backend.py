@@ -13,7 +13,8 @@ from quire.config import Settings
 from quire.engine.client import EngineClient, EngineProcess, Spawned
 from quire.frontend.interface import ModelCard
 from quire.frontend.native import NativeBackend
-from quire.observability import engine_metrics
+from quire.observability import prometheus
+from quire.observability.engine_metrics import METRICS
 from quire.types import UNLIMITED
 
 STANDBY_DELAY = 10.0
@@ -55,7 +56,7 @@ def engine_process(settings: Settings, child: str = ENGINE_MODULE, begun: Spawne
     return EngineProcess(
         engine_command(child),
         for_child(settings),
-        partial(engine_metrics.METRICS.text, model=model_names(settings)[0]),
+        partial(prometheus.text, METRICS, model=model_names(settings)[0]),
         environment=ENGINE_ENVIRONMENT,
         standby_after=STANDBY_DELAY if settings.server.standby_engine else None,
         begun=begun,

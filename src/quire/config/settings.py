@@ -7,7 +7,6 @@ root resolves it when it knows the device and the checkpoint.
 from __future__ import annotations
 
 import re
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -98,17 +97,6 @@ def check_access(config: AccessConfig, backend: str) -> None:
             "use max_requests_per_minute",
             param="max_tokens_per_minute",
         )
-
-
-def check_files(config: AccessConfig) -> None:
-    """Raise InvalidConfig unless the TLS certificate and key can be loaded."""
-    if config.ssl_certfile is None:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: "")
-    except (OSError, ssl.SSLError) as error:
-        why = error.strerror or str(error)
-        raise InvalidConfig(f"ssl_certfile and ssl_keyfile cannot be used: {why}", param="ssl_certfile") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
