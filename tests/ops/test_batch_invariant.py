@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops import batch_invariant
-from quire.ops.base import XIELU, Angles, Norm, QuantizedMatrix, Scores
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.matmul import TILE_ROWS, can_pack, in_tiles, pack, packed_linear
+from quire.ops.operands import XIELU, Angles, Norm, QuantizedMatrix, Scores
 from quire.ops.reference import ReferenceOps
 from quire.types import UNLIMITED
 from tests.ops.batches import Pages, poisoned

@@ -18,7 +18,8 @@ from quire.layers.quantization.base import Matrix, MatrixPart, Plain
 from quire.layers.quantization.gguf import StoredBlocks
 from quire.layers.quantization.integers import IntegerScheme, IntegerTensors, pack_pairs
 from quire.models.registry import build_model, read_spec
-from quire.ops.base import IntegerKind, IntegerMatrix, Ops, QuantizedMatrix, Routing
+from quire.ops.base import Ops
+from quire.ops.operands import IntegerKind, IntegerMatrix, QuantizedMatrix, Routing
 from quire.ops.quantized import dequantize, quantize_tokens
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps

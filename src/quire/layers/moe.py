@@ -15,22 +15,22 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.layers.quantization.base import Plain, WeightStorage
-from quire.ops.base import (
+from quire.ops.base import Ops
+from quire.ops.integer import stack_integers
+from quire.ops.matmul import by_expert, through_experts
+from quire.ops.operands import (
     NO_BIASES,
     ExpertBiases,
     ExpertMatrices,
     Gate,
     IntegerMatrix,
     Norm,
-    Ops,
     QuantizedMatrix,
     RoutedRows,
     RouterWeights,
     Routing,
     TopK,
 )
-from quire.ops.integer import stack_integers
-from quire.ops.matmul import by_expert, through_experts
 from quire.ops.quantized import E4M3, parts
 from quire.ops.ragged import RaggedBatch
 

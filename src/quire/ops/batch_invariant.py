@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import DeltaInputs, DeltaWeights, ScanInputs, ScanWeights, Scores
 from quire.ops.matmul import (
     TILE_ROWS,
     can_pack,
@@ -36,6 +35,7 @@ from quire.ops.matmul import (
     pack,
     packed_linear,
 )
+from quire.ops.operands import DeltaInputs, DeltaWeights, ScanInputs, ScanWeights, Scores
 from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, attention_mask, first_visible, visible
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.recurrent import gated_delta, padded, selective_scan, slots_of

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import Routing
+from quire.ops.operands import Routing
 
 TILE_ROWS = 8
 """Of a tile. A batch of 8 pays nothing, one row up to two thirds more, a prompt up to twice as much: [3072, 576] in

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import (
+from quire.ops.matmul import by_expert, through_experts
+from quire.ops.operands import (
     CLAMP_LIMIT,
     NO_BIASES,
     ExpertBiases,
@@ -22,7 +23,6 @@ from quire.ops.base import (
     TopK,
     num_parts,
 )
-from quire.ops.matmul import by_expert, through_experts
 from quire.ops.quantized import biased, dequantize
 from quire.ops.ragged import RaggedBatch
 from quire.ops.reference import ReferenceOps

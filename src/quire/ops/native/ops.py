@@ -12,21 +12,6 @@ import torch
 from torch import Tensor
 
 from quire.ops import integer, panels
-from quire.ops.base import (
-    Angles,
-    AnyMatrix,
-    BlockPanels,
-    Decoder,
-    DecoderLayer,
-    Gate,
-    Int8Matrix,
-    IntegerMatrix,
-    MixedMatrix,
-    Norm,
-    Norms,
-    QuantizedMatrix,
-    Scores,
-)
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.huge_pages import HugePages
 from quire.ops.integer import integers_of
@@ -55,6 +40,21 @@ from quire.ops.native.pack import (
     int4_panels,
     int8_panels,
     write_blocks,
+)
+from quire.ops.operands import (
+    Angles,
+    AnyMatrix,
+    BlockPanels,
+    Decoder,
+    DecoderLayer,
+    Gate,
+    Int8Matrix,
+    IntegerMatrix,
+    MixedMatrix,
+    Norm,
+    Norms,
+    QuantizedMatrix,
+    Scores,
 )
 from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.panels import PANEL_ROWS, PanelMatrix, Zeros
