@@ -25,7 +25,7 @@ from quire.llm import LLM
 from quire.models.registry import ARCHITECTURES, CLASSIFIER, DERIVED
 from quire.ops.quantized import FLOAT8
 from quire.weights.canary import PROBE, answers, compare, float8_layers, probe
-from quire.weights.gguf_model import FAMILIES, VARIANTS
+from quire.weights.gguf_names import FAMILIES, VARIANTS
 from quire.weights.load import DType, load_model, quiet
 from quire.weights.locate import embedded
 from quire.weights.pooling import pools_alone

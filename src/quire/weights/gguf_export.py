@@ -17,7 +17,7 @@ from quire.models.spec import Config, ModelSpec
 from quire.types import UNLIMITED
 from quire.weights.entries import Cut, TensorEntry, rows_of
 from quire.weights.files import listed
-from quire.weights.gguf_model import FAMILIES, PATTERNS, RECURRENT, VARIANTS, Family
+from quire.weights.gguf_names import FAMILIES, PATTERNS, RECURRENT, VARIANTS, Family
 from quire.weights.gguf_recurrent import (
     WHOLE,
     as_in_the_file,

@@ -10,15 +10,8 @@ import torch
 from quire.layers.mamba import MambaConfig
 from quire.models.spec import Config, ModelSpec
 from quire.weights.entries import TensorEntry, rows_of
-from quire.weights.gguf_model import (
-    QWEN35_NAMES,
-    QWEN_DRAFT_NAMES,
-    VARIANTS,
-    Family,
-    by_value_head,
-    rows_moved,
-    sorted_by_key_head,
-)
+from quire.weights.gguf_model import by_value_head, rows_moved, sorted_by_key_head
+from quire.weights.gguf_names import QWEN35_NAMES, QWEN_DRAFT_NAMES, VARIANTS, Family
 
 WHOLE = ("ssm_a", "ssm_d")
 """Tensors whose names in a file have no `.weight`."""
