@@ -23,7 +23,6 @@ from quire.layers.quantization.deferred import Deferred
 from quire.layers.quantization.gguf import GgufFormat, GgufStorage, OnlineBlocks, StoredBlocks, Tables, no_table
 from quire.layers.quantization.packed import SMALL, Panels, packed_if_large
 from quire.layers.quantization.scaled import OnlineQuantization, OnlineQuantized
-from quire.layers.stages import Pipeline, cut_layers
 from quire.models.registry import Model, build_model, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
@@ -35,8 +34,8 @@ from quire.weights.canary import Canary
 from quire.weights.entries import Cut, TensorEntry
 from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import KINDS
-from quire.weights.kv_scales import PATTERNS
-from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of
+from quire.weights.outline import ModelOutline, expect_tensors, slot_bytes
+from quire.weights.schemes import AUTO, choose_format
 from quire.weights.stacks import unstacked
 
 log = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ def load_model(
     checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
     number = choose_dtype(dtype, spec, checkpoint, device, packed=ops.multiplies_integers)
-    spec = of_stage(parallel.pipeline, config, spec, quantization, number, entries)
+    spec = ModelOutline(config, spec, quantization, number, entries).for_stage(parallel.pipeline)
     plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries, spec)
     format = choose_format(config, quantization, plain, entries)
     how: dict[str, Any] = {"dtype": number, "device": device, "format": format, "tables": tables}
@@ -158,12 +157,6 @@ def finalize(build: ModelBuilder, unpacked: list[Packable]) -> None:
     unpacked += build.unpacked
 
 
-def expect_tensors(build: ModelBuilder, entries: Mapping[str, TensorEntry]) -> None:
-    """Note what the checkpoint holds, and which of its tensors are not needed."""
-    build.modules = modules_of(entries)
-    build.ignore(*PATTERNS, *(IGNORED_TENSORS if isinstance(build.format, CheckpointFormat) else ()))
-
-
 def allocated(spec: ModelSpec, build: ModelBuilder, name: str) -> Model:
     """The model, its weights not yet read. Raises InvalidModel where there is no memory for it."""
     try:
@@ -182,79 +175,6 @@ def reference_of(canary: Canary | None, build: ModelBuilder, model: Model, devic
         return None
     build.finalize(late=(OnlineQuantized, OnlineBlocks))
     return canary.record_reference(model, device)
-
-
-def build_outline(
-    config: Mapping[str, Any],
-    spec: ModelSpec,
-    quantization: str,
-    dtype: torch.dtype,
-    entries: Mapping[str, TensorEntry],
-    parallel: ParallelGroup = ONE_RANK,
-    expert_parallel: bool = False,
-) -> ModelBuilder:
-    """The builder of a model, or a rank's part of it, that takes no memory. entries: see `CheckpointFormat`."""
-    format = choose_format(config, quantization, Plain, entries)
-    how: dict[str, Any] = {"dtype": dtype, "device": torch.device("meta"), "format": format}
-    build = ModelBuilder(ops=ReferenceOps(), parallel=parallel, expert_parallel=expert_parallel, **how)
-    expect_tensors(build, entries)
-    build_model(spec, build)
-    return build
-
-
-def of_stage(
-    pipeline: Pipeline,
-    config: Mapping[str, Any],
-    spec: ModelSpec,
-    quantization: str,
-    dtype: torch.dtype,
-    entries: Mapping[str, TensorEntry],
-) -> ModelSpec:
-    """`spec` with the layers of this stage. Raises InvalidModel as `cut_stages` does."""
-    if pipeline.stages == 1:
-        return spec
-    return replace(spec, stage=cut_stages(config, spec, quantization, dtype, entries, pipeline.stages)[pipeline.stage])
-
-
-def cut_stages(
-    config: Mapping[str, Any],
-    spec: ModelSpec,
-    quantization: str,
-    dtype: torch.dtype,
-    entries: Mapping[str, TensorEntry],
-    stages: int,
-) -> list[range]:
-    """The layers of each stage of a pipeline, by bytes of weights. Raises InvalidModel for too many stages, and for
-    encoders of texts."""
-    sizes, ends = layer_bytes(config, spec, quantization, dtype, entries)
-    return cut_layers(sizes, ends, stages, spec.uncut)
-
-
-def layer_bytes(
-    config: Mapping[str, Any],
-    spec: ModelSpec,
-    quantization: str,
-    dtype: torch.dtype,
-    entries: Mapping[str, TensorEntry],
-) -> tuple[list[int], tuple[int, int]]:
-    """Of each layer, and of what is before and behind them. Raises InvalidModel for encoders of texts."""
-    if spec.bidirectional:
-        raise InvalidModel(
-            f"{spec.architecture} is an encoder, whose layers are not cut into stages: leave out "
-            "--pipeline-parallel-size"
-        )
-
-    def size(stage: int, layers: range) -> int:
-        alone = ParallelGroup()
-        alone.pipeline = Pipeline(stage, 3)
-        slots = build_outline(config, replace(spec, stage=layers, ranks=1), quantization, dtype, entries, alone).slots
-        return sum(place.target.nbytes for places in slots.values() for place in places)
-
-    every = range(spec.layers)
-    # What is on every stage does not matter.
-    common = size(1, every[:0])
-    sizes = [size(1, every[i : i + 1]) - common for i in every]
-    return sizes, (size(0, every[:0]) - common, size(2, every[:0]) - common)
 
 
 def open_checkpoint(folder: Path, words: tuple[int, int] | None) -> Checkpoint:
@@ -284,7 +204,7 @@ def with_score(checkpoint: Checkpoint, no: int, yes: int) -> Mapping[str, Tensor
 
 def check_room(build: ModelBuilder, name: str, room: float) -> None:
     """Raises InvalidModel for weights that take more than `room` bytes."""
-    held = sum(place.target.nbytes for places in build.slots.values() for place in places)
+    held = slot_bytes(build)
     if held > room:
         sizes = f"{held / 2**30:.1f} GiB of weights, and there are {room / 2**30:.1f} GiB"
         raise InvalidModel(f"there is no memory for {name}: {sizes}; `quire plan` says what fits")

@@ -26,7 +26,8 @@ from quire.weights.gguf import Gguf, find_gguf, read_gguf
 from quire.weights.gguf_export import constant, differences, export, names_drafts
 from quire.weights.gguf_model import FACTORS, PLAIN, block_entry, gguf_config
 from quire.weights.gguf_write import KIND_BY_NAME, NewTensor, write_gguf
-from quire.weights.load import Progress, build_outline, load_model, match, named, quiet
+from quire.weights.load import Progress, load_model, match, named, quiet
+from quire.weights.outline import ModelOutline
 from quire.weights.schemes import AUTO
 
 log = logging.getLogger(__name__)
@@ -201,12 +202,12 @@ def from_checkpoint(
 ) -> tuple[dict[str, Any], list[NewTensor]]:
     """Metadata and tensors of a folder. Raises InvalidModel for what GGUF cannot hold."""
     checkpoint = Checkpoint(folder)
-    build = build_outline(config, spec, AUTO, torch.bfloat16, checkpoint.entries)
+    build = ModelOutline(config, spec, AUTO, torch.bfloat16, checkpoint.entries).build()
     held = named(build, checkpoint)
     left = [key for pattern in build.skipped for key in held if fnmatchcase(key, pattern)]
     if left and names_drafts(spec):
         spec = read_spec(config, mtp=True)
-        build = build_outline(config, spec, AUTO, torch.bfloat16, checkpoint.entries)
+        build = ModelOutline(config, spec, AUTO, torch.bfloat16, checkpoint.entries).build()
         held, left = named(build, checkpoint), []
     match(build, folder.name, held)
     if left:
