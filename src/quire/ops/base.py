@@ -43,7 +43,7 @@ from quire.ops.operands import (
     TopK,
 )
 from quire.ops.panels import PanelMatrix, Zeros
-from quire.ops.quantized import LEAST, biased, dequantize, integer_product, parts, quantize_tokens
+from quire.ops.quantized import LEAST, dequantize, expert_matrices, integer_product, quantize_tokens, with_biases
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch
 from quire.ops.recurrent import gated_delta, selective_scan, with_padding
 
@@ -171,14 +171,14 @@ class Ops(ABC):
         """
         logits = logits.float() if how.logit_scale == 1.0 else logits.float() * how.logit_scale
         if how.margin:
-            return gained(mix_sparsely(logits, how), gains)
+            return apply_gains(sparse_mixer(logits, how), gains)
         scores = self.sigmoid(logits) if how.sigmoid else logits.softmax(-1)
-        ranked = in_best_groups(scores if correction is None else scores + correction, how)
+        ranked = mask_other_groups(scores if correction is None else scores + correction, how)
         experts = ranked.topk(how.used, dim=-1).indices
         weights = scores.gather(-1, experts)
         if how.normalize:
             weights = self.normalize(weights, how.floor)
-        return gained(Routing(experts.int(), weights * how.scale), gains)
+        return apply_gains(Routing(experts.int(), weights * how.scale), gains)
 
     def route(self, x: Tensor, router: RouterWeights, batch: RaggedBatch | None = None) -> Routing:
         """x [T, in] -> `select_experts` of its product with the router.
@@ -214,8 +214,8 @@ class Ops(ABC):
         by any `Gate` but "", added up as by `combine_experts`. With relu2, gate_up is [E, F, in]."""
 
         def mlp(rows: Tensor, ends: Tensor) -> Tensor:
-            inner = by_expert(rows, biased(gate_up, biases.gate_up), ends, lambda x, each: self.linear(x, *each))
-            outer = biased(down, biases.down)
+            inner = by_expert(rows, with_biases(gate_up, biases.gate_up), ends, lambda x, each: self.linear(x, *each))
+            outer = with_biases(down, biases.down)
             return by_expert(self.apply_gate(inner, gate), outer, ends, lambda x, each: self.linear(x, *each))
 
         return through_experts(x, routing, len(gate_up), mlp, self.combine_experts)
@@ -233,7 +233,10 @@ class Ops(ABC):
         count = len(down.weight) // (1 if isinstance(down, IntegerMatrix) else x.shape[1])
 
         def mlp(rows: Tensor, ends: Tensor) -> Tensor:
-            first, last = biased(parts(gate_up, count), biases.gate_up), biased(parts(down, count), biases.down)
+            first, last = (
+                with_biases(expert_matrices(gate_up, count), biases.gate_up),
+                with_biases(expert_matrices(down, count), biases.down),
+            )
             inner = by_expert(rows, first, ends, lambda x, each: self.quantized_linear(x, *each))
             gated = self.apply_gate(inner, gate)
             return by_expert(gated, last, ends, lambda x, each: self.quantized_linear(x, *each))
@@ -484,7 +487,7 @@ class Ops(ABC):
         return weights / weights.sum(-1, keepdim=True).clamp(min=floor)
 
 
-def in_best_groups(scores: Tensor, how: TopK) -> Tensor:
+def mask_other_groups(scores: Tensor, how: TopK) -> Tensor:
     """scores [T, E], -inf for experts outside the best groups, see `TopK`."""
     if how.groups == 1:
         return scores
@@ -494,7 +497,7 @@ def in_best_groups(scores: Tensor, how: TopK) -> Tensor:
     return grouped.masked_fill(outside[..., None], float("-inf")).view(scores.shape)
 
 
-def mix_sparsely(logits: Tensor, how: TopK) -> Routing:
+def sparse_mixer(logits: Tensor, how: TopK) -> Routing:
     """`select_experts` with a margin, see `TopK`."""
     experts, weights, left = list[Tensor](), list[Tensor](), logits
     for _ in range(how.used):
@@ -506,7 +509,7 @@ def mix_sparsely(logits: Tensor, how: TopK) -> Routing:
     return Routing(torch.cat(experts, -1).int(), torch.cat(weights, -1) * how.scale)
 
 
-def gained(routing: Routing, gains: Tensor | None) -> Routing:
+def apply_gains(routing: Routing, gains: Tensor | None) -> Routing:
     """The routing with weights multiplied by their experts' gains, see `Ops.select_experts`."""
     return routing if gains is None else routing._replace(weights=routing.weights * gains[routing.experts])
 

@@ -79,7 +79,7 @@ def dequantize(matrix: AnyMatrix) -> Tensor:
     return exact.mul_(scale.index_select(1, column))
 
 
-def parts(matrix: ExpertMatrices, count: int) -> Sequence[AnyMatrix]:
+def expert_matrices(matrix: ExpertMatrices, count: int) -> Sequence[AnyMatrix]:
     """The matrices of `count` experts."""
     if isinstance(matrix, IntegerMatrix):
         return [matrix.expert(e) for e in range(count)]
@@ -87,7 +87,7 @@ def parts(matrix: ExpertMatrices, count: int) -> Sequence[AnyMatrix]:
     return [matrix.rows(slice(first, first + rows)) for first in range(0, count * rows, rows)]
 
 
-def biased(matrices: Iterable[Each], biases: Tensor | None) -> Iterator[tuple[Each, Tensor | None]]:
+def with_biases(matrices: Iterable[Each], biases: Tensor | None) -> Iterator[tuple[Each, Tensor | None]]:
     """The matrices of experts, each with its bias."""
     return zip(matrices, repeat(None) if biases is None else biases, strict=False)
 

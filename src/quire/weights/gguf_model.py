@@ -63,22 +63,22 @@ def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
         if name in FACTORS or name in unnamed:
             continue
         theirs = transformers_name(gguf, name)
-        entry = restored(gguf, name, theirs, entry)
+        entry = undo_conversion(gguf, name, theirs, entry)
         if "#" in theirs:
             for e in range(entry.shape[0]):
                 found.setdefault(theirs.replace("#", str(e)), []).append(entry.part(e))
         else:
             found.setdefault(theirs, []).append(entry)
-    whole = {name: below_each_other(parts) for name, parts in found.items()}
+    whole = {name: concat_entries(parts) for name, parts in found.items()}
     split = {name for name, parts in found.items() if name.endswith("in_proj_qkvz.weight") and len(parts) > 1}
-    whole = {name: by_key_head(gguf, entry) if name in split else entry for name, entry in whole.items()}
+    whole = {name: sort_key_heads(gguf, entry) if name in split else entry for name, entry in whole.items()}
     if gguf.architecture in ("qwen35", "qwen35moe"):
         heads = gguf.get("ssm.group_count"), gguf.get("ssm.time_step_rank")
-        whole = by_value_head(whole, *heads, gguf.get("ssm.state_size"), gguf.get("ssm.inner_size") // heads[1])
-        whole = beside_the_layers(gguf, whole)
+        whole = sort_value_heads(whole, *heads, gguf.get("ssm.state_size"), gguf.get("ssm.inner_size") // heads[1])
+        whole = name_draft_layer(gguf, whole)
     if gguf.architecture == "chatglm":
-        whole = apart(gguf, whole)
-    return whole | (activations(gguf) if gguf.architecture == "apertus" else {})
+        whole = split_fused_qkv(gguf, whole)
+    return whole | (xielu_entries(gguf) if gguf.architecture == "apertus" else {})
 
 
 def drafting_layers(gguf: Gguf) -> int:
@@ -87,7 +87,7 @@ def drafting_layers(gguf: Gguf) -> int:
     return int(gguf.get("nextn_predict_layers", 0)) if named else 0
 
 
-def beside_the_layers(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def name_draft_layer(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The entries, with the layer for multi-token prediction named as in Qwen3.5's checkpoints (`mtp.*`)."""
     prefix, found = f"model.layers.{gguf_config(gguf)['num_hidden_layers']}.", dict[str, TensorEntry]()
     for name, entry in entries.items():
@@ -101,7 +101,7 @@ def beside_the_layers(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[st
     return found
 
 
-def by_value_head(
+def sort_value_heads(
     entries: Mapping[str, TensorEntry], keys: int, values: int, key: int, size: int, *, back: bool = False
 ) -> dict[str, TensorEntry]:
     """The entries of Qwen3.5's recurrent layers with heads of values sorted by their head of keys. In a file the first
@@ -143,7 +143,7 @@ def columns_moved(order: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda whole: whole[:, order]
 
 
-def apart(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def split_fused_qkv(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The entries with matrices of queries, keys and values divided into three."""
     found = dict[str, TensorEntry]()
     for name, entry in entries.items():
@@ -159,7 +159,7 @@ def apart(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEnt
     return found
 
 
-def activations(gguf: Gguf) -> dict[str, TensorEntry]:
+def xielu_entries(gguf: Gguf) -> dict[str, TensorEntry]:
     """The numbers of each layer's xIELU, which are metadata in a file. Raises InvalidModel where there are none."""
     found = {}
     for name in ("alpha_p", "alpha_n", "beta"):
@@ -177,7 +177,7 @@ def number_entry(gguf: Gguf, value: float) -> TensorEntry:
     return TensorEntry(torch.float32, (1,), (gguf.path.name, 0), "F32", 4, lambda cut: tensor[cut])
 
 
-def below_each_other(parts: Sequence[TensorEntry]) -> TensorEntry:
+def concat_entries(parts: Sequence[TensorEntry]) -> TensorEntry:
     """One matrix of several, one below the other."""
     if len(parts) == 1:
         return parts[0]
@@ -191,7 +191,7 @@ def below_each_other(parts: Sequence[TensorEntry]) -> TensorEntry:
         read=lambda cut: torch.cat([part.read(()) for part in parts])[cut],
         copy=None,
         each=None,
-        stored=below_each_other(stored) if len(stored) == len(parts) else None,
+        stored=concat_entries(stored) if len(stored) == len(parts) else None,
     )
 
 
@@ -224,14 +224,14 @@ def family_of(gguf: Gguf) -> Family:
     return next((family for fact, family in VARIANTS.get(name, {}).items() if gguf.get(fact)), FAMILIES[name])
 
 
-def restored(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEntry:
+def undo_conversion(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEntry:
     """Undo a converter's changes: interleaved heads, norms plus 1, GPT-2's transposed matrices."""
     family = family_of(gguf)
     if ".ssm_" in name:
-        return restored_state(name, entry)
+        return undo_state_conversion(name, entry)
     if family.interleaved and re.search(r"\.attn_[qk]\.", name):
         heads = gguf.get("attention.head_count") if ".attn_q." in name else kv_heads(gguf)
-        return entry.transformed(entry.shape, lambda whole: halves(whole, heads), rows_only=True)
+        return entry.transformed(entry.shape, lambda whole: deinterleave_heads(whole, heads), rows_only=True)
     if name.endswith(".ffn_gate_inp_shexp.weight") and len(entry.shape) == 1:
         return entry.transformed((1, *entry.shape), lambda whole: whole[None])
     if family.shift and name.endswith("norm.weight"):
@@ -241,7 +241,7 @@ def restored(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEn
     return entry
 
 
-def restored_state(name: str, entry: TensorEntry) -> TensorEntry:
+def undo_state_conversion(name: str, entry: TensorEntry) -> TensorEntry:
     """Tensors of a recurrent layer: the decay is a logarithm in a checkpoint, and shapes differ."""
     if name.endswith(".ssm_a"):
         return entry.transformed((entry.shape[0],), lambda whole: (-whole.float().flatten()).log())
@@ -253,7 +253,7 @@ def restored_state(name: str, entry: TensorEntry) -> TensorEntry:
     return entry
 
 
-def sorted_by_key_head(keys: int, size: int, values: int) -> Tensor:
+def key_head_order(keys: int, size: int, values: int) -> Tensor:
     """The order that sorts rows by head of keys: of each its query, key, values and gates. Before, rows are the gates,
     queries, keys and values of all heads. keys: number of heads of keys. size: of their rows in all. values: rows of
     values in all."""
@@ -262,14 +262,14 @@ def sorted_by_key_head(keys: int, size: int, values: int) -> Tensor:
     return torch.cat([query, key, value, gate], 1).flatten()
 
 
-def by_key_head(gguf: Gguf, entry: TensorEntry) -> TensorEntry:
-    """The matrix as a checkpoint has it: see `sorted_by_key_head`."""
+def sort_key_heads(gguf: Gguf, entry: TensorEntry) -> TensorEntry:
+    """The matrix as a checkpoint has it: see `key_head_order`."""
     keys = gguf.get("ssm.group_count")
-    rows = sorted_by_key_head(keys, gguf.get("ssm.state_size") * keys, gguf.get("ssm.inner_size"))
+    rows = key_head_order(keys, gguf.get("ssm.state_size") * keys, gguf.get("ssm.inner_size"))
     return entry.transformed(entry.shape, lambda whole: whole[rows], rows_only=True)
 
 
-def halves(whole: Tensor, heads: int) -> Tensor:
+def deinterleave_heads(whole: Tensor, heads: int) -> Tensor:
     """Rows of each head, from RoPE's interleaved pairs to halves."""
     return whole.view(heads, whole.shape[0] // heads // 2, 2, *whole.shape[1:]).transpose(1, 2).reshape(whole.shape)
 
@@ -313,9 +313,9 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base"),
-        "rope_scaling": scaling(gguf),
+        "rope_scaling": rope_fields(gguf),
         "rope_parameters": {},
-        "partial_rotary_factor": rotated_share(gguf, head_dim),
+        "partial_rotary_factor": rotary_factor(gguf, head_dim),
         "sliding_window": get("attention.sliding_window"),
         "layer_types": layer_types(gguf),
         "layer_norm_eps": get("attention.layer_norm_epsilon"),
@@ -335,7 +335,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         "final_logit_softcapping": get("final_logit_softcapping"),
         "attn_logit_softcapping": get("attn_logit_softcapping"),
         "num_nextn_predict_layers": drafting_layers(gguf),
-        **experts(gguf),
+        **expert_fields(gguf),
         **family.known,
     }
     if name.startswith("gemma"):
@@ -366,7 +366,7 @@ def gemma4_fields(gguf: Gguf) -> dict[str, Any]:
     widths = get("feed_forward_length")
     widths = widths if isinstance(widths, list) else [widths]
     own = len(local) - get("attention.shared_kv_layers", 0)
-    turning = scaling(gguf) or {}
+    turning = rope_fields(gguf) or {}
     factors = turning.get("factors", [1.0])
     # A little more than the share, which is rounded down.
     share = (sum(factor < FIXED for factor in factors) + 0.25) / len(factors)
@@ -451,7 +451,7 @@ FIXED = 1e29
 """Factors of wavelengths above this are those of dimensions that do not turn."""
 
 
-def experts(gguf: Gguf) -> dict[str, Any]:
+def expert_fields(gguf: Gguf) -> dict[str, Any]:
     """Fields of a mixture."""
     get, width = gguf.get, gguf.get("expert_feed_forward_length")
     fields = {
@@ -484,7 +484,7 @@ MAVERICK = 128
 """Experts of the larger model of Llama 4."""
 
 
-def rotated_share(gguf: Gguf, head_dim: int) -> float | None:
+def rotary_factor(gguf: Gguf, head_dim: int) -> float | None:
     """`partial_rotary_factor`, None where whole heads are rotated. Half a dimension more, since a share is rounded
     down."""
     rotated = gguf.get("rope.dimension_count") or head_dim
@@ -499,7 +499,7 @@ def layer_types(gguf: Gguf) -> list[str] | None:
     return [SLIDING if local else FULL for local in pattern]
 
 
-def scaling(gguf: Gguf) -> dict[str, Any] | None:
+def rope_fields(gguf: Gguf) -> dict[str, Any] | None:
     """rope_scaling: Llama 3.1's and LongRoPE's are in tensors of factors, others are in the metadata."""
     length = gguf.get("rope.scaling.original_context_length")
     plain, long, short = (

@@ -36,7 +36,7 @@ from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import KINDS
 from quire.weights.outline import ModelOutline, expect_tensors, slot_bytes
 from quire.weights.schemes import AUTO, choose_format
-from quire.weights.stacks import unstacked
+from quire.weights.stacks import unstack
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ Wanted = tuple[TensorEntry, WeightSlot]
 """A tensor, and where it goes."""
 
 
-def quiet(done: int, total: int) -> None:
+def no_progress(done: int, total: int) -> None:
     """Report no progress."""
 
 
@@ -80,7 +80,7 @@ def load_model(
     canary: Canary | None = None,
     seed: int = 0,
     draft: bool = False,
-    progress: Progress = quiet,
+    progress: Progress = no_progress,
     room: float = math.inf,
     max_model_len: int | None = None,
     pools: bool = False,
@@ -112,14 +112,14 @@ def load_model(
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
     number = choose_dtype(dtype, spec, checkpoint, device, packed=ops.multiplies_integers)
     spec = ModelOutline(config, spec, quantization, number, entries).for_stage(parallel.pipeline)
-    plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries, spec)
+    plain, tables = stored_formats(choose_plain_format(number, device, draft, ops), ops, entries, spec)
     format = choose_format(config, quantization, plain, entries)
     how: dict[str, Any] = {"dtype": number, "device": device, "format": format, "tables": tables}
-    how["defers"] = unpacked is not None and checkpoint is not None and may_wait(ops, format, plain, canary)
+    how["defers"] = unpacked is not None and checkpoint is not None and can_defer(ops, format, plain, canary)
     build = ModelBuilder(ops=ops, parallel=parallel, expert_parallel=expert_parallel, **how)
     expect_tensors(build, entries)
     with torch.inference_mode():
-        model = allocated(spec, build, folder.name)
+        model = allocate_model(spec, build, folder.name)
         check_room(build, folder.name, room)
         if checkpoint is None:
             random_init(build, seed, progress)
@@ -141,7 +141,7 @@ def is_quantized(build: ModelBuilder, *, later: bool) -> bool:
     return not build.parallel.smallest(not own)
 
 
-def may_wait(ops: Ops, format: Format, plain: Format, canary: Canary | None) -> bool:
+def can_defer(ops: Ops, format: Format, plain: Format, canary: Canary | None) -> bool:
     """Whether matrices may be read behind the first answers. Quantized ones that were never judged may not: that reads
     all of them, and finds what is wrong with them before they are served."""
     return ops.multiplies_integers and (format is plain or (canary is not None and canary.known is not None))
@@ -157,7 +157,7 @@ def finalize(build: ModelBuilder, unpacked: list[Packable]) -> None:
     unpacked += build.unpacked
 
 
-def allocated(spec: ModelSpec, build: ModelBuilder, name: str) -> Model:
+def allocate_model(spec: ModelSpec, build: ModelBuilder, name: str) -> Model:
     """The model, its weights not yet read. Raises InvalidModel where there is no memory for it."""
     try:
         return build_model(spec, build)
@@ -181,11 +181,11 @@ def open_checkpoint(folder: Path, words: tuple[int, int] | None) -> Checkpoint:
     """The tensors of a folder. words: as of `load_model`."""
     checkpoint = Checkpoint(folder)
     if words is not None:
-        checkpoint.entries = with_score(checkpoint, *words)
+        checkpoint.entries = with_score_head(checkpoint, *words)
     return checkpoint
 
 
-def with_score(checkpoint: Checkpoint, no: int, yes: int) -> Mapping[str, TensorEntry]:
+def with_score_head(checkpoint: Checkpoint, no: int, yes: int) -> Mapping[str, TensorEntry]:
     """The tensors and `score.weight`: the row of the head for yes less that for no. Raises InvalidModel."""
     heads = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
     head = next((checkpoint.entries[name] for name in heads if name in checkpoint.entries), None)
@@ -247,7 +247,7 @@ def choose_plain_format(dtype: torch.dtype, device: torch.device, draft: bool, o
     return partial(packed_if_large, spare=[], least=least) if can_pack(dtype, device) else Plain
 
 
-def kept_as_stored(
+def stored_formats(
     plain: Format, ops: Ops, entries: Mapping[str, TensorEntry], spec: ModelSpec
 ) -> tuple[Format, Tables]:
     """Formats of matrices and embeddings that keep GGUF's blocks, where there are any and kernels multiply them. Of
@@ -293,8 +293,8 @@ def map_blocks(build: ModelBuilder, entries: Mapping[str, TensorEntry]) -> None:
 
 def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress, *, mapped: bool = False) -> None:
     """Fill every slot from the checkpoint, in the order of the files. mapped: see `map_blocks`."""
-    entries = named(build, checkpoint)
-    match(build, checkpoint.folder.name, entries)
+    entries = entries_by_slot(build, checkpoint)
+    check_tensors(build, checkpoint.folder.name, entries)
     if mapped:
         map_blocks(build, entries)
     for pattern in build.skipped:
@@ -307,7 +307,7 @@ def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress
             )
     wanted = [(entry, place) for name, entry in entries.items() for place in build.slots.get(name, ())]
     wanted.sort(key=lambda pair: pair[0].order)
-    wanted = at_once(build, wanted, checkpoint.folder)
+    wanted = split_deferred(build, wanted, checkpoint.folder)
     total = sum(size_of(place, entry) for entry, place in wanted)
     jobs = [(entry, piece) for entry, place in wanted for piece in place.split(PIECE // place.target.itemsize)]
     done = 0
@@ -318,7 +318,7 @@ def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress
             progress(done, total)
 
 
-def at_once(build: ModelBuilder, wanted: Sequence[Wanted], folder: Path) -> list[Wanted]:
+def split_deferred(build: ModelBuilder, wanted: Sequence[Wanted], folder: Path) -> list[Wanted]:
     """What is read now. The rest is left to matrices that are read when they are wanted, but where matrices of experts
     are brought together, which need all of them, and in models of other sizes than `WAITING`."""
     every = [each for each in (*build.embeddings, *build.matrices) if isinstance(each, Deferred)]
@@ -382,7 +382,7 @@ def size_of(place: WeightSlot, entry: TensorEntry) -> int:
     return place.target.numel() * entry.dtype.itemsize
 
 
-def named(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEntry]:
+def entries_by_slot(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEntry]:
     """The checkpoint's tensors under the names the model knows.
 
     A body saved without its head lacks the first part of every name ("h.0.ln_1.weight" for "transformer.h.0...", as in
@@ -391,7 +391,7 @@ def named(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEnt
     entries = {renamed(name, build.renames): entry for name, entry in checkpoint.entries.items()}
     for stack in build.stacks:
         places = build.slots.get(f"{stack.name}.0.weight")
-        entries = unstacked(entries, stack, places[0].shape if places else ())
+        entries = unstack(entries, stack, places[0].shape if places else ())
     bytewise = (name for name, places in build.slots.items() if places[0].stored_dtype is torch.uint8)
     entries |= {name: entry.stored for name in bytewise if (entry := entries.get(name)) and entry.stored}
     longer = {name.partition(".")[2]: name for name in build.slots if name not in entries}
@@ -418,7 +418,7 @@ def ignored(build: ModelBuilder, name: str) -> bool:
     return name.rpartition(".")[0] in build.elsewhere or any(fnmatchcase(name, pattern) for pattern in build.ignored)
 
 
-def match(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -> None:
+def check_tensors(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -> None:
     """Check that tensors and slots match one to one in name, shape and dtype. Raises InvalidModel naming others."""
     missing = [name for name in build.slots if name not in entries]
     if missing and all(any(fnmatchcase(name, pattern) for pattern in build.optional) for name in missing):
@@ -436,11 +436,11 @@ def match(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -
         if not places[0].fits(entry.shape):
             raise InvalidModel(f"{name} has shape {list(entry.shape)}, but config.json makes it {list(shape)}")
         if not places[0].accepts(entry.dtype):
-            wanted = "" if places[0].stored_dtype is None else f", where {short(places[0].stored_dtype)} belongs"
-            raise InvalidModel(f"{name} is stored as {short(entry.dtype)}{wanted}: not supported")
+            wanted = "" if places[0].stored_dtype is None else f", where {dtype_name(places[0].stored_dtype)} belongs"
+            raise InvalidModel(f"{name} is stored as {dtype_name(entry.dtype)}{wanted}: not supported")
 
 
-def short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """'float16' for torch.float16."""
     return str(dtype).removeprefix("torch.")
 
