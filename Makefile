@@ -46,7 +46,7 @@ bench:
 
 # Hours on two cores: PART=3/8 runs the third of eight parts. A line for each test, and at the end the slowest.
 nightly:
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -vv -n $(or $(WORKERS),2) --dist worksteal --durations=50 -m nightly --part $(or $(PART),1/1)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -vv -n $(or $(WORKERS),2) --dist worksteal --durations=50 --hypothesis-profile anew -m nightly --part $(or $(PART),1/1)
 
 # Minutes to hours: --paths, --count and --seconds bound it.
 mutation:

@@ -76,6 +76,7 @@ from quire.parsers.reasoning import turned_off
 from quire.scheduler.constraint import FREE, Constraint
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
+from quire.structured_output.trial import Trials
 from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.tokenizer import Tokenizer
@@ -111,8 +112,9 @@ class LLM:
         begin_context(self.settings)
         self._text = text = build_text(self.settings)
         self._prompts = PromptReader(text, build_images(self.settings), fetch_now(self.settings))
+        self._trials = trials = Trials()
         # Not of self, which would then wait for the garbage collector with all its memory.
-        self._grammars = grammars = GrammarCompiler(LlguidanceCompiler(lambda: text.tokenizer))
+        self._grammars = grammars = GrammarCompiler(LlguidanceCompiler(lambda: text.tokenizer, trials))
         self._grammars_lock = lock = threading.Lock()
         refuse_prefill(self.settings, "an LLM")
         self._engine = build_engine(self.settings)
@@ -452,6 +454,7 @@ class LLM:
         """Free memory and device; again: no effect. Running calls of other threads raise Interrupted."""
         self._thread.close()
         self._grammars.close()
+        self._trials.close()
 
     def __enter__(self) -> Self:
         return self

@@ -32,6 +32,7 @@ from quire.observability.history import History
 from quire.observability.live_view import EngineLiveView
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
+from quire.structured_output.trial import Trials
 
 RANK_LOST = 3
 """Exit code of an engine that ends because a rank or the model was lost: the server starts another."""
@@ -52,7 +53,7 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor, begun
     try:
         settings = received or received_settings(link)
         watch = StepWatch(timeout=_step_timeout(settings))
-        grammars = GrammarCompiler(LlguidanceCompiler(partial(build_tokenizer, settings)))
+        grammars = GrammarCompiler(LlguidanceCompiler(partial(build_tokenizer, settings), Trials()))
         begin_context(settings)
         with ends_with_server(link):
             engine = build_engine(settings, observers=[metrics, watch, history, live_view], wrap=wrap, ranks=ranks)
