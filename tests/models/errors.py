@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.assembly.engine import build_canary
-from quire.assembly.text import build_tokenizer
+from quire.assembly.tokenizer import build_tokenizer
 from quire.config import Settings
 from quire.llm import LLM
 from quire.models.registry import ARCHITECTURES, CLASSIFIER, DERIVED

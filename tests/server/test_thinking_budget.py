@@ -87,6 +87,17 @@ async def test_no_effort_switches_thoughts_off_or_leaves_them_no_token() -> None
         assert bound(server) == 0
 
 
+@pytest.mark.parametrize("sent", [{}, {"thinking": {"type": "enabled"}}, {"reasoning_effort": "none"}])
+async def test_what_requests_do_not_say_is_the_operators(sent: dict[str, Any]) -> None:
+    """`--default-chat-template-kwargs`: a structure binds from the first token where thinking is off."""
+    said = {**about("deepseek_r1", "enable_thinking"), "template_kwargs": {"enable_thinking": False}}
+    async with served(template=CHATML, about=said) as server:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        await server.post("/v1/chat/completions", **body, **sent, structured_outputs={"regex": "[a-z]+"})
+        structure = server.port.submitted[-1].sampling.structured_outputs
+    assert structure is not None and structure.thoughts == ("open" if "thinking" in sent else "none")
+
+
 SWITCH = "enable_thinking"
 ON, OFF, ADAPTIVE = {"type": "enabled"}, {"type": "disabled"}, {"type": "adaptive"}
 

@@ -14,7 +14,8 @@ from quire.assembly import extra
 from quire.assembly.engine import choose_executor, choose_ops
 from quire.assembly.place import place_of
 from quire.assembly.speculate import wants_mtp
-from quire.assembly.text import Text, build_text, build_tokenizer, hf_overrides, pooler_of, word_ids
+from quire.assembly.text import Text, build_text
+from quire.assembly.tokenizer import build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
 from quire.config import Settings

@@ -49,6 +49,11 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """Values that other servers' commands have for the same, by option."""
 
+SHORT: Mapping[str, str] = MappingProxyType(
+    {"quantization": "-q", "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "speculative_config": "-sc"}
+)
+"""Short forms of flags, which are vLLM's, by option."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:

@@ -7,7 +7,6 @@ root resolves it when it knows the device and the checkpoint.
 from __future__ import annotations
 
 import re
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -98,17 +97,6 @@ def check_access(config: AccessConfig, backend: str) -> None:
             "use max_requests_per_minute",
             param="max_tokens_per_minute",
         )
-
-
-def check_files(config: AccessConfig) -> None:
-    """Raise InvalidConfig unless the TLS certificate and key can be loaded."""
-    if config.ssl_certfile is None:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: "")
-    except (OSError, ssl.SSLError) as error:
-        why = error.strerror or str(error)
-        raise InvalidConfig(f"ssl_certfile and ssl_keyfile cannot be used: {why}", param="ssl_certfile") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -520,6 +508,23 @@ class ModelConfig:
         "is refused.",
     )
     chat_template: str | None = option(None, "File with a jinja chat template. Unset: the model's own.")
+    default_chat_template_kwargs: str | None = option(
+        None,
+        'What the chat template gets where requests do not say: a JSON object such as {"enable_thinking": false}. '
+        "chat_template_kwargs, reasoning_effort and thinking of a request come before it. Unset: nothing.",
+        mapping=True,
+    )
+    generation_config: Literal["auto", "vllm"] = option(
+        "auto",
+        "Sampling parameters of requests that do not set them; auto: what the model's generation_config.json says; "
+        "vllm: temperature 1, and everything else off.",
+    )
+    override_generation_config: str | None = option(
+        None,
+        'Sampling parameters in place of those: a JSON object such as {"temperature": 0.6, "max_new_tokens": 512}. '
+        "Requests come before it. Unset: none.",
+        mapping=True,
+    )
     tool_call_parser: str = option(
         "auto", "How the model writes tool calls; auto: by its chat template.", choices=("auto", *sorted(STYLES))
     )

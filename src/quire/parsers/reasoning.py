@@ -363,9 +363,10 @@ SWITCHES = ("enable_thinking", "thinking")
 """Arguments of chat templates that turn reasoning on and off."""
 
 
-def turned_off(template_kwargs: Mapping[str, object] | None) -> bool:
-    """Whether arguments of a chat template disable reasoning."""
-    return any((template_kwargs or {}).get(name) is False for name in SWITCHES)
+def turned_off(*template_kwargs: Mapping[str, object] | None) -> bool:
+    """Whether arguments of a chat template disable reasoning; later ones come before those that go ahead of them."""
+    merged = {name: value for given in template_kwargs for name, value in (given or {}).items()}
+    return any(merged.get(name) is False for name in SWITCHES)
 
 
 def thoughts_ahead(parser: str, prompt: str, begun: str = "", *, off: bool = False) -> Ahead:

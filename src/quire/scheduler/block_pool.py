@@ -141,9 +141,13 @@ class RadixPrefixCache:
         """Compares the newest `MOST_COMPARED` edges only: thousands of prompts may differ in their first block."""
         wanted = self.key(tokens, start, salt)
         salted = int(bool(salt) and start == 0)
-        known = islice(reversed(node), MOST_COMPARED)
-        same = [key for key in known if len(key) == self.block_size + salted and key[:salted] == wanted[:salted]]
-        return max(_common(key, wanted) for key in same) - salted if same else None
+        known = [*islice(reversed(node), MOST_COMPARED)]
+        # Most differ in their first token, which is seen at once.
+        first = wanted[: salted + 1]
+        if near := [key for key in known if key[: salted + 1] == first]:
+            return max(_common(key, wanted) for key in near) - salted
+        alike = any(len(key) == self.block_size + salted and key[:salted] == wanted[:salted] for key in known)
+        return 0 if alike else None
 
     def remove(self, block: int) -> None:
         """Cut the edge to `block`. Blocks below it are found no more, until they are evicted."""

@@ -522,7 +522,7 @@ def _added(about: Mapping[str, Any]) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(about["content"], special=bool(about.get("special")), **flags)
 
 
-_SAMPLING_FIELDS: Mapping[str, str] = {
+GENERATION_FIELDS: Mapping[str, str] = {
     **{each.name: each.name for each in NUMERIC_PARAMETERS if each.in_checkpoints},
     "max_new_tokens": "max_tokens",
 }
@@ -535,9 +535,21 @@ def sampling_defaults(folder: str | Path) -> dict[str, Any]:
     Raises InvalidModel for values that no request may have.
     """
     config = read_json(Path(folder) / "generation_config.json")
-    found = {ours: config[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if config.get(theirs) is not None}
+    known = {name: config[name] for name in GENERATION_FIELDS if config.get(name) is not None}
+    try:
+        return as_sampling(known)
+    except InvalidRequest as error:
+        raise InvalidModel(f"generation_config.json: {error}") from error
+
+
+def as_sampling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of generation_config.json, of GENERATION_FIELDS, as fields of SamplingParams.
+
+    Raises InvalidRequest for values that no request may have.
+    """
+    found = {GENERATION_FIELDS[name]: value for name, value in config.items()}
     try:
         SamplingParams(**found)
-    except (InvalidRequest, TypeError) as error:
-        raise InvalidModel(f"generation_config.json: {error}") from error
+    except TypeError as error:
+        raise InvalidRequest(str(error)) from error
     return found
