@@ -439,6 +439,10 @@ class ParallelMasks:
     """Seconds after which the masks that are left are made by threads. They also are where other threads of the process
     take the interpreter's lock: it is released for each mask before, and for all at once then."""
 
+    THREADED = 1e-5
+    """Seconds that one of many usual masks takes where threads make them: as long as others are made sooner, they stay
+    without threads, and those that are alike are copied once."""
+
     MAX_PAUSE = 63
     """Most steps between two that are measured, where no grammar is slow."""
 
@@ -491,7 +495,7 @@ class ParallelMasks:
         width = next((one[0].mask_bytes // 4 for one in requests if isinstance(one[0], Matcher)), 0)
         lines = self._buffer(count, width or self._lines.shape[1])
         distinct, clock = DistinctMasks(lines, 4 * width), self._clock
-        given, due = distinct.given, clock() + self.WAKE
+        given, due = distinct.given, clock() + max(self.WAKE, self.THREADED * len(requests))
         places, rest = list[list[int]](), list[tuple[list[int], MaskRequest]]()
         for request in requests:
             matcher, tokens, begin, drafts = request
