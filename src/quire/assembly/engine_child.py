@@ -18,7 +18,7 @@ from quire import heap
 from quire.assembly.engine import begin_context, build_engine, count_compiles
 from quire.assembly.engine_start import Begun, received_settings
 from quire.assembly.limits import choose_device
-from quire.assembly.text import build_tokenizer
+from quire.assembly.tokenizer import build_tokenizer
 from quire.config import Settings
 from quire.engine.executor import Description, Executor
 from quire.engine.process import EngineLoop
