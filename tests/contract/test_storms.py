@@ -89,7 +89,8 @@ def test_slow_readers_are_aborted_within_bounded_memory(live: Live, count: int) 
         before = live.memory().front
         readers.extend(deaf(live.port) for _ in range(count))
         most = 0
-        await asyncio.sleep(0.5)  # those that have a place do not count as waiting
+        while not (stats := live.stats())["active_requests"] or stats["waiting_requests"] > QUEUE - 8:
+            await asyncio.sleep(0.1)  # until the queue has room for eight more
         beside = await hear_all(live.port, 8)
         deadline = time.monotonic() + 600
         while live.stats()["active_requests"] or live.stats()["waiting_requests"]:
