@@ -46,7 +46,7 @@ bench:
 
 # Hours on two cores: PART=3/8 runs the third of eight parts. A line for each test, and at the end the slowest.
 nightly:
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -vv -n $(or $(WORKERS),2) --dist worksteal --durations=50 -m nightly --part $(or $(PART),1/1)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -vv -n $(or $(WORKERS),2) --dist worksteal --durations=50 --hypothesis-profile anew -m nightly --part $(or $(PART),1/1)
 
 # Minutes to hours: --paths, --count and --seconds bound it.
 mutation:
@@ -58,6 +58,7 @@ docs:
 	$(PYTHON) -m tools.metrics_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/metrics.md
 	$(PYTHON) -m tools.parsers_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/parsers.md
 	$(PYTHON) -m tools.vllm_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/vllm.md
+	$(PYTHON) -m tools.other_servers_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/other-servers.md
 	$(PYTHON) -m tools.clients_page > docs/new && mv docs/new docs/clients.md
 
 # The documentation site, as a folder of files.

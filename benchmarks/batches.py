@@ -21,7 +21,7 @@ from typing import Any
 import click
 import httpx
 
-from quire.observability.prometheus import percentile
+from quire.observability.histogram import percentile
 
 _CHAT = "/v1/chat/completions"
 _LINES = 3000

@@ -48,6 +48,7 @@ from quire.models.registry import Model
 from quire.ops.ragged import KVShape
 from quire.scheduler.constraint import FREE, Constraint
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
+from quire.scheduler.policy import SchedulingPolicy
 from quire.scheduler.scheduler import Scheduler
 from quire.structured_output.llguidance import LlguidanceCompiler, ParallelMasks
 from quire.tokenization.detokenizer import StopStrings
@@ -244,6 +245,7 @@ class Host:
             rows=rows,
             max_num_seqs=sequences,
             max_num_batched_tokens=8192,
+            policy=SchedulingPolicy(pressure="foresee"),
             compute_masks=ParallelMasks(),
         )
         self.engine = Engine(
@@ -334,7 +336,9 @@ class Host:
         call = Call(id=f"{next(self.names)}", prompt=tuple(ids), text=None, sampling=sampling)
         stops = StopStrings(sampling.stop)
         return [
-            Asked(call, request, self.constraint(name), output_processor(request, self.tokenizer, stops), [])
+            Asked(
+                call, request, self.constraint(name), output_processor(request, self.tokenizer, stops, whole=True), []
+            )
             for request in requests(call, tokenizer=self.tokenizer, limit=self.length, seed=0)
         ]
 

@@ -28,7 +28,7 @@ from quire.bench.monitor import environment
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.models.registry import read_spec
-from quire.observability.prometheus import percentile
+from quire.observability.histogram import percentile
 from quire.weights.locate import locate
 
 CONTEXTS = 16

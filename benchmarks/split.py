@@ -35,7 +35,7 @@ from quire.bench.load_levels import LoadLevel, load_levels, parse_goodput, parse
 from quire.bench.monitor import environment, fetch
 from quire.bench.serve import QUANTILES, measured
 from quire.frontend.supervisor import free_port
-from quire.observability.prometheus import percentile
+from quire.observability.histogram import percentile
 
 ARRANGEMENTS = ("mixed", "split")
 TARGETS = ("ttft:1000,tpot:8", "ttft:1000,tpot:10", "ttft:1000,tpot:15", "ttft:1000,tpot:25")

@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from quire.assembly.engine import build_engine
-from quire.assembly.text import build_tokenizer
+from quire.assembly.tokenizer import build_tokenizer
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.scheduler.constraint import FREE, Constraint

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from quire.types import LazySequence
+
 _PLAIN = (bool, int, float, str, bytes, type(None), PurePath, torch.dtype, torch.device)
 
 
@@ -31,7 +33,7 @@ def shown(value: Any) -> str:
         return "{" + ", ".join(f"{shown(key)}: {shown(each)}" for key, each in value.items()) + "}"
     if isinstance(value, set | frozenset):
         return "{" + ", ".join(sorted(map(shown, value))) + "}"
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | LazySequence):
         return "[" + ", ".join(map(shown, value)) + "]"
     if isinstance(value, functools.partial):
         return f"partial({', '.join(map(shown, (value.func, *value.args)))}, {shown(value.keywords)})"

@@ -1712,7 +1712,8 @@ def make(folder: Path, shape: str, *, seed: int = 0, shard: str = "5GB", **chang
     if key not in _MADE:
         if len(_MADE) == 400:  # at night
             _MADE.clear()
-        with TemporaryDirectory() as place:
+        # Or whoever is the first to ask for it would draw other numbers afterwards than others.
+        with TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
             model = _made(Path(place), shape, seed, shard, changes)
             _MADE[key] = model, {path.name: path.read_bytes() for path in Path(place).iterdir()}
     model, files = _MADE[key]

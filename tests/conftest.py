@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of pytest-xdist would fight over the cores otherwise
 # Several threads of one test wait for each other without taking the core from the other worker.
@@ -18,6 +19,9 @@ os.environ.setdefault(
     "HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "huggingface")
 )
 os.environ["XDG_CACHE_HOME"] = os.devnull
+# Nor on where it is started: on the width of a terminal, or a proxy, which is not asked for this machine.
+os.environ["COLUMNS"] = "80"
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1,::1"
 
 import _pytest.logging
 import hypothesis
@@ -28,6 +32,8 @@ from tests.forked import forking
 from tests.parts import part_of
 from tests.worker import CatchingLogs, Ending, compile_share, spread_workers
 
+for option in [name for name in os.environ if name.startswith(("QUIRE_", "OPENAI_"))]:
+    del os.environ[option]  # no options but those that a test gives
 spread_workers(torch.cuda.device_count())
 if not torch.cuda.is_available():  # chosen before any kernel is defined, whichever test module imports one first
     os.environ["TRITON_INTERPRET"] = "1"
@@ -35,9 +41,13 @@ if not torch.cuda.is_available():  # chosen before any kernel is defined, whiche
 gc.set_threshold(50_000)
 gc.disable()  # until tests are collected: what that leaves would be scanned again and again
 
-# An example that takes 200 ms, or examples that are made slowly, are no fault of a test on a busy machine.
-hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("busy")
+# An example that takes 200 ms, or examples that are made slowly, are no fault of a test on a busy machine. Every run
+# has the same examples, but with `--hypothesis-profile anew`, as at night.
+for profile, alike in {"alike": True, "anew": False}.items():
+    hypothesis.settings.register_profile(
+        profile, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=alike
+    )
+hypothesis.settings.load_profile("alike")
 
 _pytest.logging.catching_logs = CatchingLogs  # type: ignore[misc,assignment]
 
@@ -103,6 +113,16 @@ class Garbage:
 def pytest_runtest_setup() -> None:
     """Every test draws the same numbers in every run, or one that fails once in a hundred runs would not be found."""
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[object]:
+    """What several tests share draws the same numbers, and they do, whichever of them this worker runs first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(crc32(fixturedef.argname.encode()))
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from quire.frontend.supervisor import free_port
 from tests.live import ROOT
 
 PROMETHEUS = shutil.which("prometheus") or ""
@@ -64,9 +64,7 @@ def prometheus(folder: Path, url: str) -> Iterator[Scraping]:
         "scrape_configs": [{"job_name": "quire", "static_configs": [{"targets": [url.removeprefix("http://")]}]}],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     arguments = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "prometheus.log").open("w") as log:
         process = subprocess.Popen([PROMETHEUS, *arguments, f"--web.listen-address={address}"], stdout=log, stderr=log)

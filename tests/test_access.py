@@ -10,7 +10,7 @@ import pytest
 
 from quire.cli.serve import warnings
 from quire.config import Settings
-from quire.config.settings import check_files
+from quire.config.tls import check_files
 from quire.errors import InvalidConfig
 from tests.live import serving, tls_pair
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import click
@@ -144,27 +140,3 @@ def test_help_names_every_option_once_with_its_default() -> None:
 
 def test_version_names_quire_and_what_it_runs_on() -> None:
     assert quire("version").stdout.startswith(f"quire {__version__} (torch ")
-
-
-def test_help_and_config_import_neither_torch_nor_a_server() -> None:
-    """Torch and the HTTP side cost seconds: only the commands that use them may pay."""
-    code = textwrap.dedent(
-        """
-        import sys
-        from quire.cli import main
-        for args in (["--help"], ["config"], ["bench", "--help"]):
-            main.main(args, standalone_mode=False)
-        heavy = {"torch", "numpy", "starlette", "uvicorn", "tokenizers", "jinja2"} & set(sys.modules)
-        assert not heavy, heavy
-        """
-    )
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**environ, "PYTHONPATH": str(SOURCE)},
-    )
-    assert done.returncode == 0, done.stderr

@@ -67,6 +67,8 @@ TORCH_FREE_MODULES = (
     *("quire.executors.synthetic", "quire.bench.engine"),
     *(
         "quire.assembly.text",
+        "quire.assembly.tokenizer",
+        "quire.assembly.tiers",
         "quire.assembly.backend",
         "quire.assembly.early_engine",
         "quire.assembly.engine_start",
@@ -81,6 +83,7 @@ TORCH_FREE_MODULES = (
 LOADERS = {
     "quire.deprecated",
     "quire.cli.base",
+    "quire.config.sources",
     "quire.assembly",
     "quire.scheduler.policy",
     "quire.models.registry",
@@ -90,6 +93,7 @@ LOADERS = {
     "quire.assembly.engine_start",
     "quire.assembly.images",
     "quire.assembly.kv_offload",
+    "quire.assembly.progress",
     "quire.assembly.ranks",
     "quire.assembly.hf",
     "quire.assembly.text",
@@ -97,10 +101,10 @@ LOADERS = {
     "quire.cli.doctor",
     "quire.cli.serve",
 }
-"""Old names, commands, a server's modules, which are imported beside the engine's, a user's scheduling policy, the
-hub's slow client, transformers, which is compared with only where it is installed, accelerate and extras, which are
-looked for, kernels, which need Triton, and what knows models, which needs torch: it is asked only where nothing can
-start anyway."""
+"""Old names, commands, a server's modules, which are imported beside the engine's, a user's scheduling policy, files of
+settings, bars of progress and K/V tiers, which most starts do without, the hub's slow client, transformers, which is
+compared with only where it is installed, accelerate and extras, which are looked for, kernels, which need Triton, and
+what knows models, which needs torch: it is asked only where nothing can start anyway."""
 
 READ_ONLY = ("Mapping[", "Sequence[", "Collection[")
 """Annotations under which mypy lets nobody write."""

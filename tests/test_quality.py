@@ -13,6 +13,7 @@ from quire.engine.engine import Engine
 from quire.errors import InvalidConfig, InvalidModel
 from quire.layers.quantization import scaled
 from quire.models.registry import Model
+from quire.observability import prometheus
 from quire.observability.engine_metrics import METRICS, EngineMetrics
 from quire.types import GREEDY, Request
 from quire.weights.canary import Canary
@@ -43,7 +44,7 @@ def test_weights_and_kv_are_quantised_on_request_and_measured() -> None:
     assert engine.description.block_bytes * 2 == plain.description.block_bytes
     metrics = EngineMetrics()
     metrics.static_gauges = facts
-    text = METRICS.text(metrics.snapshot(engine), model="m").decode()
+    text = prometheus.text(METRICS, metrics.snapshot(engine), model="m").decode()
     assert f'quire:canary_kl_nats{{engine="0",model_name="m"}} {facts["quire:canary_kl_nats"]}' in text
     assert len(tokens(engine)) == len(tokens(plain)) == 12
 

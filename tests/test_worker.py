@@ -75,6 +75,7 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "2", "-p", "no:cacheprovider", *names]
     env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.run(argv, check=False, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 

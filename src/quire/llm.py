@@ -25,7 +25,6 @@ from rich.progress import Progress
 from quire import errors
 from quire.assembly.engine import begin_context, build_engine
 from quire.assembly.images import build_images, fetch_now
-from quire.assembly.kv_offload import refuse_prefill
 from quire.assembly.limits import choose_device
 from quire.assembly.place import located
 from quire.assembly.pooled import PoolingReader
@@ -41,6 +40,7 @@ from quire.assembly.prompts import (
     suffixes,
 )
 from quire.assembly.text import build_text
+from quire.assembly.tiers import refuse_prefill
 from quire.checks import number
 from quire.config import Settings
 from quire.config.vllm import EngineArgs, check_method, missing, options_of
@@ -72,10 +72,10 @@ from quire.frontend.processor import (
     requests,
 )
 from quire.parsers.parts import Splitter, TextPart
-from quire.parsers.reasoning import turned_off
 from quire.scheduler.constraint import FREE, Constraint
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
+from quire.structured_output.trial import Trials
 from quire.tokenization.detokenizer import StopStrings
 from quire.tokenization.no_tokenizer import needs_text
 from quire.tokenization.tokenizer import Tokenizer
@@ -111,8 +111,9 @@ class LLM:
         begin_context(self.settings)
         self._text = text = build_text(self.settings)
         self._prompts = PromptReader(text, build_images(self.settings), fetch_now(self.settings))
+        self._trials = trials = Trials()
         # Not of self, which would then wait for the garbage collector with all its memory.
-        self._grammars = grammars = GrammarCompiler(LlguidanceCompiler(lambda: text.tokenizer))
+        self._grammars = grammars = GrammarCompiler(LlguidanceCompiler(lambda: text.tokenizer, trials))
         self._grammars_lock = lock = threading.Lock()
         refuse_prefill(self.settings, "an LLM")
         self._engine = build_engine(self.settings)
@@ -391,9 +392,8 @@ class LLM:
         talks = [self._prompts.rendered(talk, **rendering) for talk in several]
         each = _copies(_for_each(sampling_params or self.default_sampling_params(), len(talks)))
         begun = [last_text(talk) if continue_final_message else "" for talk in several]
-        off = turned_off(chat_template_kwargs)
         bound = [
-            self._prompts.bound(*one, off=off)
+            self._prompts.bound(*one, chat_template_kwargs)
             for one in zip((talk.text or "" for talk in talks), begun, each, strict=True)
         ]
         return self._outputs(talks, bound, use_tqdm)
@@ -452,6 +452,7 @@ class LLM:
         """Free memory and device; again: no effect. Running calls of other threads raise Interrupted."""
         self._thread.close()
         self._grammars.close()
+        self._trials.close()
 
     def __enter__(self) -> Self:
         return self
@@ -514,7 +515,7 @@ class LLM:
         """The pieces of the first answer's text; returns how many tokens it had."""
         job = self._job(prompt, params)
         pieces: SimpleQueue[Delta | QuireError | None] = SimpleQueue()
-        readers = self._readers(job, pieces.put)
+        readers = self._readers(job, pieces.put, whole=False)
         readers[0].tell = pieces.put
         with _Running(self._thread, readers):
             finish, count = None, 0
@@ -559,13 +560,16 @@ class LLM:
             check_priority(one, self.settings.scheduler.reads_priorities)
         return each
 
-    def _readers(self, job: _Job, end: Callable[[QuireError | None], None]) -> list[_Reader]:
-        """One for each answer. end: called when it is complete, or with why it will never be."""
+    def _readers(self, job: _Job, end: Callable[[QuireError | None], None], *, whole: bool = True) -> list[_Reader]:
+        """One for each answer. end: called when it is complete, or with why it will never be. whole: see
+        `output_processor`."""
         tokenizer, seed = self._text.tokenizer, self._seeds.getrandbits(63)
         stops = StopStrings(job.call.sampling.stop)
         asked = requests(job.call, tokenizer=tokenizer, limit=self._context, seed=seed, pooler=self._text.pooler)
         return [
-            _Reader(job, request, self._constraint(request), output_processor(request, tokenizer, stops), end)
+            _Reader(
+                job, request, self._constraint(request), output_processor(request, tokenizer, stops, whole=whole), end
+            )
             for request in asked
         ]
 

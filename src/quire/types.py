@@ -8,18 +8,21 @@ from __future__ import annotations
 import json as jsons
 import math
 import re
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, Self, TypedDict, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, Self, TypedDict, TypeVar, get_args, overload
 
 from quire import checks
 from quire.checks import ANY, Unneeded
 from quire.errors import InvalidRequest, QuireError
 
 _Params = TypeVar("_Params")
+T_co = TypeVar("T_co", covariant=True)
 
 UNLIMITED = 1 << 30
 """No limit, as a number."""
@@ -73,20 +76,14 @@ class Logprob(NamedTuple):
 class PositionLogprobs(Mapping[int, Logprob]):
     """Log-probabilities at one position by token id, as in vLLM: the chosen token's first, then the likeliest.
 
-    `token`, `logprob`, `rank` and `top` are those of `TokenLogprobs`. scores: these, or what returns them when one is
-    read first. decode: the text of a token, called when an item is read.
+    `token`, `logprob`, `rank` and `top` are those of `TokenLogprobs`. decode: the text of a token, called when an item
+    is read.
     """
 
-    __slots__ = ("_decode", "_given")
+    __slots__ = ("_decode", "_scores")
 
-    def __init__(self, scores: TokenLogprobs | Callable[[], TokenLogprobs], decode: Callable[[int], str]) -> None:
-        self._given, self._decode = scores, decode
-
-    @property
-    def _scores(self) -> TokenLogprobs:
-        if not isinstance(self._given, TokenLogprobs):
-            self._given = self._given()
-        return self._given
+    def __init__(self, scores: TokenLogprobs, decode: Callable[[int], str]) -> None:
+        self._scores, self._decode = scores, decode
 
     @property
     def token(self) -> int:
@@ -129,6 +126,52 @@ class PositionLogprobs(Mapping[int, Logprob]):
     def __reduce__(self) -> tuple[Any, ...]:
         texts = {token: self._decode(token) for token in self}
         return PositionLogprobs, (self._scores, texts.__getitem__)
+
+
+class LazySequence(Sequence[T_co]):
+    """A sequence whose items are made when they are read. It equals any sequence of equal items."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
+class LogprobsByPosition(LazySequence[PositionLogprobs | None]):
+    """The `PositionLogprobs` of `scores`; None where there are none."""
+
+    __slots__ = ("_decode", "_scores")
+
+    def __init__(self, scores: Sequence[TokenLogprobs | None], decode: Callable[[int], str]) -> None:
+        self._scores, self._decode = scores, decode
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def __iter__(self) -> Iterator[PositionLogprobs | None]:
+        return map(self._position, self._scores)
+
+    @overload
+    def __getitem__(self, at: int) -> PositionLogprobs | None: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> LogprobsByPosition: ...
+
+    def __getitem__(self, at: int | slice) -> PositionLogprobs | LogprobsByPosition | None:
+        if isinstance(at, slice):
+            return LogprobsByPosition(self._scores[at], self._decode)
+        return self._position(self._scores[at])
+
+    def _position(self, scores: TokenLogprobs | None) -> PositionLogprobs | None:
+        return None if scores is None else PositionLogprobs(scores, self._decode)
 
 
 Ahead = Literal["none", "possible", "open"]
@@ -316,6 +359,15 @@ SAMPLING_OTHERS = MappingProxyType(
 """Fields of vLLM's SamplingParams, of any version, that are none here."""
 
 
+class TokenIds(tuple[int, ...]):
+    """Token ids of which there may be thousands: they are packed once, for all that reads them as an array."""
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The ids as 64-bit numbers. Raises struct.error for larger ones."""
+        return struct.pack(f"{len(self)}q", *self)
+
+
 @_assignable
 @checks.with_unneeded(SAMPLING_OTHERS)
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,7 +451,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", checks.token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "bad_words_token_ids", tuple(map(tuple, self.bad_words_token_ids or ())))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", checks.token_ids("allowed_token_ids", self.allowed_token_ids))
+            allowed = TokenIds(checks.token_ids("allowed_token_ids", self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", checks.biases("logit_bias", self.logit_bias, 100.0))
         for each in NUMERIC_PARAMETERS:
             if (value := getattr(self, each.name)) is not None or not each.annotation.endswith("| None"):
@@ -606,7 +659,7 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None = None
-    logprobs: tuple[PositionLogprobs, ...] | None = None
+    logprobs: Sequence[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: ClassVar[Absent] = Absent()
@@ -639,7 +692,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     finished: bool
-    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, compare=False)
     lora_request: ClassVar[Absent] = Absent()

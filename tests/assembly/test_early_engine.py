@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,9 +55,3 @@ def test_a_server_takes_the_process_that_its_command_has_begun(monkeypatch: pyte
     (begun,) = seen
     assert isinstance(begun, Spawned) and begun.process.args[1:3] == ["-m", ENGINE_MODULE]
     assert begun.process.returncode == -9, "it ends with the command"
-
-
-def test_a_command_begins_it_before_the_server_is_imported() -> None:
-    code = "import sys; import quire.cli.serve; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"quire.assembly.server", "uvicorn", "jinja2", "numpy", "torch"} & set(done.stdout.split())

@@ -19,16 +19,16 @@ from benchmarks import host as program
 from benchmarks.host import Card, Host, text_of
 
 MOST = {
-    "plain": (6, 17),
-    "logprobs": (6, 18),
-    "allowed": (6, 17),
-    "bias": (6, 17),
-    "bad words": (6, 17),
-    "min_tokens": (6, 17),
-    "stop strings": (9, 21),
-    "JSON schema": (9, 29),
-    "regex": (9, 29),
-    "tools": (9, 29),
+    "plain": (3, 15),
+    "logprobs": (3, 16),
+    "allowed": (3, 15),
+    "bias": (3, 15),
+    "bad words": (3, 15),
+    "min_tokens": (3, 15),
+    "stop strings": (7, 20),
+    "JSON schema": (6, 26),
+    "regex": (6, 26),
+    "tools": (6, 27),
 }
 """Calls of Python's functions and of built-in ones for each row of a step, at most."""
 

@@ -11,6 +11,7 @@ from quire.engine.events import Completed, Observer, StepRecord
 from quire.engine.executor import Description, StepHandle
 from quire.engine.timing import LatencyController, VirtualClock
 from quire.errors import ExecutorLost
+from quire.observability import prometheus
 from quire.observability.engine_metrics import METRICS, EngineMetrics
 from quire.observability.explain import explain
 from quire.observability.history import History
@@ -226,7 +227,7 @@ class Run:
         stats = json.dumps(self.engine.metrics_snapshot(), indent=1)
         metrics = [
             line
-            for line in METRICS.text(self.metrics.snapshot(self.engine), "m").decode().splitlines()
+            for line in prometheus.text(METRICS, self.metrics.snapshot(self.engine), "m").decode().splitlines()
             if not line.startswith("#") and not line.endswith((" 0", " 0.0")) and "_bucket" not in line
         ]
         explained = [json.dumps(explain(self.history, id, self.clock.now()), separators=(",", ":")) for id in self.ids]

@@ -212,6 +212,7 @@ def test_another_version_is_refused_by_both_sides(monkeypatch: pytest.MonkeyPatc
     [
         ([pb.Command(epoch=1, plan=pb.Plan())], "epoch 1 has not begun"),
         ([pb.Command(epoch=1, begin=pb.Begin(version=9))], "version 9"),
+        ([pb.Command(epoch=1, begin=pb.Begin(version=1, instance=1))], "was started again"),
         ([pb.Command(epoch=1, begin=pb.Begin(version=1)), pb.Command(epoch=2, plan=pb.Plan())], "epoch 2 has not"),
         ([pb.Command(epoch=1, begin=pb.Begin(version=1)), pb.Command(epoch=1, step=3, plan=pb.Plan())], "0 was due"),
         (
@@ -236,6 +237,14 @@ def test_an_address_without_a_server_and_one_that_cannot_be_bound_are_errors() -
         RemoteExecutor("127.0.0.1:1", connect_timeout=0.2)
     with pytest.raises(InvalidConfig, match="cannot listen"):
         ExecutorServer(SyntheticExecutor(**SIZES), "203.0.113.7:1")
+
+
+def test_a_proxy_for_the_web_is_not_asked_for_an_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with served(SyntheticExecutor(**SIZES)) as remote:
+        assert remote.describe().num_rows
 
 
 def test_an_executor_that_is_started_later_is_waited_for() -> None:
@@ -405,8 +414,20 @@ def test_a_dropped_connection_fails_what_is_in_flight_and_reopens_the_rest() -> 
     host.stop()
 
 
+def test_a_stream_that_arrives_at_another_instance_is_refused_and_the_next_one_is_not() -> None:
+    with served(SyntheticExecutor(**SIZES)) as remote:
+        assert remote.wire is not None
+        remote.wire.instance -= 1
+        remote.reset()
+        it = engine(remote)
+        it.submit((1, 2), 4, id="a")
+        assert finish(it)["a"][1:] == ("error", "the executor was lost while this request ran: it may be sent again")
+        it.submit((1, 2), 4, id="b")
+        assert finish(it)["b"][1] == "length"
+
+
 def test_an_executor_that_comes_back_with_other_sizes_is_not_used() -> None:
-    host = ExecutorServer(SyntheticExecutor(**SIZES), "127.0.0.1:0")
+    host = ExecutorServer(SyntheticExecutor(**SIZES), f"127.0.0.1:{free_port()}")
     remote = RemoteExecutor(f"127.0.0.1:{host.port}")
     host.stop()
     other = ExecutorServer(SyntheticExecutor(**SIZES | {"pages": 65}), f"127.0.0.1:{host.port}")
@@ -420,7 +441,7 @@ def test_an_executor_that_comes_back_with_other_sizes_is_not_used() -> None:
 
 
 def test_a_killed_executor_fails_its_requests_and_serves_new_ones_after_a_restart(tmp_path: Path) -> None:
-    first = Killable(tmp_path)
+    first = Killable(tmp_path, free_port())
     remote = RemoteExecutor(f"127.0.0.1:{first.port}")
     it = engine(remote)
     want = it.submit((300, 301, 302), 200, id="whole")

@@ -147,6 +147,7 @@ class Wire:
     calls = Calls()
     answers: list[Any] = []  # noqa: RUF012 - each test sets its own
     description = ABOUT
+    instance = 0
     refuses: Exception | None = None
 
     def __init__(self, address: str, trust: Any, connect_timeout: float) -> None:

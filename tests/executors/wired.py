@@ -27,11 +27,13 @@ _READY = re.compile(r"is ready at 127\.0\.0\.1:(\d+)")
 def served(executor: Executor, prepare: Callable[[], bool] = nothing_left, **settings: Any) -> Iterator[RemoteExecutor]:
     """`executor` behind gRPC, seen from the other end."""
     host = ExecutorServer(executor, "127.0.0.1:0", prepare=prepare)
-    remote = RemoteExecutor(f"127.0.0.1:{host.port}", **settings)
     try:
-        yield remote
+        remote = RemoteExecutor(f"127.0.0.1:{host.port}", **settings)
+        try:
+            yield remote
+        finally:
+            remote.close()
     finally:
-        remote.close()
         host.stop()
 
 

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
+from quire.frontend.supervisor import free_port
+
 WORDS = ["Once", " upon", " a", " time"]
 
 
@@ -36,7 +38,7 @@ class Stub:
         self.connections = 0
         self.healthy = True
         self.hold = asyncio.Event()
-        self.port = 0
+        self.port = free_port()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -46,7 +48,6 @@ class Stub:
 
     async def open(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """As if it were killed: nothing listens, and every connection is reset."""

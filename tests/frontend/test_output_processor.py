@@ -17,10 +17,10 @@ TOKENIZER = Tokenizer(byte_level(), {"eos_token": "<|end|>"})
 EOS = 1
 
 
-def answer(**fields: object) -> OutputProcessor:
+def answer(*, at_end: bool = False, **fields: object) -> OutputProcessor:
     sampling = SamplingParams(**{"max_tokens": None, **fields})  # type: ignore[arg-type]
     request = Request(id="a", prompt=(5,), max_new_tokens=99, sampling=sampling)
-    return output_processor(request, TOKENIZER, StopStrings(sampling.stop))
+    return output_processor(request, TOKENIZER, StopStrings(sampling.stop), whole=at_end)
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -71,10 +71,30 @@ def test_however_tokens_are_cut_into_steps_the_answer_is_the_same(
     steps = whole(run(answer(**fields), events(cuts)))
     assert steps == whole(run(answer(**fields), events([])))
     assert steps == whole(run(answer(**fields), events([99])))
+    [only] = run(answer(at_end=True, **fields), events(cuts))
+    assert steps == whole([only])
     if steps[2] == "stop" and steps[3] in stops:
         emitted, used = steps[0], steps[1]
         assert TOKENIZER.decode(used).startswith(emitted)
         assert used == tuple(tokens[: len(used)])
+
+
+@pytest.mark.parametrize("stop", [(), ("b",)])
+def test_an_answer_that_is_read_at_its_end_has_one_delta_with_everything(stop: tuple[str, ...]) -> None:
+    score = TokenLogprobs(7, -1.0, 1, ())
+    steps = [
+        RequestStepOutput("a", (), prompt_logprobs=(score,)),
+        RequestStepOutput("a", ids("x"), logprobs=(score,), num_cached=3),
+        RequestStepOutput("a", ids("yz"), logprobs=(score, score)),
+    ]
+    one = answer(at_end=True, stop=stop, prompt_logprobs=0)
+    assert run(one, steps) == [] and one.count == 3
+    failed = RequestStepOutput("a", (), "error", error="broken")
+    [delta] = run(one, [failed])
+    assert (delta.text, delta.tokens, delta.finish_reason, delta.error) == ("xyz", ids("xyz"), "error", "broken")
+    assert len(delta.logprobs) == 3 and delta.num_cached == 3 and delta.prompt_logprobs == [None, score]
+    aborted = answer(at_end=True, stop=stop)
+    assert run(aborted, steps) == [] and aborted.end("abort").text == "xyz"
 
 
 def test_the_end_token_is_counted_but_not_shown_and_not_named() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from quire.engine.timing import RestartBackoff
 from quire.errors import InvalidConfig, Unavailable
+from quire.frontend import supervisor
 from quire.frontend.http_client import Origin
 from quire.frontend.supervisor import PrivateServer, free_port
 from quire.frontend.upstream import UpstreamBackend
@@ -74,6 +75,17 @@ async def until(true: Callable[[], bool], seconds: float = 100.0) -> None:
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0.01)
+
+
+def test_a_free_port_is_none_that_outgoing_connections_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_HANDED_OUT", tmp_path / "range")
+    for first, allowed in ((20_000, range(10_000, 20_000)), (1024, range(1024, 1 << 16))):
+        (tmp_path / "range").write_text(f"{first}\t60999\n")
+        assert all(free_port() in allowed for _ in range(20))
+    (tmp_path / "range").unlink()
+    assert free_port() > 1023  # a system that does not say
 
 
 async def test_it_is_restarted_when_it_dies_and_ends_when_closed(fake: Path, tmp_path: Path) -> None:

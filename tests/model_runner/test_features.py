@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
 import pytest
 
+from quire.engine.engine import in_vocabulary
 from quire.model_runner.sampling.features import (
     ALLOWED,
     BANNED,
@@ -17,6 +19,7 @@ from quire.model_runner.sampling.features import (
     SCORED,
     TRUNCATED,
     SamplingFeatures,
+    bitmask,
 )
 from quire.scheduler.plan import NewSequence
 from quire.types import SamplingParams
@@ -68,3 +71,22 @@ def test_a_row_that_is_opened_again_keeps_nothing_of_the_one_before() -> None:
         if name != "columns":
             ours = traits.columns[name] if name in COLUMNS else getattr(traits, name)
             assert np.array_equal(ours, value) if isinstance(value, np.ndarray) else ours == value, name
+
+
+def test_thousands_of_allowed_ids_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the check of their range and the row's mask, of each answer to a prompt."""
+    packed, pack = list[int](), struct.pack
+
+    def counted(form: str, *values: int) -> bytes:
+        packed.append(len(values))
+        return pack(form, *values)
+
+    ids = range(3, 8003, 2)
+    sampling = SamplingParams(allowed_token_ids=tuple(ids))
+    allowed = sampling.allowed_token_ids
+    assert allowed == tuple(ids)
+    monkeypatch.setattr(struct, "pack", counted)
+    for _ in range(2):
+        assert in_vocabulary(allowed, 8002) and not in_vocabulary(allowed, 8001)
+        mask = int.from_bytes(bitmask(allowed), "little")
+    assert packed == [4000] and mask == sum(1 << each for each in ids)

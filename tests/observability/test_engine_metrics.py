@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.timing import VirtualClock
+from quire.observability import prometheus
 from quire.observability.engine_metrics import METRICS, EngineMetrics
 from quire.scheduler.step_time import StepCost
 from quire.sim.run import SimConfig, simulate
@@ -15,7 +16,7 @@ def scrape() -> dict[str, float]:
     metrics = EngineMetrics()
     engine = SimConfig(pages=64, page_size=4, max_num_seqs=8, cost=StepCost(0.01)).build(VirtualClock(), [metrics])
     simulate(engine, uniform(40, shared=8, prompt=(2, 20)))
-    text = METRICS.text(metrics.snapshot(engine), "m").decode()
+    text = prometheus.text(METRICS, metrics.snapshot(engine), "m").decode()
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -52,7 +53,7 @@ def test_speculation_is_counted_by_position() -> None:
     engine = SimConfig(pages=64, page_size=4).build(observers=[metrics])
     for fed, accepted in ((3, 2), (3, 0), (2, 2)):
         engine.scheduler.draft_stats.record(fed, accepted)
-    text = METRICS.text(metrics.snapshot(engine), "m").decode()
+    text = prometheus.text(METRICS, metrics.snapshot(engine), "m").decode()
     assert 'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 3.0' in text
     assert 'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 8.0' in text
     assert 'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 4.0' in text

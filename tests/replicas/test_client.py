@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from quire.engine.executor import Description
+from quire.observability import prometheus
 from quire.observability.engine_metrics import METRICS
 from quire.observability.live_view import RequestTimeline
 from quire.replicas import client
@@ -94,7 +95,7 @@ class Bench:
     def __init__(self) -> None:
         self.handle = Handle()
         self.timeline = RequestTimeline("")
-        render = lambda engines: METRICS.text_of(engines, "m")  # noqa: E731
+        render = lambda engines: prometheus.text_of(METRICS, engines, "m")  # noqa: E731
         self.engines = ReplicaEngines(self.handle, render, self.timeline, 2)
         self.outputs: list[RequestStepOutput] = []
         self.engines.subscribe(self.outputs.extend, lambda reason: pytest.fail(reason))

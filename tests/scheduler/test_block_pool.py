@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import InvalidRequest
-from quire.scheduler.block_pool import Fifo
+from quire.scheduler import block_pool
+from quire.scheduler.block_pool import BlockKey, Fifo, RadixPrefixCache
 from quire.scheduler.kv_cache import KVCacheManager
 from quire.types import Request
 
@@ -40,3 +41,24 @@ def test_a_request_may_need_every_block_there_is_and_no_more() -> None:
     kv.check_fits(Request(id="a", prompt=(1,) * 9, max_new_tokens=8))
     with pytest.raises(InvalidRequest, match="need 5 KV blocks, and there are 4"):
         kv.check_fits(Request(id="a", prompt=(1,) * 9, max_new_tokens=9))
+
+
+@pytest.mark.parametrize("salt", ["", "a"])
+def test_only_prompts_that_begin_alike_are_compared_token_by_token(salt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, common = list[BlockKey](), block_pool._common
+
+    def counted(a: BlockKey, b: BlockKey) -> int:
+        compared.append(a)
+        return common(a, b)
+
+    monkeypatch.setattr(block_pool, "_common", counted)
+    cache = RadixPrefixCache(4)
+    for i in range(200):
+        cache.insert(cache.root, [i, 1, 2, 3], 0, salt, i)
+    cache.insert(cache.root, [7, 1, 5, 6], 0, salt, 200)
+    assert cache.common_length(cache.root, [999, 1, 2, 3], 0, salt) == 0 and not compared
+    assert cache.common_length(cache.root, [7, 1, 5, 9, 8], 0, salt) == 3 and len(compared) == 2
+    assert cache.common_length(cache.root, [7, 1], 0, salt) == 2
+    assert cache.common_length(cache.root, [], 0, salt) == 0
+    assert cache.common_length(cache.root, [7, 1, 5, 9], 0, "b") is None
+    assert cache.common_length({}, [7, 1, 5, 9], 0, salt) is None

@@ -144,3 +144,25 @@ def test_requests_of_one_step_leave_each_other_what_is_set_aside(
         scheduler.add(Request(id=id, prompt=(1, 2, 3, 4), max_new_tokens=20))
     assert scheduler.plan() is not None
     assert [seq.request.id for seq in scheduler.running] == opened
+
+
+@pytest.mark.parametrize("pressure", get_args(Pressure))
+def test_admitting_a_sequence_does_not_look_at_all_that_run(pressure: Pressure) -> None:
+    """What is set aside is added up once in a step, not for each sequence that is admitted to it."""
+    asked = [0]
+
+    class Counted(SchedulingPolicy):
+        def reserve(self, seq: Sequence, block_size: int) -> int:
+            asked[0] += 1
+            return super().reserve(seq, block_size)
+
+    def plans(count: int) -> int:
+        scheduler = Scheduler(KVCacheManager(512, 4), rows=count, policy=Counted(pressure=pressure))
+        for i in range(count):
+            scheduler.add(Request(id=f"{i}", prompt=(i,) * 9, max_new_tokens=8))
+        asked[0] = 0
+        plan = scheduler.plan()
+        assert plan is not None and len(plan.spans) == count
+        return asked[0]
+
+    assert plans(64) == 4 * plans(16)

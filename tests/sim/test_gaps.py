@@ -9,7 +9,7 @@ import pytest
 from quire.engine.engine import Engine
 from quire.engine.timing import VirtualClock
 from quire.executors.synthetic import SyntheticExecutor
-from quire.observability.prometheus import percentile
+from quire.observability.histogram import percentile
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step_time import StepCost

@@ -153,7 +153,7 @@ def test_one_that_takes_too_long_is_refused_in_time_and_the_next_ones_are_compil
         assert shop.constraint_for(ask("3", "slow")).source == "slow", "what came late is kept"  # type: ignore[attr-defined]
 
 
-def test_workers_left_behind_are_replaced_so_often_and_no_oftener() -> None:
+def test_so_many_workers_are_replaced_at_a_time() -> None:
     now = [0.0]
     bench = Bench()
     with grammar_compiler(bench, timeout=1.0, spare_workers=2, clock=lambda: now[0]) as shop:
@@ -169,6 +169,28 @@ def test_workers_left_behind_are_replaced_so_often_and_no_oftener() -> None:
         assert threading.active_count() - before <= 3
         for gate in gates:
             gate.set()
+
+
+def test_a_worker_that_is_done_at_last_can_be_spared_again() -> None:
+    now, others = [0.0], set(threading.enumerate())
+    bench = Bench()
+    with grammar_compiler(bench, timeout=1.0, spare_workers=1, clock=lambda: now[0]) as shop:
+        for i in range(6):
+            gate = bench.hold(f"slow {i}")
+            shop.constraint_for(ask("slow", f"slow {i}"))
+            while not shop._jobs[StructuredOutputsParams(regex=f"slow {i}")].started:
+                pass
+            now[0] += 1.0
+            assert [id for id, _ in shop.poll()] == ["slow"]
+            shop.constraint_for(ask("quick", f"quick {i}"))
+            assert hear(shop) == {"quick": f"quick {i}"}
+            gate.set()
+            while f"slow {i}" not in bench.done or not shop._done:
+                pass
+            assert shop.poll() == []
+        assert shop._workers == 1
+    while any(thread.name == "grammars" for thread in {*threading.enumerate()} - others):
+        pass
 
 
 def test_what_was_used_last_is_kept_and_the_rest_forgotten() -> None:

@@ -199,6 +199,20 @@ def test_masks_that_are_alike_are_one_line() -> None:
     ]
 
 
+@pytest.mark.parametrize(("each", "lines"), [(6e-6, 1), (3e-5, 202)])
+def test_usual_masks_of_many_rows_are_not_left_to_threads(each: float, lines: int) -> None:
+    """Threads take longer for them, and write a line for each."""
+    now, text = [0.0], StructuredOutputsParams(regex="[a-d]*")
+
+    def clock() -> float:
+        now[0] += each
+        return now[0]
+
+    rows = [fresh(text) for _ in range(300)]
+    table = ParallelMasks(1, clock=clock)([(row, tokens_of("ab"), 0, ()) for row in rows])
+    assert isinstance(table, MaskTable) and len(table.lines) == lines
+
+
 def test_drafts_in_what_is_known_of_all_answers_are_walked_by_the_library() -> None:
     structure = StructuredOutputsParams(regex="abba(b|c)")
     (a, b), asked = tokens_of("ab"), ParallelMasks(1)

@@ -13,7 +13,8 @@ import sentencepiece
 import tiktoken
 import tokenizers
 
-from quire.assembly.text import build_text, build_tokenizer
+from quire.assembly.text import build_text
+from quire.assembly.tokenizer import build_tokenizer
 from quire.config import Settings
 from quire.errors import InvalidModel
 from quire.tokenization.tokenizer import Tokenizer

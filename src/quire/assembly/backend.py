@@ -13,7 +13,8 @@ from quire.config import Settings
 from quire.engine.client import EngineClient, EngineProcess, Spawned
 from quire.frontend.interface import ModelCard
 from quire.frontend.native import NativeBackend
-from quire.observability import engine_metrics
+from quire.observability import prometheus
+from quire.observability.engine_metrics import METRICS
 from quire.types import UNLIMITED
 
 STANDBY_DELAY = 10.0
@@ -37,6 +38,7 @@ def build_backend(settings: Settings, text: Text, engine: EngineClient, **more: 
         reasoning_parser=text.reasoning_parser,
         pooler=text.pooler,
         template_arguments=frozenset() if text.template is None else text.template.arguments,
+        template_kwargs={} if text.template is None else text.template.kwargs,
     )
     return NativeBackend(engine=engine, tokenizer=text.tokenizer, chat=text.template, card=card, **more)
 
@@ -54,7 +56,7 @@ def engine_process(settings: Settings, child: str = ENGINE_MODULE, begun: Spawne
     return EngineProcess(
         engine_command(child),
         for_child(settings),
-        partial(engine_metrics.METRICS.text, model=model_names(settings)[0]),
+        partial(prometheus.text, METRICS, model=model_names(settings)[0]),
         environment=ENGINE_ENVIRONMENT,
         standby_after=STANDBY_DELAY if settings.server.standby_engine else None,
         begun=begun,

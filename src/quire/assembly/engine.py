@@ -20,7 +20,6 @@ import torch
 
 from quire.assembly import extra
 from quire.assembly.images import find_processor, image_tokens
-from quire.assembly.kv_offload import build_offload, refuse_tiers
 from quire.assembly.limits import (
     BuiltExecutor,
     Limits,
@@ -35,7 +34,8 @@ from quire.assembly.limits import (
 from quire.assembly.place import place_of
 from quire.assembly.progress import loading
 from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft, most_drafts, wants_mtp
-from quire.assembly.text import build_tokenizer, hf_overrides, pooler_of, word_ids
+from quire.assembly.tiers import refuse_tiers, tiered
+from quire.assembly.tokenizer import build_tokenizer, hf_overrides, pooler_of, word_ids
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.engine.events import Observer
@@ -82,7 +82,7 @@ from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.files import read_config
 from quire.weights.kept_result import KeptResult, kept_result
 from quire.weights.kv_scales import published_scales
-from quire.weights.load import load_model, quiet
+from quire.weights.load import load_model, no_progress
 from quire.weights.locate import EMBEDDED, locate
 from quire.weights.pooling import GENERATES, PoolerConfig, overridden
 from quire.weights.pooling_layers import read_dense_layers
@@ -133,7 +133,7 @@ def build_engine(
     policy = build_policy(settings)
     target = settings.scheduler.latency_target_ms
     executor, limits, static_gauges, plan_delay, prepare = make_executor(settings, ranks)
-    offload = build_offload(settings, executor)
+    offload = import_module("quire.assembly.kv_offload").build_offload(settings, executor) if tiered(settings) else None
     executor = wrap(executor)
     if executor.describe().bidirectional:
         # It bounds what prompts cost answers, and may cut prompts for that.
@@ -196,8 +196,7 @@ def build_local(settings: Settings, parallel: ParallelGroup) -> BuiltExecutor:
     pooler = pooler_of(settings)
     processor = find_processor(settings)
     # What says whose blocks tiers hold reads all weights.
-    tiered = bool(settings.cache.kv_offloading_size) or settings.disaggregation.disaggregation_mode != "none"
-    unpacked: list[Packable] | None = [] if alone and not tiered else None
+    unpacked: list[Packable] | None = [] if alone and not tiered(settings) else None
     model = _load(
         settings, device, canary, pooler, parallel, vision=isinstance(processor, ImageProcessor), unpacked=unpacked
     )
@@ -405,7 +404,7 @@ def _load(
 ) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
-    with nullcontext(quiet) if parallel.rank or parallel.pipeline.stage else loading(model.model) as progress:
+    with nullcontext(no_progress) if parallel.rank or parallel.pipeline.stage else loading(model.model) as progress:
         return load_model(
             place_of(settings),
             dtype=model.dtype,

@@ -18,7 +18,7 @@ from quire import heap
 from quire.assembly.engine import begin_context, build_engine, count_compiles
 from quire.assembly.engine_start import Begun, received_settings
 from quire.assembly.limits import choose_device
-from quire.assembly.text import build_tokenizer
+from quire.assembly.tokenizer import build_tokenizer
 from quire.config import Settings
 from quire.engine.executor import Description, Executor
 from quire.engine.process import EngineLoop
@@ -32,6 +32,7 @@ from quire.observability.history import History
 from quire.observability.live_view import EngineLiveView
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
+from quire.structured_output.trial import Trials
 
 RANK_LOST = 3
 """Exit code of an engine that ends because a rank or the model was lost: the server starts another."""
@@ -52,7 +53,7 @@ def main(wrap: Callable[[Executor], Executor] = lambda executor: executor, begun
     try:
         settings = received or received_settings(link)
         watch = StepWatch(timeout=_step_timeout(settings))
-        grammars = GrammarCompiler(LlguidanceCompiler(partial(build_tokenizer, settings)))
+        grammars = GrammarCompiler(LlguidanceCompiler(partial(build_tokenizer, settings), Trials()))
         begin_context(settings)
         with ends_with_server(link):
             engine = build_engine(settings, observers=[metrics, watch, history, live_view], wrap=wrap, ranks=ranks)

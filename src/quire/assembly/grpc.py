@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.assembly.engine import make_executor
-from quire.assembly.kv_offload import refuse_tiers
 from quire.assembly.limits import BuiltExecutor, Limits, choose_device, sized
+from quire.assembly.tiers import refuse_tiers
 from quire.config import OPTIONS, Settings
 from quire.engine.executor import Description
 from quire.errors import InvalidConfig

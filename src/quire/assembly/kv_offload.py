@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire import __version__
+from quire.assembly.tiers import option_of
 from quire.config import OPTIONS, Settings
 from quire.engine.executor import Executor
 from quire.errors import InvalidConfig
@@ -54,15 +55,13 @@ SEND_TIMEOUT = 10.0
 """Seconds in which a decode engine must take a block."""
 
 
-def build_offload(settings: Settings, executor: Executor) -> Offload | None:
-    """The tiers that the options describe; None for none.
+def build_offload(settings: Settings, executor: Executor) -> Offload:
+    """The tiers that the options describe.
 
     Raises InvalidConfig for a model or options that they do not go with, for a directory of other blocks, where there
     is not enough room, and where a prefill engine cannot listen.
     """
     mode = settings.disaggregation.disaggregation_mode
-    if not settings.cache.kv_offloading_size and mode == "none":
-        return None
     assert isinstance(executor, LocalExecutor), "other executors refuse these options"
     _check(settings, executor)
     about = _about(settings, executor)
@@ -194,29 +193,6 @@ def _check(settings: Settings, executor: LocalExecutor) -> None:
         reason = "this model attends in both directions, so that no prefix is kept"
     if reason:
         raise InvalidConfig(f"{OPTIONS[option].flag}: {reason}", param=option)
-
-
-def option_of(settings: Settings) -> str:
-    """The name of the option by which blocks leave the device."""
-    return "kv_offloading_size" if settings.cache.kv_offloading_size else "disaggregation_mode"
-
-
-def refuse_tiers(settings: Settings, what: str) -> None:
-    """Raise InvalidConfig where K/V tiers are set for something that has none. what: its name."""
-    option = option_of(settings)
-    if settings.get(option) != OPTIONS[option].default:
-        raise InvalidConfig(
-            f"{OPTIONS[option].flag}: {what} has no K/V tiers, `quire serve` and LLM have: leave it out", param=option
-        )
-
-
-def refuse_prefill(settings: Settings, what: str) -> None:
-    """Raise InvalidConfig for a prefill engine that none would run between its own requests. what: its name."""
-    if settings.disaggregation.disaggregation_mode == "prefill":
-        raise InvalidConfig(
-            f"--disaggregation-mode prefill: {what} runs only while it is called; start `quire serve` for it",
-            param="disaggregation_mode",
-        )
 
 
 def open_folder(folder: Path, about: dict[str, str], size: int) -> tuple[FileIO, BlockFiles]:

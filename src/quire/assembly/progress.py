@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TransferSpeedColumn,
-)
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from typing import cast
 
 ReportProgress = Callable[[int, int], None]
 """Called with how much is done, and how much there is in all."""
+
+_Report = Callable[[int, int, bool], None]
+"""The same, and with whether to show it."""
 
 _MIN_BYTES = 1 << 28
 _LINE_INTERVAL = 5.0
@@ -35,7 +30,7 @@ def loading(name: str, clock: Callable[[], float] = time.monotonic) -> Iterator[
     def line(done: int, total: int, seconds: float) -> str:
         return f"loading {name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {done / seconds / 1e9:.2f} GB/s"
 
-    with _progress(f"loading {name}", [DownloadColumn(), TransferSpeedColumn()], line, clock) as report:
+    with _progress(f"loading {name}", "bytes", line, clock) as report:
         yield lambda done, total: report(done, total, total >= _MIN_BYTES)
 
 
@@ -59,29 +54,29 @@ def _counting(title: str, clock: Callable[[], float]) -> Iterator[ReportProgress
         return f"{title}: {done} of {total}"
 
     started = clock()
-    with _progress(title, [MofNCompleteColumn()], line, clock) as report:
+    with _progress(title, "count", line, clock) as report:
         yield lambda done, total: report(done, total, clock() >= started + _MIN_SECONDS)
 
 
 @contextmanager
 def _progress(
-    title: str, columns: list[ProgressColumn], line: Callable[[int, int, float], str], clock: Callable[[], float]
-) -> Iterator[Callable[[int, int, bool], None]]:
-    """A callback for (done, total, whether to show it). line: formats (done, total, seconds)."""
-    console = Console(stderr=True)
-    # Not `is_terminal`, which FORCE_COLOR sets, as notebooks do: they would show control characters.
-    if console.file.isatty():
-        with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
-            task = bar.add_task(title, visible=False)
-            yield lambda done, total, show: bar.update(task, completed=done, total=total, visible=show)
+    title: str, unit: str, line: Callable[[int, int, float], str], clock: Callable[[], float]
+) -> Iterator[_Report]:
+    """A callback for (done, total, whether to show it). unit: of a bar. line: formats (done, total, seconds)."""
+    # Whatever FORCE_COLOR says, as it does in notebooks: they would show control characters.
+    if sys.stderr.isatty():
+        # Its package takes a twentieth of an engine's imports, and is of use on a terminal alone.
+        bar = cast(AbstractContextManager[_Report], import_module("quire.assembly.progress_bar").shown(title, unit))
+        with bar as report:
+            yield report
         return
     started = last_line = clock()
 
-    def report(done: int, total: int, show: bool) -> None:
+    def write(done: int, total: int, show: bool) -> None:
         nonlocal last_line
         now = clock()
         if show and now >= last_line + _LINE_INTERVAL:
             last_line = now
-            console.print(line(done, total, now - started), highlight=False, markup=False, soft_wrap=True)
+            print(line(done, total, now - started), file=sys.stderr, flush=True)
 
-    yield report
+    yield write

@@ -24,7 +24,8 @@ from quire.assembly.place import located
 from quire.assembly.text import Text, build_text
 from quire.config import Settings
 from quire.config.option import amount
-from quire.config.settings import ServerConfig, check_files
+from quire.config.settings import ServerConfig
+from quire.config.tls import check_files
 from quire.engine.client import EngineClient, LiveViewClient, Spawned
 from quire.engine.executor import Description
 from quire.frontend.native import NativeBackend

@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from quire import __version__
 from quire.assembly.engine import build_engine
-from quire.assembly.text import require_text
+from quire.assembly.tokenizer import require_text
 from quire.bench.offline import FILE, writable
 from quire.bench.simulated import layer_shares
 from quire.cli.base import OFFLINE, SettingsCommand

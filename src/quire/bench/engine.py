@@ -19,7 +19,7 @@ from quire.cli.tables import numbers
 from quire.engine.engine import Engine
 from quire.engine.timing import VirtualClock, WallClock
 from quire.observability.engine_metrics import EngineMetrics
-from quire.observability.prometheus import percentile
+from quire.observability.histogram import percentile
 from quire.observability.recorder import recorded
 from quire.scheduler.policy import Batching, Pressure
 from quire.scheduler.step_time import StepCost

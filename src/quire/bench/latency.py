@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
-from quire.assembly.text import require_text
+import quire
+from quire.assembly.tokenizer import require_text
 from quire.bench.offline import check_lengths, offline_command, percentiles, report, time_generate
 from quire.cli.base import integer
 from quire.config import Settings
-from quire.llm import LLM
 
 
 @offline_command(
@@ -34,7 +34,7 @@ def command(settings: Settings, output_json: Path | None, as_json: bool, **given
     Prompts are random, and new in each iteration, so that none is found in the prefix cache.
     """
     require_text(settings, "quire bench latency")
-    with LLM(settings=settings) as llm:
+    with quire.LLM(settings=settings) as llm:
         result = {"model": settings.model.model, **given, **measure(llm, settings.model.seed, **given)}
     lines = [f"Avg latency: {result['avg_latency']:.4f} seconds"]
     lines += [f"{q}% percentile latency: {seconds:.4f} seconds" for q, seconds in result["percentiles"].items()]
@@ -42,7 +42,7 @@ def command(settings: Settings, output_json: Path | None, as_json: bool, **given
 
 
 def measure(
-    llm: LLM,
+    llm: quire.LLM,
     seed: int,
     *,
     input_len: int,

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from quire.frontend.http_client import Origin
-from quire.observability.prometheus import percentile
+from quire.observability.histogram import percentile
 
 FAILURES = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
 """Raised by connections that break and by peers that do not speak HTTP."""

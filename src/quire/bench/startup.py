@@ -22,7 +22,7 @@ import click
 from rich.console import Console
 from rich.progress import track
 
-from quire import LLM
+import quire
 from quire.bench.offline import offline_command, percentiles, report
 from quire.cli.base import integer
 from quire.config import Settings
@@ -124,7 +124,7 @@ def start(settings: Settings, environ: Mapping[str, str]) -> dict[str, float]:
 def main() -> int:
     """Start an engine with the settings on standard input and generate one token, printing when each has happened."""
     try:
-        with LLM(settings=Settings.of(**json.load(sys.stdin))) as llm:
+        with quire.LLM(settings=Settings.of(**json.load(sys.stdin))) as llm:
             print(READY, flush=True)
             params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
             llm.generate([[1]], params, use_tqdm=False)

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import click
 
-from quire.assembly.text import require_text
+import quire
+from quire.assembly.tokenizer import require_text
 from quire.bench.offline import FILE, check_lengths, offline_command, report, time_generate
 from quire.cli.base import integer
 from quire.cli.ranges import FiniteRange
 from quire.config import Settings
 from quire.errors import InvalidRequest
-from quire.llm import LLM
 from quire.tokenization.tokenizer import Tokenizer
 
 MIN_TOKENS = 4
@@ -78,7 +78,7 @@ def command(
         raise click.BadParameter(f"{name} {wrong}", param_hint="--dataset-name")
     detokenize = not disable_detokenize
     require_text(settings, "quire bench throughput")
-    with LLM(settings=settings) as llm:
+    with quire.LLM(settings=settings) as llm:
         requests = sample_requests(llm, settings.model.seed, **given)
         if num_warmups:
             # Reversed, so that the prefix cache holds nothing of what is measured.
@@ -113,7 +113,7 @@ def throughput(requests: Sequence[SampleRequest], n: int, seconds: float) -> dic
 
 
 def sample_requests(
-    llm: LLM,
+    llm: quire.LLM,
     seed: int,
     *,
     dataset_name: str,

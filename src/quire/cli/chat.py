@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 
 import quire
-from quire.assembly.text import pooler_of, require_tokenizer
+from quire.assembly.tokenizer import pooler_of, require_tokenizer
 from quire.cli.base import INTERRUPTED, OFFLINE, SettingsCommand, given, sampling_options
 from quire.cli.conversation import (
     CUT,

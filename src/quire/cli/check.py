@@ -15,7 +15,7 @@ import click
 import numpy as np
 
 from quire.assembly.engine import build_engine
-from quire.assembly.text import pooler_of
+from quire.assembly.tokenizer import pooler_of
 from quire.cli.base import OFFLINE, SettingsCommand
 from quire.config import Settings
 from quire.engine.engine import Engine

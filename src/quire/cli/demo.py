@@ -15,7 +15,7 @@ from quire.cli.ranges import LENGTHS, FiniteRange, ascending
 from quire.engine.engine import Engine
 from quire.engine.events import Observer, StepRecord
 from quire.engine.timing import VirtualClock
-from quire.observability.prometheus import percentile
+from quire.observability.histogram import percentile
 from quire.scheduler.policy import Pressure
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step_time import StepCost

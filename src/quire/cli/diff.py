@@ -12,7 +12,7 @@ import click
 import torch
 from torch import Tensor
 
-from quire.assembly.text import build_tokenizer, require_text
+from quire.assembly.tokenizer import build_tokenizer, require_text
 from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
 from quire.config import Settings

@@ -21,9 +21,9 @@ import torch
 from rich.console import Console
 
 from quire.assembly.engine import build_policy, build_scheduler, make_executor
-from quire.assembly.kv_offload import refuse_tiers
 from quire.assembly.limits import BuiltExecutor
-from quire.assembly.text import build_tokenizer, require_text
+from quire.assembly.tiers import refuse_tiers
+from quire.assembly.tokenizer import build_tokenizer, require_text
 from quire.cli.base import OFFLINE, SettingsCommand, integer
 from quire.cli.tables import console, numbers
 from quire.config import Settings

@@ -131,7 +131,7 @@ class RemoteExecutor:
     def _begin(self, wire: Wire) -> None:
         self.wire = wire
         self.epoch, self.step, self.spans = self.epoch + 1, 0, ()
-        self.send(pb.Command(epoch=self.epoch, begin=pb.Begin(version=VERSION)))
+        self.send(pb.Command(epoch=self.epoch, begin=pb.Begin(version=VERSION, instance=wire.instance)))
 
     def _reconnect(self) -> Wire:
         wire = Wire(self.address, self.trust, 0.0)
@@ -170,7 +170,7 @@ class Wire:
             raise executor_lost(
                 address, f"it speaks version {theirs.version} of the contract, and this is version {VERSION}"
             )
-        self.description = read_description(theirs)
+        self.description, self.instance = read_description(theirs), theirs.instance
         run = self._method(self._channel.stream_stream, RUN, pb.Command, pb.Answer)
         self._call = run(iter(self._out.get, None))
         threading.Thread(target=self._read_answers, name="executor-results", daemon=True).start()

@@ -114,7 +114,7 @@ class ExecutorServer:
     def _run(self, commands: Iterator[pb.Command], context: grpc.ServicerContext) -> Iterator[pb.Answer]:
         if not self._held.acquire(timeout=TAKEOVER_TIMEOUT):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "another engine uses this executor")
-        session = Session(self.executor, self.prepare)
+        session = Session(self.executor, self.prepare, self.instance)
         try:
             yield from session.run(commands)
         except Refusal as refusal:
@@ -148,11 +148,12 @@ class Session:
     All commands that have arrived are launched before any result is waited for, so that the device is kept busy by as
     many steps as the engine sends ahead. Few commands are queued: beyond that the connection stops reading.
 
-    prepare: see `Engine.prepare`.
+    prepare: see `Engine.prepare`. instance: of the server, which refuses a stream that is meant for another.
     """
 
-    def __init__(self, executor: Executor, prepare: Callable[[], bool] = nothing_left) -> None:
-        self.executor, self.prepare, self.description = executor, prepare, executor.describe()
+    def __init__(self, executor: Executor, prepare: Callable[[], bool] = nothing_left, instance: int = 0) -> None:
+        self.executor, self.prepare, self.instance = executor, prepare, instance
+        self.description = executor.describe()
         self.inbox: queue.Queue[pb.Command | None] = queue.Queue(2 * (self.description.lookahead + 2))
         self.over = threading.Event()
         self.epoch: int | None = None
@@ -207,6 +208,8 @@ class Session:
         kind = command.WhichOneof("kind")
         if kind == "begin":
             agree(command.begin.version)
+            if command.begin.instance not in (0, self.instance):
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "this executor was started again: connect again")
             self.executor.reset()
             self._forget()
             self.epoch = command.epoch

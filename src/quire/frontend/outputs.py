@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import cast
 
 from quire.errors import of
@@ -16,6 +15,7 @@ from quire.types import (
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    LogprobsByPosition,
     PoolingOutput,
     PoolingRequestOutput,
     PositionLogprobs,
@@ -23,7 +23,6 @@ from quire.types import (
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
-    TokenLogprobs,
 )
 from quire.weights.pooling import PoolerConfig
 
@@ -39,18 +38,10 @@ def request_output(call: Call, choices: Sequence[Sequence[Delta]], tokenizer: To
         prompt_token_ids=call.prompt,
         outputs=tuple(_completion(call, deltas, decode) for deltas in choices),
         finished=all(deltas[-1].finish_reason is not None for deltas in choices),
-        prompt_logprobs=_of_prompt(scores, decode) if scores else None,
+        prompt_logprobs=LogprobsByPosition(scores, decode) if scores else None,
         num_cached_tokens=max(delta.num_cached for delta in choices[0]),
         metrics=_metrics(choices[0]),
     )
-
-
-def _of_prompt(
-    scores: Sequence[TokenLogprobs | None], decode: Callable[[int], str]
-) -> tuple[PositionLogprobs | None, ...]:
-    """Each position's values are made when they are read: a prompt has thousands."""
-    read = cast(Callable[[int], TokenLogprobs], scores.__getitem__)
-    return None, *(PositionLogprobs(partial(read, at), decode) for at in range(1, len(scores)))
 
 
 class _Decode:
@@ -92,7 +83,7 @@ def _completion(call: Call, deltas: Sequence[Delta], decode: Callable[[int], str
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.tokens),
         cumulative_logprob=sum(one.logprob for one in logprobs) if wanted else None,
-        logprobs=tuple(PositionLogprobs(one, decode) for one in logprobs) if wanted else None,
+        logprobs=cast(Sequence[PositionLogprobs], LogprobsByPosition(logprobs, decode)) if wanted else None,
         finish_reason=deltas[-1].finish_reason,
         stop_reason=deltas[-1].error or deltas[-1].stop_reason,
     )

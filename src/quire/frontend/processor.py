@@ -91,8 +91,11 @@ def requests(
     ]
 
 
-def output_processor(request: Request, tokenizer: Tokenizer, stops: StopStrings) -> OutputProcessor:
-    """The OutputProcessor of `request`. stops: its stop strings, shared by its `n` answers."""
+def output_processor(
+    request: Request, tokenizer: Tokenizer, stops: StopStrings, *, whole: bool = False
+) -> OutputProcessor:
+    """The OutputProcessor of `request`. stops: its stop strings, shared by its `n` answers. whole: nobody reads the
+    answer before its end."""
     sampling = request.sampling
     skip = sampling.skip_special_tokens
     text = tokenizer.detokenizer(skip_special_tokens=skip, context=request.prompt[-_CONTEXT:])
@@ -104,6 +107,7 @@ def output_processor(request: Request, tokenizer: Tokenizer, stops: StopStrings)
         finder=StopFinder(stops, include=sampling.include_stop_str_in_output) if sampling.stop else None,
         eos=frozenset() if sampling.ignore_eos else tokenizer.eos,
         prompt_logprobs=None if sampling.prompt_logprobs is None else [],
+        whole=whole,
     )
 
 
@@ -189,9 +193,9 @@ class OutputProcessor:
     """Turns the tokens of one answer into text: detokenizes, finds stop strings and decides finish_reason.
 
     id: of the engine's request. finder: None where there are no stop strings. eos: the end-of-text ids, which are no
-    stop_reason. prompt_logprobs: of each step, those that have not been sent; None if they are not requested. count:
-    tokens in usage. num_surplus: tokens that the engine generated after a stop string. detokenize_seconds: time spent
-    here.
+    stop_reason. prompt_logprobs: of each step, those that have not been sent; None if they are not requested. whole:
+    whether there is one delta, at the end, and tokens become text then. count: tokens in usage. num_surplus: tokens
+    that the engine generated after a stop string. detokenize_seconds: time spent here.
     """
 
     id: str
@@ -201,6 +205,7 @@ class OutputProcessor:
     finder: StopFinder | None
     eos: frozenset[int]
     prompt_logprobs: list[Sequence[TokenLogprobs]] | None
+    whole: bool = False
     count: int = 0
     num_surplus: int = 0
     cached: int = 0
@@ -208,9 +213,11 @@ class OutputProcessor:
     last: float | None = None
     report: PromptReport | None = None
     detokenize_seconds: float = 0.0
-    _tokens: tuple[int, ...] = ()
-    _logprobs: tuple[TokenLogprobs, ...] = ()
+    _tokens: list[int] = field(default_factory=list)
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of tokens that no delta has had: mostly those of one step, which are passed on as they come."""
+    _text: str = ""
+    """The text of an only delta, as far as it has been searched for stop strings."""
 
     def process(self, event: RequestStepOutput) -> Delta | None:
         """The delta after one step of the engine; None while all text is held back."""
@@ -224,36 +231,43 @@ class OutputProcessor:
         if finish is not None:
             return self._last(event, finish)
         if self.finder is None:
-            text = self.detokenizer.feed(tokens)
             self.count += len(tokens)
             self._tokens += tokens
             self._logprobs += logprobs
+            if self.whole:
+                return None
+            text = self.detokenizer.feed(tokens)
         else:
             text, used, stop = self._read(tokens)
             self._count(tokens, logprobs, used)
             if stop is not None:
-                return self._delta(text, finish="stop", reason=stop)
+                return self._delta(self._unread() + text, finish="stop", reason=stop)
+            if self.whole:
+                self._text += text
+                return None
         # Log-probabilities of the prompt are sent with the first tokens, even where those have no text yet.
         whole = self.prompt_logprobs is not None or not self.sampling.detokenize
         return self._delta(text) if text or (tokens and whole) else None
 
     def _last(self, event: RequestStepOutput, finish: str) -> Delta:
         """The delta where the engine ended the answer, unless a stop string is found before."""
+        kept = self._unread()
         if finish == "error":
-            return self._delta("", finish="error", error=event.error)._replace(param=event.param, status=event.status)
+            return self._delta(kept, finish="error", error=event.error)._replace(param=event.param, status=event.status)
         tokens = event.tokens
         stopped = finish == "stop"
         hidden = stopped and event.stop_token is not None and not self.sampling.include_stop_str_in_output
         text, used, stop = self._read(tokens[:-1] if hidden else tokens)
         self._count(tokens, event.logprobs, len(tokens) if stop is None else used)
         if stop is not None:
-            return self._delta(text, finish="stop", reason=stop)
+            return self._delta(kept + text, finish="stop", reason=stop)
         named = stopped and event.stop_token not in self.eos
-        last = self.end(finish, text, reason=event.stop_token if named else None)
+        last = self.end(finish, kept + text, reason=event.stop_token if named else None)
         return last._replace(pooled=event.pooled) if event.pooled else last
 
     def end(self, finish: str, text: str = "", *, reason: int | str | None = None) -> Delta:
         """The last delta, with all text that was held back, up to a stop string."""
+        text += self._unread()
         rest = self.detokenizer.flush()
         if self.finder is not None:
             found = self.finder.feed(rest)
@@ -261,6 +275,13 @@ class OutputProcessor:
                 return self._delta(text + found.text, finish="stop", reason=found.stop)
             rest = found.text + self.finder.flush()
         return self._delta(text + rest, finish=finish, reason=reason)
+
+    def _unread(self) -> str:
+        """The text so far of an only delta, which is made now."""
+        kept, self.whole = self.whole, False
+        if not kept:
+            return ""
+        return self.detokenizer.feed(self._tokens) if self.finder is None else self._text
 
     def _read(self, tokens: tuple[int, ...]) -> _Read:
         feed = self.detokenizer.feed
@@ -290,8 +311,8 @@ class OutputProcessor:
         delta = Delta(
             self.index,
             text,
-            self._tokens,
-            self._logprobs,
+            tuple(self._tokens),
+            tuple(self._logprobs),
             finish,
             reason,
             None if self.prompt_logprobs is None else PromptLogprobs(self.prompt_logprobs),
@@ -299,7 +320,7 @@ class OutputProcessor:
             error,
             report=self.report,
         )
-        self._tokens = self._logprobs = ()
+        self._tokens, self._logprobs = [], []
         self.prompt_logprobs = None
         return delta
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import overload
 
-from quire.types import TokenLogprobs
+from quire.types import LazySequence, TokenLogprobs
 
 
-class PromptLogprobs(Sequence[TokenLogprobs | None]):
+class PromptLogprobs(LazySequence[TokenLogprobs | None]):
     """None for the first token, which follows nothing, then those of `chunks`."""
 
     __slots__ = ("_chunks", "_ends")
@@ -37,11 +37,3 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
         at = range(len(self))[at]
         chunk = bisect_right(self._ends, at) - 1
         return self._chunks[chunk][at - self._ends[chunk]] if at else None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and [*self] == [*other]
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
+import random
 import signal
 import socket
 import sys
@@ -26,6 +28,8 @@ _LAST_LINES = 12
 _LAST_BYTES = 64 << 10
 _DIE_WITH_PARENT = 1
 """prctl's PR_SET_PDEATHSIG."""
+_HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""First and last port that Linux gives to outgoing connections, and to servers that ask for any."""
 
 
 @dataclass(eq=False)
@@ -164,7 +168,11 @@ def _die_with_parent() -> Callable[[], object] | None:
 
 
 def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A loopback port that is free now, and that nothing is given until a server that is yet to start listens there: it
+    is none of those that the system hands out, to outgoing connections too."""
+    below = range(10_000, int(_HANDED_OUT.read_text().split()[0]) if _HANDED_OUT.exists() else 0)
+    for port in (*random.SystemRandom().sample(below, min(100, len(below))), 0):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return int(sock.getsockname()[1])
+    raise OSError("no port is free")

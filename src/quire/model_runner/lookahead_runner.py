@@ -15,6 +15,7 @@ from functools import partial
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -341,7 +342,7 @@ class LookaheadRunner(BaseRunner):
     def _score_on_device(self, step: LaunchedStep, hidden: Tensor) -> PromptScores | None:
         """Log-probabilities of the prompt tokens that follow those the step feeds, in pieces."""
         rows, shape = self.rows, step.shape
-        spans: list[tuple[int, list[int], int]] = []
+        spans: list[tuple[int, npt.NDArray[np.int32], int]] = []
         sources: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
         ahead = self._fed_ahead()
         for s in shape.scored_spans:
@@ -352,7 +353,7 @@ class LookaheadRunner(BaseRunner):
             computed = int(rows.num_computed[row]) + ahead[row]
             begin, end = scored_positions(shape, s, computed, int(rows.prompt_length[row]))
             if end > begin:
-                spans.append((s, rows.tokens[row, begin + 1 : end + 1].tolist(), wanted))
+                spans.append((s, rows.tokens[row, begin + 1 : end + 1].copy(), wanted))
                 sources.append(np.arange(begin, end) - computed + int(shape.query_start[s]))
         if not spans:
             return None
@@ -361,7 +362,7 @@ class LookaheadRunner(BaseRunner):
         padded = total - total % most + next(size for size in (0, *PIECES) if size >= total % most)
         given = np.full((3, padded), -1, dtype=np.int32)
         given[0, :total] = np.concatenate(sources)
-        given[1, :total] = [token for _, tokens, _ in spans for token in tokens]
+        given[1, :total] = np.concatenate([targets for _, targets, _ in spans])
         given[2, :total] = np.repeat([wanted for *_, wanted in spans], counts)
         scores = self._scores(hidden, torch.from_numpy(given))
         return PromptScores(scores[:total].to("cpu", non_blocking=True), spans)

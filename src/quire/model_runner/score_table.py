@@ -6,29 +6,29 @@ milliseconds, most of it for garbage collection.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.model_runner.device_steps import read_scores
-from quire.types import TokenLogprobs
+from quire.types import LazySequence, TokenLogprobs
 
 
-class ScoreTable(Sequence[TokenLogprobs]):
-    """Of consecutive tokens. lines [N, SCORE_WIDTH]: their scores. wanted: how many likeliest tokens each has."""
+class ScoreTable(LazySequence[TokenLogprobs]):
+    """Of consecutive tokens [N]. lines [N, SCORE_WIDTH]: their scores. wanted: how many likeliest tokens each has."""
 
     __slots__ = ("_lines", "_tokens", "_wanted")
 
-    def __init__(self, lines: npt.NDArray[np.int32], tokens: Sequence[int], wanted: int) -> None:
+    def __init__(self, lines: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], wanted: int) -> None:
         self._lines, self._tokens, self._wanted = lines, tokens, wanted
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
-        return iter(read_scores(self._lines, self._tokens, [self._wanted] * len(self)))
+        return iter(read_scores(self._lines, self._tokens.tolist(), [self._wanted] * len(self)))
 
     @overload
     def __getitem__(self, at: int) -> TokenLogprobs: ...
@@ -39,12 +39,4 @@ class ScoreTable(Sequence[TokenLogprobs]):
     def __getitem__(self, at: int | slice) -> TokenLogprobs | ScoreTable:
         if isinstance(at, slice):
             return ScoreTable(self._lines[at], self._tokens[at], self._wanted)
-        return read_scores(self._lines[at][None], [self._tokens[at]], [self._wanted])[0]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and [*self] == [*other]
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
+        return read_scores(self._lines[at][None], [int(self._tokens[at])], [self._wanted])[0]

@@ -137,7 +137,7 @@ class PromptScores(NamedTuple):
     which each has as many lines as targets: the tokens scored, and how many likeliest tokens are wanted beside each."""
 
     host: Tensor
-    spans: list[tuple[int, list[int], int]]
+    spans: list[tuple[int, npt.NDArray[np.int32], int]]
 
     def read(self) -> dict[int, Sequence[TokenLogprobs]]:
         """By span, once the scores have arrived."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from quire.engine.engine import Engine
 from quire.engine.events import Completed, Observer, StepRecord
-from quire.observability.prometheus import COUNTS, Histogram, Metrics
+from quire.observability.histogram import COUNTS, Histogram, Metrics
 from quire.scheduler.scheduler import Scheduler
 
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5)
@@ -224,7 +224,7 @@ class EngineMetrics(Observer):
         self.failures += 1
 
     def snapshot(self, engine: Engine) -> dict[str, Any]:
-        """All metrics of the engine as they are now, plain data for `METRICS.text`."""
+        """All metrics of the engine as they are now, plain data for `prometheus.text`."""
         return {
             **self._counters(engine),
             **self._gauges(engine),

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from quire.observability import prometheus
+from quire.observability.histogram import COUNTS, Histogram, Metrics, percentile
 from quire.observability.observer import FrontendObserver
-from quire.observability.prometheus import COUNTS, Histogram, Metrics, percentile
 from quire.tokenization.prompt_header import HeaderOutcome
 from quire.types import FinishedRequest
 
@@ -142,7 +143,7 @@ class FrontendMetrics(FrontendObserver):
             "quire:stored_response_bytes": self._stored[1],
             **{name: histogram.value for name, histogram in self._histograms.items()},
         }
-        return METRICS.text(values, self._model, self._engine)
+        return prometheus.text(METRICS, values, self._model, self._engine)
 
     def latencies(self) -> dict[str, Any]:
         """See FrontendObserver. p50 and p99 in ms of the latest WINDOW values, null without any."""

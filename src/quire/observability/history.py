@@ -149,7 +149,8 @@ class History(Observer):
                 if entry.first is None:
                     entry.first = now
                 entry.generated += len(event[1])
-                entry.times.extend([now] * len(event[1]))
+                for _ in event[1]:
+                    entry.times.append(now)
         for ended in record.ended:
             self.on_end(ended)
 

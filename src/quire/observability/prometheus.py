@@ -1,71 +1,31 @@
-"""Prometheus: histograms, percentiles, and the metrics as text, and those of several servers as one."""
+"""Prometheus: metrics as text, and those of several servers as one."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-COUNTS: tuple[float, ...] = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
-"""Buckets of numbers of tokens."""
+from quire.observability.histogram import Metrics
 
 
-class Histogram:
-    """Counts by bucket, cheap enough for the engine loop. bounds: ascending upper limits; one more bucket is +Inf."""
+def text(metrics: Metrics, values: Mapping[str, Any], model: str, engine: str = "0") -> bytes:
+    """Metrics as text.
 
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    @property
-    def value(self) -> tuple[list[int], float]:
-        """Counts by bucket, and the sum of the values."""
-        return self.counts, self.sum
+    values: by name, a number; a number by value of the label, or all labels if the metric has none; or a histogram's
+    counts and sum.
+    """
+    return text_of(metrics, {engine: values}, model)
 
 
-def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0 to 100) by nearest rank; NaN without values."""
-    if not values:
-        return float("nan")
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q / 100 * len(ordered)))]
-
-
-class Metrics(NamedTuple):
-    """The metrics of a part of the server. A label distinguishes the samples of a metric; '' if there is only one."""
-
-    counters: Mapping[str, tuple[str, str]]
-    """Label and meaning by name."""
-    gauges: Mapping[str, tuple[str, str]]
-    """Label and meaning by name."""
-    histograms: Mapping[str, tuple[Sequence[float], str]]
-    """Upper limits of the buckets and meaning by name."""
-
-    def text(self, values: Mapping[str, Any], model: str, engine: str = "0") -> bytes:
-        """Prometheus text.
-
-        values: by name, a number; a number by value of the label, or all labels if the metric has none; or a
-        histogram's counts and sum.
-        """
-        return self.text_of({engine: values}, model)
-
-    def text_of(self, engines: Mapping[str, Mapping[str, Any]], model: str) -> bytes:
-        """Prometheus text of several engines: the values of each by the label `engine`."""
-        return bytes(generate_latest(_Families(self, engines, model)))
+def text_of(metrics: Metrics, engines: Mapping[str, Mapping[str, Any]], model: str) -> bytes:
+    """Metrics of several engines as text: the values of each by the label `engine`."""
+    return bytes(generate_latest(_Families(metrics, engines, model)))
 
 
 @dataclass

@@ -21,6 +21,7 @@ from quire.assembly.server import Server, beside, build_server
 from quire.assembly.text import Text, build_text
 from quire.config import Settings, load
 from quire.errors import InvalidConfig
+from quire.observability import prometheus
 from quire.observability.engine_metrics import METRICS
 from quire.observability.live_view import RequestTimeline
 from quire.replicas.autoscaler import QueuedTokensPolicy
@@ -103,7 +104,7 @@ def client(settings: Settings, handle: Handle) -> ReplicaEngines:
     """The engines of a deployment, for a server."""
     most = settings.replicas.most
     timeline = RequestTimeline("answered by its replicas", servers=[f"replica {rank}" for rank in range(most)])
-    return ReplicaEngines(handle, partial(METRICS.text_of, model=model_names(settings)[0]), timeline, most)
+    return ReplicaEngines(handle, partial(prometheus.text_of, METRICS, model=model_names(settings)[0]), timeline, most)
 
 
 def build(settings: Settings, text: Text, handle: Handle, started: float) -> Server:

@@ -452,7 +452,8 @@ class Scheduler:
             if victim is seq:
                 return False
         assert seq.row is not None
-        self._reserved_blocks -= needed
+        # Of these, what was set aside for it: a negative sum would be taken for an unknown one.
+        self._reserved_blocks -= min(needed, self._num_blocks_reserved(seq))
         new_blocks.append((seq.row, self.kv.allocate(seq, needed)))
         return True
 

@@ -35,14 +35,15 @@ class _Job:
     waiters: list[tuple[str, str]] = field(default_factory=list)
     started: bool = False
     timed_out: bool = False
+    replaced: bool = False
 
 
 class GrammarCompiler:
     """Makes constraints (see `scheduler.constraint.Constraints`). Used from one thread, that of the engine's loop.
 
     compile: called in a worker thread. workers: threads that compile at once. timeout: seconds from request to result;
-    a worker that is still busy then is abandoned and replaced, at most `spare_workers` times: the library bounds its
-    work, so the worker ends, but its request does not wait for it. max_entries: grammars and errors that are cached,
+    a worker that is still busy then is replaced until it is done, at most `spare_workers` at a time: the library bounds
+    its work, but its request does not wait for it. max_entries: grammars and errors that are cached,
     least recently used first out. max_chars: of their sources together.
     """
 
@@ -65,6 +66,7 @@ class GrammarCompiler:
         self._max_chars = max_chars
         self._cached_chars = 0
         self._idle = workers
+        self._workers = 0
         self._cache: OrderedDict[StructuredOutputsParams, CompiledGrammar | InvalidRequest] = OrderedDict()
         self._jobs: dict[StructuredOutputsParams, _Job] = {}
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -107,6 +109,9 @@ class GrammarCompiler:
                 end.recv(1 << 16)
         while self._done:
             job, made = self._done.popleft()
+            if job.replaced:
+                self._spare_workers += 1
+                self._end_worker()
             if not job.timed_out:
                 del self._jobs[job.structure]
                 out += _constraints_for(job, made)
@@ -119,6 +124,7 @@ class GrammarCompiler:
                 job, InvalidRequest(f"compiling it takes longer than {self._timeout:g} s: simplify it")
             )
             if job.started and self._spare_workers:
+                job.replaced = True
                 self._spare_workers -= 1
                 self._start_worker()
         return out
@@ -160,17 +166,16 @@ class GrammarCompiler:
             self._cached_chars -= _size(self._cache.popitem(last=False)[0])
 
     def _start_worker(self) -> None:
+        self._workers += 1
         threading.Thread(target=self._work, name="grammars", daemon=True).start()
 
+    def _end_worker(self) -> None:
+        """Any of them."""
+        self._workers -= 1
+        self._queue.put(None)
+
     def _work(self) -> None:
-        job = None
-        # A worker whose job timed out has been replaced.
-        while job is None or not job.timed_out:
-            job = self._queue.get()
-            if job is None:
-                # For the next worker.
-                self._queue.put(None)
-                return
+        while (job := self._queue.get()) is not None:
             if not job.timed_out:
                 job.started = True
                 self._done.append((job, _attempt(self._compile, job.structure)))
@@ -180,7 +185,8 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the workers."""
-        self._queue.put(None)
+        while self._workers:
+            self._end_worker()
         for end in self._wakeup:
             end.close()
 

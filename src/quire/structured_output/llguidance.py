@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -17,17 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from quire.errors import InvalidModel, InvalidRequest
-from quire.parsers.reasoning import THOUGHTS, ThoughtStyle, thought_style
+from quire.parsers.reasoning import THOUGHTS
 from quire.parsers.suffix import declared
 from quire.parsers.tools.styles import STYLES, TaggedStyle
 from quire.scheduler.constraint import FREE, Constraint, MaskRequest, one_by_one
 from quire.scheduler.plan import Mask
-from quire.structured_output.call_rules import escaped
-from quire.structured_output.schema import as_object, prepared
+from quire.structured_output.source import LIMITS, grammar_source, message, refusal, style_of
 from quire.structured_output.thought_budget import BudgetRules, ThoughtBudget
+from quire.structured_output.trial import FewTokens
 from quire.token_masks import MaskTable, write_mask
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import StructuredOutputsParams
@@ -35,23 +33,28 @@ from quire.types import StructuredOutputsParams
 Lines = npt.NDArray[np.int32]
 """Masks [N, words]."""
 
-SPACE = " "
-"""The white space allowed by default where JSON allows any: at most one space, or a model could repeat it for ever."""
-
 _FIRST = 0.1
 """CPU seconds that the first mask may take."""
 
 _AHEAD = 8
 """Tokens of one possible answer that are tried: most grammars that are too wide are too wide near the beginning."""
 
-_COERCE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
-
 
 class LlguidanceCompiler:
-    """Compiles grammars for one tokenizer, which is read when the first grammar is compiled."""
+    """Compiles grammars for one tokenizer, which is read when the first grammar is compiled.
 
-    def __init__(self, tokenizer: Callable[[], Tokenizer], *, clock: Callable[[], float] = time.thread_time) -> None:
+    source: of a structure, in the library's notation; `trial.Trials` tries it in another process.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], Tokenizer],
+        source: Callable[[StructuredOutputsParams, Callable[[], FewTokens]], str] = grammar_source,
+        *,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self._read = tokenizer
+        self._source = source
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -74,7 +77,7 @@ class LlguidanceCompiler:
         with self._lock:
             tokenizer = self._tokenizer
         rules = BudgetRules(
-            _style(structure),
+            style_of(structure),
             structure.thoughts,
             structure.thought_budget,
             piece=lambda token: tokenizer.token_text(token)[1],
@@ -82,32 +85,40 @@ class LlguidanceCompiler:
         )
         return lambda: ThoughtBudget(rules, make())
 
+    def _few_tokens(self) -> FewTokens:
+        with self._lock:
+            vocabulary, tokenizer = self._vocabulary, self._tokenizer
+        size = vocabulary.vocab_size
+        special = [token for token in range(size) if vocabulary.is_special_token(token)]
+        pieces = {token: tokenizer.token_text(token)[1] for token in special if token < tokenizer.vocab_size}
+        return FewTokens(size, sorted(tokenizer.eos), pieces)
+
     def _grammar(self, structure: StructuredOutputsParams) -> Callable[[], Matcher]:
         """Matchers of one grammar, which share the library's caches.
 
         Raises InvalidRequest naming the request's field, with the library's message.
         """
         try:
-            source = _after_thoughts(structure)
+            source = self._source(structure, self._few_tokens)
             # Read once, by whichever thread comes first: it takes a second for a large vocabulary.
             with self._lock:
                 vocabulary = self._vocabulary
-            first = LLMatcher(vocabulary, source, log_level=0, limits=_LIMITS)
+            first = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
         except InvalidModel as error:
             raise InvalidRequest(f"{structure.param}: {error}", param=structure.param) from error
         except (ValueError, RecursionError) as error:
-            raise _refusal(structure, str(error)) from error
+            raise refusal(structure, str(error)) from error
         began = self._clock()
         mask = first.compute_bitmask()
         if first.is_error():
-            raise _refusal(structure, first.get_error())
+            raise refusal(structure, first.get_error())
         if self._clock() - began > _FIRST:
-            raise _refusal(structure, "it is too complex")
+            raise refusal(structure, "it is too complex")
         if not any(mask):
-            raise _refusal(structure, "nothing can satisfy it")
+            raise refusal(structure, "nothing can satisfy it")
         eos = self._tokenizer.eos
         if why := _ahead(first.deep_copy(), mask, eos):
-            raise _refusal(structure, why)
+            raise refusal(structure, why)
         size = -(-vocabulary.vocab_size // 32) * 4
         beginning = _beginning(first, mask, eos)
         first = with_mask_inside(first, beginning, eos)
@@ -178,96 +189,8 @@ def _as_bits(tokens: frozenset[int]) -> int:
     return sum(1 << token for token in tokens)
 
 
-_LIMITS = LLParserLimits(
-    max_items_in_row=1000,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=100_000,
-    step_max_items=25_000,
-    max_lexer_states=50_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
-"""Below the library's defaults, since the work for one row delays the whole batch."""
-
-
-def _source(structure: StructuredOutputsParams) -> str:
-    """The grammar in the library's notation."""
-    kind, text = structure.kind
-    if kind == "json":
-        schema = prepared(json.loads(text), structure.param, close=structure.disable_additional_properties)
-        compact = structure.disable_any_whitespace
-        white = None if compact else structure.whitespace_pattern or SPACE
-        options = {"whitespace_flexible": white is not None, "whitespace_pattern": white, "lenient": False}
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(as_object(schema)), overrides=options))
-    if kind == "choice":
-        # One terminal: as alternatives of a rule, each would be an item of the parser.
-        texts = " | ".join(map(json.dumps, json.loads(text)))
-        return str(LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + texts))
-    return str(grammar_from(kind, text))
-
-
-def _after_thoughts(structure: StructuredOutputsParams) -> str:
-    """The grammar, preceded by reasoning (any text up to its closing mark) where the structure allows it.
-
-    Two grammars in one document, so that their rule names do not collide.
-    """
-    source = _source(structure)
-    ahead = structure.thoughts
-    if ahead == "none" and not structure.begin:
-        return source
-    as_json = structure.kind[0] in ("json", "regex")
-    answer = json.loads(source)["grammars"][0] if as_json else {"lark_grammar": source}
-    if ahead == "none":
-        only = f"start: {json.dumps(structure.begin)} @answer"
-        return json.dumps({"grammars": [{"lark_grammar": only}, {**answer, "name": "answer"}]})
-    style = _style(structure)
-    opens = " | ".join(map(json.dumps, style.opens))
-    ends = "".join(f" & ~/(?s:.*){escaped(mark)}(?s:.*)/" for mark in style.ends)
-    lines = [
-        f"start: {'thoughts' if ahead == 'open' else f'(({opens}) thoughts)?'} {json.dumps(structure.begin)} @answer",
-        f"thoughts: thought SPACE {json.dumps(style.between)}",
-        "thought[lazy]: THOUGHT",
-        f"THOUGHT: /(?s:.*)({'|'.join(map(escaped, style.closes))})/{ends}",
-        "SPACE: /\\n{0,2}/",
-    ]
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, {**answer, "name": "answer"}]})
-
-
-def _style(structure: StructuredOutputsParams) -> ThoughtStyle:
-    style = thought_style(structure.reasoning_parser)
-    assert style is not None, "a structure behind thoughts has a parser of them"
-    return style
-
-
-def _refusal(structure: StructuredOutputsParams, why: str) -> InvalidRequest:
-    what = {"json": "the JSON schema", "regex": "the regular expression", "choice": "the choice"}
-    if why.startswith("NoExtension"):
-        why = "nothing can satisfy it"
-    name = what.get(structure.kind[0], "the grammar")
-    text = message(why.replace(_COERCE, "Use anyOf"))
-    return InvalidRequest(f"{structure.param}: {name} cannot be used: {text}", param=structure.param)
-
-
 EMPTY_MASK = b""
 """Allows no token: the row ends with an error."""
-
-
-_MAX_MESSAGE = 400
-"""The most characters of the library's message that are shown."""
-
-_NOISE = re.compile(r"\s*<non-verbose/>|json-schema:///|Parser Error: ")
-_ROW = re.compile(r".*Current row has (\d+) items; max is (\d+).*", re.DOTALL)
-
-
-def message(why: str) -> str:
-    """The library's message on one line, with its internal terms explained."""
-    if wide := _ROW.fullmatch(why):
-        return (
-            f"it has {wide[1]} alternatives in one place, and at most {wide[2]} are allowed: use fewer alternatives "
-            "(of fixed texts, an enum or a choice may have many more)"
-        )
-    text = " ".join(_NOISE.sub("", why).split())
-    return text[:_MAX_MESSAGE] + "..." if len(text) > _MAX_MESSAGE else text
 
 
 _STUCK = "it cannot be followed any further"
@@ -516,6 +439,10 @@ class ParallelMasks:
     """Seconds after which the masks that are left are made by threads. They also are where other threads of the process
     take the interpreter's lock: it is released for each mask before, and for all at once then."""
 
+    THREADED = 1e-5
+    """Seconds that one of many usual masks takes where threads make them: as long as others are made sooner, they stay
+    without threads, and those that are alike are copied once."""
+
     MAX_PAUSE = 63
     """Most steps between two that are measured, where no grammar is slow."""
 
@@ -568,7 +495,7 @@ class ParallelMasks:
         width = next((one[0].mask_bytes // 4 for one in requests if isinstance(one[0], Matcher)), 0)
         lines = self._buffer(count, width or self._lines.shape[1])
         distinct, clock = DistinctMasks(lines, 4 * width), self._clock
-        given, due = distinct.given, clock() + self.WAKE
+        given, due = distinct.given, clock() + max(self.WAKE, self.THREADED * len(requests))
         places, rest = list[list[int]](), list[tuple[list[int], MaskRequest]]()
         for request in requests:
             matcher, tokens, begin, drafts = request

@@ -7,8 +7,9 @@ is enforced in part is worse than none, since the client trusts the answer.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 from quire.errors import InvalidRequest
@@ -30,6 +31,11 @@ OBEYED: frozenset[str] = frozenset(
 )
 """Keywords that are enforced."""
 
+TYPES = ("string", "number", "integer", "object", "array", "boolean", "null")
+
+FORMATS = ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Formats of strings that are enforced."""
+
 REFUSED: Mapping[str, str] = {
     "not": "say what is wanted instead, with enum, pattern or anyOf; only {}, true and false are negated",
     **dict.fromkeys(("if", "then", "else"), "use anyOf with one schema a case"),
@@ -48,6 +54,14 @@ REFUSED: Mapping[str, str] = {
 }
 """Keywords that would restrict the answer and are not supported, and what to use instead."""
 
+EXACT = 1 << 53
+"""The compiler keeps bounds as floats, which hold integers up to here."""
+
+_INT64 = 1 << 63
+
+_BOUNDS: Mapping[str, int] = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+"""Keywords of bounds, and the sign of those that no smaller number than EXACT satisfies."""
+
 _TAKEN: Mapping[str, tuple[Any, ...]] = {
     "not": ({}, True, False),
     "uniqueItems": (False,),
@@ -57,10 +71,10 @@ _TAKEN: Mapping[str, tuple[Any, ...]] = {
 
 
 def prepared(schema: Any, param: str, *, close: bool) -> Any:
-    """The schema as it is to be enforced: checked, without `not`, and closed where that is asked for. Raises
-    InvalidRequest as `check_schema` does."""
+    """The schema as it is to be enforced: checked, in keywords that the compiler knows, and closed where that is asked
+    for. Raises InvalidRequest as `check_schema` does."""
     check_schema(schema, param)
-    made = _without_not(schema)
+    made = _in_known_words(schema)
     return closed(made) if close else made
 
 
@@ -69,22 +83,36 @@ def as_object(schema: Any) -> dict[str, Any]:
     return dict(schema) if isinstance(schema, Mapping) else {"anyOf": [schema]}
 
 
-def _without_not(schema: Any) -> Any:
+def _in_known_words(schema: Any) -> Any:
     """A copy of a checked schema with `false` in place of schemas that nothing matches: {"not": {}}, as zod and TypeBox
-    write a property that must not be there."""
+    write a property that must not be there. Without keywords that restrict nothing, and bounds as they can be kept."""
     if not isinstance(schema, Mapping):
         return schema
     if schema.get("not", False) is not False:
         return False
-    made = {name: value for name, value in schema.items() if name != "not"}
+    made = {name: _exact(schema, name, value) for name, value in schema.items() if name not in _TAKEN}
     for name, value in made.items():
         if name in _IN_MAPS and isinstance(value, Mapping):
-            made[name] = {key: _without_not(one) for key, one in value.items()}
+            made[name] = {key: _in_known_words(one) for key, one in value.items()}
         elif name in _IN_LISTS and isinstance(value, list):
-            made[name] = [_without_not(one) for one in value]
+            made[name] = [_in_known_words(one) for one in value]
         elif name in _ALONE:
-            made[name] = _without_not(value)
+            made[name] = _in_known_words(value)
     return made
+
+
+def _exact(schema: Mapping[str, Any], keyword: str, value: Any) -> Any:
+    """A bound beyond EXACT as one of the next floats towards 0: the compiler would take the nearest, which may lie
+    beyond the bound, and does not always exclude it where it should. Of integers it knows those of 64 bits."""
+    if keyword not in _BOUNDS or not _is_number(value) or abs(value) <= EXACT:
+        return value
+    if schema.get("type") == "integer":
+        value = max(-_INT64, min(value, _INT64))
+    return math.nextafter(math.nextafter(float(value), 0), 0)
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_schema(schema: Any, param: str) -> None:
@@ -121,8 +149,25 @@ def _check_keywords(schema: Mapping[str, Any], where: str, known: Mapping[str, s
     for name in ("exclusiveMinimum", "exclusiveMaximum"):
         if isinstance(schema.get(name), bool):
             raise _refusal(f"{name} in {where} must be a number, as since draft 6", param)
+    for name, sign in _BOUNDS.items():
+        if _is_number(bound := schema.get(name)) and sign * bound >= EXACT:
+            allowed = "less than 2^53" if sign > 0 else "greater than -2^53"
+            raise _refusal(f"{name} in {where} must be {allowed}: numbers beyond are not exact", param)
+    _check_type(schema, where, param)
     if isinstance(schema.get("items"), list):
         raise _refusal(f"items in {where} is a list: use prefixItems", param)
+
+
+def _check_type(schema: Mapping[str, Any], where: str, param: str) -> None:
+    named = schema.get("type", [])
+    types = named if isinstance(named, list) else [named]
+    for name in types:
+        if name not in TYPES:
+            raise _refusal(f"type in {where} must be one of {', '.join(TYPES)}, not {repr(name)[:64]}", param)
+    known = "format" not in schema or schema["format"] in FORMATS
+    if not known and "string" in types and not schema.keys() & {"enum", "const"}:
+        what = f"the format {repr(schema['format'])[:64]} in {where} is not supported"
+        raise _refusal(f"{what}: use one of {', '.join(FORMATS)}, or a pattern, or leave it out", param)
 
 
 def _inside(schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:

@@ -88,10 +88,12 @@ class Command(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., masks: _Optional[_Union[Masks, _Mapping]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("version",)
+    __slots__ = ("version", "instance")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
+    instance: int
+    def __init__(self, version: _Optional[int] = ..., instance: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("opened", "grown", "same_spans", "spans", "masked", "drafts", "snapshots")

@@ -203,5 +203,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.enable_http_proxy", 0),
 )
-"""Keepalive detects a machine that vanished; without it a half-open connection would hold its executor for ever."""
+"""Keepalive detects a machine that vanished; without it a half-open connection would hold its executor for ever.
+A proxy for the web (`http_proxy`) does not know the executor, and would be one more way for every step."""
