@@ -151,6 +151,10 @@ def check_executor(config: ExecutorConfig) -> None:
             raise InvalidConfig(
                 f"{entry.name} is for executor grpc, but executor is {config.executor}", param=entry.name
             )
+    address = config.executor_address
+    # gRPC would ask port 443 of a host without one, and wait.
+    if address is not None and not re.fullmatch(r".+:\d{1,5}|unix:.+", address):
+        raise InvalidConfig(f"executor_address: {address!r} is not HOST:PORT", param="executor_address")
     if (config.executor_tls_cert is None) != (config.executor_tls_key is None):
         raise InvalidConfig("executor_tls_cert and executor_tls_key go together", param="executor_tls_cert")
     if config.executor_tls_cert is not None and config.executor_tls_ca is None:
