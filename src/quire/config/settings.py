@@ -217,8 +217,8 @@ class ServerConfig:
     )
     enable_force_include_usage: bool = option(
         False,
-        "Put usage into every chunk of streams of /v1/completions and /v1/chat/completions, as if each request asked for "
-        "it with stream_options, for proxies that count tokens.",
+        "Put usage into every chunk of streams of /v1/completions and /v1/chat/completions, as if each request asked "
+        "for it with stream_options, for proxies that count tokens.",
     )
     max_n: int = option(128, "Most answers to one prompt: the largest n.", low=1, high=1024)
     max_new_tokens: int | None = option(
