@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#eab308", "#14b8a6", "#ec4899")
 GREY = "#8a8f98"
@@ -167,6 +167,7 @@ def by_replicas(rows: Sequence[Row], what: str, title: str) -> Figure:
                 points = sorted((row["replicas"], row["ms"][what][statistic]) for row in group)
                 axes.plot(*zip(*points, strict=True), line, marker="o", ms=3, color=colour, label=f"{name} {statistic}")
         axes.set_xlabel("replicas")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(plain))
         beside(axes)
     else:
