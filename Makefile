@@ -58,6 +58,7 @@ docs:
 	$(PYTHON) -m tools.metrics_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/metrics.md
 	$(PYTHON) -m tools.parsers_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/parsers.md
 	$(PYTHON) -m tools.vllm_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/vllm.md
+	$(PYTHON) -m tools.other_servers_page > $(REFERENCE)/new && mv $(REFERENCE)/new $(REFERENCE)/other-servers.md
 	$(PYTHON) -m tools.clients_page > docs/new && mv docs/new docs/clients.md
 
 # The documentation site, as a folder of files.

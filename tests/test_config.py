@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import OPTIONS, SchedulerConfig, Settings, load
-from quire.config.unknown import ELSEWHERE, UNSUPPORTED
+from quire.config.other_servers import ELSEWHERE, UNSUPPORTED
 from quire.errors import InvalidConfig
 
 SOURCE = Path(__file__).parents[1] / "src/quire"

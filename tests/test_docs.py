@@ -30,9 +30,9 @@ import quire
 from quire.cli import main
 from quire.cli.base import DEVELOPER_BENCHMARKS
 from quire.config import OPTIONS, Settings
-from quire.config.unknown import UNSUPPORTED
+from quire.config.other_servers import ELSEWHERE, UNSUPPORTED
 from tests.browser import CHROMIUM, chromium
-from tools import metrics_page, options_page, parsers_page, requests_page, vllm_page
+from tools import metrics_page, options_page, other_servers_page, parsers_page, requests_page, vllm_page
 from tools.reference import PAGES as GENERATED
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +47,7 @@ PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/
         ("metrics", metrics_page),
         ("parsers", parsers_page),
         ("vllm", vllm_page),
+        ("other-servers", other_servers_page),
     ],
 )
 def test_what_is_written_from_the_code_is_current(name: str, page: ModuleType) -> None:
@@ -215,7 +216,9 @@ def test_commands_are_found_in_blocks_and_sentences() -> None:
 
 def test_options_named_in_prose_are_options_there_are() -> None:
     known = {known.flag for known in OPTIONS.values()} | {f"--no-{known.flag[2:]}" for known in OPTIONS.values()}
-    known |= {f"--{name.replace('_', '-')}" for name in UNSUPPORTED} | set(_flags(main, click.Context(main)))
+    known |= {f"--{name.replace('_', '-')}" for name in (*UNSUPPORTED, *ELSEWHERE)} | set(
+        _flags(main, click.Context(main))
+    )
     for name in DEVELOPER_BENCHMARKS:
         command = importlib.import_module(f"benchmarks.{name}").command
         known |= set(_flags(command, click.Context(command)))
@@ -223,7 +226,8 @@ def test_options_named_in_prose_are_options_there_are() -> None:
     foreign |= {"--dataset-name", "--ignore-eos"}  # of vllm bench serve
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
-        if "benchmarks" not in page.parts:  # those say what was run on the day
+        # Benchmarks say what was run on the day, the other page what other servers have.
+        if "benchmarks" not in page.parts and page.name != "other-servers.md":
             for quoted in re.findall(r"`([^`\n]+)`", text):
                 for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", quoted):
                     assert flag in known | foreign, f"{page.relative_to(ROOT)}: there is no {flag}"

@@ -517,6 +517,15 @@ def test_a_structure_binds_a_chat_from_its_first_token_where_thinking_is_disable
         with pytest.raises(InvalidRequest, match="seen"):
             llm.chat(messages, params, chat_template_kwargs=options)
     assert bound == [thoughts] * 2
+    # What the operator has set, where the call does not say.
+    template = ChatTemplate(llm._text.template.source, kwargs={"enable_thinking": False})
+    monkeypatch.setattr(llm._text, "template", template, raising=False)
+    with pytest.raises(InvalidRequest, match="seen"):
+        llm.chat([{"role": "user", "content": "a"}], params, chat_template_kwargs=options)
+    assert bound[2] == "none"
+    with pytest.raises(InvalidRequest, match="seen"):
+        llm.chat([{"role": "user", "content": "a"}], params, chat_template_kwargs={"enable_thinking": True})
+    assert bound[3] == "open"
 
 
 def test_what_vllm_takes_and_changes_nothing_is_taken(llm: LLM) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import quire
 from quire.cli import main
 from quire.config import OPTIONS
+from quire.config.option import SHORT
 from quire.executors.contract import executor_pb2
 from quire.executors.contract.translate import VERSION as CONTRACT
 from quire.observability.recording_format import VERSION as RECORDING
@@ -32,7 +33,9 @@ PAGE = Path(__file__).parents[1] / "docs/reference/stability.md"
 
 def flags() -> dict[str, list[str]]:
     """The flags of each command, but for those of settings, which are options."""
-    options = {flag for known in OPTIONS.values() for flag in (known.flag, f"--no-{known.flag[2:]}")}
+    options = {flag for known in OPTIONS.values() for flag in (known.flag, f"--no-{known.flag[2:]}")} | {
+        *SHORT.values()
+    }
     found = {path: {f for p in one.params for f in (*p.opts, *p.secondary_opts)} for path, one in commands(main)}
     return {path: sorted(flag for flag in each - options if flag.startswith("-")) for path, each in found.items()}
 
@@ -52,6 +55,7 @@ def surface() -> dict[str, Any]:
         "quire.__all__": sorted(quire.__all__),
         "commands": flags(),
         "options": sorted(known.flag for known in OPTIONS.values()),
+        "short options": dict(sorted(SHORT.items())),
         "routes": sorted(f"{method.upper()} {path}" for path, kinds in described["paths"].items() for method in kinds),
         "metrics": {name: f"{kind} {' '.join(labels)}".strip() for name, kind, labels, _ in sorted(metrics())},
         "grpc": {"package": contract.package, "messages": dict(sorted(fields(contract.message_types_by_name)))},

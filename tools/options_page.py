@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from quire.config.option import Option
+from quire.config.option import SHORT, Option
 from quire.config.settings import OPTIONS, SECTIONS
-from quire.config.unknown import UNSUPPORTED
 
 HEAD = """# Configuration
 
@@ -35,12 +34,11 @@ take `true` and `false` (also `yes`, `on`, `1` and so on); as flags they are `--
 `auto` is a value: what it becomes is decided when the device and the model are known.
 """
 
-FOOT = """## Options of other servers that Quire does not have
+FOOT = """## Options of other servers
 
-Each is refused with its line. Those [of vLLM's whose values change nothing](vllm.md) are taken, and named.
-
-| option | instead |
-|---|---|
+What Quire does not have is refused by name, with what to do instead: [vLLM's](vllm.md), of which those whose values
+change nothing are taken, and named; [SGLang's, llama.cpp's, TGI's and Ollama's](other-servers.md). A command says it of
+all its options at once. Short forms that vLLM has are taken: {short}.
 """
 
 
@@ -52,7 +50,7 @@ def markdown() -> str:
         about = (config.__doc__ or "").strip()
         parts.append(f"## {section.capitalize()}\n\n{about}\n\n| option | value | default | |\n|---|---|---|---|\n")
         parts[-1] += "\n".join(rows) + "\n"
-    parts.append(FOOT + "\n".join(f"| `{_flag(name)}` | {why} |" for name, why in UNSUPPORTED.items()) + "\n")
+    parts.append(FOOT.format(short=", ".join(f"`{short}` of {OPTIONS[name].flag}" for name, short in SHORT.items())))
     return "\n".join(parts)
 
 
@@ -60,10 +58,6 @@ def _row(known: Option) -> str:
     default = known.show(known.default)
     cells = (f"`{known.flag}`", known.wants().removeprefix("must be "), f"`{default}`" if default else "", known.help)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _flag(name: str) -> str:
-    return ("--" if len(name) > 2 else "-") + name.replace("_", "-")
 
 
 if __name__ == "__main__":

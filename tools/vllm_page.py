@@ -13,7 +13,7 @@ import quire
 from quire import types
 from quire.checks import ANY, Unneeded
 from quire.config import OPTIONS
-from quire.config.unknown import UNSUPPORTED
+from quire.config.other_servers import UNSUPPORTED
 from quire.config.vllm import ATTRIBUTES, CONSTRUCTOR, METHODS, taken_by_the_command_line
 from quire.frontend.beam_search import BeamSearchParams
 
@@ -55,7 +55,11 @@ ENGINE = """model tokenizer dtype max_model_len gpu_memory_utilization tensor_pa
     use_v2_block_manager num_lookahead_slots num_scheduler_steps preemption_mode scheduler_delay_factor
     guided_decoding_backend disable_async_output_proc speculative_model num_speculative_tokens tokenizer_pool_size
     enable_prompt_adapter disable_log_requests otlp_traces_endpoint collect_detailed_traces kv_cache_metrics
-    show_hidden_metrics_for_version tokens_only device"""
+    show_hidden_metrics_for_version tokens_only device moe_backend language_model_only mamba_cache_mode reasoning_config
+    enable_return_routed_experts enable_mfu_metrics cudagraph_metrics kv_cache_metrics_sample io_processor_plugin
+    mm_shm_cache_max_object_size_mb eplb_config weight_transfer_config offload_backend renderer_num_workers
+    enable_logging_iteration_details max_num_queued_reqs max_num_queued_tokens performance_mode
+    disable_mm_preprocessor_cache lora_extra_vocab_size tokenizer_pool_type ray_workers_use_nsight"""
 SERVER = """host port uds api_key root_path allowed_origins allowed_methods allowed_headers allow_credentials
     ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs enable_ssl_refresh middleware chat_template
     chat_template_content_format default_chat_template_kwargs trust_request_chat_template response_role
@@ -64,7 +68,9 @@ SERVER = """host port uds api_key root_path allowed_origins allowed_methods allo
     log_config_file uvicorn_log_level disable_uvicorn_access_log log_error_stack aggregate_engine_logging
     enable_prompt_tokens_details enable_force_include_usage enable_server_load_tracking enable_request_id_headers
     disable_fastapi_docs disable_frontend_multiprocessing api_server_count headless shutdown_timeout
-    h11_max_incomplete_event_size h11_max_header_count"""
+    h11_max_incomplete_event_size h11_max_header_count enable_log_deltas enable_per_request_metrics
+    enable_tokenizer_info_endpoint fingerprint_mode fingerprint_value disable_access_log_for_endpoints
+    enable_offline_docs enable_flash_late_interaction ssl_ciphers sse_keep_alive_interval grpc grpc_port"""
 LLM = """generate chat beam_search embed encode classify score reward enqueue enqueue_chat wait_for_completion
     get_tokenizer set_tokenizer get_default_sampling_params from_engine_args reset_prefix_cache reset_mm_cache
     get_metrics get_world_size preprocess_chat sleep wake_up start_profile stop_profile collective_rpc apply_model

@@ -46,7 +46,6 @@ from quire.frontend.outputs import (
 )
 from quire.frontend.processor import ActiveRequest, check_priority
 from quire.observability.observer import FrontendObserver
-from quire.parsers.reasoning import turned_off
 from quire.tokenization.tokenizer import Tokenizer
 from quire.types import (
     UNLIMITED,
@@ -276,7 +275,7 @@ class AsyncLLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
             begun = last_text(messages) if continue_final_message else ""
-            return talk, self._prompts.bound(talk.text or "", begun, params, off=turned_off(chat_template_kwargs))
+            return talk, self._prompts.bound(talk.text or "", begun, params, chat_template_kwargs)
 
         return self._stream(UNLIMITED, encode, sampling_params, request_id, priority, others)
 

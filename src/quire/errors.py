@@ -167,6 +167,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def reason(error: OSError) -> str:
+    """Why a folder cannot be made or used: of a file that is in its place, not that it exists."""
+    return "it is a file, not a folder" if isinstance(error, FileExistsError) else str(error.strerror)
+
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Line breaks, other control characters, and characters that change the direction of text."""
 

@@ -72,7 +72,6 @@ from quire.frontend.processor import (
     requests,
 )
 from quire.parsers.parts import Splitter, TextPart
-from quire.parsers.reasoning import turned_off
 from quire.scheduler.constraint import FREE, Constraint
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.llguidance import LlguidanceCompiler
@@ -393,9 +392,8 @@ class LLM:
         talks = [self._prompts.rendered(talk, **rendering) for talk in several]
         each = _copies(_for_each(sampling_params or self.default_sampling_params(), len(talks)))
         begun = [last_text(talk) if continue_final_message else "" for talk in several]
-        off = turned_off(chat_template_kwargs)
         bound = [
-            self._prompts.bound(*one, off=off)
+            self._prompts.bound(*one, chat_template_kwargs)
             for one in zip((talk.text or "" for talk in talks), begun, each, strict=True)
         ]
         return self._outputs(talks, bound, use_tqdm)

@@ -13,8 +13,9 @@ import pytest
 
 from quire.config import OPTIONS, Settings, load
 from quire.config.option import Option
+from quire.config.other_servers import ELSEWHERE, UNSUPPORTED
 from quire.config.speculative import parse
-from quire.config.unknown import ELSEWHERE, UNSUPPORTED, refuse
+from quire.config.unknown import refuse
 from quire.errors import InvalidConfig
 from tests.expected import check
 

@@ -14,7 +14,7 @@ import torch
 from quire import LLM, AsyncLLM, BeamSearchParams
 from quire.cli import main
 from quire.config import OPTIONS, Settings
-from quire.config.unknown import UNSUPPORTED
+from quire.config.other_servers import UNSUPPORTED
 from quire.config.vllm import (
     ANY,
     ATTRIBUTES,

@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, taken: str) -> No
     folder = tmp_path / "b"
     (folder / taken).parent.mkdir(parents=True, exist_ok=True)
     (folder / taken).write_text("a file where a folder should be, or the other way round")
-    named = rf"--batch-dir: .*b/?{taken.partition('/')[0]}: (File exists|Is a dir|Not a dir)"
+    named = rf"--batch-dir: .*b/?{taken.partition('/')[0]}: (it is a file, not a folder|Is a dir|Not a dir)"
     with pytest.raises(InvalidConfig, match=named):
         BatchService(folder, answer, Limits(), width=1)
     if taken not in ("", "lock/x"):  # and the lock is free again

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire.parsers.reasoning import THOUGHTS
-from quire.parsers.tools.styles import STYLES, TaggedStyle, calls_text
+from quire.parsers.tools.rendering import calls_text
+from quire.parsers.tools.styles import STYLES, TaggedStyle
 from quire.types import Request
 from tests.parsers.families import SCHEMAS, WEATHER
 from tests.server.doubles import HI, TOKENIZER, Served, check_error, says, served
@@ -84,6 +85,17 @@ async def test_no_effort_switches_thoughts_off_or_leaves_them_no_token() -> None
     async with served(template=OPENS, about=about()) as server:
         await server.chat(reasoning_effort="none", max_tokens=9)
         assert bound(server) == 0
+
+
+@pytest.mark.parametrize("sent", [{}, {"thinking": {"type": "enabled"}}, {"reasoning_effort": "none"}])
+async def test_what_requests_do_not_say_is_the_operators(sent: dict[str, Any]) -> None:
+    """`--default-chat-template-kwargs`: a structure binds from the first token where thinking is off."""
+    said = {**about("deepseek_r1", "enable_thinking"), "template_kwargs": {"enable_thinking": False}}
+    async with served(template=CHATML, about=said) as server:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        await server.post("/v1/chat/completions", **body, **sent, structured_outputs={"regex": "[a-z]+"})
+        structure = server.port.submitted[-1].sampling.structured_outputs
+    assert structure is not None and structure.thoughts == ("open" if "thinking" in sent else "none")
 
 
 SWITCH = "enable_thinking"

@@ -38,6 +38,7 @@ def build_backend(settings: Settings, text: Text, engine: EngineClient, **more: 
         reasoning_parser=text.reasoning_parser,
         pooler=text.pooler,
         template_arguments=frozenset() if text.template is None else text.template.arguments,
+        template_kwargs={} if text.template is None else text.template.kwargs,
     )
     return NativeBackend(engine=engine, tokenizer=text.tokenizer, chat=text.template, card=card, **more)
 

@@ -12,7 +12,7 @@ from quire.checks import token_ids
 from quire.errors import InvalidRequest
 from quire.multimodal.inputs import ImageInputs, MediaNeeded, NoImages
 from quire.parsers.parts import PLAIN, Splitter
-from quire.parsers.reasoning import bounded, thought_style, thoughts_ahead
+from quire.parsers.reasoning import bounded, thought_style, thoughts_ahead, turned_off
 from quire.tokenization.no_tokenizer import needs_text
 from quire.types import PromptImage, SamplingParams
 
@@ -134,9 +134,13 @@ class PromptReader:
         inside = thoughts_ahead(parser, text) == "open"
         return style.splitter(inside=inside), replace(params, skip_special_tokens=False) if style.special else params
 
-    def bound(self, text: str, begun: str, params: SamplingParams, *, off: bool = False) -> SamplingParams:
+    def bound(
+        self, text: str, begun: str, params: SamplingParams, kwargs: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
         """`params` for a conversation rendered as `text`: a structure binds what comes after the thoughts,
-        which are bounded too. begun: what the answer goes on with. off: thinking is disabled."""
+        which are bounded too. begun: what the answer goes on with. kwargs: chat_template_kwargs of the call."""
+        template = self._text.template
+        off = turned_off({} if template is None else template.kwargs, kwargs)
         parser, form = self._text.reasoning_parser, params.structured_outputs
         ahead = thoughts_ahead(parser, text, begun, off=off)
         style = thought_style(parser)

@@ -49,6 +49,7 @@ VLLM_OPTIONS = frozenset(
         *("kv_cache_memory_bytes", "gpu_memory_utilization", "kv_cache_dtype", "enable_prefix_caching"),
         *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "long_prefill_token_threshold"),
         *("scheduling_policy", "enforce_eager", "speculative_config", "skip_tokenizer_init"),
+        *("default_chat_template_kwargs", "generation_config", "override_generation_config"),
     )
 )
 """Options that vLLM has with the same name and meaning: they are passed on."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.assembly.place import place_of
+from quire.assembly.request_defaults import check_read, sampling, template_kwargs
 from quire.assembly.tokenizer import pooler_of, read_tokenizer, tokenizer_folder
 from quire.config import Settings
 from quire.errors import InvalidModel
@@ -15,13 +16,14 @@ from quire.parsers.reasoning import parser_of
 from quire.parsers.suffix import named
 from quire.parsers.tools.styles import STYLES, sign_of, style_of
 from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.tokenizer import Tokenizer, sampling_defaults
+from quire.tokenization.tokenizer import Tokenizer
 from quire.weights.locate import check
 from quire.weights.pooling import PoolerConfig
 
 
 class Text(NamedTuple):
-    """How a model's text becomes tokens and back. template: None if it has none. defaults: of generation_config.json.
+    """How a model's text becomes tokens and back. template: None if it has none. defaults: sampling parameters of
+    requests that do not say, from generation_config.json and options.
 
     tool_parser, reasoning_parser: as set, otherwise detected from the template. tools_from: how the first was chosen.
     pooler: how prompts become vectors.
@@ -57,7 +59,7 @@ def build_text(settings: Settings) -> Text:
         raise
     tools, reasoning = model.tool_call_parser, model.reasoning_parser
     style = None if tools == "auto" else STYLES[tools]
-    template = None
+    template, kwargs = None, template_kwargs(settings)
     if tokenizer.has_text:
         template = ChatTemplate.from_folder(
             tokenizer_folder(settings),
@@ -65,7 +67,9 @@ def build_text(settings: Settings) -> Text:
             override=model.chat_template,
             style=style,
             default=own_template,
+            kwargs=kwargs,
         )
+    check_read(kwargs, template)
     if template is not None:
         template.try_out()
         tokenizer.render_chat = template.render
@@ -74,7 +78,7 @@ def build_text(settings: Settings) -> Text:
         folder,
         tokenizer,
         template,
-        sampling_defaults(folder),
+        sampling(settings, folder),
         named((style or style_of(source)).name, tokenizer.added),
         named(parser_of(source) if reasoning == "auto" else reasoning, tokenizer.added),
         "as set" if style else "by the chat template" if sign_of(source) else "the chat template names no format",

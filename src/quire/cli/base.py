@@ -6,6 +6,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from click.shell_completion import CompletionItem
 from quire import heap
 from quire.cli.examples import examples_of
 from quire.config import OPTIONS, Option, Settings, load, refuse
+from quire.config.option import SHORT
 from quire.config.vllm import without_unneeded
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest, QuireError, nearest
 from quire.types import NUMERIC_PARAMETERS
@@ -204,6 +206,9 @@ FIRST = (
 
 OFFLINE = tuple(section for section in SECTIONS if section not in ("server", "access", "upstream", "replicas"))
 
+_FLAG = re.compile("--?[A-Za-z]")
+"""How a word that is an option begins; -1 is a value."""
+
 _REST = "quire.rest"
 """Key of `ctx.meta` for the arguments after --."""
 
@@ -243,15 +248,12 @@ class SettingsCommand(click.Command):
             args, ctx.meta[_REST] = args[:at], tuple(args[at + 1 :])
         args = say_unneeded(*without_unneeded(args))
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, list(args))
         except click.NoSuchOption as error:
-            written = _written(error.option_name, given)
-            options = [param for param in self.params if isinstance(param, click.Option)]
-            flags = [flag for option in options for flag in (*option.opts, *option.secondary_opts)]
-            unknown = refuse(written.partition("=")[0], "command line", flags)
-            if error.option_name in self.elsewhere:
-                raise InvalidConfig(f"{unknown} {self.elsewhere[error.option_name]}") from error
-            raise unknown from error
+            *others, last = self._unknown(_written(error.option_name, given), args)
+            for other in others:
+                click.echo(f"Error: {other}", err=True)
+            raise last from error
         except click.UsageError as error:
             several = [known.flag for known in self.taken if known.flag in given and known.kind == "texts"]
             if "extra argument" not in error.message or not several:
@@ -259,6 +261,24 @@ class SettingsCommand(click.Command):
             raise InvalidConfig(
                 f"{error.message}: {several[0]} takes several values with commas (a,b), or once for each"
             ) from error
+
+    def _unknown(self, first: str, args: Sequence[str]) -> list[InvalidConfig]:
+        """An error for each unknown option among the words of a command, first for the one where parsing ended."""
+        options = [param for param in self.params if isinstance(param, click.Option)]
+        known = {flag: option for option in options for flag in (*option.opts, *option.secondary_opts)}
+        written, is_value = [first], False
+        for word in args:
+            flag, joined, _ = word.partition("=")
+            option = None if is_value else known.get(_dashes(flag))
+            if option is None and not is_value and _FLAG.match(word):
+                written.append(word)
+            is_value = option is not None and not option.is_flag and not joined
+        flags = dict.fromkeys(word.partition("=")[0] for word in written)
+        refused = [(flag, refuse(flag, "command line", known)) for flag in flags]
+        return [
+            InvalidConfig(f"{error} {self.elsewhere[flag]}", param=error.param) if flag in self.elsewhere else error
+            for flag, error in refused
+        ]
 
     def invoke(self, ctx: click.Context) -> Any:
         """Load the settings, and run the command with them."""
@@ -342,9 +362,10 @@ def _click_option(known: Option) -> click.Option:
     if known.kind == "switch":
         spelling = f"{known.flag}/--no-{known.flag.removeprefix('--')}"
         return click.Option([spelling, known.name], default=None, help=help)
+    short = [SHORT[known.name]] if known.name in SHORT else []
     metavar = known.metavar or ("|".join(known.choices) if known.choices else _METAVARS[known.kind])
     return click.Option(
-        [known.flag, known.name],
+        [*short, known.flag, known.name],
         default=None,
         multiple=known.kind == "texts",
         metavar=metavar,

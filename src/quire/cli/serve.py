@@ -10,7 +10,8 @@ import click
 from quire.assembly import extra
 from quire.assembly.early_engine import early_engine
 from quire.cli.base import SettingsCommand
-from quire.config import Settings
+from quire.config import OPTIONS, Settings
+from quire.config.unknown import unread
 from quire.replicas.environment import prepare
 from quire.server.hosts import loopback
 
@@ -20,6 +21,8 @@ def command(settings: Settings) -> None:
     """Serve MODEL over HTTP, in OpenAI's API, until SIGTERM or Ctrl-C."""
     for line in warnings(settings):
         click.secho(f"WARNING: {line}", err=True, fg="red", bold=True)
+    for line in unread(os.environ, OPTIONS, reach_vllm=settings.upstream.backend == "vllm"):
+        click.echo(line, err=True)
     if settings.replicas.several:
         prepare(os.environ)
         extra("quire.replicas.local", "ray").serve(settings)

@@ -18,8 +18,8 @@ from quire.config.option import Option, option, options
 from quire.config.speculative import parse
 from quire.config.unknown import refuse
 from quire.errors import InvalidConfig
-from quire.parsers.reasoning import ReasoningParser
-from quire.parsers.tools.styles import ToolParser
+from quire.parsers.reasoning import THOUGHTS
+from quire.parsers.tools.styles import STYLES
 from quire.scheduler.policy import POLICIES, Batching, Pressure
 from quire.scheduler.routing import MAX_IMBALANCE
 from quire.types import UNLIMITED
@@ -508,13 +508,31 @@ class ModelConfig:
         "is refused.",
     )
     chat_template: str | None = option(None, "File with a jinja chat template. Unset: the model's own.")
-    tool_call_parser: Literal["auto", ToolParser] = option(
-        "auto", "How the model writes tool calls; auto: by its chat template."
+    default_chat_template_kwargs: str | None = option(
+        None,
+        'What the chat template gets where requests do not say: a JSON object such as {"enable_thinking": false}. '
+        "chat_template_kwargs, reasoning_effort and thinking of a request come before it. Unset: nothing.",
+        mapping=True,
     )
-    reasoning_parser: Literal["auto", ReasoningParser] = option(
+    generation_config: Literal["auto", "vllm"] = option(
+        "auto",
+        "Sampling parameters of requests that do not set them; auto: what the model's generation_config.json says; "
+        "vllm: temperature 1, and everything else off.",
+    )
+    override_generation_config: str | None = option(
+        None,
+        'Sampling parameters in place of those: a JSON object such as {"temperature": 0.6, "max_new_tokens": 512}. '
+        "Requests come before it. Unset: none.",
+        mapping=True,
+    )
+    tool_call_parser: str = option(
+        "auto", "How the model writes tool calls; auto: by its chat template.", choices=("auto", *sorted(STYLES))
+    )
+    reasoning_parser: str = option(
         "auto",
         "How the model marks its reasoning, which is separated from the answer; auto: by its chat template; none: "
         "it stays in the text.",
+        choices=("auto", "none", *sorted(THOUGHTS)),
     )
     revision: str | None = option(None, "Branch, tag or commit of the Hugging Face repository. Unset: its main branch.")
     download_dir: str | None = option(None, "Where downloaded models are kept. Unset: Hugging Face's own cache.")
@@ -616,7 +634,8 @@ class SchedulerConfig:
         "fcfs",
         "Who goes first: fcfs, by arrival; priority, by the request's own priority (lower is sooner). module:Class: a "
         "scheduling policy of your own.",
-        registry=tuple(POLICIES),
+        choices=tuple(POLICIES),
+        registered=True,
     )
     batching: Batching = option(
         "continuous", "continuous: sequences join and leave between steps; static: a batch runs to its end."

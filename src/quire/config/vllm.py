@@ -8,8 +8,8 @@ from typing import Any
 
 from quire.checks import ANY, Unneeded, changes_nothing, check_unneeded, refusal
 from quire.config.option import OTHER_NAMES
+from quire.config.other_servers import UNSUPPORTED
 from quire.config.settings import OPTIONS, Settings
-from quire.config.unknown import UNSUPPORTED
 from quire.errors import InvalidConfig, UnknownName, nearest
 
 _Values = Sequence[tuple[tuple[Any, ...], str]]
@@ -30,12 +30,11 @@ CONSTRUCTOR = _by_name(
         (("auto", None), "tokenizer_mode config_format worker_cls"),
         (("auto", "vllm", None), "model_impl"),
         (("auto", "generate", None), "task"),
-        (("auto", None), "generation_config"),
         (("raw_logprobs", None), "logprobs_mode"),
         (("recompute", None), "preemption_mode"),
         (
             (None, {}, [], ""),
-            "rope_scaling rope_theta override_generation_config "
+            "rope_scaling rope_theta "
             "additional_config model_loader_extra_config logits_processors kv_transfer_config kv_events_config "
             "quantization_config tokenizer_revision code_revision hf_token speculative_model num_speculative_tokens "
             "structured_outputs_config override_pooler_config",
@@ -60,7 +59,7 @@ FLAGS = frozenset(
         *("disable_async_output_proc", "use_v2_block_manager", "disable_cascade_attn", "enable_auto_tool_choice"),
         *("enable_reasoning", "enable_request_id_headers", "enable_prompt_tokens_details"),
         *("disable_frontend_multiprocessing", "fully_sharded_loras", "disable_hybrid_kv_cache_manager"),
-        *("aggregate_engine_logging", "use_tqdm_on_load"),
+        *("aggregate_engine_logging", "use_tqdm_on_load", "disable_uvicorn_access_log"),
     )
 )
 """Options of `vllm serve` without a value that change nothing."""

@@ -147,13 +147,13 @@ async def iterate(answers: ResultStream[T]) -> AsyncGenerator[Sequence[T], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The served model. aliases: names of it besides `id`. defaults: the sampling fields of generation_config.json.
+    """The served model. aliases: names of it besides `id`. defaults: sampling fields of requests that do not say.
 
-    infill_ends: token ids that end a text between a prompt and a suffix, besides the model's end of text.
-    pools: whether it computes embeddings. device: what it runs on, as torch calls it. template_arguments: names that
-    its chat template reads. tool_parser, reasoning_parser: how its answers are parsed (see `parsers.tools.styles` and
-    `parsers.reasoning`). has_text: false if prompts and answers are token ids only. pooler: how prompts become vectors.
-    eos: token ids that end a text.
+    infill_ends: token ids that end a text between a prompt and a suffix, besides the model's end of text. pools:
+    whether it computes embeddings. device: what it runs on, as torch calls it. template_arguments: names that its chat
+    template reads; template_kwargs: what it gets where requests do not say. tool_parser, reasoning_parser: how its
+    answers are parsed (see `parsers.tools.styles` and `parsers.reasoning`). has_text: false if prompts and answers are
+    token ids only. pooler: how prompts become vectors. eos: token ids that end a text.
     """
 
     id: str
@@ -166,6 +166,7 @@ class ModelCard:
     reasoning_parser: str = "none"
     pools: bool = False
     template_arguments: frozenset[str] = frozenset()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     infill_ends: tuple[int, ...] = ()
     device: str = ""

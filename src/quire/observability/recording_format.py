@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from quire.errors import InvalidConfig
+from quire.errors import InvalidConfig, reason
 from quire.scheduler.kv_offload import Copy
 from quire.scheduler.plan import Span
 from quire.scheduler.sequence import Decision
@@ -319,7 +319,7 @@ class Ring:
             probe.unlink()
         except OSError as error:
             raise InvalidConfig(
-                f"recording_dir: {folder} cannot be written to ({error.strerror}): name a folder that may be",
+                f"recording_dir: {folder} cannot be written to ({reason(error)}): name a folder that may be",
                 param="recording_dir",
             ) from error
 

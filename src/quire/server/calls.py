@@ -212,7 +212,7 @@ def chat(
     shared = shared_params(request, backend, card, limits)
     form = tools.structure(shared["structured_outputs"], "" if style is None else style.answer)
     bound = form is not None or budget is not None
-    off = bound and turned_off(request.chat_template_kwargs)
+    off = bound and turned_off(card.template_kwargs, request.chat_template_kwargs)
     ahead = thoughts_ahead(card.reasoning_parser, text, _continued(request), off=off)
     ids = truncate(whole, request, card, max_tokens)
     shared["structured_outputs"] = bounded(form, card.reasoning_parser, ahead, budget)

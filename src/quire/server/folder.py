@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal
 
-from quire.errors import InvalidConfig, Unavailable
+from quire.errors import InvalidConfig, Unavailable, reason
 
 
 class WriteFailed(Unavailable):
@@ -35,7 +35,7 @@ def usable(folder: Path, option: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InvalidConfig(f"{option}: {error.filename or folder}: {error.strerror}") from error
+        raise InvalidConfig(f"{option}: {error.filename or folder}: {reason(error)}") from error
 
 
 def make_private(folder: Path) -> None:

@@ -13,13 +13,17 @@ from jinja2 import meta
 from jinja2.exceptions import TemplateSyntaxError
 
 from quire.errors import InvalidModel, InvalidRequest
-from quire.parsers.tools.styles import Style, describe_tools, style_of
+from quire.parsers.tools.rendering import describe_tools
+from quire.parsers.tools.styles import Style, style_of
 from quire.tokenization.template_sandbox import METER, Budget, Metered, Refused, Sandbox, extent
 from quire.tokenization.tokenizer import read_json
 
 _CONTINUE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}quire-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
 
 _PROBE = "quire-shows-this"
+
+RENDERED = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
+"""Arguments of `ChatTemplate.render` by name, which chat_template_kwargs cannot change."""
 
 
 class _Failed(Exception):
@@ -29,8 +33,15 @@ class _Failed(Exception):
 class ChatTemplate:
     """A compiled template. tokens: the special tokens that it may name (`bos_token` and so on)."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str] | None = None, style: Style | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        tokens: Mapping[str, str] | None = None,
+        style: Style | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         """style: the format of tool calls for a template that does not know tools; by default that of its family.
+        kwargs: what it gets where a call's chat_template_kwargs do not say.
 
         Raises InvalidModel if `source` does not compile.
         """
@@ -41,7 +52,8 @@ class ChatTemplate:
         # Python's own errors are those of what jinja makes of the template: a break outside of loops, nesting too deep.
         except (TemplateSyntaxError, SyntaxError, RecursionError) as error:
             raise InvalidModel(f"the chat template does not compile: {_line(error)}") from error
-        self._tokens = dict(tokens or {})
+        self.kwargs = dict(kwargs or {})
+        self._names = {**(tokens or {}), **self.kwargs}
         self._knows_developer = "developer" in source
         self._knows_tools = "tools" in names
         self.arguments = frozenset(names)
@@ -58,6 +70,7 @@ class ChatTemplate:
         override: str | Path | None = None,
         style: Style | None = None,
         default: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Self | None:
         """`override` (a path, or a template), else chat_template.jinja, else tokenizer_config's, else `default`.
 
@@ -68,7 +81,7 @@ class ChatTemplate:
         else:
             # A template contains a brace.
             source = str(override) if "{" in str(override) else _template(Path(override))
-        return None if source is None else cls(source, tokens, style)
+        return None if source is None else cls(source, tokens, style, kwargs)
 
     def render(
         self,
@@ -178,7 +191,7 @@ class ChatTemplate:
         budget = Budget(extent(list(names.values())))
         pieces: list[str] = []
         try:
-            for piece in self._template.generate({**self._tokens, **names, "range": budget.range, METER: budget}):
+            for piece in self._template.generate({**self._names, **names, "range": budget.range, METER: budget}):
                 budget.spend(len(piece))
                 pieces.append(piece)
         except Refused:

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import tokenizers
 
@@ -22,6 +22,8 @@ from quire.tokenization.detokenizer import ByteDetokenizer, Detokenizer, WindowD
 from quire.tokenization.infill import find_infill, pieces
 from quire.tokenization.vocabularies import INSTEAD, Read, byte_alphabet, load_core
 from quire.types import NUMERIC_PARAMETERS, SamplingParams
+
+Json = TypeVar("Json", dict[str, Any], list[Any])
 
 _LONG = 1 << 14
 """Characters from which on encoding uses the batch call, which releases the GIL."""
@@ -444,28 +446,24 @@ def _read(folder: Path) -> Read:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An optional JSON object: empty when there is no file. Raises InvalidModel when it is not JSON."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InvalidModel(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidModel(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+    """An optional JSON object: empty when there is no file. Raises InvalidModel when it is none."""
+    return _read_as(path, dict, "object")
 
 
 def read_json_list(path: Path) -> list[Any]:
     """An optional JSON list: empty when there is no file. Raises InvalidModel when it is none."""
+    return _read_as(path, list, "list")
+
+
+def _read_as(path: Path, kind: type[Json], name: str) -> Json:
     if not path.is_file():
-        return []
+        return kind()
     try:
         value = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InvalidModel(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, list):
-        raise InvalidModel(f"{path} must hold a JSON list, not {type(value).__name__}")
+    if not isinstance(value, kind):
+        raise InvalidModel(f"{path} must hold a JSON {name}, not {type(value).__name__}")
     return value
 
 
@@ -524,7 +522,7 @@ def _added(about: Mapping[str, Any]) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(about["content"], special=bool(about.get("special")), **flags)
 
 
-_SAMPLING_FIELDS: Mapping[str, str] = {
+GENERATION_FIELDS: Mapping[str, str] = {
     **{each.name: each.name for each in NUMERIC_PARAMETERS if each.in_checkpoints},
     "max_new_tokens": "max_tokens",
 }
@@ -537,9 +535,21 @@ def sampling_defaults(folder: str | Path) -> dict[str, Any]:
     Raises InvalidModel for values that no request may have.
     """
     config = read_json(Path(folder) / "generation_config.json")
-    found = {ours: config[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if config.get(theirs) is not None}
+    known = {name: config[name] for name in GENERATION_FIELDS if config.get(name) is not None}
+    try:
+        return as_sampling(known)
+    except InvalidRequest as error:
+        raise InvalidModel(f"generation_config.json: {error}") from error
+
+
+def as_sampling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of generation_config.json, of GENERATION_FIELDS, as fields of SamplingParams.
+
+    Raises InvalidRequest for values that no request may have.
+    """
+    found = {GENERATION_FIELDS[name]: value for name, value in config.items()}
     try:
         SamplingParams(**found)
-    except (InvalidRequest, TypeError) as error:
-        raise InvalidModel(f"generation_config.json: {error}") from error
+    except TypeError as error:
+        raise InvalidRequest(str(error)) from error
     return found
