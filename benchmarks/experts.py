@@ -23,9 +23,10 @@ from torch import Tensor
 from benchmarks.card import needed
 from benchmarks.kernel_cases import noise, relative
 from benchmarks.kernels import MULTIPLY, replayed
-from quire.ops.base import ExpertMatrices, IntegerMatrix, QuantizedMatrix, RouterWeights, Routing, TopK
+from quire.ops.base import Ops
 from quire.ops.integer import dequantize_integers, pack_integers, stack_integers
-from quire.ops.quantized import E4M3, E4M3_MAX, BaseOps, dequantize
+from quire.ops.operands import ExpertMatrices, IntegerMatrix, QuantizedMatrix, RouterWeights, Routing, TopK
+from quire.ops.quantized import E4M3, E4M3_MAX, dequantize
 from quire.ops.triton import experts as mixture
 from quire.ops.triton.experts import ExpertConfig, ExpertTile, SortedSlots
 from quire.ops.triton.gemv import MAX_GEMV_ROWS, GemmConfig
@@ -404,7 +405,7 @@ def batches_of(tokens: int, layers: Sequence[Layer], ops: TritonOps) -> list[Bat
     made = []
     for layer in layers:
         x = noise(tokens, HIDDEN)
-        made.append(Batch(layer, x, BaseOps.route(ops, x, layer.router)))
+        made.append(Batch(layer, x, Ops.route(ops, x, layer.router)))
     return made
 
 

@@ -26,9 +26,9 @@ from torch import Tensor
 from benchmarks.card import needed
 from benchmarks.kernel_cases import MATRICES, copies, noise, relative
 from benchmarks.kernels import READ, replayed
-from quire.ops.base import Gate, IntegerMatrix, QuantizedMatrix
+from quire.ops.base import Ops
 from quire.ops.integer import dequantize_integers, pack_integers, pack_rows, pack_superblocks
-from quire.ops.quantized import BaseOps
+from quire.ops.operands import Gate, IntegerMatrix, QuantizedMatrix
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.integer_gemm import dequantize, integer_gemm_config, integer_linear
@@ -384,7 +384,7 @@ class Bench:
         self.precompile([work for name, rows in cases for work in works(name, rows).values()])
         for name, rows in cases:
             every = works(name, rows)
-            want, found = BaseOps.int8_linear(ops, *every["as now"].args), list[tuple[float, str]]()
+            want, found = Ops.int8_linear(ops, *every["as now"].args), list[tuple[float, str]]()
             for how, work in every.items():
                 if self.left > 5:
                     found.append((replayed([work], 3), how))

@@ -14,7 +14,7 @@ from quire.layers.delta import DeltaConfig, split_by_head
 from quire.model_runner.device_state import COUNTERS
 from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.sampling.features import COLUMNS
-from quire.ops.base import Angles, DeltaWeights, Gate, Norm, Norms, ScanInputs, ScanWeights, Scores
+from quire.ops.operands import Angles, DeltaWeights, Gate, Norm, Norms, ScanInputs, ScanWeights, Scores
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps

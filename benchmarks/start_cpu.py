@@ -36,7 +36,7 @@ from benchmarks.front import child
 from benchmarks.servers import spawned
 from quire.bench.cpu import SHAPES
 from quire.bench.peers import checkpoints
-from quire.weights.load import quiet
+from quire.weights.load import no_progress
 from quire.weights.quantize import quantize
 
 FORMATS = ("bf16", "q8_0", "q4_k_m", "int8", "int4")
@@ -145,7 +145,7 @@ def written(folder: Path, shape: str, kind: str) -> tuple[Path, list[str]]:
     if kind in GGUF:
         path = folder / f"{shape}-{kind}.gguf"
         if not path.exists():
-            quantize(plain, path, kind, check=False, progress=quiet)
+            quantize(plain, path, kind, check=False, progress=no_progress)
         return path, []
     if kind == "int4":
         return write_int4(plain, folder / f"{shape}-int4"), []

@@ -42,7 +42,7 @@ def test_a_sampling_parameter_takes_six_files() -> None:
 
 def test_an_architecture_is_in_one_file_and_its_defaults_and_in_the_shapes_that_test_it() -> None:
     files = listed("A new architecture")
-    names_in_files = "src/quire/weights/gguf_model.py"
+    names_in_files = "src/quire/weights/gguf_names.py"
     own = {"src/quire/models/olmo.py", "src/quire/models/defaults.py"}
     assert (mentions("Olmo2") | mentions("olmo2")) - {names_in_files} == own
     assert files == own | {"tests/checkpoints.py"}

@@ -17,8 +17,8 @@ from quire import LLM, SamplingParams
 from quire.assembly.engine import choose_ops
 from quire.errors import InvalidConfig
 from quire.layers.delta import DeltaConfig, split_by_kind
-from quire.ops.base import DeltaInputs, DeltaWeights, Norm
 from quire.ops.batch_invariant import BatchInvariantOps
+from quire.ops.operands import DeltaInputs, DeltaWeights, Norm
 from quire.ops.ragged import LayerState, StateSlots
 from quire.ops.recurrent import gated_delta, slots_of
 from quire.ops.reference import ReferenceOps

@@ -26,7 +26,7 @@ from quire.layers.linear import ParallelGroup
 from quire.layers.stages import Pipeline
 from quire.models.registry import read_spec
 from quire.weights.files import read_config
-from quire.weights.load import build_outline, cut_stages
+from quire.weights.outline import ModelOutline
 from tests.checkpoints import make as make_text
 from tests.pairs import in_turn, pairwise
 from tests.vision import FAMILIES, make, picture, place_of, theirs
@@ -176,10 +176,11 @@ def test_later_stages_of_a_pipeline_have_no_encoder(family: Family) -> None:
     config = read_config(family.folder)
     spec = read_spec(config)
     held = []
-    for number, layers in enumerate(cut_stages(config, spec, "auto", torch.float32, {}, 2)):
+    outline = ModelOutline(config, spec, "auto", torch.float32, {})
+    for number, layers in enumerate(outline.cut_stages(2)):
         stage = ParallelGroup()
         stage.pipeline = Pipeline(number, 2)
-        build = build_outline(config, replace(spec, stage=layers), "auto", torch.float32, {}, stage)
+        build = outline._replace(spec=replace(spec, stage=layers)).build(stage)
         held.append(sum("vis" in name for name in build.slots))
     assert held[0] > 20 and held[1] == (held[0] if family.family == "gemma4-small" else 0)
 

@@ -35,7 +35,7 @@ from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import AdaptiveDrafts, FixedDrafts
 from quire.types import GREEDY, Request, SamplingParams, StructuredOutputsParams
-from quire.weights.load import load_model, quiet
+from quire.weights.load import load_model, no_progress
 from quire.weights.locate import embedded
 from quire.weights.quantize import quantize
 from tests import interpreter
@@ -255,7 +255,7 @@ def test_drafts_of_a_gguf_file_are_those_of_the_reference(
         tensors = {n: t for n, t in load_file(folder / "model.safetensors").items() if n.startswith("mtp.")}
         write(path, reference.model, facts={"qwen35.nextn_predict_layers": 1}, drafting=tensors)
     else:
-        quantize(folder, path, "f32", vocabulary=False, check=False, progress=quiet)
+        quantize(folder, path, "f32", vocabulary=False, check=False, progress=no_progress)
     model = load_model(path, dtype="float32", mtp=True)
     asked, want, said = apart(model)
     compare(reference, engine(host(model, said, PAGES), Drawn), asked, want, said)

@@ -123,22 +123,22 @@ def test_a_seeded_answer_is_the_same_in_a_crowd_and_choices_differ(live: Live) -
 
 
 def test_a_client_that_hangs_up_frees_its_pages(live: Live) -> None:
-    before = live.stats()["completed_requests"]
-    for streaming in (True, False):
+    async def leaves(streaming: bool) -> None:
         body = {"model": "embedded", "prompt": "Long ago", "max_tokens": 1500, "ignore_eos": True, "stream": streaming}
-        with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=live.url, timeout=0.3, trust_env=False) as rude:
-            rude.post("/v1/completions", json=body) if not streaming else _listen(rude, body)
+        async with httpx.AsyncClient(base_url=live.url, timeout=600, trust_env=False) as rude:
+            asked = asyncio.create_task(rude.post("/v1/completions", json=body))
+            while not live.stats()["active_requests"]:
+                await asyncio.sleep(0.01)
+            asked.cancel()
+
+    before = live.settled()["completed_requests"]
+    for streaming in (True, False):
+        asyncio.run(leaves(streaming))
+        live.settled()
     began = time.monotonic()
     while live.settled()["completed_requests"] < before + 2:
         assert time.monotonic() - began < 100
     assert live.metric("vllm:request_success_total", finished_reason="abort") >= 2
-
-
-def _listen(rude: httpx.Client, body: dict[str, Any]) -> None:
-    with rude.stream("POST", "/v1/completions", json=body) as answer:
-        for _ in answer.iter_lines():
-            break
-    raise httpx.ReadTimeout("left")
 
 
 OVERLONG = {"model": "embedded", "prompt": "a b c " * 3000, "max_tokens": 4}
@@ -222,10 +222,12 @@ def test_an_idle_server_sleeps(live: Live) -> None:
             total += int(fields[11]) + int(fields[12])
         return total
 
-    time.sleep(0.3)
-    before = ticks()
-    time.sleep(3.0)
-    assert (ticks() - before) / os.sysconf("SC_CLK_TCK") <= 0.03
+    def spent() -> float:
+        before = ticks()
+        time.sleep(3.0)
+        return (ticks() - before) / os.sysconf("SC_CLK_TCK")
+
+    assert any(spent() <= 0.03 for _ in range(5))  # what ends a request may come late on a busy machine
 
 
 def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
@@ -261,15 +263,15 @@ def test_a_killed_engine_fails_what_is_in_flight_and_comes_back(tmp_path: Path) 
 
 
 def test_sigterm_lets_running_answers_finish(tmp_path: Path) -> None:
-    with serving(tmp_path) as live:
-        body = {"model": "embedded", "prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    with serving(tmp_path, "--shutdown-timeout", "600") as live:
+        body = {"model": "embedded", "prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
         with live.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
             live.process.send_signal(signal.SIGTERM)
-            time.sleep(0.05)
-            with httpx.Client(base_url=live.url, trust_env=False) as late:
-                refused = late.post("/v1/completions", json={"model": "embedded", "prompt": "x"})
+            late = {"model": "embedded", "prompt": "x", "max_tokens": 1}
+            while (refused := live.http.post("/v1/completions", json=late)).status_code == 200:
+                time.sleep(0.01)
             assert refused.status_code == 503 and "retry-after" in refused.headers
             chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"

@@ -11,7 +11,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from quire.assembly.rank_child import START_TIMEOUT, join, use_card
+from quire.assembly.rank_child import join, use_card
 from quire.assembly.ranks import build_rank
 from quire.errors import QuireError
 from quire.executors.rank_loop import RankLink, RankLoop, die_with
@@ -44,7 +44,7 @@ def be(link: RankLink, asked: BuildRank) -> BuildRank:
             join(asked, asked.place.listener)
 
     try:
-        built = build_rank(asked, START_TIMEOUT, meet)
+        built = build_rank(asked, meet)
     except QuireError as error:
         link.send(RankRefused(type(error).__name__, str(error)))
         return link.first()

@@ -28,8 +28,8 @@ from quire.layers.quantization.deferred import Deferred
 from quire.layers.quantization.mapped import Packing, pack_beside
 from quire.layers.quantization.packed import Panels
 from quire.models.registry import Model
-from quire.ops.base import Gate
 from quire.ops.native.library import best_level
+from quire.ops.operands import Gate
 from quire.types import Request, SamplingParams
 from quire.weights import load
 from quire.weights.canary import Canary, Quality, Threshold

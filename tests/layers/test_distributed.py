@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.layers.distributed import DistributedGroup, SmallReduce
-from quire.ops.base import Norm
 from quire.ops.capture import PRECOMPILING
+from quire.ops.operands import Norm
 from quire.ops.reference import ReferenceOps
 
 

@@ -17,10 +17,10 @@ from quire.layers.quantization import mapped
 from quire.layers.quantization.base import QuantizedWeight
 from quire.layers.quantization.mapped import MappedBlocks, Scratch, pack_beside
 from quire.models.registry import Model
-from quire.ops.base import Gate
 from quire.ops.gguf_blocks import BLOCKS
 from quire.ops.native.library import best_level
 from quire.ops.native.ops import NativeOps
+from quire.ops.operands import Gate
 from quire.weights.canary import Canary
 from quire.weights.entries import file_entry
 from quire.weights.gguf import KINDS

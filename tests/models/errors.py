@@ -25,8 +25,8 @@ from quire.llm import LLM
 from quire.models.registry import ARCHITECTURES, CLASSIFIER, DERIVED
 from quire.ops.quantized import FLOAT8
 from quire.weights.canary import PROBE, answers, compare, float8_layers, probe
-from quire.weights.gguf_model import FAMILIES, VARIANTS
-from quire.weights.load import DType, load_model, quiet
+from quire.weights.gguf_names import FAMILIES, VARIANTS
+from quire.weights.load import DType, load_model, no_progress
 from quire.weights.locate import embedded
 from quire.weights.pooling import pools_alone
 from quire.weights.quantize import FILE_TYPES, quantize
@@ -256,7 +256,7 @@ def canaries(types: Iterable[str] = FILE_TYPES) -> str:
     with tempfile.TemporaryDirectory() as place:
         for kind in types:
             path = Path(place) / f"{kind}.gguf"
-            quantize(embedded(), path, kind, check=False, progress=quiet)
+            quantize(embedded(), path, kind, check=False, progress=no_progress)
             after = answers(load_model(path, dtype="float32"), probe(model.spec.vocab, tokens), CPU)
             rows.append((f"`--type {kind}`, a GGUF file", compare(before, after, probe(model.spec.vocab, tokens))))
         for kind in ("MXFP4",):

@@ -9,7 +9,7 @@ import pytest
 
 from quire.models.registry import ARCHITECTURES
 from quire.weights.gguf import KINDS
-from quire.weights.gguf_model import FAMILIES
+from quire.weights.gguf_names import FAMILIES
 from quire.weights.quantize import FILE_TYPES
 from quire.weights.schemes import ONLINE, READERS
 from tests.checkpoints import SHAPES

@@ -18,7 +18,7 @@ from quire.config.option import amount
 from quire.layers.latent import IndexConfig
 from quire.models.registry import ARCHITECTURES, idle_parameters, parameters, read_spec
 from quire.models.spec import ModelSpec
-from quire.ops.base import TopK
+from quire.ops.operands import TopK
 from quire.types import UNLIMITED
 
 

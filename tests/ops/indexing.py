@@ -11,7 +11,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from quire.ops.base import Angles, Norm, Ops
+from quire.ops.base import Ops
+from quire.ops.operands import Angles, Norm
 from quire.ops.ragged import LayerKV, RaggedBatch
 from tests.ops.batches import Pages, poisoned
 

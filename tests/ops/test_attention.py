@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops import paged_attention, reference
-from quire.ops.base import Ops, Scores
+from quire.ops.base import Ops
 from quire.ops.batch_invariant import BatchInvariantOps
+from quire.ops.operands import Scores
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.types import UNLIMITED

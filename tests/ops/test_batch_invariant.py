@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops import batch_invariant
-from quire.ops.base import XIELU, Angles, Norm, QuantizedMatrix, Scores
 from quire.ops.batch_invariant import BatchInvariantOps
-from quire.ops.matmul import TILE_ROWS, can_pack, in_tiles, pack, packed_linear
+from quire.ops.matmul import can_pack, in_tiles, pack, packed_linear
+from quire.ops.operands import XIELU, Angles, Norm, QuantizedMatrix, Scores
 from quire.ops.reference import ReferenceOps
 from quire.types import UNLIMITED
 from tests.ops.batches import Pages, poisoned
@@ -75,10 +75,10 @@ def test_tiles_lie_in_memory_alike_wherever_their_rows_come_from() -> None:
     heads = torch.arange(40.0 * 5 * 12).view(40, 5, 12)
     for head in range(5):
         for rows, _ in companies(heads[:, head]):
-            assert torch.equal(in_tiles(product, rows, TILE_ROWS), rows)
+            assert torch.equal(in_tiles(product, rows), rows)
     for first in range(8):
         rows = heads[:, 0].contiguous()[first : first + 8]
-        assert torch.equal(in_tiles(product, rows, TILE_ROWS), rows)
+        assert torch.equal(in_tiles(product, rows), rows)
     assert seen == {((8, 12), (12, 1), 0)}
 
 
@@ -87,8 +87,8 @@ def test_tiles_lie_in_memory_alike_wherever_their_rows_come_from() -> None:
 def test_a_packed_product_in_tiles_has_the_same_bits_in_any_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, x = pack(torch.randn(shape).to(dtype)), torch.randn(40, shape[1]).to(dtype)
     product = lambda x: packed_linear(x, weight, None)  # noqa: E731
-    whole = in_tiles(product, x, TILE_ROWS)
-    assert all(torch.equal(in_tiles(product, rows, TILE_ROWS), whole[which]) for rows, which in companies(x))
+    whole = in_tiles(product, x)
+    assert all(torch.equal(in_tiles(product, rows), whole[which]) for rows, which in companies(x))
     torch.testing.assert_close(whole, product(x))
 
 

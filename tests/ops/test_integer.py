@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import IntegerKind, QuantizedMatrix
 from quire.ops.integer import dequantize_integers, integers_of, pack_integers, pack_superblocks, stack_integers
+from quire.ops.operands import IntegerKind, QuantizedMatrix
 from quire.ops.quantized import dequantize
 from quire.ops.reference import ReferenceOps
 

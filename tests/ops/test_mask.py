@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops import paged_attention, reference
-from quire.ops.base import Angles, Ops, Scores
+from quire.ops.base import Ops
 from quire.ops.batch_invariant import BatchInvariantOps, SteadyOps
 from quire.ops.native.library import best_level
 from quire.ops.native.ops import NativeOps
+from quire.ops.operands import Angles, Scores
 from quire.ops.reference import ReferenceOps
 from quire.types import UNLIMITED
 from tests.ops.batches import Pages, poisoned

@@ -17,7 +17,6 @@ from torch import Tensor
 from quire.assembly import engine
 from quire.errors import InvalidConfig
 from quire.ops import panels
-from quire.ops.base import Angles, Gate, IntegerMatrix, MixedMatrix, Norm, Norms, QuantizedMatrix, Scores
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.gguf_blocks import BLOCKS, PACKED
 from quire.ops.integer import dequantize_integers, integers_of, pack_floats, pack_integers, pack_rows, pack_superblocks
@@ -26,6 +25,7 @@ from quire.ops.native import pack as packing
 from quire.ops.native.library import LEVELS, best_level
 from quire.ops.native.ops import InvariantNativeOps, NativeOps
 from quire.ops.native.pack import BLOCK_TYPES, TILED_BLOCK_TYPES, empty_blocks, in_panels, int8_panels, write_blocks
+from quire.ops.operands import Angles, Gate, IntegerMatrix, MixedMatrix, Norm, Norms, QuantizedMatrix, Scores
 from quire.ops.panels import UNIT, PanelMatrix
 from quire.ops.quantized import dequantize
 from quire.ops.ragged import LayerKV

@@ -15,7 +15,11 @@ from torch import Tensor
 
 from quire.layers.basic import NormLayer
 from quire.models.llama import Block, Llama
-from quire.ops.base import (
+from quire.ops.integer import pack_integers
+from quire.ops.native.decoder import MOST_ROWS, NativeDecoder
+from quire.ops.native.library import LEVELS, best_level
+from quire.ops.native.ops import InvariantNativeOps, NativeOps
+from quire.ops.operands import (
     Angles,
     AnyMatrix,
     DecoderLayer,
@@ -28,10 +32,6 @@ from quire.ops.base import (
     QuantizedMatrix,
     Scores,
 )
-from quire.ops.integer import pack_integers
-from quire.ops.native.decoder import MOST_ROWS, NativeDecoder
-from quire.ops.native.library import LEVELS, best_level
-from quire.ops.native.ops import InvariantNativeOps, NativeOps
 from quire.ops.panels import PanelMatrix
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.ops import quantized
-from quire.ops.base import XIELU, Angles, Norm, Norms
 from quire.ops.matmul import can_pack, pack, packed_linear
+from quire.ops.operands import XIELU, Angles, Norm, Norms
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from tests.ops.batches import Pages

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Scores
 from quire.ops.batch_invariant import SteadyOps, stable_rows
+from quire.ops.operands import Scores
 from tests.ops.batches import Pages, poisoned
 
 OPS = SteadyOps(32)

@@ -13,7 +13,7 @@ from quire.parsers.parts import Splitter
 from quire.parsers.reasoning import THOUGHTS, AnswerSplitter
 from quire.parsers.tools.emitter import Tools
 from quire.parsers.tools.readers import reader_of
-from quire.parsers.tools.styles import STYLES, ToolParser
+from quire.parsers.tools.styles import STYLES
 
 _LOOP = "{% for c in calls %}{% set f = c.function %}"
 _END = "{% endfor %}"
@@ -112,7 +112,7 @@ _ATEM = (
     + _END
 )
 
-TEMPLATES: Mapping[ToolParser, str] = {
+TEMPLATES: Mapping[str, str] = {
     "hermes": _HERMES,
     "granite4": _HERMES,
     "qwen3_coder": _QWEN_CODER,
@@ -311,7 +311,7 @@ CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def answer_reader(name: ToolParser, tools: Tools) -> Splitter:
+def answer_reader(name: str, tools: Tools) -> Splitter:
     """Reads an answer with the tool parser `name`, and where the family has messages of its own, with those."""
     reader = reader_of(STYLES[name], tools)
     style = THOUGHTS.get(name)

@@ -14,7 +14,8 @@ from quire.parsers.parts import Splitter, TextPart, joined
 from quire.parsers.reasoning import AnswerSplitter, ReasoningCounter, Thinking, parser_of, thoughts_ahead
 from quire.parsers.tools.reader import python_calls
 from quire.parsers.tools.readers import reader_of
-from quire.parsers.tools.styles import STYLES, Style, calls_text, describe_tools, style_of
+from quire.parsers.tools.rendering import calls_text, describe_tools
+from quire.parsers.tools.styles import STYLES, Style, style_of
 from tests.parsers.families import answer_reader
 
 TOOLS: dict[str, dict[str, Any]] = {

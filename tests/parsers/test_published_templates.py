@@ -14,7 +14,8 @@ from quire.parsers.parts import joined
 from quire.parsers.reasoning import THOUGHTS, AnswerSplitter, parser_of, thoughts_ahead
 from quire.parsers.tools.kinds import properties_of
 from quire.parsers.tools.readers import reader_of
-from quire.parsers.tools.styles import Style, calls_text, sign_of, style_of
+from quire.parsers.tools.rendering import calls_text
+from quire.parsers.tools.styles import Style, sign_of, style_of
 from quire.server import prompts
 from quire.server.schemas import ChatRequest
 from quire.tokenization.chat_template import ChatTemplate

@@ -11,10 +11,11 @@ from quire.parsers.parts import Splitter, TextPart, joined, possible
 from quire.parsers.reasoning import AnswerSplitter, ReasoningCounter, Thinking
 from quire.parsers.tools.reader import python_calls
 from quire.parsers.tools.readers import reader_of
-from quire.parsers.tools.styles import STYLES, ToolParser, calls_text, describe_tools
+from quire.parsers.tools.rendering import calls_text, describe_tools
+from quire.parsers.tools.styles import STYLES
 from tests.expected import check
 
-OLDEST: tuple[ToolParser, ...] = ("hermes", "llama3_json", "mistral", "gemma")
+OLDEST: tuple[str, ...] = ("hermes", "llama3_json", "mistral", "gemma")
 """Parsers whose readings are written down here; all of them: `test_families`."""
 
 EXPECTED = Path(__file__).parent / "expected"

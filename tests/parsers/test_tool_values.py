@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from quire.parsers.parts import TextPart, joined
 from quire.parsers.tools.kinds import kinds_of, properties_of
 from quire.parsers.tools.readers import reader_of
-from quire.parsers.tools.styles import STYLES, Parameters, TaggedStyle, calls_text
+from quire.parsers.tools.rendering import calls_text
+from quire.parsers.tools.styles import STYLES, Parameters, TaggedStyle
 from tests.pairs import in_turn
 
 TOOLS: dict[str, dict[str, Any]] = {"weather": {"city": {}, "days": {"type": "integer"}}, "now": {}}

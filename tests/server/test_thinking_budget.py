@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire.parsers.reasoning import THOUGHTS
-from quire.parsers.tools.styles import STYLES, TaggedStyle, calls_text
+from quire.parsers.tools.rendering import calls_text
+from quire.parsers.tools.styles import STYLES, TaggedStyle
 from quire.types import Request
 from tests.parsers.families import SCHEMAS, WEATHER
 from tests.server.doubles import HI, TOKENIZER, Served, check_error, says, served

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,9 @@ def test_a_recording_is_a_trace_with_the_blocks_that_its_prompts_share(tmp_path:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("TIMESTAMP,ContextTokens\n2023-11-16,3\n", "line 2: not TIMESTAMP,ContextTokens,GeneratedTokens"),
+        ("TIMESTAMP,ContextTokens\n2023-11-16,3\n", "line 1: .*no column GeneratedTokens"),
+        ("[1, 2]", "line 1: .*no column TIMESTAMP"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n\n\n2023-11-16,3\n", "line 4: not TIMESTAMP"),
         ('{"timestamp": 1, "input_length": 3}\n', "line 1: neither timestamp"),
         ('{"timestamp": 1, "input_length": 3, "output_length": 1}\n{"a"\n', "line 2: neither timestamp"),
         ('{"arrival": 1, "prompt_tokens": 3, "output_tokens": 1}\n' * 2, ""),
@@ -128,6 +131,11 @@ def test_what_is_made_up_has_the_statistics_of_what_it_stands_for() -> None:
     )
 
 
+def test_more_repetitions_than_fit_into_memory_are_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"--repeat 50000001: 100,000,002 requests are more than 100,000,000"):
+        trace_of([(0.0, 8, 1), (1.0, 16, 2)]).repeated(50_000_001)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_repetitions_have_every_request_once_more_and_share_nothing(overlap: bool) -> None:
     trace = trace_of([(0.0, 8, 1), (1.0, 16, 2), (4.0, 8, 3)], [(0,), (0, 1), (2,)])
@@ -157,12 +165,55 @@ def test_parts_begin_at_zero_and_shrinking_needs_prompts_without_names() -> None
         ('{"arrival": 0, "prompt_tokens": 10, "output_tokens": -4}', "-4 is no number of tokens"),
         ('{"timestamp": 1' + "0" * 400 + ', "input_length": 10, "output_length": 5}', "OverflowError"),
         ('{"levels": []}', "IndexError"),
+        ('{"arrival": "0", "prompt_tokens": 10, "output_tokens": 5}', "'0' is no number"),
+        ('{"arrival": 0, "prompt_tokens": true, "output_tokens": 5}', "'True' is no number"),
+        ('{"arrival": 0, "prompt_tokens": 10, "output_tokens": 5.5}', "5.5 is no whole number"),
+        ('{"arrival": 0, "prompt_tokens": 10, "output_tokens": 5, "hash_ids": "12"}', "'1' is no number"),
         ('{"a": ' + "[" * 100_000, "RecursionError"),
     ],
 )
 def test_a_line_that_no_request_can_be_is_refused_by_its_number(tmp_path: Path, line: str, why: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"line 1: .*{why}"):
         read_trace(written(tmp_path, line))
+
+
+def test_what_is_no_object_is_refused_by_its_number(tmp_path: Path) -> None:
+    good = '{"arrival": 0, "prompt_tokens": 10, "output_tokens": 5}\n'
+    with pytest.raises(InvalidRequest, match=r"line 2: .*it is no object"):
+        read_trace(written(tmp_path, f"{good}[]"))
+
+
+@pytest.mark.parametrize("start", ["\ufeff", "\n \n", "\ufeff\n"], ids=["mark", "space", "both"])
+def test_what_stands_before_the_first_line_does_not_decide_what_a_trace_is(tmp_path: Path, start: str) -> None:
+    line = '{"arrival": 2, "prompt_tokens": 3, "output_tokens": 4.0}\n'
+    assert list(read_trace(written(tmp_path, start + line * 2)).prompts) == [3, 3]
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,5,4\n"
+    assert list(read_trace(written(tmp_path, start[:1].strip() + rows, "azure.csv")).prompts) == [5]
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin"])
+def test_azure_times_mean_the_same_in_every_zone(tmp_path: Path, zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some have a zone, some a fraction, and one hour of this night is there twice on some machines."""
+    times = ("2023-10-29 00:59:59.5", "2023-10-29 01:00:00+00:00", "2023-10-29 01:00:00.250000+00:00")
+    rows = "".join(f"{at},5,4\n" for at in (*times, "2023-10-29 03:00:00"))
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        trace = read_trace(written(tmp_path, f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}", "azure.csv"))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert list(trace.arrivals) == pytest.approx([0.0, 0.5, 0.75, 7200.5])
+
+
+def test_a_trace_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> object:
+        raise PermissionError(13, "Permission denied")
+
+    path = written(tmp_path, "{}")
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(InvalidRequest, match=r"cannot be read: Permission denied"):
+        read_trace(path)
 
 
 @pytest.mark.parametrize("row", ["2023-11-16 18:17:03,99999999999999999999,4", "2023-11-16 18:17:03,5,-4"])

@@ -11,7 +11,8 @@ import pytest
 from quire.errors import InvalidRequest
 from quire.parsers.parts import TextPart
 from quire.parsers.reasoning import THOUGHTS, bounded
-from quire.parsers.tools.styles import STYLES, TaggedStyle, ToolParser, calls_text
+from quire.parsers.tools.rendering import calls_text
+from quire.parsers.tools.styles import STYLES, TaggedStyle
 from quire.server.limits import Limits
 from quire.server.tools import ToolSet, make_tool_set
 from quire.structured_output.llguidance import LlguidanceCompiler
@@ -48,12 +49,12 @@ def letters(text: str) -> list[int]:
     return [token for piece in pieces for token in TOKENIZER.encode(piece, add_special_tokens=False)]
 
 
-def tool_set(name: ToolParser, choice: Any = "required", schemas: dict[str, Any] = SCHEMAS, **about: Any) -> ToolSet:
+def tool_set(name: str, choice: Any = "required", schemas: dict[str, Any] = SCHEMAS, **about: Any) -> ToolSet:
     tools = [{"type": "function", "function": {"name": n, "parameters": s, **about}} for n, s in schemas.items()]
     return make_tool_set(tools, choice, None, STYLES[name], Limits())
 
 
-def written(name: ToolParser, *calls: tuple[str, dict[str, Any]]) -> str:
+def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
     return calls_text([{"function": {"name": n, "arguments": a}} for n, a in calls], STYLES[name])
 
 
@@ -64,7 +65,7 @@ WEATHER = ("weather", {"city": "Ulm, <b>", "days": 3, "hot": None, "places": [{"
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_a_forced_call_has_the_name_and_the_arguments_of_a_tool(name: ToolParser) -> None:
+def test_a_forced_call_has_the_name_and_the_arguments_of_a_tool(name: str) -> None:
     form = tool_set(name).structure(None)
     for call in (WEATHER, ("weather", {"city": ""}), ("now", {})):
         text = written(name, call)
@@ -83,7 +84,7 @@ def test_a_forced_call_has_the_name_and_the_arguments_of_a_tool(name: ToolParser
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_a_named_tool_is_called_once(name: ToolParser) -> None:
+def test_a_named_tool_is_called_once(name: str) -> None:
     form = tool_set(name, {"type": "function", "function": {"name": "now"}}).structure(None)
     assert allows(form, written(name, ("now", {})))
     assert not allows(form, written(name, ("weather", {"city": "x"})))
@@ -103,7 +104,7 @@ STRINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", FORMED)
-def test_strings_between_tags_obey_their_schemas_too(name: ToolParser) -> None:
+def test_strings_between_tags_obey_their_schemas_too(name: str) -> None:
     form = tool_set(name, schemas={"f": STRINGS}).structure(None)
     for key, good, bad in (
         ("unit", "F", "K"),
@@ -117,7 +118,7 @@ def test_strings_between_tags_obey_their_schemas_too(name: ToolParser) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma4"])
-def test_a_schema_without_properties_takes_no_arguments(name: ToolParser) -> None:
+def test_a_schema_without_properties_takes_no_arguments(name: str) -> None:
     form = tool_set(name, schemas={"f": {"type": "object", "properties": {}}}).structure(None)
     assert allows(form, written(name, ("f", {})))
     assert not allows(form, written(name, ("f", {"a": 1})))
@@ -128,7 +129,7 @@ NEVERS: list[Any] = [False, {"not": {}}, {"not": True, "description": "zod's nev
 
 @pytest.mark.parametrize("never", NEVERS, ids=str)
 @pytest.mark.parametrize("name", STYLES)
-def test_an_argument_that_must_not_be_there_is_not(name: ToolParser, never: Any) -> None:
+def test_an_argument_that_must_not_be_there_is_not(name: str, never: Any) -> None:
     within = {"type": "object", "properties": {"x": {"type": "integer"}, "y": never}, "required": ["x"]}
     properties = {"city": {"type": "string"}, "town": never, "at": within}
     schema = {"type": "object", "properties": properties, "$defs": {"never": {"not": {}}}}
@@ -142,7 +143,7 @@ def test_an_argument_that_must_not_be_there_is_not(name: ToolParser, never: Any)
 
 
 @pytest.mark.parametrize("name", [name for name, style in STYLES.items() if style.before and not style.bare])
-def test_strict_tools_bind_calls_and_leave_text_free(name: ToolParser) -> None:
+def test_strict_tools_bind_calls_and_leave_text_free(name: str) -> None:
     form = tool_set(name, "auto", strict=True).structure(None)
     call = written(name, ("weather", {"city": "x"}))
     assert allows(form, "Just < text.")
@@ -218,7 +219,7 @@ TREE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_schemas_that_refer_to_themselves_bind_calls(name: ToolParser) -> None:
+def test_schemas_that_refer_to_themselves_bind_calls(name: str) -> None:
     form = tool_set(name, schemas={"plant": TREE}).structure(None)
     tree = {"name": "a", "left": {"name": "b", "right": {"name": ""}}, "right": {"name": "c"}}
     assert allows(form, written(name, ("plant", {"root": tree, "nest": [[], [[]]]})))

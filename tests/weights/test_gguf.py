@@ -20,8 +20,8 @@ from quire.layers.quantization.base import Matrix, MatrixPart, Plain
 from quire.layers.quantization.gguf import GgufFormat, GgufStorage, StoredBlocks
 from quire.models.registry import read_spec
 from quire.models.spec import MOST_LAYERS
-from quire.ops.base import IntegerMatrix, MixedMatrix, Routing
 from quire.ops.gguf_blocks import BLOCKS, PACKED
+from quire.ops.operands import IntegerMatrix, MixedMatrix, Routing
 from quire.ops.quantized import dequantize
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.errors import InvalidModel
 from quire.models.spec import Config
-from quire.weights.schemes import ONLINE, block_of, choose_format, named, read_scheme
+from quire.weights.schemes import ONLINE, choose_format, matches_rule, read_block, read_scheme
 from tests.expected import check
 
 EXPECTED = Path(__file__).parent / "expected"
@@ -131,9 +131,9 @@ def test_rules_and_blocks_mean_what_is_written_down() -> None:
         "layers.*.self_attn",
         "",
     )
-    assert [rule for rule in rules if named(name, rule)] == [
+    assert [rule for rule in rules if matches_rule(name, rule)] == [
         *("model", "layers.1", "layers", "1", "gate_proj", "re:.*gate", "re:model", "model.layers.1.mlp.gate_proj"),
         "model.layers.*.mlp",
     ]
-    assert block_of(Config({"strategy": "group", "group_size": 7})) == (1, 7)
-    assert block_of(Config({"strategy": "channel", "group_size": 7}))[0] == 1
+    assert read_block(Config({"strategy": "group", "group_size": 7})) == (1, 7)
+    assert read_block(Config({"strategy": "channel", "group_size": 7}))[0] == 1

@@ -18,7 +18,8 @@ from quire.layers.quantization.base import Matrix, MatrixPart, Plain
 from quire.layers.quantization.gguf import StoredBlocks
 from quire.layers.quantization.integers import IntegerScheme, IntegerTensors, pack_pairs
 from quire.models.registry import build_model, read_spec
-from quire.ops.base import IntegerKind, IntegerMatrix, Ops, QuantizedMatrix, Routing
+from quire.ops.base import Ops
+from quire.ops.operands import IntegerKind, IntegerMatrix, QuantizedMatrix, Routing
 from quire.ops.quantized import dequantize, quantize_tokens
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
@@ -26,7 +27,7 @@ from quire.types import UNLIMITED
 from quire.weights.canary import Canary, Threshold, answers
 from quire.weights.files import SINGLE, Checkpoint, read_config
 from quire.weights.load import load_model, load_weights
-from quire.weights.schemes import IGNORED_TENSORS, ONLINE, choose_format, named, read_scheme
+from quire.weights.schemes import IGNORED_TENSORS, ONLINE, choose_format, matches_rule, read_scheme
 from tests import quantised
 from tests.checkpoints import make
 from tests.layers.test_builder import Rank
@@ -426,7 +427,7 @@ def test_a_scale_counts_for_its_columns_only() -> None:
 )
 def test_a_rule_means_a_whole_module_and_what_is_in_it(rule: str, meant: set[str]) -> None:
     modules = ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.10.mlp.up_proj")
-    assert {module for module in modules if named(module, rule)} == meant
+    assert {module for module in modules if matches_rule(module, rule)} == meant
 
 
 @pytest.mark.parametrize(

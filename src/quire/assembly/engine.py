@@ -82,7 +82,7 @@ from quire.weights.canary import PROBE, Canary, Threshold, float8_layers
 from quire.weights.files import read_config
 from quire.weights.kept_result import KeptResult, kept_result
 from quire.weights.kv_scales import published_scales
-from quire.weights.load import load_model, quiet
+from quire.weights.load import load_model, no_progress
 from quire.weights.locate import EMBEDDED, locate
 from quire.weights.pooling import GENERATES, PoolerConfig, overridden
 from quire.weights.pooling_layers import read_dense_layers
@@ -404,7 +404,7 @@ def _load(
 ) -> Model:
     model = settings.model
     by_default = model.model == EMBEDDED and model.dtype == "auto"
-    with nullcontext(quiet) if parallel.rank or parallel.pipeline.stage else loading(model.model) as progress:
+    with nullcontext(no_progress) if parallel.rank or parallel.pipeline.stage else loading(model.model) as progress:
         return load_model(
             place_of(settings),
             dtype=model.dtype,

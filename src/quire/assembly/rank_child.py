@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -16,16 +15,12 @@ import torch
 import torch.distributed as dist
 
 from quire import heap
-from quire.assembly.ranks import build_rank, device_of
+from quire.assembly.ranks import START_TIMEOUT, build_rank, device_of
 from quire.engine.executor import Executor
 from quire.errors import QuireError
 from quire.executors.rank_loop import RankLink, RankLoop, die_with
 from quire.executors.ranks import BuildRank, RankReady, RankRefused
 from quire.ops.stages import START_TIMES, StartTimes
-
-START_TIMEOUT = timedelta(hours=1)
-"""Within which ranks meet: while they load weights, one may be much slower. The engine knows whether they live."""
-
 
 Wrap = Callable[[Executor], Executor]
 
@@ -51,7 +46,7 @@ def run(link: RankLink, asked: BuildRank, listener: int | None, wrap: Wrap = lam
     times.ended("imports")
     use_card(asked)
     try:
-        built = build_rank(asked, START_TIMEOUT, partial(join, asked, listener))
+        built = build_rank(asked, partial(join, asked, listener))
     except QuireError as error:
         link.send(RankRefused(type(error).__name__, str(error)))
         os._exit(2)

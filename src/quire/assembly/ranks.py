@@ -49,8 +49,12 @@ def device_of(settings: Mapping[str, Any]) -> torch.device:
     return choose_device(of_parent(settings).execution.device)
 
 
-def build_rank(asked: BuildRank, timeout: timedelta, join: Callable[[], None]) -> BuiltExecutor:
-    """This rank's executor. timeout: of what ranks exchange. join: joins the other ranks, in a thread, while weights
+START_TIMEOUT = timedelta(hours=1)
+"""Within which ranks meet: while they load weights, one may be much slower. The engine knows whether they live."""
+
+
+def build_rank(asked: BuildRank, join: Callable[[], None]) -> BuiltExecutor:
+    """This rank's executor. join: joins the other ranks, in a thread, while weights
     are loaded."""
     made, shape = of_parent(asked.settings), asked.shape
     cuda = choose_device(made.execution.device).type == "cuda"
@@ -59,7 +63,7 @@ def build_rank(asked: BuildRank, timeout: timedelta, join: Callable[[], None]) -
         shape.tensor,
         shape.size,
         in_rank_order=not cuda or bool(made.execution.deterministic),
-        timeout=timeout,
+        timeout=START_TIMEOUT,
         neighbours=asked.place.neighbours,
         make_small_reduce=_peer_sum if cuda and shape.tensor > 1 else None,
         join=join,

@@ -475,7 +475,8 @@ def _conclusions(found: Mapping[str, Any], question: Question) -> Iterator[str]:
         wanted = ", ".join(f"{what} {statistic} {limit:g} ms" for (what, statistic), limit in question.targets.items())
         for row in found["runs"]:
             if row["chosen"]:
-                yield f"* {row['replicas']} replicas are the fewest with {wanted}{_settings_of(row)}."
+                least = "1 replica is" if row["replicas"] == 1 else f"{row['replicas']} replicas are"
+                yield f"* {least} the fewest with {wanted}{_settings_of(row)}."
         names = {json.dumps(row["set"]) for row in found["runs"]} - {
             json.dumps(row["set"]) for row in found["runs"] if row["chosen"]
         }

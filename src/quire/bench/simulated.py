@@ -24,8 +24,8 @@ from quire.sim.copies import CPU_COPIES, GPU_COPIES
 from quire.sim.devices import Device, ModelSizes, step_cost
 from quire.sim.shared_reads import NO_SHARING, Sharing
 from quire.types import UNLIMITED
-from quire.weights.load import layer_bytes
 from quire.weights.locate import EMBEDDED
+from quire.weights.outline import ModelOutline
 
 SHARING_ON_GPUS = Sharing(group=4, step=32)
 """As attention on a GPU does: `attention_schedule.MIN_GROUP`, `attention.MIN_CASCADE_SPANS`."""
@@ -166,7 +166,8 @@ def layer_shares(settings: Settings, stages: int) -> tuple[float, ...]:
 def stage_shares(settings: Settings, facts: ModelFacts, stages: int) -> tuple[float, ...]:
     """By the bytes of layers, as they are cut."""
     entries = {} if facts.checkpoint is None else facts.checkpoint.entries
-    sizes, ends = layer_bytes(facts.config, facts.spec, settings.model.quantization, facts.dtype, entries)
+    outline = ModelOutline(facts.config, facts.spec, settings.model.quantization, facts.dtype, entries)
+    sizes, ends = outline.layer_bytes()
     cut = cut_layers(sizes, ends, stages, facts.spec.uncut)
     return tuple(stages * sum(sizes[i] for i in layers) / sum(sizes) for layers in cut)
 

@@ -30,8 +30,9 @@ from quire.tokenization.tokenizer import Tokenizer
 from quire.types import UNLIMITED
 from quire.weights.files import Checkpoint, read_config
 from quire.weights.gguf import KINDS
-from quire.weights.load import build_outline, choose_dtype, match, named, open_checkpoint
+from quire.weights.load import check_tensors, choose_dtype, entries_by_slot, open_checkpoint
 from quire.weights.locate import check as holds_a_model
+from quire.weights.outline import ModelOutline
 from quire.weights.pooling import GENERATES, PoolerConfig, overridden
 from quire.weights.schemes import read_scheme
 
@@ -134,8 +135,8 @@ def foreign_facts(settings: Settings, folder: Path, config: Mapping[str, Any]) -
 
 def check(config: Mapping[str, Any], spec: ModelSpec, checkpoint: Checkpoint, quantization: str) -> None:
     """Every tensor has a place of its shape. Raises InvalidModel naming those that have not."""
-    build = build_outline(config, spec, quantization, torch.bfloat16, checkpoint.entries)
-    match(build, checkpoint.folder.name, named(build, checkpoint))
+    build = ModelOutline(config, spec, quantization, torch.bfloat16, checkpoint.entries).build()
+    check_tensors(build, checkpoint.folder.name, entries_by_slot(build, checkpoint))
 
 
 def shapes(facts: ModelFacts) -> Iterator[Fact]:

@@ -36,7 +36,8 @@ from quire.model_runner.memory import block_bytes, cpu_budget, layer_shapes, pla
 from quire.models.spec import ModelSpec
 from quire.ops.quantized import FLOAT8
 from quire.ops.reference import ReferenceOps
-from quire.weights.load import build_outline, cut_stages, stored_blocks
+from quire.weights.load import stored_blocks
+from quire.weights.outline import ModelOutline, slot_bytes
 from quire.weights.schemes import AUTO, ONLINE, read_scheme
 
 SHORTEST = 256
@@ -193,11 +194,11 @@ def weights(settings: Settings, facts: ModelFacts) -> int:
     spec, checkpoint = facts.spec, facts.checkpoint
     if read_scheme(facts.config) is not None:
         entries = {} if checkpoint is None else checkpoint.entries
-        build = build_outline(facts.config, spec, settings.model.quantization, facts.dtype, entries)
+        build = ModelOutline(facts.config, spec, settings.model.quantization, facts.dtype, entries).build()
         if checkpoint is not None:
             loaded = (name for name in entries if not any(fnmatchcase(name, pattern) for pattern in build.skipped))
             return sum(entries[name].size for name in loaded)
-        return sum(place.target.nbytes for places in build.slots.values() for place in places)
+        return slot_bytes(build)
     ops, chosen = planned_ops(settings) or ReferenceOps(), ONLINE.get(settings.model.quantization)
     if chosen is None:
         blocks = stored_blocks(checkpoint.entries) if checkpoint and keeps_packed(settings) else {}
@@ -215,20 +216,16 @@ def weights(settings: Settings, facts: ModelFacts) -> int:
 def shares(settings: Settings, facts: ModelFacts) -> list[tuple[ModelSpec, float]]:
     """Of each stage, the shape of a rank's part and its share of the weights, of the rank that has most. Raises
     InvalidModel where ranks or stages are too many."""
-    execution, quantization = settings.execution, settings.model.quantization
+    execution = settings.execution
     entries = {} if facts.checkpoint is None else facts.checkpoint.entries
+    outline = ModelOutline(facts.config, facts.spec, settings.model.quantization, facts.dtype, entries)
     size, stages = execution.tensor_parallel_size, execution.pipeline_parallel_size
-    cut = [None] if stages == 1 else cut_stages(facts.config, facts.spec, quantization, facts.dtype, entries, stages)
+    cut = [None] if stages == 1 else outline.cut_stages(stages)
     groups = [(facts.spec, ONE_RANK)]
     groups += [(replace(facts.spec, ranks=size, stage=own), LastRank(size, i, stages)) for i, own in enumerate(cut)]
     whole, *parts = (
-        sum(place.target.nbytes for places in build.slots.values() for place in places)
-        for build in (
-            build_outline(
-                facts.config, spec, quantization, facts.dtype, entries, group, execution.enable_expert_parallel
-            )
-            for spec, group in groups
-        )
+        outline._replace(spec=spec).nbytes(group, expert_parallel=execution.enable_expert_parallel)
+        for spec, group in groups
     )
     return [(spec, part / whole) for (spec, _), part in zip(groups[1:], parts, strict=True)]
 

@@ -57,12 +57,12 @@ SHORT: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """An option, from a dataclass field. `choices` come from a Literal type or `registry`, `optional` from `| None`.
+    """An option, from a dataclass field. `choices` come from a Literal type or are given, `optional` from `| None`.
 
     `unset` is the word for None, by default none for text and auto otherwise; `low` and `high` are included. A `secret`
     is never printed, not even in a repr. verbatim: a list's texts are taken as they are; in others commas part, space
     around is dropped, and none may be empty. mapping: the text is a JSON object, which Python and files may also give
-    as what it stands for. registry: names of registered classes, the choices; any other class is given as module:Class.
+    as what it stands for. registered: choices are names of classes; any other is given as module:Class.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Option:
     metavar: str = ""
     verbatim: bool = False
     mapping: bool = False
-    registry: tuple[str, ...] = ()
+    registered: bool = False
 
     @property
     def flag(self) -> str:
@@ -126,7 +126,7 @@ class Option:
             wrong = f", not {self._quote(value)}"
         elif self.kind == "texts" and not self.verbatim and not all(value):
             wrong = ": leave it out where there is none"
-        elif self.choices and value not in self.choices and not (self.registry and ":" in value):
+        elif self.choices and value not in self.choices and not (self.registered and ":" in value):
             wrong = f", not {value!r}.{nearest(value, self.choices)}"
         elif not is_encodable(value):
             wrong = f", in UTF-8 and without zero bytes, not {self._quote(value)}"
@@ -140,7 +140,7 @@ class Option:
     def wants(self, *, most: bool = False) -> str:
         """What a value must be, for messages. most: with an upper bound that no useful value comes near, too."""
         if self.choices:
-            return "must be one of " + ", ".join(self.choices) + (", or module:Class" if self.registry else "")
+            return "must be one of " + ", ".join(self.choices) + (", or module:Class" if self.registered else "")
         words = {
             "text": "must be a JSON object" if self.mapping else "must be text",
             "texts": "must be text, or a list of texts" + ("" if self.verbatim else ", none of them empty"),
@@ -176,16 +176,14 @@ def options(section: str, config: type) -> Iterator[Option]:
         if optional:
             inner = next(each for each in alternatives if each is not type(None))
         literal = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
-        choices = literal or entry.metadata.get("registry", ())
-        kind: Kind = "text" if choices else _KINDS[inner]
+        kind: Kind = "text" if literal else _KINDS[inner]
         yield Option(
             name=entry.name,
             section=section,
             kind=kind,
             default=entry.default,
             optional=optional,
-            choices=choices,
-            **{"unset": "none" if kind == "text" else "auto", **entry.metadata},
+            **{"choices": literal, "unset": "none" if kind == "text" else "auto", **entry.metadata},
         )
 
 

@@ -18,8 +18,8 @@ from quire.config.option import Option, option, options
 from quire.config.speculative import parse
 from quire.config.unknown import refuse
 from quire.errors import InvalidConfig
-from quire.parsers.reasoning import ReasoningParser
-from quire.parsers.tools.styles import ToolParser
+from quire.parsers.reasoning import THOUGHTS
+from quire.parsers.tools.styles import STYLES
 from quire.scheduler.policy import POLICIES, Batching, Pressure
 from quire.scheduler.routing import MAX_IMBALANCE
 from quire.types import UNLIMITED
@@ -534,13 +534,14 @@ class ModelConfig:
         "Requests come before it. Unset: none.",
         mapping=True,
     )
-    tool_call_parser: Literal["auto", ToolParser] = option(
-        "auto", "How the model writes tool calls; auto: by its chat template."
+    tool_call_parser: str = option(
+        "auto", "How the model writes tool calls; auto: by its chat template.", choices=("auto", *sorted(STYLES))
     )
-    reasoning_parser: Literal["auto", ReasoningParser] = option(
+    reasoning_parser: str = option(
         "auto",
         "How the model marks its reasoning, which is separated from the answer; auto: by its chat template; none: "
         "it stays in the text.",
+        choices=("auto", "none", *sorted(THOUGHTS)),
     )
     revision: str | None = option(None, "Branch, tag or commit of the Hugging Face repository. Unset: its main branch.")
     download_dir: str | None = option(None, "Where downloaded models are kept. Unset: Hugging Face's own cache.")
@@ -642,7 +643,8 @@ class SchedulerConfig:
         "fcfs",
         "Who goes first: fcfs, by arrival; priority, by the request's own priority (lower is sooner). module:Class: a "
         "scheduling policy of your own.",
-        registry=tuple(POLICIES),
+        choices=tuple(POLICIES),
+        registered=True,
     )
     batching: Batching = option(
         "continuous", "continuous: sequences join and leave between steps; static: a batch runs to its end."

@@ -220,7 +220,7 @@ class PagedCache(Past):
     def variants(cls, feed_model: Feed) -> Iterator[Past]:
         """Chunks at once, or token by token; none for a cache with layers of other kinds."""
         made = DynamicCache(config=feed_model.model.config)
-        feed_model(torch.zeros(1, 2, dtype=torch.int64), **named(made), use_cache=True)
+        feed_model(torch.zeros(1, 2, dtype=torch.int64), **cache_arguments(made), use_cache=True)
         plain = all(
             isinstance(each, LinearAttentionLayer)
             # What keeps nothing; transformers has had a class for it since 5.21 only.
@@ -246,7 +246,7 @@ class PagedCache(Past):
     def _feed(self, places: Places, kv: Sequence[LayerKV], kept: Sequence[int]) -> Tensor:
         cache = Cache(layers=self._cache_layers(places, kv))
         device = self.feed_model.device
-        given: dict[str, Any] = {"position_ids": places.positions.to(device), **named(cache)}
+        given: dict[str, Any] = {"position_ids": places.positions.to(device), **cache_arguments(cache)}
         if self.held:
             # Without K/V there are no columns, and no spans of different length, to mask.
             given["attention_mask"] = places.mask.to(device)
@@ -270,7 +270,7 @@ class PagedCache(Past):
         if self.linear and places.past[0]:
             found = [self._state(block, past) for block, past in zip(places.blocks, places.past, strict=True)]
             for j, i in enumerate(self.linear):
-                stack(made[i], [each[j] for each in found])
+                stack_states(made[i], [each[j] for each in found])
         return made
 
     def _state(self, block: int, past: int) -> list[dict[str, Any]]:
@@ -284,7 +284,7 @@ class PagedCache(Past):
         if not self.linear:
             return
         for s, (block, length) in enumerate(zip(places.blocks, places.lengths.tolist(), strict=True)):
-            self.states[block] = length, [part(cache.layers[i], s) for i in self.linear]
+            self.states[block] = length, [sequence_state(cache.layers[i], s) for i in self.linear]
 
     def reset(self) -> None:
         """Forget the states; blocks are the pool's."""
@@ -295,7 +295,7 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """What forwards call their cache, and their outputs too: the first since transformers 5.24."""
 
 
-def named(cache: Any) -> dict[str, Any]:
+def cache_arguments(cache: Any) -> dict[str, Any]:
     """A cache by every name that models have for it."""
     return dict.fromkeys(CACHE_NAMES, cache)
 
@@ -311,7 +311,7 @@ def layer_shape(layer: Any) -> LayerShape:
     )
 
 
-def stack(layer: Any, states: Sequence[dict[str, Any]]) -> None:
+def stack_states(layer: Any, states: Sequence[dict[str, Any]]) -> None:
     """Set a recurrent layer's states from those of each sequence."""
     for name in FLAGS:
         setattr(layer, name, dict(states[0][name]))
@@ -323,7 +323,7 @@ def stack(layer: Any, states: Sequence[dict[str, Any]]) -> None:
     layer.device, layer.dtype = states[0]["place"]
 
 
-def part(layer: Any, s: int) -> dict[str, Any]:
+def sequence_state(layer: Any, s: int) -> dict[str, Any]:
     """What a recurrent layer holds of sequence `s` of a group."""
     state: dict[str, Any] = {name: dict(getattr(layer, name)) for name in FLAGS}
     for name in STATES:
@@ -381,7 +381,7 @@ class OneByOne(Past):
         cache = self.caches.get(block) if past else None
         if not past:
             self.caches.pop(block, None)
-        output = self.feed_model(tokens[None], kept, use_cache=True, state=cache, **named(cache))
+        output = self.feed_model(tokens[None], kept, use_cache=True, state=cache, **cache_arguments(cache))
         self.caches[block] = next(
             (output[name] for name in (*CACHE_NAMES, "state") if output.get(name) is not None), None
         )

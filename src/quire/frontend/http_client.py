@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._break(f"it sent something that is not HTTP ({error})", "upstream_malformed")
+            self._break(f"it sent something that is not HTTP ({error})")
         if self._size > _HIGH and not self._paused and self._transport is not None and not self.lost:
             self._paused = True
             self._transport.pause_reading()
@@ -208,9 +208,9 @@ class Connection(asyncio.Protocol):
                 self._broken = ConnectionLost(f"it closed the connection {when}", retryable=not self._received)
         self._news.set()
 
-    def _break(self, why: str, code: str) -> None:
+    def _break(self, why: str) -> None:
         if self._broken is None:
-            self._broken = ConnectionLost(why, code=code)
+            self._broken = ConnectionLost(why, code="upstream_malformed")
         self.close()
 
     # ---------------------------------------------------------------- called by the parser
@@ -226,7 +226,7 @@ class Connection(asyncio.Protocol):
             return
         self._fields += len(name) + len(value)
         if self._fields > _HEAD:
-            self._break("its header fields are too long", "upstream_malformed")
+            self._break("its header fields are too long")
         else:
             self.headers.append((name.lower(), value))
 

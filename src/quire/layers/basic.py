@@ -16,7 +16,8 @@ from torch import Tensor
 from quire.errors import InvalidModel, nearest
 from quire.layers.linear import ONE_RANK, ColumnParallelLinear, ParallelGroup, RowParallelLinear
 from quire.layers.quantization.base import QuantizedWeight, TableStorage
-from quire.ops.base import Angles, Gate, Norm, Norms, Ops, RoundedRows, Scores
+from quire.ops.base import Ops
+from quire.ops.operands import Angles, Gate, Norm, Norms, RoundedRows, Scores
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
 

@@ -58,7 +58,8 @@ from quire.layers.quantization.base import (
 from quire.layers.quantization.deferred import Deferred
 from quire.layers.quantization.gguf import GgufStorage, Tables, no_table
 from quire.layers.vision import Patches, VisionConfig
-from quire.ops.base import XIELU, DeltaWeights, ExpertBiases, Gate, Norm, Norms, Ops, ScanWeights
+from quire.ops.base import Ops
+from quire.ops.operands import XIELU, DeltaWeights, ExpertBiases, Gate, Norm, Norms, ScanWeights
 from quire.ops.threads import single_threads
 
 Kind = TypeVar("Kind")
@@ -281,8 +282,16 @@ class ModelBuilder:
 
     def tensor(self, name: str, shape: tuple[int, ...], *, std: float = 0.1) -> Tensor:
         """A tensor of any shape, whole on every rank."""
-        data = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._add_slot(WeightSlot(self.prefix + name, shape, tuple(slice(0, n) for n in shape), data, std=std))
+        return self._rows(name, shape, slice(0, shape[0]), std)
+
+    def _rows(
+        self, name: str, shape: tuple[int, ...], cut: slice, std: float, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Rows `cut` of a tensor. dtype: None for the model's."""
+        kept = (cut.stop - cut.start, *shape[1:])
+        data = torch.empty(kept, dtype=dtype or self.dtype, device=self.device)
+        cuts = (cut, *(slice(0, size) for size in shape[1:]))
+        self._add_slot(WeightSlot(self.prefix + name, shape, cuts, data, std=std))
         return data
 
     def patches(self, name: str, config: VisionConfig, *, bias: bool, frames: bool = True) -> Patches:
@@ -342,10 +351,7 @@ class ModelBuilder:
                 self._add_slot(place)
             self.embeddings.append(stored)
             return StoredEmbedding(stored, scale)
-        data = torch.empty(cut.stop - cut.start, hidden, dtype=self.dtype, device=self.device)
-        cuts = (cut, slice(0, hidden))
-        self._add_slot(WeightSlot(f"{self.prefix}{name}.weight", (count, hidden), cuts, data, std=hidden**-0.5))
-        return Embedding(data, self.ops, scale)
+        return Embedding(self._rows(f"{name}.weight", (count, hidden), cut, hidden**-0.5), self.ops, scale)
 
     def rotary(self, rope: RopeConfig) -> Rotary:
         """The rotary embedding of a config."""
@@ -489,7 +495,7 @@ class ModelBuilder:
         if by_head:
             sizes = {"in_proj_qkvz": 2 * (keys + values), "in_proj_ba": 2 * heads}
         weights = DeltaWeights(
-            convolution=self._convolution("conv1d.weight", config.channels, config.width),
+            convolution=self._convolution(config.channels, config.width),
             fading=self.vector("A_log", heads, exact=True),
             rise=self.vector("dt_bias", heads, exact=True),
             norm=self.rms_norm("norm", config.value, eps),
@@ -512,7 +518,7 @@ class ModelBuilder:
         """A layer of Mamba 2, whole on every rank, as its states are."""
         build = self.replicated()
         weights = ScanWeights(
-            convolution=self._convolution("conv1d.weight", config.channels, config.width),
+            convolution=self._convolution(config.channels, config.width),
             bias=self.vector("conv1d.bias", config.channels) if config.conv_bias else None,
             fading=self.vector("A_log", config.heads, exact=True),
             rise=self.vector("dt_bias", config.heads, exact=True),
@@ -529,12 +535,9 @@ class ModelBuilder:
             self.ops,
         )
 
-    def _convolution(self, name: str, channels: int, width: int) -> Tensor:
+    def _convolution(self, channels: int, width: int) -> Tensor:
         """Weights [channels, width] of a convolution of each channel, [channels, 1, width] in the checkpoint."""
-        data = torch.empty(channels, 1, width, dtype=self.dtype, device=self.device)
-        cut = (slice(0, channels), slice(0, 1), slice(0, width))
-        self._add_slot(WeightSlot(self.prefix + name, tuple(data.shape), cut, data, std=width**-0.5))
-        return data[:, 0]
+        return self.tensor("conv1d.weight", (channels, 1, width), std=width**-0.5)[:, 0]
 
     def _decompression(self, heads: int, latent: LatentConfig) -> Decompression:
         """`kv_b_proj`, as stored only where the checkpoint's is quantized."""
@@ -554,17 +557,11 @@ class ModelBuilder:
 
     def sinks(self, name: str, heads: int) -> Tensor:
         """This rank's of a number for each of `heads`, float32."""
-        cut = shard_of(heads, self.parallel, name)
-        data = torch.empty(cut.stop - cut.start, dtype=torch.float32, device=self.device)
-        self._add_slot(WeightSlot(self.prefix + name, (heads,), (cut,), data, std=1.0))
-        return data
+        return self._rows(name, (heads,), shard_of(heads, self.parallel, name), 1.0, torch.float32)
 
     def by_head(self, name: str, heads: int, dim: int) -> Tensor:
         """This rank's rows of a table [heads, dim] that has `dim` numbers for each head."""
-        cut = shard_of(heads, self.parallel, name)
-        data = torch.empty(cut.stop - cut.start, dim, dtype=self.dtype, device=self.device)
-        self._add_slot(WeightSlot(self.prefix + name, (heads, dim), (cut, slice(0, dim)), data, std=1.0))
-        return data
+        return self._rows(name, (heads, dim), shard_of(heads, self.parallel, name), 1.0)
 
     def gated_mlp(
         self, hidden: int, width: int, activation: str, *, bias: bool = False, names: Sequence[str] = GATED
@@ -618,11 +615,11 @@ class ModelBuilder:
             self.unjoined.append(experts)
         correction = self.vector(names.correction, mixture.num_experts, exact=True) if mixture.corrected else None
         gains = self.vector(names.gains, mixture.num_experts, mean=1.0, exact=True) if mixture.gained else None
-        router = Router(self.router(names.router, hidden, mixture.num_experts, bias=biased), correction, gains)
+        router = Router(self.dense(names.router, hidden, mixture.num_experts, bias=biased), correction, gains)
         shared = latent = None
         if mixture.shared:
             mlp = self._shared_mlp(hidden, mixture, activation, names, bias)
-            shared = SharedExpert(mlp, self.router(names.shared_gate, hidden, 1) if mixture.gated_shared else None)
+            shared = SharedExpert(mlp, self.dense(names.shared_gate, hidden, 1) if mixture.gated_shared else None)
         if mixture.latent:
             into, back = names.latent
             latent = self.dense(into, hidden, width, bias=bias), self.dense(back, width, hidden, bias=bias)
@@ -657,10 +654,6 @@ class ModelBuilder:
             interleaved = names.interleaved and name == names.matrices[0]
             self.stacks.append(ExpertStack(self.prefix + name, names.transposed, interleaved))
         return f"{self.prefix}{name}.{expert}"
-
-    def router(self, name: str, hidden: int, count: int, *, bias: bool = False) -> WeightStorage:
-        """As `dense`."""
-        return self.dense(name, hidden, count, bias=bias)
 
     def dense(self, name: str, hidden: int, count: int, *, bias: bool = False) -> WeightStorage:
         """A small matrix, whole on every rank and not quantized unless the checkpoint's is."""

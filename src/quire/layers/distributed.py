@@ -15,8 +15,9 @@ from torch import Tensor
 
 from quire.layers.linear import ParallelGroup
 from quire.layers.stages import LinkedPipeline
-from quire.ops.base import Norm, Ops
+from quire.ops.base import Ops
 from quire.ops.capture import PRECOMPILING
+from quire.ops.operands import Norm
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.quantization.base import Plain, WeightStorage
-from quire.ops.base import Angles, Norm, Ops
+from quire.ops.base import Ops
+from quire.ops.operands import Angles, Norm
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.quantization.base import QuantizedWeight, WeightStorage
 from quire.layers.stages import ONE_STAGE, Pipeline
-from quire.ops.base import Gate, Norm, Ops, RoundedRows
+from quire.ops.base import Ops
+from quire.ops.operands import Gate, Norm, RoundedRows
 
 
 class ParallelGroup:

@@ -13,7 +13,8 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.basic import NormReader
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
-from quire.ops.base import Angles, Ops, RoundedRows, ScanInputs, ScanWeights
+from quire.ops.base import Ops
+from quire.ops.operands import Angles, RoundedRows, ScanInputs, ScanWeights
 from quire.ops.ragged import LayerKV, RaggedBatch, StateShape, select_rows
 
 

@@ -15,23 +15,23 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.linear import ONE_RANK, ParallelGroup
 from quire.layers.quantization.base import Plain, WeightStorage
-from quire.ops.base import (
+from quire.ops.base import Ops
+from quire.ops.integer import stack_integers
+from quire.ops.matmul import by_expert, through_experts
+from quire.ops.operands import (
     NO_BIASES,
     ExpertBiases,
     ExpertMatrices,
     Gate,
     IntegerMatrix,
     Norm,
-    Ops,
     QuantizedMatrix,
     RoutedRows,
     RouterWeights,
     Routing,
     TopK,
 )
-from quire.ops.integer import stack_integers
-from quire.ops.matmul import by_expert, through_experts
-from quire.ops.quantized import E4M3, parts
+from quire.ops.quantized import E4M3, expert_matrices
 from quire.ops.ragged import RaggedBatch
 
 
@@ -134,7 +134,7 @@ class SeparateExperts:
 
     def join(self) -> None:
         """Once all matrices have their final form: put them where kernels of experts want them."""
-        gate_up, down = joined(self.gate_up), joined(self.down)
+        gate_up, down = join_matrices(self.gate_up), join_matrices(self.down)
         self.joined = (gate_up, down) if gate_up and down else None
         self.biases = ExpertBiases(stack_biases(self.gate_up), stack_biases(self.down))
 
@@ -151,7 +151,7 @@ class SeparateExperts:
         return by_expert(self.ops.apply_gate(inner, self.gate), self.down, ends, lambda x, stored: stored.apply(x))
 
 
-def joined(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:
+def join_matrices(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:
     """The matrices one after the other, each a part of the whole from now on. None unless all are integers of one
     layout, or float8 with the same scales per row."""
     stored = [each.quantized for each in matrices if each.quantized is not None]
@@ -163,7 +163,7 @@ def joined(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:
     elif len(scaled) == len(matrices):
         whole = stack_float8(scaled)
     if whole is not None:
-        for each, part in zip(stored, parts(whole, len(stored)), strict=True):
+        for each, part in zip(stored, expert_matrices(whole, len(stored)), strict=True):
             each.matrix = part
     return whole
 

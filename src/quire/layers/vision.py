@@ -15,7 +15,8 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.basic import MLP, GatedMLP
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
-from quire.ops.base import Angles, Norm, Ops
+from quire.ops.base import Ops
+from quire.ops.operands import Angles, Norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,7 @@ class TritonSteps:
             views.histories,
             views.settings,
             self.card,
-            requested(features),
+            requested_features(features),
             tally=self.tally,
             out=tokens,
             scores=scores,
@@ -138,7 +138,7 @@ class ForcedSteps(TritonSteps):
         super().verify(state, tokens)
 
 
-def requested(features: int) -> RequestedFeatures:
+def requested_features(features: int) -> RequestedFeatures:
     """What the bits of `sampling.features` ask of the kernels."""
     return RequestedFeatures(
         random=bool(features & RANDOM),

@@ -14,7 +14,7 @@ from quire.layers.basic import MLP, NO_ROPE, AnyEmbedding, GatedMLP, Heads
 from quire.layers.builder import ModelBuilder
 from quire.models.heads import Classify, next_token_logits
 from quire.models.spec import Config, ModelSpec, check_layers
-from quire.ops.base import Angles
+from quire.ops.operands import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.types import UNLIMITED
 

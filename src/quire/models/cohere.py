@@ -21,7 +21,7 @@ from quire.models.spec import (
     read_windows,
     without_rope,
 )
-from quire.ops.base import Angles, Norm, Norms
+from quire.ops.operands import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 
 

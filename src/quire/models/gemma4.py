@@ -23,7 +23,7 @@ from quire.models.gemma4_vision import Gemma4Vision, read_gemma4_vision
 from quire.models.llama import Block, MLPFunction
 from quire.models.multimodal import nested, rename_vision
 from quire.models.spec import Config, ModelSpec, read_context, read_decoder, read_locals, read_rope, read_windows
-from quire.ops.base import Angles, Norm, Norms
+from quire.ops.operands import Angles, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
 

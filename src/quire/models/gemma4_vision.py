@@ -16,7 +16,7 @@ from quire.errors import InvalidModel
 from quire.layers.builder import GELUS, ModelBuilder, activation_of
 from quire.layers.vision import ImageState, Patches, VisionConfig, axial_angles, patch_positions
 from quire.models.spec import Config, ModelSpec, check_layers
-from quire.ops.base import Angles, Norm
+from quire.ops.operands import Angles, Norm
 
 
 class ClippedLinear:

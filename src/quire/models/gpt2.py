@@ -14,7 +14,7 @@ from quire.layers.builder import ModelBuilder
 from quire.models.heads import lm_head, next_token_logits, score_head
 from quire.models.llama import received
 from quire.models.spec import Config, ModelSpec, check_layers, read_stop
-from quire.ops.base import Angles
+from quire.ops.operands import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
 

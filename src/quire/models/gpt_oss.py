@@ -10,7 +10,7 @@ from quire.layers.builder import CLAMPED, GATED, ExpertNames
 from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
-from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT
+from quire.ops.operands import CLAMP_ALPHA, CLAMP_LIMIT
 
 NAMES = ExpertNames(
     "mlp.router",

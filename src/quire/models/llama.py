@@ -26,8 +26,8 @@ from quire.layers.quantization.packed import projection_of
 from quire.layers.vision import VisionTower
 from quire.models.heads import lm_head, next_token_logits, score_head
 from quire.models.spec import Config, ModelSpec, read_decoder
-from quire.ops.base import Angles, Decoder, DecoderLayer, Norm, Norms
 from quire.ops.capture import PRECOMPILING
+from quire.ops.operands import Angles, Decoder, DecoderLayer, Norm, Norms
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 
 

@@ -18,7 +18,7 @@ from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama, Mixer, MLPFunction
 from quire.models.multimodal import nested, select_decoder
 from quire.models.spec import CHUNKED, FULL, Config, ModelSpec, interleave, read_decoder, read_locals
-from quire.ops.base import Norm, Norms
+from quire.ops.operands import Norm, Norms
 from quire.types import UNLIMITED
 
 

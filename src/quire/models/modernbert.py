@@ -14,7 +14,7 @@ from quire.layers.basic import Heads
 from quire.layers.builder import ModelBuilder
 from quire.models.heads import Classify, next_token_logits
 from quire.models.spec import FULL, SLIDING, Config, ModelSpec, read_decoder, read_rope
-from quire.ops.base import Angles, Norm
+from quire.ops.operands import Angles, Norm
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.types import UNLIMITED
 

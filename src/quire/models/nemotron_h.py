@@ -19,7 +19,7 @@ from quire.models.bamba import KINDS, LINEAR, check_convolution, read_step_limit
 from quire.models.llama import BlockNorms, Llama, Mixer, MLPFunction
 from quire.models.mtp import DraftBlock, MTPNames, make_mtp
 from quire.models.spec import FULL, Config, ModelSpec, read_decoder
-from quire.ops.base import Angles
+from quire.ops.operands import Angles
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 
 LETTERS: Mapping[str, str] = MappingProxyType({"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"})

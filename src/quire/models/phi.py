@@ -14,7 +14,7 @@ from quire.layers.moe import MoEConfig
 from quire.models.llama import Llama
 from quire.models.mistral import MIXTRAL_NAMES
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
-from quire.ops.base import Norm
+from quire.ops.operands import Norm
 
 
 class Phi3(Llama):

@@ -10,7 +10,7 @@ from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
 from quire.layers.vision import ImageState, VisionBlock, VisionConfig
 from quire.models.spec import Config, ModelSpec, check_layers
-from quire.ops.base import Norm
+from quire.ops.operands import Norm
 
 
 class SiglipVision:

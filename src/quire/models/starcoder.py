@@ -8,7 +8,7 @@ from types import MappingProxyType
 from quire.layers.builder import ModelBuilder
 from quire.models.llama import Llama, MLPFunction
 from quire.models.spec import Config, ModelSpec, read_decoder, read_windows
-from quire.ops.base import Norm
+from quire.ops.operands import Norm
 
 
 class StarCoder2(Llama):

@@ -1,4 +1,4 @@
-"""The operations that a model is made of, as one object that a device provides. Layers call these and nothing below.
+"""The operations that a model is made of, as one class that a device implements. Layers call these and nothing below.
 
 Shape letters are those of `ragged`: T tokens fed, S spans, H query heads, G key/value heads, D head dim; F is the width
 of an MLP. Results have the dtype of the first argument; sums are float32.
@@ -6,513 +6,160 @@ of an MLP. Results have the dtype of the first argument; sums are float32.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from enum import IntEnum
-from typing import Literal, NamedTuple, Protocol
+from typing import Self, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.matmul import by_expert, combine_experts, through_experts
+from quire.ops.operands import (
+    NO_BIASES,
+    XIELU,
+    Angles,
+    AnyMatrix,
+    BlockPanels,
+    Decoder,
+    DecoderLayer,
+    DeltaInputs,
+    DeltaWeights,
+    ExpertBiases,
+    ExpertMatrices,
+    Gate,
+    Int8Matrix,
+    IntegerMatrix,
+    Norm,
+    Norms,
+    QuantizedMatrix,
+    RoundedRows,
+    RoutedRows,
+    RouterWeights,
+    Routing,
+    ScanInputs,
+    ScanWeights,
+    Scores,
+    TopK,
+)
 from quire.ops.panels import PanelMatrix, Zeros
+from quire.ops.quantized import LEAST, dequantize, expert_matrices, integer_product, quantize_tokens, with_biases
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch
-from quire.types import UNLIMITED
+from quire.ops.recurrent import gated_delta, selective_scan, with_padding
 
 
-class Angles(NamedTuple):
-    """cos and sin, float32 [T, r], of the angles by which each token's heads are rotated.
+class Ops(ABC):
+    """What a device can compute. `ReferenceOps` is the oracle that every other implementation is tested against.
 
-    interleaved: the pairs are neighbours, (2 i, 2 i + 1), rather than (i, i + r). query_gain: float32 [T], what each
-    token's queries are multiplied by; None: 1.
+    What is not abstract is here in plain torch; quantized products dequantize the matrix at each call.
     """
 
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool = False
-    query_gain: Tensor | None = None
-
-
-class BlockPanels(NamedTuple):
-    """A matrix of GGUF's blocks, and what fills it.
-
-    write: of rows from a number on, a multiple of 16, given as uint8 [rows, bytes of a row] on the CPU. Called from
-    several threads, each for rows of its own.
-    """
-
-    matrix: PanelMatrix
-    write: Callable[[int, Tensor], None]
-
-
-Gate = Literal["", "silu", "gelu", "gelu_erf", "clamped", "relu", "relu2"]
-"""What is done with the halves of a product: nothing (""), or `silu_mul`, `gelu_mul`, `gelu_erf_mul`, `relu_mul` or
-`clamped_mul` of them; or `relu2` of the whole, which experts without a gate have."""
-
-
-def num_parts(gate: Gate) -> int:
-    """Outputs of a product for each number that a gate makes: 2 where one half multiplies the other."""
-    return 1 if gate in ("", "relu2") else 2
-
-
-CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
-"""See `Ops.clamped_mul`."""
-
-
-class Norm(NamedTuple):
-    """An RMS norm, x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019), or, if `centred`, a layer norm,
-    (x - mean) / sqrt(var + eps) * weight + bias, of each row.
-
-    The weight may be float32 whatever x is (Gemma's 1 + w, which would lose precision if rounded).
-    """
-
-    weight: Tensor
-    eps: float
-    bias: Tensor | None = None
-    centred: bool = False
-
-
-class Norms(NamedTuple):
-    """RMS norms of q and of k: with weights [D] head by head, with weights [H D] and [G D] all heads at once.
-
-    after_rope: the normed heads are the rotated ones; head by head only. v_eps: that of v's heads, whose RMS norm has
-    no weight and goes with norms head by head before rotation; None: v is not normed.
-    """
-
-    q: Norm
-    k: Norm
-    after_rope: bool = False
-    v_eps: float | None = None
-
-
-class XIELU(NamedTuple):
-    """Trained numbers of an activation, float32 [1] each: see `Ops.xielu`."""
-
-    positive: Tensor
-    negative: Tensor
-    slope: Tensor
-
-
-class TopK(NamedTuple):
-    """How a router's logits become experts and weights: each token uses the `used` experts of the largest scores.
-
-    Scores are a float32 softmax over all experts, or with `sigmoid` the sigmoid of each logit. logit_scale: what logits
-    are multiplied by before anything else. normalize: a token's weights are divided by their sum, or by `floor` where
-    that is larger. groups: of as many neighbouring experts each, of which only those of the `used_groups` best groups
-    may be used; a group is as good as its `group_best` best experts, one or two, together (DeepSeek-AI 2024). scale:
-    what weights are multiplied by in the end. margin above 0: of the experts left, the best first, each is weighed by a
-    softmax over the logits of those left that are below its own by at most `margin` times the larger of its logit and
-    their absolute value (SparseMixer, Liu et al. 2023).
-    """
-
-    used: int
-    normalize: bool
-    sigmoid: bool = False
-    groups: int = 1
-    used_groups: int = 1
-    scale: float = 1.0
-    floor: float = 1e-20
-    margin: float = 0.0
-    group_best: int = 2
-    logit_scale: float = 1.0
-
-
-class Routing(NamedTuple):
-    """Which experts each token uses, the best first, int32 [T, K], and their weights, float32 [T, K]. Expert -1
-    with weight 0: none.
-
-    early: other kernels were launched since those that made it, so that the next may read it before they wait for the
-    preceding one (`ops/triton/launch.py`).
-    """
-
-    experts: Tensor
-    weights: Tensor
-    early: bool = False
-
-
-class RoutedRows(NamedTuple):
-    """Rows [T, in] and the experts that they use."""
-
-    rows: Tensor
-    routing: Routing
-
-
-class RouterWeights(NamedTuple):
-    """A router: weight [E, in], bias [E], how it chooses, and the terms of `Ops.select_experts`."""
-
-    weight: Tensor
-    how: TopK
-    correction: Tensor | None = None
-    bias: Tensor | None = None
-    gains: Tensor | None = None
-
-
-class RoundedRows(NamedTuple):
-    """Rows in eight bits [R, in], and what one step of each run of a row's numbers is, float32 [runs, R]. tokens:
-    so many of the first rows, and no others, have numbers. dtype: of what is made of them."""
-
-    rows: Tensor
-    steps: Tensor
-    tokens: int
-    dtype: torch.dtype
-
-
-class ExpertBiases(NamedTuple):
-    """Biases of the experts' products: gate_up [E, 2F], down [E, in]; None: none."""
-
-    gate_up: Tensor | None = None
-    down: Tensor | None = None
-
-
-NO_BIASES = ExpertBiases()
-
-
-class QuantizedMatrix(NamedTuple):
-    """A matrix [out, in] in one of two layouts. scale: float32 [out, G], G scales per row.
-
-    Scaled: weight [out, in] int8 or float8_e4m3, times its scale: column c has scale number (c + offset) // width. Of
-    every `height` rows, from the first on, the scales are the same.
-    Grouped (zero and groups are not None): weight uint8 [out, in], or [out, in / 2] of 4 bits, even columns in the low
-    bits; (w - zero) scale with zero [out, G]. groups [in] int64: each column's group, which is the number of its scale
-    and zero.
-    """
-
-    weight: Tensor
-    scale: Tensor
-    width: int = 1
-    offset: int = 0
-    zero: Tensor | None = None
-    groups: Tensor | None = None
-    height: int = 1
-
-    @property
-    def outputs(self) -> int:
-        """Rows."""
-        return len(self.weight)
-
-    @property
-    def is_int4(self) -> bool:
-        """Whether it has two numbers per byte."""
-        return self.groups is not None and len(self.groups) > self.weight.shape[1]
-
-    @property
-    def is_int8_rows(self) -> bool:
-        """Whether it is int8 with a scale for each row."""
-        return self.weight.dtype is torch.int8 and self.groups is None and self.scale.shape[1] == 1
-
-    def rows(self, which: slice) -> QuantizedMatrix:
-        """Some of its rows."""
-        zero, whole = None if self.zero is None else self.zero[which], which.step in (None, 1)
-        height = self.height if whole and (which.start or 0) % self.height == 0 else 1
-        return self._replace(weight=self.weight[which], scale=self.scale[which], zero=zero, height=height)
-
-
-class IntegerKind(IntEnum):
-    """What the words of an `IntegerMatrix` hold for columns of a row, in their upper and their lower 16 bits.
-
-    ZEROS: of a group, the scale, and the zero point in bfloat16: less -128 of 4 bits, as it is of signed bytes. PAIRS:
-    the scales of columns 32 to 63 and 0 to 31 of 64; zero is 8 of 4 bits, and 0 of signed bytes. ROWS: one word for a
-    row, its scale in float32. SUPERBLOCKS: of 64 columns four bytes, from the lowest bits on, which float16 numbers of
-    256 columns are multiplied with: scale and minimum of columns 0 to 31 and of 32 to 63, or in groups of 16 their four
-    signed scales. Minima are subtracted after scaling. FLOATS: the 4 bits are e2m1 numbers (a sign, two bits of
-    exponent, one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6), and of 128 columns four bytes, from the lowest bits on, are
-    exponents e of groups of 32, whose scales are 2^(e - 127) (MXFP4, OCP Microscaling Formats 2023); `half`: some e is
-    above 128, so that sums are scaled instead of numbers.
-    """
-
-    ZEROS = 0
-    SUPERBLOCKS = 1
-    PAIRS = 2
-    ROWS = 3
-    FLOATS = 4
-
-
-class IntegerMatrix(NamedTuple):
-    """A matrix [out, in] of integers of 4 or 8 bits, a scale for every `group` columns of a row, as kernels read it.
-
-    weight: uint8 [B, out, 32], block by block of columns. Of 4 bits, byte j of a row of block b has columns 64 b + j
-    (low bits) and 64 b + 32 + j; of 8 bits it is column 32 b + j, signed.
-    words: int32 [W, out], see `IntegerKind`; scales are float16, or bfloat16 where `half` is False. inputs: columns,
-    without those of zeros by which they are padded. order: int64 [in], columns of x in the matrix's order; None: as
-    they are. supers: int32 [S, out], what multiplies the scales (upper 16 bits) and minima (lower) of 256 columns of
-    SUPERBLOCKS. See `ops.integer`.
-
-    Of experts: the tensors of each, one after the other, with a dimension more in front. outputs and padded are those
-    of each, and `rows` is not for them.
-    """
-
-    weight: Tensor
-    words: Tensor
-    inputs: int
-    bits: int
-    group: int
-    kind: IntegerKind
-    half: bool = True
-    order: Tensor | None = None
-    supers: Tensor | None = None
-
-    @property
-    def outputs(self) -> int:
-        """Rows."""
-        return self.weight.shape[-2]
-
-    @property
-    def padded(self) -> int:
-        """Columns with padding, a multiple of 128."""
-        return self.weight.shape[-3] * 256 // self.bits
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of numbers and scales."""
-        return self.weight.nbytes + self.words.nbytes + (0 if self.supers is None else self.supers.nbytes)
-
-    def rows(self, which: slice | Tensor) -> IntegerMatrix:
-        """Some of its rows; a tensor [T] holds their numbers."""
-        supers = None if self.supers is None else self.supers[:, which]
-        return self._replace(weight=self.weight[:, which], words=self.words[:, which], supers=supers)
-
-    def expert(self, number: int) -> IntegerMatrix:
-        """One of the matrices of experts."""
-        supers = None if self.supers is None else self.supers[number]
-        return self._replace(weight=self.weight[number], words=self.words[number], supers=supers)
-
-
-class MixedMatrix(NamedTuple):
-    """Matrices of different layouts, one below the other."""
-
-    parts: tuple[IntegerMatrix | PanelMatrix, ...]
-
-    @property
-    def outputs(self) -> int:
-        """Rows."""
-        return sum(part.outputs for part in self.parts)
-
-    def rows(self, which: slice) -> MixedMatrix:
-        """Some of its rows, in order."""
-        some, first = list[IntegerMatrix | PanelMatrix](), 0
-        wanted = range(*which.indices(self.outputs))
-        for part in self.parts:
-            begin, stop = (max(0, -(-(at - wanted.start) // wanted.step)) for at in (first, first + part.outputs))
-            own = wanted[begin:stop]
-            some += [part.rows(slice(own.start - first, own.stop - first, own.step))] if len(own) else []
-            first += part.outputs
-        return MixedMatrix(tuple(some))
-
-
-AnyMatrix = QuantizedMatrix | IntegerMatrix | PanelMatrix | MixedMatrix
-"""A quantized matrix."""
-
-Int8Matrix = QuantizedMatrix | PanelMatrix
-"""Of int8, with one scale a row."""
-
-ExpertMatrices = QuantizedMatrix | IntegerMatrix
-"""Of all experts of a layer: one below the other [E out, in], or see `IntegerMatrix`."""
-
-
-class Scores(NamedTuple):
-    """What attention does with scores: how they are made, and which of them count.
-
-    scale: of products. A query at position p sees positions p - window + 1 to p, those of its own chunk of `chunk`
-    positions (Meta 2025, Llama 4), and from p on to p + ahead and to its token's `RaggedBatch.last_visible`, as far as
-    its span has them. ahead: 0 for causal attention; UNLIMITED for an encoder's, whose spans are whole prompts.
-    soft_cap c above 0 makes scores c * tanh(score / c) (Gemma 2). sinks float32 [H]: one more score for each query of a
-    head, which takes part in the softmax and has no value (OpenAI 2025, gpt-oss); None: -inf.
-    """
-
-    scale: float
-    window: int = UNLIMITED
-    soft_cap: float = 0.0
-    sinks: Tensor | None = None
-    chunk: int = UNLIMITED
-    ahead: int = 0
-
-    def sees_all(self, longest: int, queries: int) -> bool:
-        """Whether each of the last `queries` positions of spans of `longest` sees all of them."""
-        return min(self.window, self.chunk) >= longest and queries <= self.ahead + 1
-
-    def is_causal(self, batch: RaggedBatch) -> bool:
-        """Whether no token sees a later one."""
-        return not self.ahead and batch.last_visible is None
-
-    def sink_of(self, groups: int, repeat: int = 1) -> Tensor | None:
-        """The sinks of rows of queries, the heads of a K/V head one after the other: [G, R * repeat, 1]."""
-        return None if self.sinks is None else self.sinks.view(groups, -1, 1).repeat_interleave(repeat, 1)
-
-
-class Projection(NamedTuple):
-    """A linear layer's matrix [out, in], and its bias [out], if any. rounded: it is for `Ops.rounded_linear`."""
-
-    matrix: AnyMatrix
-    bias: Tensor | None
-    rounded: bool = False
-
-
-class DecoderLayer(NamedTuple):
-    """A layer of Llama's structure: x + out(attention(qkv(norm(x)))), and to that down(gate(gate_up(norm(it)))) added.
-
-    heads: of queries, all of one size. norms: of queries and keys. scores: see `Scores`. attention_scale, mlp_scale:
-    what the results of `out` and `down` are multiplied by where they are added.
-    """
-
-    attention_norm: Norm
-    qkv: Projection
-    heads: int
-    norms: Norms | None
-    scores: Scores
-    out: Projection
-    attention_scale: float
-    mlp_norm: Norm
-    gate_up: Projection
-    gate: Gate
-    down: Projection
-    mlp_scale: float
-
-
-class Decoder(Protocol):
-    """Layers that run in one call."""
-
-    def __call__(
-        self, residual: Tensor, batch: RaggedBatch, kv: Sequence[LayerKV], angles: Sequence[Angles]
-    ) -> tuple[Tensor, Tensor] | None:
-        """residual [T, hidden] before the first layer, the K/V and angles of each layer that is to run, the first of
-        those there are -> (output of the last of them, residual stream without it), as one by one they would make to
-        the bit; None: this batch is not for it."""
-
-
-class DeltaInputs(NamedTuple):
-    """What a layer of the gated delta rule makes of the residual stream, for each of G heads of keys: what its query
-    and key [T, G, K] and the values of its H / G heads [T, G, H / G V] are made of, gates of results, as many, and beta
-    and rise [T, G, H / G], before their functions. Rows and heads may lie apart, the numbers of a head not."""
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    gate: Tensor
-    beta: Tensor
-    rise: Tensor
-
-    def mixed(self) -> Tensor:
-        """[T, C]: queries, keys and values one after the other; without a copy where they lie so."""
-        parts = self.queries, self.keys, self.values
-        first, at = self.queries, self.queries.storage_offset()
-        for each in parts:
-            _, heads, size = each.shape
-            together = each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            if not together or (each.storage_offset(), each.stride()) != (at, (first.stride(0), size, 1)):
-                return torch.cat([part.flatten(1) for part in parts], -1)
-            at += heads * size
-        return first.as_strided((len(first), at - first.storage_offset()), (first.stride(0), 1))
-
-
-class DeltaWeights(NamedTuple):
-    """Small weights of a layer of the gated delta rule: convolution [C, W], the last column for the newest input; of
-    each head fading [H], the logarithm of how fast it fades, and rise [H], which is added to the inputs' (both
-    float32); norm: of results, head by head."""
-
-    convolution: Tensor
-    fading: Tensor
-    rise: Tensor
-    norm: Norm
-
-
-class ScanInputs(NamedTuple):
-    """What a layer of Mamba 2 makes of the residual stream: gate [T, H V] of its results; mixed [T, C], what values,
-    keys and queries are made of, in this order; step [T, H], before its function."""
-
-    gate: Tensor
-    mixed: Tensor
-    step: Tensor
-
-
-class ScanWeights(NamedTuple):
-    """Small weights of a layer of Mamba 2: convolution [C, W] and bias [C], as of `DeltaWeights`; of each head fading
-    [H], the logarithm of how fast it fades, rise [H], which is added to the steps, and skip [H], what values are
-    multiplied by that are added to the results (all float32); norm: of gated results, group by group. step_limit: the
-    least and the largest step."""
-
-    convolution: Tensor
-    bias: Tensor | None
-    fading: Tensor
-    rise: Tensor
-    skip: Tensor
-    norm: Norm
-    step_limit: tuple[float, float]
-
-
-class Ops(Protocol):
-    """What a device can compute. `ReferenceOps` is the oracle that every other implementation is tested against."""
+    multiplies_integers = False
+    """Whether products with an `IntegerMatrix` read it as it is, so that it beats the same numbers as floats."""
 
     def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """product(x) of x [T, in], for formats that multiply by themselves: in tiles where rows must not depend on
         others, see `matmul.in_tiles`."""
+        return product(x)
 
-    def untuned(self) -> Ops:
+    def untuned(self) -> Self:
         """The same without choices that are measured in this process, so that every rank computes the same bits."""
+        return self
 
     def rounds(self, matrix: AnyMatrix) -> bool:
         """Whether rows that are multiplied with a matrix are rounded to float8 as it is, if there are many."""
+        return False
 
-    def unrounded(self) -> Ops:
+    def unrounded(self) -> Self:
         """The same, but for activations, which `rounds` is never true of."""
+        return self
 
+    @abstractmethod
     def prepare(self, batch: RaggedBatch) -> RaggedBatch:
         """The same batch with what every layer would otherwise compute again. Called once a forward.
 
         Optional: `attention` and `qk_norm_rope_store_kv` take any RaggedBatch. Its tensors must not change afterwards.
         """
 
-    @property
-    def multiplies_integers(self) -> bool:
-        """Whether products with an `IntegerMatrix` read it as it is, so that it is better than the same numbers as
-        floats."""
-
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """tokens [T], weight [V, hidden] -> [T, hidden]."""
+        return F.embedding(tokens, weight)
 
     def integer_embedding(self, tokens: Tensor, matrix: IntegerMatrix | PanelMatrix, dtype: torch.dtype) -> Tensor:
         """As `embedding`, with a matrix of integers, in dtype."""
+        return dequantize(matrix.rows(tokens)).to(dtype)
 
+    @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """x [T, in], weight [out, in], bias [out] -> [T, out]; with a gate [T, out / 2], see `Gate`."""
 
     def arranged(self, matrix: AnyMatrix) -> AnyMatrix:
         """The same matrix as these products read it fastest. Called once, when it is loaded."""
+        return matrix
 
     def empty_panels(self, outputs: int, inputs: int, dtype: torch.dtype) -> PanelMatrix:
         """An unquantized matrix in panels, to be filled."""
+        return PanelMatrix.empty(outputs, inputs, dtype)
 
     def empty_blocks(self, kind: str, outputs: int, inputs: int, zeros: Zeros | None = None) -> BlockPanels | None:
         """A matrix of GGUF's blocks of a type, to be filled; None where blocks are repacked all at once, by
         `arranged`. zeros: allocates."""
+        return None
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """As `linear`, with a quantized matrix. Rows of x may be rounded, see `rounds`."""
+        return self.linear(x, dequantize(matrix).to(x.dtype), bias, gate)
 
     def quantized_mlp(self, x: Tensor | RoundedRows, gate_up: AnyMatrix, down: AnyMatrix, gate: Gate) -> Tensor:
         """`quantized_linear` with `gate_up` and its gate, and of that with `down`."""
+        if isinstance(x, RoundedRows):
+            return self.quantized_linear(self.multiply_rounded(x, gate_up, None, gate), down)
+        return self.quantized_linear(self.quantized_linear(x, gate_up, None, gate), down)
 
     def add_norm_rounded(
         self, x: Tensor, residual: Tensor, norm: Norm, matrix: AnyMatrix, scale: float = 1.0
     ) -> tuple[Tensor | RoundedRows, Tensor]:
         """`add_norm`, for `quantized_linear` with `matrix` alone: where that rounds its rows, they are rounded here."""
+        return self.add_norm(x, residual, norm, None, scale)
 
     def multiply_rounded(
         self, x: RoundedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = ""
     ) -> Tensor:
         """As `quantized_linear`, of rows that `add_norm_rounded` has rounded for this matrix."""
+        numbers, steps = x.rows[: x.tokens].float(), x.steps[:, : x.tokens].t()
+        width = matrix.width if isinstance(matrix, QuantizedMatrix) and steps.shape[1] > 1 else numbers.shape[1]
+        exact = numbers * steps.repeat_interleave(width, 1)[:, : numbers.shape[1]]
+        return self.quantized_linear(exact.to(x.dtype), matrix, bias, gate)
 
     def int8_linear(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gate: Gate = ""
     ) -> Tensor:
         """As `linear`, but each token of x is rounded to int8 by its own largest number and multiplied by weight
         [out, in] int8 with integer sums; the result is scaled back. scale [out, 1] float32."""
+        rounded, steps = quantize_tokens(x)
+        if not x.is_cuda:
+            sums = integer_product(rounded, weight)
+        elif any(size % 8 for size in weight.shape):
+            sums = self.linear(rounded.float(), weight.float())
+        else:
+            missing = max(0, LEAST - len(x))
+            sums = torch._int_mm(F.pad(rounded, (0, 0, 0, missing)), weight.t())[: len(x)].float()
+        out = (sums * steps * scale.t()).to(x.dtype)
+        return self.apply_gate(out if bias is None else out + bias, gate)
 
     def rounded_linear(self, x: Tensor, matrix: Int8Matrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """`int8_linear`, with a matrix of `arranged_int8`."""
+        assert isinstance(matrix, QuantizedMatrix), "matrices in panels are multiplied by their own kernels"
+        return self.int8_linear(x, matrix.weight, matrix.scale, bias, gate)
 
     def arranged_int8(self, matrix: QuantizedMatrix) -> Int8Matrix:
         """A matrix of int8 with one scale a row as `rounded_linear` reads it fastest. Called once, when loaded."""
+        return matrix
 
     def combine_experts(self, made: Tensor, weights: Tensor) -> Tensor:
         """made [T, K, n], weights [T, K] float32 -> [T, n]: for each token the sum of its experts' outputs times their
         weights."""
+        return combine_experts(made, weights)
 
     def select_experts(
         self, logits: Tensor, how: TopK, correction: Tensor | None = None, gains: Tensor | None = None
@@ -522,12 +169,24 @@ class Ops(Protocol):
         correction: float32 [E], added to the scores by which experts are chosen, and not to weights (Wang et al. 2024).
         gains: float32 [E], what the weights of each expert are multiplied by in the end (Gemma 4).
         """
+        logits = logits.float() if how.logit_scale == 1.0 else logits.float() * how.logit_scale
+        if how.margin:
+            return apply_gains(sparse_mixer(logits, how), gains)
+        scores = self.sigmoid(logits) if how.sigmoid else logits.softmax(-1)
+        ranked = mask_other_groups(scores if correction is None else scores + correction, how)
+        experts = ranked.topk(how.used, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if how.normalize:
+            weights = self.normalize(weights, how.floor)
+        return apply_gains(Routing(experts.int(), weights * how.scale), gains)
 
     def route(self, x: Tensor, router: RouterWeights, batch: RaggedBatch | None = None) -> Routing:
         """x [T, in] -> `select_experts` of its product with the router.
 
         batch: whose tokens x is of. Those in the null block only fill up the step, and may get no experts.
         """
+        logits = self.linear(x, router.weight, router.bias)
+        return self.select_experts(logits, router.how, router.correction, router.gains)
 
     def add_norm_route(
         self,
@@ -539,6 +198,8 @@ class Ops(Protocol):
         scale: float = 1.0,
     ) -> tuple[RoutedRows, Tensor]:
         """(norm of the sum with its experts, sum): `add_norm` and `route`."""
+        x, residual = self.add_norm(x, residual, norm, None, scale)
+        return RoutedRows(x, self.route(x, router, batch)), residual
 
     def experts(
         self,
@@ -552,6 +213,13 @@ class Ops(Protocol):
         """x [T, in], gate_up [E, 2F, in], down [E, in, F] -> [T, in]: each token through the MLPs of its experts, gated
         by any `Gate` but "", added up as by `combine_experts`. With relu2, gate_up is [E, F, in]."""
 
+        def mlp(rows: Tensor, ends: Tensor) -> Tensor:
+            inner = by_expert(rows, with_biases(gate_up, biases.gate_up), ends, lambda x, each: self.linear(x, *each))
+            outer = with_biases(down, biases.down)
+            return by_expert(self.apply_gate(inner, gate), outer, ends, lambda x, each: self.linear(x, *each))
+
+        return through_experts(x, routing, len(gate_up), mlp, self.combine_experts)
+
     def quantized_experts(
         self,
         x: Tensor,
@@ -562,13 +230,28 @@ class Ops(Protocol):
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """As `experts`, with quantized matrices."""
+        count = len(down.weight) // (1 if isinstance(down, IntegerMatrix) else x.shape[1])
+
+        def mlp(rows: Tensor, ends: Tensor) -> Tensor:
+            first, last = (
+                with_biases(expert_matrices(gate_up, count), biases.gate_up),
+                with_biases(expert_matrices(down, count), biases.down),
+            )
+            inner = by_expert(rows, first, ends, lambda x, each: self.quantized_linear(x, *each))
+            gated = self.apply_gate(inner, gate)
+            return by_expert(gated, last, ends, lambda x, each: self.quantized_linear(x, *each))
+
+        return through_experts(x, routing, count, mlp, self.combine_experts)
 
     def add_shared(self, routed: Tensor, shared: Tensor, logits: Tensor | None) -> Tensor:
         """routed + shared [T, n], which is first multiplied by the sigmoid of logits [T, 1], where there are any."""
+        return routed + (shared if logits is None else shared * self.sigmoid(logits))
 
+    @abstractmethod
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """x normed over its last dimension."""
 
+    @abstractmethod
     def add_norm(
         self,
         x: Tensor,
@@ -594,50 +277,76 @@ class Ops(Protocol):
         gain: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor]:
         """(each norm of the sum, sum), as `add_norm`; of at least one norm."""
+        first, total = self.add_norm(x, residual, norms[0], before, scale, gain)
+        return [first, *(self.norm(total, each) for each in norms[1:])], total
 
     def sum_norms(self, x: Tensor, norm: Norm, other: Tensor, other_norm: Norm) -> Tensor:
         """The sum of x and `other`, each normed and rounded. `other` may be overwritten by it."""
+        return self.add_norm(x, self.norm(other, other_norm), None, norm)[1]
 
     def apply_gate(self, y: Tensor, gate: Gate) -> Tensor:
         """y [T, out] itself, or what a gate makes of its halves, [T, out / 2]; relu2: [T, out]."""
+        gates = {
+            "silu": self.silu_mul,
+            "gelu": self.gelu_mul,
+            "gelu_erf": self.gelu_erf_mul,
+            "relu": self.relu_mul,
+            "clamped": self.clamped_mul,
+            "relu2": self.relu2,
+        }
+        return gates[gate](y) if gate else y
 
+    @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> silu(gate) * up, [T, F] (SwiGLU, Shazeer 2020)."""
 
+    @abstractmethod
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> gelu(gate) * up, [T, F], gelu by its tanh approximation (GeGLU)."""
 
     def gelu_erf_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> gelu(gate) * up, [T, F], gelu by the error function (ModernBERT)."""
+        gate, up = gate_up.chunk(2, -1)
+        return self.gelu_erf(gate).mul_(up)
 
     def relu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> max(gate, 0) * up, [T, F] (ReGLU, Shazeer 2020)."""
+        gate, up = gate_up.chunk(2, -1)
+        return self.relu(gate).mul_(up)
 
+    @abstractmethod
     def clamped_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2F], gate first -> gate * sigmoid(a gate) * (up + 1), [T, F], of a gate that is at most b and an up
         between -b and b; a is CLAMP_ALPHA, b CLAMP_LIMIT (OpenAI 2025, gpt-oss)."""
 
+    @abstractmethod
     def gelu(self, x: Tensor) -> Tensor:
         """gelu by its tanh approximation, as in GPT-2."""
 
     def gelu_erf(self, x: Tensor) -> Tensor:
         """gelu by the error function, x (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel 2016). x may be
         overwritten."""
+        return cast(Tensor, torch.ops.aten.gelu_(x))
 
     def relu(self, x: Tensor) -> Tensor:
         """max(x, 0)."""
+        return torch.relu(x)
 
+    @abstractmethod
     def relu2(self, x: Tensor) -> Tensor:
         """max(x, 0)^2 (So et al. 2021)."""
 
+    @abstractmethod
     def xielu(self, x: Tensor, how: XIELU) -> Tensor:
         """p x^2 + b x of x above 0 and n (exp(x) - 1 - x) + b x of others, where b is the slope, p the softplus of
         `positive`, and n that of `negative` and b more (Huang and Schlag 2024)."""
 
+    @abstractmethod
     def angles(self, positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
         """positions [T], frequencies [r] float32, in radians per position -> cos and sin of their products, times
         gain."""
 
+    @abstractmethod
     def qk_norm_rope_store_kv(
         self,
         qkv: Tensor,
@@ -658,6 +367,7 @@ class Ops(Protocol):
         as many numbers, which are left out: qkv [T, (2 H + 2 G) D].
         """
 
+    @abstractmethod
     def norm_rope_store_latent(
         self, q: Tensor, compressed: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, norm: Norm
     ) -> Tensor:
@@ -667,10 +377,12 @@ class Ops(Protocol):
         by its angles and written to those of kv.k. Of each query the last R numbers are rotated, and returned.
         """
 
+    @abstractmethod
     def store_index_key(self, key: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, norm: Norm) -> None:
         """What an indexer chooses each token by, key [T, I]: normed, rotated, and written to the batch's slots of
         kv.index. Called after `norm_rope_store_latent`."""
 
+    @abstractmethod
     def choose_positions(
         self, q: Tensor, weights: Tensor, kv: LayerKV, batch: RaggedBatch, angles: Angles, count: int
     ) -> Tensor:
@@ -684,6 +396,7 @@ class Ops(Protocol):
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """x sigmoid(gate), both [T, H, D]. Rows and heads of `gate` may lie apart."""
+        return (x / gate.float().neg().exp_().add_(1.0)).to(x.dtype)
 
     def gated_delta(self, x: DeltaInputs, weights: DeltaWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """The gated delta rule (Yang et al. 2025; `ops/recurrent.py` has its formulas) -> [T, H V].
@@ -691,6 +404,7 @@ class Ops(Protocol):
         Each span goes on from the state of its `batch.states.source`; states after tokens are written where
         `batch.states.target` says. Results are normed head by head, then multiplied by silu(gate).
         """
+        return with_padding(gated_delta, x, weights, state, batch)
 
     def selective_scan(self, x: ScanInputs, weights: ScanWeights, state: LayerState, batch: RaggedBatch) -> Tensor:
         """The selective scan of Mamba 2 (Dao and Gu 2024; `ops/recurrent.py` has its formulas) -> [T, H V].
@@ -698,7 +412,9 @@ class Ops(Protocol):
         States are read and written as by `gated_delta`. Results are multiplied by silu(gate), then normed group by
         group.
         """
+        return with_padding(selective_scan, x, weights, state, batch)
 
+    @abstractmethod
     def heads_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [T, H, n], weight [H, n, m] -> [T, H, m]: each head by its own matrix. Both may have any strides."""
 
@@ -708,7 +424,15 @@ class Ops(Protocol):
         """Attention without K/V blocks, in both directions: qkv [P, 3 H D] -> [P, H D], each row to those of its own
         segment. lengths: of the segments, one after the other. Heads are rotated by angles, if there are any. scale: of
         scores, 0 for 1 / sqrt(D)."""
+        q, k, v = qkv.view(len(qkv), 3, heads, -1).unbind(1)
+        if angles is not None:
+            q, k = (rotate_halves(x, angles) for x in (q, k))
+        scale = scale or q.shape[-1] ** -0.5
+        segments = (torch.split(x.transpose(0, 1), list(lengths), 1) for x in (q, k, v))
+        parts = [F.scaled_dot_product_attention(a, b, c, scale=scale) for a, b, c in zip(*segments, strict=True)]
+        return torch.cat(parts, 1).transpose(0, 1).flatten(1)
 
+    @abstractmethod
     def latent_attention(
         self,
         q: Tensor,
@@ -738,14 +462,60 @@ class Ops(Protocol):
     ) -> Tensor:
         """`qk_norm_rope_store_kv` and then `attention`: qkv [T, (H + 2 G) D] -> [T, H, D]. Where `how.ahead` is above 0
         nothing need be stored of spans that are whole prompts."""
+        q = self.qk_norm_rope_store_kv(qkv, heads, kv, batch, angles, norms)
+        return self.attention(q, kv, batch, how)
 
     def decoder(self, layers: Sequence[DecoderLayer]) -> Decoder | None:
         """What runs these layers in one call where batches are small; None: they are run one by one. Called once, when
         weights are in their final form."""
+        return None
 
+    @abstractmethod
     def attention(self, q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores) -> Tensor:
         """Attention of q [T, H, D] over each span's own blocks, with this step's K/V already written -> [T, H, D].
 
         Query head h uses K/V head h // (H / G). What a query may not see, see `Scores`, never reaches its result,
         whatever it contains.
         """
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Of each number."""
+        return x.sigmoid()
+
+    def normalize(self, weights: Tensor, floor: float = 0.0) -> Tensor:
+        """weights [T, K], each row divided by its sum, or by `floor` where that is larger."""
+        return weights / weights.sum(-1, keepdim=True).clamp(min=floor)
+
+
+def mask_other_groups(scores: Tensor, how: TopK) -> Tensor:
+    """scores [T, E], -inf for experts outside the best groups, see `TopK`."""
+    if how.groups == 1:
+        return scores
+    grouped = scores.view(len(scores), how.groups, -1)
+    best = grouped.topk(how.group_best, dim=-1).values.sum(-1).topk(how.used_groups, dim=-1).indices
+    outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, value=False)
+    return grouped.masked_fill(outside[..., None], float("-inf")).view(scores.shape)
+
+
+def sparse_mixer(logits: Tensor, how: TopK) -> Routing:
+    """`select_experts` with a margin, see `TopK`."""
+    experts, weights, left = list[Tensor](), list[Tensor](), logits
+    for _ in range(how.used):
+        best, number = left.max(-1, keepdim=True)
+        near = best - left <= how.margin * torch.maximum(logits.abs(), best)
+        experts.append(number)
+        weights.append(left.masked_fill(~near, float("-inf")).softmax(-1).gather(-1, number))
+        left = left.scatter(-1, number, float("-inf"))
+    return Routing(torch.cat(experts, -1).int(), torch.cat(weights, -1) * how.scale)
+
+
+def apply_gains(routing: Routing, gains: Tensor | None) -> Routing:
+    """The routing with weights multiplied by their experts' gains, see `Ops.select_experts`."""
+    return routing if gains is None else routing._replace(weights=routing.weights * gains[routing.experts])
+
+
+def rotate_halves(x: Tensor, angles: Angles) -> Tensor:
+    """x [P, H, D] with the pairs (i, i + D / 2) of each head rotated in float32."""
+    first, second = x.float().chunk(2, -1)
+    cos, sin = angles.cos[:, None], angles.sin[:, None]
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1).to(x.dtype)

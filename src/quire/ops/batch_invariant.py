@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import DeltaInputs, DeltaWeights, ScanInputs, ScanWeights, Scores
 from quire.ops.matmul import (
     TILE_ROWS,
     can_pack,
@@ -36,6 +35,7 @@ from quire.ops.matmul import (
     pack,
     packed_linear,
 )
+from quire.ops.operands import DeltaInputs, DeltaWeights, ScanInputs, ScanWeights, Scores
 from quire.ops.paged_attention import PagedAttentionMetadata, SpanGroup, attention_mask, first_visible, visible
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.recurrent import gated_delta, padded, selective_scan, slots_of
@@ -88,7 +88,7 @@ class BatchInvariantOps(ReferenceOps):
 
     def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """See `Ops.multiply`."""
-        return in_tiles(product, x, TILE_ROWS)
+        return in_tiles(product, x)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A product in tiles of TILE_ROWS rows."""
@@ -96,7 +96,7 @@ class BatchInvariantOps(ReferenceOps):
         if out < NARROW:
             weight = F.pad(weight, (0, 0, 0, NARROW - out))
             bias = None if bias is None else F.pad(bias, (0, NARROW - out))
-        return in_tiles(partial(F.linear, weight=weight, bias=bias), x, TILE_ROWS)[:, :out]
+        return in_tiles(partial(F.linear, weight=weight, bias=bias), x)[:, :out]
 
     def add_scaled(self, residual: Tensor, x: Tensor, scale: float) -> Tensor:
         """In two steps: torch multiplies and adds at once in a vector, and not in the remainder at its end."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.base import IntegerMatrix
 from quire.ops.integer import floats_of, pack_floats, pack_integers, pack_superblocks
+from quire.ops.operands import IntegerMatrix
 
 
 class Blocks(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import IntegerKind, IntegerMatrix, QuantizedMatrix
+from quire.ops.operands import IntegerKind, IntegerMatrix, QuantizedMatrix
 
 WIDE = 32
 """Columns of a group, at least, but for those of 16; and bytes of a row that lie together."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import Routing
+from quire.ops.operands import Routing
 
 TILE_ROWS = 8
 """Of a tile. A batch of 8 pays nothing, one row up to two thirds more, a prompt up to twice as much: [3072, 576] in
@@ -30,18 +30,18 @@ ALIGNED = 64
 """Bytes that a tile begins at a multiple of, as what torch allocates does."""
 
 
-def in_tiles(product: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
-    """product(x) of x [T, in] -> [T, out], `rows` at a time, the last tile padded with zeros.
+def in_tiles(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """product(x) of x [T, in] -> [T, out], TILE_ROWS at a time, the last tile padded with zeros.
 
     Tiles are contiguous and aligned: on some processors MKL's float32 products depend on the distance between rows, and
     oneDNN's float16 products on where the first one begins.
     """
     count = len(x)
-    if count % rows:
-        x = F.pad(x, (0, 0, 0, -count % rows))
+    if count % TILE_ROWS:
+        x = F.pad(x, (0, 0, 0, -count % TILE_ROWS))
     elif not x.is_contiguous() or x.data_ptr() % ALIGNED:
         x = x.clone(memory_format=torch.contiguous_format)
-    return in_pieces(product, x, rows)[:count]
+    return in_pieces(product, x, TILE_ROWS)[:count]
 
 
 def in_pieces(product: Callable[[Tensor], Tensor], x: Tensor, most: int) -> Tensor:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quire.ops.base import Scores
+from quire.ops.operands import Scores
 from quire.ops.quantized import FLOAT8_MAX, to_fp8
 from quire.ops.ragged import LayerKV, RaggedBatch, fields_of
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from quire.ops.base import DeltaInputs, DeltaWeights, ScanInputs, ScanWeights
+from quire.ops.operands import DeltaInputs, DeltaWeights, ScanInputs, ScanWeights
 from quire.ops.ragged import LayerState, RaggedBatch, StateSlots
 
 Inputs = TypeVar("Inputs", DeltaInputs, ScanInputs)

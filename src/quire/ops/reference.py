@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Gate, Norm, Norms, Scores
+from quire.ops.base import Ops
+from quire.ops.operands import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Gate, Norm, Norms, Scores
 from quire.ops.paged_attention import FEW, PagedAttentionMetadata, SpanGroup, first_visible, visible
-from quire.ops.quantized import BaseOps
 from quire.ops.ragged import LayerKV, RaggedBatch, without_gates
 
 TILE = 256
@@ -24,7 +24,7 @@ CHOSEN_AT_ONCE = 1 << 22
 """Numbers of chosen tokens gathered at once: bounds memory."""
 
 
-class ReferenceOps(BaseOps):
+class ReferenceOps(Ops):
     """`Ops` in plain torch, for any device, floating-point dtype, number of heads and head dim."""
 
     reach = 1

@@ -15,55 +15,6 @@ from quire.parsers.suffix import DECLARED, styled
 from quire.parsers.tools.tape import Tape
 from quire.types import Ahead, StructuredOutputsParams
 
-ReasoningParser = Literal[
-    "none",
-    "deepseek_r1",
-    "deepseek_v3",
-    "qwen3",
-    "glm45",
-    "kimi_k2",
-    "minimax_m2",
-    "mistral",
-    "granite",
-    "gemma4",
-    "openai_gptoss",
-    "seed_oss",
-    "olmo3",
-    "deepseek_v4",
-    "glm47",
-    "mimo",
-    "nemotron_v3",
-    "step3",
-    "step3p5",
-    "ernie45",
-    "cohere_command3",
-    "cohere_command4",
-    "apertus",
-    "minimax_m3",
-    "holo2",
-    "hunyuan_a13b",
-    "hy_v3",
-    "kimi_k3",
-    "minimax_m2_append_think",
-    "poolside_v1",
-    "solar_open2",
-    "apriel",
-    "functionary_v3_2",
-    "muse_glimmer",
-    "solar_open",
-    "deepseek_v41",
-    "granite_thinking_parser",
-    "hy_v4",
-    "inkling",
-    "k2_horizon",
-    "ling3",
-    "minicpmv",
-    "muse",
-    "musespark1x",
-    "plamo3",
-    "step5",
-]
-
 OPEN, CLOSE = "<think>", "</think>"
 
 
@@ -102,7 +53,7 @@ class ThoughtStyle:
     shown: thoughts are content, with their marks.
     """
 
-    name: ReasoningParser
+    name: str
     models: str
     opens: tuple[str, ...] = (OPEN,)
     closes: tuple[str, ...] = (CLOSE,)
@@ -363,7 +314,7 @@ def thought_style(parser: str) -> ThoughtStyle | None:
     return styled(THOUGHTS, parser)
 
 
-_SIGNS: Sequence[tuple[ReasoningParser, *tuple[str, ...]]] = (
+_SIGNS: Sequence[tuple[str, ...]] = (
     ("kimi_k3", "<|open|>", "<|close|>", "think"),
     ("inkling", "<|content_thinking|>"),
     ("k2_horizon", "<ifm|think"),
@@ -402,7 +353,7 @@ _SIGNS: Sequence[tuple[ReasoningParser, *tuple[str, ...]]] = (
 """Parsers and the texts that templates of their families contain, the more particular ones first."""
 
 
-def parser_of(template: str | None) -> ReasoningParser:
+def parser_of(template: str | None) -> str:
     """The parser that a model with this chat template needs."""
     found = (name for name, *texts in _SIGNS if template is not None and all(text in template for text in texts))
     return next(found, "none")

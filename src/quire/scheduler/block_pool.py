@@ -24,79 +24,53 @@ RadixNode: TypeAlias = "dict[BlockKey, tuple[int, RadixNode]]"
 """A node of the radix tree. Its edges are whole blocks of tokens, each leading to (block, next node)."""
 
 
-class PrefixCache(Protocol):
-    """What the scheduler needs of an index from tokens to the blocks that hold their K/V."""
+class PrefixCache:
+    """What the scheduler needs of an index from tokens to the blocks that hold their K/V. This one never has any."""
 
-    block_size: int
+    block_size: int = UNLIMITED
     """Tokens of a block; UNLIMITED: none is ever cached."""
 
     def key(self, tokens: Seq[int], start: int, salt: str) -> BlockKey:
         """The edge of the block whose tokens begin at `start`."""
+        return ()
 
     def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], RadixNode | None]:
         """The blocks that hold the longest known prefix of `tokens`, and the node at which the next one is inserted."""
+        return [], None
 
     def frontier(self, tokens: Seq[int], salt: str) -> Seq[tuple[RadixNode | None, int]]:
         """(node, tokens before it) where another sequence may be computing what follows a match, the match's end
         first."""
+        return ((None, 0),)
 
     def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
         """Offer `block`, which holds tokens[start : start + block_size]. A block already there stays. The node for
         the next one."""
+        return node
 
     def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int | None:
         """How many tokens from `start` on the closest block at `node` has in common with `tokens`.
 
         None: none of this salt is there.
         """
+        return None
 
     def remove(self, block: int) -> None:
         """`block` is about to be overwritten."""
 
     def contains(self, block: int) -> bool:
         """Whether `block` is in the index, and therefore worth keeping while it is free."""
+        return False
 
     def clear(self) -> None:
         """Forget every block: the device lost its K/V."""
 
 
-class NoPrefixCache:
+class NoPrefixCache(PrefixCache):
     """Prefix caching is off."""
 
-    block_size = UNLIMITED
 
-    def key(self, tokens: Seq[int], start: int, salt: str) -> BlockKey:
-        """No edge."""
-        return ()
-
-    def match(self, tokens: Seq[int], salt: str) -> tuple[list[int], RadixNode | None]:
-        """Nothing is known."""
-        return [], None
-
-    def frontier(self, tokens: Seq[int], salt: str) -> Seq[tuple[RadixNode | None, int]]:
-        """At the beginning."""
-        return ((None, 0),)
-
-    def insert(self, node: RadixNode, tokens: Seq[int], start: int, salt: str, block: int) -> RadixNode:
-        """Nothing is kept."""
-        return node
-
-    def common_length(self, node: RadixNode, tokens: Seq[int], start: int, salt: str) -> int | None:
-        """Nothing is known."""
-        return None
-
-    def remove(self, block: int) -> None:
-        """Nothing is kept."""
-
-    def contains(self, block: int) -> bool:
-        """Never."""
-        return False
-
-    def clear(self) -> None:
-        """Nothing is kept."""
-
-
-class RadixPrefixCache:
+class RadixPrefixCache(PrefixCache):
     """A radix tree whose edges are whole blocks, as in SGLang's RadixAttention (arXiv:2312.07104).
 
     The salt is part of the first edge's key: tenants with different salts share nothing, and no salt costs nothing.

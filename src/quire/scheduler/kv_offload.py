@@ -210,10 +210,11 @@ class OffloadStats:
         self.failures[reason] = self.failures.get(reason, 0) + count
 
 
-class Offload(Protocol):
-    """What the scheduler needs of the tiers below the device."""
+class Offload:
+    """What the scheduler needs of the tiers below the device. As it is, there are none: what is evicted is gone."""
 
-    stats: OffloadStats
+    def __init__(self) -> None:
+        self.stats = OffloadStats()
 
     def attach(self, pool: BlockPool, pins: Pins) -> None:
         """The pool whose blocks are kept, and which of them are pinned."""
@@ -231,30 +232,36 @@ class Offload(Protocol):
         self, seq: Sequence, known: Seq[int], step_times: StepTimeModel, max_tokens: int, num_queued: int
     ) -> bool:
         """Start to bring back blocks of `known`, its tokens that may be cached. True: it waits for that."""
+        return False
 
     def admit(self, seq: Sequence) -> None:
         """A sequence has got its cached blocks."""
 
     def poll(self, now: float) -> Seq[Sequence]:
         """Take what has ended. Returns the sequences that wait no longer."""
+        return ()
 
     def incoming(self) -> Seq[Request | str]:
         """Requests that other engines have made of this one, and ids of those that they no longer want."""
+        return ()
 
     def refuse(self, id: str) -> None:
         """An incoming request cannot run here."""
 
     def outgoing(self, outputs: list[RequestStepOutput]) -> list[RequestStepOutput]:
         """Those of this engine's own requests."""
+        return outputs
 
     def drain(self) -> bool:
         """Take no more requests of other engines. Whether some are left."""
+        return False
 
     def flush(self) -> None:
         """Start the copies that planning asked for, before the plan is launched."""
 
     def timeout(self) -> float | None:
         """Seconds until `poll` is due although no copy has ended; None: never."""
+        return None
 
     def reset(self) -> None:
         """The device lost its K/V."""
@@ -264,103 +271,29 @@ class Offload(Protocol):
 
     def num_blocks(self) -> Mapping[Tier, int]:
         """Blocks that are kept, by tier."""
+        return {}
 
     def block_bytes(self) -> int:
         """Bytes of one."""
+        return 0
 
     def fileno(self) -> int | None:
         """A descriptor that can be read while there is something to poll; None: there never is."""
+        return None
 
     def wait(self, seconds: float) -> None:
         """Return when there is something to poll, or after so many seconds."""
 
     def held_blocks(self) -> Seq[int]:
         """Device blocks with a reference for a copy, one entry a reference."""
+        return ()
 
     def close(self) -> None:
         """End."""
 
 
-class NoOffload:
-    """There are no tiers: what is evicted is gone."""
-
-    def __init__(self) -> None:
-        self.stats = OffloadStats()
-
-    def attach(self, pool: BlockPool, pins: Pins) -> None:
-        """Nothing is kept."""
-
-    def cached(self, block: int, seq: Sequence, index: int) -> None:
-        """Nothing is kept."""
-
-    def computed(self, seq: Sequence) -> None:
-        """Nothing is sent."""
-
-    def evict(self, block: int) -> None:
-        """Nothing is kept."""
-
-    def fetch(
-        self, seq: Sequence, known: Seq[int], step_times: StepTimeModel, max_tokens: int, num_queued: int
-    ) -> bool:
-        """Nothing comes back."""
-        return False
-
-    def admit(self, seq: Sequence) -> None:
-        """Nothing came back."""
-
-    def poll(self, now: float) -> Seq[Sequence]:
-        """None waits."""
-        return ()
-
-    def incoming(self) -> Seq[Request | str]:
-        """There are no other engines."""
-        return ()
-
-    def refuse(self, id: str) -> None:
-        """There are no other engines."""
-
-    def outgoing(self, outputs: list[RequestStepOutput]) -> list[RequestStepOutput]:
-        """All of them."""
-        return outputs
-
-    def drain(self) -> bool:
-        """There are no other engines."""
-        return False
-
-    def flush(self) -> None:
-        """Nothing is copied."""
-
-    def timeout(self) -> float | None:
-        """None waits."""
-        return None
-
-    def reset(self) -> None:
-        """Nothing is kept."""
-
-    def clear(self) -> None:
-        """Nothing is kept."""
-
-    def num_blocks(self) -> Mapping[Tier, int]:
-        """There are no tiers."""
-        return {}
-
-    def block_bytes(self) -> int:
-        """Nothing is kept."""
-        return 0
-
-    def fileno(self) -> int | None:
-        """Nothing is copied."""
-        return None
-
-    def wait(self, seconds: float) -> None:
-        """Nothing is copied."""
-
-    def held_blocks(self) -> Seq[int]:
-        """None."""
-        return ()
-
-    def close(self) -> None:
-        """Nothing to end."""
+class NoOffload(Offload):
+    """No tiers, and no other engines."""
 
 
 def first_key(salt: str) -> bytes:
@@ -377,7 +310,7 @@ def next_key(key: bytes, tokens: Seq[int]) -> bytes:
         return hashlib.sha256(key + b"t" + ",".join(map(str, tokens)).encode()).digest()
 
 
-class KVOffload(NoOffload):
+class KVOffload(Offload):
     """Which block is on which tier, and what is copied when. prefill: the engines that compute prompts for this one.
     max_slowdown: how many times as long as computing a prompt here they may be predicted to take.
 

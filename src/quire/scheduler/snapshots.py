@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from quire.scheduler.block_pool import RadixNode, RadixPrefixCache
 from quire.scheduler.pins import Pins
@@ -139,17 +139,19 @@ class HybridPrefixCache(RadixPrefixCache):
             self._drop(block)
 
 
-class Snapshots(Protocol):
-    """Where a sequence's states are kept for others."""
+class Snapshots:
+    """Where a sequence's states are kept for others. As it is, none are, and all that is cached can be gone on from."""
 
     def admit(self, seq: Sequence) -> None:
         """A sequence is admitted; its cached blocks are known."""
 
     def shared_length(self, leader: Sequence, length: int) -> int:
         """Up to where a sequence can go on from what `leader` will have cached of a common beginning of `length`."""
+        return length
 
     def plan(self, seqs: Seq[Sequence], spans: Seq[Span]) -> tuple[tuple[int, int, int], ...]:
         """`Plan.snapshots` of a step."""
+        return ()
 
     def commit(self, seq: Sequence) -> None:
         """The blocks of a sequence have been cached."""
@@ -159,34 +161,14 @@ class Snapshots(Protocol):
 
     def stats(self) -> SnapshotStats:
         """Counts since the start."""
-
-
-class NoSnapshots:
-    """The past of a model is K/V alone, or nothing is cached."""
-
-    def admit(self, seq: Sequence) -> None:
-        """Nothing is kept."""
-
-    def shared_length(self, leader: Sequence, length: int) -> int:
-        """All of it."""
-        return length
-
-    def plan(self, seqs: Seq[Sequence], spans: Seq[Span]) -> tuple[tuple[int, int, int], ...]:
-        """None."""
-        return ()
-
-    def commit(self, seq: Sequence) -> None:
-        """Nothing is kept."""
-
-    def free(self, seq: Sequence) -> None:
-        """Nothing is kept."""
-
-    def stats(self) -> SnapshotStats:
-        """Nothing is counted."""
         return SnapshotStats()
 
 
-class StateSnapshots:
+class NoSnapshots(Snapshots):
+    """The past of a model is K/V alone, or nothing is cached."""
+
+
+class StateSnapshots(Snapshots):
     """Snapshots are taken where other sequences are likely to go on, or known to:
 
     - at the last whole block of a prompt, for the next turn of a conversation;

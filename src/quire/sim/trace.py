@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +38,10 @@ _MOONCAKE_BLOCK = 512
 """Tokens that one of Mooncake's hash_ids names."""
 _MOST_TOKENS, _MOST_SECONDS = 10**8, 10**12
 """Bounds of what a trace may say of a request. What is beyond is damage."""
+_MOST_REQUESTS = 10**8
+"""Of a trace that is repeated: more would not fit into memory."""
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+"""Columns of Azure's CSV that are read."""
 
 _DAMAGED = (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
 """What lines raise that are not what they should be."""
@@ -112,6 +116,10 @@ class Trace:
         """
         if count == 1:
             return self
+        if count * len(self) > _MOST_REQUESTS:
+            raise InvalidConfig(
+                f"--repeat {count}: {count * len(self):,} requests are more than {_MOST_REQUESTS:,}", param="repeat"
+            )
         names = 1 + max((name for blocks in self.blocks for name in blocks), default=0)
         if names * count >= self._unnamed:
             raise InvalidConfig(f"--repeat {count}: this trace names too many blocks to be repeated so often")
@@ -183,12 +191,14 @@ def read_trace(path: Path) -> Trace:
             f"there is no trace {path}: give a file, or one of {known}.{nearest(str(path), BUILT_IN)}", param="trace"
         )
     try:
-        with path.open(newline="", encoding="utf-8") as lines:
-            first = lines.read(1)
+        with path.open(newline="", encoding="utf-8-sig") as lines:
+            first = next((char for char in iter(lambda: lines.read(1), "") if not char.isspace()), "")
             lines.seek(0)
             trace = _json_lines(path, lines) if first == "{" else _azure(path, lines)
     except (UnicodeDecodeError, csv.Error) as error:
         raise InvalidRequest(f"{path} is neither CSV nor JSON lines", param="trace") from error
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror or error}", param="trace") from error
     if not len(trace):
         raise InvalidRequest(f"{path} has no requests", param="trace")
     return _sorted(trace)
@@ -205,16 +215,36 @@ def _sorted(trace: Trace) -> Trace:
 
 
 def _azure(path: Path, lines: Any) -> Trace:
-    trace = Trace(path.stem)
-    for number, row in enumerate(csv.DictReader(lines), 2):
+    """Times without a zone are UTC, so that a trace is the same on every machine."""
+    trace, rows = Trace(path.stem), csv.DictReader(lines)
+    lacking = [name for name in _AZURE if rows.fieldnames and name not in rows.fieldnames]
+    if lacking:
+        raise InvalidRequest(f"{path}, line 1: not {','.join(_AZURE)} (no column {lacking[0]})", param="trace")
+    for row in rows:
         try:
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            trace.add(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+            at = datetime.fromisoformat(row["TIMESTAMP"])
+            at = at if at.tzinfo else at.replace(tzinfo=UTC)
+            trace.add(at.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         except _DAMAGED as error:
             raise InvalidRequest(
-                f"{path}, line {number}: not TIMESTAMP,ContextTokens,GeneratedTokens ({error})", param="trace"
+                f"{path}, line {rows.line_num}: not {','.join(_AZURE)} ({error})", param="trace"
             ) from None
     return trace
+
+
+def _number(value: Any) -> float:
+    """A number as JSON has it. Raises TypeError for a string of digits, too."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{str(value)[:40]!r} is no number")
+    return value
+
+
+def _whole(value: Any) -> int:
+    """A whole number, which may be written with a fraction of 0. Raises TypeError."""
+    number = _number(value)
+    if number != int(number):
+        raise TypeError(f"{value} is no whole number")
+    return int(number)
 
 
 def _json_lines(path: Path, lines: Any) -> Trace:
@@ -225,14 +255,16 @@ def _json_lines(path: Path, lines: Any) -> Trace:
             continue
         try:
             row = json.loads(line)
+            if not isinstance(row, dict):
+                raise TypeError("it is no object")
             if number == 1 and "levels" in row:
                 return _load_test(path, row)
             blocks = row.get("hash_ids")
             named += blocks is not None
-            at = row["timestamp"] / 1e3 if "timestamp" in row else row["arrival"]
+            at = _number(row["timestamp"]) / 1e3 if "timestamp" in row else _number(row["arrival"])
             prompt = row.get("input_length", row.get("prompt_tokens"))
             output = row.get("output_length", row.get("output_tokens"))
-            trace.add(float(at), int(prompt), int(output), None if blocks is None else tuple(map(int, blocks)))
+            trace.add(float(at), _whole(prompt), _whole(output), None if blocks is None else tuple(map(_whole, blocks)))
         except _DAMAGED as error:
             raise InvalidRequest(
                 f"{path}, line {number}: neither timestamp (milliseconds), input_length, output_length, nor arrival "

@@ -31,6 +31,11 @@ OBEYED: frozenset[str] = frozenset(
 )
 """Keywords that are enforced."""
 
+TYPES = ("string", "number", "integer", "object", "array", "boolean", "null")
+
+FORMATS = ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Formats of strings that are enforced."""
+
 REFUSED: Mapping[str, str] = {
     "not": "say what is wanted instead, with enum, pattern or anyOf; only {}, true and false are negated",
     **dict.fromkeys(("if", "then", "else"), "use anyOf with one schema a case"),
@@ -148,8 +153,21 @@ def _check_keywords(schema: Mapping[str, Any], where: str, known: Mapping[str, s
         if _is_number(bound := schema.get(name)) and sign * bound >= EXACT:
             allowed = "less than 2^53" if sign > 0 else "greater than -2^53"
             raise _refusal(f"{name} in {where} must be {allowed}: numbers beyond are not exact", param)
+    _check_type(schema, where, param)
     if isinstance(schema.get("items"), list):
         raise _refusal(f"items in {where} is a list: use prefixItems", param)
+
+
+def _check_type(schema: Mapping[str, Any], where: str, param: str) -> None:
+    named = schema.get("type", [])
+    types = named if isinstance(named, list) else [named]
+    for name in types:
+        if name not in TYPES:
+            raise _refusal(f"type in {where} must be one of {', '.join(TYPES)}, not {repr(name)[:64]}", param)
+    known = "format" not in schema or schema["format"] in FORMATS
+    if not known and "string" in types and not schema.keys() & {"enum", "const"}:
+        what = f"the format {repr(schema['format'])[:64]} in {where} is not supported"
+        raise _refusal(f"{what}: use one of {', '.join(FORMATS)}, or a pattern, or leave it out", param)
 
 
 def _inside(schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,8 @@ from jinja2 import meta
 from jinja2.exceptions import TemplateSyntaxError
 
 from quire.errors import InvalidModel, InvalidRequest
-from quire.parsers.tools.styles import Style, describe_tools, style_of
+from quire.parsers.tools.rendering import describe_tools
+from quire.parsers.tools.styles import Style, style_of
 from quire.tokenization.template_sandbox import METER, Budget, Metered, Refused, Sandbox, extent
 from quire.tokenization.tokenizer import read_json
 

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import tokenizers
 
@@ -22,6 +22,8 @@ from quire.tokenization.detokenizer import ByteDetokenizer, Detokenizer, WindowD
 from quire.tokenization.infill import find_infill, pieces
 from quire.tokenization.vocabularies import INSTEAD, Read, byte_alphabet, load_core
 from quire.types import NUMERIC_PARAMETERS, SamplingParams
+
+Json = TypeVar("Json", dict[str, Any], list[Any])
 
 _LONG = 1 << 14
 """Characters from which on encoding uses the batch call, which releases the GIL."""
@@ -444,28 +446,24 @@ def _read(folder: Path) -> Read:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An optional JSON object: empty when there is no file. Raises InvalidModel when it is not JSON."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InvalidModel(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidModel(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+    """An optional JSON object: empty when there is no file. Raises InvalidModel when it is none."""
+    return _read_as(path, dict, "object")
 
 
 def read_json_list(path: Path) -> list[Any]:
     """An optional JSON list: empty when there is no file. Raises InvalidModel when it is none."""
+    return _read_as(path, list, "list")
+
+
+def _read_as(path: Path, kind: type[Json], name: str) -> Json:
     if not path.is_file():
-        return []
+        return kind()
     try:
         value = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InvalidModel(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, list):
-        raise InvalidModel(f"{path} must hold a JSON list, not {type(value).__name__}")
+    if not isinstance(value, kind):
+        raise InvalidModel(f"{path} must hold a JSON {name}, not {type(value).__name__}")
     return value
 
 

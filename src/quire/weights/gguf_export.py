@@ -17,13 +17,13 @@ from quire.models.spec import Config, ModelSpec
 from quire.types import UNLIMITED
 from quire.weights.entries import Cut, TensorEntry, rows_of
 from quire.weights.files import listed
-from quire.weights.gguf_model import FAMILIES, PATTERNS, RECURRENT, VARIANTS, Family
+from quire.weights.gguf_names import FAMILIES, PATTERNS, RECURRENT, VARIANTS, Family
 from quire.weights.gguf_recurrent import (
     WHOLE,
-    as_in_the_file,
     no_mlp,
     recurrent_facts,
-    state_as_in_the_file,
+    state_to_file,
+    to_file,
     written_family,
 )
 
@@ -86,7 +86,7 @@ def _tensors(
     name: str, family: Family, spec: ModelSpec, entries: Mapping[str, TensorEntry]
 ) -> Iterator[tuple[str, TensorEntry, bool]]:
     """Every tensor once. Raises InvalidModel where one has no name."""
-    left = as_in_the_file(name, spec, experts_apart(entries))
+    left = to_file(name, spec, split_experts(entries))
     if spec.tie:
         left.pop("lm_head.weight", None)
     outer = [(part, "", theirs) for part, theirs in family.outer.items()]
@@ -133,7 +133,7 @@ def _take(left: dict[str, TensorEntry], theirs: str, part: str, suffix: str, spe
 GRANITE_EXPERT = re.compile(r"(.*block_sparse_moe\.)(input|output)_linear\.(\d+)\.weight")
 
 
-def experts_apart(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def split_experts(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The entries with Granite's matrices of each expert, of gate and up in one, named as those of other families."""
     found = dict[str, TensorEntry]()
     for key, entry in entries.items():
@@ -162,9 +162,9 @@ def stacked(entries: Sequence[TensorEntry]) -> TensorEntry:
 
 
 def _converted(name: str, family: Family, spec: ModelSpec, ours: str, entry: TensorEntry) -> tuple[TensorEntry, bool]:
-    """The tensor as llama.cpp's converter stores it: see `gguf_model.restored`."""
+    """The tensor as llama.cpp's converter stores it: see `gguf_model.undo_conversion`."""
     if ".ssm_" in ours:
-        return state_as_in_the_file(ours, spec, entry), True
+        return state_to_file(ours, spec, entry), True
     if family.interleaved and (".attn_q." in ours or ".attn_k." in ours):
         heads = spec.heads if ".attn_q." in ours else spec.kv_heads
         return entry.transformed(entry.shape, lambda whole: interleaved(whole, heads)), True

@@ -7,8 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,280 +17,11 @@ from quire.models.spec import FULL, SLIDING
 from quire.ops.gguf_blocks import BLOCKS, PACKED
 from quire.weights.entries import Cut, TensorEntry, file_entry, read_tensor, rows_of
 from quire.weights.gguf import Gguf, GgufTensorInfo
+from quire.weights.gguf_names import FAMILIES, QWEN_DRAFT_NAMES, RECURRENT, VARIANTS, Family
 
 log = logging.getLogger(__name__)
 
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-LLAMA_NAMES: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
-    "attn_output": "self_attn.o_proj",
-    **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
-    "ffn_norm": "post_attention_layernorm",
-    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
-    "ffn_gate_inp": "mlp.gate",
-    **{f"ffn_{part}_exps": f"mlp.experts.#.{part}_proj" for part in ("gate", "up", "down")},
-}
-MIXTRAL_NAMES: Mapping[str, str] = {
-    **LLAMA_NAMES,
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.#.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.#.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.#.w2",
-}
-GPT2_NAMES: Mapping[str, str] = {
-    "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-}
-SANDWICH_NAMES: Mapping[str, str] = {
-    **LLAMA_NAMES,
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-FUSED_NAMES: Mapping[str, str] = {**LLAMA_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-SHARED_NAMES: Mapping[str, str] = {
-    f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
-}
-QWEN2_MOE_NAMES: Mapping[str, str] = {
-    **LLAMA_NAMES,
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
-}
-GRANITE_MOE_NAMES: Mapping[str, str] = {
-    **LLAMA_NAMES,
-    "ffn_gate_inp": "block_sparse_moe.router.layer",
-    **{f"ffn_{part}_exps": f"block_sparse_moe.experts.#.{part}_proj" for part in ("gate", "up", "down")},
-    **{f"ffn_{part}_shexp": "shared_mlp.input_linear" for part in ("gate", "up")},
-    "ffn_down_shexp": "shared_mlp.output_linear",
-}
-NEXTN_NAMES: Mapping[str, str] = {
-    **{f"nextn.{part}": part for part in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
-    **{f"nextn.shared_head_{part}": f"shared_head.{part}" for part in ("norm", "head")},
-}
-"""Names of a layer for multi-token prediction, which is numbered after the others."""
-GLM4_MOE_NAMES: Mapping[str, str] = {
-    # Where two names stand for one tensor, the first is written.
-    "post_attention_norm": "post_attention_layernorm",
-    **LLAMA_NAMES,
-    **SHARED_NAMES,
-    **NEXTN_NAMES,
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-}
-ERNIE_MOE_NAMES: Mapping[str, str] = {
-    **LLAMA_NAMES,
-    **SHARED_NAMES,
-    "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
-}
-MINIMAX_NAMES: Mapping[str, str] = {
-    **MIXTRAL_NAMES,
-    "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
-}
-LLAMA4_NAMES: Mapping[str, str] = {
-    **{part: name.replace("mlp.", "feed_forward.") for part, name in LLAMA_NAMES.items()},
-    **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
-    "ffn_gate_inp": "feed_forward.router",
-}
-GPT_OSS_NAMES: Mapping[str, str] = {
-    **LLAMA_NAMES,
-    "ffn_gate_inp": "mlp.router",
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_sinks.weight": "self_attn.sinks",
-}
-GLM4_NAMES: Mapping[str, str] = {
-    **FUSED_NAMES,
-    "post_attention_norm": "post_self_attn_layernorm",
-    "post_ffw_norm": "post_mlp_layernorm",
-}
-SEED_NAMES: Mapping[str, str] = {**LLAMA_NAMES, "post_attention_norm": "post_attention_layernorm"}
-HUNYUAN_NAMES: Mapping[str, str] = {
-    **LLAMA_NAMES,
-    **{f"attn_{part}_norm": f"self_attn.{word}_layernorm" for part, word in (("q", "query"), ("k", "key"))},
-}
-STARCODER_NAMES: Mapping[str, str] = {**LLAMA_NAMES, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
-OUTER: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-GPT2_OUTER: Mapping[str, str] = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-}
-GEMMA_NAMES: Mapping[str, str] = {**SANDWICH_NAMES, "ffn_norm": "pre_feedforward_layernorm"}
-GEMMA4_NAMES: Mapping[str, str] = {
-    **GEMMA_NAMES,
-    "ffn_gate_inp": "router.proj",
-    "ffn_gate_inp.scale": "router.scale",
-    "ffn_gate_up_exps": "experts.gate_up_proj.#",
-    "ffn_down_exps": "experts.down_proj.#",
-    "ffn_down_exps.scale": "router.per_expert_scale",
-    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-    **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)},
-    "layer_output_scale.weight": "layer_scalar",
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-}
-GEMMA4_OUTER: Mapping[str, str] = {
-    **OUTER,
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-}
-
-
-SSM_NAMES: Mapping[str, str] = {
-    "ssm_in": "mamba.in_proj",
-    "ssm_conv1d": "mamba.conv1d",
-    "ssm_dt.bias": "mamba.dt_bias",
-    "ssm_a": "mamba.A_log",
-    "ssm_d": "mamba.D",
-    "ssm_norm": "mamba.norm",
-    "ssm_out": "mamba.out_proj",
-}
-"""Of layers of Mamba 2."""
-GRANITE_HYBRID_NAMES: Mapping[str, str] = {
-    **LLAMA_NAMES,
-    **SSM_NAMES,
-    **{f"ffn_{part}": "shared_mlp.input_linear" for part in ("gate", "up")},
-    "ffn_down": "shared_mlp.output_linear",
-}
-GRANITE_HYBRID_MOE_NAMES: Mapping[str, str] = {**GRANITE_MOE_NAMES, **SSM_NAMES}
-BAMBA_NAMES: Mapping[str, str] = {
-    **LLAMA_NAMES,
-    **SSM_NAMES,
-    "ffn_norm": "pre_ff_layernorm",
-    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
-}
-NEMOTRON_H_NAMES: Mapping[str, str] = {
-    "attn_norm": "norm",
-    **{part: name.replace("mamba.", "mixer.") for part, name in SSM_NAMES.items()},
-    **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
-    "attn_output": "mixer.o_proj",
-    **{f"ffn_{part}": f"mixer.{part}_proj" for part in ("up", "down")},
-    "ffn_gate_inp": "mixer.gate",
-    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
-    **{f"ffn_{part}_exps": f"mixer.experts.#.{part}_proj" for part in ("up", "down")},
-    **{f"ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
-    "ffn_latent_down": "mixer.fc1_latent_proj",
-    "ffn_latent_up": "mixer.fc2_latent_proj",
-}
-QWEN_NEXT_NAMES: Mapping[str, str] = {
-    # Where two names stand for one tensor, the first is written.
-    "post_attention_norm": "post_attention_layernorm",
-    **QWEN2_MOE_NAMES,
-    **{part: name.replace("mamba.", "linear_attn.") for part, name in SSM_NAMES.items()},
-    # Files have either the matrix as it is, or its rows by kind in two.
-    **dict.fromkeys(("ssm_in", "attn_qkv", "attn_gate"), "linear_attn.in_proj_qkvz"),
-    "ssm_ba": "linear_attn.in_proj_ba",
-}
-QWEN35_NAMES: Mapping[str, str] = {
-    **QWEN_NEXT_NAMES,
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    **NEXTN_NAMES,
-}
-QWEN_DRAFT_NAMES: Mapping[str, str] = {
-    "enorm": "pre_fc_norm_embedding",
-    "hnorm": "pre_fc_norm_hidden",
-    "eh_proj": "fc",
-    "shared_head.norm": "norm",
-}
-"""Names of Qwen3.5's tensors for multi-token prediction outside of the layer's block, in a file and in a checkpoint."""
-APERTUS_NAMES: Mapping[str, str] = {
-    **LLAMA_NAMES,
-    "attn_norm": "attention_layernorm",
-    "ffn_norm": "feedforward_layernorm",
-}
-GLM_NAMES: Mapping[str, str] = {**FUSED_NAMES, "attn_qkv": "self_attn.qkv"}
-RECURRENT = ("granitehybrid", "nemotron_h", "nemotron_h_moe", "qwen3next", "qwen35", "qwen35moe")
-"""Architectures with recurrent layers."""
-
-
-class Family(NamedTuple):
-    """What llama.cpp calls an architecture. architecture: in config.json. names: of a layer's tensors, in the file and
-    in the checkpoint; outer: of the others; prefix: of layers. interleaved: the converter interleaves the halves of
-    heads of q and k, whose rotation llama.cpp knows by neighbours. shift: what it adds to the weights of norms. known:
-    fields of config.json that files of the family do not have.
-    """
-
-    architecture: str
-    names: Mapping[str, str] = LLAMA_NAMES
-    outer: Mapping[str, str] = OUTER
-    prefix: str = "model.layers"
-    interleaved: bool = False
-    shift: float = 0.0
-    known: Mapping[str, Any] = MappingProxyType({})
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family("LlamaForCausalLM", interleaved=True),
-    "qwen2": Family("Qwen2ForCausalLM"),
-    "qwen3": Family("Qwen3ForCausalLM"),
-    "qwen3moe": Family("Qwen3MoeForCausalLM"),
-    "qwen2moe": Family("Qwen2MoeForCausalLM", QWEN2_MOE_NAMES, known={"norm_topk_prob": False}),
-    "olmoe": Family("OlmoeForCausalLM", known={"norm_topk_prob": False}),
-    "granitemoe": Family("GraniteMoeForCausalLM", GRANITE_MOE_NAMES, interleaved=True),
-    "glm4moe": Family("Glm4MoeForCausalLM", GLM4_MOE_NAMES),
-    "ernie4_5-moe": Family("Ernie4_5_MoeForCausalLM", ERNIE_MOE_NAMES),
-    "minimax-m2": Family("MiniMaxM2ForCausalLM", MINIMAX_NAMES),
-    "phimoe": Family("PhimoeForCausalLM", MIXTRAL_NAMES),
-    "llama4": Family("Llama4ForCausalLM", LLAMA4_NAMES),
-    "gpt-oss": Family("GptOssForCausalLM", GPT_OSS_NAMES),
-    "gemma": Family("GemmaForCausalLM", shift=1.0),
-    "gemma2": Family("Gemma2ForCausalLM", GEMMA_NAMES, shift=1.0),
-    "gemma3": Family("Gemma3ForCausalLM", GEMMA_NAMES, shift=1.0),
-    "gemma4": Family("Gemma4ForCausalLM", GEMMA4_NAMES, GEMMA4_OUTER),
-    "gpt2": Family("GPT2LMHeadModel", GPT2_NAMES, GPT2_OUTER, "transformer.h"),
-    "phi3": Family("Phi3ForCausalLM", FUSED_NAMES),
-    "olmo2": Family("Olmo2ForCausalLM", SANDWICH_NAMES),
-    "granite": Family("GraniteForCausalLM", interleaved=True),
-    "glm4": Family("Glm4ForCausalLM", GLM4_NAMES),
-    "smollm3": Family("SmolLM3ForCausalLM", interleaved=True),
-    "command-r": Family("CohereForCausalLM"),
-    "cohere2": Family("Cohere2ForCausalLM"),
-    "seed_oss": Family("SeedOssForCausalLM", SEED_NAMES),
-    "exaone4": Family("Exaone4ForCausalLM", SANDWICH_NAMES),
-    "nemotron": Family("NemotronForCausalLM", shift=1.0),
-    "arcee": Family("ArceeForCausalLM", interleaved=True),
-    "starcoder2": Family("Starcoder2ForCausalLM", STARCODER_NAMES),
-    "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", HUNYUAN_NAMES),
-    "ernie4_5": Family("Ernie4_5ForCausalLM"),
-    "mistral3": Family("Ministral3ForCausalLM", interleaved=True),
-    "apertus": Family("ApertusForCausalLM", APERTUS_NAMES),
-    "chatglm": Family("GlmForCausalLM", GLM_NAMES),
-    "granitehybrid": Family("GraniteMoeHybridForCausalLM", GRANITE_HYBRID_NAMES, interleaved=True),
-    "nemotron_h": Family("NemotronHForCausalLM", NEMOTRON_H_NAMES),
-    "nemotron_h_moe": Family("NemotronHForCausalLM", NEMOTRON_H_NAMES),
-    "qwen3next": Family("Qwen3NextForCausalLM", QWEN_NEXT_NAMES, shift=1.0, known={"num_nextn_predict_layers": 0}),
-    "qwen35": Family("Qwen3_5ForCausalLM", QWEN35_NAMES, shift=1.0),
-    "qwen35moe": Family("Qwen3_5MoeForCausalLM", QWEN35_NAMES, shift=1.0),
-}
-"""By llama.cpp's names, as its converter and the gguf package have them."""
-
-VARIANTS: Mapping[str, Mapping[str, Family]] = {
-    "llama": {
-        "expert_count": Family("MixtralForCausalLM", MIXTRAL_NAMES, interleaved=True),
-        "attention.sliding_window": Family("MistralForCausalLM", interleaved=True),
-    },
-    "granitemoe": {
-        "expert_shared_feed_forward_length": Family("GraniteMoeSharedForCausalLM", GRANITE_MOE_NAMES, interleaved=True),
-    },
-    "granitehybrid": {
-        "expert_count": Family("GraniteMoeHybridForCausalLM", GRANITE_HYBRID_MOE_NAMES, interleaved=True),
-        "rope.scaling.finetuned": Family("BambaForCausalLM", BAMBA_NAMES, interleaved=True),
-    },
-    "olmo2": {"attention.sliding_window": Family("Olmo3ForCausalLM", SANDWICH_NAMES)},
-}
-"""What files of one name are, by the fact that only they have."""
-
-PATTERNS = ("olmo2", "exaone4", "gpt-oss")
-"""Architectures whose files say which layers have a window."""
 
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are facts of the rotary embedding."""
@@ -333,22 +63,22 @@ def gguf_entries(gguf: Gguf) -> dict[str, TensorEntry]:
         if name in FACTORS or name in unnamed:
             continue
         theirs = transformers_name(gguf, name)
-        entry = restored(gguf, name, theirs, entry)
+        entry = undo_conversion(gguf, name, theirs, entry)
         if "#" in theirs:
             for e in range(entry.shape[0]):
                 found.setdefault(theirs.replace("#", str(e)), []).append(entry.part(e))
         else:
             found.setdefault(theirs, []).append(entry)
-    whole = {name: below_each_other(parts) for name, parts in found.items()}
+    whole = {name: concat_entries(parts) for name, parts in found.items()}
     split = {name for name, parts in found.items() if name.endswith("in_proj_qkvz.weight") and len(parts) > 1}
-    whole = {name: by_key_head(gguf, entry) if name in split else entry for name, entry in whole.items()}
+    whole = {name: sort_key_heads(gguf, entry) if name in split else entry for name, entry in whole.items()}
     if gguf.architecture in ("qwen35", "qwen35moe"):
         heads = gguf.get("ssm.group_count"), gguf.get("ssm.time_step_rank")
-        whole = by_value_head(whole, *heads, gguf.get("ssm.state_size"), gguf.get("ssm.inner_size") // heads[1])
-        whole = beside_the_layers(gguf, whole)
+        whole = sort_value_heads(whole, *heads, gguf.get("ssm.state_size"), gguf.get("ssm.inner_size") // heads[1])
+        whole = name_draft_layer(gguf, whole)
     if gguf.architecture == "chatglm":
-        whole = apart(gguf, whole)
-    return whole | (activations(gguf) if gguf.architecture == "apertus" else {})
+        whole = split_fused_qkv(gguf, whole)
+    return whole | (xielu_entries(gguf) if gguf.architecture == "apertus" else {})
 
 
 def drafting_layers(gguf: Gguf) -> int:
@@ -357,7 +87,7 @@ def drafting_layers(gguf: Gguf) -> int:
     return int(gguf.get("nextn_predict_layers", 0)) if named else 0
 
 
-def beside_the_layers(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def name_draft_layer(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The entries, with the layer for multi-token prediction named as in Qwen3.5's checkpoints (`mtp.*`)."""
     prefix, found = f"model.layers.{gguf_config(gguf)['num_hidden_layers']}.", dict[str, TensorEntry]()
     for name, entry in entries.items():
@@ -371,7 +101,7 @@ def beside_the_layers(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[st
     return found
 
 
-def by_value_head(
+def sort_value_heads(
     entries: Mapping[str, TensorEntry], keys: int, values: int, key: int, size: int, *, back: bool = False
 ) -> dict[str, TensorEntry]:
     """The entries of Qwen3.5's recurrent layers with heads of values sorted by their head of keys. In a file the first
@@ -413,7 +143,7 @@ def columns_moved(order: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda whole: whole[:, order]
 
 
-def apart(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def split_fused_qkv(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The entries with matrices of queries, keys and values divided into three."""
     found = dict[str, TensorEntry]()
     for name, entry in entries.items():
@@ -429,7 +159,7 @@ def apart(gguf: Gguf, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEnt
     return found
 
 
-def activations(gguf: Gguf) -> dict[str, TensorEntry]:
+def xielu_entries(gguf: Gguf) -> dict[str, TensorEntry]:
     """The numbers of each layer's xIELU, which are metadata in a file. Raises InvalidModel where there are none."""
     found = {}
     for name in ("alpha_p", "alpha_n", "beta"):
@@ -447,7 +177,7 @@ def number_entry(gguf: Gguf, value: float) -> TensorEntry:
     return TensorEntry(torch.float32, (1,), (gguf.path.name, 0), "F32", 4, lambda cut: tensor[cut])
 
 
-def below_each_other(parts: Sequence[TensorEntry]) -> TensorEntry:
+def concat_entries(parts: Sequence[TensorEntry]) -> TensorEntry:
     """One matrix of several, one below the other."""
     if len(parts) == 1:
         return parts[0]
@@ -461,7 +191,7 @@ def below_each_other(parts: Sequence[TensorEntry]) -> TensorEntry:
         read=lambda cut: torch.cat([part.read(()) for part in parts])[cut],
         copy=None,
         each=None,
-        stored=below_each_other(stored) if len(stored) == len(parts) else None,
+        stored=concat_entries(stored) if len(stored) == len(parts) else None,
     )
 
 
@@ -494,14 +224,14 @@ def family_of(gguf: Gguf) -> Family:
     return next((family for fact, family in VARIANTS.get(name, {}).items() if gguf.get(fact)), FAMILIES[name])
 
 
-def restored(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEntry:
+def undo_conversion(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEntry:
     """Undo a converter's changes: interleaved heads, norms plus 1, GPT-2's transposed matrices."""
     family = family_of(gguf)
     if ".ssm_" in name:
-        return restored_state(name, entry)
+        return undo_state_conversion(name, entry)
     if family.interleaved and re.search(r"\.attn_[qk]\.", name):
         heads = gguf.get("attention.head_count") if ".attn_q." in name else kv_heads(gguf)
-        return entry.transformed(entry.shape, lambda whole: halves(whole, heads), rows_only=True)
+        return entry.transformed(entry.shape, lambda whole: deinterleave_heads(whole, heads), rows_only=True)
     if name.endswith(".ffn_gate_inp_shexp.weight") and len(entry.shape) == 1:
         return entry.transformed((1, *entry.shape), lambda whole: whole[None])
     if family.shift and name.endswith("norm.weight"):
@@ -511,7 +241,7 @@ def restored(gguf: Gguf, name: str, theirs: str, entry: TensorEntry) -> TensorEn
     return entry
 
 
-def restored_state(name: str, entry: TensorEntry) -> TensorEntry:
+def undo_state_conversion(name: str, entry: TensorEntry) -> TensorEntry:
     """Tensors of a recurrent layer: the decay is a logarithm in a checkpoint, and shapes differ."""
     if name.endswith(".ssm_a"):
         return entry.transformed((entry.shape[0],), lambda whole: (-whole.float().flatten()).log())
@@ -523,7 +253,7 @@ def restored_state(name: str, entry: TensorEntry) -> TensorEntry:
     return entry
 
 
-def sorted_by_key_head(keys: int, size: int, values: int) -> Tensor:
+def key_head_order(keys: int, size: int, values: int) -> Tensor:
     """The order that sorts rows by head of keys: of each its query, key, values and gates. Before, rows are the gates,
     queries, keys and values of all heads. keys: number of heads of keys. size: of their rows in all. values: rows of
     values in all."""
@@ -532,14 +262,14 @@ def sorted_by_key_head(keys: int, size: int, values: int) -> Tensor:
     return torch.cat([query, key, value, gate], 1).flatten()
 
 
-def by_key_head(gguf: Gguf, entry: TensorEntry) -> TensorEntry:
-    """The matrix as a checkpoint has it: see `sorted_by_key_head`."""
+def sort_key_heads(gguf: Gguf, entry: TensorEntry) -> TensorEntry:
+    """The matrix as a checkpoint has it: see `key_head_order`."""
     keys = gguf.get("ssm.group_count")
-    rows = sorted_by_key_head(keys, gguf.get("ssm.state_size") * keys, gguf.get("ssm.inner_size"))
+    rows = key_head_order(keys, gguf.get("ssm.state_size") * keys, gguf.get("ssm.inner_size"))
     return entry.transformed(entry.shape, lambda whole: whole[rows], rows_only=True)
 
 
-def halves(whole: Tensor, heads: int) -> Tensor:
+def deinterleave_heads(whole: Tensor, heads: int) -> Tensor:
     """Rows of each head, from RoPE's interleaved pairs to halves."""
     return whole.view(heads, whole.shape[0] // heads // 2, 2, *whole.shape[1:]).transpose(1, 2).reshape(whole.shape)
 
@@ -583,9 +313,9 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base"),
-        "rope_scaling": scaling(gguf),
+        "rope_scaling": rope_fields(gguf),
         "rope_parameters": {},
-        "partial_rotary_factor": rotated_share(gguf, head_dim),
+        "partial_rotary_factor": rotary_factor(gguf, head_dim),
         "sliding_window": get("attention.sliding_window"),
         "layer_types": layer_types(gguf),
         "layer_norm_eps": get("attention.layer_norm_epsilon"),
@@ -605,7 +335,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         "final_logit_softcapping": get("final_logit_softcapping"),
         "attn_logit_softcapping": get("attn_logit_softcapping"),
         "num_nextn_predict_layers": drafting_layers(gguf),
-        **experts(gguf),
+        **expert_fields(gguf),
         **family.known,
     }
     if name.startswith("gemma"):
@@ -636,7 +366,7 @@ def gemma4_fields(gguf: Gguf) -> dict[str, Any]:
     widths = get("feed_forward_length")
     widths = widths if isinstance(widths, list) else [widths]
     own = len(local) - get("attention.shared_kv_layers", 0)
-    turning = scaling(gguf) or {}
+    turning = rope_fields(gguf) or {}
     factors = turning.get("factors", [1.0])
     # A little more than the share, which is rounded down.
     share = (sum(factor < FIXED for factor in factors) + 0.25) / len(factors)
@@ -721,7 +451,7 @@ FIXED = 1e29
 """Factors of wavelengths above this are those of dimensions that do not turn."""
 
 
-def experts(gguf: Gguf) -> dict[str, Any]:
+def expert_fields(gguf: Gguf) -> dict[str, Any]:
     """Fields of a mixture."""
     get, width = gguf.get, gguf.get("expert_feed_forward_length")
     fields = {
@@ -754,7 +484,7 @@ MAVERICK = 128
 """Experts of the larger model of Llama 4."""
 
 
-def rotated_share(gguf: Gguf, head_dim: int) -> float | None:
+def rotary_factor(gguf: Gguf, head_dim: int) -> float | None:
     """`partial_rotary_factor`, None where whole heads are rotated. Half a dimension more, since a share is rounded
     down."""
     rotated = gguf.get("rope.dimension_count") or head_dim
@@ -769,7 +499,7 @@ def layer_types(gguf: Gguf) -> list[str] | None:
     return [SLIDING if local else FULL for local in pattern]
 
 
-def scaling(gguf: Gguf) -> dict[str, Any] | None:
+def rope_fields(gguf: Gguf) -> dict[str, Any] | None:
     """rope_scaling: Llama 3.1's and LongRoPE's are in tensors of factors, others are in the metadata."""
     length = gguf.get("rope.scaling.original_context_length")
     plain, long, short = (

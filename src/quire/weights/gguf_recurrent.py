@@ -10,15 +10,8 @@ import torch
 from quire.layers.mamba import MambaConfig
 from quire.models.spec import Config, ModelSpec
 from quire.weights.entries import TensorEntry, rows_of
-from quire.weights.gguf_model import (
-    QWEN35_NAMES,
-    QWEN_DRAFT_NAMES,
-    VARIANTS,
-    Family,
-    by_value_head,
-    rows_moved,
-    sorted_by_key_head,
-)
+from quire.weights.gguf_model import key_head_order, rows_moved, sort_value_heads
+from quire.weights.gguf_names import QWEN35_NAMES, QWEN_DRAFT_NAMES, VARIANTS, Family
 
 WHOLE = ("ssm_a", "ssm_d")
 """Tensors whose names in a file have no `.weight`."""
@@ -37,13 +30,13 @@ def written_family(name: str, family: Family, spec: ModelSpec) -> tuple[str, Fam
     return name, family
 
 
-def as_in_the_file(name: str, spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def to_file(name: str, spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """A checkpoint's tensors split, reordered and numbered as llama.cpp's converter does."""
     found = dict(entries)
     if name == "qwen3next":
         assert spec.delta is not None
         size, values = spec.delta.key_heads * spec.delta.key, spec.delta.value_heads * spec.delta.value
-        back = torch.argsort(sorted_by_key_head(spec.delta.key_heads, size, values))
+        back = torch.argsort(key_head_order(spec.delta.key_heads, size, values))
         for key in [key for key in found if key.endswith(".in_proj_qkvz.weight")]:
             whole = found.pop(key)
             sorted_rows = whole.transformed(whole.shape, rows_moved(back))
@@ -56,12 +49,12 @@ def as_in_the_file(name: str, spec: ModelSpec, entries: Mapping[str, TensorEntry
         around = {f"mtp.{theirs}.weight": f"{layer}{ours}.weight" for ours, theirs in QWEN_DRAFT_NAMES.items()}
         found = {around.get(key, key.replace("mtp.layers.0.", layer)): entry for key, entry in found.items()}
         sizes = spec.delta.key_heads, spec.delta.value_heads, spec.delta.key, spec.delta.value
-        found = by_value_head(found, *sizes, back=True)
+        found = sort_value_heads(found, *sizes, back=True)
     return found
 
 
-def state_as_in_the_file(ours: str, spec: ModelSpec, entry: TensorEntry) -> TensorEntry:
-    """A tensor of a recurrent layer in its shape in a file. The inverse of `gguf_model.restored_state`."""
+def state_to_file(ours: str, spec: ModelSpec, entry: TensorEntry) -> TensorEntry:
+    """A tensor of a recurrent layer in its shape in a file. The inverse of `gguf_model.undo_state_conversion`."""
     mamba = spec.mamba
     if ours.endswith(".ssm_a"):
         shape = (*entry.shape, 1) if mamba is not None else entry.shape

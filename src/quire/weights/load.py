@@ -23,7 +23,6 @@ from quire.layers.quantization.deferred import Deferred
 from quire.layers.quantization.gguf import GgufFormat, GgufStorage, OnlineBlocks, StoredBlocks, Tables, no_table
 from quire.layers.quantization.packed import SMALL, Panels, packed_if_large
 from quire.layers.quantization.scaled import OnlineQuantization, OnlineQuantized
-from quire.layers.stages import Pipeline, cut_layers
 from quire.models.registry import Model, build_model, read_spec
 from quire.models.spec import ModelSpec
 from quire.ops.base import Ops
@@ -35,9 +34,9 @@ from quire.weights.canary import Canary
 from quire.weights.entries import Cut, TensorEntry
 from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import KINDS
-from quire.weights.kv_scales import PATTERNS
-from quire.weights.schemes import AUTO, IGNORED_TENSORS, CheckpointFormat, choose_format, modules_of
-from quire.weights.stacks import unstacked
+from quire.weights.outline import ModelOutline, expect_tensors, slot_bytes
+from quire.weights.schemes import AUTO, choose_format
+from quire.weights.stacks import unstack
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ Wanted = tuple[TensorEntry, WeightSlot]
 """A tensor, and where it goes."""
 
 
-def quiet(done: int, total: int) -> None:
+def no_progress(done: int, total: int) -> None:
     """Report no progress."""
 
 
@@ -81,7 +80,7 @@ def load_model(
     canary: Canary | None = None,
     seed: int = 0,
     draft: bool = False,
-    progress: Progress = quiet,
+    progress: Progress = no_progress,
     room: float = math.inf,
     max_model_len: int | None = None,
     pools: bool = False,
@@ -112,15 +111,15 @@ def load_model(
     checkpoint = None if load_format == "dummy" else open_checkpoint(folder, words)
     ops, entries = ops or ReferenceOps(), checkpoint.entries if checkpoint else {}
     number = choose_dtype(dtype, spec, checkpoint, device, packed=ops.multiplies_integers)
-    spec = of_stage(parallel.pipeline, config, spec, quantization, number, entries)
-    plain, tables = kept_as_stored(choose_plain_format(number, device, draft, ops), ops, entries, spec)
+    spec = ModelOutline(config, spec, quantization, number, entries).for_stage(parallel.pipeline)
+    plain, tables = stored_formats(choose_plain_format(number, device, draft, ops), ops, entries, spec)
     format = choose_format(config, quantization, plain, entries)
     how: dict[str, Any] = {"dtype": number, "device": device, "format": format, "tables": tables}
-    how["defers"] = unpacked is not None and checkpoint is not None and may_wait(ops, format, plain, canary)
+    how["defers"] = unpacked is not None and checkpoint is not None and can_defer(ops, format, plain, canary)
     build = ModelBuilder(ops=ops, parallel=parallel, expert_parallel=expert_parallel, **how)
     expect_tensors(build, entries)
     with torch.inference_mode():
-        model = allocated(spec, build, folder.name)
+        model = allocate_model(spec, build, folder.name)
         check_room(build, folder.name, room)
         if checkpoint is None:
             random_init(build, seed, progress)
@@ -142,7 +141,7 @@ def is_quantized(build: ModelBuilder, *, later: bool) -> bool:
     return not build.parallel.smallest(not own)
 
 
-def may_wait(ops: Ops, format: Format, plain: Format, canary: Canary | None) -> bool:
+def can_defer(ops: Ops, format: Format, plain: Format, canary: Canary | None) -> bool:
     """Whether matrices may be read behind the first answers. Quantized ones that were never judged may not: that reads
     all of them, and finds what is wrong with them before they are served."""
     return ops.multiplies_integers and (format is plain or (canary is not None and canary.known is not None))
@@ -158,13 +157,7 @@ def finalize(build: ModelBuilder, unpacked: list[Packable]) -> None:
     unpacked += build.unpacked
 
 
-def expect_tensors(build: ModelBuilder, entries: Mapping[str, TensorEntry]) -> None:
-    """Note what the checkpoint holds, and which of its tensors are not needed."""
-    build.modules = modules_of(entries)
-    build.ignore(*PATTERNS, *(IGNORED_TENSORS if isinstance(build.format, CheckpointFormat) else ()))
-
-
-def allocated(spec: ModelSpec, build: ModelBuilder, name: str) -> Model:
+def allocate_model(spec: ModelSpec, build: ModelBuilder, name: str) -> Model:
     """The model, its weights not yet read. Raises InvalidModel where there is no memory for it."""
     try:
         return build_model(spec, build)
@@ -184,88 +177,15 @@ def reference_of(canary: Canary | None, build: ModelBuilder, model: Model, devic
     return canary.record_reference(model, device)
 
 
-def build_outline(
-    config: Mapping[str, Any],
-    spec: ModelSpec,
-    quantization: str,
-    dtype: torch.dtype,
-    entries: Mapping[str, TensorEntry],
-    parallel: ParallelGroup = ONE_RANK,
-    expert_parallel: bool = False,
-) -> ModelBuilder:
-    """The builder of a model, or a rank's part of it, that takes no memory. entries: see `CheckpointFormat`."""
-    format = choose_format(config, quantization, Plain, entries)
-    how: dict[str, Any] = {"dtype": dtype, "device": torch.device("meta"), "format": format}
-    build = ModelBuilder(ops=ReferenceOps(), parallel=parallel, expert_parallel=expert_parallel, **how)
-    expect_tensors(build, entries)
-    build_model(spec, build)
-    return build
-
-
-def of_stage(
-    pipeline: Pipeline,
-    config: Mapping[str, Any],
-    spec: ModelSpec,
-    quantization: str,
-    dtype: torch.dtype,
-    entries: Mapping[str, TensorEntry],
-) -> ModelSpec:
-    """`spec` with the layers of this stage. Raises InvalidModel as `cut_stages` does."""
-    if pipeline.stages == 1:
-        return spec
-    return replace(spec, stage=cut_stages(config, spec, quantization, dtype, entries, pipeline.stages)[pipeline.stage])
-
-
-def cut_stages(
-    config: Mapping[str, Any],
-    spec: ModelSpec,
-    quantization: str,
-    dtype: torch.dtype,
-    entries: Mapping[str, TensorEntry],
-    stages: int,
-) -> list[range]:
-    """The layers of each stage of a pipeline, by bytes of weights. Raises InvalidModel for too many stages, and for
-    encoders of texts."""
-    sizes, ends = layer_bytes(config, spec, quantization, dtype, entries)
-    return cut_layers(sizes, ends, stages, spec.uncut)
-
-
-def layer_bytes(
-    config: Mapping[str, Any],
-    spec: ModelSpec,
-    quantization: str,
-    dtype: torch.dtype,
-    entries: Mapping[str, TensorEntry],
-) -> tuple[list[int], tuple[int, int]]:
-    """Of each layer, and of what is before and behind them. Raises InvalidModel for encoders of texts."""
-    if spec.bidirectional:
-        raise InvalidModel(
-            f"{spec.architecture} is an encoder, whose layers are not cut into stages: leave out "
-            "--pipeline-parallel-size"
-        )
-
-    def size(stage: int, layers: range) -> int:
-        alone = ParallelGroup()
-        alone.pipeline = Pipeline(stage, 3)
-        slots = build_outline(config, replace(spec, stage=layers, ranks=1), quantization, dtype, entries, alone).slots
-        return sum(place.target.nbytes for places in slots.values() for place in places)
-
-    every = range(spec.layers)
-    # What is on every stage does not matter.
-    common = size(1, every[:0])
-    sizes = [size(1, every[i : i + 1]) - common for i in every]
-    return sizes, (size(0, every[:0]) - common, size(2, every[:0]) - common)
-
-
 def open_checkpoint(folder: Path, words: tuple[int, int] | None) -> Checkpoint:
     """The tensors of a folder. words: as of `load_model`."""
     checkpoint = Checkpoint(folder)
     if words is not None:
-        checkpoint.entries = with_score(checkpoint, *words)
+        checkpoint.entries = with_score_head(checkpoint, *words)
     return checkpoint
 
 
-def with_score(checkpoint: Checkpoint, no: int, yes: int) -> Mapping[str, TensorEntry]:
+def with_score_head(checkpoint: Checkpoint, no: int, yes: int) -> Mapping[str, TensorEntry]:
     """The tensors and `score.weight`: the row of the head for yes less that for no. Raises InvalidModel."""
     heads = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
     head = next((checkpoint.entries[name] for name in heads if name in checkpoint.entries), None)
@@ -284,7 +204,7 @@ def with_score(checkpoint: Checkpoint, no: int, yes: int) -> Mapping[str, Tensor
 
 def check_room(build: ModelBuilder, name: str, room: float) -> None:
     """Raises InvalidModel for weights that take more than `room` bytes."""
-    held = sum(place.target.nbytes for places in build.slots.values() for place in places)
+    held = slot_bytes(build)
     if held > room:
         sizes = f"{held / 2**30:.1f} GiB of weights, and there are {room / 2**30:.1f} GiB"
         raise InvalidModel(f"there is no memory for {name}: {sizes}; `quire plan` says what fits")
@@ -327,7 +247,7 @@ def choose_plain_format(dtype: torch.dtype, device: torch.device, draft: bool, o
     return partial(packed_if_large, spare=[], least=least) if can_pack(dtype, device) else Plain
 
 
-def kept_as_stored(
+def stored_formats(
     plain: Format, ops: Ops, entries: Mapping[str, TensorEntry], spec: ModelSpec
 ) -> tuple[Format, Tables]:
     """Formats of matrices and embeddings that keep GGUF's blocks, where there are any and kernels multiply them. Of
@@ -373,8 +293,8 @@ def map_blocks(build: ModelBuilder, entries: Mapping[str, TensorEntry]) -> None:
 
 def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress, *, mapped: bool = False) -> None:
     """Fill every slot from the checkpoint, in the order of the files. mapped: see `map_blocks`."""
-    entries = named(build, checkpoint)
-    match(build, checkpoint.folder.name, entries)
+    entries = entries_by_slot(build, checkpoint)
+    check_tensors(build, checkpoint.folder.name, entries)
     if mapped:
         map_blocks(build, entries)
     for pattern in build.skipped:
@@ -387,7 +307,7 @@ def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress
             )
     wanted = [(entry, place) for name, entry in entries.items() for place in build.slots.get(name, ())]
     wanted.sort(key=lambda pair: pair[0].order)
-    wanted = at_once(build, wanted, checkpoint.folder)
+    wanted = split_deferred(build, wanted, checkpoint.folder)
     total = sum(size_of(place, entry) for entry, place in wanted)
     jobs = [(entry, piece) for entry, place in wanted for piece in place.split(PIECE // place.target.itemsize)]
     done = 0
@@ -398,7 +318,7 @@ def load_weights(build: ModelBuilder, checkpoint: Checkpoint, progress: Progress
             progress(done, total)
 
 
-def at_once(build: ModelBuilder, wanted: Sequence[Wanted], folder: Path) -> list[Wanted]:
+def split_deferred(build: ModelBuilder, wanted: Sequence[Wanted], folder: Path) -> list[Wanted]:
     """What is read now. The rest is left to matrices that are read when they are wanted, but where matrices of experts
     are brought together, which need all of them, and in models of other sizes than `WAITING`."""
     every = [each for each in (*build.embeddings, *build.matrices) if isinstance(each, Deferred)]
@@ -462,7 +382,7 @@ def size_of(place: WeightSlot, entry: TensorEntry) -> int:
     return place.target.numel() * entry.dtype.itemsize
 
 
-def named(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEntry]:
+def entries_by_slot(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEntry]:
     """The checkpoint's tensors under the names the model knows.
 
     A body saved without its head lacks the first part of every name ("h.0.ln_1.weight" for "transformer.h.0...", as in
@@ -471,7 +391,7 @@ def named(build: ModelBuilder, checkpoint: Checkpoint) -> Mapping[str, TensorEnt
     entries = {renamed(name, build.renames): entry for name, entry in checkpoint.entries.items()}
     for stack in build.stacks:
         places = build.slots.get(f"{stack.name}.0.weight")
-        entries = unstacked(entries, stack, places[0].shape if places else ())
+        entries = unstack(entries, stack, places[0].shape if places else ())
     bytewise = (name for name, places in build.slots.items() if places[0].stored_dtype is torch.uint8)
     entries |= {name: entry.stored for name in bytewise if (entry := entries.get(name)) and entry.stored}
     longer = {name.partition(".")[2]: name for name in build.slots if name not in entries}
@@ -498,7 +418,7 @@ def ignored(build: ModelBuilder, name: str) -> bool:
     return name.rpartition(".")[0] in build.elsewhere or any(fnmatchcase(name, pattern) for pattern in build.ignored)
 
 
-def match(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -> None:
+def check_tensors(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -> None:
     """Check that tensors and slots match one to one in name, shape and dtype. Raises InvalidModel naming others."""
     missing = [name for name in build.slots if name not in entries]
     if missing and all(any(fnmatchcase(name, pattern) for pattern in build.optional) for name in missing):
@@ -516,11 +436,11 @@ def match(build: ModelBuilder, where: str, entries: Mapping[str, TensorEntry]) -
         if not places[0].fits(entry.shape):
             raise InvalidModel(f"{name} has shape {list(entry.shape)}, but config.json makes it {list(shape)}")
         if not places[0].accepts(entry.dtype):
-            wanted = "" if places[0].stored_dtype is None else f", where {short(places[0].stored_dtype)} belongs"
-            raise InvalidModel(f"{name} is stored as {short(entry.dtype)}{wanted}: not supported")
+            wanted = "" if places[0].stored_dtype is None else f", where {dtype_name(places[0].stored_dtype)} belongs"
+            raise InvalidModel(f"{name} is stored as {dtype_name(entry.dtype)}{wanted}: not supported")
 
 
-def short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """'float16' for torch.float16."""
     return str(dtype).removeprefix("torch.")
 

@@ -26,7 +26,8 @@ from quire.weights.gguf import Gguf, find_gguf, read_gguf
 from quire.weights.gguf_export import constant, differences, export, names_drafts
 from quire.weights.gguf_model import FACTORS, PLAIN, block_entry, gguf_config
 from quire.weights.gguf_write import KIND_BY_NAME, NewTensor, write_gguf
-from quire.weights.load import Progress, build_outline, load_model, match, named, quiet
+from quire.weights.load import Progress, check_tensors, entries_by_slot, load_model, no_progress
+from quire.weights.outline import ModelOutline
 from quire.weights.schemes import AUTO
 
 log = logging.getLogger(__name__)
@@ -201,14 +202,14 @@ def from_checkpoint(
 ) -> tuple[dict[str, Any], list[NewTensor]]:
     """Metadata and tensors of a folder. Raises InvalidModel for what GGUF cannot hold."""
     checkpoint = Checkpoint(folder)
-    build = build_outline(config, spec, AUTO, torch.bfloat16, checkpoint.entries)
-    held = named(build, checkpoint)
+    build = ModelOutline(config, spec, AUTO, torch.bfloat16, checkpoint.entries).build()
+    held = entries_by_slot(build, checkpoint)
     left = [key for pattern in build.skipped for key in held if fnmatchcase(key, pattern)]
     if left and names_drafts(spec):
         spec = read_spec(config, mtp=True)
-        build = build_outline(config, spec, AUTO, torch.bfloat16, checkpoint.entries)
-        held, left = named(build, checkpoint), []
-    match(build, folder.name, held)
+        build = ModelOutline(config, spec, AUTO, torch.bfloat16, checkpoint.entries).build()
+        held, left = entries_by_slot(build, checkpoint), []
+    check_tensors(build, folder.name, held)
     if left:
         log.warning("%d tensors of a layer for multi-token prediction are not written: %s", len(left), listed(left))
     entries: dict[str, TensorEntry] = {key: entry for key, entry in held.items() if key in build.slots}
@@ -238,7 +239,7 @@ def check_shape(spec: ModelSpec, facts: Mapping[str, Any], tensors: Sequence[New
     small = [each if each.name in FACTORS else each._replace(entry=constant([0.0])) for each in tensors]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "outline.gguf"
-        write_gguf(place, facts, [each._replace(kind="F32", whole=False) for each in small], progress=quiet)
+        write_gguf(place, facts, [each._replace(kind="F32", whole=False) for each in small], progress=no_progress)
         unlike = differences(spec, read_spec(gguf_config(read_gguf(place))))
     if unlike:
         raise InvalidModel(

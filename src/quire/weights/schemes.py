@@ -71,7 +71,7 @@ class Scheme:
 
     def is_skipped(self, name: str) -> bool:
         """Whether the config leaves this matrix, or a module that holds it, unquantized."""
-        return any(named(name, rule) for rule in self.skipped)
+        return any(matches_rule(name, rule) for rule in self.skipped)
 
 
 class CheckpointFormat:
@@ -179,7 +179,7 @@ CONFIG, COMPRESSION = "quantization_config", "compression_config"
 
 def read_fp8(config: Config) -> Scheme:
     """FP8 with a scale per block, as DeepSeek V3 and Qwen 3 are published, or per matrix."""
-    skipped = names(config, "modules_to_not_convert", "ignored_layers")
+    skipped = read_names(config, "modules_to_not_convert", "ignored_layers")
     block = config.fields.get("weight_block_size")
     if block is None:
         return Scheme("fp8", ScaleScheme(E4M3, (UNLIMITED, UNLIMITED)), skipped)
@@ -190,7 +190,7 @@ def read_fp8(config: Config) -> Scheme:
 
 def read_fbgemm(config: Config) -> Scheme:
     """FP8 with a scale per row."""
-    return Scheme("fbgemm_fp8", ScaleScheme(E4M3, ROW), names(config, "modules_to_not_convert"))
+    return Scheme("fbgemm_fp8", ScaleScheme(E4M3, ROW), read_names(config, "modules_to_not_convert"))
 
 
 def read_awq(config: Config) -> Scheme:
@@ -201,7 +201,9 @@ def read_awq(config: Config) -> Scheme:
             f"{config.where}: AWQ of {bits} bits, version {version!r}: only 4 bits, version 'gemm' is read"
         )
     group = config.fields.get("group_size", config.fields.get("q_group_size", 128))
-    return Scheme("awq", IntegerScheme("awq", size(config, group)), names(config, "modules_to_not_convert"))
+    return Scheme(
+        "awq", IntegerScheme("awq", read_group_size(config, group)), read_names(config, "modules_to_not_convert")
+    )
 
 
 def read_gptq(config: Config) -> Scheme:
@@ -210,7 +212,7 @@ def read_gptq(config: Config) -> Scheme:
     if bits not in (4, 8):
         raise InvalidModel(f"{config.where}: GPTQ of {bits} bits is not supported: only 4 and 8")
     more = 0 if config.get(str, "checkpoint_format", default="gptq") == "gptq_v2" else 1
-    group = size(config, config.fields.get("group_size", 128))
+    group = read_group_size(config, config.fields.get("group_size", 128))
     return Scheme("gptq", IntegerScheme("gptq", group, more=more, ordered=True, bits=bits))
 
 
@@ -222,12 +224,12 @@ def read_compressed(config: Config) -> Scheme:
     group = groups.section(next(iter(groups.fields)))
     weights, acts = group.section("weights"), group.section("input_activations")
     bits, kind = weights.get(int, "num_bits", default=8), weights.get(str, "type", default="int")
-    skipped = names(config, "ignore")
+    skipped = read_names(config, "ignore")
     format = group.get(str, "format", default="") or config.get(str, "format", default="")
     packed = format == "pack-quantized"
     ordered = weights.fields.get("actorder") in ("group", True)
     symmetric = weights.get(bool, "symmetric", default=True)
-    block = block_of(weights)
+    block = read_block(weights)
     if (format, kind, bits, block) == ("mxfp4-pack-quantized", "float", 4, (1, GROUP)):
         return Scheme("compressed-tensors", Mxfp4Scheme(), skipped)
     zeros = bits == 8 and (ordered or not symmetric)
@@ -247,10 +249,10 @@ def read_compressed(config: Config) -> Scheme:
 
 def read_mxfp4(config: Config) -> Scheme:
     """MXFP4, as gpt-oss is published: floats of 4 bits, and a power of two for every 32."""
-    return Scheme("mxfp4", Mxfp4Scheme(), names(config, "modules_to_not_convert"))
+    return Scheme("mxfp4", Mxfp4Scheme(), read_names(config, "modules_to_not_convert"))
 
 
-def block_of(weights: Config) -> tuple[int, int]:
+def read_block(weights: Config) -> tuple[int, int]:
     """(rows, columns) that share a scale."""
     strategy = weights.get(str, "strategy", default="tensor")
     if strategy == "block":
@@ -268,14 +270,14 @@ def block_of(weights: Config) -> tuple[int, int]:
     return known[strategy]
 
 
-def size(config: Config, group: object) -> int:
+def read_group_size(config: Config, group: object) -> int:
     """Read a group size, where -1 means all columns."""
     if type(group) is not int or group == 0 or group < -1:
         raise InvalidModel(f"{config.where}: group_size must be a number of columns, or -1 for all")
     return UNLIMITED if group == -1 else group
 
 
-def names(config: Config, *fields: str) -> tuple[str, ...]:
+def read_names(config: Config, *fields: str) -> tuple[str, ...]:
     """A list of module names, empty where there is none."""
     found: Any = next((config.fields[name] for name in fields if config.fields.get(name)), [])
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
@@ -283,7 +285,7 @@ def names(config: Config, *fields: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def named(name: str, rule: str) -> bool:
+def matches_rule(name: str, rule: str) -> bool:
     """Whether a rule, a module's name, in which * stands for anything, or 're:' and an expression, matches this module
     or one that holds it."""
     if rule.startswith("re:"):

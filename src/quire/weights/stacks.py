@@ -25,7 +25,7 @@ SUFFIXES = MappingProxyType(
 """What follows a stack's name in a checkpoint, and what follows it and an expert's number in the model."""
 
 
-def unstacked(
+def unstack(
     entries: Mapping[str, TensorEntry], stack: ExpertStack, shape: tuple[int, ...] = ()
 ) -> dict[str, TensorEntry]:
     """The entries with those of a stack divided among experts. shape: of an expert's matrix as the model expects it;

@@ -31,7 +31,7 @@ from quire.model_runner.device_steps import SCORE_WIDTH
 from quire.model_runner.row_state import RowState
 from quire.model_runner.sampling.features import COLUMNS
 from quire.model_runner.triton_steps import ForcedSteps
-from quire.ops.base import (
+from quire.ops.operands import (
     XIELU,
     Angles,
     DeltaWeights,

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from quire.layers.quantization.scaled import quantize
-from quire.ops.base import QuantizedMatrix
+from quire.ops.operands import QuantizedMatrix
 from quire.ops.quantized import E4M3, float8_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import IntegerMatrix
 from quire.ops.integer import pack_floats, pack_integers, pack_rows, pack_superblocks
+from quire.ops.operands import IntegerMatrix
 from quire.ops.triton.launch import DeviceInfo
 from tests.ops.triton.device import DEVICE
 

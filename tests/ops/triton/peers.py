@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.ops.base import Norm
+from quire.ops.operands import Norm
 from quire.ops.triton import rows
 from quire.ops.triton.all_reduce import PeerSum, buffer_bytes, peer_sum
 from quire.ops.triton.launch import DeviceInfo

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Norm
+from quire.ops.operands import Norm
 from quire.ops.triton.all_reduce import BLOCK, EMPTY, buffer_bytes
 from tests.forked import Popen
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Scores
+from quire.ops.operands import Scores
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.ops import TritonOps
 from quire.types import UNLIMITED

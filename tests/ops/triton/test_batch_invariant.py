@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from quire.ops.base import Angles, Gate, Norm, Norms, Ops, QuantizedMatrix, RouterWeights, Scores, TopK
+from quire.ops.base import Ops
+from quire.ops.operands import Angles, Gate, Norm, Norms, QuantizedMatrix, RouterWeights, Scores, TopK
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import BatchInvariantTritonOps

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Scores
+from quire.ops.operands import Scores
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import attention, attention_schedule

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Scores
+from quire.ops.operands import Scores
 from quire.ops.triton import attention as kernels
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.cells import num_cells

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops.base import QuantizedMatrix
+from quire.ops.operands import QuantizedMatrix
 from quire.ops.quantized import E4M3
 from quire.ops.quantized import dequantize as dequantized
 from quire.ops.reference import ReferenceOps

@@ -17,7 +17,7 @@ from quire.model_runner.mtp import MTPProposer
 from quire.model_runner.speculative import NgramProposer
 from quire.model_runner.triton_steps import TritonSteps
 from quire.models.registry import mtp_of
-from quire.ops.quantized import BaseOps
+from quire.ops.base import Ops
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import attention, attention_schedule, rounded_gemm
 from quire.ops.triton.ops import TritonOps
@@ -141,8 +141,8 @@ def test_a_prefix_cached_for_several_sequences_is_read_once_for_them(
 class Apart(TritonOps):
     """Without kernels that do two things at once."""
 
-    add_norm_rounded = BaseOps.add_norm_rounded
-    quantized_mlp = BaseOps.quantized_mlp
+    add_norm_rounded = Ops.add_norm_rounded
+    quantized_mlp = Ops.quantized_mlp
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import (
+from quire.ops.matmul import by_expert, through_experts
+from quire.ops.operands import (
     CLAMP_LIMIT,
     NO_BIASES,
     ExpertBiases,
@@ -22,8 +23,7 @@ from quire.ops.base import (
     TopK,
     num_parts,
 )
-from quire.ops.matmul import by_expert, through_experts
-from quire.ops.quantized import biased, dequantize
+from quire.ops.quantized import dequantize, with_biases
 from quire.ops.ragged import RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.experts import (
@@ -373,7 +373,7 @@ def rounded_mixture(
     gate_up, down = (dequantize(each).view(count, -1, each.weight.shape[1]) for each in matrices)
 
     def mlp(rows: Tensor, ends: Tensor) -> Tensor:
-        first, last = biased(gate_up, biases.gate_up), biased(down, biases.down)
+        first, last = with_biases(gate_up, biases.gate_up), with_biases(down, biases.down)
         inner = by_expert(held_by_float8(rows, width), first, ends, lambda x, each: REFERENCE.linear(x, *each))
         gated = held_by_float8(REFERENCE.apply_gate(inner, gate), width)
         return by_expert(gated, last, ends, lambda x, each: REFERENCE.linear(x, *each))

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from quire.ops.base import Gate, QuantizedMatrix
+from quire.ops.operands import Gate, QuantizedMatrix
 from quire.ops.quantized import E4M3
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import quantized_gemm

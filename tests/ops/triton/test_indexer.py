@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.ops.base import Angles, Ops
+from quire.ops.base import Ops
+from quire.ops.operands import Angles
 from quire.ops.quantized import FLOAT8, Float8
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import indexer

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import NO_BIASES, Gate, IntegerMatrix, RouterWeights, Routing, TopK
 from quire.ops.integer import dequantize_integers, stack_integers
+from quire.ops.operands import NO_BIASES, Gate, IntegerMatrix, RouterWeights, Routing, TopK
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import GemmConfig
 from quire.ops.triton.integer_experts import (

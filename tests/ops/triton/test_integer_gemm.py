@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Gate, IntegerMatrix, QuantizedMatrix
 from quire.ops.integer import dequantize_integers, floats_of
+from quire.ops.operands import Gate, IntegerMatrix, QuantizedMatrix
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.integer_gemm import (

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import NO_BIASES, ExpertBiases, Gate, IntegerMatrix, RouterWeights, Routing, TopK, num_parts
 from quire.ops.integer import dequantize_integers, stack_integers
+from quire.ops.operands import NO_BIASES, ExpertBiases, Gate, IntegerMatrix, RouterWeights, Routing, TopK, num_parts
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import integer_gemv as few
 from quire.ops.triton.launch import DeviceInfo

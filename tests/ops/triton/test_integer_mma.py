@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 
-from quire.ops.base import Gate
 from quire.ops.integer import dequantize_integers
+from quire.ops.operands import Gate
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS
 from quire.ops.triton.integer_gemm import in_float16

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Gate, IntegerMatrix
 from quire.ops.integer import dequantize_integers
+from quire.ops.operands import Gate, IntegerMatrix
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.integer_row import HALVES, RingConfig, integer_row, takes
 from quire.ops.triton.launch import DeviceInfo

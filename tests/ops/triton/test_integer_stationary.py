@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Gate, IntegerMatrix
 from quire.ops.integer import dequantize_integers
+from quire.ops.operands import Gate, IntegerMatrix
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.integer_gemm import in_float16
 from quire.ops.triton.integer_stationary import NIBBLES, integer_stationary, takes, takes_matrix

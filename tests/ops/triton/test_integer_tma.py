@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.ops.base import Gate
 from quire.ops.integer import dequantize_integers
+from quire.ops.operands import Gate
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS
 from quire.ops.triton.integer_gemm import in_float16

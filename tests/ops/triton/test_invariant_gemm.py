@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Gate
 from quire.ops.gemm import autotuning
+from quire.ops.operands import Gate
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import invariant_gemm
 from quire.ops.triton.gemv import GemmConfig

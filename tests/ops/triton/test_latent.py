@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.ops.base import Angles, Norm, Ops
+from quire.ops.base import Ops
 from quire.ops.batch_invariant import BatchInvariantOps
+from quire.ops.operands import Angles, Norm
 from quire.ops.quantized import FLOAT8, Float8
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Scores
+from quire.ops.operands import Scores
 from quire.ops.ragged import LayerKV, LongSpan, LongSpans
 from quire.ops.triton import long_spans
 from quire.ops.triton import ops as triton_ops

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.ops.base import Gate, QuantizedMatrix
+from quire.ops.operands import Gate, QuantizedMatrix
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
 from quire.ops.triton.launch import DeviceInfo

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.layers.delta import DeltaConfig, split_by_head, split_by_kind
-from quire.ops.base import DeltaInputs, DeltaWeights, Norm, Ops, ScanInputs, ScanWeights
+from quire.ops.base import Ops
+from quire.ops.operands import DeltaInputs, DeltaWeights, Norm, ScanInputs, ScanWeights
 from quire.ops.ragged import LayerState, RaggedBatch, StateSlots
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton.chunked import CHUNK

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.base import Gate, Norm, QuantizedMatrix, RoundedRows
+from quire.ops.operands import Gate, Norm, QuantizedMatrix, RoundedRows
 from quire.ops.quantized import E4M3, dequantize, float8_tokens, quantize_tokens
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import rounded_gemm

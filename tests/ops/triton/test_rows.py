@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from quire.ops.base import XIELU, Angles, Norm, Norms
+from quire.ops.operands import XIELU, Angles, Norm, Norms
 from quire.ops.quantized import E4M3, FLOAT8, Float8
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps

@@ -26,7 +26,7 @@ from quire.model_runner.sampling.features import (
 )
 from quire.model_runner.sampling.noise import Draw, stream
 from quire.model_runner.sampling.sampler import Truncation, score_tokens, truncate
-from quire.model_runner.triton_steps import TritonSteps, requested
+from quire.model_runner.triton_steps import TritonSteps, requested_features
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.noise import exponentials
 from quire.ops.triton.sampler import (
@@ -94,7 +94,7 @@ def asked_by(rows: list[Row]) -> RequestedFeatures:
     bits = 0
     for row in rows:
         bits |= int(row.features.bits[0]) | (0 if row.mask is None else MASKED)
-    return requested(bits)
+    return requested_features(bits)
 
 
 def masks_of(rows: list[Row], vocab: int) -> tuple[Tensor, Tensor, Tensor]:

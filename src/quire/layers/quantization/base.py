@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from quire.ops.base import AnyMatrix, Gate, Int8Matrix, Norm, Ops, Projection, RoundedRows
+from quire.ops.base import Ops
+from quire.ops.operands import AnyMatrix, Gate, Int8Matrix, Norm, Projection, RoundedRows
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import dequantize
 from quire.ops.ragged import RaggedBatch

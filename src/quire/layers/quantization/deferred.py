@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.errors import ModelLost, QuireError
 from quire.layers.quantization.base import QuantizedWeight, TableStorage, WeightSlot, WeightStorage
-from quire.ops.base import Gate
+from quire.ops.operands import Gate
 
 
 class Deferred:

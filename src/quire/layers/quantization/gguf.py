@@ -25,9 +25,10 @@ from quire.layers.quantization.base import (
 from quire.layers.quantization.mapped import MappedBlocks, Scratch
 from quire.layers.quantization.packed import Tile, tiled, tiles
 from quire.layers.quantization.scaled import OnlineQuantization
-from quire.ops.base import BlockPanels, Gate, IntegerMatrix, MixedMatrix, Ops
+from quire.ops.base import Ops
 from quire.ops.gguf_blocks import PACKED
 from quire.ops.gguf_encode import encode
+from quire.ops.operands import BlockPanels, Gate, IntegerMatrix, MixedMatrix
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
 
 Mapped = Callable[[slice], Tensor]

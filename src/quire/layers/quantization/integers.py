@@ -15,7 +15,8 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.quantization.base import Matrix, MatrixPart, QuantizedWeight, WeightSlot, bias_of, bias_slots
 from quire.layers.quantization.scaled import check_aligned, check_scale, unpack
-from quire.ops.base import Gate, Ops, QuantizedMatrix
+from quire.ops.base import Ops
+from quire.ops.operands import Gate, QuantizedMatrix
 from quire.types import UNLIMITED
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

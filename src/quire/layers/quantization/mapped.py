@@ -21,7 +21,8 @@ from torch import Tensor
 
 from quire.errors import ModelLost
 from quire.layers.quantization.base import Packable
-from quire.ops.base import BlockPanels, Gate, Ops
+from quire.ops.base import Ops
+from quire.ops.operands import BlockPanels, Gate
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from quire.errors import InvalidModel
 from quire.layers.quantization.base import Matrix, QuantizedWeight, WeightSlot, bias_of, bias_slots
 from quire.layers.quantization.integers import packed_dim
 from quire.layers.quantization.scaled import check_aligned
-from quire.ops.base import Gate, Ops
+from quire.ops.base import Ops
 from quire.ops.integer import pack_floats
+from quire.ops.operands import Gate
 
 GROUP = 32
 """Columns that share a scale."""

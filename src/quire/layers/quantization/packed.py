@@ -23,8 +23,9 @@ from quire.layers.quantization.base import (
     weight_slot,
 )
 from quire.layers.quantization.deferred import Deferred
-from quire.ops.base import Gate, Ops, Projection
+from quire.ops.base import Ops
 from quire.ops.matmul import pack, packed_linear
+from quire.ops.operands import Gate, Projection
 from quire.ops.panels import PANEL_ROWS
 
 TILE = 16 << 20

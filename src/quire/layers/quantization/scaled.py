@@ -20,7 +20,8 @@ from quire.layers.quantization.base import (
     bias_of,
     bias_slots,
 )
-from quire.ops.base import Gate, Ops, QuantizedMatrix
+from quire.ops.base import Ops
+from quire.ops.operands import Gate, QuantizedMatrix
 from quire.ops.quantized import E4M3, E4M3_MAX, INT8_MAX
 from quire.types import UNLIMITED
 

@@ -1,4 +1,4 @@
-"""Arguments of native kernels, made of tensors and of objects of `ops.base`."""
+"""Arguments of native kernels, made of tensors and of objects of `ops.operands`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.ops.base import Norm, Norms, Scores
 from quire.ops.native.library import CAttention, CMatrix, CNorm, CRope
+from quire.ops.operands import Norm, Norms, Scores
 from quire.ops.panels import PanelMatrix
 from quire.ops.ragged import LayerKV
 

@@ -11,7 +11,6 @@ from ctypes import Structure
 import torch
 from torch import Tensor
 
-from quire.ops.base import Angles, AnyMatrix, DecoderLayer, MixedMatrix, Norm, Projection
 from quire.ops.native.call import (
     FLOATS,
     GATES,
@@ -25,6 +24,7 @@ from quire.ops.native.call import (
     rope_call,
 )
 from quire.ops.native.library import KERNELS, CAttention, CCall, CLinear, CNorm, CRope
+from quire.ops.operands import Angles, AnyMatrix, DecoderLayer, MixedMatrix, Norm, Projection
 from quire.ops.paged_attention import PagedAttentionMetadata
 from quire.ops.panels import PANEL_ROWS, PanelMatrix
 from quire.ops.ragged import LayerKV, RaggedBatch

@@ -12,25 +12,10 @@ import torch
 from torch import Tensor
 
 from quire.ops import integer, panels
-from quire.ops.base import (
-    Angles,
-    AnyMatrix,
-    BlockPanels,
-    Decoder,
-    DecoderLayer,
-    Gate,
-    Int8Matrix,
-    IntegerMatrix,
-    MixedMatrix,
-    Norm,
-    Norms,
-    QuantizedMatrix,
-    Scores,
-)
 from quire.ops.batch_invariant import BatchInvariantOps
 from quire.ops.huge_pages import HugePages
 from quire.ops.integer import integers_of
-from quire.ops.matmul import TILE_ROWS, in_tiles
+from quire.ops.matmul import in_tiles
 from quire.ops.native.call import (
     FLOATS,
     GATES,
@@ -55,6 +40,21 @@ from quire.ops.native.pack import (
     int4_panels,
     int8_panels,
     write_blocks,
+)
+from quire.ops.operands import (
+    Angles,
+    AnyMatrix,
+    BlockPanels,
+    Decoder,
+    DecoderLayer,
+    Gate,
+    Int8Matrix,
+    IntegerMatrix,
+    MixedMatrix,
+    Norm,
+    Norms,
+    QuantizedMatrix,
+    Scores,
 )
 from quire.ops.paged_attention import PagedAttentionMetadata, visible
 from quire.ops.panels import PANEL_ROWS, PanelMatrix, Zeros
@@ -325,7 +325,7 @@ class InvariantNativeOps(NativeOps, BatchInvariantOps):
         """See `NativeOps.panel_linear`. Rows in float32 are multiplied TILE_ROWS at a time: only those in bfloat16 have
         one way whatever their number is."""
         product = partial(super().panel_linear, matrix=matrix, bias=bias, gate=gate)
-        return product(x) if x.dtype is torch.bfloat16 else in_tiles(product, x, TILE_ROWS)
+        return product(x) if x.dtype is torch.bfloat16 else in_tiles(product, x)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See `Ops.norm`. A single row of a wider tensor counts as contiguous where several do not."""

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.base import IntegerKind, IntegerMatrix, QuantizedMatrix
 from quire.ops.gguf_blocks import IQ4_VALUES
 from quire.ops.integer import WIDE, floats_of, halves_of, outline_of, scales_of
 from quire.ops.native.library import CBlocks
+from quire.ops.operands import IntegerKind, IntegerMatrix, QuantizedMatrix
 from quire.ops.panels import PANEL_ROWS, PanelKind, PanelMatrix, ScaleKind, Zeros, pack_numbers, panels_of
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from quire.ops.base import Norm
+from quire.ops.operands import Norm
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.rows import add_scaled, normalize, row_of, warps
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Scores
+from quire.ops.operands import Scores
 from quire.ops.ragged import LayerKV
 from quire.ops.triton import latent_mma, latent_parts
 from quire.ops.triton.attention_schedule import (

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.base import (
+from quire.ops.operands import (
     NO_BIASES,
     ExpertBiases,
     ExpertMatrices,

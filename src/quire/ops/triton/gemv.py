@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate, num_parts
+from quire.ops.operands import Gate, num_parts
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.rows import GATES, apply_gate
 

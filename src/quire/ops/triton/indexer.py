@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Angles, Norm, Scores
+from quire.ops.operands import Angles, Norm, Scores
 from quire.ops.quantized import FLOAT8_MAX
 from quire.ops.ragged import SCORED_AT_ONCE, LayerKV, RaggedBatch
 from quire.ops.triton.attention import attention

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import NO_BIASES, ExpertBiases, Gate, IntegerKind, IntegerMatrix, Routing, num_parts
+from quire.ops.operands import NO_BIASES, ExpertBiases, Gate, IntegerKind, IntegerMatrix, Routing, num_parts
 from quire.ops.triton.experts import SortedSlots, combine, sort_slots
 from quire.ops.triton.gemv import GemmConfig
 from quire.ops.triton.integer_gemm import (

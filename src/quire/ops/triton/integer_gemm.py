@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate, IntegerKind, IntegerMatrix, num_parts
+from quire.ops.operands import Gate, IntegerKind, IntegerMatrix, num_parts
 from quire.ops.triton.gemv import GemmConfig, added_up, cut, given, handed_in, two
 from quire.ops.triton.launch import HOPPER, DeviceInfo, fetch, kernel, release, wait
 from quire.ops.triton.rows import GATES

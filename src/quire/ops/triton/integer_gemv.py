@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate, IntegerMatrix, Routing, num_parts
+from quire.ops.operands import Gate, IntegerMatrix, Routing, num_parts
 from quire.ops.triton.gemv import given, two
 from quire.ops.triton.integer_gemm import (
     FLOATS,

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from quire.ops.base import Gate, IntegerKind, IntegerMatrix, num_parts
+from quire.ops.operands import Gate, IntegerKind, IntegerMatrix, num_parts
 from quire.ops.triton import integer_gemm, rows
 from quire.ops.triton.gemv import COUNTERS
 from quire.ops.triton.gluon_language import LEAST, barrier, copy, release, wait

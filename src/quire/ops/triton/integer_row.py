@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from quire.ops.base import Gate, IntegerKind, IntegerMatrix, num_parts
+from quire.ops.operands import Gate, IntegerKind, IntegerMatrix, num_parts
 from quire.ops.triton import integer_gemm
 from quire.ops.triton.gluon_language import barrier, copy, reinterpret, release, wait
 from quire.ops.triton.integer_gemm import ROW, SUPERBLOCKS, ZEROS, ordered, supers_of

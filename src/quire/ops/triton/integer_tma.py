@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from quire.ops.base import Gate, IntegerKind, IntegerMatrix, num_parts
+from quire.ops.operands import Gate, IntegerKind, IntegerMatrix, num_parts
 from quire.ops.triton.gemv import COUNTERS
 from quire.ops.triton.gluon_language import barrier, copy_tile, release, wait
 from quire.ops.triton.integer_gemm import LARGER, in_float16, ordered

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate, num_parts
 from quire.ops.gemm import TORCH
+from quire.ops.operands import Gate, num_parts
 from quire.ops.triton.gemv import GemmConfig, added_up, given, handed_in, num_runs, part
 from quire.ops.triton.launch import DeviceInfo, block, fetch, kernel, release, wait
 from quire.ops.triton.rows import GATES

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Angles, Norm
+from quire.ops.operands import Angles, Norm
 from quire.ops.quantized import FLOAT8_MAX
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.gemv import GemmConfig

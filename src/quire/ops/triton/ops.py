@@ -18,7 +18,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from quire.ops.base import (
+from quire.ops.base import Ops
+from quire.ops.cublaslt import CublasLt
+from quire.ops.gemm import GemmAutotuner, SameBits, multiplied, on_the_card
+from quire.ops.integer import integers_of
+from quire.ops.matmul import combine_experts_in_order, in_order
+from quire.ops.operands import (
     NO_BIASES,
     XIELU,
     Angles,
@@ -42,12 +47,8 @@ from quire.ops.base import (
     Scores,
     num_parts,
 )
-from quire.ops.cublaslt import CublasLt
-from quire.ops.gemm import GemmAutotuner, SameBits, multiplied, on_the_card
-from quire.ops.integer import integers_of
-from quire.ops.matmul import combine_experts_in_order, in_order
 from quire.ops.panels import PanelMatrix
-from quire.ops.quantized import E4M3, BaseOps
+from quire.ops.quantized import E4M3
 from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LayerState, RaggedBatch
 from quire.ops.triton import experts as mixture
 from quire.ops.triton import (
@@ -91,7 +92,7 @@ def gemm_library(device: torch.device) -> CublasLt | None:
     return None
 
 
-class TritonOps(BaseOps):
+class TritonOps(Ops):
     """`Ops`. Launches depend on shapes and on the batch's `max_query` and `max_kv` alone: lengths, query starts, blocks
     and slots are read on the device, so a captured step serves any batch within them."""
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import Gate, QuantizedMatrix, num_parts
+from quire.ops.operands import Gate, QuantizedMatrix, num_parts
 from quire.ops.triton.gemv import COUNTERS, GemmConfig, added_up, given, handed_in, settled, settles, two
 from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, wait
 from quire.ops.triton.rows import GATES

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import DeltaInputs, DeltaWeights, ScanInputs, ScanWeights
+from quire.ops.operands import DeltaInputs, DeltaWeights, ScanInputs, ScanWeights
 from quire.ops.ragged import LayerState
 from quire.ops.recurrent import slots_of
 from quire.ops.triton.attention_schedule import AttentionPlan

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from quire.ops.base import Gate, Norm, QuantizedMatrix, RoundedRows, num_parts
+from quire.ops.operands import Gate, Norm, QuantizedMatrix, RoundedRows, num_parts
 from quire.ops.quantized import E4M3, E4M3_MAX, INT8_MAX, LEAST_FLOAT8
 from quire.ops.triton.gemv import COUNTERS, GemmConfig, added_up, given, handed_in, two
 from quire.ops.triton.launch import ADA, HOPPER, DeviceInfo, block, fetch, kernel, release, wait

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.base import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Norm, Norms
+from quire.ops.operands import CLAMP_ALPHA, CLAMP_LIMIT, XIELU, Angles, Norm, Norms
 from quire.ops.quantized import FLOAT8_MAX
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, release_and_wait, wait

@@ -10,9 +10,9 @@ from typing import Any
 _DEEPEST = 64
 
 
-def quoted(text: str) -> str:
-    """`text` as a JSON string."""
-    return json.dumps(text, ensure_ascii=False)
+def json_text(value: Any) -> str:
+    """`value` as JSON, in UTF-8."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 class References:
@@ -130,10 +130,10 @@ def as_json(text: str, schema: Any, *, marked: bool = False) -> str:
         value = json.loads(bare, parse_constant=_refuse)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
-        return quoted(text)
+        return json_text(text)
     kind = _KINDS[type(value)]
     fits = kind in kinds or (kind == "integer" and "number" in kinds) or "string" not in kinds
-    return bare if fits and (marked or kind != "string") else quoted(text)
+    return bare if fits and (marked or kind != "string") else json_text(text)
 
 
 def _from_python(text: str) -> str:

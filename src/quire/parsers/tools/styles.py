@@ -1,4 +1,4 @@
-"""How each family of models writes tool calls, and prompts that ask a model without its own format to do so.
+"""How each family of models writes tool calls.
 
 The names are those of vLLM's registry, and `nemotron_json` is that of NVIDIA's plugin for it. vLLM has none for
 `gemma`, `cohere_command_r`, `functionary_v3_1`, `functionary_v3_2` and `solar_open`.
@@ -7,81 +7,13 @@ The names are those of vLLM's registry, and `nemotron_json` is that of NVIDIA's 
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from quire.parsers.suffix import DECLARED, styled
-from quire.parsers.tools.kinds import kind_of
+from quire.parsers.tools.kinds import json_text, kind_of
 from quire.types import UNLIMITED
-
-ToolParser = Literal[
-    "hermes",
-    "llama3_json",
-    "mistral",
-    "gemma",
-    "llama4_json",
-    "pythonic",
-    "llama4_pythonic",
-    "olmo3",
-    "granite",
-    "granite4",
-    "phi4_mini_json",
-    "jamba",
-    "qwen3_coder",
-    "qwen3_xml",
-    "seed_oss",
-    "minimax_m2",
-    "glm45",
-    "glm47",
-    "deepseek_v3",
-    "deepseek_v31",
-    "deepseek_v32",
-    "deepseek_v4",
-    "kimi_k2",
-    "openai",
-    "gemma4",
-    "functiongemma",
-    "longcat",
-    "lfm2",
-    "mimo",
-    "step3",
-    "step3p5",
-    "hunyuan_a13b",
-    "minimax",
-    "internlm",
-    "granite-20b-fc",
-    "gigachat3",
-    "xlam",
-    "ernie45",
-    "cohere_command3",
-    "cohere_command4",
-    "apertus",
-    "minimax_m3",
-    "hy_v3",
-    "kimi_k3",
-    "minicpm5",
-    "poolside_v1",
-    "solar_open2",
-    "nemotron_json",
-    "cohere_command_r",
-    "functionary_v3_1",
-    "functionary_v3_2",
-    "muse_glimmer",
-    "solar_open",
-    "deepseek_v41",
-    "dots",
-    "hy_v4",
-    "inkling",
-    "k2_horizon",
-    "ling3",
-    "muse",
-    "musespark1x",
-    "plamo3",
-    "qwen3_json",
-    "step5",
-]
 
 Form = Literal["any", "known", "python"]
 """What follows a mark: a call in JSON; one only if it names a known tool; or calls in Python, up to the end mark."""
@@ -99,7 +31,7 @@ class CallStyle:
     number. finish: what follows the arguments.
     """
 
-    name: ToolParser
+    name: str
     models: str
     bare: bool = False
     special: bool = False
@@ -173,7 +105,7 @@ class Parameters:
 
     def written(self, key: str, value: Any) -> str:
         """One parameter."""
-        text = value if isinstance(value, str) else _json(value)
+        text = value if isinstance(value, str) else json_text(value)
         line = "\n" if self.lines else ""
         begin, end = CDATA if self.cdata and isinstance(value, str) and set(value) & set("<&\n") else ("", "")
         opening = self.opening(kind_of(value))
@@ -843,12 +775,12 @@ _ALL: Sequence[Style] = (
     ),
 )
 
-STYLES: Mapping[ToolParser, Style] = {style.name: style for style in _ALL}
+STYLES: Mapping[str, Style] = {style.name: style for style in _ALL}
 
 
 def tool_style(parser: str) -> Style:
     """The style of a parser's name, which may have a suffix (`parsers.suffix`). Raises KeyError."""
-    style = styled(cast("Mapping[str, Style]", STYLES), parser)
+    style = styled(STYLES, parser)
     if style is None:
         raise KeyError(parser)
     return style
@@ -865,7 +797,7 @@ def sign_of(template: str | None) -> Style | None:
     return next((STYLES[name] for name in found), None)
 
 
-_SIGNS: Sequence[tuple[ToolParser, *tuple[str, ...]]] = (
+_SIGNS: Sequence[tuple[str, ...]] = (
     ("minimax_m2", "<minimax:tool_call>"),
     ("minimax_m3", "]<]minimax[>["),
     # The template of MiniCPM 5 names Hy3's marks, too.
@@ -929,114 +861,3 @@ _SIGNS: Sequence[tuple[ToolParser, *tuple[str, ...]]] = (
     ("gemma", "<start_of_turn>"),
 )
 """Parsers and the texts that templates of their families contain, the more particular ones first."""
-
-
-_INTRODUCTION = """You can call functions. Here they are, one a line, as JSON:
-{tools}
-
-To call functions, answer with nothing but calls, written like this:
-{example}
-The results come with the next message."""
-
-
-def describe_tools(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    style: Style,
-    *,
-    system: bool = True,
-) -> list[dict[str, Any]]:
-    """`messages`, whose contents are strings, or lists of parts with images, with `tools`, calls and results in them.
-
-    system: tools may be described in a system message of their own; otherwise the first message begins with them.
-    """
-    shown: list[dict[str, Any]] = []
-    before = None
-    for message in messages:
-        role = message.get("role")
-        if role == "tool":
-            content = _joined("<tool_response>\n", message.get("content") or "", "\n</tool_response>")
-            # Adjacent results make one message, for templates whose roles must alternate.
-            if before == "tool":
-                shown[-1]["content"] = _joined(shown[-1]["content"], "\n", content)
-            else:
-                shown.append({"role": "user", "content": content})
-        elif message.get("tool_calls"):
-            body, calls = message.get("content"), calls_text(message["tool_calls"], style)
-            shown.append({"role": role, "content": _joined(body, "\n", calls) if body else calls})
-        else:
-            shown.append(dict(message))
-        before = role
-    return _with_tools(shown, tools, style, system) if tools else shown
-
-
-def _joined(*contents: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
-    """Contents of messages one behind the other: a text, or a list of parts where one of them is."""
-    if all(isinstance(each, str) for each in contents):
-        return "".join(map(str, contents))
-    lists = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents)
-    return [part for each in lists for part in each]
-
-
-def calls_text(calls: Sequence[Mapping[str, Any]], style: Style) -> str:
-    """Calls as a model of this style writes them."""
-    texts = []
-    for i, call in enumerate(calls):
-        function = call["function"]
-        arguments = function.get("arguments") or {}
-        texts.append(style.head(function["name"], i) + written(arguments, style) + style.finish)
-    return style.before + style.between.join(texts) + style.after
-
-
-def written(arguments: Any, style: Style) -> str:
-    """Arguments as a model of this style writes them. A text is taken for arguments that are written already."""
-    form = style.form if isinstance(style, TaggedStyle) else None
-    if isinstance(arguments, str):
-        return arguments
-    if isinstance(form, Notation):
-        return _noted(arguments, form.quote)
-    if isinstance(form, Nested):
-        return _nested(arguments, form.mark)
-    if form is None or not isinstance(arguments, Mapping):
-        return _json(arguments)
-    return "".join(form.written(key, value) for key, value in arguments.items())
-
-
-def _noted(value: Any, quote: str) -> str:
-    if isinstance(value, str):
-        return quote + value + quote
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_noted(each, quote)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(_noted(each, quote) for each in value) + "]"
-    return _json(value)
-
-
-def _nested(value: Any, mark: str) -> str:
-    """Elements without a value of null are left out of objects."""
-    if isinstance(value, Mapping):
-        pairs = [(key, each) for key, each in value.items() if each is not None]
-        return "".join(f"{mark}<{key}>{_nested(each, mark)}{mark}</{key}>" for key, each in pairs)
-    if isinstance(value, list):
-        return "".join(f"{mark}<item>{_nested(each, mark)}{mark}</item>" for each in value)
-    return value if isinstance(value, str) else _json(value)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _with_tools(
-    shown: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], style: Style, system: bool
-) -> list[dict[str, Any]]:
-    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    form = style.form if isinstance(style, TaggedStyle) else None
-    arguments = written({"PARAMETER": "VALUE"}, style) if form else "{ARGUMENTS}"
-    example = style.before + style.head("NAME") + arguments + style.finish + style.after
-    text = _INTRODUCTION.format(tools=functions, example=example)
-    if shown and shown[0].get("role") in ("system", "developer"):
-        body = shown[0].get("content")
-        return [{**shown[0], "content": _joined(body, "\n\n", text) if body else text}, *shown[1:]]
-    if shown and not system:
-        return [{**shown[0], "content": _joined(text, "\n\n", shown[0].get("content") or "")}, *shown[1:]]
-    return [{"role": "system", "content": text}, *shown]

@@ -10,7 +10,7 @@ from typing import Any
 from quire.parsers.parts import TextPart
 from quire.parsers.tools.call import Value, escaped
 from quire.parsers.tools.emitter import PartEmitter, Tools, schema_of
-from quire.parsers.tools.kinds import Properties, as_json, kinds_of, quoted
+from quire.parsers.tools.kinds import Properties, as_json, json_text, kinds_of
 from quire.parsers.tools.styles import CDATA, Nested, Notation, Parameters, TaggedStyle
 from quire.parsers.tools.tape import Reading, Tape
 from quire.types import UNLIMITED
@@ -134,7 +134,7 @@ class TaggedReader(PartEmitter):
                 self._emit_content(form.open + key + found)
                 return
             key = html.unescape(key.strip()) if form.escaped else key.strip()
-            self._emit_arguments(f"{before}{quoted(key)}: ")
+            self._emit_arguments(f"{before}{json_text(key)}: ")
             before = ", "
             schema = schema_of(self._tools, tool, key)
             is_text = opening == form.opening("string") if form.typed else kinds_of(schema) == {"string"}
@@ -155,7 +155,7 @@ class TaggedReader(PartEmitter):
         if is_text:
             # The only kind whose text is known before it has ended.
             self._emit_arguments('"')
-            found = yield from tape.until(marks, lambda text: self._emit_arguments(quoted(text)[1:-1]))
+            found = yield from tape.until(marks, lambda text: self._emit_arguments(json_text(text)[1:-1]))
             self._emit_arguments('"' if found else "")
             return bool(found)
         pieces: list[str] = []
@@ -194,7 +194,7 @@ class _NotationReader:
             if colon != ":":
                 self._refuse(quote + key + found)
                 return False
-            self._emit(f"{before}{quoted(key.strip())}: ")
+            self._emit(f"{before}{json_text(key.strip())}: ")
             before = ", "
             if not (yield from self._value(depth + 1)):
                 return False
@@ -220,7 +220,7 @@ class _NotationReader:
             return False
         if (yield from tape.mark((self._quote,))):
             self._emit('"')
-            found = yield from tape.until((self._quote,), lambda text: self._emit(quoted(text)[1:-1]))
+            found = yield from tape.until((self._quote,), lambda text: self._emit(json_text(text)[1:-1]))
             self._emit('"' if found else "")
             return bool(found)
         mark = yield from tape.mark(("{", "["))
@@ -282,7 +282,7 @@ class _NestedReader:
         """Properties, the first of which `tag` opens, up to an end mark. Returns whether it was found."""
         before = ""
         while tag and not tag.startswith("/"):
-            self._emit(f"{before}{quoted(tag)}: ")
+            self._emit(f"{before}{json_text(tag)}: ")
             before = ", "
             if not (yield from self._value(tag, self._resolved(schemas.get(tag, True)), depth + 1)):
                 return self._close("}", found=False)
@@ -308,7 +308,7 @@ class _NestedReader:
             return False
         if kinds == {"string"}:
             self._emit('"')
-            found = yield from tape.until((close,), lambda text: self._emit(quoted(text)[1:-1]))
+            found = yield from tape.until((close,), lambda text: self._emit(json_text(text)[1:-1]))
             self._emit('"' if found else "")
             return bool(found)
         pieces: list[str] = []
