@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quire.cli import main
-from quire.cli.check import Answer, checked, families, family
+from quire.cli.check import OWN, TINY, Answer, checked, families, family
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidModel
-from quire.models.registry import ARCHITECTURES
+from quire.models.registry import ARCHITECTURES, read_spec
 
 
 def run(*words: str) -> Result:
@@ -32,6 +32,11 @@ def test_a_tiny_model_of_every_family_answers_alone_and_in_a_batch_alike(
     assert [line.split()[3] for line in lines] == every[::step]
     assert last == f"{len(lines)} of {len(lines)} answered"
     assert {type(ARCHITECTURES[name]) for name in families()} == {type(each) for each in ARCHITECTURES.values()}
+
+
+def test_the_tiny_configuration_of_every_family_can_be_read() -> None:
+    specs = [read_spec({**TINY, **OWN.get(name, {}), "architectures": [name]}) for name in families()]
+    assert {spec.vocab for spec in specs} == {TINY["vocab_size"]}
 
 
 def test_a_model_is_checked_by_its_name() -> None:

@@ -38,6 +38,8 @@ TINY: Mapping[str, Any] = MappingProxyType(
         "num_experts": 4,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
         "moe_intermediate_size": 128,
         "shared_intermediate_size": 256,
         "qk_nope_head_dim": 32,
