@@ -59,13 +59,19 @@ INLINE void pool_rows(const struct attention *a, int64_t span, int64_t group, in
     }
 }
 
+#ifdef __AMX_BF16__
+#define FETCH(PLACE) __builtin_prefetch(PLACE)
+#else
+#define FETCH(PLACE) __builtin_prefetch(PLACE, 0, 2) /* into the second cache: more of these are under way at once */
+#endif
+
 /* Fetch the next block's keys and values, of which the processor cannot know where they lie. */
 INLINE void fetch_rows(const struct attention *a, const int64_t *row) {
     for (int64_t j = 0; j < KEYS && row[j] >= 0; j++) {
         for (int64_t i = 0; i < a->dim; i += 32)
-            __builtin_prefetch((const uint16_t *)a->k + row[j] * a->dim + i);
+            FETCH((const uint16_t *)a->k + row[j] * a->dim + i);
         for (int64_t i = 0; i < a->value_dim; i += 32)
-            __builtin_prefetch((const uint16_t *)a->v + row[j] * a->value_dim + i);
+            FETCH((const uint16_t *)a->v + row[j] * a->value_dim + i);
     }
 }
 
@@ -301,25 +307,200 @@ static void configure_attention(int rows) { (void)rows; }
 static void release_attention(void) {}
 #endif
 
-/* As `attend`. */
-static void attend_tiled(const struct attention *a, int64_t span, int64_t group, int64_t from, int64_t to) {
-    int64_t share = a->heads / a->groups, first = a->query_start[span] + from, n = to - from;
-    int64_t whole = a->query_start[span + 1] - a->query_start[span], past = a->kv_len[span] - whole + from;
-    int64_t rows = n * share, length = past + n;
-    int height = rows < LANES ? rows : LANES;
-    struct tiled t = tiled_room(a, (rows + LANES - 1) / LANES * LANES);
+#ifndef __AMX_BF16__
+#define FEW_ROWS 4 /* of a task, whose keys and values are read where they lie */
+#define MOST_FEW 512 /* numbers of a key or value */
+
+/* Where the keys and values of a block's first `count` positions lie. Others have zeros. */
+struct places { const uint16_t *key[KEYS], *value[KEYS]; int64_t count; };
+
+static const uint16_t zeros[MOST_FEW];
+
+static void find_places(const struct attention *a, int64_t span, int64_t group, int64_t at, int64_t from, int64_t to,
+                        struct places *p) {
+    int64_t row[KEYS];
+    pool_rows(a, span, group, at, from, to, row);
+    p->count = to - at < 0 ? 0 : to - at < KEYS ? to - at : KEYS;
+    for (int64_t j = 0; j < KEYS; j++) {
+        p->key[j] = row[j] >= 0 ? (const uint16_t *)a->k + row[j] * a->dim : zeros;
+        p->value[j] = row[j] >= 0 ? (const uint16_t *)a->v + row[j] * a->value_dim : zeros;
+    }
+}
+
+/* As `scores_of`, to the bit, of keys where they lie. Values are fetched meanwhile: a processor cannot know where they lie,
+   and what it fetches at once is limited. */
+INLINE void few_scores(const struct attention *a, const uint16_t *q, int rows, const struct places *p, float *scores) {
+    for (int64_t j = 0; j < KEYS; j += LANES) {
+        __m512 sum[FEW_ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+            sum[r] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < a->dim && j < p->count; i += 32) {
+            vu x[LANES];
+#pragma GCC unroll 16
+            for (int l = 0; l < LANES; l++)
+                x[l] = *(const vuu *)(p->key[j + l] + i);
+#pragma GCC unroll 16
+            for (int l = 0; l < LANES; l++)
+                if (i < a->value_dim)
+                    FETCH(p->value[j + l] + i);
+            swap(x, 8);
+            swap(x, 4);
+            swap(x, 2);
+            swap(x, 1);
+#pragma GCC unroll 16
+            for (int l = 0; l < LANES; l++)
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++)
+                    sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)x[l], pair_at(q + r * a->dim + i + 2 * l));
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+            storef(scores + r * KEYS + j, (vf)sum[r]);
+    }
+}
+
+/* 32 numbers of two rows as pairs: of columns 0 to 3, 8 to 11 and so on, or of the others. */
+INLINE __m512bh pairs_of(const uint16_t *first, const uint16_t *second, int others) {
+    __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+    return (__m512bh)(others ? _mm512_unpackhi_epi16(a, b) : _mm512_unpacklo_epi16(a, b));
+}
+
+/* As `values_of`, to the bit, of values where they lie, `size` times 32 numbers from number i on; total has them in the order
+   of `pairs_of`. Keys of the next block are fetched meanwhile. Positions beyond the block's last add one zero, as all would. */
+INLINE void few_values(const struct attention *a, const uint16_t *weights, int rows, const struct places *p,
+                       const struct places *next, int64_t i, int size, const float *shrink, float *total) {
+    __m512 sum[FEW_ROWS][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < 2 * size; c++)
+            sum[r][c] = (__m512)(loadf(total + r * a->value_dim + i + c * LANES) * shrink[r]);
+    int64_t last = p->count + 2 < KEYS ? p->count + 2 : KEYS;
+    for (int64_t j = 0; j < last; j += 2) {
+#pragma GCC unroll 2
+        for (int h = 0; h < size; h++) {
+            if (i + 32 * h < a->dim) {
+                FETCH(next->key[j] + i + 32 * h);
+                FETCH(next->key[j + 1] + i + 32 * h);
+            }
+        }
+        __m512bh x[4];
+#pragma GCC unroll 4
+        for (int c = 0; c < 2 * size; c++)
+            x[c] = pairs_of(p->value[j] + i + 32 * (c / 2), p->value[j + 1] + i + 32 * (c / 2), c % 2);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            __m512bh w = pair_at(weights + r * KEYS + j);
+#pragma GCC unroll 4
+            for (int c = 0; c < 2 * size; c++)
+                sum[r][c] = _mm512_dpbf16_ps(sum[r][c], x[c], w);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < 2 * size; c++)
+            storef(total + r * a->value_dim + i + c * LANES, (vf)sum[r][c]);
+}
+#endif
+
+/* What a task begins with: its rows of q, and no sums yet. `room`: rows that there is room for. */
+static struct tiled begin_rows(const struct attention *a, int64_t group, int64_t first, int64_t rows, int64_t room) {
+    int64_t share = a->heads / a->groups;
+    struct tiled t = tiled_room(a, room);
     for (int64_t r = 0; r < rows; r++) {
         int64_t head = group * share + r % share;
         memcpy(t.q + r * a->dim, (const uint16_t *)a->q + (first + r / share) * a->q_stride + head * a->dim, 2 * a->dim);
         t.top[r] = a->sinks ? a->sinks[head] * 1.44269504088896341f : -INFINITY;
         t.weight[r] = a->sinks ? 1.0f : 0.0f;
     }
-    memset(t.q + rows * a->dim, 0, 2 * a->dim * (-rows & (LANES - 1)));
-    memset(t.total, 0, 4 * a->value_dim * ((rows + LANES - 1) / LANES * LANES));
+    memset(t.q + rows * a->dim, 0, 2 * a->dim * (room - rows));
+    memset(t.total, 0, 4 * a->value_dim * room);
+    return t;
+}
+
+/* Weights of rows `r` on, `now` of them, of the block at `at` -> shrink, see `tiled_softmax`. */
+INLINE void weigh_rows(const struct attention *a, const struct tiled *t, int64_t past, int64_t at, int64_t r, int now,
+                       float *shrink) {
+    int64_t share = a->heads / a->groups;
+    for (int i = 0; i < now; i++) {
+        int64_t query = past + (r + i) / share, low = query - a->window + 1, chunk = chunk_of(a, query);
+        low = (low > chunk ? low : chunk) - at;
+        int64_t high = query - at;
+        shrink[i] = tiled_softmax(a, t->scores + i * KEYS, low < 0 ? 0 : low > KEYS ? KEYS : low,
+                                  high > KEYS - 1 ? KEYS - 1 : high < -1 ? -1 : high, t->top + r + i, t->weight + r + i,
+                                  t->weights + i * KEYS);
+    }
+}
+
+/* The first position that queries from `past` on see. */
+INLINE int64_t first_seen(const struct attention *a, int64_t past) {
+    int64_t lowest = past + 1 - a->window, begin = chunk_of(a, past), start = lowest > begin ? lowest : begin;
+    return start < 0 ? 0 : start;
+}
+
+#ifndef __AMX_BF16__
+/* As `attend_tiled`, to the bit, of few rows: what is read is used once, so it is not brought to tiles. */
+INLINE void attend_few(const struct attention *a, int64_t span, int64_t group, int64_t first, int64_t past, int64_t length,
+                       int rows) {
+    const vi order = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+    int64_t share = a->heads / a->groups, start = first_seen(a, past);
+    struct tiled t = begin_rows(a, group, first, rows, rows);
+    struct places places[2], *now = places, *next = places + 1;
+    find_places(a, span, group, start / KEYS * KEYS, start, length, now);
+    for (int64_t at = start / KEYS * KEYS; at < length; at += KEYS) {
+        float shrink[FEW_ROWS];
+        find_places(a, span, group, at + KEYS, start, length, next);
+        few_scores(a, t.q, rows, now, t.scores);
+        weigh_rows(a, &t, past, at, 0, rows, shrink);
+        int64_t i = 0;
+        for (; i + 64 <= a->value_dim; i += 64)
+            few_values(a, t.weights, rows, now, next, i, 2, shrink, t.total);
+        if (i < a->value_dim)
+            few_values(a, t.weights, rows, now, next, i, 1, shrink, t.total);
+        struct places *done = now;
+        now = next;
+        next = done;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t head = group * share + r % share, out = ((first + r / share) * a->heads + head) * a->value_dim;
+        for (int64_t i = 0; i < a->value_dim; i += 32) {
+            const float *total = t.total + r * a->value_dim + i;
+            vf even = loadf(total), odd = loadf(total + LANES);
+            put16(a->out, out + i, 1, __builtin_shuffle(even, odd, order) / t.weight[r]);
+            put16(a->out, out + i + LANES, 1, __builtin_shuffle(even, odd, order + 8) / t.weight[r]);
+        }
+    }
+}
+
+static int attends_few(const struct attention *a, int64_t span, int64_t group, int64_t first, int64_t past, int64_t length,
+                       int64_t rows) {
+    if (rows > FEW_ROWS || a->value_dim % 32 || a->dim > MOST_FEW || a->value_dim > MOST_FEW)
+        return 0;
+    switch (rows) {
+    case 1: attend_few(a, span, group, first, past, length, 1); break;
+    case 2: attend_few(a, span, group, first, past, length, 2); break;
+    case 3: attend_few(a, span, group, first, past, length, 3); break;
+    default: attend_few(a, span, group, first, past, length, 4);
+    }
+    return 1;
+}
+#endif
+
+/* As `attend`. */
+static void attend_tiled(const struct attention *a, int64_t span, int64_t group, int64_t from, int64_t to) {
+    int64_t share = a->heads / a->groups, first = a->query_start[span] + from, n = to - from;
+    int64_t whole = a->query_start[span + 1] - a->query_start[span], past = a->kv_len[span] - whole + from;
+    int64_t rows = n * share, length = past + n;
+#ifndef __AMX_BF16__
+    if (attends_few(a, span, group, first, past, length, rows))
+        return;
+#endif
+    int height = rows < LANES ? rows : LANES;
+    struct tiled t = begin_rows(a, group, first, rows, (rows + LANES - 1) / LANES * LANES);
     configure_attention(height);
-    int64_t lowest = past + 1 - a->window, begin = chunk_of(a, past);
-    int64_t start = lowest > begin ? lowest : begin;
-    start = start < 0 ? 0 : start;
+    int64_t start = first_seen(a, past);
     for (int64_t at = start / KEYS * KEYS; at < length; at += KEYS) {
         read_block(a, span, group, at, start, length, &t);
         for (int64_t r = 0; r < rows; r += LANES) {
@@ -328,14 +509,7 @@ static void attend_tiled(const struct attention *a, int64_t span, int64_t group,
                 continue; /* none of them sees it */
             float shrink[LANES] = {0};
             tiled_scores(a, t.q + r * a->dim, now, &t);
-            for (int i = 0; i < now; i++) {
-                int64_t query = past + (r + i) / share, low = query - a->window + 1, chunk = chunk_of(a, query);
-                low = (low > chunk ? low : chunk) - at;
-                int64_t high = query - at;
-                shrink[i] = tiled_softmax(a, t.scores + i * KEYS, low < 0 ? 0 : low > KEYS ? KEYS : low,
-                                          high > KEYS - 1 ? KEYS - 1 : high < -1 ? -1 : high, t.top + r + i,
-                                          t.weight + r + i, t.weights + i * KEYS);
-            }
+            weigh_rows(a, &t, past, at, r, now, shrink);
             tiled_values(a, &t, shrink, now, t.total + r * a->value_dim);
         }
     }

@@ -117,6 +117,32 @@ def test_a_page_shows_all_runs_without_fetching_anything(calibration: Path, tmp_
     assert not re.search(r"""(src|href)=["']http|@import|<script""", text)
 
 
+def test_charts_join_what_differs_in_replicas_alone() -> None:
+    charts = pytest.importorskip("quire.bench.charts")
+    times = {what: {"p50": 1.0, "p99": 2.0} for what in ("ttft", "itl")}
+    rows = [
+        {
+            "set": {"policy": policy, "replicas": str(count)},
+            "replicas": count,
+            "replica_hours": float(count),
+            "good_s": 5.0,
+            "ms": times,
+            "sizes": [(0.0, count)],
+            "chosen": True,
+        }
+        for policy in ("least_loaded", "round_robin")
+        for count in (1, 4)
+    ]
+    assert {name: [row["replicas"] for row in group] for name, group in charts.in_groups(rows).items()} == {
+        "policy least_loaded": [1, 4],
+        "policy round_robin": [1, 4],
+    }
+    axes = charts.cost_and_goodput(rows).axes[0]
+    assert axes.get_xlim() == (0, 5.4) and axes.get_ylim() == (0, 4.32), "no point lies on the edge"
+    assert "*" not in "".join(text.get_text() for text in axes.texts), "all are what was asked for"
+    assert len(charts.simulated(rows)) == 3
+
+
 def test_a_card_is_asked_about_without_having_one() -> None:
     [row] = json.loads(quire("simulate", "--gpu", "h200", "--num-prompts", 40, *SHORT, "--json"))["runs"]
     assert row["answered"] == 40 and row["describes"][0] == ["weights", "14.01 MiB"]

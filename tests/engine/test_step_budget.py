@@ -47,6 +47,23 @@ def test_a_target_the_machine_cannot_reach_does_not_stop_prompts() -> None:
     assert 0.4 < (pace.max_tokens(4, times) * 0.01) < 0.7  # twice a step without prompts
 
 
+@pytest.mark.parametrize("tokens", [8, 100], ids=["few", "many"])
+def test_prompts_that_cost_nothing_for_long_end_no_engine(tokens: int) -> None:
+    """What a token costs is halved by each step that took no longer than one without prompts."""
+    pace, times = LatencyController(0.1), StepTimeModel()
+    plain = Plan((), (), (Span(0, 1, 1, 1),))
+    for _ in range(4):
+        times.record(plain, 0.01)
+    times.record(Plan((), (), (Span(0, 100, 0, 0),)), 0.02)
+    wanted = pace.max_tokens(1, times)
+    assert wanted < 1000
+    for _ in range(1200):
+        times.record(Plan((), (), (Span(0, tokens, 0, 0),)), 0.0099)
+        assert 1 < pace.max_tokens(1, times) <= 1 + UNLIMITED
+    if tokens < StepTimeModel.MANY:
+        assert pace.max_tokens(1, times) == wanted, "a few say nothing of what many cost"
+
+
 def test_what_a_long_context_adds_to_a_step_is_found_from_the_last_one() -> None:
     cost = StepCost(0.004, 2e-5, per_pair=1.2e-9)  # as 8 billion parameters have it on an H200
     plain = SimConfig(pages=3000, max_num_batched_tokens=8192, chunk=8192, depth=1, cost=cost).build(VirtualClock())

@@ -439,17 +439,23 @@ def test_spans_of_any_length_attend(ops: NativeOps, how: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("how", SCORES)
-def test_a_query_attends_to_the_same_bits_whatever_is_attended_with_it(ops: NativeOps, how: str) -> None:
-    """In deterministic mode: of a prompt in one piece, in chunks and token by token."""
-    steady, more, length = InvariantNativeOps(ops.level), SCORES[how](6), 150
-    kv = poisoned(80, 2, 4, 32, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "value_dim"),
+    [(6, 2, 32, 32), (2, 2, 64, 96), (4, 2, 96, 64), (4, 1, 64, 128), (5, 1, 32, 32), (3, 1, 32, 48), (2, 1, 512, 32)],
+)
+def test_a_query_attends_to_the_same_bits_whatever_is_attended_with_it(
+    ops: NativeOps, how: str, heads: int, groups: int, dim: int, value_dim: int
+) -> None:
+    """In deterministic mode: of a prompt in one piece, in chunks and token by token; 1 to 5 heads share one of K/V."""
+    steady, more, length = InvariantNativeOps(ops.level), SCORES[how](heads), 150
+    kv = poisoned(80, groups, 4, dim, torch.bfloat16, value_dim=value_dim)
     pages = Pages(80, 4)
     whole = pages.batch([(0, 0, [1] * length)])
-    k, v = (torch.randn(length, 2, 32).bfloat16() for _ in range(2))
+    k, v = (torch.randn(length, groups, size).bfloat16() for size in (dim, value_dim))
     REFERENCE.write_kv(kv, k, v, whole)
-    q = torch.randn(length, 6, 32).bfloat16()
+    q = torch.randn(length, heads, dim).bfloat16()
     wanted = steady.attention(q, kv, steady.prepare(whole), Scores(0.25, **more))
-    for cuts in ((0, 1, 2, 9, 47, 111, 150), (0, 70, 149, 150)):
+    for cuts in ((0, 1, 2, 4, 9, 47, 111, 150), (0, 63, 64, 65, 67, 127, 128, 129, 149, 150)):
         for first, last in pairwise(cuts):
             batch = pages.batch([(0, first, [1] * (last - first))])
             got = steady.attention(q[first:last], kv, steady.prepare(batch), Scores(0.25, **more))

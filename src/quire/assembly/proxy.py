@@ -37,6 +37,7 @@ NATIVE_ONLY: Mapping[str, str] = MappingProxyType(
         "prompt_header": "requests are passed on as they are; the upstream has the option",
         "max_new_tokens": "requests are passed on as they are; the upstream has bounds of its own",
         "default_max_new_tokens": "requests are passed on as they are; the upstream has a default of its own",
+        "enable_force_include_usage": "streams are passed on as they are; the upstream has the option",
         "max_n": "requests are passed on as they are; the upstream has a bound of its own",
     }
 )

@@ -144,6 +144,7 @@ def build_limits(settings: Settings) -> Limits:
         priorities=scheduler.reads_priorities,
         closed_schemas=server.closed_schemas,
         strict_tools=server.strict_tools,
+        force_usage=server.enable_force_include_usage,
         prompt_header=PromptHeader(server.prompt_header),
         max_new_tokens=server.max_new_tokens,
         default_max_new_tokens=server.default_max_new_tokens,

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#eab308", "#14b8a6", "#ec4899")
 GREY = "#8a8f98"
@@ -122,11 +122,17 @@ def cost_of(row: Row) -> float:
 
 
 def in_groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of the same settings, by cost."""
+    """Rows of the same settings but for the number of replicas, by cost."""
     groups: dict[str, list[Row]] = {}
     for row in sorted(rows, key=cost_of):
-        groups.setdefault(row["name"], []).append(row)
+        others = [f"{name} {value}" for name, value in row["set"].items() if name != "replicas"]
+        groups.setdefault(", ".join(others) or "as asked", []).append(row)
     return groups
+
+
+def beside(axes: Axes) -> None:
+    """A legend on the right, where it covers nothing."""
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def cost_and_goodput(rows: Sequence[Row]) -> Figure:
@@ -135,18 +141,19 @@ def cost_and_goodput(rows: Sequence[Row]) -> Figure:
     figure, axes = plot(
         ("cost" if priced else "replica hours") + " against requests a second within the goals", 6.4, 3.6
     )
-    for (name, group), colour in zip(in_groups(rows).items(), cycle(COLOURS), strict=False):
+    groups, all_chosen = in_groups(rows), all(row.get("chosen") for row in rows)
+    for (name, group), colour in zip(groups.items(), cycle(COLOURS), strict=False):
         points = [(row["good_s"], cost_of(row)) for row in group]
         axes.plot(*zip(*points, strict=True), "-", marker="o", ms=4, color=colour, label=name)
         for row, point in zip(group, points, strict=True):
-            shown = f"{row['replicas']}" + ("" if not row.get("chosen") or len(group) == 1 else " *")
+            shown = f"{row['replicas']}" + (" *" if row.get("chosen") and not all_chosen else "")
             axes.annotate(shown, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
     axes.set_xlabel("requests a second within the goals")
     axes.set_ylabel("cost" if priced else "replica hours")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    if len(rows) > 1:
-        axes.legend()
+    axes.set_xlim(0, 1.08 * max(row["good_s"] for row in rows) or None)
+    axes.set_ylim(0, 1.08 * max(map(cost_of, rows)) or None)
+    if len(groups) > 1:
+        beside(axes)
     return figure
 
 
@@ -160,16 +167,18 @@ def by_replicas(rows: Sequence[Row], what: str, title: str) -> Figure:
                 points = sorted((row["replicas"], row["ms"][what][statistic]) for row in group)
                 axes.plot(*zip(*points, strict=True), line, marker="o", ms=3, color=colour, label=f"{name} {statistic}")
         axes.set_xlabel("replicas")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(plain))
-        axes.legend()
+        beside(axes)
     else:
         names = list(groups)
+        figure.set_size_inches(5.2, max(2.9, 0.8 + 0.27 * len(names)))
         for shift, statistic, colour in ((-0.2, "p50", COLOURS[0]), (0.2, "p99", COLOURS[1])):
             heights = [groups[name][0]["ms"][what][statistic] for name in names]
             axes.barh([i + shift for i in range(len(names))], heights, 0.38, color=colour, label=statistic)
         axes.set_yticks(range(len(names)), names)
         axes.set_xlabel("ms")
-        axes.legend()
+        beside(axes)
         return figure
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(plain))

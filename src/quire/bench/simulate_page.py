@@ -28,20 +28,20 @@ def page(found: Mapping[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{STYLE}</style></head><body><h1>{title}</h1>",
         f'<div class="charts">{"".join(charts)}</div>',
-        f"<h2>Runs</h2>{grid(_HEADS, [_cells(row) for row in rows])}",
+        f"<h2>Runs</h2>{grid(_HEADS, [_cells(row, all(each['chosen'] for each in rows)) for row in rows])}",
         f"<h2>Times</h2>{_times(rows)}",
         f"<details><summary>How it was simulated</summary><dl>{_about(found)}</dl></details>",
     ]
     return "\n".join((*parts, "</body></html>\n"))
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(row: Mapping[str, Any], all_chosen: bool) -> tuple[str, ...]:
     good = f"{100 * row['good_share']:.1f} %"
     hits = f"{100 * row['hit_rate']:.1f} %" if row["has_prefixes"] else "unknown"
     cost = f"{row['cost']:,.2f}" if "cost" in row else ""
     each = f"{row['cost_per_million_tokens']:,.3f}" if "cost" in row else ""
     return (
-        row["name"] + (" *" if row["chosen"] else ""),
+        row["name"] + (" *" if row["chosen"] and not all_chosen else ""),
         *(f"{row['replicas']:,}", f"{row['answered']:,} of {row['requests']:,}", f"{row['refused']:,}"),
         *(f"{row['requests_s']:,.2f}", f"{row['tokens_s']:,.0f}", good, f"{100 * row['utilisation']:.0f} %"),
         *(hits, f"{row['preemptions']:,}", cost, each, row["digest"]),

@@ -269,7 +269,7 @@ UNSUPPORTED: Mapping[str, str] = _by_name(
             "enable_request_id_headers enable_prompt_tokens_details metrics slots props webui ui enable_metrics "
             "enable_cache_report collect_tokens_histogram"
         ),
-        "streams send tokens as they come and nothing between": "sse_keep_alive_interval sse_ping_interval",
+        "a stream that is silent for 15 seconds sends a comment": "sse_keep_alive_interval sse_ping_interval",
         "see --read-timeout and --write-timeout": "timeout to",
         "send a header Authorization: Bearer KEY; keys in a file: QUIRE_API_KEY=$(paste -sd, FILE)": "api_key_file",
         "see --allowed-local-media-path": "media_path",
@@ -309,7 +309,6 @@ UNSUPPORTED: Mapping[str, str] = _by_name(
         "it follows from --otlp-traces-endpoint": "enable_trace otlp_service_name",
         "see /metrics and /stats": "kv_cache_metrics",
         "metrics keep their names": "show_hidden_metrics_for_version",
-        "clients ask with stream_options.include_usage": "enable_force_include_usage",
         "see /stats": "enable_server_load_tracking",
         "requests may ask for as many as the API allows": "max_logprobs",
         "they are of the model's raw distribution": "logprobs_mode",

@@ -151,6 +151,10 @@ def check_executor(config: ExecutorConfig) -> None:
             raise InvalidConfig(
                 f"{entry.name} is for executor grpc, but executor is {config.executor}", param=entry.name
             )
+    address = config.executor_address
+    # gRPC would ask port 443 of a host without one, and wait.
+    if address is not None and not re.fullmatch(r".+:\d{1,5}|unix:.+", address):
+        raise InvalidConfig(f"executor_address: {address!r} is not HOST:PORT", param="executor_address")
     if (config.executor_tls_cert is None) != (config.executor_tls_key is None):
         raise InvalidConfig("executor_tls_cert and executor_tls_key go together", param="executor_tls_cert")
     if config.executor_tls_cert is not None and config.executor_tls_ca is None:
@@ -210,6 +214,11 @@ class ServerConfig:
     )
     enable_tokenizer_info_endpoint: bool = option(
         False, "Answer /tokenizer_info with the tokenizer's configuration and the chat template, to all clients."
+    )
+    enable_force_include_usage: bool = option(
+        False,
+        "Put usage into every chunk of streams of /v1/completions and /v1/chat/completions, as if each request asked "
+        "for it with stream_options, for proxies that count tokens.",
     )
     max_n: int = option(128, "Most answers to one prompt: the largest n.", low=1, high=1024)
     max_new_tokens: int | None = option(

@@ -70,8 +70,9 @@ class LatencyController:
         if not running or each == 0.0:
             return UNLIMITED
         plain = step_times.without_prompts(running)
-        least = max(int(plain / step_times.cheapest_token()), self.MIN_PROMPT_TOKENS)
-        return running + max(int((self.target - plain) / each), least)
+        cheap, most = step_times.cheapest_token(), float(UNLIMITED)  # tokens that cost next to nothing are not counted
+        least = max(min(plain / cheap, most), self.MIN_PROMPT_TOKENS)
+        return running + int(max(min((self.target - plain) / each, most), least))
 
 
 class PlanDelay:

@@ -94,7 +94,7 @@ def requests(
 def output_processor(
     request: Request, tokenizer: Tokenizer, stops: StopStrings, *, whole: bool = False
 ) -> OutputProcessor:
-    """The OutputProcessor of `request`. stops: its stop strings, shared by its `n` answers. whole: nobody reads the
+    """The OutputProcessor of `request`. stops: its stop strings, shared by its `n` answers. whole: no caller reads the
     answer before its end."""
     sampling = request.sampling
     skip = sampling.skip_special_tokens

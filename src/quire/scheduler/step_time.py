@@ -164,9 +164,10 @@ class StepTimeModel(LineFit):
             self._record_decode(plan, seconds)
 
     def _record_prompts(self, num_tokens: int, seconds: float) -> None:
-        """So many tokens of prompts added so much to a step. Few say nothing but that it is less than was thought."""
+        """So many tokens of prompts added so much to a step. Few say nothing but that it is less than was thought, and
+        no less than the cheapest of many."""
         each = max(seconds / num_tokens, self._steep / 2)
-        self._steep = each if num_tokens >= self.MANY else min(each, self._steep)
+        self._steep = each if num_tokens >= self.MANY else max(min(each, self._steep), self._cheap)
         if num_tokens >= self.MANY and each > 0.0:
             self._cheap = min(each, self._cheap * self.DEARER or each)
 

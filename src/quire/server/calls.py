@@ -160,7 +160,9 @@ def completion(
         calls = [replace(call, text=backend.decode(call.prompt)) if call.text is None else call for call in calls]
     calls = [beams.searching(call, request, card, limits) for call in calls]
     shown = effective_params(request, calls[0].sampling, card, "max_tokens")
-    return _job(request, backend, calls, num_truncated, top=request.logprobs, scored_only=scored_only, params=shown)
+    return _job(
+        request, backend, limits, calls, num_truncated, top=request.logprobs, scored_only=scored_only, params=shown
+    )
 
 
 def _infill_params(request: CompletionRequest, card: ModelCard) -> dict[str, Any]:
@@ -225,6 +227,7 @@ def chat(
     return _job(
         request,
         backend,
+        limits,
         [replace(call, omitted_tools=tools.omitted, pins=pins, header=removal.outcome, images=images)],
         len(whole) - len(ids),
         top=top,
@@ -444,12 +447,15 @@ def make_call(
     )
 
 
-def _job(request: Answers, backend: Backend, calls: list[Call], num_truncated: int, **shown: Any) -> Job:
+def _job(
+    request: Answers, backend: Backend, limits: Limits, calls: list[Call], num_truncated: int, **shown: Any
+) -> Job:
     """A job with the fields that completions and chat completions share. shown: the other fields."""
     options = request.stream_options
     if options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-    usage = bool((options and options.include_usage) or (request.usage and request.usage.include))
+    forced = limits.force_usage
+    usage = forced or bool((options and options.include_usage) or (request.usage and request.usage.include))
     return Job(
         id=calls[0].id,
         model=backend.model().id,
@@ -458,7 +464,7 @@ def _job(request: Answers, backend: Backend, calls: list[Call], num_truncated: i
         n=request.n or 1,
         stream=bool(request.stream),
         usage=usage,
-        every_usage=usage and options is not None and bool(options.continuous_usage_stats),
+        every_usage=forced or (usage and options is not None and bool(options.continuous_usage_stats)),
         echo=bool(request.echo),
         prompt_top=request.prompt_logprobs,
         token_ids=not backend.model().has_text if request.return_token_ids is None else request.return_token_ids,

@@ -37,6 +37,7 @@ class Limits:
     prompt_header: the lines that are taken out of first messages. max_new_tokens, default_max_new_tokens: most new
     tokens of an answer, and those where the request does not say; None: as many as the context has room for, and what
     the model or the API says.
+    force_usage: streams of completions and chats have their usage in every chunk, whether or not it is asked for.
     strict_tools: hosted tools that this server lacks are refused, not left out.
     images: how those of a request are read; fetch_media: fetches those of other servers, None: none are.
     """
@@ -58,6 +59,7 @@ class Limits:
     priorities: bool = True
     closed_schemas: bool = True
     strict_tools: bool = False
+    force_usage: bool = False
     prompt_header: PromptHeader = field(default_factory=PromptHeader)
     images: ImageInputs = field(default_factory=NoImages, repr=False)
     fetch_media: FetchMedia | None = field(default=None, repr=False)
