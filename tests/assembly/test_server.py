@@ -36,6 +36,25 @@ def test_no_request_asks_for_more_answers_than_the_queue_could_ever_hold(
     assert limits_of(monkeypatch, max_num_queued_reqs=queued).max_answers == most
 
 
+def seeds_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[int]:
+    """The seeds of the first three requests that bring none, of a server with these options."""
+    seen: list[Any] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "create_app", lambda backend, **parts: seen.append(backend))
+        patched.setattr(server, "listen", lambda host, port: SimpleNamespace())
+        patched.setattr(server, "run", lambda *args, **rest: None)
+        server.serve(Settings.of(**options))
+    return [seen[0].seeds() for _ in range(3)]
+
+
+def test_requests_without_a_seed_draw_from_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = seeds_of(monkeypatch, seed=7)
+    assert len({*first}) == 3
+    assert seeds_of(monkeypatch, seed=7) == first
+    assert seeds_of(monkeypatch, seed=8) != first
+    assert seeds_of(monkeypatch) != seeds_of(monkeypatch)
+
+
 @pytest.mark.parametrize(("policy", "used"), [("fcfs", False), ("priority", True)])
 def test_priorities_are_taken_where_the_policy_uses_them(
     policy: str, used: bool, monkeypatch: pytest.MonkeyPatch

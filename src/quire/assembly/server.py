@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import random
 import shlex
 import socket
 import time
@@ -114,6 +115,7 @@ def build_server(
         observer=observer,
         max_queued=scheduler.max_num_queued_reqs,
         max_image_bytes=settings.multimodal.max_pending_image_bytes,
+        seeds=partial(random.Random(settings.model.seed).getrandbits, 63),
     )
     limits = build_limits(settings)
     state_dir = None if server.state_dir is None else Path(server.state_dir).expanduser()

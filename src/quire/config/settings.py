@@ -509,7 +509,13 @@ class ModelConfig:
         '{"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}. Unset: none.',
         mapping=True,
     )
-    seed: int = option(0, "Seed of everything random whose request brings none.", low=0, high=2**64 - 1)
+    seed: int | None = option(
+        None,
+        "Seed of random weights, and of requests that sample and bring none. Unset: 0, but a server draws each "
+        "request's seed from the system.",
+        low=0,
+        high=2**64 - 1,
+    )
     tokenizer: str | None = option(None, "Folder or repository of the tokenizer. Unset: the model's own.")
     skip_tokenizer_init: bool = option(
         False,
