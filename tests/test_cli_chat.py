@@ -335,12 +335,12 @@ def _echo(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_echo")
 def test_generate_prints_the_completion() -> None:
     assert run("generate", "hi", "--max-tokens", "7", "--stop", "x", "--seed", "3").stdout == "<hi> 7 ('x',) 3\n"
-    assert run("generate", "-", input="from a pipe").stdout == "<from a pipe> None () 0\n"
+    assert run("generate", "-", input="from a pipe").stdout == "<from a pipe> None () None\n"
 
 
 @pytest.mark.usefixtures("_echo")
 def test_generate_without_a_prompt_begins_a_story() -> None:
-    assert run("generate").stdout == "Once upon a time<Once upon a time> None () 0\n"
+    assert run("generate").stdout == "Once upon a time<Once upon a time> None () None\n"
 
 
 @pytest.mark.usefixtures("_echo")

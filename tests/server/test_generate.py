@@ -45,7 +45,7 @@ async def test_what_other_servers_call_it_and_both_names_are_refused_by_name() -
         check_error(await server.post("/generate", prompt="the", max_new_tokens=-3), 400, "max_new_tokens", "between 1")
         check_error(await server.post("/generate", inputs="the"), 400, "inputs", "prompt")
         check_error(await server.post("/generate", text="the"), 400, "text", "unknown field")
-        for extra in ({"parameters": {}}, {"sampling_params": {}}):
+        for extra in ({"parameters": {"top_p": 0.5}}, {"sampling_params": {"top_p": 0.5}}):
             [name] = extra
             check_error(await server.post("/generate", **BODY, **extra), 400, name)
 

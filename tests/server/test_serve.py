@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -157,6 +157,15 @@ async def test_a_body_of_ten_megabytes_is_refused_and_the_next_request_served() 
         assert response.json()["choices"][0]["text"] == ANSWER
 
 
+@pytest.fixture
+def heeded(number: signal.Signals) -> Iterator[None]:
+    """Where these tests run under nohup they inherit that SIGHUP is ignored."""
+    before = signal.signal(number, signal.SIG_DFL)
+    yield
+    signal.signal(number, before)
+
+
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_a_signal_drains(number: signal.Signals) -> None:
     async with running(None) as (server, where, task), httpx.AsyncClient() as http:
