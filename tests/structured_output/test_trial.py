@@ -112,6 +112,19 @@ def test_where_no_process_can_be_started_or_none_works_grammars_are_compiled_wit
         assert Trials(start=start)(structure(regex="a"), few) == grammar_source(structure(regex="a"))
 
 
+def test_what_ended_a_process_is_refused_where_no_other_can_be_started() -> None:
+    """The engine would be the next that it ends."""
+    begun: list[Any] = [lambda structure: -signal.SIGSEGV]
+
+    def start(timeout: float, tokens: FewTokens) -> Any:
+        if not begun:
+            raise OSError("no process")
+        return begun.pop()
+
+    with pytest.raises(InvalidRequest, match="too much memory, or nests too deep"):
+        Trials(start=start)(structure(regex="a"), few)
+
+
 def test_the_compiler_gives_its_special_tokens_to_the_trial() -> None:
     seen: list[FewTokens] = []
 

@@ -63,7 +63,6 @@ class Trials:
             try:
                 trial = self._take(tokens)
             except OSError:
-                killed = 0
                 break
             reply = trial(structure)
             if not isinstance(reply, int):
