@@ -141,7 +141,7 @@ class AsyncLLM:
         self.settings = located(Settings.of(model=model, **options_of(options)) if settings is None else settings)
         self._text = build_text(self.settings)
         self._prompts = PromptReader(self._text, build_images(self.settings), fetch_now(self.settings))
-        seeds = random.Random(self.settings.model.seed or 0)
+        seeds = random.Random(self.settings.model.fixed_seed)
         scheduler = self.settings.scheduler
         self._admission = _Admission((scheduler.max_num_seqs or _MAX_NUM_SEQS) + scheduler.max_num_queued_reqs)
         self._backend = build_backend(

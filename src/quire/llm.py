@@ -122,7 +122,7 @@ class LLM:
             while self._engine.prepare():
                 pass
             self._engine.prepare_last(lambda: _locked(lock, grammars.warm_up))
-        self._seeds = random.Random(self.settings.model.seed or 0)
+        self._seeds = random.Random(self.settings.model.fixed_seed)
         self._names = itertools.count()
         self._enqueued: deque[_Batch] = deque()
         """What `wait_for_completion` returns next; a deque, as its methods are atomic."""

@@ -421,7 +421,7 @@ def _load(
             load_format=model.load_format,
             quantization=model.quantization,
             canary=canary,
-            seed=model.seed or 0,
+            seed=model.fixed_seed,
             progress=progress,
             room=host_bytes() // parallel.neighbours if device.type == "cpu" else math.inf,
             max_model_len=model.max_model_len,

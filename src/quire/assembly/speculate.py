@@ -94,7 +94,7 @@ def load_draft(
         parallel=parallel,
         load_format=model.load_format,
         quantization=config.quantization,
-        seed=((model.seed or 0) + 1) % (1 << 64),
+        seed=(model.fixed_seed + 1) % (1 << 64),
         draft=True,
         max_model_len=model.max_model_len,
     )

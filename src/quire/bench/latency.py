@@ -35,7 +35,7 @@ def command(settings: Settings, output_json: Path | None, as_json: bool, **given
     """
     require_text(settings, "quire bench latency")
     with quire.LLM(settings=settings) as llm:
-        result = {"model": settings.model.model, **given, **measure(llm, settings.model.seed or 0, **given)}
+        result = {"model": settings.model.model, **given, **measure(llm, settings.model.fixed_seed, **given)}
     lines = [f"Avg latency: {result['avg_latency']:.4f} seconds"]
     lines += [f"{q}% percentile latency: {seconds:.4f} seconds" for q, seconds in result["percentiles"].items()]
     report(result, "\n".join(lines), output_json, as_json)

@@ -73,7 +73,7 @@ class SimulatedEngine:
             clock,
             acceptance=_NOT_DRAFTED if accepted is None else accepted,
             noise=self.noise,
-            seed=(settings.model.seed or 0) * 1_000_003 + seed,
+            seed=settings.model.fixed_seed * 1_000_003 + seed,
             stages=self.stages,
             hop=self.hop,
             sharing=self.sharing,

@@ -79,7 +79,7 @@ def command(
     detokenize = not disable_detokenize
     require_text(settings, "quire bench throughput")
     with quire.LLM(settings=settings) as llm:
-        requests = sample_requests(llm, settings.model.seed or 0, **given)
+        requests = sample_requests(llm, settings.model.fixed_seed, **given)
         if num_warmups:
             # Reversed, so that the prefix cache holds nothing of what is measured.
             prompts = [request.prompt[::-1] for request in requests[:num_warmups]]

@@ -314,7 +314,7 @@ def requests(settings: Settings, made: BuiltExecutor, *, count: int, new: int) -
             prompt=prompt(i),
             max_new_tokens=new,
             sampling=replace(SAMPLINGS[i % len(SAMPLINGS)], logprobs=1),
-            seed=(settings.model.seed or 0) + i,
+            seed=settings.model.fixed_seed + i,
         )
         for i in range(count)
     ]

@@ -552,6 +552,11 @@ class ModelConfig:
     revision: str | None = option(None, "Branch, tag or commit of the Hugging Face repository. Unset: its main branch.")
     download_dir: str | None = option(None, "Where downloaded models are kept. Unset: Hugging Face's own cache.")
 
+    @property
+    def fixed_seed(self) -> int:
+        """The seed of everything random but a server's requests: 0 where none is set."""
+        return self.seed or 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from quire.errors import InvalidRequest, Overloaded, QuireError, TooLarge, Unauthorized, Unavailable, nearest
 from quire.frontend.offload import offload
-from quire.server.fields import NO_THREADS
+from quire.server.fields import NO_ADAPTERS, NO_THREADS
 
 JSON = "application/json"
 
@@ -39,7 +39,6 @@ _RESPONSES = "use /v1/responses, whose previous_response_id continues a conversa
 _TRAINING = "models are served here, not trained"
 _DOCUMENTS = "documents are not stored here: put what the model should read into a message"
 _ABOUT = "see /v1/models, /stats and /tokenizer_info"
-_ADAPTERS = "adapters are not applied at run time; merge the adapter into the weights"
 _SLEEP = "stop the server and start it again: it is ready in seconds"
 _PROFILE = "see /metrics, and /v1/requests/{id}/explain"
 
@@ -97,9 +96,9 @@ NOT_SERVED: Mapping[str, str] = {
     "/get_server_info": _ABOUT,
     "/get_model_info": _ABOUT,
     "/slots": "see /stats, and /v1/requests for those that run",
-    "/lora-adapters": _ADAPTERS,
-    "/v1/load_lora_adapter": _ADAPTERS,
-    "/v1/unload_lora_adapter": _ADAPTERS,
+    "/lora-adapters": NO_ADAPTERS,
+    "/v1/load_lora_adapter": NO_ADAPTERS,
+    "/v1/unload_lora_adapter": NO_ADAPTERS,
     "/sleep": _SLEEP,
     "/wake_up": _SLEEP,
     "/is_sleeping": _SLEEP,

@@ -21,6 +21,9 @@ class Refusal(NamedTuple):
     code: str = "unsupported_field"
 
 
+NO_ADAPTERS = "adapters are not applied at run time; merge the adapter into the weights"
+"""Why a request cannot choose one."""
+
 NO_THREADS = "thread_unsupported_request"
 """Anthropic's code, for which the tool runners of its clients go on with the whole conversation in each request."""
 
@@ -162,8 +165,8 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "return_progress": Refusal("return_timings says how long the prompt took", (False,)),
     "reasoning_format": Refusal("start the server with --reasoning-parser", ("auto", "deepseek")),
     "thinking_forced_open": Refusal("the chat template says whether thoughts are open", (False,)),
-    "lora": Refusal("adapters are not applied at run time; merge the adapter into the weights", ([],)),
-    "lora_path": Refusal("adapters are not applied at run time; merge the adapter into the weights", ("",)),
+    "lora": Refusal(NO_ADAPTERS, ([],)),
+    "lora_path": Refusal(NO_ADAPTERS, ("",)),
     "separate_reasoning": Refusal("start the server with --reasoning-parser none", (True,)),
     "stream_reasoning": Refusal("thoughts are streamed as they come", (True,)),
     "no_stop_trim": Refusal("use include_stop_str_in_output", (False,)),
@@ -175,7 +178,7 @@ REFUSED_FIELDS: Mapping[str, Refusal] = {
     "details": Refusal("answers say how they ended; see logprobs and return_token_ids", (False,)),
     "decoder_input_details": Refusal("use prompt_logprobs", (False,)),
     "watermark": Refusal("watermarks are not supported", (False,)),
-    "adapter_id": Refusal("adapters are not applied at run time; merge the adapter into the weights"),
+    "adapter_id": Refusal(NO_ADAPTERS),
     "input_prefix": Refusal("send prompt, which goes before, and suffix"),
     "input_extra": Refusal("put it before the prompt", ([],)),
     "t_max_predict_ms": Refusal("use timeout, in seconds, or max_tokens", (0,)),
