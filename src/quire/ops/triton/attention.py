@@ -548,6 +548,23 @@ def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
     return (scale / soft_cap, log2e) if soft_cap else (0.0, scale * log2e)
 
 
+LONG_CONTEXT = 8192
+"""Positions that a chunk's queries may see from which on they are divided among programs. Not measured."""
+
+
+def cut_chunks(
+    batch: AttentionPlan, q: Tensor, kv: LayerKV, how: Scores, card: DeviceInfo, longest: int
+) -> AttentionPlan:  # fmt: skip
+    """The batch, in spans of a tile's queries where a step's tiles are too few to keep the GPU busy and each may have
+    to read a long context: `tiles` divides the positions of such spans among programs. See `attention`."""
+    heads, few = q.shape[1], 64 * kv.k.shape[1] // q.shape[1]
+    reach = min(how.window, how.chunk, batch.max_kv)
+    chunked = 0 < few < batch.max_query <= longest and how.is_causal(batch)
+    if card.sms and chunked and reach >= LONG_CONTEXT and 4 * len(q) * heads <= 5 * 64 * card.sms:
+        return batch.in_spans_of(few)
+    return batch
+
+
 def attention(
     q: Tensor, kv: LayerKV, batch: AttentionPlan, how: Scores, card: DeviceInfo, begun: PrefixPartials | None = None,
     longest: int = UNLIMITED, rotated: Tensor | None = None, late: bool = False,
@@ -569,6 +586,7 @@ def attention(
         bend = kv.v_scale / kv.k_scale
     last = batch.last(how.ahead)
     sharing = begun.sharing if begun else None
+    batch = cut_chunks(batch, q, kv, how, card, longest) if rotated is None else batch
     turns, longest = 0 if rotated is None else rotated.shape[-1], min(longest, batch.max_query)
     choose = tiles if rotated is None else partial(latent_tiles, ringed=latent_mma.takes(q, rotated, kv, card))
     for tile, least, most in choose(card, share, dim, width(q, kv), longest, len(batch.kv_len)):
