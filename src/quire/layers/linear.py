@@ -140,7 +140,7 @@ class LMHead:
         scale: float = 1.0,
     ) -> None:
         self.apply, self.all_gather, self.soft_cap, self.scale = stored.apply, parallel.all_gather, soft_cap, scale
-        self.widths, self.rank = tuple(widths), parallel.rank
+        self.widths, self.parallel = tuple(widths), parallel
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, V] in the dtype of the product; the sampler converts them to float32."""
@@ -156,7 +156,9 @@ class LMHead:
         def logits(hidden: Tensor) -> Tensor:
             return self._capped(self._product(hidden))
 
-        return VocabularyPart(self.rank * width, size, logits, lambda x: self.all_gather(x, (x.shape[-1],) * size))
+        return VocabularyPart(
+            self.parallel.rank * width, size, logits, lambda x: self.all_gather(x, (x.shape[-1],) * size)
+        )
 
     def _product(self, hidden: Tensor) -> Tensor:
         return self.apply(hidden if self.scale == 1.0 else hidden * self.scale)
