@@ -73,6 +73,7 @@ def test_files_that_tls_cannot_use_are_refused_at_once(tmp_path: Path, pair: tup
     [
         ({}, []),
         ({"host": "::1"}, []),
+        ({"host": "0.0.0.0", "uds": "socket"}, []),
         ({"host": "0.0.0.0"}, ["--api-key", "--admin-key", "--ssl-keyfile"]),
         ({"host": "10.0.0.3", "api_key": "k"}, ["--ssl-keyfile"]),
         ({"host": "0.0.0.0", "api_key": "k", "ssl_keyfile": "a", "ssl_certfile": "b"}, []),
