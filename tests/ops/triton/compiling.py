@@ -47,6 +47,7 @@ from quire.ops.operands import (
     ScanWeights,
     Scores,
     TopK,
+    VocabularyPart,
 )
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
 from quire.ops.triton import integer_mma, integer_row, integer_stationary, integer_tma, rounded_gemm
@@ -232,6 +233,12 @@ def everything(ops: TritonOps) -> None:
         logits, ints(8), ints(8), histories, settings, ops.card, asked, tally=ints(8, 151936),
         scores=scores,
     )  # fmt: skip
+    part = VocabularyPart(75968, 2, torch.clone, lambda own: own.repeat(1, 2))
+    for random in (False, True):
+        asked = RequestedFeatures(*[random, *[False] * 6])
+        sample(
+            halves(8, 75968), ints(8), ints(8), histories, settings, ops.card, asked, tally=ints(8, 8), part=part
+        )  # fmt: skip
 
 
 QWEN, MIXTRAL = (128, 8, 2048, 768), (8, 2, 4096, 14336)
