@@ -155,6 +155,24 @@ def test_heads_of_real_size_are_read_where_a_projection_has_left_them() -> None:
     assert torch.equal(ours.window, theirs.window)
 
 
+@pytest.mark.parametrize("delta", [True, False], ids=["delta", "scan"])
+def test_windows_after_any_token_of_a_long_span(*, delta: bool) -> None:
+    """Each token's of the first span and, of the second, some of which one goes to the slot that it is read from."""
+    counts = [150, 270]
+    layer = Layer((1, 1, 8, 8, 4), torch.float32, delta=delta)
+    own = 1 + counts[0]
+    target = [*range(1, own), *([0] * 269), own]
+    snapshot = [0] * sum(counts)
+    for slot, at in enumerate((2, 7, 8, 9, 127, 128, 268), own + 1):
+        snapshot[counts[0] + at] = slot
+    x, ours = layer.inputs(sum(counts)), layer.states(own + 9)
+    theirs = LayerState(*(each.clone() for each in ours))
+    batch = batch_of(counts, [0, own], target, snapshot)
+    want = layer(REFERENCE, x, theirs, batch)
+    close(layer(OPS, x, ours, batch), want, 1e-5)
+    assert torch.equal(ours.window, theirs.window)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("sizes", [SMALL, (3, 1, 64, 64, 4), (32, 16, 128, 128, 4)], ids=str)
