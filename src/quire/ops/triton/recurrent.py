@@ -86,38 +86,53 @@ def convolve_kernel(
     x, weight, bias, window, out, token_span, query_start, source, tokens, stride, channels,
     q_at, k_at, v_at, q_apart, k_apart, v_apart,
     WIDE: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr, ALIKE: tl.constexpr, WIDTH: tl.constexpr,
-    BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
+    BIAS: tl.constexpr, RUNS: tl.constexpr, LONG: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens and BLOCK_C channels: silu of the convolution, whose inputs begin in the span's window. ALIKE: a
-    program's channels are of one head and kind, and so lie together."""
+    """RUNS runs of LONG tokens and BLOCK_C channels: silu of the convolution, whose inputs begin in the span's window.
+    A run's inputs are read once, all at the same time, before it is known which span they are of; windows only where
+    a span begins. ALIKE: a program's channels are of one head and kind, and so lie together."""
     start, i = tl.program_id(1) * BLOCK_C, tl.arange(0, BLOCK_C)
-    t, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), start + i
-    there = c < channels
+    first, c = (tl.program_id(0) * RUNS + tl.arange(0, RUNS)) * LONG, start + i
+    there, taps, values = c < channels, (), ()
     if ALIKE:
         column = column_of(start, q_at, k_at, v_at, q_apart, k_apart, v_apart, WIDE, KEYS, EACH) + i
     else:
         column = column_of(c, q_at, k_at, v_at, q_apart, k_apart, v_apart, WIDE, KEYS, EACH)
-    acc = tl.zeros([ROWS, BLOCK_C], tl.float32)
-    if BIAS:
-        acc += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)[None, :]
+    for j in tl.static_range(WIDTH):
+        taps += (tl.load(weight + c * WIDTH + j, mask=there, other=0.0).to(tl.float32)[None, :],)  # type: ignore[assignment]
     wait(DEPENDENT)
     release(DEPENDENT)
-    span = tl.load(token_span + t, mask=t < tokens, other=-1)
-    real = span >= 0
-    begin = tl.load(query_start + span, mask=real, other=0)
-    slot = tl.load(source + span, mask=real, other=0).to(tl.int64)
-    for j in tl.static_range(WIDTH):
-        at = t - (WIDTH - 1) + j
-        fed, before = real & (at >= begin), real & (at < begin) & (slot > 0)
+    for k in tl.static_range(LONG + WIDTH - 1):
+        at = first + k - (WIDTH - 1)
         line = x + at.to(tl.int64)[:, None] * stride + column[None, :]
-        value = tl.load(line, mask=fed[:, None] & there[None, :], other=0.0).to(tl.float32)
-        row = slot * (WIDTH - 1) + at - begin + WIDTH - 1
-        kept = tl.load(window + row[:, None] * channels + c[None, :], mask=before[:, None] & there[None, :], other=0.0)
-        tap = tl.load(weight + c * WIDTH + j, mask=there, other=0.0).to(tl.float32)
-        acc += (value + kept.to(tl.float32)) * tap[None, :]
-    place = out + t.to(tl.int64)[:, None] * channels + c[None, :]
-    acc = acc * sigmoid(acc)
-    tl.store(place, acc.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & there[None, :])
+        values += (tl.load(line, mask=((at >= 0) & (at < tokens))[:, None] & there[None, :], other=0.0),)  # type: ignore[assignment]
+    every = first[:, None] + tl.arange(0, LONG)[None, :]
+    spans = tl.load(token_span + every, mask=every < tokens, other=-1)
+    starts = tl.load(query_start + spans, mask=spans >= 0, other=-WIDTH)
+    near = tl.min(tl.min(every - starts, 1), 0) < WIDTH - 1
+    for k in tl.static_range(LONG):
+        t = first + k
+        acc = tl.zeros([RUNS, BLOCK_C], tl.float32)
+        if BIAS:
+            acc += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)[None, :]
+        span = tl.load(token_span + t, mask=t < tokens, other=-1)
+        real = span >= 0
+        if near:
+            begin = tl.load(query_start + span, mask=real, other=0)
+            slot = tl.load(source + span, mask=real, other=0).to(tl.int64)
+            for j in tl.static_range(WIDTH):
+                at = t - (WIDTH - 1) + j
+                fed, before = real & (at >= begin), real & (at < begin) & (slot > 0)
+                row = slot * (WIDTH - 1) + at - begin + WIDTH - 1
+                line = window + row[:, None] * channels + c[None, :]
+                kept = tl.load(line, mask=before[:, None] & there[None, :], other=0.0)
+                acc += tl.where(fed[:, None], values[k + j], kept).to(tl.float32) * taps[j]
+        else:
+            for j in tl.static_range(WIDTH):
+                acc += tl.where(real[:, None], values[k + j], 0.0).to(tl.float32) * taps[j]
+        place = out + t.to(tl.int64)[:, None] * channels + c[None, :]
+        acc = acc * sigmoid(acc)
+        tl.store(place, acc.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & there[None, :])
 
 
 @triton.jit
@@ -215,16 +230,16 @@ def convolve(
     x, channels, places, kinds = read
     tokens, width = len(x), weight.shape[1]
     states, out = slots_of(batch), x.new_empty(tokens, channels)
-    rows, columns = (1 if tokens <= 16 else 4, 256) if tokens <= 256 else (16, 128)
+    runs, long, columns = (1 if tokens <= 16 else 4, 1, 256) if tokens <= 256 else (8, 8, 128)
     if not card.sms:
-        rows, columns = 4, 256
+        runs, long, columns = 4, 1, 256
     alike = kinds.WIDE > 0 and kinds.KEYS % 128 == kinds.EACH % 128 == 0
     columns = 128 if alike else columns
-    convolve_kernel[(triton.cdiv(tokens, rows), triton.cdiv(channels, columns))](
+    convolve_kernel[(triton.cdiv(tokens, runs * long), triton.cdiv(channels, columns))](
         *(x, weight, weight if bias is None else bias, window, out, spans_of(batch), batch.query_start),
         *(states.source, tokens, x.stride(0), channels, *places), **kinds._asdict(), ALIKE=alike,
-        WIDTH=width, BIAS=bias is not None, ROWS=rows, BLOCK_C=columns, DEPENDENT=card.dependent, num_warps=4,
-        **card.options,
+        WIDTH=width, BIAS=bias is not None, RUNS=runs, LONG=long, BLOCK_C=columns, DEPENDENT=card.dependent,
+        num_warps=4, **card.options,
     )  # fmt: skip
     return out
 
