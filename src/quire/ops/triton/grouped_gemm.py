@@ -47,8 +47,8 @@ def written(*columns: int) -> gl.constexpr:
     """How sums are written: a thread has eight columns of a row, the four with its row 32, and all of them those that
     `columns` are the steps of. Threads have other columns of the same rows when they have multiplied."""
     registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, each] for each in columns)]
-    lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
-    return gl.constexpr(gl.DistributedLinearLayout(registers, lanes, warps, [], [64, 2 * columns[-1]]))
+    threads, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+    return gl.constexpr(gl.DistributedLinearLayout(registers, threads, warps, [], [64, 2 * columns[-1]]))
 
 
 WRITTEN, HALF_WRITTEN = written(32, 64, 128), written(32, 64)
@@ -83,8 +83,8 @@ def copy_rows(x, shared, row, inputs, start):
 
 
 @gluon.jit
-def name(tile, begin, count, stage):
-    """Tell those who multiply what the piece is that begins a tile; no rows: that there is none."""
+def store_tile(tile, begin, about, stage):
+    """Store with a tile's first piece what `stored_tile` reads."""
     tile.index(stage * 2).store(gl.full([1], begin, gl.int32, ONE))
     tile.index(stage * 2 + 1).store(gl.full([1], count, gl.int32, ONE))
     barrier()
@@ -118,7 +118,7 @@ def feed(
             for start in range(0, inputs, 64):
                 mbarrier.wait(empty.index(stage), phase)
                 if start == 0:
-                    name(tile, begin, count + column * 256, stage)
+                    store_tile(tile, begin, count + column * 256, stage)
                 mbarrier.expect(full.index(stage), 32768 if BY_TOKEN else 49152)
                 copy_tile(weight, [line, start], full.index(stage), numbers.index(stage * 2))
                 copy_tile(weight, [line + apart, start], full.index(stage), numbers.index(stage * 2 + 1))
@@ -145,7 +145,7 @@ def feed(
     if unit - gl.num_programs(0) == total - 1:  # the last of all
         gl.store(taken, 0)
     mbarrier.wait(empty.index(stage), phase)
-    name(tile, 0, 0, stage)
+    store_tile(tile, 0, 0, stage)
     mbarrier.arrive(full.index(stage))
     if BY_TOKEN:
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
@@ -167,8 +167,8 @@ def write(y, out, place, held, first, outputs, BY_TOKEN: gl.constexpr, ACT: gl.c
 
 
 @gluon.jit
-def named(tile, stage):
-    """What `name` tells."""
+def stored_tile(tile, stage):
+    """Where a tile's rows begin, their count, 0 where there is no tile, and which of the columns of tiles it is."""
     begin, about = gl.max(tile.index(stage * 2).load(ONE), 0), gl.max(tile.index(stage * 2 + 1).load(ONE), 0)
     return begin, about % 256, about // 256
 
@@ -188,7 +188,7 @@ def multiply(
     wait(DEPENDENT)
     stage, phase = 0, 0
     mbarrier.wait(full.index(0), 0)
-    begin, count, column = named(tile, 0)
+    begin, count, column = stored_tile(tile, 0)
     while count > 0:
         if count > NUMBER * 64:
             place = begin + gl.minimum(r, count - 1)
@@ -220,7 +220,7 @@ def multiply(
                 phase = gl.where(stage == STAGES - 1, 1 - phase, phase)
                 stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         mbarrier.wait(full.index(stage), phase)
-        begin, count, column = named(tile, stage)
+        begin, count, column = stored_tile(tile, stage)
 
 
 @Kernel
