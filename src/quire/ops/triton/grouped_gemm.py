@@ -86,7 +86,7 @@ def copy_rows(x, shared, row, inputs, start):
 def store_tile(tile, begin, about, stage):
     """Store with a tile's first piece what `stored_tile` reads."""
     tile.index(stage * 2).store(gl.full([1], begin, gl.int32, ONE))
-    tile.index(stage * 2 + 1).store(gl.full([1], count, gl.int32, ONE))
+    tile.index(stage * 2 + 1).store(gl.full([1], about, gl.int32, ONE))
     barrier()
 
 
