@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -62,7 +63,7 @@ READ_LATE = (
 )
 """Beginnings of the variables that may differ from a template's: nothing reads them while it is imported."""
 
-_SET_CHILD_SUBREAPER, _SET_NAME = 36, 15
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER, _SET_NAME = 1, 36, 15
 
 
 def _prctl(option: int, value: Any) -> None:
@@ -175,6 +176,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     start, fds = _serve(sock)
+    # Or a killed pytest would leave its servers. Not of what these start: that must end by itself.
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if start.argv[:1] == ["serve"]:
         start, fds = _nested(fds) or (start, fds)
     _become(start, fds)

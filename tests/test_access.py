@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 
@@ -62,10 +63,24 @@ def test_files_that_tls_cannot_use_are_refused_at_once(tmp_path: Path, pair: tup
     for values in ({"ssl_keyfile": "k.pem"}, {"ssl_certfile": "c.pem"}):
         with pytest.raises(InvalidConfig, match="both"):
             Settings.of(**values)
-    (tmp_path / "none.pem").write_text("nothing")
-    for key, certificate in ((str(tmp_path / "no.pem"), pair[1]), (pair[0], str(tmp_path / "none.pem"))):
-        with pytest.raises(InvalidConfig, match="cannot be used"):
+    missing, empty, locked = (str(tmp_path / name) for name in ("no.pem", "none.pem", "locked.pem"))
+    Path(empty).write_text("nothing")
+    Path(locked).write_text(Path(pair[0]).read_text().replace(" PRIVATE KEY", " ENCRYPTED PRIVATE KEY"))
+    (tmp_path / "other").mkdir()
+    other = tls_pair(tmp_path / "other")
+    for key, certificate, words in (
+        (missing, pair[1], f"ssl_keyfile: {missing} cannot be read: No such file or directory"),
+        (pair[0], missing, f"ssl_certfile: {missing} cannot be read: No such file or directory"),
+        (str(tmp_path), pair[1], f"ssl_keyfile: {tmp_path} cannot be read: Is a directory"),
+        (empty, pair[1], f"ssl_keyfile: {empty} cannot be used: it holds no private key"),
+        (pair[0], empty, f"ssl_certfile: {empty} cannot be used: it holds no certificate"),
+        (pair[1], pair[0], f"ssl_certfile: {pair[0]} cannot be used: it holds no certificate"),
+        (locked, pair[1], f"ssl_keyfile: {locked} cannot be used: the key has a passphrase"),
+        (other[0], pair[1], f"ssl_certfile {pair[1]} and ssl_keyfile {other[0]} cannot be used: the key is not"),
+    ):
+        with pytest.raises(InvalidConfig, match=re.escape(words)):
             check_files(Settings.of(ssl_keyfile=key, ssl_certfile=certificate).access)
+    check_files(Settings.of(ssl_keyfile=pair[0], ssl_certfile=pair[1]).access)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +88,7 @@ def test_files_that_tls_cannot_use_are_refused_at_once(tmp_path: Path, pair: tup
     [
         ({}, []),
         ({"host": "::1"}, []),
+        ({"host": "0.0.0.0", "uds": "socket"}, []),
         ({"host": "0.0.0.0"}, ["--api-key", "--admin-key", "--ssl-keyfile"]),
         ({"host": "10.0.0.3", "api_key": "k"}, ["--ssl-keyfile"]),
         ({"host": "0.0.0.0", "api_key": "k", "ssl_keyfile": "a", "ssl_certfile": "b"}, []),

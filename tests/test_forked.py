@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.forked import Popen, forking, runs
+from tests.forked import ROOT, Popen, forking, runs
 from tests.live import serving
 
 QUIRE = (sys.executable, "-m", "quire")
@@ -53,3 +55,18 @@ def test_variables_that_imports_read_are_not_those_of_a_fork() -> None:
 def test_the_engine_of_a_forked_server_is_told_from_what_forks_it(tmp_path: Path) -> None:
     with serving(tmp_path) as live:
         assert runs(live.engine_pid(), "engine_start")
+
+
+def test_a_fork_ends_with_a_process_that_is_killed() -> None:
+    command = [*QUIRE, "serve", "--port", "0"]
+    code = f"from tests.forked import Popen\nwith Popen({command}) as process: print(process.pid, flush=True)"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        fork = int(killed.stdout.readline())
+        watch = os.pidfd_open(fork)
+        killed.kill()
+    [ended, *_] = select.select([watch], [], [], 60)
+    if not ended:
+        signal.pidfd_send_signal(watch, signal.SIGKILL)
+    os.close(watch)
+    assert ended, "it goes on"

@@ -84,17 +84,31 @@ def test_a_fault_is_caught_survives_or_does_not_apply_and_the_tree_is_as_before(
         (Fault("scheduler/little", 0, "return", "pass"), "3 times"),
         (Fault("scheduler/little", 0, "n -= 1", "n -="), "not Python"),
         (Fault("scheduler/little", 0, "n -= 1", "n  -=  1"), "changes nothing"),
-        (Fault("scheduler/little", 3, "n -= 1", "n -= 2"), "1 times|0 times|line"),
         (Fault("scheduler/other", 0, "n -= 1", "n -= 2"), "no such file"),
     ],
 )
 def test_what_cannot_be_planted_says_why(small: Path, fault: Fault, why: str) -> None:
-    if fault.line:
-        _, source, line = planted(small, fault)  # a piece of the file is there once, wherever it is thought to be
-        assert (source.count("n -= 2"), line) == (1, 11)
-        return
     with pytest.raises(DoesNotApply, match=why):
         planted(small, fault)
+
+
+def test_of_equal_lines_the_nearest_is_meant_and_a_line_may_have_moved(small: Path) -> None:
+    path = small / "src/quire/scheduler/little.py"
+    path.write_text(SMALL + "\n\ndef twice(n):\n    while n > 0:\n        n -= 1\n    return n\n")
+    for said, line in ((3, 11), (11, 11), (12, 11), (16, 17), (99, 17)):
+        assert planted(small, Fault("scheduler/little", said, "n -= 1", "n -= 2"))[2] == line
+
+
+@pytest.mark.parametrize("name", ["chosen", "fresh"])
+def test_each_fault_that_is_kept_can_be_planted(name: str) -> None:
+    """One whose line is no longer there is removed, or written for the line that took its place."""
+    gone = []
+    for fault in read(ROOT / f"tests/mutation/{name}.json"):
+        try:
+            planted(ROOT, fault)
+        except DoesNotApply as why:
+            gone.append(f"{fault.path}: {fault.old.strip()}: {why}")
+    assert gone == []
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,8 @@ def test_the_table_says_what_was_refused_and_what_is_not_known(calibration: Path
         (("--gpu", "h200", "--trace", "none.csv"), "there is no trace none.csv"),
         (("--gpu", "h200", "--memory", "1MiB"), "the model does not fit"),
         (("--gpu", "h200", "--trace", "chats", "--shrink", "2"), "--shrink does not go with a trace that names blocks"),
+        (("--gpu", "h200", "--runner", "pooling"), "only answers are simulated"),
+        (("--gpu", "h200", "--set", "runner=generate,pooling", "--num-prompts", "3"), "only answers are simulated"),
         (("--calibration", "none.json"), "none.json cannot be read"),
         (("--gpu", "h200", "--speed", "nan"), "nan is not a finite number"),
         (("--gpu", "h200", "--sessions", "2", "--think", "nan"), "nan is not a finite number"),

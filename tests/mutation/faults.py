@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """In the file `path` (relative to the repository), `old` becomes `new`; `line` counts from 1, 0 where unknown."""
+    """In the file `path` (relative to the repository), `old` becomes `new`; `line` counts from 1, 0 where unknown.
+
+    Lines move: of several that are equal to `old`, the nearest to `line` is meant.
+    """
 
     path: str
     line: int
@@ -37,7 +40,9 @@ def planted(root: Path, fault: Fault) -> tuple[Path, str, int]:
     path = _found(root, fault.path)
     source = path.read_text()
     lines = source.splitlines(keepends=True)
-    at = [i for i, line in enumerate(lines) if line.strip() == fault.old.strip() and fault.line in (0, i + 1)]
+    at = [i for i, line in enumerate(lines) if line.strip() == fault.old.strip()]
+    if fault.line:
+        at = sorted(at, key=lambda i: abs(i + 1 - fault.line))[:1]
     if len(at) > 1:
         raise DoesNotApply(f'{len(at)} lines are equal to it: give "line"')
     if at:

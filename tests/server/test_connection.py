@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import time
 import weakref
 from collections.abc import AsyncIterator
@@ -192,6 +193,27 @@ async def test_requests_in_a_row_are_answered_in_order_however_many() -> None:
         heard = await send(port, KEPT * 300 + request("GET", "/health"))
         assert [a.status for a in heard] == [200] * 301
         assert heard[299].json()["choices"][0]["text"] == ANSWER and heard[300].json() == {"status": "ok"}
+
+
+async def test_a_client_of_http_1_0_gets_streams_without_chunks() -> None:
+    async with listening() as (_, port):
+        for body in (ASK, {**ASK, "stream": True}):
+            modern = request("POST", "/v1/completions", body)
+            old = modern.replace(b" HTTP/1.1", b" HTTP/1.0", 1)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(old)
+            head, _, heard = (await asyncio.wait_for(reader.read(), 100)).partition(b"\r\n\r\n")
+            writer.close()
+            [answer] = await send(port, modern)
+            assert b"transfer-encoding" not in head.lower() and head.startswith(b"HTTP/1.1 200 ")
+            assert unnamed(heard) == unnamed(answer.body)
+        assert (await send(port, request("GET", "/v1/models").replace(b"HTTP/1.1", b"HTTP/1.0")))[0].json()["data"]
+        assert (await send(port, request("HEAD", "/v1/models").replace(b"HTTP/1.1", b"HTTP/1.0")))[0].body == b""
+
+
+def unnamed(body: bytes) -> bytes:
+    """Without what differs from request to request: its id and time."""
+    return re.sub(rb'"id":"[^"]*"|"created":\d+', b"", body)
 
 
 async def test_rubbish_behind_a_request_spoils_no_answer() -> None:

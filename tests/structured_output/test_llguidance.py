@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from datetime import date, timedelta
 from typing import Any
 
 import pytest
@@ -54,6 +55,32 @@ def test_properties_that_are_not_listed_are_allowed_on_request() -> None:
     assert obeys('{"a":1}', json=schema) and not obeys('{"a":1,"b":2}', json=schema)
     assert obeys('{"a":1,"b":2}', json=schema, disable_additional_properties=False)
     assert obeys('{"a":1,"b":2}', json={**schema, "additionalProperties": {"type": "integer"}})
+
+
+@pytest.mark.parametrize(("form", "time"), [("date", ""), ("date-time", "t10:00:00-01:00")])
+def test_dates_are_those_that_there_are(form: str, time: str) -> None:
+    schemas: list[dict[str, Any]] = [
+        {"type": "string"},
+        {"type": ["null", "string"], "pattern": "^[12]"},
+        {"maxLength": 40},
+    ]
+    first, last = date(1895, 2, 25), date(1896, 3, 2)
+    real = [(first + timedelta(days=n)).isoformat() for n in range((last - first).days)]
+    real += ["2000-02-29", "2024-02-29", "1904-02-29"]
+    wrong = [
+        "1895-02-29",
+        "1900-02-29",
+        "2023-02-29",
+        "2100-02-29",
+        "2024-02-30",
+        "2023-04-31",
+        "2023-13-01",
+        "2023-00-10",
+    ]
+    for schema in schemas:
+        ask = {**schema, "format": form}
+        assert [one for one in real[::60] + real[-5:] if not obeys(json.dumps(one + time), json=ask)] == []
+        assert [one for one in wrong if obeys(json.dumps(one + time), json=ask)] == []
 
 
 def test_white_space_is_one_space_at_most_unless_said_otherwise() -> None:

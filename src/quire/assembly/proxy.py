@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from quire.assembly.server import app_parts, build_observer, run
+from quire.assembly.server import app_parts, build_observer, listen_socket, run
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig
 from quire.frontend.http_client import Origin
@@ -23,7 +23,6 @@ from quire.scheduler.routing import RoutingPolicy, make_routing_policy
 from quire.server.access import Keys
 from quire.server.limits import Limits
 from quire.server.proxy import create_relay_app
-from quire.server.serve import listen
 
 log = logging.getLogger("uvicorn.error")
 
@@ -60,7 +59,7 @@ def relay(settings: Settings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises InvalidConfig or Unavailable before the port is opened."""
     started, server, upstream = time.monotonic(), settings.server, settings.upstream
     vllm_flags = _vllm_flags(settings)
-    sock = listen(server.host, server.port)
+    sock = listen_socket(server)
     key = upstream.upstream_api_key
     supervisor: PrivateServer | None = None
     urls = tuple(url.strip() for several in upstream.upstream for url in several.split(",") if url.strip())

@@ -47,7 +47,7 @@ from quire.server.hosts import loopback
 from quire.server.limits import Limits
 from quire.server.response_state import ResponseState
 from quire.server.response_store import ResponseStore
-from quire.server.serve import listen
+from quire.server.serve import UNIX, listen, listen_unix
 from quire.server.serve import serve as serve_app
 from quire.server.upstream_pages import LivePage
 from quire.tokenization.prompt_header import PromptHeader
@@ -84,7 +84,7 @@ def serve(settings: Settings, *, child: str = ENGINE_MODULE, begun: Spawned | No
 
 def serve_built(settings: Settings, server: Server) -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    sock = listen(settings.server.host, settings.server.port)
+    sock = listen_socket(settings.server)
     run(
         settings,
         server.app,
@@ -95,6 +95,11 @@ def serve_built(settings: Settings, server: Server) -> None:
         batch_service=server.batch_service,
         state=server.state,
     )
+
+
+def listen_socket(server: ServerConfig) -> socket.socket:
+    """The socket that settings name. Raises InvalidConfig where it cannot be used."""
+    return listen(server.host, server.port) if server.uds is None else listen_unix(server.uds)
 
 
 def build_server(
@@ -242,7 +247,8 @@ def _log_ready(text: Text, backend: NativeBackend, started: float, url: str) -> 
         if ranks := backend.description.start_seconds:
             for line in stage_table(ranks):
                 log.info("%s", line)
-    log.info("chat and live view: %s/ui; routes and their fields: %s/docs", url, url)
+    if not url.startswith(UNIX):
+        log.info("chat and live view: %s/ui; routes and their fields: %s/docs", url, url)
     log.info("try: %s", first_request(card.id, url, chats=backend.chat is not None))
 
 
@@ -263,6 +269,8 @@ def first_request(model: str, url: str, *, chats: bool) -> str:
     if chats:
         path, what = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
     body = shlex.quote(json.dumps({"model": model, **what}))
+    if url.startswith(UNIX):
+        url = f"--unix-socket {shlex.quote(url.removeprefix(UNIX))} http://localhost"
     return f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d {body}"
 
 

@@ -110,6 +110,10 @@ def build_model(
     facts = read_facts(settings)
     if facts.foreign:
         raise InvalidConfig("only models of Quire's own layers can be simulated", param="model")
+    if not facts.spec.generates:
+        raise InvalidConfig(
+            "only answers are simulated: a pooling model, as --runner makes one, gives none", param="runner"
+        )
     asked = need(settings, facts, room, where)
     if not asked.fits:
         lines = dict(plan_lines(settings, facts, room, where))

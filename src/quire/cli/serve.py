@@ -44,7 +44,7 @@ def relay(settings: Settings) -> None:
 def warnings(settings: Settings) -> list[str]:
     """What others could do to a server on a network."""
     host, access = settings.server.host, settings.access
-    if loopback(host):
+    if loopback(host) or settings.server.uds is not None:
         return []
     exposed = []
     if not settings.server.api_key:

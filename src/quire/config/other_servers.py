@@ -253,7 +253,6 @@ UNSUPPORTED: Mapping[str, str] = _by_name(
             "lora_eviction_policy lora_backend lora_init_without_apply control_vector control_vector_scaled "
             "control_vector_layer_range"
         ),
-        "see --host and --port": "uds",
         "put a proxy that speaks TLS in front, with --root-path": "ssl_ca_certs ssl_cert_reqs ssl_ciphers",
         "start the server again to read new certificates": "enable_ssl_refresh",
         "pages of --allowed-origins may send all methods and headers, but no cookies": (

@@ -170,6 +170,10 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.")
     port: int = option(8000, "Port to listen on; 0 lets the system choose.", low=0, high=65535)
+    uds: str | None = option(
+        None,
+        "Path of a Unix socket to listen on in place of --host and --port. The server's own user may connect.",
+    )
     api_key: tuple[str, ...] = option(
         (), "A key that clients must send; several are allowed (repeat the flag, or use commas).", secret=True
     )

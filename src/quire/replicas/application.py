@@ -178,6 +178,7 @@ def app(options: dict[str, Any]) -> serve.Application:
 OF_RAY: Mapping[str, str] = {
     "host": "Ray Serve listens: set http_options.host in its file",
     "port": "Ray Serve listens: set http_options.port in its file",
+    "uds": "Ray Serve listens",
     "root_path": "Ray Serve's route_prefix says where the server is",
     "ssl_keyfile": "Ray Serve listens: set http_options.ssl_keyfile in its file",
     "ssl_certfile": "Ray Serve listens: set http_options.ssl_certfile in its file",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -23,6 +23,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from quire.errors import InvalidConfig, InvalidRequest, TooLarge, Unavailable
 from quire.server import error_responses
 from quire.server.access import UNLIMITED_PATHS
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
 
 if sys.platform != "win32":
     import resource
@@ -201,6 +204,21 @@ def _check_head(version: str, target: bytes, headers: list[tuple[bytes, bytes]])
         raise _Refused(InvalidRequest("the Host field, or the target of this request, does not name a host and a port"))
 
 
+class _CycleWithoutChunks(RequestResponseCycle):
+    """A request in HTTP/1.0, whose client knows no chunks: an answer without a length ends with the connection."""
+
+    has_length = True
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """Send a part of the answer."""
+        if message["type"] == "http.response.start":
+            self.has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            self.chunked_encoding = None if self.has_length else False
+        elif message["type"] == "http.response.body" and not self.has_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
 class Connection(HttpToolsProtocol):
     """One client's connection. `check_timeouts` is to be called about once a second."""
 
@@ -356,6 +374,8 @@ class Connection(HttpToolsProtocol):
         if self._reserved and httptools.parse_url(self.url).path not in _RESERVED_PATHS:
             raise _Refused(_too_many())
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.__class__ = _CycleWithoutChunks
         if self._reserved:
             self.cycle.keep_alive = False
         self._begin("body")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -43,6 +44,9 @@ _FEWER = (
     "open; raise its hard limit (ulimit -Hn)"
 )
 
+UNIX = "unix:"
+"""What an address begins with that is the path of a Unix socket."""
+
 log = logging.getLogger("uvicorn.error")
 
 
@@ -59,6 +63,29 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = error.strerror or str(error)
         raise InvalidConfig(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from error
+    return sock
+
+
+def listen_unix(path: str) -> socket.socket:
+    """A socket bound to `path`, in place of one that a server which has ended left behind.
+
+    Raises InvalidConfig where that cannot be: a server listens there, or something else has that name.
+    """
+    try:
+        with ExitStack() as undo:
+            sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            if Path(path).is_socket():
+                try:
+                    sock.connect(path)
+                except ConnectionRefusedError:
+                    Path(path).unlink()
+                else:
+                    raise OSError(errno.EADDRINUSE, "a server listens there")
+            sock.bind(path)
+            sock.listen()  # at once: otherwise another server that starts would take this one's place
+            undo.pop_all()
+    except OSError as error:
+        raise InvalidConfig(f"cannot listen on {path}: {error.strerror or error}", param="uds") from error
     return sock
 
 
@@ -112,6 +139,8 @@ async def serve(
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="server"))
     async with AsyncExitStack() as shutdown:
         shutdown.callback(sock.close)
+        if sock.family == socket.AF_UNIX:
+            shutdown.callback(Path(sock.getsockname()).unlink, missing_ok=True)
         shutdown.push_async_callback(backend.close)
         if batch_service is not None:
             shutdown.push_async_callback(batch_service.stop)
@@ -129,7 +158,9 @@ async def serve(
 
 
 def url(sock: socket.socket, scheme: str = "http") -> str:
-    """The URL of a server that listens on `sock`."""
+    """The URL of a server that listens on `sock`, or `UNIX` and the path of a Unix socket."""
+    if sock.family == socket.AF_UNIX:
+        return UNIX + sock.getsockname()
     host, port = sock.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

@@ -70,6 +70,15 @@ _TAKEN: Mapping[str, tuple[Any, ...]] = {
 """Values of these keywords that restrict nothing or, with `not`, everything, which generators of schemas write."""
 
 
+_LEAP = r"(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DATE = (
+    r"(\d{4}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))|"
+    rf"{_LEAP}-02-29)"
+)
+_PATTERNS: Mapping[str, str] = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]"}
+"""Patterns that formats are enforced by, besides the compiler's own, which has a 29 February in every year."""
+
+
 def prepared(schema: Any, param: str, *, close: bool) -> Any:
     """The schema as it is to be enforced: checked, in keywords that the compiler knows, and closed where that is asked
     for. Raises InvalidRequest as `check_schema` does."""
@@ -85,7 +94,8 @@ def as_object(schema: Any) -> dict[str, Any]:
 
 def _in_known_words(schema: Any) -> Any:
     """A copy of a checked schema with `false` in place of schemas that nothing matches: {"not": {}}, as zod and TypeBox
-    write a property that must not be there. Without keywords that restrict nothing, and bounds as they can be kept."""
+    write a property that must not be there. Without keywords that restrict nothing, bounds as they can be kept, and
+    formats as they can be enforced."""
     if not isinstance(schema, Mapping):
         return schema
     if schema.get("not", False) is not False:
@@ -98,6 +108,8 @@ def _in_known_words(schema: Any) -> Any:
             made[name] = [_in_known_words(one) for one in value]
         elif name in _ALONE:
             made[name] = _in_known_words(value)
+    if pattern := _PATTERNS.get(schema.get("format", "")):
+        made["allOf"] = [*made.get("allOf", ()), {"pattern": pattern}]
     return made
 
 
