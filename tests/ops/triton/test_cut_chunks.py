@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.ops.base import Scores
+from quire.ops.operands import Scores
 from quire.ops.ragged import LayerKV, RaggedBatch
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import attention, attention_schedule
 from quire.ops.triton.attention_schedule import AttentionPlan
+from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.types import UNLIMITED
 from tests.ops.test_attention import naive
@@ -139,8 +140,16 @@ def test_only_chunks_with_long_contexts_and_few_tiles_are_cut(ops: TritonOps) ->
     assert not cut(max_query=32), "a tile holds such spans"
     assert not cut(max_kv=31), "contexts are short"
     assert not cut(last_visible=batch.positions), "tokens may see later ones"
-    assert not any(cut(how=Scores(0.25, **hidden)) for hidden in ({"window": 31}, {"chunk": 31}, {"ahead": 2}))
+    assert not any(cut(how=how) for how in (Scores(0.25, window=31), Scores(0.25, chunk=31), Scores(0.25, ahead=2)))
     assert not cut(q.new_empty(len(q), 80, 16), replace(kv, k=kv.k[:, :1])), "a query is more than a tile"
+
+
+def test_tiles_of_parts_are_pipelined_as_those_of_prompts_and_have_longer_pieces() -> None:
+    hopper = DeviceInfo(sms=132, capability=(9, 0), shared=227 << 10)
+    for dim, stages in ((64, 3), (128, 3), (256, 2)):
+        ((tile, least, most),) = attention.part_tiles(hopper, 4, dim, 2, 16, 300)
+        assert (tile.rows, tile.stages, least, most) == (64, stages, 1, 16)
+        assert tile.run * tile.columns == 64 * attention.PART_RUN
 
 
 def test_deterministic_mode_cuts_no_chunks() -> None:
@@ -185,7 +194,7 @@ def test_parts_follow_each_other_and_padding_is_behind_them(seed: int) -> None:
     assert cut.positions is batch.positions
 
 
-class NothingRead(TorchDispatchMode):
+class NothingRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fails where a number on the device is read, or a shape depends on one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -207,7 +216,7 @@ def test_nothing_is_read_back(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     q, kv, batch, _ = situation(LANDING, 4, 2, 16, 16, torch.float32)
     placed_q, placed_kv, planned = q.to(DEVICE), moved(kv), ops.prepare(moved(batch))
-    with NothingRead():
+    with NothingRead():  # type: ignore[no-untyped-call]
         ops.attention(placed_q, placed_kv, planned, PLAIN)
     assert planned.parts
 
@@ -232,9 +241,9 @@ def test_bfloat16_on_the_gpu(share: int, dim: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 def test_a_captured_step_serves_other_lengths() -> None:
-    host_q, host_kv, host = situation(LANDING, 4, 2, 64, 16, torch.float32)
-    q, kv, batch = host_q.to(DEVICE), moved(host_kv), moved(host)
-    whole = LayerKV(host_kv.k.nan_to_num(), host_kv.v.nan_to_num())
+    host_q, host_kv, host, _ = situation(LANDING, 4, 2, 64, 16, torch.float32)
+    whole = LayerKV(host_kv.k.nan_to_num(), host_kv.v.nan_to_num())  # sequences grow into pages of none
+    q, kv, batch = host_q.to(DEVICE), moved(whole), moved(host)
 
     def layers() -> list[Tensor]:
         planned = OPS.prepare(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_tiles_that_are_faster_serve_few_rows_in_default_mode_too() -> None:
         plain = [is_faster(rows, outputs, False, card) for outputs in (4088, 4096, 8192, 10240)]
         return plain + [is_faster(rows, outputs, True, card) for outputs in (8192, 12288, 14336, 28672)]
 
-    assert shapes(2) == shapes(16) == [False, True, True, False, False, False, True, True]
+    assert shapes(2) == shapes(16) == [False, True, True, True, False, False, True, True]
     assert not any(shapes(1) + shapes(17) + shapes(8, replace(HOPPER, capability=(10, 0))))
 
 
@@ -79,9 +80,13 @@ def test_default_mode_multiplies_by_them(gate: Gate, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(invariant_gemm, "is_faster", lambda rows, *_: rows == 5)
     x = torch.randn(6, 256, device=DEVICE).bfloat16()
     weight, bias = torch.randn(96, 256, device=DEVICE).bfloat16(), torch.randn(96, device=DEVICE).bfloat16()
-    calls, plain = [], TritonOps(DEVICE)
-    multiply = invariant_gemm.multiply
-    monkeypatch.setattr(invariant_gemm, "multiply", lambda *a: (calls.append(len(a[0])), multiply(*a)))
+    calls, plain, multiply = list[int](), TritonOps(DEVICE), invariant_gemm.multiply
+
+    def counted(x: Tensor, *others: Any) -> None:
+        calls.append(len(x))
+        multiply(x, *others)
+
+    monkeypatch.setattr(invariant_gemm, "multiply", counted)
     for rows in (4, 5, 6):
         got, want = plain.linear(x[:rows], weight, bias, gate), REFERENCE.linear(x[:rows], weight, bias, gate)
         torch.testing.assert_close(got.float(), want.float(), atol=0.4, rtol=2e-2)

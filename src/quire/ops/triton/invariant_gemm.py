@@ -50,8 +50,8 @@ WIDE = 12288
 def is_faster(rows: int, outputs: int, gated: bool, card: DeviceInfo) -> bool:
     """Whether these tiles are faster than `gemv`'s where any order of sums will do (measured, H200): of more than one
     row and up to FEW."""
-    least, most = (WIDE + 1, 1 << 30) if gated else (WHOLE, NARROW)
-    return card.sms > 0 and card.capability == HOPPER and 1 < rows <= FEW and least <= outputs <= most
+    many = outputs > WIDE if gated else outputs >= WHOLE
+    return many and 1 < rows <= FEW and card.sms > 0 and card.capability == HOPPER
 
 
 def even(outputs: int, programs: int) -> int:
