@@ -32,15 +32,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 async def running(path: str) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a server on `path`."""
     async with served() as server:
-        up = asyncio.Event()
         sock = listen_unix(path)
-        serving = serve(
-            server.app, server.backend, sock, log_level="error", on_ready=lambda at: said.append(at) or up.set()
-        )
-        said: list[str] = []
+        ready = asyncio.get_running_loop().create_future()
+        serving = serve(server.app, server.backend, sock, log_level="error", on_ready=ready.set_result)
         task = asyncio.ensure_future(serving)
-        await asyncio.wait_for(up.wait(), 100)
-        assert said == [f"unix:{path}"]
+        assert await asyncio.wait_for(ready, 100) == f"unix:{path}"
         transport = httpx.AsyncHTTPTransport(uds=path)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=100) as client:
             yield client

@@ -15,7 +15,9 @@ from quire.layers.delta import DeltaConfig, split_by_head, split_by_kind
 from quire.ops.base import Ops
 from quire.ops.operands import DeltaInputs, DeltaWeights, Norm, ScanInputs, ScanWeights
 from quire.ops.ragged import LayerState, RaggedBatch, StateSlots
+from quire.ops.recurrent import convolve as reference
 from quire.ops.reference import ReferenceOps
+from quire.ops.triton import recurrent
 from quire.ops.triton.chunked import CHUNK
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from quire.ops.triton.recurrence import FEW
@@ -153,6 +155,47 @@ def test_heads_of_real_size_are_read_where_a_projection_has_left_them() -> None:
     theirs = LayerState(*(each.clone() for each in ours))
     close(layer(OPS, x, ours, batch), layer(REFERENCE, x, theirs, batch), 1e-5)
     assert torch.equal(ours.window, theirs.window)
+
+
+@pytest.mark.parametrize("delta", [True, False], ids=["delta", "scan"])
+def test_windows_after_any_token_of_a_long_span(*, delta: bool) -> None:
+    """Each token's of the first span and, of the second, some of which one goes to the slot that it is read from."""
+    counts = [150, 270]
+    layer = Layer((1, 1, 8, 8, 4), torch.float32, delta=delta)
+    own = 1 + counts[0]
+    target = [*range(1, own), *([0] * 269), own]
+    snapshot = [0] * sum(counts)
+    for slot, at in enumerate((2, 7, 8, 9, 127, 128, 268), own + 1):
+        snapshot[counts[0] + at] = slot
+    x, ours = layer.inputs(sum(counts)), layer.states(own + 9)
+    theirs = LayerState(*(each.clone() for each in ours))
+    batch = batch_of(counts, [0, own], target, snapshot)
+    want = layer(REFERENCE, x, theirs, batch)
+    close(layer(OPS, x, ours, batch), want, 1e-5)
+    assert torch.equal(ours.window, theirs.window)
+
+
+@pytest.mark.parametrize("by_head", [False, True], ids=["plain", "by_head"])
+@pytest.mark.parametrize("biased", [False, True], ids=["bare", "biased"])
+def test_long_steps_convolve_runs_of_tokens(*, biased: bool, by_head: bool) -> None:
+    """Spans begin anywhere in a run, with a window or without; behind them is padding that is not a number."""
+    counts = [1, 2, 3, 97, 0, 1, 1, 30, 5, 128, 1]
+    fed, padded, sizes = sum(counts), sum(counts) + 11, (2, 1, 12, 10, 4)
+    layer = Layer(sizes, torch.float32, delta=True, by_head=by_head)
+    batch = batch_of(counts, [s % 3 for s in range(len(counts))], [0] * fed, [0] * fed)
+    batch = replace(batch, positions=torch.zeros(padded, dtype=torch.int64, device=DEVICE))
+    parts = layer.inputs(padded)
+    for each in parts:
+        each[fed:] = float("nan")
+    x, window = DeltaInputs(*parts), layer.states(3).window
+    bias = layer.noise(layer.channels) if biased else None
+    got = recurrent.convolve(
+        recurrent.Convolved.of(x), layer.weights.convolution, bias, window, OPS.prepare(batch), OPS.card
+    )
+    assert batch.states is not None
+    want = reference(x.mixed()[:fed], layer.weights.convolution, window.clone(), batch.query_start, batch.states, bias)
+    close(got[:fed], want, 1e-6)
+    assert got[fed:].isfinite().all()
 
 
 @pytest.mark.gpu

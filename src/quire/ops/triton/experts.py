@@ -292,10 +292,10 @@ def earlier_kernel(counts, totals, runs, experts_held, SOME: tl.constexpr, ALL: 
 @kernel(do_not_specialize=["slots", "room", "runs"])
 def place_kernel(
     experts, counts, totals, order, tiles, slots, room, runs, experts_held,
-    ROWS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, RUN: tl.constexpr, SOME: tl.constexpr, ALL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """As `sort_kernel`, of runs of RUN slots: see `earlier_kernel`. The first programs place a run each, BLOCK slots at
-    a time; those after them make the tiles of an expert each."""
+    """As `sort_kernel`, of runs of RUN slots: see `earlier_kernel`. The first programs place a run each, whose
+    slots are compared with SOME others at a time; those after them make the tiles of an expert each."""
     number, e = tl.program_id(0), tl.arange(0, ALL)
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -303,13 +303,15 @@ def place_kernel(
     before = tl.cumsum(mine, 0) - mine
     if number < runs:
         done = before + tl.load(counts + number * experts_held + e, mask=e < experts_held, other=0)
-        at = tl.arange(0, BLOCK)
-        for start in range(number * RUN, number * RUN + RUN, BLOCK):
-            owner = tl.load(experts + start + at, mask=start + at < slots, other=-1)
-            own = (owner[:, None] == e[None, :]).to(tl.int32)
-            rank = tl.cumsum(own, 0) - own + done[None, :]
-            tl.store(order + tl.sum(own * rank, 1), start + at, mask=owner >= 0)
-            done += tl.sum(own, 0)
+        i = tl.arange(0, RUN)
+        at = number * RUN + i
+        owner = tl.load(experts + at, mask=at < slots, other=-1)
+        place = tl.gather(done, tl.maximum(owner, 0), 0)
+        for start in range(0, RUN, SOME):
+            j = start + tl.arange(0, SOME)[None, :]
+            other = tl.load(experts + number * RUN + j, mask=number * RUN + j < slots, other=-1)
+            place += tl.sum(((owner[:, None] == other) & (j < i[:, None])).to(tl.int32), 1)
+        tl.store(order + place, at, mask=owner >= 0)
     else:
         here = number - runs
         write_tiles(
@@ -928,8 +930,7 @@ def sort_slots(experts: Tensor, count: int, rows: int, card: DeviceInfo) -> Sort
     )
     place_kernel[(runs + count,)](
         *(experts, counts, totals, sizes.order, sizes.tiles, slots, room, runs, count),
-        ROWS=rows, RUN=RUN, BLOCK=max(16, min(128, 8192 // every)), ALL=every, DEPENDENT=card.dependent,
-        num_warps=8, **card.options,
+        ROWS=rows, RUN=RUN, SOME=32, ALL=every, DEPENDENT=card.dependent, num_warps=8, **card.options,
     )  # fmt: skip
     return sizes
 

@@ -2,7 +2,8 @@
 
 Letters and formulas as in `ops/recurrent.py`. A layer is a convolution, whose windows are states, too; the recurrence,
 token by token for short spans (`recurrence.py`), in chunks for long ones (`chunked.py`); and a norm with a gate, whose
-kernel also writes windows, since nothing reads them any more. What a projection makes is read where it lies.
+kernel also writes windows, since nothing reads them any more; those after later tokens of a span, which are inputs of
+the step alone, have a kernel of their own. What a projection makes is read where it lies.
 
 A slot that one span reads must not be written by another in the same step: programs run at the same time.
 """
@@ -85,38 +86,53 @@ def convolve_kernel(
     x, weight, bias, window, out, token_span, query_start, source, tokens, stride, channels,
     q_at, k_at, v_at, q_apart, k_apart, v_apart,
     WIDE: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr, ALIKE: tl.constexpr, WIDTH: tl.constexpr,
-    BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
+    BIAS: tl.constexpr, RUNS: tl.constexpr, LONG: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens and BLOCK_C channels: silu of the convolution, whose inputs begin in the span's window. ALIKE: a
-    program's channels are of one head and kind, and so lie together."""
+    """RUNS runs of LONG tokens and BLOCK_C channels: silu of the convolution, whose inputs begin in the span's window.
+    A run's inputs are read once, all at the same time, before it is known which span they are of; windows only where
+    a span begins. ALIKE: a program's channels are of one head and kind, and so lie together."""
     start, i = tl.program_id(1) * BLOCK_C, tl.arange(0, BLOCK_C)
-    t, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), start + i
-    there = c < channels
+    first, c = (tl.program_id(0) * RUNS + tl.arange(0, RUNS)) * LONG, start + i
+    there, taps, values = c < channels, (), ()
     if ALIKE:
         column = column_of(start, q_at, k_at, v_at, q_apart, k_apart, v_apart, WIDE, KEYS, EACH) + i
     else:
         column = column_of(c, q_at, k_at, v_at, q_apart, k_apart, v_apart, WIDE, KEYS, EACH)
-    acc = tl.zeros([ROWS, BLOCK_C], tl.float32)
-    if BIAS:
-        acc += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)[None, :]
+    for j in tl.static_range(WIDTH):
+        taps += (tl.load(weight + c * WIDTH + j, mask=there, other=0.0).to(tl.float32)[None, :],)  # type: ignore[assignment]
     wait(DEPENDENT)
     release(DEPENDENT)
-    span = tl.load(token_span + t, mask=t < tokens, other=-1)
-    real = span >= 0
-    begin = tl.load(query_start + span, mask=real, other=0)
-    slot = tl.load(source + span, mask=real, other=0).to(tl.int64)
-    for j in tl.static_range(WIDTH):
-        at = t - (WIDTH - 1) + j
-        fed, before = real & (at >= begin), real & (at < begin) & (slot > 0)
+    for k in tl.static_range(LONG + WIDTH - 1):
+        at = first + k - (WIDTH - 1)
         line = x + at.to(tl.int64)[:, None] * stride + column[None, :]
-        value = tl.load(line, mask=fed[:, None] & there[None, :], other=0.0).to(tl.float32)
-        row = slot * (WIDTH - 1) + at - begin + WIDTH - 1
-        kept = tl.load(window + row[:, None] * channels + c[None, :], mask=before[:, None] & there[None, :], other=0.0)
-        tap = tl.load(weight + c * WIDTH + j, mask=there, other=0.0).to(tl.float32)
-        acc += (value + kept.to(tl.float32)) * tap[None, :]
-    place = out + t.to(tl.int64)[:, None] * channels + c[None, :]
-    acc = acc * sigmoid(acc)
-    tl.store(place, acc.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & there[None, :])
+        values += (tl.load(line, mask=((at >= 0) & (at < tokens))[:, None] & there[None, :], other=0.0),)  # type: ignore[assignment]
+    every = first[:, None] + tl.arange(0, LONG)[None, :]
+    spans = tl.load(token_span + every, mask=every < tokens, other=-1)
+    starts = tl.load(query_start + spans, mask=spans >= 0, other=-WIDTH)
+    near = tl.min(tl.min(every - starts, 1), 0) < WIDTH - 1
+    for k in tl.static_range(LONG):
+        t = first + k
+        acc = tl.zeros([RUNS, BLOCK_C], tl.float32)
+        if BIAS:
+            acc += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)[None, :]
+        span = tl.load(token_span + t, mask=t < tokens, other=-1)
+        real = span >= 0
+        if near:
+            begin = tl.load(query_start + span, mask=real, other=0)
+            slot = tl.load(source + span, mask=real, other=0).to(tl.int64)
+            for j in tl.static_range(WIDTH):
+                at = t - (WIDTH - 1) + j
+                fed, before = real & (at >= begin), real & (at < begin) & (slot > 0)
+                row = slot * (WIDTH - 1) + at - begin + WIDTH - 1
+                line = window + row[:, None] * channels + c[None, :]
+                kept = tl.load(line, mask=before[:, None] & there[None, :], other=0.0)
+                acc += tl.where(fed[:, None], values[k + j], kept).to(tl.float32) * taps[j]
+        else:
+            for j in tl.static_range(WIDTH):
+                acc += tl.where(real[:, None], values[k + j], 0.0).to(tl.float32) * taps[j]
+        place = out + t.to(tl.int64)[:, None] * channels + c[None, :]
+        acc = acc * sigmoid(acc)
+        tl.store(place, acc.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & there[None, :])
 
 
 @triton.jit
@@ -126,35 +142,42 @@ def put_window(window, slot, values, j, c, there, channels, KEPT: tl.constexpr):
     tl.store(place, values, mask=(j < tl.where(slot > 0, KEPT, 0))[:, None] & there[None, :])
 
 
-@triton.jit
-def keep_later(
-    x, window, target, snapshot, stride, channels, begin, end, c, column, KEPT: tl.constexpr, ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+@kernel(do_not_specialize=["tokens"])
+def later_windows_kernel(
+    x, window, token_span, query_start, target, snapshot, tokens, stride, channels,
+    q_at, k_at, v_at, q_apart, k_apart, v_apart,
+    WIDE: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
+    FIRST: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Windows after those of tokens begin to end that are kept, of inputs of this step alone."""
+    """AT_ONCE tokens and BLOCK_C channels: windows after those that are kept, of inputs of this step alone. Those after
+    the first FIRST of a span are `keep_windows`'."""
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    column = column_of(c, q_at, k_at, v_at, q_apart, k_apart, v_apart, WIDE, KEYS, EACH)
+    t, j = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE), tl.arange(0, ROWS)
     there = c < channels
-    i, j = tl.arange(0, AT_ONCE), tl.arange(0, ROWS)
-    for first in range(begin, end, AT_ONCE):
-        t = first + i
-        wanted = tl.load(target + t, mask=t < end, other=0) + tl.load(snapshot + t, mask=t < end, other=0) > 0
-        here = tl.min(tl.where(wanted, t, end), 0)
-        while here < end:
-            at = here - (KEPT - 1) + j
-            line = x + at.to(tl.int64)[:, None] * stride + column[None, :]
-            value = tl.load(line, mask=(j < KEPT)[:, None] & there[None, :], other=0.0)
-            to, copy = tl.load(target + here).to(tl.int64), tl.load(snapshot + here).to(tl.int64)
-            put_window(window, to, value, j, c, there, channels, KEPT)
-            put_window(window, copy, value, j, c, there, channels, KEPT)
-            here = tl.min(tl.where(wanted & (t > here), t, end), 0)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    span = tl.load(token_span + t, mask=t < tokens, other=-1)
+    real = t >= tl.load(query_start + span, mask=span >= 0, other=tokens) + FIRST
+    wanted = tl.load(target + t, mask=real, other=0) + tl.load(snapshot + t, mask=real, other=0) > 0
+    here = tl.min(tl.where(wanted, t, tokens), 0)
+    while here < tokens:
+        at = here - (KEPT - 1) + j
+        line = x + at.to(tl.int64)[:, None] * stride + column[None, :]
+        value = tl.load(line, mask=(j < KEPT)[:, None] & there[None, :], other=0.0)
+        to, copy = tl.load(target + here).to(tl.int64), tl.load(snapshot + here).to(tl.int64)
+        put_window(window, to, value, j, c, there, channels, KEPT)
+        put_window(window, copy, value, j, c, there, channels, KEPT)
+        here = tl.min(tl.where(wanted & (t > here), t, tokens), 0)
 
 
 @triton.jit
 def keep_windows(
     x, window, query_start, source, target, snapshot, s, c, column, stride, channels,
-    KEPT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, AT_ONCE: tl.constexpr,
+    KEPT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Windows of channels c after the tokens of span s, where they are kept. The first FIRST tokens may need what the
-    span's window held, which is read before anything is written; row r of a tile is input r % ROWS of a window."""
+    """Windows of channels c after the first FIRST tokens of span s, where they are kept. They may need what the span's
+    window held, which is read before anything is written; row r of a tile is input r % ROWS of a window."""
     begin, end = tl.load(query_start + s), tl.load(query_start + s + 1)
     slot = tl.load(source + s).to(tl.int64)
     r = tl.arange(0, FIRST * ROWS)
@@ -175,7 +198,6 @@ def keep_windows(
     tl.store(lines, value, mask=(inside & (to > 0))[:, None] & there[None, :])
     lines = window + (copy * KEPT + j)[:, None] * channels + c[None, :]
     tl.store(lines, value, mask=(inside & (copy > 0))[:, None] & there[None, :])
-    keep_later(x, window, target, snapshot, stride, channels, begin + FIRST, end, c, column, KEPT, ROWS, AT_ONCE)
 
 
 class Convolved(NamedTuple):
@@ -208,22 +230,22 @@ def convolve(
     x, channels, places, kinds = read
     tokens, width = len(x), weight.shape[1]
     states, out = slots_of(batch), x.new_empty(tokens, channels)
-    rows, columns = (1 if tokens <= 16 else 4, 256) if tokens <= 256 else (16, 128)
+    runs, long, columns = (1 if tokens <= 16 else 4, 1, 256) if tokens <= 256 else (8, 8, 128)
     if not card.sms:
-        rows, columns = 4, 256
+        runs, long, columns = 4, 1, 256
     alike = kinds.WIDE > 0 and kinds.KEYS % 128 == kinds.EACH % 128 == 0
     columns = 128 if alike else columns
-    convolve_kernel[(triton.cdiv(tokens, rows), triton.cdiv(channels, columns))](
+    convolve_kernel[(triton.cdiv(tokens, runs * long), triton.cdiv(channels, columns))](
         *(x, weight, weight if bias is None else bias, window, out, spans_of(batch), batch.query_start),
         *(states.source, tokens, x.stride(0), channels, *places), **kinds._asdict(), ALIKE=alike,
-        WIDTH=width, BIAS=bias is not None, ROWS=rows, BLOCK_C=columns, DEPENDENT=card.dependent, num_warps=4,
-        **card.options,
+        WIDTH=width, BIAS=bias is not None, RUNS=runs, LONG=long, BLOCK_C=columns, DEPENDENT=card.dependent,
+        num_warps=4, **card.options,
     )  # fmt: skip
     return out
 
 
 class WindowGrid(NamedTuple):
-    """programs: of a kernel that also writes windows; sizes: its constants for that."""
+    """programs: of a kernel that also writes windows after the first tokens of spans; sizes: its constants for that."""
 
     programs: int
     sizes: dict[str, int]
@@ -233,8 +255,23 @@ class WindowGrid(NamedTuple):
         """For all spans, 256 channels a program. window [M, W - 1, C]."""
         _, kept, channels = window.shape
         first = block(min(batch.max_query, max(kept + 1, 8)))
-        sizes = {"KEPT": kept, "ROWS": block(kept), "FIRST": first, "AT_ONCE": 256, "BLOCK_C": 256}
+        sizes = {"KEPT": kept, "ROWS": block(kept), "FIRST": first, "BLOCK_C": 256}
         return WindowGrid(len(batch.kv_len) * triton.cdiv(channels, 256), sizes)
+
+
+def keep_later_windows(
+    read: Convolved, window: Tensor, batch: AttentionPlan, sizes: dict[str, int], card: DeviceInfo
+) -> None:
+    """Write windows after tokens behind the first ones of spans, in programs for some tokens each, if there may be any.
+    Called when the windows that the step goes on from have been read. sizes: of `WindowGrid`."""
+    if batch.max_query <= sizes["FIRST"]:
+        return
+    x, channels, places, kinds = read
+    _, target, snapshot = slots_of(batch)
+    later_windows_kernel[(triton.cdiv(len(x), 128), triton.cdiv(channels, sizes["BLOCK_C"]))](
+        *(x, window, spans_of(batch), batch.query_start, target, snapshot, len(x), x.stride(0), channels, *places),
+        **kinds._asdict(), **sizes, AT_ONCE=128, DEPENDENT=card.dependent, num_warps=4, **card.options,
+    )  # fmt: skip
 
 
 @kernel(do_not_specialize=["norms"])
@@ -243,10 +280,10 @@ def delta_end_kernel(
     x, window, query_start, source, target, snapshot, stride, channels, q_at, k_at, v_at, q_apart, k_apart, v_apart,
     norms, HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUES: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr, KEPT: tl.constexpr,
-    ROWS: tl.constexpr, FIRST: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, FIRST: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The first `norms` programs: BLOCK_H heads of a token, normed head by head, then gated; padding becomes zeros. The
-    others: windows of BLOCK_C channels of a span."""
+    others: windows of BLOCK_C channels after the first tokens of a span."""
     index, share = tl.program_id(0), HEADS // GROUPS
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -269,7 +306,7 @@ def delta_end_kernel(
         s, c = (index - norms) // parts, (index - norms) % parts * BLOCK_C + tl.arange(0, BLOCK_C)
         column = column_of(c, q_at, k_at, v_at, q_apart, k_apart, v_apart, WIDE, KEYS, EACH)
         keep_windows(x, window, query_start, source, target, snapshot, s, c, column, stride, channels,
-                     KEPT, ROWS, FIRST, AT_ONCE)  # fmt: skip
+                     KEPT, ROWS, FIRST)  # fmt: skip
 
 
 @kernel(do_not_specialize=["norms"])
@@ -277,11 +314,10 @@ def scan_end_kernel(
     made, mixed, gate, skip, weight, out, token_span, eps, stride, gate_stride,
     x, window, query_start, source, target, snapshot, x_stride, channels, norms,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
-    KEPT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_C: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    KEPT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The first `norms` programs: a group of a token's heads, WIDTH numbers: what is skipped is added, all of it gated,
-    then normed; padding becomes zeros. The others: windows of BLOCK_C channels of a span."""
+    then normed; padding becomes zeros. The others: windows of BLOCK_C channels after the first tokens of a span."""
     index = tl.program_id(0)
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -301,7 +337,7 @@ def scan_end_kernel(
         parts = (channels + BLOCK_C - 1) // BLOCK_C
         s, c = (index - norms) // parts, (index - norms) % parts * BLOCK_C + tl.arange(0, BLOCK_C)
         keep_windows(x, window, query_start, source, target, snapshot, s, c, c, x_stride, channels,
-                     KEPT, ROWS, FIRST, AT_ONCE)  # fmt: skip
+                     KEPT, ROWS, FIRST)  # fmt: skip
 
 
 def recur(rule: Rule, memory: Tensor, batch: AttentionPlan, few: int, card: DeviceInfo) -> Tensor:
@@ -338,6 +374,7 @@ def gated_delta(
         HEADS=heads, GROUPS=groups, VALUES=values, BLOCK_H=at_once, BLOCK_V=block(values, 16), **read.kinds._asdict(),
         **windows.sizes, DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip
+    keep_later_windows(read, state.window, batch, windows.sizes, card)
     return out
 
 
@@ -346,7 +383,8 @@ def selective_scan(
 ) -> Tensor:
     """See `Ops.selective_scan`."""
     tokens, channels = x.mixed.shape
-    mixed = convolve(Convolved(x.mixed, channels), weights.convolution, weights.bias, state.window, batch, card)
+    read = Convolved(x.mixed, channels)
+    mixed = convolve(read, weights.convolution, weights.bias, state.window, batch, card)
     heads, keys, values = state.memory.shape[1:]
     inner = heads * values
     wide = (channels - inner) // 2
@@ -363,4 +401,5 @@ def selective_scan(
         GROUPS=groups, WIDTH=width, INNER=inner, VALUES=values, BLOCK=block(width, 16), **windows.sizes,
         DEPENDENT=card.dependent, num_warps=4 if width <= 2048 else 8, **card.options,
     )  # fmt: skip
+    keep_later_windows(read, state.window, batch, windows.sizes, card)
     return out
