@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from quire.model_runner.runner import LaunchedStep, Runner
 from quire.model_runner.sampling.sampler import Sampler
 from quire.model_runner.speculative import Drafter, Proposer
 from quire.models.registry import Model
+from quire.ops.operands import VocabularyPart
 from quire.scheduler.plan import Plan
 from quire.types import PromptImage
 
@@ -106,7 +108,8 @@ class LocalExecutor:
 
     def launch(self, plan: Plan) -> LaunchedStep:
         """Start one step."""
-        return self.runner.launch(plan)
+        with nullcontext() if self.packing is None else self.packing.beside_step():
+            return self.runner.launch(plan)
 
     def reset(self) -> None:
         """Forget every row and every step in flight."""
@@ -153,7 +156,8 @@ class CudaExecutor(LocalExecutor):
     launched ahead of results at most. steps: the kernels around the forward. queue: the order of device work, and
     whether it is captured. proposer: where drafts come from. warm: the kinds of step that are captured at the start,
     and larger, those of them that are captured later, see `WorkQueue.postpone`. paces: (rows, drafts) of the decode
-    steps that are timed at the start; catch_up: a draft model's forward that is timed too.
+    steps that are timed at the start; catch_up: a draft model's forward that is timed too. part: of the vocabulary,
+    where ranks share it out.
     """
 
     runner: LookaheadRunner
@@ -181,6 +185,7 @@ class CudaExecutor(LocalExecutor):
         images: ImageRunner | None = None,
         snapshots: int = 0,
         layers: Sequence[LayerShape] | None = None,
+        part: VocabularyPart | None = None,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes) if layers is None else layers
         num_drafts, recurrent = proposer.num_drafts if proposer else 0, any(each.state for each in layers)
@@ -201,6 +206,7 @@ class CudaExecutor(LocalExecutor):
             images=images,
             generates=model.spec.generates,
             near=model.spec.near,
+            part=part,
         )
         self.images = images
         self.runner.precompile([*warm], larger)
