@@ -4,6 +4,7 @@ half.
 python -m benchmarks.simulated                      # the embedded model on one core, about four minutes
 python -m benchmarks.simulated --clock processor    # where other programs run, too
 python -m benchmarks.simulated --repeats 5 --json FILE
+python -m benchmarks.simulated --shape llama-3.2-3b --gpu h200 --shrink 1 --speeds 20,1000 --requests 400    # on a card
 
 Both halves are replayed by the real engine in this process, in turns; the second half at least twice, whose spread is
 what the machine itself is good for. A prediction is within its bounds if its error is at most the bound, or twice the
@@ -14,7 +15,9 @@ its pauses: then what other programs take from it counts no longer, but for cach
 from __future__ import annotations
 
 import json
+import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import Any
 
 import click
 
+from benchmarks.shapes import SHAPES, write
 from quire.assembly.engine import build_engine
 from quire.bench.calibrate import about
 from quire.bench.simulated import build_model, layer_shares
@@ -30,12 +34,17 @@ from quire.config.option import amount
 from quire.engine.engine import Engine
 from quire.engine.timing import Clock, WallClock
 from quire.sim.calibration import Calibration, StepSample, StepSampler, fit
-from quire.sim.fleet import FleetConfig, prepare, simulate_fleet
+from quire.sim.devices import DEVICES, Device
+from quire.sim.fleet import prepare
+from quire.sim.replica import Replica
 from quire.sim.results import Results, summarize
+from quire.sim.steady import floor_ms
 from quire.sim.trace import Trace, read_trace
 
 BOUNDS: Mapping[str, float] = {"tokens_s": 0.05, "ttft_p50": 0.10, "ttft_p99": 0.20, "itl_p50": 0.10}
 LONGEST_ANSWER = 200
+LONGEST = 8192
+"""Tokens of a prompt and its answer, of a shape."""
 _WARM_UP = 16
 
 
@@ -85,9 +94,15 @@ def replayed(engine: Engine, trace: Trace, sampler: StepSampler) -> tuple[dict[s
             results.output[sent] = trace.outputs[sent]
             engine.submit(prompts[sent], trace.outputs[sent], id=str(sent))
             sent += 1
+        arrival = begin + trace.arrivals[sent] if sent < len(trace) else math.inf
         if not engine.has_pending_work:
-            clock.sleep_until(begin + trace.arrivals[sent])
+            clock.sleep_until(arrival)
             continue
+        due = clock.now() + floor_ms(engine.time_to_next_plan())
+        if due > clock.now():
+            clock.sleep_until(min(due, arrival))
+            if arrival <= due:
+                continue
         for output in engine.step():
             at = clock.now() - begin
             if output.tokens:
@@ -114,14 +129,24 @@ def figures(results: Results) -> dict[str, float]:
 
 
 def predicted(
-    settings: Settings, trace: Trace, samples: Sequence[StepSample], memory: str
+    settings: Settings, halves: Sequence[Trace], samples: Sequence[StepSample], card: Device | None, memory: int
 ) -> tuple[dict[str, float], Calibration]:
-    """The same figures by simulation, and the fit."""
+    """The same figures of the second half by simulation, and the fit. As the engine has, the simulated one has seen the
+    first half before: what it knows of its steps decides how prompts are cut. memory: of the card, or of this machine.
+    """
     stages = settings.execution.pipeline_parallel_size
     calibration = fit(samples, about(settings), stages=stages, shares=layer_shares(settings, stages))
-    size = int(memory)
-    model = build_model(settings, calibration=calibration, memory=size, prefixes=False)
-    results, _ = simulate_fleet(FleetConfig(model.engine), trace)
+    model = build_model(settings, device=card, calibration=calibration, memory=memory, prefixes=False)
+    results = Results(0)
+    replica = Replica(0, model.engine, results)
+    for trace in halves:
+        results = replica.results = Results(len(trace))
+        begin = replica.clock.time
+        for number, at in enumerate(trace.arrivals):
+            results.arrival[number], results.prompt[number] = begin + at, trace.prompts[number]
+            results.output[number] = trace.outputs[number]
+            replica.send(begin + at, number, prepare(trace, number)[1])
+        replica.advance(math.inf)
     return figures(results), calibration
 
 
@@ -132,7 +157,9 @@ def step_error(calibration: Calibration, samples: Sequence[StepSample]) -> float
     return foretold / sum(each.seconds for each in samples) - 1
 
 
-def compare(settings: Settings, first: Trace, second: Trace, repeats: int, clock: Clock) -> dict[str, Any]:
+def compare(
+    settings: Settings, card: Device | None, first: Trace, second: Trace, repeats: int, clock: Clock
+) -> dict[str, Any]:
     """Replay both halves in turns, and predict each replay of the second from those of the first before and after it:
     it does not matter then that a machine becomes slower or faster little by little. Medians.
 
@@ -142,7 +169,10 @@ def compare(settings: Settings, first: Trace, second: Trace, repeats: int, clock
     sampler = StepSampler()
     engine = build_engine(settings, observers=[sampler])
     engine.clock = clock
-    memory = str(engine.description.block_bytes * engine.description.num_blocks + (1 << 32))
+    if engine.plan_delay is not None:
+        engine.plan_delay.clock = clock
+    has = engine.description
+    memory = has.block_bytes * has.num_blocks + (1 << 32) if card is None else card.memory
     measured, foretold, errors, steps, itself = [], [], [], [], []
     try:
         replayed(engine, first.part(0, min(20, len(first))), sampler)
@@ -151,11 +181,11 @@ def compare(settings: Settings, first: Trace, second: Trace, repeats: int, clock
             seen, own = replayed(engine, second, sampler)
             measured.append(seen)
             after = list(replayed(engine, first, sampler)[1])
-            one, found = predicted(settings, second, before + after, memory)
+            one, found = predicted(settings, (first, second), before + after, card, memory)
             foretold.append(one)
             errors.append(found.error)
             steps.append(step_error(found, own))
-            same, _ = predicted(settings, second, own, memory)
+            same, _ = predicted(settings, (first, second), own, card, memory)
             itself.append({name: same[name] / seen[name] - 1 for name in BOUNDS})
             before = after
     finally:
@@ -185,22 +215,38 @@ def compare(settings: Settings, first: Trace, second: Trace, repeats: int, clock
 @click.option("--requests", default=240, show_default=True, help="In both halves together.")
 @click.option("--shrink", default=8.0, show_default=True)
 @click.option("--speeds", default="2,1000", show_default=True, help="Of the trace; 1000: all at once.")
+@click.option("--shape", type=click.Choice([*SHAPES]), help="A model of random weights. Unset: the embedded one.")
+@click.option("--gpu", type=click.Choice([*DEVICES]), help="The card that is here, of those that simulate knows.")
 @click.option("--stages", default=1, show_default=True, help="Of a pipeline: --pipeline-parallel-size.")
 @click.option("--repeats", type=click.IntRange(2), default=3, show_default=True)
 @click.option("--clock", type=click.Choice([*CLOCKS]), default="wall", show_default=True)
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Save all figures there.")
 def main(
-    trace: str, requests: int, shrink: float, speeds: str, stages: int, repeats: int, clock: str, path: Path | None
+    trace: str,
+    requests: int,
+    shrink: float,
+    speeds: str,
+    shape: str | None,
+    gpu: str | None,
+    stages: int,
+    repeats: int,
+    clock: str,
+    path: Path | None,
 ) -> None:
     """Compare predictions of the second half of a trace with replays of it."""
     if clock == "processor" and stages > 1:
         raise click.UsageError("--clock processor counts one process, and stages are processes of their own")
-    options = {"enable_prefix_caching": False, "threads": 1, "device": "cpu"}
-    settings = Settings.of(**options, pipeline_parallel_size=stages)
+    options: dict[str, Any] = {"enable_prefix_caching": False, "pipeline_parallel_size": stages}
+    options |= {"device": "cuda"} if gpu else {"device": "cpu", "threads": 1}
+    folder = tempfile.TemporaryDirectory()
+    if shape is not None:
+        options |= {"model": str(write(Path(folder.name), shape)), "load_format": "dummy", "max_model_len": LONGEST}
+    settings, card = Settings.of(**options), DEVICES[gpu] if gpu else None
     found = {}
     for speed in speeds.split(","):
-        first, second = halves(trace, requests, shrink, float(speed), 2040)
-        found[speed] = compare(settings, first, second, repeats, CLOCKS[clock]())
+        longest = 2048 if shape is None else LONGEST
+        first, second = halves(trace, requests, shrink, float(speed), longest - 8)
+        found[speed] = compare(settings, card, first, second, repeats, CLOCKS[clock]())
         click.echo(f"speed {speed}: mean error of the fit {100 * found[speed]['fit_error']:.1f} %")
         for name, row in found[speed]["rows"].items():
             click.echo(

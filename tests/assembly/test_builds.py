@@ -47,7 +47,7 @@ def spec(**fields: Any) -> ModelSpec:
 
 
 def model(**fields: Any) -> Any:
-    return SimpleNamespace(spec=spec(**fields), dtype=torch.bfloat16, classify=None)
+    return SimpleNamespace(spec=spec(**fields), dtype=torch.bfloat16, classify=None, head=None)
 
 
 def tried(calls: Calls, title: str, work: Callable[[], object]) -> None:

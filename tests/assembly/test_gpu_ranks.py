@@ -54,11 +54,11 @@ def series() -> Iterator[RankSeries]:
 
 @pytest.fixture
 def on_cards(tmp_path: Path, series: RankSeries) -> Iterator[Callable[..., tuple[Executor, Executor]]]:
-    """Called with a shape, a number of ranks and options: the executors of one rank and of so many."""
+    """Called with a shape, a number of ranks, a vocabulary and options: the executors of one rank and of so many."""
     with ExitStack() as closing:
 
-        def made(shape: str, size: int, **options: Any) -> tuple[Executor, Executor]:
-            make(tmp_path, shape)
+        def made(shape: str, size: int, vocab: int = VOCAB, **options: Any) -> tuple[Executor, Executor]:
+            make(tmp_path, shape, vocab_size=vocab)
             asked = {"model": str(tmp_path), **options}
             one = make_executor(Settings.of(**ON_ONE, **asked)).executor
             closing.callback(one.close)
@@ -85,3 +85,13 @@ def test_without_graphs_and_deterministic(shape: str, options: Mapping[str, Any]
     one, several = on_cards(shape, size, **options)
     situation = {**SITUATION, "asked": "logprobs"}
     check_equal(*(answers(engine(each, situation, 1), situation["asked"], VOCAB) for each in (one, several)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_divide_the_vocabulary_evenly_draw_what_one_rank_draws(size: int, on_cards: Any) -> None:
+    """Above it is odd. Greedy and drawn tokens are some rank's candidates then; other rows need all logits."""
+    vocab = 256
+    one, several = on_cards("llama-gqa-tied", size, vocab)
+    for name in ("prompt_logprobs", "random", "truncated", "logprobs"):
+        situation = {**SITUATION, "asked": name}
+        check_equal(*(answers(engine(each, situation, 1), name, vocab) for each in (one, several)))

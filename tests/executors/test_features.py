@@ -16,7 +16,9 @@ from quire.executors.local import CudaExecutor, LocalExecutor
 from quire.model_runner.device_steps import DeviceSteps, TorchSteps
 from quire.model_runner.graphs import GraphKey, WorkQueue
 from quire.model_runner.lookahead_runner import PIECES
+from quire.model_runner.sampling.features import RANDOM
 from quire.model_runner.speculative import NgramDrafter, NgramProposer
+from quire.ops.operands import VocabularyPart
 from quire.scheduler.constraint import FREE
 from quire.scheduler.kv_cache import KVCacheManager, make_prefix_cache
 from quire.scheduler.scheduler import Scheduler
@@ -92,7 +94,7 @@ def answers(executor: LocalExecutor, lookahead: int, every: int = 1) -> dict[str
     return out
 
 
-def on_device(steps: DeviceSteps, drafts: int, device: str = "cpu") -> CudaExecutor:
+def on_device(steps: DeviceSteps, drafts: int, device: str = "cpu", part: VocabularyPart | None = None) -> CudaExecutor:
     return CudaExecutor(
         MODEL,
         pages=400,
@@ -106,6 +108,7 @@ def on_device(steps: DeviceSteps, drafts: int, device: str = "cpu") -> CudaExecu
         queue=WorkQueue(),
         proposer=NgramProposer(drafts, shortest=1) if drafts else None,
         depth=2,
+        part=part,
     )
 
 
@@ -147,6 +150,27 @@ def test_what_the_cpu_answers_has_every_feature() -> None:
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_every_pair_of_features_answers_as_on_the_cpu(lookahead: int, drafts: int) -> None:
     agree(answers(on_device(TorchSteps(), drafts), lookahead), wanted(), 1e-6)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_where_ranks_divide_the_vocabulary_each_samples_from_its_part_what_tokens_decide_alone(drafts: int) -> None:
+    halves, steps = list[Tensor](), TorchSteps()
+    sampled: Any = steps.sample
+
+    def logits(hidden: Tensor) -> Tensor:
+        first, second = MODEL.logits(hidden).tensor_split(2, 1)
+        halves.append(second)
+        return first
+
+    def sample(*given: Any) -> None:
+        *_, features, _, part = given
+        assert (part is None) is bool(features & ~RANDOM)
+        sampled(*given)
+
+    steps.sample = sample  # type: ignore[method-assign]
+    part = VocabularyPart(0, 2, logits, lambda first: torch.cat([first, halves.pop()], 1))
+    agree(answers(on_device(steps, drafts, part=part), 1), wanted(), 1e-6)
+    assert not halves
 
 
 def test_prompts_are_scored_in_sizes_that_were_there_when_the_engine_started() -> None:

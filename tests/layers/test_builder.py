@@ -19,6 +19,7 @@ from quire.layers.quantization import packed
 from quire.layers.quantization.base import Format, Plain, WeightSlot
 from quire.layers.quantization.packed import Packed
 from quire.ops.reference import ReferenceOps
+from tests.ranks import RankThreads
 
 
 class Rank(ParallelGroup):
@@ -167,6 +168,26 @@ def test_a_slot_is_filled_in_pieces(transposed: bool) -> None:
     for piece in pieces:
         piece.copy_from(whole[piece.shard])
     torch.testing.assert_close(into, whole[cut].T if transposed else whole[cut])
+
+
+def test_a_head_has_a_part_of_the_vocabulary_where_all_ranks_have_as_many_tokens_in_whole_units() -> None:
+    ranks, weight = RankThreads(2), torch.randn(64, 4)
+
+    def work(rank: int) -> tuple[int, Tensor, Tensor, Tensor]:
+        made = build(ranks.groups[rank])
+        head = made.head("lm_head", 4, 64, None, soft_cap=2.0, scale=0.5)
+        fill(made, {"lm_head.weight": weight})
+        part, hidden = head.part(32), torch.eye(4)
+        assert part is not None and part.size == 2 and head.part(64) is None
+        own = part.logits(hidden)
+        return part.first, own, part.gather(own), head(hidden)
+
+    made = ranks.run(work)
+    ranks.close()
+    assert [first for first, *_ in made] == [0, 32] and made[0][1].shape == (4, 32)
+    assert all(torch.equal(gathered, whole) for _, _, gathered, whole in made)
+    assert build().head("lm_head", 4, 64, None).part(32) is None
+    assert build(Rank(0, 3)).head("lm_head", 4, 64, None).part(1) is None
 
 
 def test_heads_are_divided_whole_and_kv_heads_may_be_replicated() -> None:

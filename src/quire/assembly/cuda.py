@@ -50,6 +50,7 @@ from quire.model_runner.images import ImageRunner
 from quire.model_runner.memory import GIB, LayerShape, block_bytes, plan_blocks, state_bytes
 from quire.model_runner.pooling import PoolingHeads
 from quire.model_runner.sampling.features import EDITED, MASKED, RANDOM, SCORED, TRUNCATED
+from quire.model_runner.sampling.noise import BLOCK
 from quire.model_runner.triton_steps import ForcedSteps, TritonSteps
 from quire.models.registry import Model
 from quire.models.spec import ModelSpec
@@ -149,6 +150,7 @@ def make_executor(
             images=images,
             snapshots=snapshots,
             catch_up=_catch_up(settings, tokens, draft is not None),
+            part=None if model.head is None else model.head.part(BLOCK),
         )
     state_slots = states + snapshots + 1
     kv_bytes = (blocks + 1) * block_bytes(every, limits.block_size) + state_slots * state_bytes(every)

@@ -463,7 +463,7 @@ def in_vocabulary(ids: Collection[int], vocab_size: int) -> bool:
         found = token_array(ids)
     except struct.error:
         return False
-    return bool(found.min() >= 0 and found.max() < vocab_size)
+    return bool(found.view("uint64").max() < vocab_size)  # what is negative is very large then
 
 
 def _as_step_failure(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -21,6 +21,7 @@ from quire.model_runner.runner import LaunchedStep, Runner
 from quire.model_runner.sampling.sampler import Sampler
 from quire.model_runner.speculative import Drafter, Proposer
 from quire.models.registry import Model
+from quire.ops.operands import VocabularyPart
 from quire.scheduler.plan import Plan
 from quire.types import PromptImage
 
@@ -153,7 +154,8 @@ class CudaExecutor(LocalExecutor):
     launched ahead of results at most. steps: the kernels around the forward. queue: the order of device work, and
     whether it is captured. proposer: where drafts come from. warm: the kinds of step that are captured at the start,
     and larger, those of them that are captured later, see `WorkQueue.postpone`. paces: (rows, drafts) of the decode
-    steps that are timed at the start; catch_up: a draft model's forward that is timed too.
+    steps that are timed at the start; catch_up: a draft model's forward that is timed too. part: of the vocabulary,
+    where ranks share it out.
     """
 
     runner: LookaheadRunner
@@ -181,6 +183,7 @@ class CudaExecutor(LocalExecutor):
         images: ImageRunner | None = None,
         snapshots: int = 0,
         layers: Sequence[LayerShape] | None = None,
+        part: VocabularyPart | None = None,
     ) -> None:
         layers = layer_shapes(model.spec.kv_shapes, dtype, model.spec.state_shapes) if layers is None else layers
         num_drafts, recurrent = proposer.num_drafts if proposer else 0, any(each.state for each in layers)
@@ -201,6 +204,7 @@ class CudaExecutor(LocalExecutor):
             images=images,
             generates=model.spec.generates,
             near=model.spec.near,
+            part=part,
         )
         self.images = images
         self.runner.precompile([*warm], larger)

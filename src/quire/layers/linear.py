@@ -14,7 +14,7 @@ from quire.errors import InvalidModel
 from quire.layers.quantization.base import QuantizedWeight, WeightStorage
 from quire.layers.stages import ONE_STAGE, Pipeline
 from quire.ops.base import Ops
-from quire.ops.operands import Gate, Norm, NormedRows
+from quire.ops.operands import Gate, Norm, NormedRows, VocabularyPart
 
 
 class ParallelGroup:
@@ -140,9 +140,28 @@ class LMHead:
         scale: float = 1.0,
     ) -> None:
         self.apply, self.all_gather, self.soft_cap, self.scale = stored.apply, parallel.all_gather, soft_cap, scale
-        self.widths = tuple(widths)
+        self.widths, self.parallel = tuple(widths), parallel
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, V] in the dtype of the product; the sampler converts them to float32."""
-        logits = self.all_gather(self.apply(hidden if self.scale == 1.0 else hidden * self.scale), self.widths)
+        return self._capped(self.all_gather(self._product(hidden), self.widths))
+
+    def part(self, unit: int) -> VocabularyPart | None:
+        """This rank's part of the vocabulary; None where ranks have no parts, or not of as many tokens, a multiple of
+        `unit`."""
+        size, width = len(self.widths), self.widths[0]
+        if size == 1 or {*self.widths} != {width} or width % unit:
+            return None
+
+        def logits(hidden: Tensor) -> Tensor:
+            return self._capped(self._product(hidden))
+
+        return VocabularyPart(
+            self.parallel.rank * width, size, logits, lambda x: self.all_gather(x, (x.shape[-1],) * size)
+        )
+
+    def _product(self, hidden: Tensor) -> Tensor:
+        return self.apply(hidden if self.scale == 1.0 else hidden * self.scale)
+
+    def _capped(self, logits: Tensor) -> Tensor:
         return logits if not self.soft_cap else torch.tanh(logits.float() / self.soft_cap) * self.soft_cap

@@ -19,6 +19,7 @@ from quire.model_runner.device_state import DeviceState, StepInputs
 from quire.model_runner.sampling.features import MASKED, MAX_LOGPROBS, SCORED, SamplingFeatures
 from quire.model_runner.sampling.noise import Ids
 from quire.model_runner.sampling.sampler import BROKEN, Sampler, score_tokens
+from quire.ops.operands import VocabularyPart
 from quire.ops.ragged import RaggedBatch
 from quire.types import TokenLogprobs
 
@@ -53,11 +54,13 @@ class DeviceSteps(Protocol):
         tokens: Tensor,
         features: int,
         scores: Tensor | None = None,
+        part: VocabularyPart | None = None,
     ) -> None:
         """tokens [R] int32 of logits [R, V], which may be changed, for the rows of `sample_row`.
 
         features: those that any of the rows has (see `sampling.features`). Token -1: the logits are broken; -2: no
-        token is allowed. scores [R, SCORE_WIDTH] int32: takes log-probabilities where rows ask for them.
+        token is allowed. scores [R, SCORE_WIDTH] int32: takes log-probabilities where rows ask for them. part: what
+        these logits are of, where no row has other features than RANDOM; None: the whole vocabulary.
         """
 
     def score(self, logits: Tensor, tokens: Tensor, wanted: Tensor, scores: Tensor) -> None:
@@ -205,8 +208,10 @@ class TorchSteps:
         tokens: Tensor,
         features: int,
         scores: Tensor | None = None,
+        part: VocabularyPart | None = None,
     ) -> None:
         """Sample with the host's sampler."""
+        logits = logits if part is None else part.gather(logits)
         row = inputs.sample_row[: len(tokens)].numpy()
         which = np.flatnonzero(row < state.num_rows)
         known, prompt = state.columns["known"].numpy(), state.columns["prompt"].numpy()

@@ -30,6 +30,7 @@ from quire.model_runner.runner import BaseRunner, LaunchedStep, nothing_sampled
 from quire.model_runner.sampling.features import (
     DRAFT_FEATURES,
     MASKED,
+    RANDOM,
     SCORED,
     SCORED_WIDE,
     count_on_device,
@@ -48,6 +49,7 @@ from quire.model_runner.step_io import (
     step_result,
 )
 from quire.ops.gemm import num_tuned
+from quire.ops.operands import VocabularyPart
 from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LongSpan, LongSpans, RaggedBatch
 from quire.ops.stages import stage_ended
 from quire.scheduler.plan import Plan, Span
@@ -76,7 +78,8 @@ class LookaheadRunner(BaseRunner):
     """Launches steps on `device` ahead of their results.
 
     max_tokens: the most that a step feeds. num_slots: of the upload ring and of the tokens' ring, one more than steps
-    in flight at once. generates: whether the model has logits. near: as `ModelSpec.near`.
+    in flight at once. generates: whether the model has logits. near: as `ModelSpec.near`. part: of the vocabulary,
+    where ranks share it out.
     """
 
     def __init__(
@@ -96,10 +99,11 @@ class LookaheadRunner(BaseRunner):
         images: ImageRunner | None = None,
         generates: bool = True,
         near: int = 0,
+        part: VocabularyPart | None = None,
     ) -> None:
         super().__init__(model, kv, rows, sampler, heads, images)
         self.generates = generates
-        self.near = near
+        self.near, self.part = near, part
         self.steps, self.queue = steps, queue
         self.proposer = proposer
         spans = max(padding(rows.num_rows), bucket_seqs(rows.num_rows))
@@ -522,8 +526,10 @@ class LookaheadRunner(BaseRunner):
     def _head(self, key: GraphKey) -> None:
         tokens = self.tokens[: key.tokens]
         assert self.hidden is not None
-        logits = self.model.logits(self.hidden[: key.tokens])
-        self.steps.sample(self.state, self.state.step, logits, tokens, key.features, self.scores[: key.tokens])
+        # Only candidates travel between ranks where a token's score is its own.
+        part = self.part if not key.features & ~RANDOM else None
+        logits = (self.model if part is None else part).logits(self.hidden[: key.tokens])
+        self.steps.sample(self.state, self.state.step, logits, tokens, key.features, self.scores[: key.tokens], part)
         self.steps.verify(self.state, tokens)
 
     # Completing

@@ -19,6 +19,7 @@ from quire.model_runner.sampling.features import (
     SCORED,
     TRUNCATED,
 )
+from quire.ops.operands import VocabularyPart
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import step
 from quire.ops.triton.launch import DeviceInfo
@@ -69,6 +70,7 @@ class TritonSteps:
         tokens: Tensor,
         features: int,
         scores: Tensor | None = None,
+        part: VocabularyPart | None = None,
     ) -> None:
         """Sample without a sort, see `ops.triton.sampler`."""
         rows, views = self._rows(state, inputs), self._views(state)
@@ -86,6 +88,7 @@ class TritonSteps:
             tally=self.tally,
             out=tokens,
             scores=scores,
+            part=part,
         )
 
     def score(self, logits: Tensor, tokens: Tensor, wanted: Tensor, scores: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.basic import MLP, NO_ROPE, AnyEmbedding, GatedMLP, Heads
 from quire.layers.builder import ModelBuilder
+from quire.layers.linear import LMHead
 from quire.models.heads import Classify, next_token_logits
 from quire.models.spec import Config, ModelSpec, check_layers
 from quire.ops.operands import Angles
@@ -81,6 +82,7 @@ class Bert:
         self.rotary = body.rotary(spec.rope)
         layers = body.scope(self.names.layers)
         self.blocks = [self.block(spec, layers.scope(str(i)), self.names) for i in range(spec.layers)]
+        self.head: LMHead | None = None
         self.classify: Classify | None = self.make_classifier(build, body) if spec.classes else None
         if not spec.classes:
             body.ignore("pooler.*")

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.errors import InvalidModel
 from quire.layers.basic import Heads
 from quire.layers.builder import ModelBuilder
+from quire.layers.linear import LMHead
 from quire.models.heads import Classify, next_token_logits
 from quire.models.spec import FULL, SLIDING, Config, ModelSpec, read_decoder, read_rope
 from quire.ops.operands import Angles, Norm
@@ -68,6 +69,7 @@ class ModernBert:
         self.rotaries = {rope: body.rotary(rope) for rope in dict.fromkeys(spec.layer_ropes)}
         self.layers = [Layer(spec, body.scope(f"layers.{i}"), i) for i in range(spec.layers)]
         self.norm = body.norm_layer(norm(spec, body, "final_norm"))
+        self.head: LMHead | None = None
         self.classify = self.make_classifier(build) if spec.classes else None
         build.ignore(*("decoder.*",) if spec.classes else ("head.*", "decoder.*", "classifier.*"))
 

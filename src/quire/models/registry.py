@@ -15,7 +15,7 @@ from torch import Tensor
 from quire import models
 from quire.errors import InvalidModel
 from quire.layers.builder import ModelBuilder
-from quire.layers.linear import ParallelGroup
+from quire.layers.linear import LMHead, ParallelGroup
 from quire.layers.vision import VisionTower
 from quire.models.defaults import with_defaults
 from quire.models.heads import Classify
@@ -40,6 +40,10 @@ class Model(Protocol):
     @property
     def classify(self) -> Classify | None:
         """Its classifier, if any."""
+
+    @property
+    def head(self) -> LMHead | None:
+        """The language model's head, if any."""
 
     def forward(self, batch: RaggedBatch, kv: Sequence[LayerKV]) -> Tensor:
         """Compute hidden states [T, hidden] after the final norm, or those of `batch.output_indices` alone.

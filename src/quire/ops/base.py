@@ -121,7 +121,7 @@ class Ops(ABC):
         self, x: Tensor, residual: Tensor, norm: Norm, matrix: AnyMatrix, scale: float = 1.0
     ) -> tuple[Tensor | NormedRows, Tensor]:
         """`add_norm`, for `quantized_linear` with `matrix` alone: where that rounds its rows, they are rounded here, and
-        where it norms a row itself, it does, and writes the sum, too."""
+        where it norms a row itself, that is left to it; then it writes the sum, too."""
         return self.add_norm(x, residual, norm, None, scale)
 
     def multiply_normed(self, x: NormedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:

@@ -114,6 +114,17 @@ class TopK(NamedTuple):
     logit_scale: float = 1.0
 
 
+class VocabularyPart(NamedTuple):
+    """What one of `size` ranks has of a vocabulary that they share out evenly: the tokens from `first` on, as many as
+    others have. logits: hidden states [R, hidden] -> logits of these tokens. gather: every rank's tensor side by side
+    along the last dimension, in rank order."""
+
+    first: int
+    size: int
+    logits: Callable[[Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
+
+
 class Routing(NamedTuple):
     """Which experts each token uses, the best first, int32 [T, K], and their weights, float32 [T, K]. Expert -1
     with weight 0: none.

@@ -120,6 +120,7 @@ class StepTimeModel(LineFit):
         self.num_steps = 0
         super().__init__()
         self._recent: deque[tuple[int, float]] = deque(maxlen=self.NUM_RECENT)
+        self._fastest: dict[int, float | None] = {}
         self._longest = self._rate = self._steep = self._cheap = 0.0
         self._max_tokens = 0
         self._plain = LineFit()
@@ -159,6 +160,7 @@ class StepTimeModel(LineFit):
             self._plain.add(num_tokens, seconds)
         if waited:
             self._recent.append((num_tokens, seconds))
+            self._fastest.clear()
         self._record_longest(num_tokens, seconds if latency is None else latency)
         if plan.num_drafts and not plan.new_sequences:
             self._record_decode(plan, seconds)
@@ -213,12 +215,16 @@ class StepTimeModel(LineFit):
 
     def fastest(self, num_tokens: int) -> float | None:
         """Seconds that a step of so many tokens takes at least: the least of similar ones; None: too few are known."""
-        known = [seconds for other, seconds in self._recent if other <= self.SIMILAR * num_tokens + self.FEW]
-        return min(known) if len(known) >= self.MIN_KNOWN else None
+        if num_tokens not in self._fastest:  # asked several times between two steps
+            limit = self.SIMILAR * num_tokens + self.FEW
+            known = [seconds for other, seconds in self._recent if other <= limit]
+            self._fastest[num_tokens] = min(known) if len(known) >= self.MIN_KNOWN else None
+        return self._fastest[num_tokens]
 
     def forget_fastest(self) -> None:
         """The device has become faster: measure anew."""
         self._recent.clear()
+        self._fastest.clear()
 
     def longest(self, num_tokens: int) -> float:
         """Seconds that a step of so many tokens has been seen to take at most, from launch to commit."""

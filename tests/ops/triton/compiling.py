@@ -47,11 +47,13 @@ from quire.ops.operands import (
     ScanWeights,
     Scores,
     TopK,
+    VocabularyPart,
 )
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
-from quire.ops.triton import integer_mma, integer_row, integer_stationary, integer_tma, rounded_gemm
+from quire.ops.triton import grouped_gemm, integer_mma, integer_row, integer_stationary, integer_tma, rounded_gemm
 from quire.ops.triton.all_reduce import PeerSum
 from quire.ops.triton.blocks import BlockCopies
+from quire.ops.triton.experts import SortedSlots
 from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.long_spans import gather_kv_kernel
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
@@ -232,6 +234,12 @@ def everything(ops: TritonOps) -> None:
         logits, ints(8), ints(8), histories, settings, ops.card, asked, tally=ints(8, 151936),
         scores=scores,
     )  # fmt: skip
+    part = VocabularyPart(75968, 2, torch.clone, lambda own: own.repeat(1, 2))
+    for random in (False, True):
+        asked = RequestedFeatures(*[random, *[False] * 6])
+        sample(
+            halves(8, 75968), ints(8), ints(8), histories, settings, ops.card, asked, tally=ints(8, 8), part=part
+        )  # fmt: skip
 
 
 QWEN, MIXTRAL = (128, 8, 2048, 768), (8, 2, 4096, 14336)
@@ -484,6 +492,14 @@ def in_registers(ops: TritonOps) -> None:
             integer_stationary.integer_stationary(halves(rows, 4096), matrix, None, ops.card, "silu")
 
 
+def in_turns(ops: TritonOps) -> None:
+    """Products of many rows an expert, by programs that take tiles by turns."""
+    if ops.card.capability == HOPPER:
+        slots = SortedSlots(ints(4096), ints(3, 36))
+        grouped_gemm.grouped_product(halves(512, 2048), halves(4, 1536, 2048), slots, 8, ops.card, ops.arrived, "silu")
+        grouped_gemm.grouped_product(halves(4096, 768), halves(4, 2048, 768), slots, 8, ops.card, ops.arrived)
+
+
 def blocks() -> None:
     """Blocks of K/V in words, and in bytes."""
     for width in (4096, 15):
@@ -529,6 +545,7 @@ def main() -> None:
         ops.linear(halves(16, 2048), halves(1, 2048))
         in_registers(ops)
         in_shared_memory(ops)
+        in_turns(ops)
         blocks()
         for_any_row()
         around()

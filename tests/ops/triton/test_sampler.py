@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from quire.model_runner.sampling.features import (
 from quire.model_runner.sampling.noise import Draw, stream
 from quire.model_runner.sampling.sampler import Truncation, score_tokens, truncate
 from quire.model_runner.triton_steps import TritonSteps, requested_features
+from quire.ops.operands import VocabularyPart
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.noise import exponentials
 from quire.ops.triton.sampler import (
@@ -110,7 +111,7 @@ def masks_of(rows: list[Row], vocab: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sampled(
-    logits: Tensor, rows: list[Row], asked: RequestedFeatures | None = None
+    logits: Tensor, rows: list[Row], asked: RequestedFeatures | None = None, part: VocabularyPart | None = None
 ) -> tuple[list[int], list[int], list[TokenLogprobs]]:
     """Tokens, states, and the scores of rows that ask for them. asked: by default what the rows ask for."""
     longest = max(len(row.tokens) for row in rows) + 4
@@ -131,6 +132,7 @@ def sampled(
         asked or asked_by(rows),
         tally=tally,
         scores=scores,
+        part=part,
     )
     assert not tally.any()
     wanted = [-1 if row.params.logprobs is None else row.params.logprobs for row in rows]
@@ -175,6 +177,46 @@ def test_greedy_rows_take_the_first_of_the_greatest() -> None:
     logits[1, [2499, 2400]] = 9.0
     tokens, _ = drawn(logits, [Row(SamplingParams(temperature=0.0))] * 3)
     assert tokens == [700, 2400, int(logits[2].argmax())]
+
+
+def elected(logits: Tensor, rows: list[Row], size: int) -> list[tuple[list[int], list[int]]]:
+    """What each of `size` ranks draws, each of which sees its part of the vocabulary and every rank's candidates."""
+    width = logits.shape[1] // size
+    candidates = list[Tensor]()
+
+    def sent(own: Tensor) -> Tensor:
+        candidates.append(own)
+        return own.repeat(1, size)
+
+    def drawn_by(rank: int, gather: Callable[[Tensor], Tensor]) -> tuple[list[int], list[int]]:
+        part = VocabularyPart(rank * width, size, torch.clone, gather)
+        return sampled(logits[:, rank * width : (rank + 1) * width], rows, part=part)[:2]
+
+    for rank in range(size):
+        drawn_by(rank, sent)
+    return [drawn_by(rank, lambda own: torch.cat(candidates, 1)) for rank in range(size)]
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+def test_ranks_that_divide_the_vocabulary_elect_the_token_of_one(spread: float) -> None:
+    logits = spread * torch.randn(6, 3 * 1504, generator=torch.Generator().manual_seed(8))
+    logits[0, [1503, 1504]] = 40.0 * spread  # a tie of two ranks
+    logits[1, :1504] = -math.inf
+    temperatures = (0.0, 0.8, 1.7)
+    rows = [Row(SamplingParams(temperature=temperatures[i % 3]), seed=i) for i in range(6)]
+    wanted = expected(logits, rows)
+    assert elected(logits, rows, 3) == [(wanted, [FINE] * 6)] * 3
+    greedy = [Row(SamplingParams(temperature=0.0))] * 6
+    assert elected(logits, greedy, 3) == [(logits.argmax(1).tolist(), [FINE] * 6)] * 3
+
+
+def test_logits_that_are_broken_on_one_rank_break_the_row_on_all() -> None:
+    logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(9))
+    logits[0, 40], logits[1, 3], logits[2] = math.nan, math.inf, -math.inf
+    for heat in (0.0, 1.0):
+        rows = [Row(SamplingParams(temperature=heat))] * 4
+        (tokens, state), other = elected(logits, rows, 2)
+        assert (tokens, state) == other and state == [BROKEN] * 3 + [FINE] and tokens[:3] == [-BROKEN] * 3
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])

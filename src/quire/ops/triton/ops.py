@@ -55,6 +55,7 @@ from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LayerState, RaggedBat
 from quire.ops.triton import experts as mixture
 from quire.ops.triton import (
     gemv,
+    grouped_gemm,
     indexer,
     integer_experts,
     integer_gemm,
@@ -191,7 +192,10 @@ class TritonOps(Ops):
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """See `Ops.experts`."""
-        how = self.expert_config(routing, down)
+        x, how = x.contiguous(), self.expert_config(routing, down)
+        plain = biases.gate_up is None and biases.down is None
+        if plain and grouped_gemm.takes(x, gate_up, down, gate, how.gate_up.rows, self.card):
+            return grouped_gemm.grouped_experts(x, routing, gate_up, down, gate, self.card, self.arrived)
         return mixture.experts(x, routing, gate_up, down, gate, how, self.card, biases)
 
     def expert_config(self, routing: Routing, down: Tensor) -> mixture.ExpertConfig:

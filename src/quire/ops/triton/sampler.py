@@ -6,6 +6,9 @@ block can hold a higher score: a handful of the vocabulary. For a row that trunc
 bisection (`limited`). Masks, lists of tokens (allowed, bias, bans) and penalties are applied before both, see
 `edits.py`; log-probabilities are of the logits as they were, see `logprobs.py`. What no row asks for is not launched;
 what one row asks for changes nothing for another.
+
+Ranks that divide the vocabulary choose among their own tokens first, and then among their candidates (`elect_kernel`),
+unless a row asks for something that all logits decide together.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.operands import VocabularyPart
 from quire.ops.triton.edits import ListTensors, Penalties, edit_by_lists, penalise, restrict
-from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
+from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait, wait_and_release
 from quire.ops.triton.logprobs import score
 from quire.ops.triton.noise import fold, least, scores
 from quire.ops.triton.ranks import rank, ranked
@@ -180,10 +184,11 @@ def limited(logits, peak, bottom, top, heat, top_k, top_p, min_p, vocab, chunks,
 @kernel
 def survey_kernel(
     logits, row_of, position_of, temperature, stream, peak, winner, held, holder_of, bounds, peaks, vocab, chunks,
-    HOT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    first, HOT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one row. To [R, chunks]: the greatest logit (NaN counts as inf), its token, and of what is drawn
-    from the tokens that hold their block's least noise, score and token. To [R, blocks]: bound and greatest logit."""
+    from the tokens that hold their block's least noise, score and token. To [R, blocks]: bound and greatest logit.
+    first: the token of column 0."""
     count: tl.constexpr = CHUNK // BLOCK
     r, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -196,14 +201,14 @@ def survey_kernel(
     x = tl.where(x != x, float("inf"), x)
     to = r * chunks + chunk
     tl.store(peak + to, tl.max(x, 0))
-    tl.store(winner + to, chunk * CHUNK + tl.argmax(x, 0))
+    tl.store(winner + to, first + chunk * CHUNK + tl.argmax(x, 0))
     if HOT:
         heat = tl.load(temperature + row)
         if heat > 0.0:
             key = fold(tl.load(stream + row).to(tl.uint32), tl.load(position_of + r).to(tl.uint32))
             block = chunk * count + tl.arange(0, count)
             tile = tl.reshape(x, [count, BLOCK])
-            shortest, holder = least(key, block, BLOCK)
+            shortest, holder = least(key, first // BLOCK + block, BLOCK)
             gain = tl.log(shortest)
             greatest = tl.max(tile, 1)
             place = to.to(tl.int64) * count + tl.arange(0, count)
@@ -213,17 +218,18 @@ def survey_kernel(
             score = tl.div_rn(tl.max(tl.where(own, tile, float("-inf")), 1), heat) - gain
             best = tl.argmax(score, 0)
             tl.store(held + to, tl.max(score, 0))
-            token = (chunk * count + tl.arange(0, count)) * BLOCK + holder
+            token = first + block * BLOCK + holder
             tl.store(holder_of + to, tl.sum(tl.where(tl.arange(0, count) == best, token, 0), 0))
 
 
 @kernel
 def choose_kernel(
     logits, row_of, position_of, temperature, stream, top_k, top_p, min_p, raw, peak, winner, held, holder_of, bounds,
-    peaks, out, state, vocab, chunks, HOT: tl.constexpr, CUT: tl.constexpr, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    peaks, out, state, vocab, chunks, first, HOT: tl.constexpr, CUT: tl.constexpr, APART: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row: its greatest logit, or the token that scores most of those above its threshold."""
+    """One row: its greatest logit, or the token that scores most of those above its threshold. APART: out [R, 3] takes
+    what `elect_kernel` reads."""
     r, c = tl.program_id(0), tl.arange(0, CHUNKS)
     wait(DEPENDENT)
     release(DEPENDENT)
@@ -235,7 +241,7 @@ def choose_kernel(
     # A row that was not edited has no other greatest logit from before.
     top = tl.max(tops, 0)
     before = tl.maximum(top, tl.max(tl.load(raw + at, mask=inside, other=float("-inf")), 0))
-    token = tl.load(winner + r * chunks + tl.argmax(tops, 0))
+    best, token = top, tl.load(winner + r * chunks + tl.argmax(tops, 0))
     bad = tl.where(tl.abs(before) == float("inf"), 1, tl.where(top == float("-inf"), 2, 0))
     if HOT:
         heat = tl.load(temperature + row)
@@ -259,35 +265,62 @@ def choose_kernel(
             if CUT:
                 greatest = tl.load(peaks + place, mask=block < total, other=float("-inf"))
                 bound = tl.where(greatest > above, bound, float("-inf"))
-            token = opened(mine, bound, best, token, above, heat, key, vocab, BLOCKS, BLOCK)
-    tl.store(out + r, tl.where(bad > 0, -bad, token))
-    tl.store(state + r, bad)
+            best, token = opened(mine, bound, best, token, above, heat, key, vocab, first, BLOCKS, BLOCK)
+    if APART:
+        tl.store(out + 3 * r, top.to(tl.int32, bitcast=True))
+        tl.store(out + 3 * r + 1, best.to(tl.int32, bitcast=True))
+        tl.store(out + 3 * r + 2, token)
+    else:
+        tl.store(out + r, tl.where(bad > 0, -bad, token))
+        tl.store(state + r, bad)
 
 
 @triton.jit
 def opened(
-    logits, bound, best, token, above, heat, key, vocab, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+    logits, bound, best, token, above, heat, key, vocab, first, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The token that scores most, `token` with `best` being known: blocks are opened while one could score more."""
+    """(The highest score, its token), of which `best` and `token` are known: blocks are opened while one could score
+    more."""
     block = tl.arange(0, BLOCKS)
     most = tl.max(bound, 0)
     while most > best:
         chosen = tl.argmax(bound, 0)
         at = chosen * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-        score = scores(tl.where(x > above, x, float("-inf")), heat, key, chosen, BLOCK)
+        score = scores(tl.where(x > above, x, float("-inf")), heat, key, first // BLOCK + chosen, BLOCK)
         found = tl.max(score, 0)
-        token = tl.where(found > best, chosen * BLOCK + tl.argmax(score, 0), token)
+        token = tl.where(found > best, first + chosen * BLOCK + tl.argmax(score, 0), token)
         best = tl.maximum(found, best)
         bound = tl.where(block == chosen, float("-inf"), bound)
         most = tl.max(bound, 0)
-    return token
+    return best, token
+
+
+@kernel
+def elect_kernel(found, row_of, out, state, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
+    """One row's token, by every rank's greatest logit, best score and its token: found [R, SIZE, 3]."""
+    r = tl.program_id(0)
+    wait_and_release(DEPENDENT)
+    if tl.load(row_of + r) < 0:
+        return
+    top, best = tl.full([], float("-inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
+    token = tl.full([], 0, tl.int32)
+    for i in tl.static_range(SIZE):
+        place = found + 3 * (r * SIZE + i)
+        top = tl.maximum(top, tl.load(place).to(tl.float32, bitcast=True))
+        score = tl.load(place + 1).to(tl.float32, bitcast=True)
+        token = tl.where(score > best, tl.load(place + 2), token)
+        best = tl.maximum(score, best)
+    bad = tl.where(tl.abs(top) == float("inf"), 1, 0)
+    tl.store(out + r, tl.where(bad > 0, -bad, token))
+    tl.store(state + r, bad)
 
 
 def sample(
     logits: Tensor, rows: Tensor, positions: Tensor, histories: RowHistories, settings: SamplingTensors,
     card: DeviceInfo,
     asked: RequestedFeatures, *, tally: Tensor, out: Tensor | None = None, scores: Tensor | None = None,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One token for each row of logits [R, V], widened as they are read; they may be changed. Nothing is read back.
 
@@ -296,6 +329,7 @@ def sample(
     rows [R] int32: the store's row of each, below 0 for none. positions [R] int32: the index in its sequence of the
     token drawn. tally int32 [at least R, V], 0 before and after; unused without penalties. out [R] int32: where the
     tokens are to be. scores [R, 2 + 2 * most] int32: where log-probabilities are to be, see `logprobs.score`.
+    part: what logits are of, where no more than `random` is asked; None: the whole vocabulary.
     """
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
@@ -307,21 +341,24 @@ def sample(
     state = logits.new_zeros(count, dtype=torch.int32)
     out = torch.zeros_like(state) if out is None else out
     s, unedited, raw = settings, logits, peak
+    first, chosen = (0, out) if part is None else (part.first, out.new_empty(count, 3))
     same = {"DEPENDENT": card.dependent, **card.options}
     if asked.edited:
         raw = logits.new_empty(count, chunks, dtype=torch.float32)
         logits = edit(logits, rows, positions, histories, settings, card, asked, tally=tally, raw=raw)
     survey_kernel[(count, chunks)](
-        *(logits, rows, positions, s.temperature, s.stream, peak, winner, held, holder, bounds, peaks, vocab, chunks),
-        HOT=asked.random, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4, **same,
+        *(logits, rows, positions, s.temperature, s.stream, peak, winner, held, holder, bounds, peaks),
+        *(vocab, chunks, first), HOT=asked.random, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4, **same,
     )  # fmt: skip
     choose_kernel[(count,)](
         *(logits, rows, positions, s.temperature, s.stream, s.top_k, s.top_p, s.min_p, raw),
-        *(peak, winner, held, holder, bounds, peaks, out, state, vocab, chunks),
-        HOT=asked.random, CUT=asked.truncated and asked.random, CHUNKS=block(chunks), CHUNK=CHUNK,
-        BLOCKS=block(chunks * (CHUNK // BLOCK)) if asked.random else 1,
+        *(peak, winner, held, holder, bounds, peaks, chosen, state, vocab, chunks, first),
+        HOT=asked.random, CUT=asked.truncated and asked.random, APART=part is not None, CHUNKS=block(chunks),
+        CHUNK=CHUNK, BLOCKS=block(chunks * (CHUNK // BLOCK)) if asked.random else 1,
         BLOCK=BLOCK, num_warps=16 if asked.truncated and asked.random else 8 if asked.random else 1, **same,
     )  # fmt: skip
+    if part is not None:
+        elect_kernel[(count,)](part.gather(chosen), rows, out, state, SIZE=part.size, num_warps=1, **same)
     if asked.scored and scores is not None:
         score(unedited, out, rows, s.logprobs, scores, card)
     return out, state
