@@ -120,8 +120,8 @@ class Ops(ABC):
     def add_norm_rounded(
         self, x: Tensor, residual: Tensor, norm: Norm, matrix: AnyMatrix, scale: float = 1.0
     ) -> tuple[Tensor | NormedRows, Tensor]:
-        """`add_norm`, for `quantized_linear` with `matrix` alone: where that rounds its rows, they are rounded here, and
-        where it norms a row itself, that is left to it; then it writes the sum, too."""
+        """`add_norm`, for `quantized_linear` with `matrix` alone: where that rounds its rows, they are rounded here.
+        Where it norms a row itself, that is left to it: the sum is there once it is multiplied."""
         return self.add_norm(x, residual, norm, None, scale)
 
     def multiply_normed(self, x: NormedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
