@@ -99,6 +99,9 @@ LOADERS = {
     "quire.assembly.text",
     "quire.cli.diff",
     "quire.cli.doctor",
+    "quire.cli.late",
+    "quire.bench.late",
+    "quire.bench.simulate",
     "quire.cli.serve",
 }
 """Old names, commands, a server's modules, which are imported beside the engine's, a user's scheduling policy, files of
