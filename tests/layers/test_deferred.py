@@ -193,7 +193,8 @@ def test_threads_that_want_one_matrix_wait_for_the_one_that_makes_it() -> None:
         each.start()
     assert not matrix.packed and not found
     stored.goes_on.set()
-    for each in (packing, *steps):
+    packing.join()
+    for each in steps:
         each.join()
     assert reads == [1] and len(found) == 2 and matrix.packed
 
@@ -290,7 +291,8 @@ def test_packing_ends_before_the_interpreter_does(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(atexit, "register", at_exit.append)
     monkeypatch.setattr(atexit, "unregister", at_exit.remove)
     last, first = Slow(), Slow()
-    packing = pack_beside([last, first])
+    packing = Packing([last, first])
+    packing.start()
     assert first.began.wait(60)
     exiting = threading.Thread(target=at_exit[0])
     exiting.start()
@@ -303,13 +305,73 @@ def test_packing_ends_before_the_interpreter_does(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_engine_that_is_closed_packs_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    matrices = [Slow(), Slow()]
-    monkeypatch.setattr(assembly, "pack_beside", lambda weights: pack_beside(matrices))
+    matrices, packing = [Slow(), Slow()], list[Packing]()
+
+    def begun(weights: list[Packable]) -> Packing:
+        packing.append(Packing(matrices))
+        packing[0].start()
+        return packing[0]
+
+    monkeypatch.setattr(assembly, "pack_beside", begun)
     folder = written(tmp_path / "source", "llama-gqa-tied", **WIDE)
     engine = assembly.build_engine(Settings.of(model=str(folder), device="cpu", dtype="bfloat16", max_model_len=64))
-    executor: Any = engine.executor
     assert matrices[1].began.wait(60)
     engine.close()
     matrices[1].goes_on.set()
-    executor.packing.join()
+    packing[0].join()
     assert not matrices[0].began.is_set()
+
+
+class Watched:
+    """A matrix that notes which thread packs it, and by how many of torch's threads."""
+
+    nbytes, packed = 0, False
+
+    def __init__(self, seen: list[tuple[str, int]]) -> None:
+        self.seen = seen
+
+    def pack(self) -> None:
+        self.seen.append((threading.current_thread().name, torch.get_num_threads()))
+
+
+def test_an_idle_engine_packs_by_all_threads_each_of_which_computes_alone() -> None:
+    before, found, matrices = torch.get_num_threads(), list[int](), [Slow(), Slow()]
+    torch.set_num_threads(2)
+    packing = pack_beside(matrices)
+    assert all(each.began.wait(60) for each in matrices), "at once: neither has ended"
+    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert torch.get_num_threads() == 2 and found == [2]
+    for each in matrices:
+        each.goes_on.set()
+    packing.join()
+    torch.set_num_threads(before)
+
+
+def test_one_thread_alone_packs_beside_steps() -> None:
+    seen = list[tuple[str, int]]()
+    packing = Packing([Watched(seen) for _ in range(50)], threads=3)
+    with packing.beside_step():
+        packing.start()
+        packing.join()
+    assert seen == [("quire-pack-0", 1)] * 50
+
+
+def test_what_an_executor_launches_is_a_step_to_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "pack_beside", Packing)
+    folder = written(tmp_path / "source", "llama-gqa-tied", **WIDE)
+    engine = assembly.build_engine(Settings.of(model=str(folder), device="cpu", dtype="bfloat16", max_model_len=64))
+    executor: Any = engine.executor
+    running, launch = list[int](), executor.runner.launch
+
+    def watched(plan: object) -> object:
+        running.append(executor.packing._steps)
+        return launch(plan)
+
+    executor.runner.launch = watched
+    engine.submit(PROMPT, 2)
+    while engine.has_pending_work:
+        engine.step()
+    assert set(running) == {1} and executor.packing._steps == 0
+    engine.close()

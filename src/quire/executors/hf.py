@@ -48,7 +48,7 @@ class HfModel:
     first that agrees with the model without one is taken.
     """
 
-    classify = None
+    classify = head = None
 
     def __init__(self, model: Any, device: torch.device, ways: Sequence[type[Past]] = (PagedCache, OneByOne)) -> None:
         self.model = model

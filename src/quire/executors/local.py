@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ class LocalExecutor:
 
     def launch(self, plan: Plan) -> LaunchedStep:
         """Start one step."""
-        return self.runner.launch(plan)
+        with nullcontext() if self.packing is None else self.packing.beside_step():
+            return self.runner.launch(plan)
 
     def reset(self) -> None:
         """Forget every row and every step in flight."""

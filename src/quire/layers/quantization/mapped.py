@@ -11,10 +11,12 @@ import atexit
 import logging
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate
-from threading import Event, Lock, Thread
+from threading import Barrier, Event, Lock, Thread
 
 import torch
 from torch import Tensor
@@ -29,6 +31,12 @@ log = logging.getLogger(__name__)
 
 STRIP = 8 << 20
 """Bytes of the file that are packed at a time: few enough to stay in a cache, and much more than a call costs."""
+
+PACKERS = 4
+"""Most threads that pack: their matrices are in memory twice for a while."""
+
+IDLE = 0.05
+"""Seconds since the last step from which an engine counts as idle: steps that follow each other are much closer."""
 
 FUSED: frozenset[Gate] = frozenset(("silu", "gelu"))
 """Gates that kernels apply to what they have summed; others are applied to a whole product."""
@@ -130,33 +138,76 @@ class MappedBlocks:
         return matrix
 
 
-class Packing(Thread):
-    """A thread that packs what is still to be packed, one matrix after the other: the last ones first, since a step
-    that packs what it needs begins with the others. It ends at one that fails: steps that need it say so, or do
-    without."""
+class Packing:
+    """Threads that pack what is still to be packed, one matrix after the other: the last ones first, since a step that
+    packs what it needs begins with the others. They end at one that fails: steps that need it say so, or do without.
 
-    def __init__(self, weights: Iterable[Packable]) -> None:
-        super().__init__(name="quire-pack", daemon=True)
-        self._todo, self._ending = deque(weights), Event()
+    threads: how many there are, each of which computes alone. Beside steps only the first goes on: the others would
+    take the cores that steps compute on.
+    """
+
+    def __init__(self, weights: Iterable[Packable], threads: int = 1) -> None:
+        self._todo, self._ending, self._begun = deque(weights), Event(), Barrier(threads + 1)
         self._lock, self._model_lost, self._waiting = Lock(), False, list[int]()
+        self._steps, self._last_step = 0, -IDLE
+        self._threads = [
+            Thread(target=self._run, args=(i == 0,), name=f"quire-pack-{i}", daemon=True) for i in range(threads)
+        ]
+        self._left = threads
 
     def start(self) -> None:
-        """Begin, and end before the interpreter does: it would stop the thread within torch, which then aborts the
+        """Begin, and end before the interpreter does: it would stop the threads within torch, which then aborts the
         process."""
         atexit.register(self._end)
-        super().start()
+        count = torch.get_num_threads()
+        for each in self._threads:
+            each.start()
+        self._begun.wait()
+        torch.set_num_threads(count)  # new threads would inherit what these have set for themselves
 
-    def run(self) -> None:
-        """See the class."""
+    def is_alive(self) -> bool:
+        """Whether something is being packed."""
+        return any(each.is_alive() for each in self._threads)
+
+    def join(self) -> None:
+        """Wait until nothing is."""
+        for each in self._threads:
+            each.join()
+
+    @contextmanager
+    def beside_step(self) -> Iterator[None]:
+        """While a step runs."""
+        self._steps += 1
         try:
-            while self._todo and not self._ending.is_set():
-                self._todo.pop().pack()
+            yield
+        finally:
+            self._steps -= 1
+            self._last_step = time.monotonic()
+
+    def _run(self, first: bool) -> None:
+        torch.set_num_threads(1)
+        self._begun.wait()
+        try:
+            while (matrix := self._next(first)) is not None:
+                matrix.pack()
         except Exception as error:
+            self._todo.clear()
             log.warning("no more weights are packed beside the steps: %s", str(error) or type(error).__name__)
             if isinstance(error, ModelLost):
                 self._say_lost()
-        self._todo.clear()
-        atexit.unregister(self._end)
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                atexit.unregister(self._end)
+
+    def _next(self, first: bool) -> Packable | None:
+        """The next matrix of a thread; None at the end."""
+        while self._todo and not self._ending.is_set():
+            if first or (self._steps == 0 and time.monotonic() - self._last_step >= IDLE):
+                with suppress(IndexError):  # another thread has the last one
+                    return self._todo.pop()
+            self._ending.wait(IDLE)
+        return None
 
     def exit_fd(self) -> int:
         """A descriptor that becomes readable if weights are found to be lost that steps cannot do without. Its
@@ -178,7 +229,7 @@ class Packing(Thread):
             os.close(self._waiting.pop())
 
     def stop(self) -> None:
-        """Pack no more: it ends with the matrix that it is at."""
+        """Pack no more: each thread ends with the matrix that it is at."""
         self._ending.set()
 
     def _end(self) -> None:
@@ -187,7 +238,7 @@ class Packing(Thread):
 
 
 def pack_beside(weights: Iterable[Packable]) -> Packing:
-    """A `Packing` of these that has begun."""
-    thread = Packing(weights)
-    thread.start()
-    return thread
+    """A `Packing` of these that has begun, by as many threads as torch has."""
+    packing = Packing(weights, min(PACKERS, torch.get_num_threads()))
+    packing.start()
+    return packing

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from quire.ops.operands import (
     IntegerMatrix,
     MixedMatrix,
     Norm,
+    NormedRows,
     Norms,
     QuantizedMatrix,
     RoundedRows,
@@ -45,37 +46,55 @@ from quire.ops.operands import (
     ScanInputs,
     ScanWeights,
     Scores,
+    UnnormedRow,
     num_parts,
 )
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import E4M3
 from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LayerState, RaggedBatch
-from quire.ops.triton import experts as mixture
-from quire.ops.triton import (
-    gemv,
-    grouped_gemm,
-    indexer,
-    integer_experts,
-    integer_gemm,
-    integer_gemv,
-    integer_mma,
-    integer_row,
-    integer_stationary,
-    integer_tma,
-    invariant_gemm,
-    latent,
-    quantized_gemm,
-    recurrent,
-    rounded_gemm,
-    rows,
-)
+from quire.ops.triton import gemv, invariant_gemm, rows
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
+from quire.ops.triton.later import Later
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.long_spans import DenseAttention, attend_long, dense_attention, serves
 from quire.ops.triton.recurrence import FEW
 from quire.types import UNLIMITED
+
+if TYPE_CHECKING:
+    from quire.ops.triton import experts as mixture
+    from quire.ops.triton import (
+        grouped_gemm,
+        indexer,
+        integer_experts,
+        integer_gemm,
+        integer_gemv,
+        integer_mma,
+        integer_row,
+        integer_stationary,
+        integer_tma,
+        latent,
+        quantized_gemm,
+        recurrent,
+        rounded_gemm,
+    )
+else:
+    # Triton looks up the source of every kernel that is imported, and most models need few of these.
+    mixture = Later("experts")
+    grouped_gemm = Later("grouped_gemm")
+    indexer = Later("indexer")
+    integer_experts = Later("integer_experts")
+    integer_gemm = Later("integer_gemm")
+    integer_gemv = Later("integer_gemv")
+    integer_mma = Later("integer_mma")
+    integer_row = Later("integer_row")
+    integer_stationary = Later("integer_stationary")
+    integer_tma = Later("integer_tma")
+    latent = Later("latent")
+    quantized_gemm = Later("quantized_gemm")
+    recurrent = Later("recurrent")
+    rounded_gemm = Later("rounded_gemm")
 
 MOST_OUTPUTS = 1 << 15
 """Outputs of a matrix that are dequantized at a time."""
@@ -276,40 +295,45 @@ class TritonOps(Ops):
     ) -> Tensor:
         """See `Ops.int8_linear`."""
         matrix = QuantizedMatrix(weight, scale, weight.shape[1])
-        return self.multiply_rounded(rounded_gemm.round_rows(x.contiguous(), self.card, torch.int8), matrix, bias, gate)
+        return self.multiply_normed(rounded_gemm.round_rows(x.contiguous(), self.card, torch.int8), matrix, bias, gate)
 
-    def quantized_mlp(self, x: Tensor | RoundedRows, gate_up: AnyMatrix, down: AnyMatrix, gate: Gate) -> Tensor:
+    def quantized_mlp(self, x: Tensor | NormedRows, gate_up: AnyMatrix, down: AnyMatrix, gate: Gate) -> Tensor:
         """See `Ops.quantized_mlp`. Where a library multiplies what is rounded, the gate is part of the rounding."""
         if isinstance(gate_up, QuantizedMatrix) and isinstance(down, QuantizedMatrix) and self.rounds(down):
             rows = self.rounded(x, gate_up)
             if rows is not None and rounded_gemm.prefers_library(rows.tokens, gate_up, self.card):
                 y = rounded_gemm.library_linear(rows, gate_up, None)
                 again = rounded_gemm.round_rows(y, self.card, E4M3, rounded_gemm.run_of(down), gate)
-                return self.multiply_rounded(again, down)
+                return self.multiply_normed(again, down)
             x = x if rows is None else rows
         return super().quantized_mlp(x, gate_up, down, gate)
 
-    def rounded(self, x: Tensor | RoundedRows, matrix: QuantizedMatrix) -> RoundedRows | None:
+    def rounded(self, x: Tensor | NormedRows, matrix: QuantizedMatrix) -> RoundedRows | None:
         """Rows as they are multiplied with the matrix; None where they are not rounded."""
         if isinstance(x, RoundedRows):
             return x
+        assert isinstance(x, Tensor)
         if not (self.rounds_rows(x) and self.rounds(matrix)):
             return None
         return rounded_gemm.round_rows(x.contiguous(), self.card, E4M3, rounded_gemm.run_of(matrix))
 
     def add_norm_rounded(
         self, x: Tensor, residual: Tensor, norm: Norm, matrix: AnyMatrix, scale: float = 1.0
-    ) -> tuple[Tensor | RoundedRows, Tensor]:
+    ) -> tuple[Tensor | NormedRows, Tensor]:
         """See `Ops.add_norm_rounded`."""
+        if isinstance(matrix, IntegerMatrix) and integer_row.norms(x, norm, matrix, self.card):
+            total = torch.empty_like(residual)
+            return UnnormedRow(x.contiguous(), residual, total, norm, scale), total
         plain = not norm.centred and norm.bias is None
         if plain and isinstance(matrix, QuantizedMatrix) and self.rounds_rows(x) and self.rounds(matrix):
             return rounded_gemm.norm_rounded(x, residual, norm, scale, matrix, self.card), residual
         return super().add_norm_rounded(x, residual, norm, matrix, scale)
 
-    def multiply_rounded(
-        self, x: RoundedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = ""
-    ) -> Tensor:
-        """See `Ops.multiply_rounded`."""
+    def multiply_normed(self, x: NormedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """See `Ops.multiply_normed`."""
+        if isinstance(x, UnnormedRow):
+            assert isinstance(matrix, IntegerMatrix)
+            return integer_row.integer_row(x, matrix, bias, self.card, gate)
         assert isinstance(matrix, QuantizedMatrix)
         if rounded_gemm.prefers_library(x.tokens, matrix, self.card):
             return self.apply_gate(rounded_gemm.library_linear(x, matrix, bias), gate)
@@ -358,7 +382,7 @@ class TritonOps(Ops):
             if quick is not None:
                 return gemv.gemv_linear(x, weight, bias, quick, self.card, gate, scale, self.arrived, run)
         if (rows := self.rounded(x, matrix)) is not None:
-            return self.multiply_rounded(rows, matrix, bias, gate)
+            return self.multiply_normed(rows, matrix, bias, gate)
         fast = quantized_gemm.uses_fast_conversion(x, matrix, self.card)
         how = quantized_gemm.quantized_gemm_config(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.is_int4)
         if how is None or x.dtype is torch.float32:
