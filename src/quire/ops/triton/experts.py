@@ -41,6 +41,7 @@ from quire.ops.triton.gemv import (
     BY_ROW,
     UNSCALED,
     GemmConfig,
+    highest_expert,
     lines,
     numbers,
     partial_sums,
@@ -650,10 +651,7 @@ def few_down_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    most = tl.load(experts + token * USED)
-    for u in tl.static_range(1, USED):
-        most = tl.maximum(most, tl.load(experts + token * USED + u))
-    if most < 0:
+    if highest_expert(experts + token * USED, USED) < 0:
         wait(DEPENDENT)
         release(DEPENDENT)
         tl.store(out + token * hidden + n, tl.zeros([BLOCK_N], out.dtype.element_ty), mask=n < hidden)

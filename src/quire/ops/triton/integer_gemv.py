@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.operands import Gate, IntegerMatrix, Routing, num_parts
-from quire.ops.triton.gemv import given, two
+from quire.ops.triton.gemv import given, highest_expert, two
 from quire.ops.triton.integer_gemm import (
     FLOATS,
     PAIRS,
@@ -518,10 +518,7 @@ def integer_gemv_kernel(
         x += (number // USED).to(tl.int64) * (inputs // 4)
     elif MODE == TOKEN:
         experts, weights = experts + number * USED, weights + number * USED
-        most = tl.load(experts)
-        for s in tl.static_range(1, USED):
-            most = tl.maximum(most, tl.load(experts + s))
-        if most < 0:
+        if highest_expert(experts, USED) < 0:
             write_zeros(out, number, outputs, DEPENDENT)
             return
         x += number.to(tl.int64) * USED * (inputs // 4)
