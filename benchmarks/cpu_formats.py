@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cpu_kernels import AWQ, CASES, batch_of, pools
-from quire.bench.cpu import CLOCKS, SHAPES
+from quire.bench.shapes import CLOCKS, SHAPES
 from quire.models.registry import Model
 from quire.ops.native.library import best_level
 from quire.ops.native.ops import NativeOps

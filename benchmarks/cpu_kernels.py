@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from quire.bench.cpu import CLOCKS, SHAPES
 from quire.bench.monitor import environment
+from quire.bench.shapes import CLOCKS, SHAPES
 from quire.models.registry import Model, parameters
 from quire.ops.base import Ops
 from quire.ops.native.library import best_level

@@ -27,10 +27,11 @@ from benchmarks.servers import spawned
 from benchmarks.shapes import words
 from quire.assembly.engine import build_engine
 from quire.assembly.server import serve
-from quire.bench.cpu import DTYPES, SHAPES, Case, prompts_of
+from quire.bench.cpu import Case, prompts_of
 from quire.bench.layer_cost import answer
 from quire.bench.load_client import LoadJob, run_clients, summarize
 from quire.bench.peers import checkpoints
+from quire.bench.shapes import DTYPES, SHAPES
 from quire.config import Settings
 from quire.weights.locate import EMBEDDED
 

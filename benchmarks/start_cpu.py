@@ -34,8 +34,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from benchmarks.cpu_formats import INT4
 from benchmarks.front import child
 from benchmarks.servers import spawned
-from quire.bench.cpu import SHAPES
 from quire.bench.peers import checkpoints
+from quire.bench.shapes import SHAPES
 from quire.weights.load import no_progress
 from quire.weights.quantize import quantize
 

@@ -45,7 +45,7 @@ PRELOADED = (
 MODULES = (
     "quire",
     "quire.assembly.engine_child",
-    "quire.assembly.engine_start",
+    "quire.assembly.engine_main",
     "quire.assembly.rank_child",
     "tests.agent",
     "tests.contract.limited",

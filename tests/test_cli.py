@@ -69,6 +69,8 @@ def test_keys_are_repeatable_and_never_printed() -> None:
         (["--disable-radix-cache"], "here it is --no-enable-prefix-caching"),
         (["--port", "http"], "port (flag --port): must be a whole number"),
         (["a", "--model", "b"], "named twice"),
+        (["--deterministic", "true"], "'true' is no model: a switch has no value on the command line"),
+        (["a", "--enforce-eager", "False"], "extra argument (False): a switch has no value on the command line"),
         (["--config", "nowhere.yaml"], "cannot read the settings file nowhere.yaml"),
         (["--max-num-seqs", "8", "--max-num-batched-tokens", "4"], "max_num_seqs (8)"),
     ],

@@ -54,7 +54,7 @@ def test_variables_that_imports_read_are_not_those_of_a_fork() -> None:
 
 def test_the_engine_of_a_forked_server_is_told_from_what_forks_it(tmp_path: Path) -> None:
     with serving(tmp_path) as live:
-        assert runs(live.engine_pid(), "engine_start")
+        assert runs(live.engine_pid(), "engine_main")
 
 
 def test_a_fork_ends_with_a_process_that_is_killed() -> None:

@@ -71,6 +71,7 @@ TORCH_FREE_MODULES = (
         "quire.assembly.tiers",
         "quire.assembly.backend",
         "quire.assembly.early_engine",
+        "quire.assembly.engine_main",
         "quire.assembly.engine_start",
         "quire.assembly.server",
         "quire.assembly.proxy",
@@ -81,6 +82,7 @@ TORCH_FREE_MODULES = (
 )
 
 LOADERS = {
+    "quire.ops.triton.later",
     "quire.deprecated",
     "quire.cli.base",
     "quire.config.sources",
@@ -90,6 +92,7 @@ LOADERS = {
     "quire.weights.hub",
     *(f"quire.bench.peers.{name}" for name in ("checkpoints", "llama_cpp", "openvino", "transformers")),
     "quire.assembly.engine",
+    "quire.assembly.engine_main",
     "quire.assembly.engine_start",
     "quire.assembly.images",
     "quire.assembly.kv_offload",
@@ -99,6 +102,9 @@ LOADERS = {
     "quire.assembly.text",
     "quire.cli.diff",
     "quire.cli.doctor",
+    "quire.cli.late",
+    "quire.bench.late",
+    "quire.bench.simulate",
     "quire.cli.serve",
 }
 """Old names, commands, a server's modules, which are imported beside the engine's, a user's scheduling policy, files of

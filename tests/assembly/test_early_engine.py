@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from quire.assembly import server
 from quire.assembly.early_engine import ENGINE_MODULE, early_engine
 from quire.cli import serve
 from quire.config import Settings
-from quire.engine.client import EngineProcess, Spawned
+from quire.engine.client import EngineProcess
+from quire.engine.spawn import Spawned
 from tests.forked import forking
 
 
@@ -55,3 +58,17 @@ def test_a_server_takes_the_process_that_its_command_has_begun(monkeypatch: pyte
     (begun,) = seen
     assert isinstance(begun, Spawned) and begun.process.args[1:3] == ["-m", ENGINE_MODULE]
     assert begun.process.returncode == -9, "it ends with the command"
+
+
+@pytest.mark.parametrize(
+    ("options", "local"),
+    [({}, True), ({"device": "cuda"}, True), ({"device": "cpu"}, False), ({"executor": "hf"}, False)],
+)
+def test_the_process_is_told_where_the_engine_may_use_a_gpu(
+    options: dict[str, Any], local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = SimpleNamespace(poll=lambda: 0)
+    begun = list[list[str]]()
+    monkeypatch.setattr(module, "spawn", lambda argv, environment: begun.append(argv) or Spawned(process, None))
+    with early_engine(Settings.of(**options)):
+        assert begun == [[sys.executable, "-m", ENGINE_MODULE, *["--local"] * local]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.assembly import engine
+from quire.assembly import engine, engine_main
 from quire.assembly.engine import build_engine
 from quire.config import Settings
 from quire.errors import InvalidConfig
@@ -89,7 +89,7 @@ def test_a_context_is_begun_where_this_process_may_use_a_gpu(
     monkeypatch.setattr(engine, "choose_device", choose)
     monkeypatch.setattr(torch, "zeros", lambda size, device: said.append("context"))
     driver = SimpleNamespace(cuInit=lambda flags: said.append(f"driver {flags}"))
-    monkeypatch.setattr(engine.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(engine_main.ctypes, "CDLL", lambda name: driver)
     engine.begin_context(Settings.of(**options))
     for thread in threading.enumerate():
         if thread.name == "gpu-context":
@@ -105,7 +105,7 @@ def test_a_context_is_not_begun_without_a_driver(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(engine, "choose_device", lambda name: asked.append(name) or torch.device("cpu"))
-    monkeypatch.setattr(engine.ctypes, "CDLL", absent)
+    monkeypatch.setattr(engine_main.ctypes, "CDLL", absent)
     engine.begin_context(Settings.of())
     for thread in threading.enumerate():
         if thread.name == "gpu-context":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from quire.bench.cpu import command as bench_cpu
 from quire.bench.engine import command as bench_engine
+from quire.bench.late import cpu as bench_cpu
 from quire.cli.demo import command
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from quire import heap
 from quire.engine import client
-from quire.engine.client import EngineProcess, Spawned, StallDetector, _EngineConnection, spawn
+from quire.engine.client import EngineProcess, StallDetector, _EngineConnection
 from quire.engine.engine import Engine
 from quire.engine.executor import Description
 from quire.engine.process import EngineLoop
@@ -35,6 +35,7 @@ from quire.engine.protocol import (
     Update,
     encode_frame,
 )
+from quire.engine.spawn import Spawned, spawn
 from quire.engine.step_watch import StepWatch
 from quire.engine.timing import PlanDelay, RestartBackoff, VirtualClock
 from quire.errors import InvalidModel, QuireError, Unavailable

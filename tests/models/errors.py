@@ -25,11 +25,12 @@ from quire.llm import LLM
 from quire.models.registry import ARCHITECTURES, CLASSIFIER, DERIVED
 from quire.ops.quantized import FLOAT8
 from quire.weights.canary import PROBE, answers, compare, float8_layers, probe
+from quire.weights.file_types import FILE_TYPES
 from quire.weights.gguf_names import FAMILIES, VARIANTS
 from quire.weights.load import DType, load_model, no_progress
 from quire.weights.locate import embedded
 from quire.weights.pooling import pools_alone
-from quire.weights.quantize import FILE_TYPES, quantize
+from quire.weights.quantize import quantize
 from quire.weights.schemes import ONLINE
 from tests import encoders
 from tests.checkpoints import SHAPES, make

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from quire.models.registry import ARCHITECTURES
+from quire.weights.file_types import FILE_TYPES
 from quire.weights.gguf import KINDS
 from quire.weights.gguf_names import FAMILIES
-from quire.weights.quantize import FILE_TYPES
 from quire.weights.schemes import ONLINE, READERS
 from tests.checkpoints import SHAPES
 from tests.encoders import FAMILIES as POOLING

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -146,7 +148,7 @@ def test_a_grammar_asks_for_the_mask_in_a_text_before_its_answers_do() -> None:
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("mark", ["</think>", "<|channel|>", "[THINK]", "</think:6124c78e>", "<tool_sep>"])
 def test_marks_that_are_tokens_are_text_in_grammars(mark: str, special: bool) -> None:
-    """Qwen 3's `</think>` is one token, and not special; the library takes anything of the form <...> for special."""
+    """Qwen 3's `</think>` is one token, and not special; other models' are."""
     core = byte_level()
     (core.add_special_tokens if special else core.add_tokens)([mark, "<other>"])
     tokenizer = Tokenizer(core, {"eos_token": "<|end|>"})
@@ -163,15 +165,22 @@ def _bit(mask: bytes, token: int) -> int:
     return mask[token >> 3] >> (token & 7) & 1
 
 
-def test_text_is_cut_into_the_longest_tokens_that_are_not_special() -> None:
-    class Tokens:
-        bos, eos, special = 1, frozenset({6, 5}), frozenset({4, 5})
+def test_text_is_cut_as_the_tokenizer_does_up_to_a_special_token() -> None:
+    """Where its tokens are another text, into the longest that are not special."""
 
-    pieces = [b"a", b"ab", b"abc", b"", b"d", b"e", b"b"]
-    made = _TokenizerAdapter(Tokens(), pieces, {5})  # type: ignore[arg-type]
-    assert (made.bos_token_id, made.eos_token_id, made.special_token_ids) == (1, 5, [4])
-    assert made(b"abcabea") == [2, 1, 5, 0] and made(b"b") == [6] and made(b"") == []
-    assert made(b"abda") == [1], "d is special: what comes before it"
+    class Tokens:
+        bos, eos, special = 1, frozenset({6, 5}), frozenset({3, 4, 5, 7})
+        cut: Mapping[str, tuple[int, ...]] = MappingProxyType({"ab": (0, 6), "ab#a": (0, 6, 4, 0), "abc": (1,)})
+
+        def encode_inner(self, text: str) -> tuple[int, ...]:
+            return self.cut.get(text, (3,))
+
+    pieces = [b"a", b"ab", b"abc", b"", b"#", b"~", b"b", b"</think>"]
+    made = _TokenizerAdapter(Tokens(), pieces)  # type: ignore[arg-type]
+    assert (made.bos_token_id, made.eos_token_id, made.special_token_ids) == (1, 5, [3, 4, 5])
+    assert made(b"ab") == [0, 6] and made(b"ab#a") == [0, 6], "# is special: what comes before it"
+    assert made(b"abc") == [2] and made(b"abcab</think>a") == [2, 1, 7, 0] and made(b"b") == [6]
+    assert made(b"ab~#a") == [1], "~ ends a text"
 
 
 def test_masks_of_spans_are_lines_of_one_table() -> None:

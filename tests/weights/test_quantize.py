@@ -27,10 +27,11 @@ from quire.ops.gguf_blocks import BLOCKS
 from quire.ops.gguf_encode import ENCODERS, encode
 from quire.types import SamplingParams
 from quire.weights.canary import answers
+from quire.weights.file_types import FILE_TYPES
 from quire.weights.gguf import KINDS, StoredStrings, read_gguf
 from quire.weights.load import load_model
 from quire.weights.locate import embedded
-from quire.weights.quantize import FILE_TYPES, Written, quantize
+from quire.weights.quantize import Written, quantize
 from tests import gguf_files
 from tests.checkpoints import make
 from tests.mtp import make_mtp

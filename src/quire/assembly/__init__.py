@@ -1,8 +1,8 @@
 """The composition root: chooses implementations by settings, and passes them to each other.
 
 `engine` builds an engine in this process (imports torch), `text` the tokenizer and templates, `server` and `proxy` HTTP
-servers, `engine_child` is the engine's own process, and `engine_start` what that does before it imports torch. They are
-separate so that a server never imports torch.
+servers, `engine_main` is the program of the engine's own process, `engine_start` what it does before it imports torch,
+and `engine_child` the rest. They are separate so that a server never imports torch.
 """
 
 from __future__ import annotations

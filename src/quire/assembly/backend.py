@@ -10,7 +10,8 @@ from quire.assembly.early_engine import ENGINE_ENVIRONMENT, ENGINE_MODULE, engin
 from quire.assembly.place import for_child
 from quire.assembly.text import Text
 from quire.config import Settings
-from quire.engine.client import EngineClient, EngineProcess, Spawned
+from quire.engine.client import EngineClient, EngineProcess
+from quire.engine.spawn import Spawned
 from quire.frontend.interface import ModelCard
 from quire.frontend.native import NativeBackend
 from quire.observability import prometheus

@@ -59,7 +59,7 @@ from quire.ops.gemm import autotuning
 from quire.ops.quantized import E4M3, FLOAT8
 from quire.ops.triton.launch import ADA
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
-from quire.ops.triton.precompile import Precompiler, compiler_key
+from quire.ops.triton.precompile import Precompiler
 from quire.scheduler.speculation import draft_counts
 
 log = logging.getLogger(__name__)
@@ -70,8 +70,6 @@ AUTOTUNE_CACHE = "quire-products.json"
 
 def make_ops(device: torch.device, deterministic: bool = False, *, rounds_float8: bool = True) -> Ops:
     """The Triton kernels, batch-invariant ones if `deterministic`. rounds_float8: see `TritonOps.rounds`."""
-    if not knobs.runtime.interpret:
-        compiler_key()
     return BatchInvariantTritonOps(device) if deterministic else TritonOps(device, rounds_float8=rounds_float8)
 
 

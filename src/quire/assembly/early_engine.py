@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
 
+from quire.assembly.engine_main import LOCAL
+from quire.assembly.place import may_use_gpu
 from quire.config import Settings
-from quire.engine.client import Spawned, spawn
+from quire.engine.spawn import Spawned, spawn
 
 ENGINE_ENVIRONMENT = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"})
 """On a CPU, oneDNN caches 1,024 matrix products, one for each shape, and so does torch's layer above it, at some 280 kB
 each: memory grew over thousands of requests, and they were no faster."""
 
-ENGINE_MODULE = "quire.assembly.engine_start"
+ENGINE_MODULE = "quire.assembly.engine_main"
 """What the engine's process runs."""
 
 
@@ -31,7 +33,7 @@ def early_engine(settings: Settings) -> Iterator[Spawned | None]:
     if settings.execution.ranked:
         yield None
         return
-    begun = spawn(engine_command(), ENGINE_ENVIRONMENT)
+    begun = spawn([*engine_command(), *[LOCAL] * may_use_gpu(settings)], ENGINE_ENVIRONMENT)
     try:
         yield begun
     finally:

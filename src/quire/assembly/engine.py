@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from quire.assembly import extra
+from quire.assembly.engine_main import start_driver
 from quire.assembly.images import find_processor, image_tokens
 from quire.assembly.limits import (
     BuiltExecutor,
@@ -31,7 +31,7 @@ from quire.assembly.limits import (
     rows_with_kv,
     snapshot_slots,
 )
-from quire.assembly.place import place_of
+from quire.assembly.place import may_use_gpu, place_of
 from quire.assembly.progress import loading
 from quire.assembly.speculate import build_drafter, build_speculation, draft_layers, load_draft, most_drafts, wants_mtp
 from quire.assembly.tiers import refuse_tiers, tiered
@@ -436,18 +436,15 @@ def _load(
 
 def begin_context(settings: Settings) -> None:
     """Where this process will use a GPU, create its context in a thread: reading a model's text takes as long."""
-    execution, local = settings.execution, settings.executor.executor in ("auto", "local")
 
     def create() -> None:
-        with suppress(OSError):
-            # Torch keeps Python's lock while it asks for devices, which the driver's start makes slow.
-            ctypes.CDLL("libcuda.so.1").cuInit(0)
+        start_driver()
         with suppress(RuntimeError, QuireError):  # as will be met again
-            device = choose_device(execution.device)
+            device = choose_device(settings.execution.device)
             if device.type == "cuda":
                 torch.zeros(1, device=device)
 
-    if torch.version.cuda and execution.device != "cpu" and local and not execution.ranked:
+    if torch.version.cuda and may_use_gpu(settings):
         threading.Thread(target=create, name="gpu-context", daemon=True).start()
 
 
@@ -475,6 +472,7 @@ def choose_ops(
     kernels: of a CPU, `cpu_kernels`. rounds_float8: whether activations may be rounded to float8.
     """
     if device.type != "cpu":
+        import_module("quire.ops.triton.precompile").compiler_key()  # beside the imports that follow
         return cast(Ops, _cuda().make_ops(device, bool(deterministic), rounds_float8=rounds_float8))
     if deterministic is None and embedded:
         rows = stable_rows()

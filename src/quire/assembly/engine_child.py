@@ -1,4 +1,4 @@
-"""The engine's process, which `engine_start` begins. Run as a program, with a socket inherited from the server, it does
+"""The engine's process, which `engine_main` begins. Run as a program, with a socket inherited from the server, it does
 that itself."""
 
 from __future__ import annotations

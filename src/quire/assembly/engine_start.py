@@ -1,4 +1,4 @@
-"""The start of an engine's process: `python -m quire.assembly.engine_start FD`, with a socket from the server.
+"""The start of an engine's process, whose program is `engine_main`.
 
 Importing torch takes seconds, so ranks are started first, which import it at the same time: this module does not.
 """
@@ -14,7 +14,6 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
-from quire import heap
 from quire.assembly.place import for_child, of_parent
 from quire.config import Settings
 from quire.engine.protocol import Configure, FrameReader
@@ -44,7 +43,7 @@ class Begun(NamedTuple):
 
 def main() -> int:
     """Be the engine, see `engine_child.main`. A process that waits for its turn has no settings yet."""
-    link = socket.socket(fileno=int(sys.argv[1]))
+    link = socket.socket(fileno=int(sys.argv[-1]))
     begun = Begun(link)
     if select.select([link], [], [], 0)[0]:
         try:
@@ -83,8 +82,3 @@ def begin_ranks(settings: Settings, start: StartRanks, sent: Mapping[str, object
     """Ranks that are started so. sent: the settings as they get them."""
     execution = settings.execution
     return Ranks(start, sent, RankShape(execution.tensor_parallel_size, execution.pipeline_parallel_size))
-
-
-if __name__ == "__main__":
-    heap.starting()
-    sys.exit(main())

@@ -27,6 +27,13 @@ def place_of(settings: Settings) -> Path:
     return settings.place or locate(model.model, revision=model.revision, cache=model.download_dir)
 
 
+def may_use_gpu(settings: Settings) -> bool:
+    """Whether the engine's own process computes, and on a GPU if there is one."""
+    execution = settings.execution
+    local = settings.executor.executor in ("auto", "local")
+    return local and execution.device != "cpu" and not execution.ranked
+
+
 def without_secrets(settings: Settings) -> dict[str, Any]:
     """The settings as a process on any host gets them: as plain values by name. It looks for the model itself."""
     return {key: value for key, value in settings.flat().items() if not OPTIONS[key].secret}

@@ -27,8 +27,9 @@ from quire.config import Settings
 from quire.config.option import amount
 from quire.config.settings import ServerConfig
 from quire.config.tls import check_files
-from quire.engine.client import EngineClient, LiveViewClient, Spawned
+from quire.engine.client import EngineClient, LiveViewClient
 from quire.engine.executor import Description
+from quire.engine.spawn import Spawned
 from quire.frontend.native import NativeBackend
 from quire.frontend.upstream import UpstreamBackend
 from quire.observability.frontend_metrics import FrontendMetrics

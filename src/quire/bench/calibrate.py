@@ -18,10 +18,7 @@ from rich.progress import Progress
 from quire import __version__
 from quire.assembly.engine import build_engine
 from quire.assembly.tokenizer import require_text
-from quire.bench.offline import FILE, writable
 from quire.bench.simulated import layer_shares
-from quire.cli.base import OFFLINE, SettingsCommand
-from quire.cli.ranges import FiniteRange
 from quire.cli.tables import print_pairs
 from quire.config import Settings
 from quire.engine.engine import Engine
@@ -38,36 +35,8 @@ LARGE_ERROR = 0.1
 """Mean relative error of a fit from which on there is a warning: first tokens are several times as far off."""
 
 
-@click.command(
-    "calibrate",
-    cls=SettingsCommand,
-    sections=OFFLINE,
-    positional=True,
-    params=[
-        click.Option(
-            ["--output"], type=FILE, required=True, callback=writable, metavar="FILE", help="Where the result goes."
-        ),
-        click.Option(
-            ["--seconds"],
-            type=FiniteRange(1),
-            default=45.0,
-            show_default=True,
-            help="To measure, besides loading.",
-        ),
-        click.Option(
-            ["--recording"],
-            type=click.Path(path_type=Path),
-            help="Fit the steps of a recording (file or folder), made under your own load, in place of measuring.",
-        ),
-        click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."),
-    ],
-)
-def command(settings: Settings, output: Path, seconds: float, recording: Path | None, as_json: bool) -> None:
-    """Measure what steps of MODEL take here: by tokens fed, K/V read, rows and prompts; and write it to a file.
-
-    A recording of a server (`--recording-dir`) says more than a measurement: its steps took what they take under that
-    load, with the server's other work beside them.
-    """
+def run(settings: Settings, output: Path, seconds: float, recording: Path | None, as_json: bool) -> None:
+    """`quire calibrate`, see `quire.bench.late`."""
     if recording is None:
         found = measure(settings, seconds)
     else:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import click
@@ -30,31 +29,12 @@ from quire.assembly.engine import build_engine
 from quire.bench.layer_cost import NEW, answer, layer_cost
 from quire.bench.peers import checkpoints
 from quire.bench.peers.process import Peer, check, pythons
+from quire.bench.shapes import CLOCKS, DTYPES, SHAPES
 from quire.cli.tables import numbers
 from quire.config import Settings
 from quire.engine.executor import Executor
 from quire.errors import InvalidConfig
 from quire.executors.local import LocalExecutor
-
-_FIELDS = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("intermediate_size", "vocab_size", "max_position_embeddings"),
-)
-SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "smollm2-135m": dict(zip(_FIELDS, (576, 30, 9, 3, 1536, 49152, 2048), strict=True)),
-        "llama-3.2-1b": dict(zip(_FIELDS, (2048, 16, 32, 8, 8192, 128256, 8192), strict=True)),
-    }
-)
-"""Public shapes, all Llama, tied heads."""
-
-DTYPES: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "f32": "float32"})
-"""Formats that are a folder with config.json; others are GGUF files."""
-
-CLOCKS: Mapping[str, Callable[[], float]] = MappingProxyType({"wall": time.perf_counter, "cpu": time.process_time})
-"""What seconds are."""
-
-_COUNT = click.IntRange(1, 1 << 20)
 
 Decode = Callable[[list[list[int]], int], float]
 """(prompts, new tokens) -> seconds for all of them."""
@@ -87,41 +67,7 @@ class Case:
             yield "all", {name: statistics.median(made / s for s in found) for name, found in self.whole.items()}
 
 
-@click.command("cpu")
-@click.option("--shape", type=click.Choice(list(SHAPES)), default="smollm2-135m", show_default=True)
-@click.option(
-    "--format",
-    "kind",
-    type=click.Choice([*DTYPES, "q8_0", "q4_k_m"]),
-    default="bf16",
-    show_default=True,
-    help="Weights: a checkpoint's, or a GGUF file's.",
-)
-@click.option("--vs", default="transformers", show_default=True, help="Peers: llama-cpp, openvino, transformers.")
-@click.option("--peer-python", "named", multiple=True, metavar="PEER=PATH", help="The Python of a peer's environment.")
-@click.option("--batch", "batches", multiple=True, type=_COUNT, default=(1, 8), show_default=True)
-@click.option("--prompt", type=_COUNT, default=128, show_default=True, help="Prompt tokens a sequence.")
-@click.option("--new", type=_COUNT, default=64, show_default=True, help="New tokens a sequence.")
-@click.option(
-    "--long-prompt",
-    type=click.IntRange(0, 1 << 20),
-    default=512,
-    show_default=True,
-    help="Tokens of one prompt more, alone; 0: none.",
-)
-@click.option("--repeat", type=_COUNT, default=5, show_default=True, help="Interleaved rounds; medians are shown.")
-@click.option("--threads", type=click.IntRange(0, 4096), default=0, help="CPU threads; 0: as many as there are cores.")
-@click.option(
-    "--clock",
-    type=click.Choice(list(CLOCKS)),
-    default="wall",
-    show_default=True,
-    help="cpu: the processor's time, with --threads 1 on a machine that is busy with something else.",
-)
-@click.option("--cpu-kernels", default="auto", show_default=True, help="As of `quire serve`.")
-@click.option("--quantization", default="auto", show_default=True, help="Of Quire's weights, as of `quire serve`.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(
+def run(
     shape: str,
     kind: str,
     vs: str,
@@ -137,7 +83,7 @@ def command(
     quantization: str,
     as_json: bool,
 ) -> None:
-    """Measure prompts and decoding side by side with other engines."""
+    """`quire bench cpu`, see `quire.bench.late`."""
     threads = threads or torch.get_num_threads()
     if clock == "cpu" and threads > 1:
         raise InvalidConfig("--clock cpu also counts what a thread spends waiting for another: use --threads 1 with it")

@@ -9,9 +9,10 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -21,10 +22,8 @@ from rich.progress import Progress
 from quire.bench.load_levels import parse_goodput, parse_range
 from quire.bench.offline import FILE, writable
 from quire.bench.simulate_page import page
-from quire.bench.simulated import SimulatedModel, build_model
 from quire.cli.base import SettingsCommand
-from quire.cli.plan import size_of
-from quire.cli.ranges import FiniteRange
+from quire.cli.ranges import FiniteRange, size_of
 from quire.cli.tables import numbers, print_pairs
 from quire.config import OPTIONS, Settings
 from quire.errors import InvalidConfig, InvalidRequest, nearest
@@ -35,6 +34,9 @@ from quire.sim.fleet import Autoscaling, FleetConfig, PrefillPool, has_prefixes,
 from quire.sim.results import PERCENTILES, summarize
 from quire.sim.sessions import Sessions
 from quire.sim.trace import BUILT_IN, Trace, read_trace
+
+if TYPE_CHECKING:
+    from quire.bench.simulated import SimulatedModel
 
 MAX_RUNS = 256
 """Most combinations of --set."""
@@ -383,7 +385,12 @@ def simulated(
     def model_of(calibration: Calibration | None) -> SimulatedModel:
         device = None if calibration is not None else find_device(given["gpu"])
         known = has_prefixes(load)
-        return build_model(settings, device=device, calibration=calibration, memory=room, prefixes=known)
+        # Imported here, since it imports torch.
+        build_model = import_module("quire.bench.simulated").build_model
+        made: SimulatedModel = build_model(
+            settings, device=device, calibration=calibration, memory=room, prefixes=known
+        )
+        return made
 
     model, pool, engines = model_of(question.calibration), None, int(given["prefill_replicas"])
     if engines:

@@ -65,6 +65,11 @@ INTERRUPTED = 130
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What a write fails with where nothing is wrong with Quire."""
 
+_SWITCHED = ("true", "false", "on", "off", "yes", "no", "auto")
+"""What switches of other programs are given, which would be taken for a model here."""
+
+_SWITCHES = "a switch has no value on the command line: write --NAME or --no-NAME"
+
 HELP: Mapping[str, Any] = MappingProxyType({"help_option_names": ["--help", "-h"]})
 """Settings of every command's context."""
 
@@ -255,6 +260,9 @@ class SettingsCommand(click.Command):
                 click.echo(f"Error: {other}", err=True)
             raise last from error
         except click.UsageError as error:
+            extra = re.search(r"extra argument \((\w+)\)", error.message)
+            if extra is not None and extra[1].lower() in _SWITCHED:
+                raise InvalidConfig(f"{error.message}: {_SWITCHES}") from error
             several = [known.flag for known in self.taken if known.flag in given and known.kind == "texts"]
             if "extra argument" not in error.message or not several:
                 raise
@@ -290,6 +298,8 @@ class SettingsCommand(click.Command):
         if self.rest is not None and _REST in ctx.meta:
             flags[self.rest] = (*flags.get(self.rest, ()), *ctx.meta[_REST])
         model = ctx.params.pop("model_given", None)
+        if str(model).lower() in _SWITCHED:
+            raise InvalidConfig(f"{model!r} is no model: {_SWITCHES}", param="model")
         if model is not None and flags.setdefault("model", model) != model:
             raise InvalidConfig(f"the model is named twice: {model} and --model {flags['model']}", param="model")
         settings = load(flags, file=ctx.params.pop("config_file"), environ=os.environ)

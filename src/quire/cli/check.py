@@ -16,7 +16,6 @@ import numpy as np
 
 from quire.assembly.engine import build_engine
 from quire.assembly.tokenizer import pooler_of
-from quire.cli.base import OFFLINE, SettingsCommand
 from quire.config import Settings
 from quire.engine.engine import Engine
 from quire.errors import InvalidConfig, InvalidModel, QuireError
@@ -90,20 +89,8 @@ class Checked(NamedTuple):
     error: str
 
 
-@click.command(
-    "check",
-    cls=SettingsCommand,
-    sections=OFFLINE,
-    positional=True,
-    params=[click.Option(["--all", "every"], is_flag=True, help="A tiny model of each family, with random weights.")],
-)
-@click.pass_context
-def command(ctx: click.Context, settings: Settings, every: bool) -> None:
-    """Let MODEL answer three prompts alone and together, and compare; with --all, a tiny model of each family.
-
-    The exit code is 1 where one fails. In the default mode, rounding may make answers in a batch differ: only with
-    --deterministic are they compared.
-    """
+def run(settings: Settings, every: bool) -> None:
+    """`quire check`, see `quire.cli.late`."""
     names = list(families()) if every else [settings.model.model]
     failed = 0
     for i, name in enumerate(names, 1):
@@ -112,7 +99,7 @@ def command(ctx: click.Context, settings: Settings, every: bool) -> None:
         status = f"FAILED: {found.error}" if found.error else f"{found.seconds:.1f} s"
         click.echo(f"{i} of {len(names)}  {found.name}  {status}")
     click.echo(f"{len(names) - failed} of {len(names)} answered")
-    ctx.exit(1 if failed else 0)
+    click.get_current_context().exit(1 if failed else 0)
 
 
 def families() -> Iterator[str]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from quire.assembly.tokenizer import build_tokenizer, require_text
-from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidModel, InvalidRequest
@@ -36,9 +35,8 @@ class Layer(NamedTuple):
     share: float
 
 
-@click.command("diff", cls=SettingsCommand, sections=("model",), positional=True)
-def command(settings: Settings) -> None:
-    """Compare MODEL's activations with transformers', layer by layer in float32, and name the first that departs."""
+def run(settings: Settings) -> None:
+    """`quire diff`, see `quire.cli.late`."""
     require_text(settings, "quire diff")
     folder = locate(settings.model.model, revision=settings.model.revision, cache=settings.model.download_dir)
     try:

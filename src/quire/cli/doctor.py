@@ -43,16 +43,8 @@ class Finding(NamedTuple):
     mend: str = ""
 
 
-@click.command("doctor")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Where a server would listen."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(port: int, as_json: bool) -> None:
-    """Look at torch, GPU, compiler, processor, memory, disk, limits and caches.
-
-    The exit code is 1 where something is missing.
-    """
+def run(port: int, as_json: bool) -> None:
+    """`quire doctor`, see `quire.cli.late`."""
     found = list(findings(port))
     if as_json:
         click.echo(json.dumps([each._asdict() for each in found], indent=1))

@@ -16,7 +16,6 @@ from quire.assembly.place import place_of
 from quire.assembly.speculate import wants_mtp
 from quire.assembly.text import Text, build_text
 from quire.assembly.tokenizer import build_tokenizer, hf_overrides, pooler_of, word_ids
-from quire.cli.base import SettingsCommand
 from quire.cli.tables import print_pairs
 from quire.config import Settings
 from quire.config.option import amount
@@ -314,12 +313,8 @@ def count(numbers: int) -> str:
     return f"{numbers / size:.3g} {unit}".rstrip()
 
 
-@click.command("inspect", cls=SettingsCommand, sections=("model",), positional=True)
-def command(settings: Settings) -> None:
-    """Print what MODEL is, from headers alone: architecture, shapes, formats, tokenizer, template, KV bytes a token.
-
-    The exit code is 2 where it could not be served, and the last line says why.
-    """
+def run(settings: Settings) -> None:
+    """`quire inspect`, see `quire.cli.late`."""
     facts = read_facts(settings)
     spoken, mute, doubts = text(settings, facts.spec.vocab)
     print_pairs([*shapes(facts), *files(facts), *spoken])

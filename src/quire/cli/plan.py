@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-import click
 import torch
 
 from quire.assembly.images import find_processor, image_tokens
@@ -23,8 +22,8 @@ from quire.assembly.limits import (
 )
 from quire.assembly.place import located
 from quire.assembly.speculate import most_drafts
-from quire.cli.base import SettingsCommand
 from quire.cli.inspect import Fact, ModelFacts, keeps_packed, planned_ops, read_facts
+from quire.cli.ranges import size_of
 from quire.cli.tables import print_pairs
 from quire.config import OPTIONS, Settings
 from quire.config.option import amount
@@ -79,32 +78,14 @@ class MemoryPlan:
         return (self.least + 1) * self.page - self.pool
 
 
-@click.command(
-    "plan",
-    cls=SettingsCommand,
-    sections=("model", "cache", "scheduler", "execution"),
-    positional=True,
-    params=[click.Option(["--memory"], metavar="SIZE", help="Memory to plan for (24GiB works) [what is free here]")],
-)
-def command(settings: Settings, memory: str | None) -> None:
-    """Print what serving MODEL takes, what is left, and, where it does not fit, the smallest change that does.
-
-    The exit status says which: 0, it fits; 1, it does not.
-    """
+def run(settings: Settings, memory: str | None) -> None:
+    """`quire plan`, see `quire.cli.late`."""
     settings, device = located(settings), device_of(settings)
     rows = list(plan_lines(settings, read_facts(settings), free(device) if memory is None else size_of(memory), device))
     print_pairs(rows)
     # That line is there only if it does not fit.
     if "fits" in dict(rows):
         raise SystemExit(1)
-
-
-def size_of(memory: str) -> int:
-    """Raises InvalidConfig."""
-    try:
-        return int(OPTIONS["kv_cache_memory_bytes"].read(memory, "--memory"))
-    except (InvalidConfig, TypeError):
-        raise InvalidConfig(f"--memory must be a size such as 24GiB, not {memory!r}", param="memory") from None
 
 
 def device_of(settings: Settings) -> torch.device:

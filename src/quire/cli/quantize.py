@@ -8,44 +8,19 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from quire.cli.base import SettingsCommand
 from quire.config import Settings
 from quire.config.option import amount
 from quire.errors import InvalidConfig
+from quire.weights.file_types import FILE_TYPES, NAMES
 from quire.weights.locate import check as holds_a_model
 from quire.weights.locate import locate
-from quire.weights.quantize import FILE_TYPES, NAMES, Written, choose_type, quantize
+from quire.weights.quantize import Written, choose_type, quantize
 
 
-@click.command(
-    "quantize",
-    cls=SettingsCommand,
-    sections=(),
-    also=("revision", "download_dir"),
-    params=[
-        click.Argument(["model"]),
-        click.Argument(["out"], type=click.Path(dir_okay=False, path_type=Path)),
-        click.Option(
-            ["--type", "kind"],
-            metavar="|".join((*FILE_TYPES, *NAMES)),
-            help="Type of the matrices, or mixture of types, as llama.cpp names them.",
-        ),
-        click.Option(["--threads"], type=click.IntRange(1, 1024), default=2, show_default=True, help="Threads."),
-        click.Option(
-            ["--check/--no-check"],
-            default=True,
-            help="Compare the file's answers to a probe with the model's, which takes memory for it in float32. [yes]",
-        ),
-        click.Option(["--vocabulary/--no-vocabulary"], default=True, help="Write tokenizer and chat template. [yes]"),
-    ],
-)
-def command(
+def run(
     settings: Settings, model: str, out: Path, kind: str | None, threads: int, check: bool, vocabulary: bool
 ) -> None:
-    """Write MODEL, a folder, a GGUF file or a hub id, as the GGUF file OUT, and check what it answers.
-
-    A file that exists is not overwritten. Tensors are read, converted and written some rows at a time.
-    """
+    """`quire quantize`, see `quire.cli.late`."""
     if not out.name:
         raise InvalidConfig("OUT is empty: name the file to write, such as model.gguf", param="out")
     if not out.parent.is_dir():

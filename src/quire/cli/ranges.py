@@ -1,4 +1,4 @@
-"""Types of options that are numbers within bounds."""
+"""Types of options that are numbers within bounds, and sizes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from typing import Any
 
 import click
+
+from quire.config import OPTIONS
+from quire.errors import InvalidConfig
 
 
 class FiniteRange(click.FloatRange):
@@ -28,3 +31,11 @@ def ascending(context: click.Context, param: click.Parameter, value: tuple[int, 
     if value[0] > value[1]:
         raise click.BadParameter(f"{value[0]} {value[1]}: the first number may not be above the second", context, param)
     return value
+
+
+def size_of(memory: str) -> int:
+    """Raises InvalidConfig."""
+    try:
+        return int(OPTIONS["kv_cache_memory_bytes"].read(memory, "--memory"))
+    except (InvalidConfig, TypeError):
+        raise InvalidConfig(f"--memory must be a size such as 24GiB, not {memory!r}", param="memory") from None

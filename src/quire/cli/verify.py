@@ -24,7 +24,6 @@ from quire.assembly.engine import build_policy, build_scheduler, make_executor
 from quire.assembly.limits import BuiltExecutor
 from quire.assembly.tiers import refuse_tiers
 from quire.assembly.tokenizer import build_tokenizer, require_text
-from quire.cli.base import OFFLINE, SettingsCommand, integer
 from quire.cli.tables import console, numbers
 from quire.config import Settings
 from quire.engine.engine import Engine
@@ -38,29 +37,8 @@ from quire.weights.files import read_config
 from quire.weights.locate import EMBEDDED, locate
 
 
-@click.command(
-    "verify",
-    cls=SettingsCommand,
-    sections=OFFLINE,
-    positional=True,
-    params=[
-        integer("--requests", 12, "How many.", high=512),
-        integer("--new", 24, "Tokens of each answer.", high=4096),
-        integer(
-            "--repeat",
-            5,
-            "Rounds in which both modes are timed, in turns; 0: not timed. They need the weights twice.",
-            low=0,
-            high=100,
-        ),
-        click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."),
-    ],
-)
-@click.pass_context
-def command(ctx: click.Context, settings: Settings, requests: int, new: int, repeat: int, as_json: bool) -> None:
-    """Answer the same requests alone, in a batch, from a warm cache, in chunks, preempted and with drafts, and compare
-    tokens and log-probabilities to the bit. With --deterministic they must be equal: the exit code is 1 where any
-    differs, in either mode."""
+def run(settings: Settings, requests: int, new: int, repeat: int, as_json: bool) -> None:
+    """`quire verify`, see `quire.cli.late`."""
     require_text(settings, "quire verify")
     refuse_tiers(settings, "`quire verify`")
     rows = list[Row]()
@@ -82,7 +60,7 @@ def command(ctx: click.Context, settings: Settings, requests: int, new: int, rep
         click.echo(json.dumps(about | found))
     else:
         show(settings, rows, cost, why)
-    ctx.exit(0 if equal(rows) else 1)
+    click.get_current_context().exit(0 if equal(rows) else 1)
 
 
 def charged(settings: Settings, repeat: int) -> tuple[list[Price], str]:

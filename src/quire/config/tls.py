@@ -31,7 +31,7 @@ def check_files(config: AccessConfig) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files, lambda: "")
     except (OSError, ssl.SSLError) as error:
         mismatch = getattr(error, "reason", None) == "KEY_VALUES_MISMATCH"
-        why = "the key is not the certificate's" if mismatch else error.strerror or error
+        why = "the key is not the certificate's" if mismatch else error.strerror or str(error)
         raise InvalidConfig(
             f"ssl_certfile {files[0]} and ssl_keyfile {files[1]} cannot be used: {why}", param="ssl_certfile"
         ) from error

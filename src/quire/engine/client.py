@@ -6,13 +6,11 @@ import asyncio
 import itertools
 import logging
 import math
-import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 from quire import errors
 from quire.engine.executor import Description
@@ -34,6 +32,7 @@ from quire.engine.protocol import (
     encode_frame,
     submission,
 )
+from quire.engine.spawn import Spawned, spawn
 from quire.engine.timing import RestartBackoff
 from quire.errors import QuireError, Unavailable
 from quire.types import FinishReason, Request, RequestStepOutput
@@ -123,32 +122,6 @@ class StallDetector:
     def is_stalled(self, now: float) -> float:
         """By how many seconds the next step is late; 0 or less: it is not."""
         return 0.0 if self.idle else now - self._since - self.step_timeout
-
-
-class Spawned(NamedTuple):
-    """A process that builds an engine once it is sent settings, and our end of its socket."""
-
-    process: subprocess.Popen[bytes]
-    sock: socket.socket
-
-
-def spawn(argv: Sequence[str], environment: Mapping[str, str]) -> Spawned:
-    """Start a process of the command `argv`, which imports what an engine needs and waits. See `EngineProcess`."""
-    here, there = socket.socketpair()
-    try:
-        process = subprocess.Popen(
-            [*argv, str(there.fileno())],
-            pass_fds=[there.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**environment, **os.environ},
-            start_new_session=True,  # Ctrl-C is for the front: it drains first
-        )
-    except BaseException:
-        here.close()
-        raise
-    finally:
-        there.close()
-    return Spawned(process, here)
 
 
 class EngineProcess:

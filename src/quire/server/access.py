@@ -110,9 +110,8 @@ class Hosts:
 
     def check_local(self, scope: Scope, headers: Mapping[str, str]) -> None:
         """Raises ForeignHost unless a request came from this machine, without a proxy, by a known name."""
-        # The client is None where it has already closed its connection, and on a Unix socket, which has no port.
-        on_unix_socket = (scope.get("server") or _IN_PROCESS)[1] is None
-        address = (_IN_PROCESS if on_unix_socket else scope.get("client", _IN_PROCESS) or ("",))[0]
+        # The client is None where it has already closed its connection.
+        address = (scope.get("client", _IN_PROCESS) or ("",))[0]
         proxied = any(field in headers for field in _PROXY_HEADERS)
         if proxied or not loopback(address) or not self.known(headers.get("host", "")):
             raise ForeignHost(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,6 +50,9 @@ _RESERVED_READ = 2.0
 # idle upstream connections; of a large limit this share, so that connections beyond it can be accepted and refused.
 _SPARE = 64 + _RESERVED
 _SPARE_SHARE = 1 / 8
+
+# The address of clients of a Unix socket, which have none: they are on this machine.
+_ON_UNIX_SOCKET = ("127.0.0.1", 0)
 
 # Connections that may wait to be accepted, at most.
 _BACKLOG = 2048
@@ -262,6 +266,9 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(cast(asyncio.Transport, ResponseTransport(transport, self._close)))
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family == socket.AF_UNIX:
+            self.client = _ON_UNIX_SOCKET
         excess = len(self.connections) - self._timeouts.connections
         self._reserved = excess > 0
         if excess > _RESERVED:

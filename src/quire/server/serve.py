@@ -138,9 +138,7 @@ async def serve(
     heap.mapped_from(_LARGE)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="server"))
     async with AsyncExitStack() as shutdown:
-        shutdown.callback(sock.close)
-        if sock.family == socket.AF_UNIX:
-            shutdown.callback(Path(sock.getsockname()).unlink, missing_ok=True)
+        shutdown.enter_context(_listening(sock))
         shutdown.push_async_callback(backend.close)
         if batch_service is not None:
             shutdown.push_async_callback(batch_service.stop)
@@ -157,10 +155,22 @@ async def serve(
             await answering
 
 
+@contextmanager
+def _listening(sock: socket.socket) -> Iterator[None]:
+    """Within, `sock` is open; then the file of a Unix socket is removed."""
+    file = sock.getsockname() if sock.family == socket.AF_UNIX else None
+    try:
+        yield
+    finally:
+        sock.close()
+        if file is not None:
+            Path(file).unlink(missing_ok=True)
+
+
 def url(sock: socket.socket, scheme: str = "http") -> str:
     """The URL of a server that listens on `sock`, or `UNIX` and the path of a Unix socket."""
     if sock.family == socket.AF_UNIX:
-        return UNIX + sock.getsockname()
+        return f"{UNIX}{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

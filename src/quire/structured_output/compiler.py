@@ -77,8 +77,8 @@ class GrammarCompiler:
     # ---------------------------------------------------------------- called by the loop
 
     def warm_up(self, structure: StructuredOutputsParams = WARM_UP) -> None:
-        """Compile a structure in a worker, so that what all grammars share is ready when the first one is needed: for a
-        large vocabulary the library keeps Python's lock for a second."""
+        """Compile a structure in a worker, so that what all grammars share is ready when the first one is needed: the
+        library keeps Python's lock while it reads a vocabulary, of a large one for tenths of a second."""
         self._enqueue(structure)
 
     def constraint_for(self, request: Request) -> Constraint:

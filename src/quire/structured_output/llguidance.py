@@ -8,8 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -586,22 +585,13 @@ def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
     if not tokenizer.eos:
         raise InvalidModel("structured output needs an end-of-text token, and this model's tokenizer names none")
     pieces = [tokenizer.token_text(token)[1] for token in range(tokenizer.vocab_size)]
-    eos, special = sorted(tokenizer.eos), set(tokenizer.special)
-    own = None
-    # ValueError: the library does not know this decoder.
-    with suppress(ValueError):
-        own = LLTokenizer(tokenizer.to_json(), eos_token=eos)
-        special |= {token for token in range(tokenizer.vocab_size) if own.is_special_token(token)}
-        # The library marks special tokens with 0xff, which no UTF-8 text contains.
-        same = all(own.decode_bytes([token]) == piece or b"\xff" in piece for token, piece in enumerate(pieces))
-        own = own if same else None
-    # Marks of calls and thoughts are text for grammars, which are written in text. The library takes any token of the
-    # form <...> that was added to a vocabulary for special.
-    marks = {token for token in special - tokenizer.eos if pieces[token] and _is_mark(pieces[token])}
-    if own is not None and not marks:
-        return own
-    adapter = _TokenizerAdapter(tokenizer, pieces, marks, None if own is None else own.tokenize_bytes)
-    return LLTokenizer(TokenizerWrapper(adapter), eos_token=eos)
+    return LLTokenizer(TokenizerWrapper(_TokenizerAdapter(tokenizer, pieces)), eos_token=sorted(tokenizer.eos))
+
+
+def _special(tokenizer: Tokenizer, pieces: Sequence[bytes]) -> frozenset[int]:
+    """Special tokens but marks of calls and thoughts, which are text for grammars, as these are written in text."""
+    marks = {token for token in tokenizer.special - tokenizer.eos if pieces[token] and _is_mark(pieces[token])}
+    return tokenizer.special - marks
 
 
 def _is_mark(piece: bytes) -> bool:
@@ -620,36 +610,29 @@ _MARKS = "\n".join(
 
 
 class _TokenizerAdapter:
-    """The interface that the library expects of a tokenizer that it cannot read by itself, or whose `marks` are text.
+    """The interface that the library expects of a tokenizer. The library could read tokenizer.json by itself, for which
+    it keeps Python's lock three times as long."""
 
-    encode: bytes to token ids, where the library can.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        pieces: list[bytes],
-        marks: set[int],
-        encode: Callable[[bytes], list[int]] | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, pieces: list[bytes]) -> None:
+        self._tokenizer = tokenizer
+        self._special = special = _special(tokenizer, pieces)
         self.bos_token_id = tokenizer.bos
         self.eos_token_id = min(tokenizer.eos)
-        self.special_token_ids = sorted(tokenizer.special - marks)
+        self.special_token_ids = sorted(special)
         self.tokens = pieces
-        special = tokenizer.special - marks
         self._ids = {piece: token for token, piece in enumerate(pieces) if piece and token not in special}
         self._longest = max(map(len, self._ids))
-        self._special = special
-        self._encode = encode
+        self._cut = lru_cache(1024)(self._tokens)  # all answers of a grammar have the same texts
 
     def __call__(self, text: bytes) -> list[int]:
-        """The tokens of text that the grammar determines, up to a special one: by default the longest match at each
-        position.
+        """The tokens of text that the grammar determines, up to a special one."""
+        return self._cut(text)
 
-        Not `Tokenizer.encode`, which may prepend a space.
-        """
-        if self._encode is not None:
-            return list(takewhile(lambda token: token not in self._special, self._encode(text)))
+    def _tokens(self, text: bytes) -> list[int]:
+        """The tokenizer's, or where those are not this very text, the longest match at each position."""
+        encoded = self._tokenizer.encode_inner(text.decode())
+        if b"".join(self.tokens[token] for token in encoded) == text:
+            return list(takewhile(lambda token: token not in self._special, encoded))
         tokens: list[int] = []
         at = 0
         while at < len(text):

@@ -288,7 +288,7 @@ class Tokenizer:
             return tuple(self._core.encode(text, add_special_tokens=False).ids)
         return tuple(self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
-    def _encode_inner(self, text: str) -> tuple[int, ...]:
+    def encode_inner(self, text: str) -> tuple[int, ...]:
         """Token ids of a text that goes on from another one: without the space that may be put before a text."""
         return self._encode(self._before + text)[len(self._encode(self._before)) :]
 
@@ -301,8 +301,8 @@ class Tokenizer:
             )
         first, *rest = pieces(prefix, self.infill.written)
         # As in training: a prefix is the beginning of a text, and a suffix is not.
-        before = [*self._encode(first), *(id for piece in rest for id in self._encode_inner(piece))]
-        after = [id for piece in pieces(suffix, self.infill.written) for id in self._encode_inner(piece)]
+        before = [*self._encode(first), *(id for piece in rest for id in self.encode_inner(piece))]
+        after = [id for piece in pieces(suffix, self.infill.written) for id in self.encode_inner(piece)]
         return self.infill.prompt(before, after)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -390,10 +390,7 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """tokenizer.json with the tokens that tokenizer_config.json adds, for other libraries."""
-        core = tokenizers.Tokenizer.from_str(self._core.to_str())
-        core.no_padding()
-        core.no_truncation()
-        return str(core.to_str())
+        return str(self._core.to_str())
 
     def info(self) -> dict[str, Any]:
         """tokenizer_config.json as transformers shows it: tokens as their text, without names of files."""

@@ -21,6 +21,7 @@ from quire.tokenization.tokenizer import Tokenizer, sampling_defaults
 from quire.tokenization.vocabularies import from_gguf as read_vocabulary
 from quire.weights.canary import PROBE, Quality, answers, compare, probe
 from quire.weights.entries import TensorEntry, file_entry
+from quire.weights.file_types import FILE_TYPES, NAMES
 from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import Gguf, find_gguf, read_gguf
 from quire.weights.gguf_export import constant, differences, export, names_drafts
@@ -31,25 +32,6 @@ from quire.weights.outline import ModelOutline
 from quire.weights.schemes import AUTO
 
 log = logging.getLogger(__name__)
-
-NAMES: Mapping[str, str] = MappingProxyType({"q4_k": "q4_k_m", "q5_k": "q5_k_m"})
-"""Short names of mixtures."""
-
-FILE_TYPES: Mapping[str, int] = MappingProxyType(
-    {
-        "f32": 0,
-        "f16": 1,
-        "q4_0": 2,
-        "q8_0": 7,
-        "q4_k_s": 14,
-        "q4_k_m": 15,
-        "q5_k_s": 16,
-        "q5_k_m": 17,
-        "q6_k": 18,
-        "bf16": 32,
-    }
-)
-"""What can be written, and `general.file_type` of each, llama.cpp's number of a mixture."""
 
 FALLBACK: Mapping[str, str] = MappingProxyType({"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"})
 """Types in place of K-quants for matrices whose rows are no multiple of 256 numbers."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from quire.ops.operands import Scores
 from quire.ops.ragged import LayerKV
-from quire.ops.triton import latent_mma, latent_parts
 from quire.ops.triton.attention_schedule import (
     FEW_SPANS,
     FIELDS,
@@ -41,9 +40,16 @@ from quire.ops.triton.attention_schedule import (
     spread,
 )
 from quire.ops.triton.cells import COARSE, FINE, all_joined, cell_of, first_block, joined
+from quire.ops.triton.later import Later
 from quire.ops.triton.launch import DeviceInfo, block, fetch, kernel, release, wait
 from quire.ops.triton.rows import tanh
 from quire.types import UNLIMITED
+
+if TYPE_CHECKING:
+    from quire.ops.triton import latent_mma, latent_parts
+else:
+    latent_mma = Later("latent_mma")
+    latent_parts = Later("latent_parts")
 
 
 @triton.jit

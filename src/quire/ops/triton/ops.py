@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -50,32 +50,49 @@ from quire.ops.operands import (
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import E4M3
 from quire.ops.ragged import LONG, NO_LONG_SPANS, LayerKV, LayerState, RaggedBatch
-from quire.ops.triton import experts as mixture
-from quire.ops.triton import (
-    gemv,
-    grouped_gemm,
-    indexer,
-    integer_experts,
-    integer_gemm,
-    integer_gemv,
-    integer_mma,
-    integer_row,
-    integer_stationary,
-    integer_tma,
-    invariant_gemm,
-    latent,
-    quantized_gemm,
-    recurrent,
-    rounded_gemm,
-    rows,
-)
+from quire.ops.triton import gemv, invariant_gemm, rows
 from quire.ops.triton.attention import attention, cascade_attention
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.gemv import COUNTERS, GemmConfig
+from quire.ops.triton.later import Later
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.long_spans import DenseAttention, attend_long, dense_attention, serves
 from quire.ops.triton.recurrence import FEW
 from quire.types import UNLIMITED
+
+if TYPE_CHECKING:
+    from quire.ops.triton import experts as mixture
+    from quire.ops.triton import (
+        grouped_gemm,
+        indexer,
+        integer_experts,
+        integer_gemm,
+        integer_gemv,
+        integer_mma,
+        integer_row,
+        integer_stationary,
+        integer_tma,
+        latent,
+        quantized_gemm,
+        recurrent,
+        rounded_gemm,
+    )
+else:
+    # Triton looks up the source of every kernel that is imported, and most models need few of these.
+    mixture = Later("experts")
+    grouped_gemm = Later("grouped_gemm")
+    indexer = Later("indexer")
+    integer_experts = Later("integer_experts")
+    integer_gemm = Later("integer_gemm")
+    integer_gemv = Later("integer_gemv")
+    integer_mma = Later("integer_mma")
+    integer_row = Later("integer_row")
+    integer_stationary = Later("integer_stationary")
+    integer_tma = Later("integer_tma")
+    latent = Later("latent")
+    quantized_gemm = Later("quantized_gemm")
+    recurrent = Later("recurrent")
+    rounded_gemm = Later("rounded_gemm")
 
 MOST_OUTPUTS = 1 << 15
 """Outputs of a matrix that are dequantized at a time."""

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from triton import AsyncCompileMode, knobs
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -194,7 +193,7 @@ def _kind(value: Any) -> object:
     """What identifies an argument: at least everything that a kernel is compiled for."""
     if isinstance(value, TensorDescriptor):
         return value.base.dtype, tuple(value.block_shape)
-    if isinstance(value, GluonDescriptor):
+    if hasattr(value, "layout") and hasattr(value, "block_shape"):  # Gluon's, which is imported where it is used
         return value.base.dtype, tuple(value.block_shape), value.layout
     return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else (type(value), value)
 
