@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.ops.operands import UnnormedRow
+from quire.ops.reference import ReferenceOps
 from quire.ops.triton.ops import TritonOps
 from quire.weights.load import load_model
 from tests.checkpoints import make
@@ -50,3 +52,31 @@ def test_norms_are_made_for_what_reads_them(tmp_path: Path, shape: str, quantiza
     model = load_model(tmp_path, dtype="float16", ops=ops, quantization=quantization)
     Feeder(model, page_size=16, dtype=torch.float16).step([(0, [7 * i % 190 for i in range(5)])])
     assert ops.made == made
+
+
+class Leaving(ReferenceOps):
+    """Leaves norms to the products that read them, as kernels do with a row; there is no sum until then."""
+
+    def add_norm_rounded(self, x, residual, norm, matrix, scale=1.0):
+        total = torch.full_like(residual, float("nan"))
+        return UnnormedRow(x, residual.clone(), total, norm, scale), total
+
+    def multiply_normed(self, x, matrix, bias=None, gate=""):
+        normed, total = self.add_norm(x.row, x.residual, x.norm, None, x.scale)
+        x.total.copy_(total)
+        return self.quantized_linear(normed, matrix, bias, gate)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    ["qwen3-gqa", "granitemoeshared-gqa", "mixtral-gqa", "qwen3_next-shared-keys", "gemma2-gqa", "nemotron-gqa"],
+)
+def test_nothing_reads_a_sum_before_the_product_that_writes_it(tmp_path: Path, shape: str) -> None:
+    make(tmp_path, shape)
+    made = []
+    for ops in (ReferenceOps(), Leaving()):
+        model = load_model(tmp_path, dtype="float32", ops=ops, quantization="fp8")
+        feeder = Feeder(model, page_size=16, dtype=torch.float32)
+        made += [*feeder.step([(0, [7 * i % 190 for i in range(5)])]), *feeder.step([(0, [3])])]
+    first, second, *left = made
+    assert all(torch.equal(*pair) for pair in zip((first, second), left, strict=True))

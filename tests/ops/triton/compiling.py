@@ -47,6 +47,7 @@ from quire.ops.operands import (
     ScanWeights,
     Scores,
     TopK,
+    UnnormedRow,
     VocabularyPart,
 )
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
@@ -487,7 +488,9 @@ def in_registers(ops: TritonOps) -> None:
         for gate in ("", "silu"):
             integer_tma.integer_tma(halves(64, 4096), each[0], None, ops.card, ops.arrived, gate)
         for matrix, gate in ((each[0], "silu"), (each[2], ""), (each[4], "")):
-            integer_row.integer_row(halves(1, 4096), matrix, None, ops.card, gate)
+            row = halves(1, 4096)
+            for x in (row, UnnormedRow(row, row, row, Norm(halves(4096), 1e-5), 1.0)):
+                integer_row.integer_row(x, matrix, None, ops.card, gate)
         for matrix, rows in ((each[0], 16), (each[2], 8)):
             integer_stationary.integer_stationary(halves(rows, 4096), matrix, None, ops.card, "silu")
 

@@ -95,8 +95,10 @@ def routed(tokens: int, count: int, used: int, only: list[int]) -> Routing:
         (GemmConfig(16, 4, 32, 4, 3), 2),
         (GemmConfig(16, 16, 32, 4, 3), 40),
         (GemmConfig(32, 8, 32, 4, 3), 33),
+        (GemmConfig(16, 16, 16, 4, 3, splits=2), 40),
+        (GemmConfig(32, 8, 32, 4, 3, splits=4), 33),
     ],
-    ids=["one", "three", "two", "forty", "many"],
+    ids=["one", "three", "two", "forty", "many", "in two runs", "with runs of nothing"],
 )
 def test_the_router_chooses_as_a_softmax_and_top_k(
     how: GemmConfig, tokens: int, count: int, used: int, normalize: bool
@@ -141,7 +143,9 @@ def test_the_router_chooses_as_a_softmax_and_top_k(
     ],
 )
 @pytest.mark.parametrize(
-    ("how", "tokens"), [(GemmConfig(1, 2, 16, 1), 3), (GemmConfig(16, 16, 32, 4, 3), 40)], ids=["three", "forty"]
+    ("how", "tokens"),
+    [(GemmConfig(1, 2, 16, 1), 3), (GemmConfig(16, 16, 32, 4, 3), 40), (GemmConfig(16, 16, 16, 4, 3, splits=2), 24)],
+    ids=["three", "forty", "in two runs"],
 )
 def test_the_router_chooses_and_weighs_as_it_is_told(
     how: GemmConfig, tokens: int, count: int, choice: TopK, terms: Sequence[str]

@@ -99,14 +99,23 @@ def in_best_groups(
 
 
 @triton.jit
+def logits_at(row, place, mask, apart, SPLITS: tl.constexpr):
+    """What is at some places of a row, of SPLITS runs of inputs `apart` from each other in one sum."""
+    value = tl.load(row + place, mask=mask, other=0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        value += tl.load(row + split * apart + place, mask=mask, other=0.0, cache_modifier=".cg")
+    return value
+
+
+@triton.jit
 def choose(
-    logits, bias, correction, gains, experts, weights, places, null, r, inside, count, logit_scale, scale, floor,
+    logits, bias, correction, gains, experts, weights, places, null, r, inside, apart, count, logit_scale, scale, floor,
     USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
     GAINED: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    PADDED: tl.constexpr, ALL: tl.constexpr, MARGIN: tl.constexpr,
+    PADDED: tl.constexpr, ALL: tl.constexpr, MARGIN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """`select_experts` of rows of logits, ties by the lower number. PADDED: rows whose place is below `null` get expert
-    -1 and weight 0.
+    """`select_experts` of rows of logits, see `logits_at`, ties by the lower number. PADDED: rows whose place is below
+    `null` get expert -1 and weight 0.
 
     A score's key is an integer that is ordered as the scores are; without CORRECTED, logits are in that order, too. NaN
     and infinity are the largest, so that every choice is an expert's number, and make all weights NaN.
@@ -114,7 +123,7 @@ def choose(
     e = tl.arange(0, ALL)[None, :]
     held = inside[:, None] & (e < count)
     row = logits + r.to(tl.int64) * count
-    value = tl.load(row[:, None] + e, mask=held, other=0.0, cache_modifier=".cg")
+    value = logits_at(row[:, None], e, held, apart, SPLITS)
     if BIAS:
         value += tl.load(bias + e, mask=e < count, other=0.0).to(tl.float32)
     value *= logit_scale
@@ -144,7 +153,7 @@ def choose(
         high = (best >> 32).to(tl.int32)
         logit = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         if CORRECTED:
-            logit = tl.load(row + chosen, mask=inside, other=0.0, cache_modifier=".cg")
+            logit = logits_at(row, chosen, inside, apart, SPLITS)
             if BIAS:
                 logit += tl.load(bias + chosen).to(tl.float32)
             logit = finite_only(logit * logit_scale)
@@ -188,10 +197,10 @@ def route_kernel(
     GAINED: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
     PADDED: tl.constexpr, NORMED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
-    ALL: tl.constexpr, MARGIN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    ALL: tl.constexpr, MARGIN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """float32 logits of BLOCK_E experts for ROWS rows, without their bias.
+    """float32 logits of BLOCK_E experts for ROWS rows, without their bias: of one of SPLITS runs of inputs.
 
     STAGES 0: one row by multiply-adds, TIMES * BLOCK_K inputs, with the router's weight requested before the wait; its
     last program then chooses the row's experts. Else `choice_kernel` does.
@@ -225,12 +234,14 @@ def route_kernel(
         line = weight + tl.minimum(n, count - 1)[:, None] * hidden
         source = x + r[:, None].to(tl.int64) * hidden
         total = tl.zeros([BLOCK_E, ROWS], tl.float32)
-        for start in tl.range(0, hidden, BLOCK_K, num_stages=STAGES):
+        run = tl.cdiv(hidden, BLOCK_K * SPLITS) * BLOCK_K
+        first = tl.program_id(2) * run
+        for start in tl.range(first, tl.minimum(first + run, hidden), BLOCK_K, num_stages=STAGES):
             at = start + k[None, :]
             tile = tl.load(line + at) if EVEN else tl.load(line + at, mask=at < hidden, other=0.0)
             value = tl.load(source + at, mask=inside[:, None] if EVEN else inside[:, None] & (at < hidden), other=0.0)
             total = tl.dot(tile, tl.trans(value), total, input_precision=PRECISION)
-        place = r[None, :].to(tl.int64) * count + n[:, None]
+        place = (tl.program_id(2) * rows + r)[None, :].to(tl.int64) * count + n[:, None]
         tl.store(logits + place, total, mask=inside[None, :] & (n < count)[:, None])
     if STAGES == 0:
         tl.debug_barrier()
@@ -238,9 +249,9 @@ def route_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(1) - 1:
             tl.store(counter, 0)
             choose(
-                logits, bias, correction, gains, experts, weights, places, null, r, inside, count, logit_scale, scale,
-                floor, USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS, USED_GROUPS, GROUP_BEST, PADDED, ALL,
-                MARGIN,
+                logits, bias, correction, gains, experts, weights, places, null, r, inside, 0, count, logit_scale,
+                scale, floor, USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS, USED_GROUPS, GROUP_BEST,
+                PADDED, ALL, MARGIN, SPLITS,
             )  # fmt: skip
 
 
@@ -249,15 +260,16 @@ def choice_kernel(
     logits, bias, correction, gains, experts, weights, places, null, count, logit_scale, scale, floor,
     USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
     GAINED: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    PADDED: tl.constexpr, ALL: tl.constexpr, MARGIN: tl.constexpr, DEPENDENT: tl.constexpr,
+    PADDED: tl.constexpr, ALL: tl.constexpr, MARGIN: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row: see `choose`. A warp has all of it, so that its largest logits are found without waiting for others."""
     wait(DEPENDENT)
     release(DEPENDENT)
-    r = tl.program_id(0) + tl.arange(0, 1)
+    r, apart = tl.program_id(0) + tl.arange(0, 1), tl.num_programs(0).to(tl.int64) * count
     choose(
-        logits, bias, correction, gains, experts, weights, places, null, r, r >= 0, count, logit_scale, scale, floor,
-        USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS, USED_GROUPS, GROUP_BEST, PADDED, ALL, MARGIN,
+        logits, bias, correction, gains, experts, weights, places, null, r, r >= 0, apart, count, logit_scale, scale,
+        floor, USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS, USED_GROUPS, GROUP_BEST, PADDED, ALL, MARGIN,
+        SPLITS,
     )  # fmt: skip
 
 
@@ -827,7 +839,9 @@ def router_config(tokens: int, hidden: int) -> GemmConfig:
         if whole <= 4096 or whole == hidden:
             return GemmConfig(1, max(1, 8192 // whole), whole, 4)
         return GemmConfig(1, 1, max(32, two(min(hidden & -hidden, 512))), 4)
-    return GemmConfig(16, 32, 128, 4, 4) if tokens <= 1024 else GemmConfig(32, 128, 64, 4, 4)
+    if tokens <= 1024:
+        return GemmConfig(16, 32, 128, 4, 4, splits=8 if tokens <= 64 else 4 if tokens <= 256 else 1)
+    return GemmConfig(32, 128, 64, 4, 4)
 
 
 FIXED_ROUTER = GemmConfig(16, 32, 128, 4, 3)
@@ -866,7 +880,7 @@ def route(
     x = x.contiguous()
     into = addition or Addition(x, x, x, x, 1.0, 0.0)
     (tokens, hidden), count = x.shape, len(weight)
-    logits = x.new_empty(tokens, count, dtype=torch.float32)
+    logits = x.new_empty(how.splits * tokens, count, dtype=torch.float32)
     experts, weights = x.new_empty(tokens, choice.used, dtype=torch.int32), logits.new_empty(tokens, choice.used)
     if correction is None and choice.groups > 1:
         correction = logits.new_zeros(count)
@@ -878,9 +892,9 @@ def route(
         "USED": choice.used, "NORMALIZE": choice.normalize, "SIGMOID": choice.sigmoid, "BIAS": bias is not None,
         "CORRECTED": correction is not None, "GAINED": gains is not None, "GROUPS": choice.groups,
         "USED_GROUPS": choice.used_groups, "GROUP_BEST": choice.group_best, "PADDED": batch is not None,
-        "ALL": block(count), "MARGIN": choice.margin, "DEPENDENT": card.dependent, **card.options,
+        "ALL": block(count), "MARGIN": choice.margin, "SPLITS": how.splits, "DEPENDENT": card.dependent, **card.options,
     }  # fmt: skip
-    route_kernel[(triton.cdiv(tokens, how.rows), triton.cdiv(count, how.outputs))](
+    route_kernel[(triton.cdiv(tokens, how.rows), triton.cdiv(count, how.outputs), how.splits)](
         *(x, weight, *read, logits, experts, weights, places, arrived, *into[:4]),
         *(null, tokens, count, hidden, choice.logit_scale, choice.scale, choice.floor, into.factor, into.eps),
         NORMED=addition is not None, EVEN=hidden % how.inputs == 0, WHOLE=count % how.outputs == 0, ROWS=how.rows,
