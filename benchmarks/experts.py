@@ -451,6 +451,20 @@ def through(batch: Batch, routing: Routing, how: AnyConfig, card: DeviceInfo) ->
     return mixture.experts(batch.x, routing, first, second, "silu", how, card)
 
 
+def by_engine(batches: Sequence[Batch], ops: TritonOps) -> list[Callable[[], Tensor]]:
+    """All launches of a mixture, as the engine makes them."""
+
+    def call(batch: Batch) -> Tensor:
+        routing, first, second = ops.route(batch.x, batch.layer.router), batch.layer.gate_up, batch.layer.down
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            return ops.experts(batch.x, routing, first, second, "silu")
+        assert not isinstance(first, Tensor)
+        assert not isinstance(second, Tensor)
+        return ops.quantized_experts(batch.x, routing, first, second, "silu")
+
+    return [partial(call, batch) for batch in batches]
+
+
 def whole_error(batch: Batch, ops: TritonOps, how: AnyConfig, router: GemmConfig) -> float:
     """The relative error of some tokens of all launches, against float32 with the experts that the router chose."""
     layer = batch.layer
@@ -516,6 +530,8 @@ def measure(tokens: int, layers: Sequence[Layer], ops: TritonOps) -> dict[str, A
     found["now"] = attempt(
         (now, router), partial(whole_error, batches[0], ops, now, router), whole(batches, ops, now, router)
     )._asdict()
+    engine, plainly = by_engine(batches, ops), whole(batches[:1], ops, now, router)[0]
+    found["engine"] = attempt("engine", lambda: relative(engine[0](), plainly()), engine)._asdict()
     found["best"] = []
     for how in best:
         check = partial(whole_error, batches[0], ops, how, router)
@@ -594,7 +610,8 @@ def line(found: Mapping[str, Any]) -> str:
     floor = found["floor"]
     parts = [
         f"{found['kind']}, {found['tokens']} tokens, {floor['experts']} experts: floor {floor['all']} us, "
-        f"now {found['now']['us']} (error {found['now']['error']:.1e} {found['now']['failure']}), best "
+        f"engine {found['engine']['us']} (off {found['engine']['error']:.1e} {found['engine']['failure']}), "
+        f"by tiles {found['now']['us']} (error {found['now']['error']:.1e} {found['now']['failure']}), best "
         f"{min((each['us'] for each in found['best']), default=float('nan'))}"
     ]
     parts += [

@@ -17,7 +17,7 @@ from quire.errors import InvalidModel, nearest
 from quire.layers.linear import ONE_RANK, ColumnParallelLinear, ParallelGroup, RowParallelLinear
 from quire.layers.quantization.base import QuantizedWeight, TableStorage
 from quire.ops.base import Ops
-from quire.ops.operands import Angles, Gate, Norm, Norms, RoundedRows, Scores
+from quire.ops.operands import Angles, Gate, Norm, NormedRows, Norms, Scores
 from quire.ops.ragged import LayerKV, RaggedBatch, select_rows
 from quire.types import UNLIMITED
 
@@ -176,7 +176,7 @@ class GatedMLP:
         """See `NormLayer.add_for`."""
         return self.gate_up.reader
 
-    def __call__(self, x: Tensor | RoundedRows, batch: RaggedBatch | None = None) -> Tensor:
+    def __call__(self, x: Tensor | NormedRows, batch: RaggedBatch | None = None) -> Tensor:
         """x: (tokens, hidden); the same shape. batch: of no use here, see `MLPFunction`."""
         first, last = self.gate_up.stored.quantized, self.down.stored.quantized
         if is_plain_product(first) and is_plain_product(last):
@@ -348,7 +348,7 @@ class Attention:
 
     def __call__(
         self,
-        x: Tensor | RoundedRows,
+        x: Tensor | NormedRows,
         angles: Angles,
         batch: RaggedBatch,
         kv: LayerKV,
@@ -387,7 +387,7 @@ class GatedAttention(Attention):
 
     def __call__(
         self,
-        x: Tensor | RoundedRows,
+        x: Tensor | NormedRows,
         angles: Angles,
         batch: RaggedBatch,
         kv: LayerKV,

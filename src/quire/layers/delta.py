@@ -15,7 +15,7 @@ from quire.errors import InvalidModel
 from quire.layers.basic import NormReader
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.ops.base import Ops
-from quire.ops.operands import Angles, DeltaInputs, DeltaWeights, RoundedRows
+from quire.ops.operands import Angles, DeltaInputs, DeltaWeights, NormedRows
 from quire.ops.ragged import LayerKV, RaggedBatch, StateShape, select_rows
 
 
@@ -93,7 +93,7 @@ class GatedDelta:
         return self.project[0].reader if len(self.project) == 1 else None
 
     def __call__(
-        self, x: Tensor | RoundedRows, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
+        self, x: Tensor | NormedRows, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
     ) -> Tensor:
         """x [T, hidden] -> [T, hidden], or the rows `outputs` of it. angles: not used."""
         assert kv.state is not None

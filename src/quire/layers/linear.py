@@ -14,7 +14,7 @@ from quire.errors import InvalidModel
 from quire.layers.quantization.base import QuantizedWeight, WeightStorage
 from quire.layers.stages import ONE_STAGE, Pipeline
 from quire.ops.base import Ops
-from quire.ops.operands import Gate, Norm, RoundedRows, VocabularyPart
+from quire.ops.operands import Gate, Norm, NormedRows, VocabularyPart
 
 
 class ParallelGroup:
@@ -99,12 +99,12 @@ class ColumnParallelLinear:
         weight = self.stored.quantized
         return weight if weight is not None and weight.is_product else None
 
-    def __call__(self, x: Tensor | RoundedRows, gate: Gate = "") -> Tensor:
-        """x [T, in] -> [T, this rank's outputs], half as many under a gate. Rounded rows: made for this matrix."""
-        if isinstance(x, RoundedRows):
-            assert self.stored.quantized is not None
-            return self.stored.quantized.multiply_rounded(x, gate)
-        return self.apply(x, gate)
+    def __call__(self, x: Tensor | NormedRows, gate: Gate = "") -> Tensor:
+        """x [T, in] -> [T, this rank's outputs], half as many under a gate. Normed rows: made for this matrix."""
+        if isinstance(x, Tensor):
+            return self.apply(x, gate)
+        assert self.stored.quantized is not None
+        return self.stored.quantized.multiply_normed(x, gate)
 
 
 class RowParallelLinear:

@@ -14,7 +14,7 @@ from quire.errors import InvalidModel
 from quire.layers.basic import NormReader
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.ops.base import Ops
-from quire.ops.operands import Angles, RoundedRows, ScanInputs, ScanWeights
+from quire.ops.operands import Angles, NormedRows, ScanInputs, ScanWeights
 from quire.ops.ragged import LayerKV, RaggedBatch, StateShape, select_rows
 
 
@@ -78,7 +78,7 @@ class Mamba2:
         return self.project.reader
 
     def __call__(
-        self, x: Tensor | RoundedRows, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
+        self, x: Tensor | NormedRows, angles: Angles, batch: RaggedBatch, kv: LayerKV, outputs: Tensor | None = None
     ) -> Tensor:
         """x [T, hidden] -> [T, hidden], or the rows `outputs` of it. angles: not used."""
         assert kv.state is not None

@@ -31,6 +31,7 @@ from quire.ops.operands import (
     Int8Matrix,
     IntegerMatrix,
     Norm,
+    NormedRows,
     Norms,
     QuantizedMatrix,
     RoundedRows,
@@ -110,22 +111,22 @@ class Ops(ABC):
         """As `linear`, with a quantized matrix. Rows of x may be rounded, see `rounds`."""
         return self.linear(x, dequantize(matrix).to(x.dtype), bias, gate)
 
-    def quantized_mlp(self, x: Tensor | RoundedRows, gate_up: AnyMatrix, down: AnyMatrix, gate: Gate) -> Tensor:
+    def quantized_mlp(self, x: Tensor | NormedRows, gate_up: AnyMatrix, down: AnyMatrix, gate: Gate) -> Tensor:
         """`quantized_linear` with `gate_up` and its gate, and of that with `down`."""
-        if isinstance(x, RoundedRows):
-            return self.quantized_linear(self.multiply_rounded(x, gate_up, None, gate), down)
+        if not isinstance(x, Tensor):
+            return self.quantized_linear(self.multiply_normed(x, gate_up, None, gate), down)
         return self.quantized_linear(self.quantized_linear(x, gate_up, None, gate), down)
 
     def add_norm_rounded(
         self, x: Tensor, residual: Tensor, norm: Norm, matrix: AnyMatrix, scale: float = 1.0
-    ) -> tuple[Tensor | RoundedRows, Tensor]:
-        """`add_norm`, for `quantized_linear` with `matrix` alone: where that rounds its rows, they are rounded here."""
+    ) -> tuple[Tensor | NormedRows, Tensor]:
+        """`add_norm`, for `quantized_linear` with `matrix` alone: where that rounds its rows, they are rounded here.
+        Where it norms a row itself, that is left to it: the sum is there once it is multiplied."""
         return self.add_norm(x, residual, norm, None, scale)
 
-    def multiply_rounded(
-        self, x: RoundedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = ""
-    ) -> Tensor:
-        """As `quantized_linear`, of rows that `add_norm_rounded` has rounded for this matrix."""
+    def multiply_normed(self, x: NormedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """As `quantized_linear`, of what `add_norm_rounded` has made for this matrix."""
+        assert isinstance(x, RoundedRows), "rows are normed by those who leave that to their products"
         numbers, steps = x.rows[: x.tokens].float(), x.steps[:, : x.tokens].t()
         width = matrix.width if isinstance(matrix, QuantizedMatrix) and steps.shape[1] > 1 else numbers.shape[1]
         exact = numbers * steps.repeat_interleave(width, 1)[:, : numbers.shape[1]]

@@ -165,6 +165,21 @@ class RoundedRows(NamedTuple):
     dtype: torch.dtype
 
 
+class UnnormedRow(NamedTuple):
+    """A row [1, in] of which the product that reads it makes the norm of row * scale + residual, and writes that sum to
+    `total`."""
+
+    row: Tensor
+    residual: Tensor
+    total: Tensor
+    norm: Norm
+    scale: float
+
+
+NormedRows = RoundedRows | UnnormedRow
+"""A norm as a product alone reads it, see `Ops.add_norm_rounded`."""
+
+
 class ExpertBiases(NamedTuple):
     """Biases of the experts' products: gate_up [E, 2F], down [E, in]; None: none."""
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from quire.ops.integer import dequantize_integers
-from quire.ops.operands import Gate, IntegerMatrix
+from quire.ops.operands import Gate, IntegerMatrix, Norm, UnnormedRow
 from quire.ops.reference import ReferenceOps
-from quire.ops.triton.integer_row import HALVES, RingConfig, integer_row, takes
+from quire.ops.triton.integer_row import HALVES, RingConfig, integer_row, norms, takes
 from quire.ops.triton.launch import DeviceInfo
+from quire.ops.triton.ops import TritonOps
 from tests.ops.triton.device import DEVICE
 from tests.ops.triton.integers import made, off, taking
 from tests.ops.triton.test_integer_gemm import computed
@@ -44,6 +45,19 @@ def test_only_what_fits_is_taken() -> None:
     assert not taken(outputs=4096), "small matrices are `integer_gemv`'s"
     assert not taken(card=replace(HOPPER, capability=(8, 0))) and not taken(card=replace(HOPPER, capability=(12, 0)))
     assert not taken(card=replace(HOPPER, sms=0)), "kernels that must not depend on the batch have another order"
+
+
+def test_a_plain_norm_of_the_columns_in_their_order_is_made_within_a_product() -> None:
+    weight = torch.ones(4096, dtype=torch.bfloat16, device=DEVICE)
+    plain, layer = Norm(weight, 1e-5), Norm(weight, 1e-5, weight, centred=True)
+
+    def taken(norm: Norm, rows: int = 1, order: Tensor | None = None) -> bool:
+        within = lambda x, matrix, card: norms(x, norm, matrix._replace(order=order), card)  # noqa: E731
+        return taking(within, HOPPER, rows)()
+
+    assert taken(plain)
+    assert not taken(plain, rows=2) and not taken(layer) and not taken(layer._replace(bias=None))
+    assert not taken(plain, order=torch.arange(4096, device=DEVICE))
 
 
 def test_four_bytes_become_eight_numbers() -> None:
@@ -136,3 +150,25 @@ def test_columns_in_another_order_are_taken_in_the_order_of_the_matrix() -> None
     torch.manual_seed(0)
     matrix = made("zeros", 128, 128, 1024)._replace(order=torch.randperm(1024, device=DEVICE))
     assert off(*product(torch.randn(1, 1024, dtype=torch.bfloat16, device=DEVICE), matrix, None, "")) < 1e-2
+
+
+@pytest.mark.gpu
+@NEEDS_CARD
+@DTYPES
+@pytest.mark.parametrize(("kind", "group"), [("zeros", 128), ("q4_k", 32), ("bytes", 32)])
+def test_a_row_is_added_and_normed_within_the_product(dtype: torch.dtype, kind: str, group: int) -> None:
+    torch.manual_seed(0)
+    ops, matrix = TritonOps(DEVICE), made(kind, group, 28672, 4096, half=dtype is torch.float16)
+    x, residual = torch.randn(2, 1, 4096, dtype=dtype, device=DEVICE)
+    norm = Norm(torch.rand(4096, dtype=dtype, device=DEVICE) / 64, 1e-5)
+    normed, total = ops.add_norm(x, residual.clone(), norm, scale=0.5)
+    read, summed = ops.add_norm_rounded(x, residual, norm, matrix, 0.5)
+    assert isinstance(read, UnnormedRow)
+    for gate in ("", "silu"):
+        summed.fill_(float("nan"))
+        got = ops.multiply_normed(read, matrix, None, gate)
+        assert torch.equal(summed, total)
+        assert torch.equal(ops.multiply_normed(read, matrix, None, gate), got)
+        assert off(got, REFERENCE.linear(normed.float(), dequantize_integers(matrix), None, gate)) < 1e-2
+    x[0, 5] = float("inf")
+    assert ops.multiply_normed(ops.add_norm_rounded(x, residual, norm, matrix)[0], matrix).isnan().all()

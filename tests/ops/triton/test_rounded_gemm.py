@@ -109,8 +109,8 @@ def test_a_gated_mlp_is_its_two_products(rows: int, library: bool, width: int, m
     assert off(ops.quantized_mlp(read, gate_up, down, "silu"), want.float()) < 0.01, "sums of squares in another order"
     if isinstance(read, RoundedRows):
         for gate in ("", "silu"):
-            exact = REFERENCE.multiply_rounded(read._replace(dtype=torch.float32), gate_up, None, gate)
-            assert off(ops.multiply_rounded(read, gate_up, None, gate), exact) < 0.012, "bfloat16 of halves and result"
+            exact = REFERENCE.multiply_normed(read._replace(dtype=torch.float32), gate_up, None, gate)
+            assert off(ops.multiply_normed(read, gate_up, None, gate), exact) < 0.012, "bfloat16 of halves and result"
 
 
 def by_kernel(x: RoundedRows, weights: QuantizedMatrix, bias: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.base import Ops
-from quire.ops.operands import AnyMatrix, Gate, Int8Matrix, Norm, Projection, RoundedRows
+from quire.ops.operands import AnyMatrix, Gate, Int8Matrix, Norm, NormedRows, Projection
 from quire.ops.panels import PanelMatrix
 from quire.ops.quantized import dequantize
 from quire.ops.ragged import RaggedBatch
@@ -227,13 +227,13 @@ class QuantizedWeight:
 
     def add_norm(
         self, x: Tensor, residual: Tensor, norm: Norm, scale: float, batch: RaggedBatch | None
-    ) -> tuple[Tensor | RoundedRows, Tensor]:
+    ) -> tuple[Tensor | NormedRows, Tensor]:
         """See `Ops.add_norm_rounded`."""
         return self.ops.add_norm_rounded(x, residual, norm, self.matrix, scale)
 
-    def multiply_rounded(self, x: RoundedRows, gate: Gate = "") -> Tensor:
-        """As `apply`, of rows that `Ops.add_norm_rounded` has rounded for the matrix."""
-        return self.ops.multiply_rounded(x, self.matrix, self.bias, gate)
+    def multiply_normed(self, x: NormedRows, gate: Gate = "") -> Tensor:
+        """As `apply`, of what `Ops.add_norm_rounded` has made for the matrix."""
+        return self.ops.multiply_normed(x, self.matrix, self.bias, gate)
 
     @property
     def rows(self) -> int:

@@ -41,6 +41,7 @@ from quire.ops.triton.gemv import (
     BY_ROW,
     UNSCALED,
     GemmConfig,
+    highest_expert,
     lines,
     numbers,
     partial_sums,
@@ -98,14 +99,23 @@ def in_best_groups(
 
 
 @triton.jit
+def logits_at(row, place, mask, apart, SPLITS: tl.constexpr):
+    """What is at some places of a row, of SPLITS runs of inputs `apart` from each other in one sum."""
+    value = tl.load(row + place, mask=mask, other=0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        value += tl.load(row + split * apart + place, mask=mask, other=0.0, cache_modifier=".cg")
+    return value
+
+
+@triton.jit
 def choose(
-    logits, bias, correction, gains, experts, weights, places, null, r, inside, count, logit_scale, scale, floor,
+    logits, bias, correction, gains, experts, weights, places, null, r, inside, apart, count, logit_scale, scale, floor,
     USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
     GAINED: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    PADDED: tl.constexpr, ALL: tl.constexpr, MARGIN: tl.constexpr,
+    PADDED: tl.constexpr, ALL: tl.constexpr, MARGIN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """`select_experts` of rows of logits, ties by the lower number. PADDED: rows whose place is below `null` get expert
-    -1 and weight 0.
+    """`select_experts` of rows of logits, see `logits_at`, ties by the lower number. PADDED: rows whose place is below
+    `null` get expert -1 and weight 0.
 
     A score's key is an integer that is ordered as the scores are; without CORRECTED, logits are in that order, too. NaN
     and infinity are the largest, so that every choice is an expert's number, and make all weights NaN.
@@ -113,7 +123,7 @@ def choose(
     e = tl.arange(0, ALL)[None, :]
     held = inside[:, None] & (e < count)
     row = logits + r.to(tl.int64) * count
-    value = tl.load(row[:, None] + e, mask=held, other=0.0, cache_modifier=".cg")
+    value = logits_at(row[:, None], e, held, apart, SPLITS)
     if BIAS:
         value += tl.load(bias + e, mask=e < count, other=0.0).to(tl.float32)
     value *= logit_scale
@@ -143,7 +153,7 @@ def choose(
         high = (best >> 32).to(tl.int32)
         logit = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         if CORRECTED:
-            logit = tl.load(row + chosen, mask=inside, other=0.0, cache_modifier=".cg")
+            logit = logits_at(row, chosen, inside, apart, SPLITS)
             if BIAS:
                 logit += tl.load(bias + chosen).to(tl.float32)
             logit = finite_only(logit * logit_scale)
@@ -187,10 +197,10 @@ def route_kernel(
     GAINED: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
     PADDED: tl.constexpr, NORMED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TIMES: tl.constexpr, APART: tl.constexpr,
-    ALL: tl.constexpr, MARGIN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    ALL: tl.constexpr, MARGIN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """float32 logits of BLOCK_E experts for ROWS rows, without their bias.
+    """float32 logits of BLOCK_E experts for ROWS rows, without their bias: of one of SPLITS runs of inputs.
 
     STAGES 0: one row by multiply-adds, TIMES * BLOCK_K inputs, with the router's weight requested before the wait; its
     last program then chooses the row's experts. Else `choice_kernel` does.
@@ -224,12 +234,14 @@ def route_kernel(
         line = weight + tl.minimum(n, count - 1)[:, None] * hidden
         source = x + r[:, None].to(tl.int64) * hidden
         total = tl.zeros([BLOCK_E, ROWS], tl.float32)
-        for start in tl.range(0, hidden, BLOCK_K, num_stages=STAGES):
+        run = tl.cdiv(hidden, BLOCK_K * SPLITS) * BLOCK_K
+        first = tl.program_id(2) * run
+        for start in tl.range(first, tl.minimum(first + run, hidden), BLOCK_K, num_stages=STAGES):
             at = start + k[None, :]
             tile = tl.load(line + at) if EVEN else tl.load(line + at, mask=at < hidden, other=0.0)
             value = tl.load(source + at, mask=inside[:, None] if EVEN else inside[:, None] & (at < hidden), other=0.0)
             total = tl.dot(tile, tl.trans(value), total, input_precision=PRECISION)
-        place = r[None, :].to(tl.int64) * count + n[:, None]
+        place = (tl.program_id(2) * rows + r)[None, :].to(tl.int64) * count + n[:, None]
         tl.store(logits + place, total, mask=inside[None, :] & (n < count)[:, None])
     if STAGES == 0:
         tl.debug_barrier()
@@ -237,9 +249,9 @@ def route_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(1) - 1:
             tl.store(counter, 0)
             choose(
-                logits, bias, correction, gains, experts, weights, places, null, r, inside, count, logit_scale, scale,
-                floor, USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS, USED_GROUPS, GROUP_BEST, PADDED, ALL,
-                MARGIN,
+                logits, bias, correction, gains, experts, weights, places, null, r, inside, 0, count, logit_scale,
+                scale, floor, USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS, USED_GROUPS, GROUP_BEST,
+                PADDED, ALL, MARGIN, SPLITS,
             )  # fmt: skip
 
 
@@ -248,15 +260,16 @@ def choice_kernel(
     logits, bias, correction, gains, experts, weights, places, null, count, logit_scale, scale, floor,
     USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, CORRECTED: tl.constexpr,
     GAINED: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    PADDED: tl.constexpr, ALL: tl.constexpr, MARGIN: tl.constexpr, DEPENDENT: tl.constexpr,
+    PADDED: tl.constexpr, ALL: tl.constexpr, MARGIN: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row: see `choose`. A warp has all of it, so that its largest logits are found without waiting for others."""
     wait(DEPENDENT)
     release(DEPENDENT)
-    r = tl.program_id(0) + tl.arange(0, 1)
+    r, apart = tl.program_id(0) + tl.arange(0, 1), tl.num_programs(0).to(tl.int64) * count
     choose(
-        logits, bias, correction, gains, experts, weights, places, null, r, r >= 0, count, logit_scale, scale, floor,
-        USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS, USED_GROUPS, GROUP_BEST, PADDED, ALL, MARGIN,
+        logits, bias, correction, gains, experts, weights, places, null, r, r >= 0, apart, count, logit_scale, scale,
+        floor, USED, NORMALIZE, SIGMOID, BIAS, CORRECTED, GAINED, GROUPS, USED_GROUPS, GROUP_BEST, PADDED, ALL, MARGIN,
+        SPLITS,
     )  # fmt: skip
 
 
@@ -597,8 +610,8 @@ def few_gate_up_kernel(
     """BLOCK_N of a slot's outputs, out [slots, width], by multiply-adds: see BY_TOKEN in `experts_kernel`. There are
     TIMES * BLOCK_K inputs. SCALED: see `experts_kernel`; there are `scales` a row, each of RUN columns. EARLY: which
     expert it is, is known before the preceding kernel has ended, so that its matrix is requested before the wait."""
-    slot = tl.program_id(1).to(tl.int64)
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    slot = tl.program_id(0).to(tl.int64)
+    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     wait_and_release(DEPENDENT and not EARLY)
     expert = tl.load(experts + slot).to(tl.int64)
     if expert < 0:
@@ -645,18 +658,19 @@ def few_down_kernel(
     """BLOCK_N outputs of a token: x [slots, width] of its USED experts times their matrices, times their weights.
 
     Which experts these are was computed two kernels before, so that all numbers of their matrices are requested before
-    the wait. A token without experts gets zeros. SCALED, RUN: see `few_gate_up_kernel`.
+    the wait. A token without experts gets zeros, and rows of slots without one, whose weight is 0, are not added.
+    SCALED, RUN: see `few_gate_up_kernel`.
     """
-    token = tl.program_id(1).to(tl.int64)
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    if tl.load(experts + token * USED) < 0:
+    token = tl.program_id(0).to(tl.int64)
+    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    if highest_expert(experts + token * USED, USED) < 0:
         wait(DEPENDENT)
         release(DEPENDENT)
         tl.store(out + token * hidden + n, tl.zeros([BLOCK_N], out.dtype.element_ty), mask=n < hidden)
         return
     tiles, factors = (), ()
     for u in tl.static_range(USED):
-        expert = tl.load(experts + token * USED + u).to(tl.int64)
+        expert = tl.maximum(tl.load(experts + token * USED + u), 0).to(tl.int64)
         line = weight + (expert * hidden + n[:, None]) * width + k[None, :]
         for i in tl.static_range(TIMES):
             tiles += (lines(line, n, k, i * BLOCK_K, hidden, width, EVEN),)  # type: ignore[assignment]
@@ -675,11 +689,11 @@ def few_down_kernel(
             y += partial_sums(made, factors[u], i, RUN, SCALED)
         if SCALED == BY_ROW:
             y *= factors[u][0][:, None]
-        total += share * y
+        total += tl.where(share == 0.0, 0.0, share * y)
     made = tl.sum(total, 1)
     if BIAS:
         for u in tl.static_range(USED):
-            line = bias + tl.load(experts + token * USED + u).to(tl.int64) * hidden
+            line = bias + tl.maximum(tl.load(experts + token * USED + u), 0).to(tl.int64) * hidden
             made += tl.load(weights + token * USED + u) * tl.load(line + n, mask=n < hidden, other=0.0).to(tl.float32)
     tl.store(out + token * hidden + n, made.to(out.dtype.element_ty), mask=n < hidden)
 
@@ -716,8 +730,9 @@ class ExpertConfig(NamedTuple):
     down: ExpertTile
 
 
-FEW_TOKENS = 4
-"""Tokens up to which slots are multiplied one by one: there, few experts are used by several."""
+FEW_TOKENS, FEW_SLOTS = 4, 5 / 16
+"""Tokens up to which slots are multiplied one by one, and slots per expert up to which those of e4m3 are: there, few
+experts are used by several."""
 
 MOST_NUMBERS = 192 * 32
 """Numbers of a matrix that a warp keeps in registers while it waits for x."""
@@ -734,7 +749,7 @@ def few_tiles(used: int, hidden: int, width: int, size: int = 2) -> ExpertConfig
     while outputs > 1 and outputs * used * width > 4 * MOST_NUMBERS:
         outputs //= 2
     count = 4 if outputs * used * width <= 4 * MOST_NUMBERS else 8
-    run = max(32, min(width & -width, 256 * count // outputs))
+    run = max(32, min(width & -width, 256 * more * count // outputs))
     down = ExpertTile(1, outputs, run, count)
     fits = outputs * used * -(-width // run) * run <= count * MOST_NUMBERS
     most = gate_up.warps * MOST_NUMBERS * more
@@ -768,6 +783,7 @@ MANY_ROUNDED = ExpertConfig(
 )
 """Of rows rounded to e4m3, too, and matrices with a scale a row."""
 
+SIXTEEN_RUNS = ExpertConfig(ExpertTile(16, 64, 128, 4, 4), ExpertTile(16, 128, 128, 4, 3))
 THIRTY_TWO_RUNS = ExpertConfig(ExpertTile(32, 64, 128, 4, 4), ExpertTile(32, 64, 128, 4, 4))
 SIXTY_FOUR_RUNS = ExpertConfig(ExpertTile(64, 128, 128, 8, 3, True), ExpertTile(64, 128, 128, 8, 3, True))
 MANY_RUNS = ExpertConfig(
@@ -793,13 +809,14 @@ def quantized_expert_config(
 ) -> ExpertConfig:
     """As `expert_config`, of e4m3 matrices. rounded: see `quantized_experts`."""
     hidden, width = gate_up.weight.shape[1], down.weight.shape[1]
-    few = few_tiles(used, hidden, width, 1) if tokens <= FEW_TOKENS else None
+    slots = tokens * used / (len(down.weight) // hidden)
+    one_by_one = tokens <= FEW_TOKENS or (slots <= FEW_SLOTS and not rounded)
+    few = few_tiles(used, hidden, width, 1) if one_by_one else None
     if few is not None and has_whole_runs(few.gate_up, gate_up) and has_whole_runs(few.down, down):
         return few
-    slots = tokens * used / (len(down.weight) // hidden)
     step = 0 if slots <= 8 else 1 if slots <= 20 else 2 if slots <= 48 else 3
     if rounded and run_of(gate_up):
-        return (SIXTEEN_ROUNDED, THIRTY_TWO_RUNS, SIXTY_FOUR_RUNS, MANY_RUNS)[step]
+        return (SIXTEEN_RUNS, THIRTY_TWO_RUNS, SIXTY_FOUR_RUNS, MANY_RUNS)[step]
     if rounded:
         return (SIXTEEN_ROUNDED, THIRTY_TWO_ROUNDED, SIXTY_FOUR_ROUNDED, MANY_ROUNDED)[step]
     return (SIXTEEN_E4M3, THIRTY_TWO_E4M3, SIXTY_FOUR_E4M3, MANY_E4M3)[step]
@@ -822,7 +839,9 @@ def router_config(tokens: int, hidden: int) -> GemmConfig:
         if whole <= 4096 or whole == hidden:
             return GemmConfig(1, max(1, 8192 // whole), whole, 4)
         return GemmConfig(1, 1, max(32, two(min(hidden & -hidden, 512))), 4)
-    return GemmConfig(16, 32, 128, 4, 4) if tokens <= 1024 else GemmConfig(32, 128, 64, 4, 4)
+    if tokens <= 1024:
+        return GemmConfig(16, 32, 128, 4, 4, splits=8 if tokens <= 64 else 4 if tokens <= 256 else 1)
+    return GemmConfig(32, 128, 64, 4, 4)
 
 
 FIXED_ROUTER = GemmConfig(16, 32, 128, 4, 3)
@@ -861,7 +880,7 @@ def route(
     x = x.contiguous()
     into = addition or Addition(x, x, x, x, 1.0, 0.0)
     (tokens, hidden), count = x.shape, len(weight)
-    logits = x.new_empty(tokens, count, dtype=torch.float32)
+    logits = x.new_empty(how.splits * tokens, count, dtype=torch.float32)
     experts, weights = x.new_empty(tokens, choice.used, dtype=torch.int32), logits.new_empty(tokens, choice.used)
     if correction is None and choice.groups > 1:
         correction = logits.new_zeros(count)
@@ -873,9 +892,9 @@ def route(
         "USED": choice.used, "NORMALIZE": choice.normalize, "SIGMOID": choice.sigmoid, "BIAS": bias is not None,
         "CORRECTED": correction is not None, "GAINED": gains is not None, "GROUPS": choice.groups,
         "USED_GROUPS": choice.used_groups, "GROUP_BEST": choice.group_best, "PADDED": batch is not None,
-        "ALL": block(count), "MARGIN": choice.margin, "DEPENDENT": card.dependent, **card.options,
+        "ALL": block(count), "MARGIN": choice.margin, "SPLITS": how.splits, "DEPENDENT": card.dependent, **card.options,
     }  # fmt: skip
-    route_kernel[(triton.cdiv(tokens, how.rows), triton.cdiv(count, how.outputs))](
+    route_kernel[(triton.cdiv(tokens, how.rows), triton.cdiv(count, how.outputs), how.splits)](
         *(x, weight, *read, logits, experts, weights, places, arrived, *into[:4]),
         *(null, tokens, count, hidden, choice.logit_scale, choice.scale, choice.floor, into.factor, into.eps),
         NORMED=addition is not None, EVEN=hidden % how.inputs == 0, WHOLE=count % how.outputs == 0, ROWS=how.rows,
@@ -1041,7 +1060,7 @@ def multiply_gate_up(
     width, hidden, used = weight.shape[1] // num_parts(gate), weight.shape[2], routing.experts.shape[1]
     slots = routing.experts.numel()
     out = x.new_empty(slots, width)
-    few_gate_up_kernel[(triton.cdiv(width, how.outputs), slots)](
+    few_gate_up_kernel[(slots, triton.cdiv(width, how.outputs))](
         *(x, weight, scale, x if bias is None else bias, routing.experts, out, width, hidden, scales),
         USED=used, GATE=num_parts(gate) == 2, ACT=GATES[gate], BIAS=bias is not None,
         EVEN=hidden % how.inputs == 0 and width % how.outputs == 0,
@@ -1068,7 +1087,7 @@ def multiply_down(
     weight, scale, (scales, *_), _, scaled, run = opened(matrices, count, x, card, rounded=True)
     _, hidden, width = weight.shape
     out = x.new_empty(tokens, hidden)
-    few_down_kernel[(triton.cdiv(hidden, how.outputs), tokens)](
+    few_down_kernel[(tokens, triton.cdiv(hidden, how.outputs))](
         *(x, weight, scale, x if bias is None else bias, routing.experts, routing.weights, out, hidden, width, scales),
         USED=used, BIAS=bias is not None, EVEN=width % how.inputs == 0 and hidden % how.outputs == 0,
         BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(width, how.inputs),

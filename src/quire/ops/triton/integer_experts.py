@@ -21,12 +21,11 @@ from quire.ops.triton.experts import SortedSlots, combine, sort_slots
 from quire.ops.triton.gemv import GemmConfig
 from quire.ops.triton.integer_gemm import (
     ask_for,
+    both_steps,
     fitted,
-    halves_of,
     has_two_products,
     row_scales,
     step_inputs,
-    step_of,
     supers_of,
 )
 from quire.ops.triton.launch import DeviceInfo, kernel, release, wait
@@ -89,14 +88,9 @@ def integer_experts_kernel(
     for run in tl.range(0, inputs, STEP * TIMES, num_stages=STAGES):
         for u in tl.static_range(TIMES):
             start = run + u * STEP
-            low, high, more_low, more_high = halves_of(line, held, start, inputs, STEP, EVEN, GROUP)
-            y = step_of(
-                weight, words, supers, low, high, more_low, more_high, y, n, m, start, whole, BITS, KIND, GROUP, HALF,
-                STEP, EVEN_N, FAST, PRECISION)  # fmt: skip
-            if GATE:
-                z = step_of(
-                    weight, words, supers, low, high, more_low, more_high, z, n + outputs, m + outputs, start, whole,
-                    BITS, KIND, GROUP, HALF, STEP, EVEN_N, FAST, PRECISION)  # fmt: skip
+            y, z = both_steps(
+                weight, words, supers, line, held, y, z, n, m, start, inputs, outputs, GATE, BITS, KIND, GROUP, HALF,
+                STEP, EVEN, EVEN_N, ROWS <= 32, FAST, PRECISION)  # fmt: skip
     if KIND == ROW:
         y *= row_scales(words, n, whole)[:, None]
         if GATE:

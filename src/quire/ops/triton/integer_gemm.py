@@ -538,11 +538,13 @@ def halves_of(line, held, start, inputs, STEP: tl.constexpr, EVEN: tl.constexpr,
 def both_steps(
     weight, words, supers, line, held, y, z, n, m, start, inputs, outputs,
     GATE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-    STEP: tl.constexpr, EVEN: tl.constexpr, EVEN_N: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    STEP: tl.constexpr, EVEN: tl.constexpr, EVEN_N: tl.constexpr, IN_WORDS: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y plus STEP inputs of outputs n, and with GATE z plus those of what is gated, which follows all outputs."""
+    """y plus STEP inputs of outputs n, and with GATE z plus those of what is gated, which follows all outputs.
+    IN_WORDS: bytes of ZEROS become numbers two at a time, by fewer instructions and with more registers."""
     whole = outputs * 2 if GATE else outputs
-    if BITS == 4 and KIND == ZEROS and GROUP > WIDE:
+    if IN_WORDS and BITS == 4 and KIND == ZEROS and GROUP > WIDE:
         x = columns_of_words(line, held, start, inputs, STEP, EVEN)
         y = word_step(weight, words, x, y, n, m, start, whole, GROUP, HALF, STEP, EVEN_N, FAST, PRECISION)
         if GATE:
@@ -636,7 +638,7 @@ def integer_kernel(
             start = first + u * STEP
             y, z = both_steps(
                 weight, words, supers, line, r < rows, y, z, n, m, start, inputs, outputs, GATE, BITS, KIND, GROUP,
-                HALF, STEP, EVEN, EVEN_N, FAST, PRECISION)  # fmt: skip
+                HALF, STEP, EVEN, EVEN_N, True, FAST, PRECISION)  # fmt: skip
     y, z = gathered(y, BLOCK_N, ROWS, CHUNKS), gathered(z, BLOCK_N, ROWS, CHUNKS)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND == ROW:

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from quire.ops.operands import Gate, IntegerKind, IntegerMatrix, num_parts
+from quire.ops.operands import Gate, IntegerKind, IntegerMatrix, Norm, UnnormedRow, num_parts
 from quire.ops.triton import integer_gemm
 from quire.ops.triton.gluon_language import barrier, copy, reinterpret, release, wait
 from quire.ops.triton.integer_gemm import ROW, SUPERBLOCKS, ZEROS, ordered, supers_of
@@ -72,22 +72,52 @@ def doubled(chunks, warps):
     )
 
 
+@triton.constexpr_function
+def laid(warps):
+    """How [blocks, 1, 128] numbers of x lie in threads."""
+    return gl.BlockedLayout([1, 1, 16], [4, 1, 8], [warps, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def columns_at(BLOCKS: gl.constexpr, CHUNKS: gl.constexpr, CHUNK: gl.constexpr):
+    """Which columns the blocks of `bring_x` have [BLOCKS, 1, 128], and whether there are such."""
+    LAYOUT: gl.constexpr = laid(gl.num_warps())
+    i = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    j = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    block = i // CHUNKS * 128 + j
+    return i % CHUNKS * CHUNK + block, block < CHUNK
+
+
+@gluon.jit
+def normed(x, before, at, inside, DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
+    """The norm of x times a scale, added to the residual stream; the first program writes the sum. before: residual,
+    where to write the sum, weights of the norm at `at`, its epsilon, and the scale."""
+    residual, total, gain, eps, scale = before
+    added = gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
+    summed = (x * scale + added).to(DTYPE)
+    gl.store(total + at, summed, mask=inside & (gl.program_id(0) == 0))
+    exact = summed.to(gl.float32)
+    square = gl.sum(gl.sum(gl.sum(exact * exact, 2), 1), 0)
+    return (exact * gl.rsqrt(square / COLUMNS + eps) * gain).to(DTYPE).to(gl.float32)
+
+
 @gluon.jit
 def bring_x(
-    x, limbs, sums, units, CHUNKS: gl.constexpr, CHUNK: gl.constexpr, SUMMED: gl.constexpr, PAIRED: gl.constexpr,
+    x, before, limbs, sums, units, CHUNKS: gl.constexpr, CHUNK: gl.constexpr, SUMMED: gl.constexpr,
+    PAIRED: gl.constexpr, NORMED: gl.constexpr,
 ):  # fmt: skip
     """x as whole numbers into shared memory, in blocks of 128 columns, first those that are multiplied first: of all
     chunks, of CHUNK columns, the first block, then the second, and so on.
 
     limbs [blocks, 2, 128] int8: upper and lower bytes. sums [blocks, 1, 128 / SUMMED] float32: of SUMMED columns each.
-    units [blocks, 1, 1] float32. PAIRED: two blocks of a chunk have the same.
+    units [blocks, 1, 1] float32. PAIRED: two blocks of a chunk have the same. before, NORMED: see `normed`.
     """
     BLOCKS: gl.constexpr = limbs.shape[0]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 16], [4, 1, 8], [gl.num_warps(), 1, 1], [2, 1, 0])
-    i = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    j = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    block = i // CHUNKS * 128 + j
-    given = gl.load(x + (i % CHUNKS * CHUNK + block), mask=block < CHUNK, other=0.0).to(gl.float32)
+    LAYOUT: gl.constexpr = laid(gl.num_warps())
+    at, inside = columns_at(BLOCKS, CHUNKS, CHUNK)
+    given = gl.load(x + at, mask=inside, other=0.0).to(gl.float32)
+    if NORMED:
+        given = normed(given, before, at, inside, x.dtype.element_ty, CHUNKS * CHUNK)
     # The largest alone would leave a NaN out, such as a norm makes of an infinity beside zeros.
     most = gl.where(gl.sum(given * 0.0, 2) == 0.0, gl.max(gl.abs(given), 2), float("inf"))
     if PAIRED:
@@ -295,15 +325,16 @@ def added_turn(
 @Kernel
 @gluon.jit(do_not_specialize=["tiles"])
 def ring_kernel(
-    x, weight, words, supers, bias, out, outputs, tiles,
+    x, residual, total, gain, weight, words, supers, bias, out, outputs, tiles, eps, scale,
     GATE: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr,
     GROUP: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS: gl.constexpr, CHUNK: gl.constexpr,
-    STEPS: gl.constexpr, RING: gl.constexpr, DEPENDENT: gl.constexpr,
+    STEPS: gl.constexpr, RING: gl.constexpr, NORMED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Tiles of BLOCK_N rows of the matrix, each `num_programs`-th of them, times x [CHUNKS CHUNK].
 
     GROUP: columns that have a word, see `IntegerKind`. CHUNKS: of CHUNK inputs, with warps of their own. STEPS: blocks
     of 128 columns of each chunk that are multiplied in a turn; superblocks are two. RING: turns in shared memory.
+    NORMED: x is added to the residual stream and normed first, see `normed`.
     """
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[CHUNKS, gl.num_warps() // CHUNKS, 1], instr_shape=[1, 16, 8]
@@ -323,9 +354,14 @@ def ring_kernel(
     for s in gl.static_range(RING - 1):
         ask(ring, matrix, s, asked, turned, tiles, BITS, KIND, GROUP, GATE, BLOCK_N, CHUNKS, CHUNK, STEPS)
         asked, turned = next_turn(asked, turned, TURNS)
+    weights = gain
+    if NORMED:
+        at, inside = columns_at(ROOM * BLOCKS, CHUNKS, CHUNK)
+        weights = gl.load(gain + at, mask=inside, other=0.0).to(gl.float32)
     wait(DEPENDENT)
     release(DEPENDENT)
-    bring_x(x, limbs, sums, units, CHUNKS, CHUNK, SUMMED, KIND == SUPERBLOCKS)
+    before = residual, total, weights, eps, scale
+    bring_x(x, before, limbs, sums, units, CHUNKS, CHUNK, SUMMED, KIND == SUPERBLOCKS, NORMED)
     held = (
         reinterpret(limbs, gl.int8, [ROOM, BLOCKS, 2, 128], LIMBS),
         reinterpret(sums, gl.float32, [ROOM, BLOCKS, 1, 128 // SUMMED], PLAIN),
@@ -404,22 +440,32 @@ def takes(x: Tensor, matrix: IntegerMatrix, card: DeviceInfo) -> bool:
     return fits and whole and matrix.inputs <= MAX_INPUTS and matrix.weight.nbytes >= LEAST_BYTES
 
 
+def norms(x: Tensor, norm: Norm, matrix: IntegerMatrix, card: DeviceInfo) -> bool:
+    """Whether `integer_row` norms x, too."""
+    return takes(x, matrix, card) and matrix.order is None and not norm.centred and norm.bias is None
+
+
 def integer_row(
-    x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, card: DeviceInfo, gate: Gate = "",
+    x: Tensor | UnnormedRow, matrix: IntegerMatrix, bias: Tensor | None, card: DeviceInfo, gate: Gate = "",
     how: RingConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """x [1, in] times the matrix [out, in] -> [1, out], or [1, out / 2] with a gate of two parts. how: other tiles than
     `config`'s."""
-    x, gated = ordered(x, matrix), num_parts(gate) == 2
-    how = config(matrix) if how is None else how
+    if pending := isinstance(x, UnnormedRow):
+        row, before = x.row, (x.residual, x.total, x.norm.weight)
+        eps, scale = x.norm.eps, x.scale
+    else:
+        row, eps, scale = ordered(x, matrix), 0.0, 0.0
+        before = row, row, row
+    gated, how = num_parts(gate) == 2, config(matrix) if how is None else how
     outputs, tiles = matrix.outputs // num_parts(gate), matrix.outputs // how.outputs
     width = {IntegerKind.ZEROS: matrix.group, IntegerKind.ROWS: WHOLE}.get(matrix.kind, 64)
-    out = x.new_empty(1, outputs)
+    out = row.new_empty(1, outputs)
     ring_kernel[(min(tiles, how.a_card * card.sms),)](
-        *(x, matrix.weight.view(torch.int8), matrix.words, supers_of(matrix), x if bias is None else bias, out),
-        *(outputs, tiles),
+        *(row, *before, matrix.weight.view(torch.int8), matrix.words, supers_of(matrix), row if bias is None else bias),
+        *(out, outputs, tiles, eps, scale),
         GATE=gated, ACT=GATES[gate], BIAS=bias is not None, BITS=matrix.bits, KIND=int(matrix.kind), GROUP=width,
         HALF=matrix.half, BLOCK_N=how.outputs, CHUNKS=how.chunks, CHUNK=matrix.inputs // how.chunks, STEPS=how.steps,
-        RING=how.ring, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
+        RING=how.ring, NORMED=pending, DEPENDENT=card.dependent, num_warps=how.warps, **card.options,
     )  # fmt: skip
     return out

@@ -36,6 +36,7 @@ from quire.ops.operands import (
     IntegerMatrix,
     MixedMatrix,
     Norm,
+    NormedRows,
     Norms,
     QuantizedMatrix,
     RoundedRows,
@@ -45,6 +46,7 @@ from quire.ops.operands import (
     ScanInputs,
     ScanWeights,
     Scores,
+    UnnormedRow,
     num_parts,
 )
 from quire.ops.panels import PanelMatrix
@@ -160,7 +162,10 @@ class TritonOps(Ops):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.linear`."""
-        how = gemv.gemm_config(len(x), len(weight) // num_parts(gate), x.shape[-1], num_parts(gate) == 2)
+        outputs, gated = len(weight) // num_parts(gate), num_parts(gate) == 2
+        if x.dtype is torch.bfloat16 and invariant_gemm.is_faster(len(x), outputs, gated, self.card):
+            return invariant_gemm.invariant_linear(x, weight, bias, self.card, self.arrived, gate)
+        how = gemv.gemm_config(len(x), outputs, x.shape[-1], gated)
         if how is not None and x.dtype is torch.bfloat16:
             return gemv.gemv_linear(x, weight, bias, how, self.card, gate, arrived=self.arrived)
         return self.apply_gate(self.gemm.linear(x, weight, bias), gate)
@@ -290,40 +295,45 @@ class TritonOps(Ops):
     ) -> Tensor:
         """See `Ops.int8_linear`."""
         matrix = QuantizedMatrix(weight, scale, weight.shape[1])
-        return self.multiply_rounded(rounded_gemm.round_rows(x.contiguous(), self.card, torch.int8), matrix, bias, gate)
+        return self.multiply_normed(rounded_gemm.round_rows(x.contiguous(), self.card, torch.int8), matrix, bias, gate)
 
-    def quantized_mlp(self, x: Tensor | RoundedRows, gate_up: AnyMatrix, down: AnyMatrix, gate: Gate) -> Tensor:
+    def quantized_mlp(self, x: Tensor | NormedRows, gate_up: AnyMatrix, down: AnyMatrix, gate: Gate) -> Tensor:
         """See `Ops.quantized_mlp`. Where a library multiplies what is rounded, the gate is part of the rounding."""
         if isinstance(gate_up, QuantizedMatrix) and isinstance(down, QuantizedMatrix) and self.rounds(down):
             rows = self.rounded(x, gate_up)
             if rows is not None and rounded_gemm.prefers_library(rows.tokens, gate_up, self.card):
                 y = rounded_gemm.library_linear(rows, gate_up, None)
                 again = rounded_gemm.round_rows(y, self.card, E4M3, rounded_gemm.run_of(down), gate)
-                return self.multiply_rounded(again, down)
+                return self.multiply_normed(again, down)
             x = x if rows is None else rows
         return super().quantized_mlp(x, gate_up, down, gate)
 
-    def rounded(self, x: Tensor | RoundedRows, matrix: QuantizedMatrix) -> RoundedRows | None:
+    def rounded(self, x: Tensor | NormedRows, matrix: QuantizedMatrix) -> RoundedRows | None:
         """Rows as they are multiplied with the matrix; None where they are not rounded."""
         if isinstance(x, RoundedRows):
             return x
+        assert isinstance(x, Tensor)
         if not (self.rounds_rows(x) and self.rounds(matrix)):
             return None
         return rounded_gemm.round_rows(x.contiguous(), self.card, E4M3, rounded_gemm.run_of(matrix))
 
     def add_norm_rounded(
         self, x: Tensor, residual: Tensor, norm: Norm, matrix: AnyMatrix, scale: float = 1.0
-    ) -> tuple[Tensor | RoundedRows, Tensor]:
+    ) -> tuple[Tensor | NormedRows, Tensor]:
         """See `Ops.add_norm_rounded`."""
+        if isinstance(matrix, IntegerMatrix) and integer_row.norms(x, norm, matrix, self.card):
+            total = torch.empty_like(residual)
+            return UnnormedRow(x.contiguous(), residual, total, norm, scale), total
         plain = not norm.centred and norm.bias is None
         if plain and isinstance(matrix, QuantizedMatrix) and self.rounds_rows(x) and self.rounds(matrix):
             return rounded_gemm.norm_rounded(x, residual, norm, scale, matrix, self.card), residual
         return super().add_norm_rounded(x, residual, norm, matrix, scale)
 
-    def multiply_rounded(
-        self, x: RoundedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = ""
-    ) -> Tensor:
-        """See `Ops.multiply_rounded`."""
+    def multiply_normed(self, x: NormedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        """See `Ops.multiply_normed`."""
+        if isinstance(x, UnnormedRow):
+            assert isinstance(matrix, IntegerMatrix)
+            return integer_row.integer_row(x, matrix, bias, self.card, gate)
         assert isinstance(matrix, QuantizedMatrix)
         if rounded_gemm.prefers_library(x.tokens, matrix, self.card):
             return self.apply_gate(rounded_gemm.library_linear(x, matrix, bias), gate)
@@ -372,7 +382,7 @@ class TritonOps(Ops):
             if quick is not None:
                 return gemv.gemv_linear(x, weight, bias, quick, self.card, gate, scale, self.arrived, run)
         if (rows := self.rounded(x, matrix)) is not None:
-            return self.multiply_rounded(rows, matrix, bias, gate)
+            return self.multiply_normed(rows, matrix, bias, gate)
         fast = quantized_gemm.uses_fast_conversion(x, matrix, self.card)
         how = quantized_gemm.quantized_gemm_config(len(x), len(weight), x.shape[-1], fast=fast, halved=matrix.is_int4)
         if how is None or x.dtype is torch.float32:
