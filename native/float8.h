@@ -1,10 +1,12 @@
 /* A matrix of FLOAT8 times rows: included by kernels.c. RUN columns of a panel are decoded, which is exact, multiplied by
-   all rows, and their sums scaled and added in the order of columns: so a row has the same bits in any batch. */
+   all rows, and their sums scaled and added in the order of columns: so a row has the same bits in any batch. Rows in
+   bfloat16 are multiplied by tiles where there are any, whatever their number is. */
 
 #define RUN 128
 
-/* Rows as they are multiplied: bfloat16 pairs of columns 0 and 2, and 1 and 3, of each four; or floats. `stride` apart. */
-struct rows { const void *x; int64_t stride; int halves; };
+/* Rows as they are multiplied: bfloat16 pairs of columns 0 and 2, and 1 and 3, of each four; or floats. `stride` apart.
+   count: by tiles in whole heights, of which the last may have rows that nothing reads. */
+struct rows { const void *x; int64_t stride, count; int halves; };
 
 #ifdef __AVX512BF16__
 /* `count` words of four columns to two pairs of bfloat16 each. */
@@ -65,7 +67,7 @@ INLINE void add_run(const void *run, int64_t columns, const struct rows *x, int6
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++) {
                     int64_t place = (row + r) * x->stride + at + i + h * step;
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
                     if (halves) {
                         ri pair = word_at((const int8_t *)x->x + 2 * place);
                         sum[r][h] = (rf)_mm512_dpbf16_ps((__m512)sum[r][h], *(const __m512bh *)from, (__m512bh)pair);
@@ -104,15 +106,70 @@ static __attribute__((noinline)) void some_runs_by_rows(const void *run, int64_t
     }
 }
 
-/* A panel by all rows -> total [rows][16]. run: room for RUN columns. */
+#ifdef __AMX_BF16__
+#define ONE_RUN_TILE(I, A, B) \
+    _tile_zero(I); \
+    _tile_loadd(A, x + 32 * (I), stride); \
+    _tile_loadd(B, run + 256 * (I), 64); \
+    _tile_dpbf16ps(I, A, B); \
+    _tile_stored(I, sums + 256 * (I), 64);
+
+/* A decoded run, which is RUN columns where there are tiles, by a height of rows, `stride` bytes apart: each quarter of its
+   columns in a tile of its own -> sums [4][height][16], each quarter 256 numbers after the one before. */
+INLINE void run_tiles(const uint32_t *run, const uint16_t *x, int64_t stride, float *sums) {
+    ONE_RUN_TILE(0, 4, 6)
+    ONE_RUN_TILE(1, 5, 7)
+    ONE_RUN_TILE(2, 4, 6)
+    ONE_RUN_TILE(3, 5, 7)
+}
+
+INLINE void add_run_tiles(const float *sums, int64_t height, const float *scale, float *total) {
+    for (int64_t r = 0; r < height; r++) {
+        const float *sum = sums + r * LANES;
+        vf made = (loadf(sum) + loadf(sum + 256)) + (loadf(sum + 512) + loadf(sum + 768));
+        storef(total + r * LANES, fused(made, loadf(scale), loadf(total + r * LANES)));
+    }
+}
+
+/* A panel by all rows, in whole heights -> total [rows][16]. The next run is decoded before one is multiplied, and tiles are
+   multiplied before the sums of those before are added: what was just written cannot be read at once. */
+static void float8_panel_tiles(const struct matrix *m, const uint32_t *words, const float *scale, const struct rows *x,
+                               uint32_t *runs, float *total) {
+    int64_t rows = x->count, height = rows < LANES ? rows : LANES, turn = 0;
+    float sums[2][1024] __attribute__((aligned(64))), *to = NULL;
+    const float *by = NULL;
+    decode_halves(words, RUN / 4, 1, runs);
+    for (int64_t at = 0; at < m->k; at += RUN) {
+        int64_t half = at / RUN % 2 * (RUN / 2 * LANES), other = RUN / 2 * LANES - half;
+        if (at + RUN < m->k)
+            decode_halves(words + (at + RUN) / 4 * LANES, RUN / 4, 1, runs + other);
+        for (int64_t r = 0; r < rows; r += height, turn++) {
+            run_tiles(runs + half, (const uint16_t *)x->x + r * x->stride + at, 2 * x->stride, sums[turn % 2]);
+            if (to)
+                add_run_tiles(sums[(turn + 1) % 2], height, by, to);
+            by = scale + at / m->group * LANES;
+            to = total + r * LANES;
+        }
+    }
+    add_run_tiles(sums[(turn + 1) % 2], height, by, to);
+}
+#endif
+
+/* A panel by all rows -> total [rows][16]. run: room for RUN columns of floats. */
 static void float8_panel(const struct linear *a, int64_t panel, const struct rows *x, void *run, float *total) {
     const struct matrix *m = a->matrix;
     const uint32_t *words = (const uint32_t *)((const char *)m->weight + panel * panel_bytes(m));
     const float *scale = (const float *)m->scale + panel * (m->k / m->group) * LANES;
-    memset(total, 0, sizeof(float) * a->rows * LANES);
+    memset(total, 0, sizeof(float) * x->count * LANES);
+#ifdef __AMX_BF16__
+    if (x->halves) {
+        float8_panel_tiles(m, words, scale, x, run, total);
+        return;
+    }
+#endif
     for (int64_t at = 0; at < m->k; at += RUN) {
         int64_t columns = m->k - at < RUN ? m->k - at : RUN;
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
         if (x->halves)
             decode_halves(words + at / 4 * LANES, columns / 4, a->rows >= FETCHES_ROWS, run);
         else
@@ -131,34 +188,42 @@ static struct rows rows_of(const struct linear *a) {
     int64_t k = a->matrix->k;
 #ifdef __AVX512BF16__
     if (a->x_bf16) {
-        int64_t stride = k + 32; /* so that neighbours do not lie in the same place of the first cache */
-        uint16_t *out = room(1, sizeof(uint16_t) * a->rows * stride);
+        int64_t stride = k + 32, count = a->rows; /* so that neighbours do not lie in the same place of the first cache */
+#ifdef __AMX_BF16__
+        count = count < LANES ? count : (count + LANES - 1) / LANES * LANES;
+        configure(count < LANES ? count : LANES, count < LANES ? count : LANES);
+#endif
+        uint16_t *out = room(1, sizeof(uint16_t) * count * stride);
         for (int64_t r = 0; r < a->rows; r++) {
             const uint16_t *from = (const uint16_t *)a->x + r * a->x_stride;
             uint16_t *to = out + r * stride;
-            for (int64_t i = 0; i < k; i += 4)
-                for (int c = 0; c < 4; c++) {
-                    int64_t column = i + (c == 1 ? 2 : c == 2 ? 1 : c);
-                    to[i + c] = column < a->inputs ? from[column] : 0;
-                }
+            int64_t i = 0;
+            for (; i + 32 <= a->inputs; i += 32) {
+                __m512i four = _mm512_shufflelo_epi16(_mm512_loadu_si512(from + i), _MM_SHUFFLE(3, 1, 2, 0));
+                _mm512_storeu_si512(to + i, _mm512_shufflehi_epi16(four, _MM_SHUFFLE(3, 1, 2, 0)));
+            }
+            for (; i < k; i++) {
+                int64_t column = i % 4 == 1 ? i + 1 : i % 4 == 2 ? i - 1 : i;
+                to[i] = column < a->inputs ? from[column] : 0;
+            }
         }
-        return (struct rows){out, stride, 1};
+        return (struct rows){out, stride, count, 1};
     }
 #endif
-    return (struct rows){floats(a), k, 0};
+    return (struct rows){floats(a), k, a->rows, 0};
 }
 
 static void float8_linear(const struct linear *a, int64_t *next) {
     int64_t width = a->gate ? a->matrix->n / 2 : a->matrix->n, last = (width + LANES - 1) / LANES;
     int task = task_of(a, last), step = a->gate ? 2 : 1;
     struct rows x = rows_of(a);
-    int64_t each = a->rows * LANES;
+    int64_t each = x.count * LANES;
     char *run = room(2, sizeof(float) * (RUN * LANES + 2 * each));
     float *total = (float *)run + RUN * LANES;
     for (;;) {
         int64_t first = __atomic_fetch_add(next, task, __ATOMIC_RELAXED), panel[MOST_PANELS];
         if (first >= last)
-            return;
+            break;
         int count = list_panels(a, first, task, panel);
         for (int p = 0; p < count; p += step) {
             for (int h = 0; h < step; h++)
@@ -167,4 +232,8 @@ static void float8_linear(const struct linear *a, int64_t *next) {
                 finish(a, r, panel[p], loadf(total + r * LANES), a->gate ? loadf(total + each + r * LANES) : zero());
         }
     }
+#ifdef __AMX_BF16__
+    if (x.halves)
+        _tile_release();
+#endif
 }

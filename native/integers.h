@@ -180,6 +180,14 @@ INLINE ri word_at(const int8_t *q) {
     return (ri){0} + found;
 }
 
+INLINE rf all_of(float x) {
+#ifdef __AVX512F__
+    return (rf)_mm512_set1_ps(x);
+#else
+    return (rf)_mm256_set1_ps(x);
+#endif
+}
+
 /* A register of scales from memory: float16, bfloat16 and bytes. */
 #ifdef __AVX512F__
 INLINE rf halves_at(const char *p) { return half_to_float(*(const vh *)p); }
@@ -199,7 +207,7 @@ INLINE rf bytes_at(const char *p, int is_signed) {
 /* out + a sum of a group, scaled: the one way, to the bit, in which all kernels add up. */
 INLINE rf add_group(rf out, rf part, rf scale, rf minimum, float group_sum, int less) {
     out = fused_register(part, scale, out);
-    return less ? fused_register(-minimum, (rf){0} + group_sum, out) : out;
+    return less ? fused_register(-minimum, all_of(group_sum), out) : out;
 }
 
 /* Where the scales of the groups of a panel lie, and what is subtracted of each column of a group, from the next group
@@ -244,8 +252,9 @@ INLINE rf next_scale(struct scales *s, int64_t g, int group, int kind, float par
 }
 
 /* Words of `columns` columns of a matrix that are read together, as bytes that are multiplied: four columns each, of 4 and
-   6 bits the even and the odd ones of eight in turn. Returns how many. */
-INLINE int bytes_of_words(const uint32_t *words, const struct codes *codes, int kind, int table, ri *out) {
+   6 bits the even and the odd ones of eight in turn. shifted: the odd ones of 4 bits are 16 times as large. Returns how
+   many. */
+INLINE int bytes_of_words(const uint32_t *words, const struct codes *codes, int kind, int table, int shifted, ri *out) {
     ri word = (ri)*(const ruu *)words;
     if (kind == INT6) {
         sixes(words, out);
@@ -256,7 +265,7 @@ INLINE int bytes_of_words(const uint32_t *words, const struct codes *codes, int 
         return 1;
     }
     out[0] = word & 0x0f0f0f0f;
-    out[1] = (ri)((ru)word >> 4) & 0x0f0f0f0f;
+    out[1] = shifted ? word & (ri)((ru){0} + 0xf0f0f0f0u) : (ri)((ru)word >> 4) & 0x0f0f0f0f;
     if (table) {
         out[0] = look_up(codes->table, out[0]);
         out[1] = look_up(codes->table, out[1]);
@@ -276,6 +285,9 @@ INLINE void integers(const struct matrix *m, const struct codes *codes, int64_t 
     const int32_t *start = x->sum + 2 * at;
     struct scales s = scales_of(m, panel, lane, scale_kind);
     int64_t g = 0;
+    /* Of few rows, odd columns of 4 bits are summed apart, 16 times as large: one shift for all, and neither sum waits for
+       the other. Without VNNI such products do not fit in 16 bits. */
+    int shifted = SHIFT && kind == INT4 && !table && rows <= 2;
     rf part[8], out[8];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -283,14 +295,16 @@ INLINE void integers(const struct matrix *m, const struct codes *codes, int64_t 
     for (int64_t block = 0, left = each; block < x->blocks; block++) {
 #pragma GCC unroll 2
         for (int h = 0; h < BLOCK / columns; h++) {
-            ri sum[8];
+            ri sum[8], high[8];
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; r++)
+            for (int r = 0; r < rows; r++) {
                 sum[r] = (ri){0} + start[2 * r + h];
+                high[r] = (ri){0};
+            }
 #pragma GCC unroll 8
             for (int w = 0; w < columns; w += kind == INT6 ? 16 : kind == INT4 ? 8 : 4) {
                 ri bytes[4];
-                int found = bytes_of_words(words, codes, kind, table, bytes);
+                int found = bytes_of_words(words, codes, kind, table, shifted, bytes);
                 if (rows >= FETCHES_ROWS) {
                     __builtin_prefetch((const char *)words + AHEAD);
                     if (kind == INT6) {
@@ -302,13 +316,16 @@ INLINE void integers(const struct matrix *m, const struct codes *codes, int64_t 
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-                    for (int i = 0; i < found; i++)
-                        sum[r] = dot(sum[r], bytes[i], word_at(q + r * BLOCK + h * columns + w + 4 * i),
-                                     kind != INT8 && !table);
+                    for (int i = 0; i < found; i++) {
+                        ri *to = shifted && i ? high : sum;
+                        to[r] = dot(to[r], bytes[i], word_at(q + r * BLOCK + h * columns + w + 4 * i),
+                                    kind != INT8 && !table);
+                    }
             }
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                rf made = __builtin_convertvector(sum[r], rf), scaled = (rf){0} + by[r];
+                ri whole = shifted ? sum[r] + (high[r] >> 4) : sum[r];
+                rf made = __builtin_convertvector(whole, rf), scaled = all_of(by[r]);
                 part[r] = single ? made * scaled : fused_register(made, scaled, part[r]);
             }
             if (!single && --left)

@@ -92,7 +92,20 @@ def test_prompts_are_not_made_tiny_where_that_does_not_shorten_a_step() -> None:
     for _ in range(200):  # a context is long now: whatever a step feeds, it takes 10 ms more
         tokens = pace.max_tokens(16, times)
         record(times, tokens, 0.014 + 0.00002 * tokens)
-    assert 150 < tokens < 400
+    assert 150 < tokens <= 400
+
+
+def test_a_target_is_kept_to_where_smaller_prompts_shorten_a_step() -> None:
+    pace, times = LatencyController(0.009), StepTimeModel()
+    plain = Plan((), (), (Span(0, 1, 1, 1),) * 16)
+    for each in (2e-5, 6e-5):  # as a context grows
+        for _ in range(100):
+            times.record(plain, 0.0046)
+            most = pace.max_tokens(17, times)
+            fed = min(most, 512) - 16
+            times.record(Plan((), (), (Span(0, 1, 1, 1),) * 16 + (Span(1, fed, 0, 0),)), 0.0046 + each * fed)
+        assert most % LatencyController.MULTIPLE == 0
+        assert 0.008 < 0.0046 + each * fed < 0.0092
 
 
 def test_a_step_that_was_measured_badly_soon_bounds_nothing() -> None:
@@ -102,12 +115,12 @@ def test_a_step_that_was_measured_badly_soon_bounds_nothing() -> None:
     usual = pace.max_tokens(1, times)
     assert usual == pytest.approx(1 + 0.09 / 0.0001, rel=0.02)
     record(times, 200, 3.0)
-    assert pace.max_tokens(1, times) == pytest.approx(1 + 0.0101 / 0.0001, rel=0.05)
+    assert pace.max_tokens(1, times) == 1 + LatencyController.MIN_PROMPT_TOKENS
     fed = []
     for _ in range(400):
         record(times, tokens := pace.max_tokens(1, times), 0.01 + 0.0001 * tokens)
         fed.append(tokens)
-    assert all(later <= 2 * earlier + 1 for earlier, later in pairwise(fed))
+    assert all(later <= 2 * earlier + LatencyController.MULTIPLE for earlier, later in pairwise(fed))
     assert fed[-1] == pytest.approx(usual, rel=0.1)
 
 

@@ -52,14 +52,18 @@ class VirtualClock:
 class LatencyController:
     """Bounds the tokens of a step by its predicted time, so that long prompts do not stall running requests.
 
-    target: seconds between tokens that prompts may cost running requests. A step may always have as many tokens of
-    prompts as would take as long as the step does without, if each cost what the cheapest did: a target below what the
-    machine can do must not stop prompts, and where a step's cost is mostly its own, fewer tokens do not make it
-    shorter. Nothing is bounded while no request runs.
+    target: seconds between tokens that prompts may cost running requests. A target below what the machine can do must
+    not stop prompts: a step may always have as many of their tokens as would make it longer by the share `LEAST`, or,
+    if the target leaves less than that of `REACHABLE`, as would double it, if each cost what the cheapest did. Nothing
+    is bounded while no request runs.
     """
 
+    LEAST, REACHABLE = 0.125, 1.25
+    """Of a step without prompts."""
     MIN_PROMPT_TOKENS = 16
     """Prompt tokens that a step may always feed."""
+    MULTIPLE = 16
+    """Of so many tokens are steps that are bounded, as executors pad them."""
 
     def __init__(self, target: float) -> None:
         self.target = target
@@ -71,8 +75,9 @@ class LatencyController:
             return UNLIMITED
         plain = step_times.without_prompts(running)
         cheap, most = step_times.cheapest_token(), float(UNLIMITED)  # tokens that cost next to nothing are not counted
-        least = max(min(plain / cheap, most), self.MIN_PROMPT_TOKENS)
-        return running + int(max(min((self.target - plain) / each, most), least))
+        least = self.LEAST if self.target > self.REACHABLE * plain else 1.0
+        total = running + int(max(min((self.target - plain) / each, most), min(least * plain / cheap, most)))
+        return max(total - total % self.MULTIPLE, running + self.MIN_PROMPT_TOKENS)
 
 
 class PlanDelay:

@@ -131,10 +131,10 @@ def compare(reference: Tensor, served: Tensor, tokens: Sequence[int]) -> Quality
     count = len(tokens)
     following = torch.tensor([*tokens[1:], 0])
     divergence, losses = list[Tensor](), (list[Tensor](), list[Tensor]())
-    # Some positions at a time: in double precision all of them take more memory than a small model.
+    # Some positions at a time: all of them take more memory than a small model.
     for own in torch.split(torch.arange(count), POSITIONS):
-        both = [each[own].double().log_softmax(-1) for each in (served, reference)]
-        divergence.append((both[1].exp() * (both[1] - both[0])).sum(-1))
+        both = [each[own].log_softmax(-1) for each in (served, reference)]
+        divergence.append((both[1].exp() * (both[1] - both[0])).sum(-1, dtype=torch.float64))
         for each, found in zip(both, losses, strict=True):
             found.append(each.gather(1, following[own, None])[:, 0])
     nll, before = (-float(torch.cat(found)[:-1].mean()) if count > 1 else 0.0 for found in losses)

@@ -1,8 +1,8 @@
 """Run as a program: compiles every kernel for a compute capability, without a card. See `test_compiles`.
 
 Arguments: the capability, the bytes of shared memory it has, and "float32" for deterministic products in that, too, or
-"few" for a few kernels that soon compile, or "gpt_oss", "latents", "indexed" or "recurrent" for those that gpt-oss,
-latent attention, DeepSeek V3.2's or recurrent layers alone have.
+"few" for a few kernels that soon compile, or "chunks", "gpt_oss", "latents", "indexed" or "recurrent" for those that
+chunks beside decoding sequences, gpt-oss, latent attention, DeepSeek V3.2's or recurrent layers alone have.
 
 Prints, as JSON, [kernel, bytes of shared memory, registers' worth of bytes spilled] of each.
 """
@@ -144,6 +144,21 @@ def across(ops: TritonOps) -> None:
         add.add_norm(halves(4, 4096), halves(4, 4096), norm)
     add.add_norm(halves(64, 4096), halves(64, 4096), norm, norm, 0.2, halves(1))
     PeerSum(1, [0] * 2, ops.card, torch.device("cpu"))(torch.empty(4, 4096))
+
+
+def chunks(ops: TritonOps) -> None:
+    """Attention of chunks of prompts with long contexts, beside sequences that decode."""
+    for heads, groups, dim, dtype in (
+        (32, 8, 128, BF16),
+        (16, 16, 64, BF16),
+        (8, 4, 256, BF16),
+        (4, 4, 80, torch.half),
+    ):
+        pool = LayerKV(*(halves(4, groups, 64, dim, dtype=dtype) for _ in "kv"))
+        fed = replace(batch(16, 17), max_query=256, max_kv=1 << 15)
+        ops.attention(halves(272, heads, dim, dtype=dtype), pool, fed, Scores(dim**-0.5))
+    small = LayerKV(*(torch.empty(4, 8, 64, 128, dtype=E4M3) for _ in "kv"))
+    ops.attention(halves(272, 32, 128), small, fed, Scores(0.1))
 
 
 def everything(ops: TritonOps) -> None:
@@ -558,6 +573,10 @@ def main() -> None:
         fixed = BatchInvariantTritonOps("cpu")
         fixed.card = replace(ops.card, sms=0)
         invariant(fixed)
+        print(json.dumps(found))
+        return
+    if "chunks" in sys.argv:
+        chunks(ops)
         print(json.dumps(found))
         return
     if "gpt_oss" in sys.argv:

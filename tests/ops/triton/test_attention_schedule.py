@@ -10,7 +10,13 @@ import torch
 
 from quire.ops.ragged import RaggedBatch
 from quire.ops.triton import attention_schedule
-from quire.ops.triton.attention_schedule import AttentionPlan, AttentionSchedule, Tiling, make_schedule
+from quire.ops.triton.attention_schedule import (
+    MIN_SHARE_BLOCKS,
+    AttentionPlan,
+    AttentionSchedule,
+    Tiling,
+    make_schedule,
+)
 from quire.types import UNLIMITED
 from tests.ops.triton.device import DEVICE
 
@@ -32,10 +38,10 @@ def decode(lengths: list[int], pads: int = 0) -> AttentionPlan:
 
 
 def shared_out(
-    lengths: list[int], window: int = UNLIMITED, pads: int = 0, chunk: int = UNLIMITED
+    lengths: list[int], window: int = UNLIMITED, pads: int = 0, chunk: int = UNLIMITED, most: int = 1
 ) -> tuple[AttentionSchedule, list[list[int]]]:
     """The list, checked, and the blocks that each program reads, piece by piece."""
-    tiling = Tiling(4, 16, COLUMNS, 1, 1, SPREAD, 1, window, chunk=chunk)
+    tiling = Tiling(4, 4 * max(4, most), COLUMNS, 1, most, SPREAD, 1, window, chunk=chunk)
     made = make_schedule(decode(lengths, pads), tiling, 8)
     total = int(made.total)
     assert total <= tiling.bound(decode(lengths, pads)) == len(made.arrived) == len(made.pieces) - 1
@@ -72,6 +78,17 @@ def test_many_long_spans_are_divided_evenly(count: int, mean: int) -> None:
     assert len(programs) == SPREAD
     share = -(-blocks // SPREAD)
     assert all(sum(mine) <= share or (len(mine) == 1 and 2 * mine[0] <= 3 * share) for mine in programs)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_piece_of_several_queries_costs_some_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = random.Random(seed)
+    gap = seed % MIN_SHARE_BLOCKS
+    monkeypatch.setattr(attention_schedule, "GAP", gap)
+    lengths = [chosen.choice([1, 64, 65, 400, 3000]) for _ in range(chosen.randrange(80, 120))] + [40_000] * 4
+    _, programs = shared_out(lengths, pads=seed % 3, most=16)
+    share = -(-sum(-(-n // COLUMNS) + gap for n in lengths) // SPREAD)
+    assert max(sum(mine) + gap * (len(mine) - 1) for mine in programs) <= share
 
 
 def test_where_there_is_a_program_for_every_piece_each_has_one() -> None:

@@ -59,6 +59,11 @@ def test_attention_that_sees_later_tokens_compiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_attention_of_chunks_with_long_contexts_compiles(tmp_path: Path) -> None:
+    assert compiled(90, 227, tmp_path, "chunks") == {"parts_kernel", "shares_kernel", "attention_kernel"}
+
+
+@pytest.mark.nightly
 def test_the_choice_of_what_is_attended_to_compiles(tmp_path: Path) -> None:
     assert compiled(90, 227, tmp_path, "indexed") >= {
         "index_store_kernel",

@@ -41,6 +41,7 @@ from quire.ops.triton.experts import (
     experts,
     few_tiles,
     is_supported,
+    quantized_expert_config,
     quantized_experts,
     route,
     router_config,
@@ -479,6 +480,34 @@ def test_experts_that_no_token_uses_are_not_read() -> None:
     for how, tokens in ((ONE, 2), (TILES, 6)):
         routing = routed(tokens, 9, 2, [1, 2, 3, 5, 6, 7])
         assert not experts(x[:tokens], routing, gate_up, down, "silu", how, CARD).isnan().any()
+
+
+@pytest.mark.parametrize("how", [ONE, ONE_WHOLE, TILES], ids=["one", "whole", "tiles"])
+def test_slots_of_other_ranks_experts_are_left_out(how: ExpertConfig) -> None:
+    """Where a rank has some experts as a whole, a token's others have number -1 and weight 0, the first one, too."""
+    x, _, gate_up, down = randoms(3, 9, 64, 32)
+    chosen = torch.tensor([[-1, 2, 0], [3, -1, 8], [-1, -1, -1]], dtype=torch.int32, device=DEVICE)
+    routing = Routing(chosen, torch.rand(3, 3, device=DEVICE) * (chosen >= 0))
+    for biases in (NO_BIASES, random_biases(9, 64, 32)):
+        got = experts(x, routing, gate_up, down, "silu", how, CARD, biases)
+        want = REFERENCE.experts(x, routing, gate_up, down, "silu", biases)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    matrices = float8(gate_up, 32), float8(down, 32)
+    got, want = (
+        quantized_experts(x, routing, *matrices, "silu", how, CARD),
+        REFERENCE.quantized_experts(x, routing, *matrices, "silu"),
+    )
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_few_slots_of_many_experts_are_multiplied_one_by_one() -> None:
+    """Of e4m3 that is not multiplied with rounded rows: where hardly any expert is used twice."""
+    gate_up, down = float8_matrix(512 * 32, 256, 128, height=32), float8_matrix(512 * 256, 128, 128, height=128)
+    for tokens, stages in ((4, 0), (16, 0), (17, 4), (40, 4)):
+        assert bool(quantized_expert_config(tokens, 10, gate_up, down, rounded=False).gate_up.stages) is bool(stages)
+        assert quantized_expert_config(tokens, 10, gate_up, down, rounded=True).gate_up.stages == (
+            0 if tokens == 4 else 4
+        )
 
 
 def test_what_a_token_needs_grows_with_its_neighbours_only_in_rows() -> None:

@@ -141,6 +141,17 @@ def test_floats_of_four_bits_with_biases_and_a_clamped_gate(hidden: int, width: 
     assert off(both(x, routing, gate_up, down, "clamped", biases), want) < 1e-2
 
 
+def test_slots_of_other_ranks_experts_are_left_out() -> None:
+    """Where a rank has some experts as a whole, a token's others have number -1 and weight 0, the first one, too."""
+    gate_up, down = mixture("floats", 32, 5, 100, 40)
+    chosen = torch.tensor([[-1, 2, 0], [3, -1, 4], [-1, -1, -1]], dtype=torch.int32, device=DEVICE)
+    routing = Routing(chosen, torch.rand(3, 3, device=DEVICE) * (chosen >= 0))
+    x = inputs(3, gate_up).bfloat16()
+    for biases in (NO_BIASES, random_biases(5, 100, 40)):
+        want = REFERENCE.quantized_experts(x.float(), routing, gate_up, down, "silu", biases)
+        assert off(both(x, routing, gate_up, down, "silu", biases), want) < 2e-2
+
+
 @KINDS
 def test_a_mixture_is_that_of_dequantized_matrices(kind: str, group: int) -> None:
     """Its halves one by one, so that matrices of superblocks have few outputs as well."""

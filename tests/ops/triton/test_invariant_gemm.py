@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from quire.ops.operands import Gate
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import invariant_gemm
 from quire.ops.triton.gemv import GemmConfig
-from quire.ops.triton.invariant_gemm import runs_of, tile_of
+from quire.ops.triton.invariant_gemm import is_faster, runs_of, tile_of
 from quire.ops.triton.launch import DeviceInfo, block
-from quire.ops.triton.ops import BatchInvariantTritonOps
+from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from tests.ops.triton.device import DEVICE
 from tests.ops.triton.test_batch_invariant import alike
 
@@ -59,6 +61,37 @@ def test_a_tile_may_have_fewer_outputs_than_the_units_take(
     usual = OPS.linear(x, weight, None, gate)
     monkeypatch.setattr(invariant_gemm, "tile_of", lambda *_: GemmConfig(16, each, 64, 4, 3, 128))
     assert torch.equal(OPS.linear(x, weight, None, gate), usual)
+
+
+HOPPER = DeviceInfo(sms=132, capability=(9, 0))
+
+
+def test_tiles_that_are_faster_serve_few_rows_in_default_mode_too() -> None:
+    def shapes(rows: int, card: DeviceInfo = HOPPER) -> list[bool]:
+        plain = [is_faster(rows, outputs, False, card) for outputs in (4088, 4096, 8192, 10240)]
+        return plain + [is_faster(rows, outputs, True, card) for outputs in (8192, 12288, 14336, 28672)]
+
+    assert shapes(2) == shapes(16) == [False, True, True, True, False, False, True, True]
+    assert not any(shapes(1) + shapes(17) + shapes(8, replace(HOPPER, capability=(10, 0))))
+
+
+@pytest.mark.parametrize("gate", ["", "silu"])
+def test_default_mode_multiplies_by_them(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariant_gemm, "is_faster", lambda rows, *_: rows == 5)
+    x = torch.randn(6, 256, device=DEVICE).bfloat16()
+    weight, bias = torch.randn(96, 256, device=DEVICE).bfloat16(), torch.randn(96, device=DEVICE).bfloat16()
+    calls, plain, multiply = list[int](), TritonOps(DEVICE), invariant_gemm.multiply
+
+    def counted(x: Tensor, *others: Any) -> None:
+        calls.append(len(x))
+        multiply(x, *others)
+
+    monkeypatch.setattr(invariant_gemm, "multiply", counted)
+    for rows in (4, 5, 6):
+        got, want = plain.linear(x[:rows], weight, bias, gate), REFERENCE.linear(x[:rows], weight, bias, gate)
+        torch.testing.assert_close(got.float(), want.float(), atol=0.4, rtol=2e-2)
+    assert calls == [5]
+    assert not plain.arrived.any()
 
 
 def test_several_runs_are_added_in_order_whoever_computes_them() -> None:

@@ -517,6 +517,16 @@ LEAST_CUT = 1
 """Multiprocessors a program of uncut spans from which on their cells are divided among programs: 16 sequences of 8,000
 take 156 us instead of 201, and of 576 tokens 28.0 instead of 29.3 (H200)."""
 
+PART_RUN = 4
+"""Blocks of a piece of a part of a chunk at least: short contexts are not worth combining (measured, H200)."""
+
+
+def part_tiles(card: DeviceInfo, share: int, dim: int, wide: int, most: int, spans: int) -> list[tuple[Tile, int, int]]:
+    """As `tiles`, of parts of chunks, which are bound by arithmetic as prompts are."""
+    ((tile, least, _),) = tiles(card, share, dim, wide, most, spans)
+    return [(tile._replace(run=PART_RUN * tile.run, stages=large(card, dim, wide).stages), least, most)]
+
+
 MOST_SHARING = 64
 """Heads of a program at most that read the same latents; more are groups of so many, which read them again."""
 
@@ -554,6 +564,24 @@ def slopes(scale: float, soft_cap: float) -> tuple[float, float]:
     return (scale / soft_cap, log2e) if soft_cap else (0.0, scale * log2e)
 
 
+LONG_CONTEXT = 2048
+"""Positions that a chunk's queries may see from which on they are divided among programs: with contexts of 1,000 tokens
+that is faster, without any as fast on average (measured, H200)."""
+
+
+def cut_chunks(
+    batch: AttentionPlan, q: Tensor, kv: LayerKV, how: Scores, card: DeviceInfo, longest: int
+) -> AttentionPlan:  # fmt: skip
+    """The batch, in spans of a tile's queries where a step's tiles are too few to keep the GPU busy and each may have
+    to read a long context: `tiles` divides the positions of such spans among programs. See `attention`."""
+    heads, few = q.shape[1], 64 * kv.k.shape[1] // q.shape[1]
+    reach = min(how.window, how.chunk, batch.max_kv)
+    chunked = 0 < few < batch.max_query <= longest and how.is_causal(batch)
+    if card.sms and chunked and reach >= LONG_CONTEXT and 4 * len(q) * heads <= 5 * 64 * card.sms:
+        return batch.in_spans_of(few)
+    return batch
+
+
 def attention(
     q: Tensor, kv: LayerKV, batch: AttentionPlan, how: Scores, card: DeviceInfo, begun: PrefixPartials | None = None,
     longest: int = UNLIMITED, rotated: Tensor | None = None, late: bool = False,
@@ -575,8 +603,12 @@ def attention(
         bend = kv.v_scale / kv.k_scale
     last = batch.last(how.ahead)
     sharing = begun.sharing if begun else None
-    turns, longest = 0 if rotated is None else rotated.shape[-1], min(longest, batch.max_query)
-    choose = tiles if rotated is None else partial(latent_tiles, ringed=latent_mma.takes(q, rotated, kv, card))
+    turns, choose = 0, tiles
+    if rotated is not None:
+        turns, choose = rotated.shape[-1], partial(latent_tiles, ringed=latent_mma.takes(q, rotated, kv, card))
+    elif (cut := cut_chunks(batch, q, kv, how, card, longest)) is not batch:
+        batch, choose = cut, part_tiles
+    longest = min(longest, batch.max_query)
     for tile, least, most in choose(card, share, dim, width(q, kv), longest, len(batch.kv_len)):
         room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0
         cells = tile.blocks_of_cells()

@@ -25,11 +25,14 @@ from torch import Tensor
 from quire.ops.ragged import StateSlots
 from quire.ops.triton.attention_schedule import AttentionPlan
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
-from quire.ops.triton.recurrence import COLUMNS, UNIT_EPS, Rule, gates_of, load_state, put_state
+from quire.ops.triton.recurrence import UNIT_EPS, Rule, gates_of, load_state, put_state
 
 CHUNK, DELTA_CHUNK, EXACT_CHUNK = 64, 32, 16
 """Tokens of a chunk: of Mamba 2; of the delta rule, since Triton 3.6 makes of its chunks of 64 asynchronous products
 (wgmma) with wrong results on an H100; and in float32, which takes more registers and shared memory."""
+
+COLUMNS = 32
+"""Columns of a memory that a program has."""
 
 
 class Solved(NamedTuple):

@@ -41,6 +41,7 @@ from quire.ops.triton.gemv import (
     BY_ROW,
     UNSCALED,
     GemmConfig,
+    highest_expert,
     lines,
     numbers,
     partial_sums,
@@ -609,8 +610,8 @@ def few_gate_up_kernel(
     """BLOCK_N of a slot's outputs, out [slots, width], by multiply-adds: see BY_TOKEN in `experts_kernel`. There are
     TIMES * BLOCK_K inputs. SCALED: see `experts_kernel`; there are `scales` a row, each of RUN columns. EARLY: which
     expert it is, is known before the preceding kernel has ended, so that its matrix is requested before the wait."""
-    slot = tl.program_id(1).to(tl.int64)
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    slot = tl.program_id(0).to(tl.int64)
+    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     wait_and_release(DEPENDENT and not EARLY)
     expert = tl.load(experts + slot).to(tl.int64)
     if expert < 0:
@@ -657,18 +658,19 @@ def few_down_kernel(
     """BLOCK_N outputs of a token: x [slots, width] of its USED experts times their matrices, times their weights.
 
     Which experts these are was computed two kernels before, so that all numbers of their matrices are requested before
-    the wait. A token without experts gets zeros. SCALED, RUN: see `few_gate_up_kernel`.
+    the wait. A token without experts gets zeros, and rows of slots without one, whose weight is 0, are not added.
+    SCALED, RUN: see `few_gate_up_kernel`.
     """
-    token = tl.program_id(1).to(tl.int64)
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    if tl.load(experts + token * USED) < 0:
+    token = tl.program_id(0).to(tl.int64)
+    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    if highest_expert(experts + token * USED, USED) < 0:
         wait(DEPENDENT)
         release(DEPENDENT)
         tl.store(out + token * hidden + n, tl.zeros([BLOCK_N], out.dtype.element_ty), mask=n < hidden)
         return
     tiles, factors = (), ()
     for u in tl.static_range(USED):
-        expert = tl.load(experts + token * USED + u).to(tl.int64)
+        expert = tl.maximum(tl.load(experts + token * USED + u), 0).to(tl.int64)
         line = weight + (expert * hidden + n[:, None]) * width + k[None, :]
         for i in tl.static_range(TIMES):
             tiles += (lines(line, n, k, i * BLOCK_K, hidden, width, EVEN),)  # type: ignore[assignment]
@@ -687,11 +689,11 @@ def few_down_kernel(
             y += partial_sums(made, factors[u], i, RUN, SCALED)
         if SCALED == BY_ROW:
             y *= factors[u][0][:, None]
-        total += share * y
+        total += tl.where(share == 0.0, 0.0, share * y)
     made = tl.sum(total, 1)
     if BIAS:
         for u in tl.static_range(USED):
-            line = bias + tl.load(experts + token * USED + u).to(tl.int64) * hidden
+            line = bias + tl.maximum(tl.load(experts + token * USED + u), 0).to(tl.int64) * hidden
             made += tl.load(weights + token * USED + u) * tl.load(line + n, mask=n < hidden, other=0.0).to(tl.float32)
     tl.store(out + token * hidden + n, made.to(out.dtype.element_ty), mask=n < hidden)
 
@@ -728,8 +730,9 @@ class ExpertConfig(NamedTuple):
     down: ExpertTile
 
 
-FEW_TOKENS = 4
-"""Tokens up to which slots are multiplied one by one: there, few experts are used by several."""
+FEW_TOKENS, FEW_SLOTS = 4, 5 / 16
+"""Tokens up to which slots are multiplied one by one, and slots per expert up to which those of e4m3 are: there, few
+experts are used by several."""
 
 MOST_NUMBERS = 192 * 32
 """Numbers of a matrix that a warp keeps in registers while it waits for x."""
@@ -746,7 +749,7 @@ def few_tiles(used: int, hidden: int, width: int, size: int = 2) -> ExpertConfig
     while outputs > 1 and outputs * used * width > 4 * MOST_NUMBERS:
         outputs //= 2
     count = 4 if outputs * used * width <= 4 * MOST_NUMBERS else 8
-    run = max(32, min(width & -width, 256 * count // outputs))
+    run = max(32, min(width & -width, 256 * more * count // outputs))
     down = ExpertTile(1, outputs, run, count)
     fits = outputs * used * -(-width // run) * run <= count * MOST_NUMBERS
     most = gate_up.warps * MOST_NUMBERS * more
@@ -780,6 +783,7 @@ MANY_ROUNDED = ExpertConfig(
 )
 """Of rows rounded to e4m3, too, and matrices with a scale a row."""
 
+SIXTEEN_RUNS = ExpertConfig(ExpertTile(16, 64, 128, 4, 4), ExpertTile(16, 128, 128, 4, 3))
 THIRTY_TWO_RUNS = ExpertConfig(ExpertTile(32, 64, 128, 4, 4), ExpertTile(32, 64, 128, 4, 4))
 SIXTY_FOUR_RUNS = ExpertConfig(ExpertTile(64, 128, 128, 8, 3, True), ExpertTile(64, 128, 128, 8, 3, True))
 MANY_RUNS = ExpertConfig(
@@ -805,13 +809,14 @@ def quantized_expert_config(
 ) -> ExpertConfig:
     """As `expert_config`, of e4m3 matrices. rounded: see `quantized_experts`."""
     hidden, width = gate_up.weight.shape[1], down.weight.shape[1]
-    few = few_tiles(used, hidden, width, 1) if tokens <= FEW_TOKENS else None
+    slots = tokens * used / (len(down.weight) // hidden)
+    one_by_one = tokens <= FEW_TOKENS or (slots <= FEW_SLOTS and not rounded)
+    few = few_tiles(used, hidden, width, 1) if one_by_one else None
     if few is not None and has_whole_runs(few.gate_up, gate_up) and has_whole_runs(few.down, down):
         return few
-    slots = tokens * used / (len(down.weight) // hidden)
     step = 0 if slots <= 8 else 1 if slots <= 20 else 2 if slots <= 48 else 3
     if rounded and run_of(gate_up):
-        return (SIXTEEN_ROUNDED, THIRTY_TWO_RUNS, SIXTY_FOUR_RUNS, MANY_RUNS)[step]
+        return (SIXTEEN_RUNS, THIRTY_TWO_RUNS, SIXTY_FOUR_RUNS, MANY_RUNS)[step]
     if rounded:
         return (SIXTEEN_ROUNDED, THIRTY_TWO_ROUNDED, SIXTY_FOUR_ROUNDED, MANY_ROUNDED)[step]
     return (SIXTEEN_E4M3, THIRTY_TWO_E4M3, SIXTY_FOUR_E4M3, MANY_E4M3)[step]
@@ -1055,7 +1060,7 @@ def multiply_gate_up(
     width, hidden, used = weight.shape[1] // num_parts(gate), weight.shape[2], routing.experts.shape[1]
     slots = routing.experts.numel()
     out = x.new_empty(slots, width)
-    few_gate_up_kernel[(triton.cdiv(width, how.outputs), slots)](
+    few_gate_up_kernel[(slots, triton.cdiv(width, how.outputs))](
         *(x, weight, scale, x if bias is None else bias, routing.experts, out, width, hidden, scales),
         USED=used, GATE=num_parts(gate) == 2, ACT=GATES[gate], BIAS=bias is not None,
         EVEN=hidden % how.inputs == 0 and width % how.outputs == 0,
@@ -1082,7 +1087,7 @@ def multiply_down(
     weight, scale, (scales, *_), _, scaled, run = opened(matrices, count, x, card, rounded=True)
     _, hidden, width = weight.shape
     out = x.new_empty(tokens, hidden)
-    few_down_kernel[(triton.cdiv(hidden, how.outputs), tokens)](
+    few_down_kernel[(tokens, triton.cdiv(hidden, how.outputs))](
         *(x, weight, scale, x if bias is None else bias, routing.experts, routing.weights, out, hidden, width, scales),
         USED=used, BIAS=bias is not None, EVEN=width % how.inputs == 0 and hidden % how.outputs == 0,
         BLOCK_N=how.outputs, BLOCK_K=how.inputs, TIMES=triton.cdiv(width, how.inputs),

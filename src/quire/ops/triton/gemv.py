@@ -273,6 +273,15 @@ def vector_kernel(
 
 
 @triton.jit
+def highest_expert(experts, USED: tl.constexpr):
+    """The largest number of an expert of a token's USED slots: -1 where none has one."""
+    most = tl.load(experts)
+    for u in tl.static_range(1, USED):
+        most = tl.maximum(most, tl.load(experts + u))
+    return most
+
+
+@triton.jit
 def lines(line, n, k, since, outputs, inputs, EVEN: tl.constexpr):
     """Inputs since + k of outputs n, which are read once."""
     if EVEN:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.operands import Gate, IntegerMatrix, Routing, num_parts
-from quire.ops.triton.gemv import given, two
+from quire.ops.triton.gemv import given, highest_expert, two
 from quire.ops.triton.integer_gemm import (
     FLOATS,
     PAIRS,
@@ -367,8 +367,8 @@ def row_of(g, p: tl.constexpr, h: tl.constexpr, outputs, EVEN_N: tl.constexpr):
 
 @triton.jit
 def expert_of(experts, unit, UNITS: tl.constexpr, ALL: tl.constexpr):
-    """The expert of the slot that a unit is of."""
-    return tl.load(experts + unit // UNITS, mask=unit < ALL, other=0).to(tl.int64)
+    """The expert of the slot that a unit is of; any of a slot without one, whose x and weight are 0."""
+    return tl.maximum(tl.load(experts + unit // UNITS, mask=unit < ALL, other=0), 0).to(tl.int64)
 
 
 @triton.jit
@@ -478,7 +478,7 @@ def batch_sums(
 
 @triton.jit
 def write_zeros(out, row, outputs, DEPENDENT: tl.constexpr):
-    """This program's outputs of a token without experts."""
+    """This program's outputs of a token without experts, or of a slot without one."""
     wait(DEPENDENT)
     release(DEPENDENT)
     n = tl.program_id(0) * 16 + tl.arange(0, 16)
@@ -510,7 +510,7 @@ def integer_gemv_kernel(
         expert = tl.load(experts + number).to(tl.int64)
         release(DEPENDENT and not EARLY)
         if expert < 0:
-            wait_and_release(DEPENDENT and EARLY)
+            write_zeros(out, number, outputs, DEPENDENT and EARLY)
             return
         weight, words, supers = weight + expert * size, words + expert * scales, supers + expert * extra
         if BIAS:
@@ -518,7 +518,7 @@ def integer_gemv_kernel(
         x += (number // USED).to(tl.int64) * (inputs // 4)
     elif MODE == TOKEN:
         experts, weights = experts + number * USED, weights + number * USED
-        if tl.load(experts) < 0:
+        if highest_expert(experts, USED) < 0:
             write_zeros(out, number, outputs, DEPENDENT)
             return
         x += number.to(tl.int64) * USED * (inputs // 4)
@@ -571,7 +571,7 @@ def biases_of(bias, experts, weights, n, outputs, USED: tl.constexpr):
     """The biases of a token's experts, times their weights, added up."""
     y = tl.zeros(n.shape, tl.float32)
     for s in tl.static_range(USED):
-        line = bias + tl.load(experts + s).to(tl.int64) * outputs
+        line = bias + tl.maximum(tl.load(experts + s), 0).to(tl.int64) * outputs
         y += tl.load(weights + s) * tl.load(line + n, mask=n < outputs, other=0.0).to(tl.float32)
     return y
 

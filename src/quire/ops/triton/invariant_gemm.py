@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.ops.gemm import TORCH
 from quire.ops.operands import Gate, num_parts
 from quire.ops.triton.gemv import GemmConfig, added_up, given, handed_in, num_runs, part
-from quire.ops.triton.launch import DeviceInfo, block, fetch, kernel, release, wait
+from quire.ops.triton.launch import HOPPER, DeviceInfo, block, fetch, kernel, release, wait
 from quire.ops.triton.rows import GATES
 
 RUN = 256
@@ -43,6 +43,17 @@ FEW = 16
 programs leave half of an H200's bandwidth unused (measured)."""
 
 
+WIDE = 12288
+"""Gated outputs above which `gemv`'s tiles of few rows take two turns of a GPU's programs, the second nearly empty."""
+
+
+def is_faster(rows: int, outputs: int, gated: bool, card: DeviceInfo) -> bool:
+    """Whether these tiles are faster than `gemv`'s where any order of sums will do (measured, H200): of more than one
+    row and up to FEW."""
+    many = outputs > WIDE if gated else outputs >= WHOLE
+    return many and 1 < rows <= FEW and card.sms > 0 and card.capability == HOPPER
+
+
 def even(outputs: int, programs: int) -> int:
     """Outputs of a program where they are dealt out to so many evenly, or to several times as many: 32 to 64, in
     eighths of what the matrix units take."""
@@ -57,6 +68,8 @@ def tile_of(rows: int, outputs: int, gated: bool) -> GemmConfig:
         return GemmConfig(16, even(outputs, 2 * BUSY), 128, 4, 3)
     if rows <= FEW and WHOLE <= outputs <= NARROW and not gated:
         return GemmConfig(16, even(outputs, BUSY), 128, 4, 8, AHEAD)
+    if rows <= FEW and outputs > NARROW:
+        return GemmConfig(16, even(outputs, 2 * BUSY), 128, 4, 4)
     if not gated and WHOLE <= outputs <= NARROW and rows <= 256:
         if rows <= 64:
             return GemmConfig(block(rows, 16), 64, 128, 4, 8 if rows <= 32 else 6, AHEAD)

@@ -24,7 +24,7 @@ from quire.ops.triton.launch import HOPPER, DeviceInfo, block, kernel, release, 
 MOST_DIM = 128
 """The largest head that cuDNN is used for."""
 
-STEP = 1024
+STEP = 512
 """Queries are padded to a multiple of this."""
 
 MOST_QUERIES = 8192

@@ -162,7 +162,10 @@ class TritonOps(Ops):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.linear`."""
-        how = gemv.gemm_config(len(x), len(weight) // num_parts(gate), x.shape[-1], num_parts(gate) == 2)
+        outputs, gated = len(weight) // num_parts(gate), num_parts(gate) == 2
+        if x.dtype is torch.bfloat16 and invariant_gemm.is_faster(len(x), outputs, gated, self.card):
+            return invariant_gemm.invariant_linear(x, weight, bias, self.card, self.arrived, gate)
+        how = gemv.gemm_config(len(x), outputs, x.shape[-1], gated)
         if how is not None and x.dtype is torch.bfloat16:
             return gemv.gemv_linear(x, weight, bias, how, self.card, gate, arrived=self.arrived)
         return self.apply_gate(self.gemm.linear(x, weight, bias), gate)

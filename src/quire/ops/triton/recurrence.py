@@ -26,8 +26,8 @@ FEW = 16
 
 UNIT_EPS = tl.constexpr(KEY_EPS)
 
-COLUMNS = 32
-"""Columns of a memory that a program has."""
+NUMBERS = 4096
+"""Of a memory, that a program of two warps has."""
 
 
 class Rule(NamedTuple):
@@ -107,23 +107,27 @@ def update_kernel(
     """BLOCK_V columns of a head's memory, through the tokens of a span that has at most `most_tokens`."""
     head, s = tl.program_id(1), tl.program_id(2)
     k, v = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    keys, values = k < KEYS, v < VALUES
+    share: tl.constexpr = HEADS // GROUPS
+    group = head // share
+    both = tl.where(tl.arange(0, 2) == 0, q_at, k_at)[None, :] + group * KEYS + k[:, None]
     wait(DEPENDENT)
     release(DEPENDENT)
     begin, end = tl.load(query_start + s), tl.load(query_start + s + 1)
-    if (begin == end) | (end - begin > most_tokens):
+    slot = tl.load(source + s).to(tl.int64)
+    # No slot is negative: it is asked for here, so that it is read together with the others, not after them.
+    if (begin == end) | (end - begin > most_tokens) | (slot < 0):
         return
-    keys, values = k < KEYS, v < VALUES
-    state = load_state(memory, tl.load(source + s).to(tl.int64), head, k, v, HEADS, KEYS, VALUES)
-    share: tl.constexpr = HEADS // GROUPS
-    group = head // share
+    state = load_state(memory, slot, head, k, v, HEADS, KEYS, VALUES)
     for i in range(begin, end):
         t = s.to(tl.int64) * 0 + i
         line = mixed + t * stride
-        query = tl.load(line + q_at + group * KEYS + k, mask=keys, other=0.0).to(tl.float32)
-        key = tl.load(line + k_at + group * KEYS + k, mask=keys, other=0.0).to(tl.float32)
+        pair = tl.load(line + both, mask=keys[:, None], other=0.0)
         value = tl.load(line + v_at + head * VALUES + v, mask=values, other=0.0).to(tl.float32)
+        to, copy = tl.load(target + t).to(tl.int64), tl.load(snapshot + t).to(tl.int64)
         decay, amount = gates_of(
             a, b, fading, rise, least, most, a_stride, b_stride, apart, t, head, t < end, share, DELTA)  # fmt: skip
+        query, key = tl.split(pair.to(tl.float32))
         state *= tl.exp(decay)
         if DELTA:
             query *= tl.rsqrt(tl.sum(query * query, 0) + UNIT_EPS) * tl.rsqrt(KEYS * 1.0)
@@ -132,7 +136,6 @@ def update_kernel(
         state += key[:, None] * (value * amount)[None, :]
         place = out + (t * HEADS + head) * VALUES + v
         tl.store(place, tl.sum(state * query[:, None], 0), mask=values)
-        to, copy = tl.load(target + t).to(tl.int64), tl.load(snapshot + t).to(tl.int64)
         put_state(memory, to, head, state, k, v, HEADS, KEYS, VALUES)
         put_state(memory, copy, head, state, k, v, HEADS, KEYS, VALUES)
 
@@ -142,9 +145,9 @@ def update(
 ) -> None:
     """Spans of up to `few` tokens, token by token: out [T, H, V] float32; writes memories [M, H, K, V]."""
     _, heads, keys, values = memory.shape
-    columns = min(COLUMNS, block(values, 16))
+    columns = min(NUMBERS // block(keys, 16), block(values, 16))
     update_kernel[(triton.cdiv(values, columns), heads, len(batch.kv_len))](
         *rule.arguments, memory, out, batch.query_start, *states, few,
         HEADS=heads, GROUPS=rule.groups, KEYS=keys, VALUES=values, BLOCK_K=block(keys, 16), BLOCK_V=columns,
-        DELTA=rule.delta, DEPENDENT=card.dependent, num_warps=4, **card.options,
+        DELTA=rule.delta, DEPENDENT=card.dependent, num_warps=2, **card.options,
     )  # fmt: skip
