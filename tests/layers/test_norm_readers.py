@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 
+from quire.ops.capture import PRECOMPILING
 from quire.ops.operands import UnnormedRow
 from quire.ops.reference import ReferenceOps
+from quire.ops.triton import integer_row
+from quire.ops.triton.launch import HOPPER, DeviceInfo
 from quire.ops.triton.ops import TritonOps
+from quire.weights.canary import feed, pages
 from quire.weights.load import load_model
 from tests.checkpoints import make
 from tests.models.feeding import Feeder
@@ -80,3 +86,32 @@ def test_nothing_reads_a_sum_before_the_product_that_writes_it(tmp_path: Path, s
         made += [*feeder.step([(0, [7 * i % 190 for i in range(5)])]), *feeder.step([(0, [3])])]
     first, second, *left = made
     assert all(torch.equal(*pair) for pair in zip((first, second), left, strict=True))
+
+
+def test_on_hopper_no_norm_of_one_row_with_whole_numbers_is_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+    make(tmp_path, "qwen3-gqa", hidden_size=1024, intermediate_size=1024, **heads)
+    monkeypatch.setattr("quire.weights.load.can_pack", lambda *asked: False)  # as on a GPU
+    monkeypatch.setattr(integer_row, "LEAST_BYTES", 0)
+    ops, launches = TritonOps("cpu"), list[tuple[str, bool]]()
+    model = load_model(tmp_path, dtype="bfloat16", ops=ops, quantization="q8_0")
+    ops.card = DeviceInfo(132, HOPPER, True, "tf32x3", 227 << 10, MappingProxyType({"launch_pdl": True}))
+    kv, one = pages(model, 20, torch.device("cpu")), feed(range(20), 18, 19, torch.device("cpu"))
+
+    def note(kernel: Any, grid: object, *arguments: Any, **options: Any) -> None:
+        if kernel.fn.__name__ in ("ring_kernel", "norm_kernel"):
+            launches.append((kernel.fn.__name__, options.get("NORMED", False)))
+
+    recording = PRECOMPILING.set(note)
+    try:
+        with torch.inference_mode():
+            model.forward(one, kv)
+    finally:
+        PRECOMPILING.reset(recording)
+    layer = 2 * [
+        ("ring_kernel", True),
+        ("ring_kernel", False),
+    ]  # into attention and out of it, into the MLP and out of it
+    assert launches == 3 * layer + [("norm_kernel", False)]
