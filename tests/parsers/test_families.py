@@ -116,6 +116,16 @@ def test_a_call_that_is_cut_off_is_never_completed(name: str) -> None:
         assert read in ([], [{}], [CALLS[0][1]]), text[:at]
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_marks_of_a_call_that_is_cut_off_are_not_content(name: str) -> None:
+    text, begun = rendered(name, CALLS[:1]), False
+    for at in range(len(text)):
+        kinds = {part.kind for part in fed(reader_of(STYLES[name], TOOLS), text[:at])}
+        begun = begun or "call" in kinds
+        assert not (begun and "content" in kinds), text[:at]
+    assert begun or STYLES[name].bare
+
+
 @cache
 def pieces(name: str) -> list[str]:
     """Marks of a style, and calls in it. Not made by importing, which every worker does."""

@@ -29,6 +29,8 @@ class PartEmitter:
         self._calls = 0
         # Whether a call came last; and whether its end marks are still to come.
         self._after_call = self._unclosed = False
+        # Whether the answer has ended.
+        self._ended = False
         # White space and opening marks, which are content only if no call follows.
         self._held: list[str] = []
         self._parts: list[TextPart] = []
@@ -39,6 +41,9 @@ class PartEmitter:
         return parts
 
     def _emit_content(self, text: str) -> None:
+        if self._ended and self._unclosed:
+            # Marks of a call, cut off with the answer.
+            return
         content = text.rstrip()
         if content:
             held = "".join(self._held) + content
@@ -49,11 +54,12 @@ class PartEmitter:
             self._held.append(text[len(content) :])
 
     def _emit_held(self) -> None:
-        """At the end of the answer: what was held back is content after all, but for white space after a call."""
+        """At the end of the answer: what was held back is content after all, but for white space after a call, and what
+        belongs to one that is cut off."""
         text = "".join(self._held)
         self._held.clear()
         text = text.strip() if self._after_call else text
-        if text:
+        if text and not self._unclosed:
             self._parts.append(TextPart("content", text))
 
     def _emit_call(self, name: str, *, unclosed: bool) -> None:

@@ -56,8 +56,9 @@ class Reader(PartEmitter):
 
     def flush(self) -> Sequence[TextPart]:
         """See Splitter."""
-        python = self._state in (self._python, self._python_list)
-        if (python and self._run(self._text)) or (self._unclosed and self._text == self._style.end):
+        self._ended = True
+        source = self._text[: len(self._text) - possible(self._text, [self._style.end])]
+        if self._state in (self._python, self._python_list) and self._run(source):
             self._text = ""
         self._leave()
         self._emit_content(self._text)

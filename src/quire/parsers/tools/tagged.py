@@ -41,7 +41,7 @@ class TaggedReader(PartEmitter):
 
     def flush(self) -> Sequence[TextPart]:
         """See Splitter."""
-        self._tape.ended = True
+        self._ended = self._tape.ended = True
         next(self._reading, None)
         self._emit_held()
         return self._take_parts()
@@ -114,8 +114,9 @@ class TaggedReader(PartEmitter):
         self._end(value.closed)
 
     def _end(self, valid: bool) -> None:
-        """The arguments of a call have ended. Behind invalid ones all is content, the end mark too."""
-        self._unclosed = self._unclosed and valid
+        """The arguments of a call have ended. Behind invalid ones all is content, the end mark too; those that are cut
+        off are not invalid."""
+        self._unclosed = self._unclosed and (valid or self._ended)
 
     def _parameters(self, tool: str, form: Parameters, *, opened: bool) -> Generator[None]:
         """Tagged parameters as one object. opened: the mark of the first has been read."""
