@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from quire.assembly.engine import build_engine
 from quire.bench import cpu
+from quire.bench.late import cpu as bench_cpu
 from quire.bench.peers import checkpoints, process
 from quire.bench.peers.process import Peer, check, pythons
 from quire.config import Settings
@@ -60,6 +61,15 @@ def test_a_peer_answers_in_a_process_of_its_own_and_its_failures_are_named(echo:
     assert peer.process.poll() is not None
 
 
+def test_a_peer_does_not_wait_for_its_threads_as_this_process_does(echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(echo, "spins.py").write_text(
+        "import os\ndef load(*_):\n    return None, os.environ.get('GOMP_SPINCOUNT')\n", "utf-8"
+    )
+    monkeypatch.setenv("GOMP_SPINCOUNT", "200")
+    with Peer("spins", sys.executable, Path(echo), 1, 1, 10) as peer:
+        assert peer.version == "None"
+
+
 def test_a_peer_that_is_not_installed_says_what_to_install(echo: str) -> None:
     with pytest.raises(
         InvalidConfig, match=r"no_such_package.*pip install no-such-package.*--peer-python missing=PATH"
@@ -79,7 +89,7 @@ def test_what_cannot_be_measured_is_refused_by_name() -> None:
     with pytest.raises(InvalidConfig, match="use PEER=PATH"):
         pythons(["vllm=/usr/bin/python3"])
     assert pythons(["openvino=/x"])["openvino"] == "/x"
-    refused = CliRunner().invoke(cpu.command, ["--threads", "2", "--clock", "cpu"])
+    refused = CliRunner().invoke(bench_cpu, ["--threads", "2", "--clock", "cpu"])
     assert isinstance(refused.exception, InvalidConfig)
 
 

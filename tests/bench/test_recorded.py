@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from quire.bench import charts, cpu, monitor
+from quire.bench.late import cpu as bench_cpu
 from tests.expected import check
 
 EXPECTED = Path(__file__).parent / "expected"
@@ -157,7 +158,7 @@ def test_speeds_are_medians_over_interleaved_rounds(monkeypatch: pytest.MonkeyPa
     try:
         words = ("--batch", "4", "--prompt", "3", "--new", "9", "--repeat", "3", "--threads", "1", "--long-prompt", "0")
         monkeypatch.setattr(cpu, "_size", lambda model: 10**9)
-        found = CliRunner().invoke(cpu.command, [*words, "--json"])
+        found = CliRunner().invoke(bench_cpu, [*words, "--json"])
     finally:
         torch.set_num_threads(before)
     assert found.exit_code == 0, found.output

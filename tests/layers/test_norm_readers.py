@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.ops.capture import PRECOMPILING
-from quire.ops.operands import UnnormedRow
+from quire.ops.operands import AnyMatrix, Gate, Norm, NormedRows, UnnormedRow
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import integer_row
 from quire.ops.triton.launch import HOPPER, DeviceInfo
@@ -63,11 +64,14 @@ def test_norms_are_made_for_what_reads_them(tmp_path: Path, shape: str, quantiza
 class Leaving(ReferenceOps):
     """Leaves norms to the products that read them, as kernels do with a row; there is no sum until then."""
 
-    def add_norm_rounded(self, x, residual, norm, matrix, scale=1.0):
+    def add_norm_rounded(
+        self, x: Tensor, residual: Tensor, norm: Norm, matrix: AnyMatrix, scale: float = 1.0
+    ) -> tuple[Tensor | NormedRows, Tensor]:
         total = torch.full_like(residual, float("nan"))
         return UnnormedRow(x, residual.clone(), total, norm, scale), total
 
-    def multiply_normed(self, x, matrix, bias=None, gate=""):
+    def multiply_normed(self, x: NormedRows, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
+        assert isinstance(x, UnnormedRow)
         normed, total = self.add_norm(x.row, x.residual, x.norm, None, x.scale)
         x.total.copy_(total)
         return self.quantized_linear(normed, matrix, bias, gate)
@@ -91,8 +95,8 @@ def test_nothing_reads_a_sum_before_the_product_that_writes_it(tmp_path: Path, s
 def test_on_hopper_no_norm_of_one_row_with_whole_numbers_is_a_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
-    make(tmp_path, "qwen3-gqa", hidden_size=1024, intermediate_size=1024, **heads)
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
+    make(tmp_path, "qwen3-gqa", **sizes)
     monkeypatch.setattr("quire.weights.load.can_pack", lambda *asked: False)  # as on a GPU
     monkeypatch.setattr(integer_row, "LEAST_BYTES", 0)
     ops, launches = TritonOps("cpu"), list[tuple[str, bool]]()
@@ -110,8 +114,6 @@ def test_on_hopper_no_norm_of_one_row_with_whole_numbers_is_a_kernel(
             model.forward(one, kv)
     finally:
         PRECOMPILING.reset(recording)
-    layer = 2 * [
-        ("ring_kernel", True),
-        ("ring_kernel", False),
-    ]  # into attention and out of it, into the MLP and out of it
-    assert launches == 3 * layer + [("norm_kernel", False)]
+    pair = [("ring_kernel", True), ("ring_kernel", False)]  # into attention or the MLP, and out of it
+    count = len(launches) // 2  # of layers that are alike not all are run for their kernels alone
+    assert count > 1 and launches == count * pair + [("norm_kernel", False)]

@@ -29,6 +29,9 @@ PACKAGES: Mapping[str, str] = MappingProxyType(
     {"llama-cpp": "llama-cpp-python", "openvino": "openvino numpy", "transformers": "transformers torch"}
 )
 
+OWN = frozenset(("PYTHONPATH", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"))
+"""Environment variables of this process alone: peers wait as long for their threads as they do by themselves."""
+
 REFUSED: Mapping[str, str] = MappingProxyType(
     {"vllm": "vllm has no wheel for CPUs (its CPU build is compiled by hand); measure it by `quire bench serve`"}
 )
@@ -55,7 +58,7 @@ class Peer:
         self.name, self.clock = name, clock
         file = HERE / f"{name.replace('-', '_')}.py"
         sizes = map(str, (threads, sequences, context))
-        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+        environment = {key: value for key, value in os.environ.items() if key not in OWN}
         self.process = subprocess.Popen(
             [python, str(HERE / "service.py"), str(file), str(model), *sizes],
             stdin=subprocess.PIPE,

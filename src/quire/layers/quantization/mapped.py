@@ -158,10 +158,10 @@ class Packing:
     def start(self) -> None:
         """Begin, and end before the interpreter does: it would stop the threads within torch, which then aborts the
         process."""
-        atexit.register(self._end)
         count = torch.get_num_threads()
         for each in self._threads:
             each.start()
+        atexit.register(self._end)  # not of threads that cannot be started
         self._begun.wait()
         torch.set_num_threads(count)  # new threads would inherit what these have set for themselves
 
