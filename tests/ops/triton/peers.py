@@ -55,7 +55,8 @@ def main() -> None:
     for parts, (x, residual, *how) in zip(asked(size), normed(size), strict=True):  # by turns: they share memory
         own, normal, how = parts[rank].to(device), x[rank].to(device), [here(each) for each in how]
         made = [digest(add(own)), *map(digest, add.add_norm(normal, residual.to(device, copy=True), *how))]  # type: ignore[arg-type]
-        made.append(digest(add.gather(own.repeat(3, 1))))
+        beside = own.view(torch.int32) if own.itemsize == 4 else own  # as logits, and as candidates for a token
+        made.append(digest(add.gather(beside.repeat(3, 1))))
         if rank == 0:
             norm, *rest = how
             alone, stream = [norm] if norm is not None else [], residual.to(device)
