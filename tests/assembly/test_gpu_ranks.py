@@ -6,13 +6,11 @@ each worker of the tests; two workers of every four have the GPUs from number 2 
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +40,6 @@ SIZES = [
     )
     for size in (2, 4)
 ]
-Alone: TypeAlias = Callable[[int], AbstractContextManager[None]]
 SITUATION: Mapping[str, Any] = MappingProxyType(
     {"lookahead": 1, "drafts": 0, "blocks": 200, "prefixes": True, "tokens": 64}
 )
@@ -72,59 +69,28 @@ def on_cards(tmp_path: Path, series: RankSeries) -> Iterator[Callable[..., tuple
         yield made
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """Called with a number of GPUs: while its context lasts, ranks of no other worker compute on the first so many of
-    this one's. They would take turns, of milliseconds, in which most of what a GPU does is to wait for another's."""
-    folder = tmp_path_factory.getbasetemp().parent
-    cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
-
-    @contextmanager
-    def held(size: int) -> Iterator[None]:
-        with ExitStack() as files:
-            for card in sorted(cards[:size]):
-                fcntl.flock(files.enter_context((folder / f"card-{card}").open("w")), fcntl.LOCK_EX)
-            yield
-
-    return held
-
-
-def compare(
-    one: Executor, several: Executor, alone: AbstractContextManager[None], asked: Iterable[str], vocab: int = VOCAB
-) -> None:
-    """Ask for these features, all ranks at once after the one."""
-
-    def each(executor: Executor) -> list[dict[str, Any]]:
-        return [answers(engine(executor, {**SITUATION, "asked": name}, 1), name, vocab) for name in asked]
-
-    wanted = each(one)
-    with alone:
-        found = each(several)
-    for want, got in zip(wanted, found, strict=True):
-        check_equal(want, got)
+def compare(one: Executor, several: Executor, asked: Iterable[str], vocab: int = VOCAB) -> None:
+    """Ask both for each of these features."""
+    for name in asked:
+        situation = {**SITUATION, "asked": name}
+        check_equal(*(answers(engine(each, situation, 1), name, vocab) for each in (one, several)))
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"deterministic": True}], ids=["eager", "deterministic"])
 @pytest.mark.parametrize("shape", ["llama-gqa-tied", "qwen3_moe-gqa"])
-def test_without_graphs_and_deterministic(
-    shape: str, options: Mapping[str, Any], size: int, on_cards: Any, alone: Alone
-) -> None:
-    compare(*on_cards(shape, size, **options), alone(size), ["logprobs"])
+def test_without_graphs_and_deterministic(shape: str, options: Mapping[str, Any], size: int, on_cards: Any) -> None:
+    compare(*on_cards(shape, size, **options), ["logprobs"])
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_that_divide_the_vocabulary_evenly_draw_what_one_rank_draws(
-    size: int, on_cards: Any, alone: Alone
-) -> None:
+def test_ranks_that_divide_the_vocabulary_evenly_draw_what_one_rank_draws(size: int, on_cards: Any) -> None:
     """Below it is odd. Greedy and drawn tokens are some rank's candidates then; other rows need all logits."""
     vocab, asked = 256, ("prompt_logprobs", "random", "truncated", "logprobs")
-    compare(*on_cards("llama-gqa-tied", size, vocab), alone(size), asked, vocab)
+    compare(*on_cards("llama-gqa-tied", size, vocab), asked, vocab)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", sorted(FIRST - set(UNDIVIDED)))
-def test_every_family_answers_with_every_feature_as_one_rank_does(
-    shape: str, size: int, on_cards: Any, alone: Alone
-) -> None:
-    compare(*on_cards(shape, size), alone(size), FEATURES)
+def test_every_family_answers_with_every_feature_as_one_rank_does(shape: str, size: int, on_cards: Any) -> None:
+    compare(*on_cards(shape, size), FEATURES)
