@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from quire.ops.operands import Gate, Norm, QuantizedMatrix, RoundedRows
 from quire.ops.quantized import E4M3, dequantize, float8_tokens, quantize_tokens
@@ -243,6 +244,44 @@ def test_the_library_multiplies_what_the_kernel_does() -> None:
     got = rounded_gemm.library_linear(round_rows(x, CARD, E4M3), weights, None)
     want = REFERENCE.quantized_linear(held_by_float8(x, 0), weights)
     assert off(got, want) < 4e-3, "bfloat16 of the result"
+
+
+@pytest.mark.parametrize("height", [1, 128], ids=["runs", "blocks"])
+def test_the_library_gets_scales_as_it_wants_them(height: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of runs of a row one after the other; of blocks of 128 x 128 those of a row of blocks."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(rounded_gemm, "MOST_NARROW_ROWS", 8)
+    x, weights = torch.randn(16, 512, device=DEVICE).bfloat16(), float8_matrix(272, 512, 128, height=height)
+    wanted = ScalingType.BlockWise1x128 if height == 1 else ScalingType.BlockWise128x128
+
+    def by_hand(
+        rows: Tensor, matrix: Tensor, own: Tensor, kind: ScalingType, theirs: Tensor, recipe: ScalingType, **_: object
+    ) -> Tensor:
+        assert (kind, recipe) == (ScalingType.BlockWise1x128, wanted)
+        assert theirs.stride() == (1, 4) if height > 1 else theirs.t().is_contiguous()
+        scale = theirs.t() if height > 1 else theirs
+        exact = matrix.t().float() * scale.repeat_interleave(height, 0)[:272].repeat_interleave(128, 1)
+        return (rows.float() * own.repeat_interleave(128, 1) @ exact.t()).bfloat16()
+
+    monkeypatch.setattr(rounded_gemm.F, "scaled_mm", by_hand)
+    assert rounded_gemm.has_blocks(16, weights) is (height > 1)
+    assert not rounded_gemm.has_blocks(8, weights), "few rows of a narrow matrix"
+    assert not rounded_gemm.has_blocks(16, float8_matrix(272, 384, 128, height=128)), "the library wants fours of runs"
+    got = rounded_gemm.library_linear(round_rows(x, CARD, E4M3, 128), weights, None)
+    assert off(got, REFERENCE.quantized_linear(held_by_float8(x, 128), weights)) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(100, 12352, 2048), (5000, 2048, 512), (2000, 4160, 4096)])
+def test_the_library_multiplies_blocks_on_the_gpu(rows: int, outputs: int, inputs: int) -> None:
+    torch.manual_seed(rows)
+    x, weights = torch.randn(rows, inputs, device=DEVICE).bfloat16(), float8_matrix(outputs, inputs, 128, height=128)
+    assert rounded_gemm.has_blocks(rows, weights)
+    rounded = round_rows(x, CARD, E4M3, 128)
+    got = rounded_gemm.library_linear(rounded, weights, None)
+    assert off(got, rounded_gemm.library_linear(rounded, weights._replace(height=1), None).float()) < 1e-3
+    assert off(got, REFERENCE.quantized_linear(held_by_float8(x, 128), weights)) < 4e-3
 
 
 @pytest.mark.gpu
