@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from quire.assembly.speculate import own_layers, speculative_graph_keys
-from quire.cli import inspect, plan
+from quire.cli import late, plan
 from quire.cli.inspect import read_facts
 from quire.config import Settings
 from quire.engine.engine import Engine
@@ -486,7 +486,7 @@ def test_plan_and_inspect_count_the_layers(made: Any) -> None:
         found = {}
         for options in ((), ("--speculative-config", '{"method": "mtp"}')):
             facts = read_facts(Settings.of(model=str(folder), speculative_config=options[1] if options else None))
-            told = runner.invoke(plan.command, [str(folder), "--max-model-len", "96", *options])
+            told = runner.invoke(late.plan, [str(folder), "--max-model-len", "96", *options])
             assert told.exit_code == 0, told.output
             need = plan.need(Settings.of(model=str(folder), block_size=4, max_model_len=96), facts, 1 << 30, CPU)
             found[bool(options)] = need.weights, need.page
@@ -496,7 +496,7 @@ def test_plan_and_inspect_count_the_layers(made: Any) -> None:
         size = sum(numbers for name, numbers in read.items() if not any(each in name for each in repeated))
         assert found[True][0] - found[False][0] == 4 * size
         assert found[True][1] - found[False][1] == block_bytes(layer_shapes(layer.kv_shapes, torch.float32), 4)
-        told = runner.invoke(inspect.command, [str(folder)])
+        told = runner.invoke(late.inspect, [str(folder)])
         assert f"{count} layer{'s' * (count > 1)} for multi-token prediction" in told.output
 
 

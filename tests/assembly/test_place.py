@@ -10,7 +10,7 @@ import pytest
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.assembly import place
 from quire.assembly.place import for_child, located, of_parent
-from quire.cli import plan
+from quire.cli import late
 from quire.config import Settings
 from tests.vision import make
 
@@ -48,7 +48,7 @@ def test_the_process_of_an_engine_is_told_where_the_model_is(asked: list[str]) -
 
 
 def test_a_plan_looks_for_the_model_once(asked: list[str]) -> None:
-    assert plan.command.main(["owner/name", "--memory", "1GiB"], standalone_mode=False) is None
+    assert late.plan.main(["owner/name", "--memory", "1GiB"], standalone_mode=False) is None
     assert asked == ["owner/name"]
 
 

@@ -28,7 +28,7 @@ MOST = {
     "stop strings": (7, 20),
     "JSON schema": (6, 26),
     "regex": (6, 26),
-    "tools": (6, 27),
+    "tools": (8, 27),
 }
 """Calls of Python's functions and of built-in ones for each row of a step, at most."""
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -489,14 +490,14 @@ def test_slots_of_other_ranks_experts_are_left_out(how: ExpertConfig) -> None:
     chosen = torch.tensor([[-1, 2, 0], [3, -1, 8], [-1, -1, -1]], dtype=torch.int32, device=DEVICE)
     routing = Routing(chosen, torch.rand(3, 3, device=DEVICE) * (chosen >= 0))
     for biases in (NO_BIASES, random_biases(9, 64, 32)):
-        got = experts(x, routing, gate_up, down, "silu", how, CARD, biases)
+        with np.errstate(all="ignore"):  # rows of no expert are as memory happens to be, and left out of the sum
+            got = experts(x, routing, gate_up, down, "silu", how, CARD, biases)
         want = REFERENCE.experts(x, routing, gate_up, down, "silu", biases)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     matrices = float8(gate_up, 32), float8(down, 32)
-    got, want = (
-        quantized_experts(x, routing, *matrices, "silu", how, CARD),
-        REFERENCE.quantized_experts(x, routing, *matrices, "silu"),
-    )
+    with np.errstate(all="ignore"):
+        got = quantized_experts(x, routing, *matrices, "silu", how, CARD)
+    want = REFERENCE.quantized_experts(x, routing, *matrices, "silu")
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
