@@ -6,7 +6,6 @@ timed by themselves, too, with matrices from memory and with one that is in the 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from functools import partial
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from benchmarks.card import needed
 from benchmarks.integers import made
 from benchmarks.kernel_cases import MATRICES, PAGE, batch_of, noise
-from benchmarks.kernels import replayed
+from benchmarks.kernels import replayed, timed
 from benchmarks.steps import lines, traced
 from quire.ops.operands import Angles, Gate, IntegerMatrix, Norm, NormedRows, QuantizedMatrix, Scores
 from quire.ops.ragged import LayerKV
@@ -99,19 +98,6 @@ class Layers:
         return graph
 
 
-def timed(graph: torch.cuda.CUDAGraph, rounds: int = 40) -> float:
-    """Median microseconds a layer."""
-    times = list[float]()
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / LAYERS)
-    return statistics.median(times)
-
-
 def in_cache(every: Sequence[Sequence[AnyWeight]], rows: int) -> None:
     """Say what each product takes with matrices from memory, and with one again and again."""
     for name, own in zip(PRODUCTS, every, strict=True):
@@ -136,7 +122,7 @@ def command(kinds: Sequence[str], batches: Sequence[int], length: int, top: int,
             every = [weights(kind, name) for name in PRODUCTS]
             for rows in batches:
                 graph = Layers(every, rows, length).captured()
-                click.echo(f"{kind} {rows}: {timed(graph):.2f} us a layer")
+                click.echo(f"{kind} {rows}: {timed(graph, LAYERS, 40):.2f} us a layer")
                 for line in lines(f"{kind} {rows}, a layer", traced(graph.replay), LAYERS, top):
                     click.echo(f"  {line}")
                 if products:

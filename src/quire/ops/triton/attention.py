@@ -571,7 +571,7 @@ that is faster, without any as fast on average (measured, H200)."""
 
 def cut_chunks(
     batch: AttentionPlan, q: Tensor, kv: LayerKV, how: Scores, card: DeviceInfo, longest: int
-) -> AttentionPlan:  # fmt: skip
+) -> AttentionPlan:
     """The batch, in spans of a tile's queries where a step's tiles are too few to keep the GPU busy and each may have
     to read a long context: `tiles` divides the positions of such spans among programs. See `attention`."""
     heads, few = q.shape[1], 64 * kv.k.shape[1] // q.shape[1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -12,5 +14,9 @@ class Later:
     def __init__(self, name: str) -> None:
         self._module = f"{__package__}.{name}"
 
+    @cached_property
+    def _imported(self) -> ModuleType:
+        return import_module(self._module)
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(import_module(self._module), name)
+        return getattr(self._imported, name)
