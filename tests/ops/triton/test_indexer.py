@@ -27,8 +27,7 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexer, "KEYS", 64)
     monkeypatch.setattr(indexer, "LEAST_CHUNK", 16)
     monkeypatch.setattr(indexer, "MOST_CHUNK", 64)
-    monkeypatch.setattr(indexer, "BLOCK", 16)
-    monkeypatch.setattr(indexer, "parts_of", lambda queries, keys, sms: 4 if queries % 2 else 1)
+    monkeypatch.setattr(indexer, "HELD", 16)
 
 
 small = pytest.mark.usefixtures("few_at_once")
@@ -105,11 +104,6 @@ def test_of_equal_scores_the_first_are_chosen_and_what_is_no_number_comes_last()
         slots = KERNELS["kernels"].choose_positions(q.to(DEVICE), weights.to(DEVICE), kv, fed, turn, count)
         assert slots.tolist() == [[table[i // 4] * 4 + i % 4 for i in wanted]]
     assert len(x.key) == 20
-
-
-@pytest.mark.parametrize(("queries", "keys", "parts"), [(1, 1000, 1), (1, 65536, 32), (16, 131072, 16), (128, 9000, 2)])
-def test_scores_are_cut_into_as_many_parts_as_keep_a_card_busy(queries: int, keys: int, parts: int) -> None:
-    assert indexer.parts_of(queries, keys, 132) == parts
 
 
 @pytest.mark.gpu
