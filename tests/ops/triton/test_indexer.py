@@ -112,16 +112,16 @@ def test_of_equal_scores_the_first_are_chosen_and_what_is_no_number_comes_last()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("most", [None, 65536])
 def test_choices_of_real_size_on_the_gpu(name: str, dtype: torch.dtype, most: int | None) -> None:
-    """Of DeepSeek V3.2's sizes, in steps that are bounded by what they have, and by more."""
+    """Of DeepSeek V3.2's sizes, some of more scores than a program holds, bounded by what there is, and by more."""
     torch.manual_seed(0)
     count, heads, dim, size = 2048, 64, 128, 64
-    pages = Pages(400, size)
-    past = [6000, 2046, 2047, 9000, 100]
+    pages = Pages(800, size)
+    past = [6000, 2046, 2047, 9000, 100, 30000]
     batch = on(pages.batch([(s, n, [0] * (s + 1)) for s, n in enumerate(past)]), DEVICE)
     batch = replace(batch, max_kv=most or batch.max_kv)
     tokens = len(batch.positions)
-    kv = on(poisoned(400, 1, size, 64, dtype, index_dim=dim), DEVICE)
-    kv = replace(kv, index=torch.randn(400, 1, size, dim, device=DEVICE).to(dtype))
+    kv = on(poisoned(800, 1, size, 64, dtype, index_dim=dim), DEVICE)
+    kv = replace(kv, index=torch.randn(800, 1, size, dim, device=DEVICE).to(dtype))
     q, weights = torch.randn(tokens, heads, dim, device=DEVICE).to(dtype), torch.randn(tokens, heads, device=DEVICE)
     turns = 6 * torch.rand(tokens, 32, device=DEVICE)
     turn, weights = Angles(turns.cos(), turns.sin()), weights.to(dtype)
