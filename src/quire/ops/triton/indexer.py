@@ -31,7 +31,7 @@ LEAST_CHUNK, MOST_CHUNK = 512, 2048
 KEYS = 128
 """Keys that are multiplied at once, of 16 bits; of float32 a quarter."""
 
-HELD = 16384
+HELD = 8192
 """Scores that a program has in registers at most."""
 
 EACH = 1024
