@@ -82,29 +82,5 @@ def test_what_cannot_be_opened_is_left_to_torch(monkeypatch: pytest.MonkeyPatch)
     assert asked == ["libtorch_global_deps.so", "libcuda.so.1"]
 
 
-@pytest.mark.parametrize(("rank", "count", "made"), [(0, 0, []), (0, 2, [0]), (3, 4, [3]), (3, 1, [0])])
-def test_a_context_is_made_on_the_ranks_gpu(
-    rank: int, count: int, made: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = list[int]()
-
-    class Driver:
-        def __init__(self, name: str) -> None:
-            assert name == "libcuda.so.1"
-
-        def cuInit(self, flags: int) -> int:
-            return flags
-
-        def cuDeviceGetCount(self, into: Any) -> None:
-            into._obj.value = count
-
-        def cuDevicePrimaryCtxRetain(self, into: Any, device: int) -> None:
-            found.append(device)
-
-    monkeypatch.setattr(engine_main.ctypes, "CDLL", Driver)
-    engine_main.start_driver(rank)
-    assert found == made
-
-
 def test_the_program_goes_on_as_the_engine() -> None:
     assert callable(importlib.import_module("quire.assembly.engine_start").main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
@@ -21,7 +22,7 @@ def test_a_rank_begins_beside_libraries_and_its_gpus_driver(device: str, monkeyp
     """They go on until the rank is built, which knows who it is before it imports torch."""
     went_on, ran = threading.Event(), list[Any]()
     asked = BuildRank({"device": device}, 3, RankShape(4), RankPlace("127.0.0.1", 1, 4, dies_with_parent=True))
-    wanted = ["open_libraries", *["start_driver"] * (device != "cpu")]
+    wanted = ["open_libraries", *["make_context"] * (device != "cpu")]
 
     def run(link: Any, first: BuildRank, listener: int | None, wrap: str) -> None:
         threads = [each for each in threading.enumerate() if each.name in wanted]
@@ -31,7 +32,7 @@ def test_a_rank_begins_beside_libraries_and_its_gpus_driver(device: str, monkeyp
         for each in threads:
             each.join()
 
-    for name in ("open_libraries", "start_driver"):
+    for name in ("open_libraries", "make_context"):
         monkeypatch.setattr(rank_child, name, lambda *which: (went_on.wait(), ran.append(which)))
     parents = list[int]()
     here, there = socket.socketpair()
@@ -49,6 +50,30 @@ def test_a_rank_begins_beside_libraries_and_its_gpus_driver(device: str, monkeyp
     with here:
         rank_child.main(wrap="for tests")
     assert sorted(ran) == [(), *[(3,)] * (device != "cpu")]
+
+
+@pytest.mark.parametrize(("rank", "count", "made"), [(0, 0, []), (0, 2, [0]), (3, 4, [3]), (3, 1, [0])])
+def test_a_context_is_made_on_the_ranks_gpu(
+    rank: int, count: int, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[int]()
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        def cuInit(self, flags: int) -> int:
+            return flags
+
+        def cuDeviceGetCount(self, into: Any) -> None:
+            into._obj.value = count
+
+        def cuDevicePrimaryCtxRetain(self, into: Any, device: int) -> None:
+            found.append(device)
+
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    rank_child.make_context(rank)
+    assert found == made
 
 
 def test_the_program_goes_on_as_the_rank() -> None:

@@ -1,7 +1,7 @@
 """The program of an engine's process: `python -m quire.assembly.engine_main [--local] FD`, a socket from the server.
 
-Two things that an engine waits for take a second without Python's lock: opening torch's libraries, and starting a GPU's
-driver with a context for this process. They begin here, in threads, before anything else is imported.
+Two things that an engine waits for take most of a second without Python's lock: opening torch's libraries, and starting
+a GPU's driver. They begin here, in threads, before anything else is imported.
 """
 
 from __future__ import annotations
@@ -30,16 +30,10 @@ def main() -> int:
     return code
 
 
-def start_driver(rank: int = 0) -> None:
-    """Start the GPU's driver, where there is one, and make this process's context on a rank's GPU: torch would keep
-    Python's lock meanwhile."""
-    count, context = ctypes.c_int(), ctypes.c_void_p()
+def start_driver() -> None:
+    """Start the GPU's driver, where there is one: torch would keep Python's lock meanwhile."""
     with suppress(OSError):
-        driver = ctypes.CDLL("libcuda.so.1")
-        driver.cuInit(0)
-        driver.cuDeviceGetCount(ctypes.byref(count))
-        if count.value:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), rank % count.value)
+        ctypes.CDLL("libcuda.so.1").cuInit(0)
 
 
 def open_libraries() -> None:
