@@ -185,7 +185,7 @@ def concat_entries(parts: Sequence[TensorEntry]) -> TensorEntry:
     stored = [part.stored for part in parts if part.stored is not None and part.kind == parts[0].kind]
     return replace(
         parts[0],
-        dtype=torch.float32 if len(stored) < len(parts) else parts[0].dtype,
+        dtype=parts[0].dtype if len({part.dtype for part in parts}) == 1 else torch.float32,
         shape=shape,
         size=sum(part.size for part in parts),
         read=lambda cut: torch.cat([part.read(()) for part in parts])[cut],
