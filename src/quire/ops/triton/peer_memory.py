@@ -1,6 +1,6 @@
 """Memory of each GPU of a host that the processes of the others reach, by the CUDA driver's handles.
 
-Torch's symmetric memory is the same, and takes three seconds to make, with Python's lock.
+Torch's symmetric memory does the same; making it takes three seconds and more, in which it keeps Python's lock.
 """
 
 from __future__ import annotations
