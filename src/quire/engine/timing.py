@@ -98,8 +98,8 @@ class LatencyController:
         cheap, most = step_times.cheapest_token(), float(UNLIMITED)  # tokens that cost next to nothing are not counted
         least = self.LEAST if self.target > self.REACHABLE * plain else 1.0
         total = running + int(max(min((self.aim * self.target - plain) / each, most), 0.0))
-        at_least = running + int(max(min(least * plain / cheap, most), self.MIN_PROMPT_TOKENS))
-        return min(max(total - total % self.MULTIPLE, at_least + -at_least % self.MULTIPLE), UNLIMITED)
+        at_least = math.ceil((running + min(least * plain / cheap, most)) / self.MULTIPLE) * self.MULTIPLE
+        return min(max(total - total % self.MULTIPLE, at_least, running + self.MIN_PROMPT_TOKENS), UNLIMITED)
 
 
 class PlanDelay:
