@@ -181,6 +181,32 @@ def test_experts_of_float8_are_one_matrix_that_kernels_read(tmp_path: Path, name
         torch.testing.assert_close(other.experts(x, routing), want)
 
 
+@pytest.mark.parametrize("name", ["gptq-act-order", "gptq-8"])
+def test_experts_with_columns_moved_are_one_matrix_that_kernels_read(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 2, "moe_intermediate_size": 96}
+    make(tmp_path, "qwen3_moe-gqa", hidden_size=128, num_hidden_layers=1, **sizes)
+    monkeypatch.setattr(quantised, "GROUP", 32)
+    quantise(tmp_path, name)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"group_size": 16', '"group_size": 32'))
+    own, other = (
+        load_model(tmp_path, dtype="float32", ops=ops).blocks[0].mlp.experts
+        for ops in (TritonOps("cpu"), ReferenceOps())
+    )
+    gate_up, down = own.joined
+    assert gate_up.order is not None
+    assert down.order is None
+    assert other.joined is None
+    x, routing = torch.randn(3, 128), Routing(torch.tensor([[0, 6], [6, 2], [3, 0]]).int(), torch.rand(3, 2))
+    with torch.inference_mode():
+        want = other(x, routing)
+        torch.testing.assert_close(own(x, routing), want, atol=1e-4, rtol=1e-4)
+        own.joined = None
+        torch.testing.assert_close(own(x, routing), want, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-rows"])
 def test_the_reference_of_the_quality_check_rounds_no_activations(tmp_path: Path, name: str) -> None:
     make(tmp_path, "qwen3_moe-gqa", hidden_size=144, num_hidden_layers=1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.linear import ONE_RANK, ParallelGroup
-from quire.layers.quantization.base import Plain, WeightStorage
+from quire.layers.quantization.base import Plain, QuantizedWeight, WeightStorage
 from quire.ops.base import Ops
 from quire.ops.integer import stack_integers
 from quire.ops.matmul import by_expert, through_experts
@@ -30,6 +30,7 @@ from quire.ops.operands import (
     RouterWeights,
     Routing,
     TopK,
+    num_parts,
 )
 from quire.ops.quantized import E4M3, expert_matrices
 from quire.ops.ragged import RaggedBatch
@@ -134,6 +135,8 @@ class SeparateExperts:
 
     def join(self) -> None:
         """Once all matrices have their final form: put them where kernels of experts want them."""
+        for first, last in zip(self.gate_up, self.down, strict=True):
+            follow_order(first.quantized, last.quantized, self.gate)
         gate_up, down = join_matrices(self.gate_up), join_matrices(self.down)
         self.joined = (gate_up, down) if gate_up and down else None
         self.biases = ExpertBiases(stack_biases(self.gate_up), stack_biases(self.down))
@@ -149,6 +152,21 @@ class SeparateExperts:
     def _mlp(self, rows: Tensor, ends: Tensor) -> Tensor:
         inner = by_expert(rows, self.gate_up, ends, lambda x, stored: stored.apply(x))
         return by_expert(self.ops.apply_gate(inner, self.gate), self.down, ends, lambda x, stored: stored.apply(x))
+
+
+def follow_order(first: QuantizedWeight | None, last: QuantizedWeight | None, gate: Gate) -> None:
+    """Where an expert's down has columns moved, move instead the rows of what makes its inputs: the bits are the
+    same."""
+    rise, fall = (None if each is None else each.matrix for each in (first, last))
+    if first is None or last is None or not (isinstance(rise, IntegerMatrix) and isinstance(fall, IntegerMatrix)):
+        return
+    if fall.order is None:
+        return
+    width = rise.outputs // num_parts(gate)
+    rows = torch.cat([fall.order + part * width for part in range(num_parts(gate))])
+    first.matrix, last.matrix = rise.rows(rows), fall._replace(order=None)
+    if first.bias is not None:
+        first.bias = first.bias[rows]
 
 
 def join_matrices(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:

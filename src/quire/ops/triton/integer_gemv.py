@@ -32,6 +32,7 @@ from quire.ops.triton.integer_gemm import (
     float_of,
     in_float16,
     lower,
+    ordered_slots,
     power_of,
     signed_byte_of,
     supers_of,
@@ -628,6 +629,7 @@ def multiply_slots(
 ) -> Tensor:
     """x [T, in] times the matrices of its tokens' experts [E, 2 out, in], plus bias [E, 2 out] -> gated [T K, out]; [E,
     out, in] and [E, out] with a gate of one part."""
+    x, routing = ordered_slots(x, routing, matrix, card)
     out = x.new_empty(routing.experts.numel(), matrix.outputs // num_parts(gate))
     launch(x, matrix, bias, out, routing, SLOT, len(out), gate, card)
     return out
