@@ -1,7 +1,7 @@
 """`python -m benchmarks.mixtures`: mixtures of public models by format and tokens, and how far each is from its floor.
 
 The floor: the bytes of the experts that are used and of the router at 4.57 TB/s, or the arithmetic at 770 TFLOP/s, of
-float8 at twice that, whichever takes longer. Times are those of router, experts and their sum in a captured graph, with
+8 bits at twice that, whichever takes longer. Times are those of router, experts and their sum in a captured graph, with
 another x each time; those above 10 ms are of one call.
 """
 
@@ -57,7 +57,7 @@ SHAPES: Mapping[str, Shape] = {
     "olmoe-1b-7b": Shape(64, 8, 2048, 1024),
 }
 
-FORMATS = ("bf16", "fp8", "fp8 blocks", "awq", "gptq order", "mxfp4", "q4_k", "q8_0")
+FORMATS = ("bf16", "fp8", "fp8 blocks", "int8", "awq", "gptq order", "mxfp4", "q4_k", "q8_0")
 TOKENS = (1, 16, 64, 512, 4096)
 LARGEST = 24e9
 """Bytes of a layer up to which it is measured."""
@@ -73,12 +73,13 @@ def matrices(kind: str, shape: Shape, outputs: int, inputs: int) -> Weights | No
     count = shape.experts
     if kind == "bf16":
         return noise(count, outputs, inputs).mul_(inputs**-0.5)
-    if kind.startswith("fp8"):
+    if kind.startswith(("fp8", "int8")):
         if kind == "fp8 blocks" and (outputs % 128 or inputs % 128):
             return None
         width, height = (128, 128) if kind == "fp8 blocks" else (inputs, 1)
-        weight = torch.cat([noise(outputs, inputs).to(torch.float8_e4m3fn) for _ in range(count)])
-        scale = torch.full((count * outputs, inputs // width), inputs**-0.5, device="cuda")
+        dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+        weight = torch.cat([noise(outputs, inputs).mul_(40).to(dtype) for _ in range(count)])
+        scale = torch.full((count * outputs, inputs // width), inputs**-0.5 / 40, device="cuda")
         return QuantizedMatrix(weight, scale, width, height=height)
     if kind == "mxfp4":
         codes = torch.randint(0, 16, (outputs, inputs), device="cuda", dtype=torch.uint8)
@@ -131,7 +132,7 @@ class Mixture:
         used = sum(len(each.experts.unique()) for each in routings) / len(routings)
         read = used / shape.experts * (nbytes(self.gate_up) + nbytes(self.down)) + self.router.weight.nbytes
         slots = routings[0].experts.numel()
-        rate = 2 * MULTIPLY if self.kind.startswith("fp8") else MULTIPLY
+        rate = 2 * MULTIPLY if self.kind.startswith(("fp8", "int8")) else MULTIPLY
         work = 2 * slots * 3 * shape.hidden * shape.width / rate
         return max(read / READ, work) / 1e6, used
 

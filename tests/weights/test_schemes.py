@@ -163,8 +163,8 @@ def test_plain_experts_in_one_tensor_are_quantized_while_they_are_loaded(tmp_pat
     assert 1e-4 < (got - wanted).std() < 0.3 * wanted.std()
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-tensor", "fp8-rows"])
-def test_experts_of_float8_are_one_matrix_that_kernels_read(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-tensor", "fp8-rows", "int8-w8a8"])
+def test_experts_of_eight_bits_are_one_matrix_that_kernels_read(tmp_path: Path, name: str) -> None:
     make(tmp_path, "qwen3_moe-gqa", hidden_size=144, num_hidden_layers=1)
     quantise(tmp_path, name)
     ours, theirs = (load_model(tmp_path, dtype="float32", ops=ops) for ops in (TritonOps("cpu"), ReferenceOps()))

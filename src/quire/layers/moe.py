@@ -143,9 +143,9 @@ class SeparateExperts:
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`."""
-        if self.joined:
-            first = self.gate_up[0].quantized
-            ops = self.ops.unrounded() if first is not None and first.exact else self.ops
+        first = self.gate_up[0].quantized
+        if self.joined and first is not None and not (first.exact and first.activations):
+            ops = self.ops.unrounded() if first.exact else self.ops
             return ops.quantized_experts(x, routing, *self.joined, self.gate, self.biases)
         return through_experts(x, routing, len(self.gate_up), self._mlp, self.ops.combine_experts)
 
@@ -171,7 +171,7 @@ def follow_order(first: QuantizedWeight | None, last: QuantizedWeight | None, ga
 
 def join_matrices(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:
     """The matrices one after the other, each a part of the whole from now on. None unless all are integers of one
-    layout, or float8 with the same scales per row."""
+    layout, float8 with the same scales per row, or int8 by which rounded activations are multiplied."""
     stored = [each.quantized for each in matrices if each.quantized is not None]
     integers = [each.matrix for each in stored if isinstance(each.matrix, IntegerMatrix)]
     scaled = [each.matrix for each in stored if isinstance(each.matrix, QuantizedMatrix)]
@@ -179,7 +179,7 @@ def join_matrices(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:
     if len(integers) == len(matrices):
         whole = stack_integers(integers)
     elif len(scaled) == len(matrices):
-        whole = stack_float8(scaled)
+        whole = stack_scaled(scaled, torch.int8 if all(each.activations for each in stored) else E4M3)
     if whole is not None:
         for each, part in zip(stored, expert_matrices(whole, len(stored)), strict=True):
             each.matrix = part
@@ -192,11 +192,11 @@ def stack_biases(matrices: Sequence[WeightStorage]) -> Tensor | None:
     return torch.stack(biases) if len(biases) == len(matrices) else None
 
 
-def stack_float8(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None:
-    """Matrices of float8 with the same scales per row in one, see `ExpertMatrices`; None of others."""
+def stack_scaled(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype) -> QuantizedMatrix | None:
+    """Matrices of a type with the same scales per row in one, see `ExpertMatrices`; None of others."""
     first = matrices[0]
     layouts = {(each.weight.dtype, each.scale.shape[1], each.width, each.offset, each.height) for each in matrices}
-    if len(layouts) > 1 or first.weight.dtype != E4M3:
+    if len(layouts) > 1 or first.weight.dtype != dtype:
         return None
     weight, scale = torch.cat([each.weight for each in matrices]), torch.cat([each.scale for each in matrices])
     return first._replace(weight=weight, scale=scale)
