@@ -35,7 +35,7 @@ NAME = "template"
 
 PRELOADED = (
     "quire.assembly.engine_child",
-    "quire.assembly.rank_child",
+    "quire.assembly.rank_process",
     "quire.assembly.server",
     "quire.cli.serve",
     "quire.models.registry",

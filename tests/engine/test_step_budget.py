@@ -124,6 +124,36 @@ def test_a_step_that_was_measured_badly_soon_bounds_nothing() -> None:
     assert fed[-1] == pytest.approx(usual, rel=0.1)
 
 
+@pytest.mark.parametrize("target", [0.009, 0.025, 0.1])
+def test_one_step_in_a_hundred_takes_longer_than_the_target(target: float) -> None:
+    """Prompts of 32,000 tokens beside 16 sequences, two steps in flight, times that scatter."""
+    pace, times, rng = LatencyController(target), StepTimeModel(), random.Random(1)
+    beside = (Span(0, 1, 1, 1),) * 16
+
+    def commit(fed: int, seconds: float, done: int) -> None:
+        plan = Plan((), (), (*beside, Span(1, fed, 0, 0)))
+        times.record(plan, seconds, context=done)
+        pace.on_commit(plan, seconds)
+
+    for _ in range(50):
+        times.record(Plan((), (), beside), 0.0046)
+    commit(2000, 0.06, 2000)
+    for _ in range(6):
+        done, taken, flying = 0, list[float](), list[tuple[int, float, int]]()
+        while done < 32000:
+            fed = min(pace.max_tokens(17, times, done or 32000) - 16, 32000 - done, 8176)
+            few = fed * 1.1e-5 if fed <= 96 else 1.07e-3 + (fed - 96) * 1.65e-5
+            taken.append((0.0046 + few + fed * (done + fed / 2) * 1.75e-9) * (1 + abs(rng.gauss(0, 0.008))))
+            done += fed
+            flying.append((fed, taken[-1], done))
+            if len(flying) > 1:
+                commit(*flying.pop(0))
+        for each in flying:
+            commit(*each)
+    taken.sort()
+    assert taken[int(0.99 * len(taken))] <= 1.02 * target and taken[len(taken) // 2] > 0.8 * target
+
+
 def longest_gap(engine: Engine) -> float:
     """A request is being answered while long prompts arrive; the longest wait between two of the tokens."""
     engine.submit([1, 2, 3], 400, id="talker")

@@ -42,7 +42,7 @@ TURNS = tl.constexpr(3)
 EMPTY = 0xFF
 """Every byte of memory in which nothing has arrived. As a number that is a NaN, in place of which another is sent."""
 
-TWO_SHOT = 256 << 10
+TWO_SHOT = 128 << 10
 """Bytes from which sums over more than two GPUs that are normed have two shots."""
 
 
