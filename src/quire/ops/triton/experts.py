@@ -170,8 +170,8 @@ def choose(
 
 @triton.jit
 def rank_of(key, ALL: tl.constexpr):
-    """How many keys of a row [1, ALL] are larger than each. Each thread has some keys, and compares them with all:
-    largest keys one after the other are sums over warps one after the other."""
+    """How many keys of a row [1, ALL] are larger than each: a thread compares its own with all of them, where finding the
+    largest one after the other would wait for every warp each time."""
     one = tl.reshape(key, [ALL])
     return tl.sum((one[:, None] > one[None, :]).to(tl.int32), 0)[None, :]
 
@@ -941,9 +941,10 @@ def route(
         PRECISION=card.precision, num_warps=how.warps, **choosing,
     )  # fmt: skip
     if how.stages:
+        ranked = choice.margin == 0.0 and block(count) <= RANKED.value
         choice_kernel[(tokens,)](
             *(logits, *read, experts, weights, places, null, count, choice.logit_scale, choice.scale, choice.floor),
-            num_warps=4 if not choice.margin and block(count) <= RANKED.value else max(1, block(count) // 512), **choosing,
+            num_warps=4 if ranked else max(1, block(count) // 512), **choosing,
         )  # fmt: skip
     return Routing(experts, weights)
 
