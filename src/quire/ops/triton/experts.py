@@ -170,7 +170,7 @@ def choose(
 
 @triton.jit
 def rank_of(key, ALL: tl.constexpr):
-    """How many keys of a row [1, ALL] are larger than each: a thread compares its own with all of them, where finding the
+    """How many keys of a row [1, ALL] are larger than each: a thread compares its own with all of them. Finding the
     largest one after the other would wait for every warp each time."""
     one = tl.reshape(key, [ALL])
     return tl.sum((one[:, None] > one[None, :]).to(tl.int32), 0)[None, :]
