@@ -69,7 +69,8 @@ Weights = Tensor | ExpertMatrices
 
 
 def matrices(kind: str, shape: Shape, outputs: int, inputs: int) -> Weights | None:
-    """Of all experts, random; those of integers are all the same. None where the format has no such shape."""
+    """Of all experts, random; those of integers are all the same. None where the format has no such shape. Columns that
+    are moved are those of gate and up, as in a model that was loaded."""
     count = shape.experts
     if kind == "bf16":
         return noise(count, outputs, inputs).mul_(inputs**-0.5)
@@ -91,7 +92,7 @@ def matrices(kind: str, shape: Shape, outputs: int, inputs: int) -> Weights | No
     else:
         one = integers("awq" if kind == "gptq order" else kind, outputs, inputs)
     if kind == "gptq order":
-        one = one._replace(order=torch.randperm(inputs, device="cuda"))
+        one = one._replace(order=torch.randperm(inputs, device="cuda") if inputs == shape.hidden else None)
     return stack_integers([one] * count)
 
 

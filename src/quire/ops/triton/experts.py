@@ -57,9 +57,6 @@ from quire.ops.triton.rows import GATES, add_scaled, apply_gate, normalize, warp
 LEAST = tl.constexpr(-(1 << 63))
 """Below every key of `choose`."""
 
-RANKED = tl.constexpr(256)
-"""Experts up to which comparing all with all is faster than finding the best one after the other."""
-
 PLAIN, E4M3_NUMBERS, BYTES, INTEGERS = (tl.constexpr(form) for form in range(4))
 """How numbers of matrices are stored: see `expert_tile`."""
 
@@ -132,7 +129,6 @@ def choose(
     value *= logit_scale
     broken = tl.sum(tl.where(value < float("inf"), 0.0, float("nan")), 1)
     value = finite_only(value)
-    logit = value
     top = tl.max(tl.where(e < count, value, -3.4e38), 1)
     total = tl.full([inside.shape[0]], 1.0, tl.float32)
     if not SIGMOID and MARGIN == 0:
@@ -145,45 +141,11 @@ def choose(
     bits = value.to(tl.int32, bitcast=True)
     key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (ALL - 1 - e)
     key = tl.where(e < count, key, LEAST)
+    shares = ()
     real = inside
     if PADDED:
         real = tl.load(places + r, mask=inside, other=0) >= null
     least = total * floor
-    if MARGIN > 0 or ALL > RANKED:
-        one_by_one(
-            gains, experts, weights, e, key, value, logit, top, total, least, broken, real, r, inside, scale, USED,
-            NORMALIZE, SIGMOID, CORRECTED, GAINED, ALL, MARGIN,
-        )  # fmt: skip
-    else:
-        place = rank_of(key, ALL)
-        chosen = inside[:, None] & (place < USED)
-        share = score_of(logit, top[:, None], SIGMOID)
-        if NORMALIZE:
-            total = tl.sum(tl.where(chosen, share, 0.0), 1)
-        if GAINED:
-            share *= tl.load(gains + e, mask=e < count, other=0.0)
-        share = share / (tl.maximum(total, least) / scale)[:, None] + broken[:, None]
-        place += r[:, None] * USED
-        tl.store(experts + place, tl.where(real[:, None], e, -1), mask=chosen)
-        tl.store(weights + place, tl.where(real[:, None], share, 0.0), mask=chosen)
-
-
-@triton.jit
-def rank_of(key, ALL: tl.constexpr):
-    """How many keys of a row [1, ALL] are larger than each: a thread compares its own with all of them. Finding the
-    largest one after the other would wait for every warp each time."""
-    one = tl.reshape(key, [ALL])
-    return tl.sum((one[:, None] > one[None, :]).to(tl.int32), 0)[None, :]
-
-
-@triton.jit
-def one_by_one(
-    gains, experts, weights, e, key, value, logits, top, total, least, broken, real, r, inside, scale,
-    USED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GAINED: tl.constexpr,
-    ALL: tl.constexpr, MARGIN: tl.constexpr,
-):  # fmt: skip
-    """The rest of `choose`, expert by expert."""
-    shares = ()
     for u in tl.static_range(USED):
         best = tl.max(key, 1)
         chosen = ALL - 1 - (best & 0x7FFFFFFF).to(tl.int32)
@@ -191,7 +153,10 @@ def one_by_one(
         high = (best >> 32).to(tl.int32)
         logit = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         if CORRECTED:
-            logit = tl.sum(tl.where(e == chosen[:, None], logits, 0.0), 1)
+            logit = logits_at(row, chosen, inside, apart, SPLITS)
+            if BIAS:
+                logit += tl.load(bias + chosen).to(tl.float32)
+            logit = finite_only(logit * logit_scale)
         share = score_of(logit, top, SIGMOID)
         if MARGIN > 0:
             lead = logit[:, None]
@@ -941,10 +906,9 @@ def route(
         PRECISION=card.precision, num_warps=how.warps, **choosing,
     )  # fmt: skip
     if how.stages:
-        ranked = choice.margin == 0.0 and block(count) <= RANKED.value
         choice_kernel[(tokens,)](
             *(logits, *read, experts, weights, places, null, count, choice.logit_scale, choice.scale, choice.floor),
-            num_warps=4 if ranked else max(1, block(count) // 512), **choosing,
+            num_warps=max(1, block(count) // 512), **choosing,
         )  # fmt: skip
     return Routing(experts, weights)
 
