@@ -56,7 +56,7 @@ PROCESSES: Mapping[str, tuple[str, frozenset[str]]] = MappingProxyType(
         "engine, before its settings": ("import quire.assembly.engine_start", ALL - {"ssl"}),
         "server": ("import quire.assembly.server", SHOWN | COMPILERS | RARE - {"ssl"}),
         "engine that is ready, and a rank": (
-            "import quire.assembly.engine_child, quire.assembly.rank_child\n"
+            "import quire.assembly.engine_child, quire.assembly.rank_process\n"
             "from quire.assembly.engine import build_engine\n"
             "from quire.config import Settings\n"
             "build_engine(Settings.of(device='cpu', canary='off')).close()",

@@ -11,7 +11,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from quire.assembly.rank_child import join, use_card
+from quire.assembly.rank_process import join, use_card
 from quire.assembly.ranks import build_rank
 from quire.errors import QuireError
 from quire.executors.rank_loop import RankLink, RankLoop, die_with

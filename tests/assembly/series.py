@@ -18,6 +18,7 @@ class Lent:
 
     def __init__(self, process: RankProcess) -> None:
         self.name, self.exit_code, self.exit_fd = process.name, process.exit_code, process.exit_fd
+        self.activity = process.activity
 
     def kill(self) -> None:
         """Nothing: it is needed again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,10 +13,13 @@ import pytest
 from quire.assembly import early_engine as module
 from quire.assembly import server
 from quire.assembly.early_engine import ENGINE_MODULE, early_engine
+from quire.assembly.place import located, of_parent
 from quire.cli import serve
 from quire.config import Settings
 from quire.engine.client import EngineProcess
+from quire.engine.protocol import Configure, FrameReader
 from quire.engine.spawn import Spawned
+from quire.errors import InvalidModel
 from tests.forked import forking
 
 
@@ -26,23 +30,33 @@ def _forked() -> Iterator[None]:
 
 
 def test_a_process_that_nobody_has_taken_ends_with_the_context() -> None:
-    with early_engine(Settings.of()) as begun:
-        assert begun is not None and begun.process.poll() is None
+    with early_engine(Settings.of()) as (settings, begun):
+        assert begun.process.poll() is None and not begun.configured and settings == Settings.of()
     assert begun.process.returncode == -9
 
 
 def test_one_that_has_ended_is_left_alone() -> None:
-    with early_engine(Settings.of()) as begun:
-        assert begun is not None
+    with early_engine(Settings.of()) as (_, begun):
         begun.sock.close()
         assert begun.process.wait(600) == 2
     assert begun.process.returncode == 2
 
 
-def test_an_engine_with_ranks_is_started_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_with_ranks_has_its_settings_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = socket.socketpair()
+    process = SimpleNamespace(poll=lambda: 0)
+    monkeypatch.setattr(module, "spawn", lambda argv, environment: Spawned(process, here))
+    with here, there, early_engine(Settings.of(tensor_parallel_size=2)) as (settings, begun):
+        assert begun.configured and settings == located(Settings.of(tensor_parallel_size=2))
+        (sent,) = FrameReader(Configure).feed(there.recv(1 << 16))
+    assert of_parent(sent.settings) == settings
+
+
+def test_without_the_model_no_engine_with_ranks_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "spawn", None)
-    with early_engine(Settings.of(tensor_parallel_size=2)) as begun:
-        assert begun is None
+    missing = Settings.of(model="/there/is/none", tensor_parallel_size=2)
+    with pytest.raises(InvalidModel), early_engine(missing):
+        raise AssertionError
 
 
 def test_a_server_takes_the_process_that_its_command_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:

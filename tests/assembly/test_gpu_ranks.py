@@ -60,9 +60,9 @@ def on_cards(tmp_path: Path, series: RankSeries) -> Iterator[Callable[..., tuple
         def made(shape: str, size: int, vocab: int = VOCAB, **options: Any) -> tuple[Executor, Executor]:
             make(tmp_path, shape, vocab_size=vocab)
             asked = {"model": str(tmp_path), **options}
-            one = make_executor(Settings.of(**ON_ONE, **asked)).executor
+            one = make_executor(Settings.of(**{**ON_ONE, **asked})).executor
             closing.callback(one.close)
-            several = series.executor(Settings.of(**ON_CARDS, **asked, tensor_parallel_size=size))
+            several = series.executor(Settings.of(**{**ON_CARDS, **asked, "tensor_parallel_size": size}))
             closing.callback(several.close)
             return one, several
 

@@ -56,4 +56,4 @@ def starved(executor: Executor) -> Executor:
 
 
 if __name__ == "__main__":
-    main(starved)
+    main(wrap=starved)

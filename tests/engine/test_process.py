@@ -28,6 +28,7 @@ from quire.engine.protocol import (
     REPORT_SIGNAL,
     Abort,
     BuildFailed,
+    Configure,
     Explanation,
     Ready,
     Submit,
@@ -726,12 +727,28 @@ def test_an_engine_that_dies_is_replaced_by_the_process_that_stands_by() -> None
     asyncio.run(story())
 
 
-def test_the_first_engine_may_be_a_process_that_has_been_begun() -> None:
+@pytest.mark.parametrize("configured", [False, True])
+def test_the_first_engine_may_be_a_process_that_has_been_begun(
+    configured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have its settings, too, and is sent none then."""
+    sent, send = list[ToEngine](), _EngineConnection.send
+
+    def spied(link: _EngineConnection, message: ToEngine) -> None:
+        sent.append(message)
+        send(link, message)
+
+    monkeypatch.setattr(_EngineConnection, "send", spied)
+
     async def story() -> None:
         begun = spawn([sys.executable, CHILD], {})
+        if configured:
+            begun.sock.sendall(encode_frame(Configure({})))
+            begun = begun._replace(configured=True)
         async with Rig(begun=begun) as rig:
             assert rig.port.process is begun.process and rig.port.ready()
         assert begun.process.poll() == 0
+        assert [isinstance(message, Configure) for message in sent] == [True] * (not configured)
 
     asyncio.run(story())
 

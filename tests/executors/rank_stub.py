@@ -6,6 +6,7 @@ prepare; a negative number kills it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -17,6 +18,9 @@ from quire.executors.rank_loop import RankLink, RankLoop, die_with
 from quire.executors.ranks import RankReady, RankRefused
 from quire.scheduler.plan import Plan
 from tests.hash_model import HashDevice, HashHandle
+
+LONG = 100_000_000
+"""Numbers whose sum takes a second and more."""
 
 
 class Computed(HashHandle):
@@ -59,7 +63,11 @@ class Faulty(HashDevice):
                 os._exit(9)
             if self.beside == "exits after its neighbour has failed":
                 raise ConnectionError("the other rank has closed its connection")
-            if self.fault:
+            if self.fault == "waits, and keeps Python's lock":
+                ctypes.PyDLL(None).sleep(600)
+            if self.fault == "computes, and keeps Python's lock":
+                self.fault = str(sum(range(LONG)))
+            elif self.fault:
                 time.sleep(600)
         handle: HashHandle = super().launch(plan)
         handle.__class__ = Computed

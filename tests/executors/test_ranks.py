@@ -24,6 +24,7 @@ from quire.errors import InvalidModel, RankLost
 from quire.executors import ranks
 from quire.executors.rank_loop import RankLink, RankLoop
 from quire.executors.ranks import (
+    Activity,
     ChildProcess,
     FromRank,
     HandMasks,
@@ -73,6 +74,12 @@ class Started:
     def left(self) -> list[int]:
         """Processes that are still there."""
         return [pid for pid in self.pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Started` changes it."""
+    monkeypatch.setattr(ranks, "SILENCE", ranks.SILENCE)
 
 
 @pytest.fixture
@@ -144,6 +151,7 @@ FAULTS = {
     "killed": "was ended by signal 9",
     "exit": "ended with exit code 9",
     "stopped": "has not answered for",
+    "waits, and keeps Python's lock": "has not answered for",
     "memory": "could not run a step (MemoryError): send the request again",
 }
 
@@ -286,11 +294,15 @@ def running(pid: str) -> bool:
     return state not in "ZX"
 
 
-class Stopped:
+class Silent:
     """A process that reads nothing."""
 
     name = "process 1"
     killed = False
+    does = Activity()
+
+    def activity(self) -> Activity:
+        return self.does
 
     def exit_code(self) -> str:
         raise AssertionError("it has not ended")
@@ -304,8 +316,64 @@ class Stopped:
     def wait(self) -> None: ...
 
 
+@pytest.mark.parametrize(
+    ("computes", "until", "stopped", "starting", "found"),
+    [
+        (0.0, 0, False, False, ranks.SILENCE),
+        (ranks.COMPUTES / 10, 99, False, False, ranks.SILENCE),
+        (ranks.COMPUTES, 99, False, False, ranks.STUCK),
+        (ranks.COMPUTES, 9, False, False, 9 + ranks.SILENCE),
+        (0.0, 0, False, True, ranks.STUCK),
+        (0.0, 0, True, True, ranks.SILENCE),
+    ],
+    ids=[
+        "idle",
+        "looks whether it is needed",
+        "computes",
+        "is stopped later",
+        "meets others",
+        "is stopped at its start",
+    ],
+)
+def test_a_silent_rank_counts_as_hung_once_it_does_nothing(
+    computes: float, until: int, stopped: bool, starting: bool, found: float
+) -> None:
+    """computes: so many seconds of processor time in each second until that one."""
+    process = Silent()
+    rank: Any = Rank(process, Any)
+    for second in range(100):
+        process.does = Activity(1.01 * computes * min(second, until), stopped)
+        if rank.hung(float(second), starting=starting):
+            break
+    assert second == found + 1
+
+
+def test_a_rank_that_computes_and_keeps_pythons_lock_is_waited_for(
+    executor_of: Callable[..., tuple[RankedExecutor, Started]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "SILENCE", 0.8)
+    monkeypatch.setattr(ranks, "COMPUTES", 0.02)
+    monkeypatch.setattr(ranks, "PING_INTERVAL", 0.05)
+    executor, started = executor_of(1, {"fault": "computes, and keeps Python's lock", "faulty": 0})
+    it = engine(executor)
+    it.submit(PROMPT, 9)
+    assert [*finish(it).values()] == [(expected(PROMPT, 9), "length", None)]
+    assert started.count == 1
+
+
+def test_what_a_process_does_is_known_while_it_runs_and_while_it_is_stopped() -> None:
+    code = "import os, signal; sum(range(10_000_000)); os.kill(os.getpid(), signal.SIGSTOP)"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        child = ChildProcess(process)
+        while not (found := child.activity()).stopped:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        assert found.computed > 0.0 and child.activity() == Activity()
+
+
 def test_a_rank_that_takes_no_message_does_not_hold_up_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    process, place = Stopped(), RankPlace("127.0.0.1", 0, 1)
+    process, place = Silent(), RankPlace("127.0.0.1", 0, 1)
     here, there = socket.socketpair()
     monkeypatch.setattr(ranks, "SILENCE", 0.01)
     made = Ranks(lambda shape: iter([(Rank(process, here), place)]), {}, RankShape())

@@ -14,9 +14,17 @@ Body = dict[str, Any]
 NAME = "f"
 """The only text in examples: of names, ids and texts, so that what one field names another has."""
 
+TEXT_FILE = "data:text/plain;base64,YQ=="
+TEXT_SOURCE = {"type": "text", "media_type": "text/plain", "data": NAME}
+
 MORE: Mapping[str, Body] = {
     "JSONSchema": {"schema": {"type": "object", "properties": {}}},
     "FunctionCallOutput": {"call_id": NAME},
+    "FileFile": {"file_data": TEXT_FILE},
+    "ResponseInputFileParam": {"file_data": TEXT_FILE},
+    "ResponseInputFileContentParam": {"file_data": TEXT_FILE},
+    "DocumentBlockParam": {"source": TEXT_SOURCE},
+    "BetaRequestDocumentBlockParam": {"source": TEXT_SOURCE},
 }
 """What servers need of an object though its TypedDict does not say so."""
 

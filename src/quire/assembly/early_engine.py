@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from types import MappingProxyType
 
 from quire.assembly.engine_main import LOCAL
-from quire.assembly.place import may_use_gpu
+from quire.assembly.place import for_child, located, may_use_gpu
 from quire.config import Settings
+from quire.engine.protocol import Configure, encode_frame
 from quire.engine.spawn import Spawned, spawn
 
 ENGINE_ENVIRONMENT = MappingProxyType({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"})
@@ -27,15 +28,18 @@ def engine_command(module: str = ENGINE_MODULE) -> list[str]:
 
 
 @contextmanager
-def early_engine(settings: Settings) -> Iterator[Spawned | None]:
-    """A process for the engine, which ends with the context at the latest. None where the engine has ranks: they are
-    to be started before it imports torch, for which it needs the settings."""
-    if settings.execution.ranked:
-        yield None
-        return
+def early_engine(settings: Settings) -> Iterator[tuple[Settings, Spawned]]:
+    """The settings, and a process for their engine, which ends with the context at the latest. One that has ranks
+    starts them before it imports torch: it is sent the settings at once, whose model is looked for before that. Raises
+    InvalidModel and Unavailable where it is not found."""
+    ranked = settings.execution.ranked
+    if ranked:
+        settings = located(settings)
     begun = spawn([*engine_command(), *[LOCAL] * may_use_gpu(settings)], ENGINE_ENVIRONMENT)
     try:
-        yield begun
+        if ranked:
+            begun.sock.sendall(encode_frame(Configure(for_child(settings))))
+        yield settings, begun._replace(configured=ranked)
     finally:
         if begun.process.poll() is None:
             begun.process.kill()

@@ -1,81 +1,50 @@
-"""One rank of an executor: `python -m quire.assembly.rank_child FD`, with a socket from the engine."""
+"""The program of a rank's process: `python -m quire.assembly.rank_child FD`, with a socket from the engine.
+
+As in an engine's process, torch's libraries and the GPU's driver begin in threads, before torch is imported; so does
+this process's context on its GPU, which takes seconds where many processes make one at once.
+"""
 
 from __future__ import annotations
 
-import logging
+import ctypes
 import os
 import socket
 import sys
-import time
-from collections.abc import Callable
-from functools import partial
+import threading
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from quire import heap
-from quire.assembly.ranks import START_TIMEOUT, build_rank, device_of
-from quire.engine.executor import Executor
-from quire.errors import QuireError
-from quire.executors.rank_loop import RankLink, RankLoop, die_with
-from quire.executors.ranks import BuildRank, RankReady, RankRefused
-from quire.ops.stages import START_TIMES, StartTimes
-
-Wrap = Callable[[Executor], Executor]
+from quire.assembly.engine_main import open_libraries, start_driver
 
 
-def main(wrap: Wrap = lambda executor: executor) -> None:
-    """Build this rank's part of the model, then run plans until the engine closes the socket or ends. wrap: applied to
-    the executor, for tests."""
+def main(**how: Any) -> None:
+    """Build this rank's part of the model, then run plans until the engine closes the socket or ends. how: see
+    `rank_process.run`, for tests."""
     parent = os.getppid()
-    link = RankLink(socket.socket(fileno=int(sys.argv[1])))
+    threading.Thread(target=open_libraries, name="open_libraries", daemon=True).start()
+    heap.starting()
+    loop = import_module("quire.executors.rank_loop")
+    link = loop.RankLink(socket.socket(fileno=int(sys.argv[-1])))
     asked = link.first()
     if asked.place.dies_with_parent:
-        die_with(parent)
-    run(link, asked, asked.place.listener, wrap)
+        loop.die_with(parent)
+    if asked.settings.get("device") != "cpu":
+        threading.Thread(target=make_context, args=(asked.rank,), name="make_context", daemon=True).start()
+    import_module("quire.assembly.rank_process").run(link, asked, asked.place.listener, **how)
 
 
-def run(link: RankLink, asked: BuildRank, listener: int | None, wrap: Wrap = lambda executor: executor) -> None:
-    """As a rank, until the engine closes the link, which ends the process. listener: rank 0's descriptor, on which the
-    others find it. wrap: see `main`."""
-    if asked.rank:
-        logging.disable(logging.WARNING)  # rank 0 says the same
-    times = StartTimes(asked.began or time.monotonic())
-    START_TIMES.set(times)
-    times.ended("imports")
-    use_card(asked)
-    try:
-        built = build_rank(asked, partial(join, asked, listener))
-    except QuireError as error:
-        link.send(RankRefused(type(error).__name__, str(error)))
-        os._exit(2)
-    heap.settled()
-    times.ended("rest")
-    link.send(RankReady(built.executor.describe(), built.limits._asdict(), built.static_gauges, times.seconds))
-    RankLoop(wrap(built.executor), link, asked.rank, asked.shape, built.prepare).run()
-
-
-def use_card(asked: BuildRank) -> bool:
-    """Have this thread use the rank's GPU. Returns whether it computes on one."""
-    cuda = device_of(asked.settings).type == "cuda"
-    if cuda:
-        # Of those that this process sees: Ray shows each rank its own.
-        torch.cuda.set_device(asked.rank % torch.cuda.device_count())
-    return cuda
-
-
-def join(asked: BuildRank, listener: int | None) -> None:
-    """Join the other ranks."""
-    cuda = use_card(asked)
-    listens: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener}
-    place, timeout = asked.place, START_TIMEOUT
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        place.host, place.port, is_master=asked.rank == 0, wait_for_workers=False, timeout=timeout, **listens
-    )
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", store=store, rank=asked.rank, world_size=asked.shape.size, timeout=timeout
-    )
+def make_context(rank: int) -> None:
+    """Make this process's context on the rank's GPU, of those that it sees: torch would keep Python's lock, so that no
+    ping is answered meanwhile."""
+    start_driver()
+    count, context = ctypes.c_int(), ctypes.c_void_p()
+    with suppress(OSError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuDeviceGetCount(ctypes.byref(count))
+        if count.value:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), rank % count.value)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from quire.assembly.rank_child import run
+from quire.assembly.rank_process import run
 from quire.errors import InvalidConfig, RankLost
 from quire.executors.rank_loop import RankLink
-from quire.executors.ranks import Rank, RankPlace, RankShape, StartRanks
+from quire.executors.ranks import Activity, Rank, RankPlace, RankShape, StartRanks
 
 PLACED = 60.0
 """Seconds within which the cluster must have room."""
@@ -65,6 +65,10 @@ class RayProcess:
     def exit_fd(self) -> int:
         """See `RankProcess`."""
         return os.dup(self.alive.fileno())
+
+    def activity(self) -> Activity:
+        """See `RankProcess`. Ray does not report it."""
+        return Activity()
 
     def kill(self) -> None:
         """See `RankProcess`."""

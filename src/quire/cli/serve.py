@@ -32,8 +32,8 @@ def command(settings: Settings) -> None:
 
 def serve(settings: Settings) -> None:
     """Start the engine's process, and import the server while that imports torch."""
-    with early_engine(settings) as begun:
-        import_module("quire.assembly.server").serve(settings, begun=begun)
+    with early_engine(settings) as (found, begun):
+        import_module("quire.assembly.server").serve(found, begun=begun)
 
 
 def relay(settings: Settings) -> None:

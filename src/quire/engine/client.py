@@ -131,7 +131,7 @@ class EngineProcess:
     render: /metrics text of a metrics snapshot. backoff: seconds before the second restart of one that keeps dying.
     environment: variables for it, where they are not set already. standby_after: seconds after an engine is ready until
     a second process is started, which imports what an engine needs and waits to replace it; None: none is started.
-    begun: a process that waits already, of the same command.
+    begun: a process that waits already, of the same command, or builds the engine of these settings.
     """
 
     def __init__(
@@ -173,12 +173,13 @@ class EngineProcess:
 
     async def start(self) -> Description:
         """Start the process and wait until it is ready. Raises the error for which the engine could not be built."""
-        self.process, here = self._take_standby() or self._spawn()
+        self.process, here, configured = self._take_standby() or self._spawn()
         self._stall_detector = StallDetector(time.monotonic())
         loop = asyncio.get_running_loop()
         link = _EngineConnection(self, loop.create_future())
         await loop.create_connection(lambda: link, sock=here)
-        link.send(Configure(self.settings))
+        if not configured:
+            link.send(Configure(self.settings))
         self._link = link
         try:
             about = await link.ready

@@ -114,7 +114,10 @@ class Engine:
             self.recovery.admit(seq)
         budget = self.step_budget
         decoding = len(scheduler.running) if scheduler.is_decoding else 0
-        plan = scheduler.plan(UNLIMITED if budget is None else budget.max_tokens(decoding, scheduler.step_times))
+        most = UNLIMITED
+        if budget is not None:
+            most = budget.max_tokens(decoding, scheduler.step_times, scheduler.prompt_context)
+        plan = scheduler.plan(most)
         _as_step_failure(scheduler.kv.offload.flush)
         # Where nothing runs, the blocks that the first one in the queue needs are those that copies hold.
         scheduler.waiting.blocked = not (plan or flight) and bool(scheduler.kv.offload.held_blocks())
@@ -159,7 +162,10 @@ class Engine:
         now = self.clock.now()
         seconds = now - max(launched, self._last_commit)
         step_times = self.scheduler.step_times
-        step_times.record(step.plan, seconds, latency=now - launched, waited=waited)
+        context = step.seqs[-1].num_computed if step.seqs else None
+        fed = step_times.record(step.plan, seconds, latency=now - launched, waited=waited, context=context)
+        if fed and self.step_budget is not None:
+            self.step_budget.on_commit(step.plan, seconds)
         if self.plan_delay is not None:
             self.plan_delay.on_commit(waited, step_times)
         self._last_commit = now

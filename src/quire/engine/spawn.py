@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 
 class Spawned(NamedTuple):
-    """A process that builds an engine once it is sent settings, and our end of its socket."""
+    """A process that builds an engine once it is sent settings, and our end of its socket. configured: it was sent
+    them."""
 
     process: subprocess.Popen[bytes]
     sock: socket.socket
+    configured: bool = False
 
 
 def spawn(argv: Sequence[str], environment: Mapping[str, str]) -> Spawned:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import Protocol
 
+from quire.scheduler.plan import Plan
 from quire.scheduler.step_time import StepTimeModel
 from quire.types import UNLIMITED
 
@@ -56,6 +57,9 @@ class LatencyController:
     not stop prompts: a step may always have as many of their tokens as would make it longer by the share `LEAST`, or,
     if the target leaves less than that of `REACHABLE`, as would double it, if each cost what the cheapest did. Nothing
     is bounded while no request runs.
+
+    What a step takes is predicted right on average. So what is aimed at is below the target, as far as it takes for one
+    step with prompts in a hundred to be longer than that.
     """
 
     LEAST, REACHABLE = 0.125, 1.25
@@ -65,19 +69,37 @@ class LatencyController:
     MULTIPLE = 16
     """Of so many tokens are steps that are bounded, as executors pad them."""
 
+    MOST_LONGER, LOWERED, LOWEST = 0.01, 0.03, 0.75
+    """Share of steps with prompts that may take longer than the target; by how much what is aimed at is lowered when
+    one has, and to which share of the target at most."""
+    SCATTER = 1.5
+    """A step of so many targets does not say how times scatter: the target cannot be reached, or something else ran."""
+
     def __init__(self, target: float) -> None:
         self.target = target
+        self.aim = 0.95
+        """Share of the target that steps with prompts are predicted to take."""
 
-    def max_tokens(self, running: int, step_times: StepTimeModel) -> int:
-        """Most tokens of a step with so many running sequences, one token each included."""
-        each = step_times.prompt_token()
+    def on_commit(self, plan: Plan, seconds: float) -> None:
+        """A step that fed tokens of prompts took so long."""
+        if any(span[1] == span[2] for span in plan.spans):  # beside sequences that wait for their tokens
+            if seconds <= self.target:
+                self.aim = min(1.0, self.aim + self.LOWERED * self.MOST_LONGER)
+            elif seconds < self.SCATTER * self.target:
+                self.aim = max(self.LOWEST, self.aim - self.LOWERED)
+
+    def max_tokens(self, running: int, step_times: StepTimeModel, context: int = 0) -> int:
+        """Most tokens of a step with so many running sequences, one token each included. context: tokens before those
+        of prompts."""
+        each = step_times.prompt_token(context)
         if not running or each == 0.0:
             return UNLIMITED
         plain = step_times.without_prompts(running)
         cheap, most = step_times.cheapest_token(), float(UNLIMITED)  # tokens that cost next to nothing are not counted
         least = self.LEAST if self.target > self.REACHABLE * plain else 1.0
-        total = running + int(max(min((self.target - plain) / each, most), min(least * plain / cheap, most)))
-        return max(total - total % self.MULTIPLE, running + self.MIN_PROMPT_TOKENS)
+        total = running + int(max(min((self.aim * self.target - plain) / each, most), 0.0))
+        at_least = math.ceil((running + min(least * plain / cheap, most)) / self.MULTIPLE) * self.MULTIPLE
+        return min(max(total - total % self.MULTIPLE, at_least, running + self.MIN_PROMPT_TOKENS), UNLIMITED)
 
 
 class PlanDelay:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -36,7 +37,15 @@ PING_INTERVAL = 1.0
 """Seconds after which a rank that has sent nothing is asked whether it is there, while a result is waited for."""
 
 SILENCE = 6.0
-"""Seconds without an answer after which a rank counts as hung. A thread answers, whatever the rank computes."""
+"""Seconds without an answer after which a rank counts as hung that does not compute either."""
+
+STUCK = 60.0
+"""Seconds without an answer after which a rank counts as hung that computes, or meets the others while it starts: a
+thread answers, but some calls of libraries keep Python's lock, among them those in which ranks wait for each other."""
+
+COMPUTES = 0.1
+"""Seconds of processor time that show that a silent process computes: threads of libraries that only look whether there
+is something to do take far less within SILENCE."""
 
 AGREE = 1.0
 """Seconds within which all ranks fail a step, if its request is to blame and not a rank."""
@@ -188,6 +197,13 @@ log = logging.getLogger(__name__)
 NO_SPANS: tuple[Span, ...] = ()
 
 
+class Activity(NamedTuple):
+    """What a process does that says nothing. computed: its seconds of processor time so far. stopped: by a signal."""
+
+    computed: float = 0.0
+    stopped: bool = False
+
+
 class RankProcess(Protocol):
     """Where a rank runs."""
 
@@ -200,6 +216,9 @@ class RankProcess(Protocol):
 
     def exit_fd(self) -> int:
         """A descriptor of the caller's that becomes readable when it ends."""
+
+    def activity(self) -> Activity:
+        """What it does, as far as that is known."""
 
     def kill(self) -> None:
         """Make it end, also while it is stopped or waits for others."""
@@ -231,6 +250,14 @@ class ChildProcess:
         """See `RankProcess`."""
         return os.pidfd_open(self.process.pid)
 
+    def activity(self) -> Activity:
+        """See `RankProcess`. Linux says it."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return Activity()
+        return Activity((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] == "T")
+
     def kill(self) -> None:
         """See `RankProcess`."""
         with contextlib.suppress(ProcessLookupError):
@@ -242,12 +269,21 @@ class ChildProcess:
 
 
 class Rank:
-    """One process and its socket. heard: when it sent something last; 0: never."""
+    """One process and its socket. heard: when it sent something last; 0: never. asked: when it was last asked whether
+    it is there. computed, at: its processor time when it was last seen to compute since then, and when that was."""
 
     def __init__(self, process: RankProcess, sock: socket.socket) -> None:
         self.process, self.sock = process, sock
         self.frames = FrameReader(FromRank)
-        self.heard = self.asked = 0.0
+        self.heard = self.asked = self.computed = self.at = 0.0
+
+    def hung(self, now: float, *, starting: bool) -> bool:
+        """Whether it counts as hung, if it has not answered since it was asked. starting: it may be meeting others."""
+        computed, stopped = self.process.activity()
+        if computed - self.computed > COMPUTES:
+            self.computed, self.at = computed, now
+        limit = STUCK if starting and not stopped else SILENCE
+        return now - self.at > limit or now - self.asked > STUCK
 
 
 StartRanks = Callable[[RankShape], Iterator[tuple[Rank, RankPlace]]]
@@ -365,15 +401,17 @@ class Ranks:
                     self.inbox.append((number, message))
 
     def check_silence(self, numbers: Sequence[int]) -> None:
-        """Ask these ranks whether they are there. Raises RankLost for one that has not answered for SILENCE."""
+        """Ask these ranks whether they are there. Raises RankLost for one that has not answered for SILENCE and does
+        nothing, or for STUCK."""
         now = time.monotonic()
         for number in numbers:
             rank = self.ranks[number]
             if rank.asked <= rank.heard:
                 if now - rank.heard >= PING_INTERVAL:
-                    rank.asked = now
+                    rank.asked = rank.at = now
+                    rank.computed = rank.process.activity().computed
                     self._send(number, encode_frame(Ping()))
-            elif now - rank.asked > SILENCE:
+            elif rank.hung(now, starting=number not in self.ready):
                 raise self._lost(number, f"has not answered for {now - rank.asked:.1f} s")
 
     def _lost(self, number: int, what: str, details: str = "") -> RankLost:

@@ -245,6 +245,15 @@ class Scheduler:
             seq.num_unscheduled == 1 and len(seq.tokens) + seq.num_inflight < seq.max_length for seq in self.running
         )
 
+    @property
+    def prompt_context(self) -> int:
+        """Tokens before the next ones of the prompt that was begun last. Of one that waits all: how many it will find
+        in the prefix cache is not known."""
+        if self.running and (last := self.running[-1]).num_unscheduled > 1:
+            return len(last.tokens) - last.num_unscheduled
+        waiting = self.waiting.peek()
+        return len(waiting.tokens) if waiting else 0
+
     def poll_offload(self, now: float) -> SequenceOf[Sequence]:
         """Take the copies between tiers that have ended. Returns the sequences that take their places in the queue
         again."""

@@ -110,6 +110,8 @@ class StepTimeModel(LineFit):
     """How much more the cheapest token of a prompt costs with each step that has prompts, until a step is as cheap."""
     MANY = 64
     """Tokens of prompts that say what one costs."""
+    CHEAPER = 1.25
+    """How many times less a token of a prompt costs at least than in the last step with prompts."""
     NUM_DECODE = 12
     """Decode steps of one width and number of drafts that are looked at."""
 
@@ -122,8 +124,8 @@ class StepTimeModel(LineFit):
         self._recent: deque[tuple[int, float]] = deque(maxlen=self.NUM_RECENT)
         self._fastest: dict[int, float | None] = {}
         self._longest = self._rate = self._steep = self._cheap = 0.0
-        self._max_tokens = 0
-        self._plain = LineFit()
+        self._max_tokens = self._context = 0
+        self._plain, self._by_context = LineFit(), LineFit()
         self._decode: dict[tuple[int, int], deque[float]] = {}
         self._typical: dict[int, dict[int, float]] = {}
         self._initial: dict[int, dict[int, float]] = {}
@@ -140,22 +142,36 @@ class StepTimeModel(LineFit):
         """Whether the executor measured decode steps at its start."""
         return bool(self._initial)
 
-    def record(self, plan: Plan, seconds: float, *, latency: float | None = None, waited: bool = False) -> None:
-        """A step took `seconds` of the device.
+    def record(
+        self,
+        plan: Plan,
+        seconds: float,
+        *,
+        latency: float | None = None,
+        waited: bool = False,
+        context: int | None = None,
+    ) -> int:
+        """A step took `seconds` of the device. Returns how many tokens of prompts it fed.
 
         latency: seconds from launch to commit, where a step before it ran first. waited: it still ran when the engine
-        came to wait for it, so that `seconds` is exact.
+        came to wait for it, so that `seconds` is exact. context: tokens that the last span's sequence has
+        computed, if that is known.
         """
         num_tokens = sum([span[1] for span in plan.spans])
         self.num_steps += 1
         if plan.encode:
             # What the encoder took says nothing of tokens.
             self._longest = max(self._longest, seconds if latency is None else latency)
-            return
+            return 0
         self.add(num_tokens, seconds)
         fed = num_tokens - sum([span[2] for span in plan.spans])
         if fed > 0:
-            self._record_prompts(fed, seconds - self.without_prompts(len(plan.spans)))
+            last = plan.spans[-1]
+            if context is None or last[1] == last[2]:
+                context = self._context
+            else:
+                context -= last[1] // 2
+            self._record_prompts(fed, seconds - self.without_prompts(len(plan.spans)), context)
         else:
             self._plain.add(num_tokens, seconds)
         if waited:
@@ -164,12 +180,17 @@ class StepTimeModel(LineFit):
         self._record_longest(num_tokens, seconds if latency is None else latency)
         if plan.num_drafts and not plan.new_sequences:
             self._record_decode(plan, seconds)
+        return fed
 
-    def _record_prompts(self, num_tokens: int, seconds: float) -> None:
-        """So many tokens of prompts added so much to a step. Few say nothing but that it is less than was thought, and
-        no less than the cheapest of many."""
-        each = max(seconds / num_tokens, self._steep / 2)
-        self._steep = each if num_tokens >= self.MANY else max(min(each, self._steep), self._cheap)
+    def _record_prompts(self, num_tokens: int, seconds: float, context: int) -> None:
+        """So many tokens of prompts, after `context` others, added so much to a step. Few say nothing but that it is
+        less than was thought, and no less than the cheapest of many."""
+        thought = self._token_after(context)
+        each = max(seconds / num_tokens, thought / self.CHEAPER)
+        self._steep = each if num_tokens >= self.MANY else max(min(each, thought), self._cheap)
+        self._context = context
+        if num_tokens >= self.MANY:
+            self._by_context.add(context, seconds / num_tokens)
         if num_tokens >= self.MANY and each > 0.0:
             self._cheap = min(each, self._cheap * self.DEARER or each)
 
@@ -199,11 +220,15 @@ class StepTimeModel(LineFit):
         base, each = (self._plain if self._plain.measured else self).line()
         return base + each * running
 
-    def prompt_token(self) -> float:
-        """Seconds that a token of a prompt adds to a step: as those of the last one did, since what they add grows with
-        context; before any, by the line. It falls to half at most from one step to the next, so that one that was
-        measured badly lets in few too many."""
-        return self._steep or self.line()[1]
+    def _token_after(self, context: int) -> float:
+        """What a token of a prompt took in the last step with prompts, and what context has been seen to add."""
+        return max(self._steep + self._by_context.line()[1] * (context - self._context), min(self._cheap, self._steep))
+
+    def prompt_token(self, context: int = 0) -> float:
+        """Seconds that a token of a prompt adds to a step after `context` others: as those of the last one did, and
+        what more context adds; before any, by the line. It falls by a fifth at most from one step to the next, so that
+        one that was measured badly lets in few too many."""
+        return self._token_after(context) if self._steep else self.line()[1]
 
     def cheapest_token(self) -> float:
         """As `prompt_token`, of the step whose tokens cost least."""

@@ -15,6 +15,7 @@ from quire.parsers.parts import TextPart
 from quire.server import error_responses
 from quire.server.cache_control import LIFETIMES, longest_mark
 from quire.server.calls import Job
+from quire.server.documents import BLOCKS, block_text, with_inner
 from quire.server.fields import check, require_text
 from quire.server.nested import check_nested
 from quire.server.outputs import ChoiceBuilder, Usage, timings
@@ -107,6 +108,8 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         if kind == "text":
             check_nested(block, "text", at)
             chat["content"].append({"type": "text", "text": require_text(block, "text", at)})
+        elif kind in BLOCKS and role == "user":
+            chat["content"].append({"type": "text", "text": block_text(block, at)})
         elif kind == "image" and role == "user":
             chat["content"].append(ImagePart(_image_url(block, at), at))
         elif kind == "tool_result" and role == "user":
@@ -114,7 +117,7 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
             inner = block.get("content") or ""
             shown = _result(inner, f"{at}.content")
             made = {"role": "tool", "tool_call_id": require_text(block, "tool_use_id", at), "content": shown}
-            results.append(made | longest_mark([block, *(inner if isinstance(inner, list) else ())]))
+            results.append(made | longest_mark([*with_inner([block])]))
         elif kind == "tool_use" and role == "assistant":
             check_nested(block, "messages.tool_use", at)
             function = {"name": require_text(block, "name", at), "arguments": block.get("input") or {}}
@@ -126,7 +129,7 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
             check_nested(block, "messages.redacted_thinking", at)
         else:
             raise InvalidRequest(f"{at}: a block of type {str(kind)[:40]!r} is not supported here", param="messages")
-    chat |= longest_mark([block for block in content if block.get("type") != "tool_result"])
+    chat |= longest_mark([*with_inner(block for block in content if block.get("type") != "tool_result")])
     if thoughts:
         chat["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -177,6 +180,8 @@ def _text(blocks: Any, where: str) -> str:
 
 
 def _block_text(block: Any, where: str) -> str:
+    if isinstance(block, dict) and block.get("type") in BLOCKS:
+        return block_text(block, where)
     if not isinstance(block, dict) or block.get("type") != "text":
         raise InvalidRequest(f"{where}: only text blocks are supported here", param=where.partition("[")[0])
     check_nested(block, "text", where)

@@ -11,7 +11,8 @@ import msgspec
 from quire.errors import InvalidRequest, UnknownModel
 from quire.frontend.interface import Backend, ModelCard
 from quire.multimodal.inputs import ImageInputs
-from quire.server.fields import check
+from quire.server.documents import file_text, refusal_text
+from quire.server.fields import check, require_text
 from quire.server.limits import Limits
 from quire.server.nested import check_nested
 from quire.server.schemas import ChatRequest, Prompt, TokenizeRequest
@@ -30,7 +31,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE = frozenset({"role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"})
 
 # Other fields of answers of this API, which clients send back: accepted while they are empty.
-_ANSWER_ONLY = frozenset({"refusal", "annotations", "audio", "function_call"})
+_ANSWER_ONLY = frozenset({"annotations", "audio", "function_call"})
 
 
 def model(name: str | None, backend: Backend) -> ModelCard:
@@ -208,13 +209,17 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
     if not (content is None or isinstance(content, str) or parts):
         raise InvalidRequest(f"{where}.content must be text or a list of parts", param="messages")
-    for i, part in enumerate(content if isinstance(content, list) else ()):
-        if part.get("type") in ("text", "image_url"):
-            check_nested(part, part["type"], f"{where}.content[{i}]")
+    if isinstance(content, list):
+        content = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+    if message.get("refusal") and role == "assistant":
+        said = {"type": "text", "text": require_text(message, "refusal", where)}
+        content = [*_as_parts(content), said]
     for name in _ANSWER_ONLY & message.keys():
         if message[name]:
             raise InvalidRequest(f"{where}.{name} is not supported", param="messages", code="unsupported_field")
-    sent = {name: value for name, value in message.items() if name not in _ANSWER_ONLY}
+    sent = {name: value for name, value in message.items() if name not in _ANSWER_ONLY} | {"content": content}
+    if role == "assistant":
+        sent.pop("refusal", None)
     for name in sent.keys() - {"content", "tool_calls"}:
         if name in _MESSAGE and not isinstance(sent[name], str | None):
             raise InvalidRequest(f"{where}.{name} must be text", param="messages")
@@ -225,6 +230,25 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     thoughts = checked.pop("reasoning", None) or checked.get("reasoning_content")
     # Templates read one name or the other.
     return checked if thoughts is None else {**checked, "reasoning": thoughts, "reasoning_content": thoughts}
+
+
+def _part(part: dict[str, Any], where: str) -> dict[str, Any]:
+    """A part of a message's content, checked. Refusals and files of text become parts of text."""
+    kind = part.get("type")
+    if kind in ("text", "image_url"):
+        check_nested(part, kind, where)
+    if kind == "refusal":
+        return {"type": "text", "text": refusal_text(part, where)}
+    if kind != "file":
+        return part
+    check_nested(part, "file", where)
+    given = part.get("file")
+    text = file_text(given if isinstance(given, dict) else {}, "file.file", f"{where}.file")
+    return {"type": "text", "text": text, "cache_control": part.get("cache_control")}
+
+
+def _as_parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
 
 
 def _tool_calls(calls: Any, role: Any, where: str) -> list[dict[str, Any]]:

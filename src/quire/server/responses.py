@@ -16,6 +16,7 @@ from quire.multimodal.inputs import ImagePart
 from quire.parsers.parts import TextPart
 from quire.server import error_responses
 from quire.server.calls import Job
+from quire.server.documents import file_text, refusal_text
 from quire.server.fields import check, require_text
 from quire.server.item_references import is_reference, output_id
 from quire.server.nested import check_nested
@@ -167,7 +168,10 @@ def _item(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]]) -
             if isinstance(part, dict):
                 check_nested(part, "item.reasoning.part", f"{where}.content[{i}]")
         texts = [part.get("text") for part in thoughts if isinstance(part, dict)]
-        _assistant(messages)["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))
+        if said := "".join(text for text in texts if isinstance(text, str)):
+            message = _assistant(messages)
+            before = message.get("reasoning_content")
+            message["reasoning_content"] = f"{before}\n{said}" if before else said
     elif is_reference(item):
         raise InvalidRequest(
             f"{where}: an item by reference (item_reference) needs stored responses, and there are none here: send the "
@@ -202,13 +206,19 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
             kept = {name: part[name] for name in ("detail", "cache_control") if part.get(name) is not None}
             parts.append(ImagePart(part.get("image_url"), f"{where}[{i}]", **kept))
             continue
-        if kind not in ("input_text", "output_text", "text"):
+        if kind == "refusal":
+            text = refusal_text(part, f"{where}[{i}]")
+        elif kind == "input_file":
+            text = file_text(part, "input_file", f"{where}[{i}]")
+        elif kind in ("input_text", "output_text", "text"):
+            check_nested(part, "text", f"{where}[{i}]")
+            text = require_text(part, "text", f"{where}[{i}]")
+        else:
             raise InvalidRequest(
                 f"{where}[{i}]: a part of type {str(kind)[:40]!r} is not supported: text and images are", param="input"
             )
-        check_nested(part, "text", f"{where}[{i}]")
         marks = {name: part[name] for name in ("cache_control",) if part.get(name) is not None}
-        parts.append({"type": "text", "text": require_text(part, "text", f"{where}[{i}]"), **marks})
+        parts.append({"type": "text", "text": text, **marks})
     return parts
 
 

@@ -43,7 +43,7 @@ def asked(size: int) -> list[list[Tensor]]:
     ]
 
 
-ROWS = ((1, 96), (3, 7), (2, 96), (PROGRAMS + 2, 36), (5, 192), (1, 5), (1, 192))
+ROWS = ((1, 96), (3, 7), (2, 96), (PROGRAMS + 2, 48), (5, 192), (1, 5), (1, 192))
 """Of sums that are normed: with one shot and with two by turns, and with several rows of a program."""
 
 
