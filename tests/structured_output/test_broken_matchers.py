@@ -161,6 +161,16 @@ def test_marks_that_are_tokens_are_text_in_grammars(mark: str, special: bool) ->
     assert own.tokenize_str(text) == list(tokenizer.encode(text, add_special_tokens=False))
 
 
+@pytest.mark.parametrize("word", ["d", "assistant", "thought", "["])
+def test_special_tokens_that_are_words_within_marks_are_no_text(word: str) -> None:
+    """A "d" would be allowed in any text, and would be missing in what a client reads."""
+    core = byte_level()
+    core.add_special_tokens([word])
+    own, special = vocabulary(Tokenizer(core, {"eos_token": "<|end|>"})), core.token_to_id(word)
+    matcher = LLMatcher(own, LLMatcher.grammar_from_lark("start: /(?s:.*)/"))
+    assert own.is_special_token(special) and not _bit(matcher.compute_bitmask(), special)
+
+
 def _bit(mask: bytes, token: int) -> int:
     return mask[token >> 3] >> (token & 7) & 1
 

@@ -156,6 +156,8 @@ def test_rows_of_a_recurrent_layer_that_are_sorted_by_kind_are_sorted_by_head_in
     wanted = model.state_dict()["model.layers.0.linear_attn.in_proj_qkvz.weight"]
     assert (entry.read(()) - wanted).abs().max() < 0.02
     assert entry.stored is not None
+    assert entry.stored.dtype is torch.uint8
+    load_model(tmp_path / "model.gguf", dtype="float32")
     blocks = entry.stored.read(()).view(-1, 34)
     assert torch.equal(BLOCKS["Q8_0"](blocks).values().view(wanted.shape), entry.read(()))
 

@@ -67,7 +67,7 @@ class RayProcess:
         return os.dup(self.alive.fileno())
 
     def activity(self) -> Activity:
-        """See `RankProcess`. Nobody says it of an actor."""
+        """See `RankProcess`. Ray does not report it."""
         return Activity()
 
     def kill(self) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quire.assembly.tokenizer import json_object
 from quire.config import Settings
 from quire.errors import InvalidConfig, InvalidRequest, nearest
 from quire.tokenization.chat_template import RENDERED, ChatTemplate
-from quire.tokenization.tokenizer import GENERATION_FIELDS, as_sampling, sampling_defaults
+from quire.tokenization.tokenizer import GENERATION_FIELDS, as_sampling, read_json, sampling_defaults
+from quire.weights.gguf import find_gguf, read_gguf
+from quire.weights.gguf_sampling import sampling_of
+
+log = logging.getLogger(__name__)
 
 
 def template_kwargs(settings: Settings) -> Mapping[str, Any]:
@@ -54,5 +60,42 @@ def sampling(settings: Settings, folder: Path) -> dict[str, Any]:
         chosen = as_sampling(changed)
     except InvalidRequest as error:
         raise InvalidConfig(f"{option}: {error}", param=option) from error
-    of_model = sampling_defaults(folder) if settings.model.generation_config == "auto" else {}
-    return {**of_model, **chosen}
+    return {**(recommended(folder) if settings.model.generation_config == "auto" else {}), **chosen}
+
+
+def recommended(folder: Path) -> dict[str, Any]:
+    """What generation_config.json or a GGUF file's metadata says of sampling. Raises InvalidModel."""
+    if (file := find_gguf(folder)) is not None:
+        return {**sampling_of(file, read_gguf(file).facts), **sampling_defaults(folder)}
+    given = read_json(folder / "generation_config.json")
+    left = [name for name, off in NOT_READ.items() if given.get(name) not in (None, *off)]
+    if left:
+        log.warning("generation_config.json: %s has no effect here: requests say how they are sampled", ", ".join(left))
+    return sampling_defaults(folder)
+
+
+NOT_READ: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "do_sample": (True,),
+        "num_beams": (1,),
+        "typical_p": (1,),
+        "epsilon_cutoff": (0,),
+        "eta_cutoff": (0,),
+        "penalty_alpha": (0,),
+        "guidance_scale": (1,),
+        "encoder_repetition_penalty": (1,),
+        "no_repeat_ngram_size": (0,),
+        "min_length": (0,),
+        "min_new_tokens": (0,),
+        "bad_words_ids": ([],),
+        "suppress_tokens": ([],),
+        "begin_suppress_tokens": ([],),
+        "sequence_bias": ([], {}),
+        "stop_strings": ([], ""),
+        "forced_bos_token_id": (),
+        "forced_eos_token_id": (),
+        "exponential_decay_length_penalty": (),
+    }
+)
+"""Fields of generation_config.json that transformers samples by and this engine does not, with values that ask for
+nothing."""

@@ -262,7 +262,8 @@ def spoken(found: Text) -> Iterator[Fact]:
     yield "chat template", template
     yield "tool calls", f"parsed as {found.tool_parser}; reasoning: {found.reasoning_parser}"
     defaults = ", ".join(f"{name} {value}" for name, value in found.defaults.items())
-    yield "sampled by default", f"{defaults} (generation_config.json)" if defaults else "as OpenAI's API does"
+    place = "general.sampling" if found.folder.is_file() else "generation_config.json"
+    yield "sampled by default", f"{defaults} ({place})" if defaults else "as OpenAI's API does"
 
 
 def pooled(pooler: PoolerConfig) -> Iterator[Fact]:

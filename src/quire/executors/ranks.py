@@ -282,8 +282,8 @@ class Rank:
         computed, stopped = self.process.activity()
         if computed - self.computed > COMPUTES:
             self.computed, self.at = computed, now
-        patience = STUCK if starting and not stopped else SILENCE
-        return now - self.at > patience or now - self.asked > STUCK
+        limit = STUCK if starting and not stopped else SILENCE
+        return now - self.at > limit or now - self.asked > STUCK
 
 
 StartRanks = Callable[[RankShape], Iterator[tuple[Rank, RankPlace]]]

@@ -595,8 +595,9 @@ def _special(tokenizer: Tokenizer, pieces: Sequence[bytes]) -> frozenset[int]:
 
 
 def _is_mark(piece: bytes) -> bool:
+    """Whether a special token's text is part of a mark, and no word or bracket that marks are written with."""
     text = piece.decode(errors="replace")
-    return text in _MARKS or declared(text) in _MARKS
+    return len(text) > 2 and not text.isalnum() and (text in _MARKS or declared(text) in _MARKS)
 
 
 _MARKS = "\n".join(

@@ -317,7 +317,8 @@ def add_pieces(core: tokenizers.Tokenizer, pieces: Sequence[str], kinds: Sequenc
 def ends_of(facts: Mapping[str, Any]) -> list[int]:
     """The end tokens of a GGUF file: of the text, of a turn, of a message."""
     named = (facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return [token for token in named if token is not None]
+    count = len(facts.get("tokenizer.ggml.tokens", ()))
+    return [token for token in named if isinstance(token, int) and 0 <= token < count]
 
 
 def from_gguf(facts: Mapping[str, Any]) -> Read:
@@ -328,7 +329,7 @@ def from_gguf(facts: Mapping[str, Any]) -> Read:
         raise
     # The library raises bare Exception, and damaged metadata may have any type.
     except Exception as error:
-        raise InvalidModel(f"the file's tokenizer is damaged: {error}") from error
+        raise InvalidModel(f"the file's tokenizer is damaged: {' '.join(str(error).split())}") from error
 
 
 def _from_gguf(facts: Mapping[str, Any]) -> Read:
@@ -359,6 +360,8 @@ def _from_gguf(facts: Mapping[str, Any]) -> Read:
         if split not in SPLITS:
             raise InvalidModel(f"the file's pre-tokenizer {split!r} is not supported: name one with --tokenizer")
         merges = [tuple(merge.split(" ")) for merge in fact("merges", ())]
+        if not merges:
+            raise InvalidModel("the file's tokenizer has no merges: name one with --tokenizer")
         vocab = {piece: i for i, piece in enumerate(pieces)}
         core = byte_level(vocab, merges, SPLITS[split])
         add_pieces(core, pieces, kinds)

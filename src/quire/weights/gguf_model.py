@@ -185,7 +185,7 @@ def concat_entries(parts: Sequence[TensorEntry]) -> TensorEntry:
     stored = [part.stored for part in parts if part.stored is not None and part.kind == parts[0].kind]
     return replace(
         parts[0],
-        dtype=torch.float32 if len(stored) < len(parts) else parts[0].dtype,
+        dtype=parts[0].dtype if len({part.dtype for part in parts}) == 1 else torch.float32,
         shape=shape,
         size=sum(part.size for part in parts),
         read=lambda cut: torch.cat([part.read(()) for part in parts])[cut],
@@ -286,6 +286,11 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
         raise InvalidModel(f"{gguf.path.name} is {NO_MODELS[gguf.architecture]}: name the model's own file")
     if str(gguf.facts.get("general.type", "model")) == "adapter":
         raise InvalidModel(f"{gguf.path.name} is a LoRA adapter: merge it into its model first (llama-export-lora)")
+    if gguf.get("attention.causal", True) is False:
+        raise InvalidModel(
+            f"{gguf.path.name} is a model whose tokens see later ones: GGUF files are served for text; name the "
+            "checkpoint's folder"
+        )
     try:
         return _config(gguf)
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
@@ -512,10 +517,14 @@ def rope_fields(gguf: Gguf) -> dict[str, Any] | None:
         found = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
         found |= {"original_max_position_embeddings": length, "attention_factor": gguf.get("rope.scaling.attn_factor")}
         return {name: value for name, value in found.items() if value is not None}
-    kind = gguf.get("rope.scaling.type", "none")
-    if kind == "none":
+    # A factor alone is linear scaling, under its older name in files of 2023; so does llama.cpp read it.
+    kind, factor = (
+        gguf.get("rope.scaling.type", "linear"),
+        gguf.get("rope.scaling.factor", gguf.get("rope.scale_linear")),
+    )
+    if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
         return None
-    metadata: dict[str, Any] = {"rope_type": kind, "factor": gguf.get("rope.scaling.factor")}
+    metadata: dict[str, Any] = {"rope_type": kind, "factor": factor}
     metadata |= {"original_max_position_embeddings": length}
     metadata |= {"truncate": False} if gguf.architecture == "gpt-oss" else {}
     strength = gguf.get("rope.scaling.yarn_log_multiplier")

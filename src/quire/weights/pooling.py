@@ -16,6 +16,7 @@ from quire.errors import InvalidConfig, InvalidModel, nearest
 from quire.models.labels import class_count
 from quire.tokenization.tokenizer import read_json, read_json_list
 from quire.types import Pooling
+from quire.weights.gguf import find_gguf, read_gguf
 
 Activation = Literal["sigmoid", "softmax", "identity"]
 """What makes scores of a classifier's numbers."""
@@ -115,10 +116,10 @@ def read_pooler(
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> PoolerConfig:
     """How the model in `folder` pools. options: of `pooler_config`. Raises InvalidModel and InvalidConfig."""
-    if not folder.is_dir():
+    if (file := find_gguf(folder)) is not None or not folder.is_dir():
         if runner == "pooling":
             raise InvalidConfig("--runner pooling needs a model folder; GGUF files are served for text", param="runner")
-        return GENERATES
+        return GENERATES if file is None else replace(GENERATES, pooling=gguf_pooling(file))
     fields = overridden(read_json(folder / "config.json"), overrides)
     modules = read_modules(folder)
     names = fields.get("architectures") or [""]
@@ -134,6 +135,22 @@ def read_pooler(
     found = classifier(fields, architecture, convert) or embedder(folder, fields, modules, architecture)
     return with_options(replace(found, token_types=token_types(fields)), options)
 
+
+GGUF_POOLING: Mapping[Any, Pooling] = MappingProxyType({1: "mean", 2: "cls", 3: "last"})
+"""llama.cpp's numbers of what is pooled."""
+
+
+def gguf_pooling(file: Path) -> Pooling:
+    """What a vector is made of, as a GGUF file says. Raises InvalidModel for a file of a reranker."""
+    kind = read_gguf(file).get("pooling_type")
+    if kind == _RANK:
+        raise InvalidModel(
+            f"{file.name} is a reranker, and GGUF files are served for text: name the checkpoint's folder"
+        )
+    return GGUF_POOLING.get(kind, GENERATES.pooling) if isinstance(kind, int) else GENERATES.pooling
+
+
+_RANK = 4
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "nomic_bert", "distilbert", "modernbert")
 """Values of `model_type`."""

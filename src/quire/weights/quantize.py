@@ -17,7 +17,7 @@ from quire.errors import InvalidModel, nearest
 from quire.models.registry import read_spec
 from quire.models.spec import Config, ModelSpec
 from quire.tokenization.gguf_vocabulary import template_facts, vocabulary_facts
-from quire.tokenization.tokenizer import Tokenizer, sampling_defaults
+from quire.tokenization.tokenizer import Tokenizer
 from quire.tokenization.vocabularies import from_gguf as read_vocabulary
 from quire.weights.canary import PROBE, Quality, answers, compare, probe
 from quire.weights.entries import TensorEntry, file_entry
@@ -26,6 +26,7 @@ from quire.weights.files import Checkpoint, listed, read_config
 from quire.weights.gguf import Gguf, find_gguf, read_gguf
 from quire.weights.gguf_export import constant, differences, export, names_drafts
 from quire.weights.gguf_model import FACTORS, PLAIN, block_entry, gguf_config
+from quire.weights.gguf_sampling import sampling_facts
 from quire.weights.gguf_write import KIND_BY_NAME, NewTensor, write_gguf
 from quire.weights.load import Progress, check_tensors, entries_by_slot, load_model, no_progress
 from quire.weights.outline import ModelOutline
@@ -203,16 +204,6 @@ def from_checkpoint(
         facts |= template_facts(folder)
         facts |= sampling_facts(folder)
     return facts, [NewTensor(own, entry, "", whole) for own, entry, whole in made.tensors]
-
-
-SAMPLING: Mapping[str, str] = MappingProxyType({"temperature": "temp", "repetition_penalty": "penalty_repeat"})
-"""What llama.cpp calls sampling parameters in `general.sampling`, where it has other names."""
-
-
-def sampling_facts(folder: Path) -> dict[str, Any]:
-    """The sampling parameters of generation_config.json."""
-    found = sampling_defaults(folder)
-    return {f"general.sampling.{SAMPLING.get(key, key)}": value for key, value in found.items() if key != "max_tokens"}
 
 
 def check_shape(spec: ModelSpec, facts: Mapping[str, Any], tensors: Sequence[NewTensor]) -> None:

@@ -12,6 +12,7 @@ from quire.ops.operands import Angles
 from quire.ops.quantized import FLOAT8, Float8
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import indexer
+from quire.ops.triton.attention_schedule import AttentionPlan, TokenSpans
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from tests.ops.batches import Pages, poisoned
 from tests.ops.indexing import DIM, INDEX_HEADS, INDEX_NORM, LENGTHS, ROTATED, Fed, draw, like, naive, on
@@ -27,8 +28,7 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexer, "KEYS", 64)
     monkeypatch.setattr(indexer, "LEAST_CHUNK", 16)
     monkeypatch.setattr(indexer, "MOST_CHUNK", 64)
-    monkeypatch.setattr(indexer, "BLOCK", 16)
-    monkeypatch.setattr(indexer, "parts_of", lambda queries, keys, sms: 4 if queries % 2 else 1)
+    monkeypatch.setattr(indexer, "HELD", 16)
 
 
 small = pytest.mark.usefixtures("few_at_once")
@@ -107,9 +107,24 @@ def test_of_equal_scores_the_first_are_chosen_and_what_is_no_number_comes_last()
     assert len(x.key) == 20
 
 
-@pytest.mark.parametrize(("queries", "keys", "parts"), [(1, 1000, 1), (1, 65536, 32), (16, 131072, 16), (128, 9000, 2)])
-def test_scores_are_cut_into_as_many_parts_as_keep_a_card_busy(queries: int, keys: int, parts: int) -> None:
-    assert indexer.parts_of(queries, keys, 132) == parts
+@pytest.mark.parametrize(
+    ("held", "count", "length"), [(64, 30, 1000), (65536, 3, 40000), (16, 100, 260), (512, 7, 500)]
+)
+def test_the_highest_scores_are_found_however_many_a_program_holds(
+    monkeypatch: pytest.MonkeyPatch, held: int, count: int, length: int
+) -> None:
+    monkeypatch.setattr(indexer, "HELD", held)
+    torch.manual_seed(length)
+    scores = torch.randn(1, length).mul(8).round() if count > 50 else torch.randn(1, length)
+    batch = AttentionPlan.of(on(Pages(length // 16 + 3, 16).batch([(0, length - 1, [0])]), DEVICE))
+    tokens = TokenSpans(
+        torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.tensor([length], dtype=torch.int32, device=DEVICE), []
+    )
+    chosen = torch.zeros(1, count, dtype=torch.int32, device=DEVICE)
+    indexer.choose_scored(scores.to(DEVICE), batch, tokens, chosen, 0, TritonOps(DEVICE).card)
+    order = scores[0].argsort(descending=True, stable=True)[:count].sort().values
+    table = batch.page_table[0].cpu().long()
+    assert chosen[0].tolist() == (table[order // 16] * 16 + order % 16).tolist()
 
 
 @pytest.mark.gpu
@@ -118,16 +133,16 @@ def test_scores_are_cut_into_as_many_parts_as_keep_a_card_busy(queries: int, key
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("most", [None, 65536])
 def test_choices_of_real_size_on_the_gpu(name: str, dtype: torch.dtype, most: int | None) -> None:
-    """Of DeepSeek V3.2's sizes, in steps that are bounded by what they have, and by more."""
+    """Of DeepSeek V3.2's sizes, some of more scores than a program holds, bounded by what there is, and by more."""
     torch.manual_seed(0)
     count, heads, dim, size = 2048, 64, 128, 64
-    pages = Pages(400, size)
-    past = [6000, 2046, 2047, 9000, 100]
+    pages = Pages(800, size)
+    past = [6000, 2046, 2047, 9000, 100, 30000]
     batch = on(pages.batch([(s, n, [0] * (s + 1)) for s, n in enumerate(past)]), DEVICE)
     batch = replace(batch, max_kv=most or batch.max_kv)
     tokens = len(batch.positions)
-    kv = on(poisoned(400, 1, size, 64, dtype, index_dim=dim), DEVICE)
-    kv = replace(kv, index=torch.randn(400, 1, size, dim, device=DEVICE).to(dtype))
+    kv = on(poisoned(800, 1, size, 64, dtype, index_dim=dim), DEVICE)
+    kv = replace(kv, index=torch.randn(800, 1, size, dim, device=DEVICE).to(dtype))
     q, weights = torch.randn(tokens, heads, dim, device=DEVICE).to(dtype), torch.randn(tokens, heads, device=DEVICE)
     turns = 6 * torch.rand(tokens, 32, device=DEVICE)
     turn, weights = Angles(turns.cos(), turns.sin()), weights.to(dtype)

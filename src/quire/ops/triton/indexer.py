@@ -1,11 +1,11 @@
 """An indexer's choice of what queries attend to: see `layers/latent.py`.
 
-Each query scores every key of its sequence, which are written out, SCORED_AT_ONCE queries at a time. The bits of the
-last score that is chosen are then found by counting, eight at a time: a query's scores are cut into parts, whose
-programs each count for all of it to read. At last they write down the slots of those above it and of the first that
-equal it, each part behind what the parts before it have chosen. These are a block table, of blocks of one token each,
-and every query a span of its own, so that `attention` attends to what is chosen as it does to anything else. Nothing
-depends on other queries, nor on how many parts there are.
+Each query scores every key of its sequence, which are written out, SCORED_AT_ONCE queries at a time. A program reads a
+query's scores once and keeps them in registers, finds the bits of the last one that is chosen one after the other, by
+counting those above, and writes down the slots of these and of the first that equal it. Where there are more scores
+than registers, each program does so with a part of them, and another one chooses among what these have chosen. The
+slots are a block table, of blocks of one token each, and every query a span of its own, so that `attention` attends to
+what is chosen as it does to anything else. Nothing depends on other queries, nor on how many parts there are.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ LEAST_CHUNK, MOST_CHUNK = 512, 2048
 KEYS = 128
 """Keys that are multiplied at once, of 16 bits; of float32 a quarter."""
 
-BLOCK, MOST_PARTS = 2048, 32
-"""Scores that a program counts at once, and into how many parts those of a query are cut at most."""
+HELD = 8192
+"""Scores that a program has in registers at most."""
+
+EACH = 1024
+"""Scores of a warp."""
 
 UNKNOWN_SMS = 132
 """Multiprocessors that are kept busy where nothing depends on those of the card."""
@@ -142,99 +145,101 @@ def ordered(scores, at, length):
 
 
 @triton.jit
-def narrowed(counts, last, left, number: tl.constexpr, PARTS: tl.constexpr):
-    """The last score that is chosen, and how many of those alike are, by one digit more; counts: of this digit."""
-    digits, p = tl.arange(0, 256), tl.arange(0, PARTS)
-    found = tl.sum(tl.load(counts + (number * PARTS + p)[:, None] * 256 + digits[None, :]), 0)
-    since = tl.sum(found, 0) - tl.cumsum(found, 0) + found
-    digit = tl.sum((since >= left).to(tl.int32), 0) - 1
-    left -= tl.sum(tl.where(digits > digit, found, 0), 0)
-    return last | (digit.to(tl.uint32) << (24 - 8 * number)), left
+def last_chosen(key, COUNT: tl.constexpr):
+    """The largest number that COUNT of `key` reach, or another one that no more of them reach."""
+    last = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 1 << 31, tl.uint32)
+    while bit != 0:
+        reach = tl.sum((key >= (last | bit)).to(tl.int32), 0)
+        last |= bit * (reach >= COUNT).to(tl.uint32)
+        bit = (bit >> 1) * (reach != COUNT).to(tl.uint32)
+    return last
 
 
 @triton.jit
-def part_of(length, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The scores of this program: from, to."""
-    each = ((length + BLOCK - 1) // BLOCK + PARTS - 1) // PARTS * BLOCK
-    begin = tl.program_id(1) * each
-    return begin, tl.minimum(begin + each, length)
-
-
-@kernel(do_not_specialize=["first", "width"])
-def index_count_kernel(
-    scores, lengths, counts, first, width,
-    COUNT: tl.constexpr, NUMBER: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+def choose_among(
+    scores, positions, table, kept_scores, to, begin, count, known,
+    COUNT: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Of one query and a part of its scores: how many have which digit number NUMBER, of those that begin like the last
-    one that is chosen."""
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    wait(DEPENDENT)
-    release(DEPENDENT)
-    length, own = tl.load(lengths + first + row), scores + row * width
-    counts += row * 4 * PARTS * 256
-    if length > COUNT:
-        last, left = (length * 0).to(tl.uint32), length * 0 + COUNT
-        for number in tl.static_range(NUMBER):
-            last, left = narrowed(counts, last, left, number, PARTS)
-        begin, end = part_of(length, PARTS, BLOCK)
-        found = tl.zeros([256], tl.int32)
-        for start in range(begin, end, BLOCK):
-            at = start + i
-            key = ordered(own, at, end)
-            alike = at < end
-            if NUMBER > 0:
-                alike &= (key >> (32 - 8 * NUMBER)) == (last >> (32 - 8 * NUMBER))
-            found += tl.histogram(((key >> (24 - 8 * NUMBER)) & 255).to(tl.int32), 256, mask=alike)
-        tl.store(counts + (NUMBER * PARTS + tl.program_id(1)) * 256 + tl.arange(0, 256), found)
+    """Of up to SIZE scores from `begin` on the COUNT highest, in ascending order of position. known: whether there are
+    scores, or all are chosen. FIRST, LAST: see `index_choice_kernel`."""
+    i = tl.arange(0, SIZE)
+    at = begin + i
+    key = ordered(scores, at, tl.where(known, begin + count, 0))
+    last = tl.full([], 0, tl.uint32)
+    if count > COUNT:
+        last = last_chosen(tl.where(i < count, key, 0), COUNT)
+    equal = (i < count) & (key == last)
+    above = (i < count) & ((key > last) | (count <= COUNT))
+    # Two numbers in one word.
+    WORD: tl.constexpr = tl.uint32 if SIZE <= 1 << 15 else tl.uint64
+    HALF: tl.constexpr = 16 if SIZE <= 1 << 15 else 32
+    both = tl.cumsum(above.to(WORD) + (equal.to(WORD) << HALF), 0)
+    more, alike = (both & ((1 << HALF) - 1)).to(tl.int32), (both >> HALF).to(tl.int32)
+    left = COUNT - tl.sum(above.to(tl.int32), 0)
+    kept = above | (equal & (alike <= left))
+    place = more + tl.minimum(alike, left) - 1
+    position = at
+    if not FIRST:
+        position = tl.load(positions + at, mask=kept, other=0)
+    if LAST:
+        tl.store(to + place, slots_of(table, position, kept, PAGE), mask=kept)
+    else:
+        tl.store(to + place, position, mask=kept)
+        tl.store(kept_scores + place, tl.load(scores + at, mask=kept & known, other=0.0), mask=kept)
 
 
-@kernel(do_not_specialize=["first", "width"])
+@kernel(do_not_specialize=["first", "width", "kept_width"])
 def index_choice_kernel(
-    scores, table, spans, lengths, chosen, counts, first, columns, width,
-    COUNT: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    scores, positions, table, spans, lengths, kept_scores, chosen, first, columns, width, kept_width,
+    COUNT: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, STAGE: tl.constexpr,
+    LAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One query and a part of its scores: the slots of what it attends to, in ascending order of position."""
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    """One query and a part of up to WIDE scores: what it attends to of them, in ascending order of position.
+
+    The first STAGE has scores of all positions, later ones those that parts have chosen. LAST: there is one part, and
+    slots are written; before, positions and their scores.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = first + row
     wait(DEPENDENT)
     release(DEPENDENT)
-    length, own = tl.load(lengths + token), scores + row * width
-    pages, to = table + tl.load(spans + token).to(tl.int64) * columns, chosen + token * COUNT
-    begin, end = part_of(length, PARTS, BLOCK)
-    if length <= COUNT:
-        for start in range(begin, end, BLOCK):
-            at = start + i
-            tl.store(to + at, slots_of(pages, at, at < end, PAGE), mask=at < end)
-    else:
-        counts += row * 4 * PARTS * 256
-        digits, p = tl.arange(0, 256), tl.arange(0, PARTS)
-        before = (p < tl.program_id(1))[:, None]
-        last, left = (length * 0).to(tl.uint32), length * 0 + COUNT
-        above, equals = length * 0, length * 0
-        for number in tl.static_range(4):
-            last, left = narrowed(counts, last, left, number, PARTS)
-            digit = ((last >> (24 - 8 * number)) & 255).to(tl.int32)
-            found = tl.load(counts + (number * PARTS + p)[:, None] * 256 + digits[None, :])
-            above += tl.sum(tl.sum(tl.where(before & (digits > digit)[None, :], found, 0), 1), 0)
-            if number == 3:
-                equals += tl.sum(tl.sum(tl.where(before & (digits == digit)[None, :], found, 0), 1), 0)
-        taken = above + tl.minimum(equals, left)
-        for start in range(begin, end, BLOCK):
-            at = start + i
-            key = ordered(own, at, end)
-            equal = (at < end) & (key == last)
-            kept = equal & (equals + tl.cumsum(equal.to(tl.int32), 0) <= left)
-            kept |= (at < end) & (key > last)
-            place = taken + tl.cumsum(kept.to(tl.int32), 0) - 1
-            tl.store(to + place, slots_of(pages, at, kept, PAGE), mask=kept)
-            taken += tl.sum(kept.to(tl.int32), 0)
-            equals += tl.sum(equal.to(tl.int32), 0)
+    length = tl.load(lengths + token)
+    known = length > COUNT
+    for _ in tl.static_range(STAGE):
+        length = length // WIDE * COUNT + tl.minimum(length % WIDE, COUNT)
+    pages, begin = table + tl.load(spans + token).to(tl.int64) * columns, part * WIDE
+    count = tl.minimum(length - begin, WIDE)
+    to, kept = chosen + (row * kept_width + part * COUNT), kept_scores + (row * kept_width + part * COUNT)
+    if LAST:
+        to = chosen + token * COUNT
+    scores, positions = scores + row * width, positions + row * width
+    if (count > 0) & (count <= SIZE // 4):
+        choose_among(scores, positions, pages, kept, to, begin, count, known, COUNT, PAGE, SIZE // 4, STAGE == 0, LAST)
+    elif count > 0:
+        choose_among(scores, positions, pages, kept, to, begin, count, known, COUNT, PAGE, SIZE, STAGE == 0, LAST)
 
 
-def parts_of(queries: int, keys: int, sms: int) -> int:
-    """Into how many parts scores are cut, a power of two: two programs a multiprocessor, of a block each at least."""
-    wanted = min(MOST_PARTS, 2 * sms // queries, -(-keys // BLOCK))
-    return 1 << (max(1, wanted).bit_length() - 1)
+def choose_scored(
+    scores: Tensor, batch: AttentionPlan, tokens: TokenSpans, chosen: Tensor, first: int, card: DeviceInfo
+) -> None:
+    """Write to `chosen` [T, COUNT] what the queries from `first` on choose by `scores` [queries, positions]."""
+    queries, bound = scores.shape
+    count, stage = chosen.shape[1], 0
+    wide, positions, last = max(HELD, block(2 * count)), chosen, False
+    while not last:
+        parts, last = triton.cdiv(bound, wide), bound <= wide
+        size = min(wide, block(bound, 16))
+        kept_scores = scores if last else scores.new_empty(queries, parts * count)
+        kept = chosen if last else chosen.new_empty(queries, parts * count)
+        index_choice_kernel[(queries, parts)](
+            *(scores, positions, batch.page_table, tokens.spans, tokens.lengths, kept_scores, kept, first),
+            *(batch.page_table.stride(0), scores.stride(0), kept.stride(0)),
+            COUNT=count, PAGE=batch.page_size, WIDE=wide, SIZE=size, STAGE=stage, LAST=last,
+            DEPENDENT=card.dependent, num_warps=max(4, min(32, size // EACH)), **card.options,
+        )  # fmt: skip
+        bound, stage = bound // wide * count + min(bound % wide, count), stage + 1
+        scores, positions = kept_scores, kept
 
 
 def choose_positions(
@@ -243,30 +248,23 @@ def choose_positions(
     """See `Ops.choose_positions`. Queries that see no more than `count` positions have the slots of all of them."""
     assert kv.index is not None
     (tokens, heads, dim), half, pool = q.shape, angles.cos.shape[-1], kv.index
-    spans, lengths, _ = spans_by_token(batch, count)
+    spans = spans_by_token(batch, count)
     chosen = torch.empty(tokens, count, dtype=torch.int32, device=q.device)
     at_most = min(tokens, SCORED_AT_ONCE)
     scores = torch.empty(at_most, batch.max_kv, dtype=torch.float32, device=q.device)
-    about = batch.page_table, spans, lengths
-    # Their numbers change no bits.
-    sms = card.sms or UNKNOWN_SMS
-    parts, chunk = parts_of(at_most, batch.max_kv, sms), block(at_most * batch.max_kv // (4 * sms))
+    # Their number changes no bits.
+    chunk = block(at_most * batch.max_kv // (4 * (card.sms or UNKNOWN_SMS)))
     chunk = max(LEAST_CHUNK, min(MOST_CHUNK, chunk))
-    counts = torch.empty(at_most, 4, parts, 256, dtype=torch.int32, device=q.device)
-    same = {"COUNT": count, "DEPENDENT": card.dependent, **card.options}
-    counting = {"PARTS": parts, "BLOCK": BLOCK, "num_warps": 8, **same}
     for first in range(0, tokens, SCORED_AT_ONCE):
-        rows, sizes = min(SCORED_AT_ONCE, tokens - first), (first, batch.page_table.stride(0), scores.stride(0))
-        index_scores_kernel[(rows, triton.cdiv(batch.max_kv, chunk))](
-            *(q, angles.cos, angles.sin, weights, pool, *about, scores, *sizes, weights.stride(0), chunk),
-            HEADS=heads, DIM=dim, HALF=half, PAGE=pool.shape[2], ROWS=KEYS if q.element_size() <= 2 else KEYS // 4,
-            BLOCK_H=block(heads, 16), BLOCK_D=block(dim, 16), PRECISION=card.precision, STAGES=3, num_warps=4, **same,
+        some = scores[: tokens - first]
+        index_scores_kernel[(len(some), triton.cdiv(batch.max_kv, chunk))](
+            *(q, angles.cos, angles.sin, weights, pool, batch.page_table, spans.spans, spans.lengths, some, first),
+            *(batch.page_table.stride(0), scores.stride(0), weights.stride(0), chunk),
+            HEADS=heads, DIM=dim, HALF=half, PAGE=pool.shape[2], COUNT=count,
+            ROWS=KEYS if q.element_size() <= 2 else KEYS // 4, BLOCK_H=block(heads, 16), BLOCK_D=block(dim, 16),
+            PRECISION=card.precision, STAGES=3, DEPENDENT=card.dependent, num_warps=4, **card.options,
         )  # fmt: skip
-        for number in range(4):
-            index_count_kernel[(rows, parts)](
-                *(scores, lengths, counts, first, scores.stride(0)), NUMBER=number, **counting
-            )
-        index_choice_kernel[(rows, parts)](scores, *about, chosen, counts, *sizes, PAGE=pool.shape[2], **counting)
+        choose_scored(some, batch, spans, chosen, first, card)
     return chosen
 
 

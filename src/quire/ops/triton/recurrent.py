@@ -294,9 +294,11 @@ def delta_end_kernel(
         gain = tl.load(weight + v, mask=v < VALUES, other=0.0).to(tl.float32)
         at = h[:, None] * VALUES + v[None, :]
         asked = (h // share * gate_apart + h % share * VALUES)[:, None] + v[None, :]
-        real = (h < tl.where(tl.load(token_span + t) >= 0, HEADS, 0))[:, None] & (v < VALUES)[None, :]
-        y = tl.load(made + t * HEADS * VALUES + at, mask=real, other=0.0)
-        z = tl.load(gate + t * gate_stride + asked, mask=real, other=0.0).to(tl.float32)
+        # Read without waiting for whether the token is one.
+        real = tl.load(token_span + t) >= 0
+        y = tl.load(made + t * HEADS * VALUES + at, mask=inside, other=0.0)
+        z = tl.load(gate + t * gate_stride + asked, mask=inside, other=0.0).to(tl.float32)
+        y, z = tl.where(real, y, 0.0), tl.where(real, z, 0.0)
         centred = y * tl.rsqrt(tl.sum(y * y, 1) / VALUES + eps)[:, None]
         normed = gain[None, :] * centred.to(out.dtype.element_ty).to(tl.float32)
         normed = normed.to(out.dtype.element_ty).to(tl.float32)
@@ -326,11 +328,12 @@ def scan_end_kernel(
         at, inside = index % GROUPS * WIDTH + i, i < WIDTH
         gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         share = tl.load(skip + at // VALUES, mask=inside, other=0.0)
-        real = i < tl.where(tl.load(token_span + t) >= 0, WIDTH, 0)
-        y = tl.load(made + t * INNER + at, mask=real, other=0.0)
-        value = tl.load(mixed + t * stride + at, mask=real, other=0.0).to(tl.float32)
-        z = tl.load(gate + t * gate_stride + at, mask=real, other=0.0).to(tl.float32)
-        y = (y + value * share) * z * sigmoid(z)
+        # Read without waiting for whether the token is one.
+        real = tl.load(token_span + t) >= 0
+        y = tl.load(made + t * INNER + at, mask=inside, other=0.0)
+        value = tl.load(mixed + t * stride + at, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(gate + t * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+        y = tl.where(real, (y + value * share) * z * sigmoid(z), 0.0)
         normed = gain * y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps)
         tl.store(out + t * INNER + at, normed.to(out.dtype.element_ty), mask=inside)
     else:
