@@ -72,17 +72,21 @@ class LatencyController:
     MOST_LONGER, LOWERED, LOWEST = 0.01, 0.03, 0.75
     """Share of steps with prompts that may take longer than the target; by how much what is aimed at is lowered when
     one has, and to which share of the target at most."""
+    SCATTER = 1.5
+    """A step of so many targets does not say how times scatter: the target cannot be reached, or something else ran."""
 
     def __init__(self, target: float) -> None:
         self.target = target
-        self.aim = 1.0
+        self.aim = 0.95
         """Share of the target that steps with prompts are predicted to take."""
 
     def on_commit(self, plan: Plan, seconds: float) -> None:
         """A step that fed tokens of prompts took so long."""
         if any(span[1] == span[2] for span in plan.spans):  # beside sequences that wait for their tokens
-            step = -self.LOWERED if seconds > self.target else self.LOWERED * self.MOST_LONGER
-            self.aim = min(1.0, max(self.LOWEST, self.aim + step))
+            if seconds <= self.target:
+                self.aim = min(1.0, self.aim + self.LOWERED * self.MOST_LONGER)
+            elif seconds < self.SCATTER * self.target:
+                self.aim = max(self.LOWEST, self.aim - self.LOWERED)
 
     def max_tokens(self, running: int, step_times: StepTimeModel, context: int = 0) -> int:
         """Most tokens of a step with so many running sequences, one token each included. context: tokens before those
@@ -93,9 +97,9 @@ class LatencyController:
         plain = step_times.without_prompts(running)
         cheap, most = step_times.cheapest_token(), float(UNLIMITED)  # tokens that cost next to nothing are not counted
         least = self.LEAST if self.target > self.REACHABLE * plain else 1.0
-        fed = (self.aim * self.target - plain) / each
-        total = running + int(max(min(fed, most), min(least * plain / cheap, most)))
-        return max(total - total % self.MULTIPLE, running + self.MIN_PROMPT_TOKENS)
+        total = running + int(max(min((self.aim * self.target - plain) / each, most), 0.0))
+        at_least = math.ceil((running + min(least * plain / cheap, most)) / self.MULTIPLE) * self.MULTIPLE
+        return min(max(total - total % self.MULTIPLE, at_least, running + self.MIN_PROMPT_TOKENS), UNLIMITED)
 
 
 class PlanDelay:
