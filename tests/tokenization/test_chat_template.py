@@ -8,6 +8,8 @@ import pytest
 
 from quire.errors import InvalidModel, InvalidRequest
 from quire.tokenization.chat_template import ChatTemplate, text_of
+from quire.tokenization.gguf_vocabulary import template_facts
+from quire.tokenization.vocabularies import from_gguf
 from tests.tokenization.vocabulary import CHATML, byte_level, save
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -149,6 +151,47 @@ def test_sources_of_templates_in_order(tmp_path: Path) -> None:
     (folder / "mine.jinja").write_text("M")
     assert _made(ChatTemplate.from_folder(folder, override=folder / "mine.jinja")) == "M"
     assert _made(ChatTemplate.from_folder(folder, override="{{ 'O' }}")) == "O"
+
+
+def test_requests_with_tools_have_the_template_that_a_checkpoint_has_for_them(tmp_path: Path) -> None:
+    """Command R's and Hermes 2 Pro's: their default template shows no tools."""
+    named = [{"name": "default", "template": "D{{ mood }}"}, {"name": "tool_use", "template": "T{{ tools | length }}"}]
+    folder = save(tmp_path, byte_level(), tokenizer_config={"chat_template": named})
+    tool = {"type": "function", "function": {"name": "f"}}
+
+    def shown(**given: Any) -> list[str]:
+        made = ChatTemplate.from_folder(folder, **given)
+        assert made is not None
+        made.try_out()
+        return [made.render(HELLO, tools=tools) for tools in (None, [], [tool])]
+
+    assert shown(kwargs={"mood": "!"}) == ["D!", "D!", "T1"]
+    made = ChatTemplate.from_folder(folder)
+    assert made is not None and made.arguments == {"mood", "tools"}
+    assert (made.source, made.tools_source) == ("D{{ mood }}", "T{{ tools | length }}")
+    (folder / "chat_template.jinja").write_text("J{{ tools }}")
+    assert shown()[0] == "JNone", "of another file"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("A")
+    assert shown() == ["JNone", "J[]", "A"]
+    assert shown(override="{{ 'O' }}{{ tools }}")[0] == "ONone"
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ nothing.there }}")
+    with pytest.raises(InvalidModel, match="the chat template fails"):
+        shown()
+
+
+def test_a_gguf_file_has_both_templates_of_a_folder(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    facts = template_facts(save(tmp_path, byte_level(), tokenizer_config={"chat_template": named}))
+    assert facts == {
+        "tokenizer.chat_template": "D",
+        "tokenizer.chat_template.tool_use": "T",
+        "tokenizer.chat_templates": ["tool_use"],
+    }
+    words = {"model": "gpt2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
+    _, config = from_gguf(facts | {f"tokenizer.ggml.{key}": value for key, value in words.items()})
+    made = ChatTemplate.from_folder(tmp_path / "none", default=config["chat_template"])
+    assert made is not None and (made.source, made.tools_source) == ("D", "T")
 
 
 def test_an_override_that_is_not_there_is_named(tmp_path: Path) -> None:

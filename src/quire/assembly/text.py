@@ -73,15 +73,15 @@ def build_text(settings: Settings) -> Text:
     if template is not None:
         template.try_out()
         tokenizer.render_chat = template.render
-    source = None if template is None else template.source
+    source, tools_source = (None, None) if template is None else (template.source, template.tools_source)
     return Text(
         folder,
         tokenizer,
         template,
         sampling(settings, folder),
-        named((style or style_of(source)).name, tokenizer.added),
+        named((style or style_of(tools_source)).name, tokenizer.added),
         named(parser_of(source) if reasoning == "auto" else reasoning, tokenizer.added),
-        "as set" if style else "by the chat template" if sign_of(source) else "the chat template names no format",
+        "as set" if style else "by the chat template" if sign_of(tools_source) else "the chat template names no format",
         pooler_of(settings),
     )
 

@@ -83,9 +83,9 @@ def build_tokenizer(settings: Settings) -> Tokenizer:
     return read_tokenizer(settings)[0]
 
 
-def read_tokenizer(settings: Settings) -> tuple[Tokenizer, str | None]:
-    """The tokenizer, and a GGUF file's chat template. Of a folder that is named for its tokenizer, tokenizer.json comes
-    before GGUF files, of which there may be several."""
+def read_tokenizer(settings: Settings) -> tuple[Tokenizer, Any]:
+    """The tokenizer, and a GGUF file's chat templates, as tokenizer_config.json has several. Of a folder that is named
+    for its tokenizer, tokenizer.json comes before GGUF files, of which there may be several."""
     folder = tokenizer_folder(settings)
     named = settings.model.tokenizer is not None and (folder / "tokenizer.json").is_file()
     file = None if named else find_gguf(folder)

@@ -15,8 +15,9 @@ from jinja2.exceptions import TemplateSyntaxError
 from quire.errors import InvalidModel, InvalidRequest
 from quire.parsers.tools.rendering import describe_tools
 from quire.parsers.tools.styles import Style, style_of
+from quire.tokenization.template_files import read_template, templates_of
 from quire.tokenization.template_sandbox import METER, Budget, Metered, Refused, Sandbox, extent
-from quire.tokenization.tokenizer import read_json
+from quire.tokenization.vocabularies import FOR_TOOLS
 
 _CONTINUE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}quire-continues-here\N{OBJECT REPLACEMENT CHARACTER}"
 
@@ -60,6 +61,9 @@ class ChatTemplate:
         """The names that it reads."""
         self._style = style_of(source) if style is None else style
         self.source = source
+        self._trial_tools: list[dict[str, Any]] | None = None
+        self.for_tools: ChatTemplate | None = None
+        """What renders requests with tools, where a checkpoint has a template of its own for them."""
 
     @classmethod
     def from_folder(
@@ -69,19 +73,32 @@ class ChatTemplate:
         *,
         override: str | Path | None = None,
         style: Style | None = None,
-        default: str | None = None,
+        default: Any = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> Self | None:
-        """`override` (a path, or a template), else chat_template.jinja, else tokenizer_config's, else `default`.
+        """`override` (a path, or a template), else chat_template.jinja, else tokenizer_config's, else `default`; beside
+        them what the checkpoint has for requests with tools.
 
         None where there is none. Raises InvalidModel.
         """
-        if override is None:
-            source = _of_folder(Path(folder), default)
-        else:
+        if override is not None:
             # A template contains a brace.
-            source = str(override) if "{" in str(override) else _template(Path(override))
-        return None if source is None else cls(source, tokens, style, kwargs)
+            source = str(override) if "{" in str(override) else read_template(Path(override))
+            return cls(source, tokens, style, kwargs)
+        named = templates_of(Path(folder), default)
+        if (own := named.get("default")) is None:
+            return None
+        made = cls(own, tokens, style or style_of(named.get(FOR_TOOLS, own)), kwargs)
+        if FOR_TOOLS in named:
+            made.for_tools = cls(named[FOR_TOOLS], tokens, style, kwargs)
+            made.for_tools._trial_tools = [_trial_tool()]
+            made.arguments |= made.for_tools.arguments
+        return made
+
+    @property
+    def tools_source(self) -> str:
+        """The template of requests with tools, which shows how calls are written."""
+        return self.source if self.for_tools is None else self.for_tools.source
 
     def render(
         self,
@@ -98,6 +115,14 @@ class ChatTemplate:
         Raises InvalidRequest when the template refuses the messages or fails, and for chat_template_kwargs that this
         call has as arguments, with another value.
         """
+        if tools and self.for_tools is not None:
+            return self.for_tools.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
         own = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         _check_kwargs(chat_template_kwargs or {}, own | {"continue_final_message": continue_final_message})
         shown = [self._shown(message) for message in messages]
@@ -130,9 +155,11 @@ class ChatTemplate:
 
     def try_out(self) -> None:
         """Render one plain message. Raises InvalidModel where the template fails; refusing the message is allowed."""
+        if self.for_tools is not None:
+            self.for_tools.try_out()
         try:
             message = self._content({"role": "user", "content": "Hello"})
-            self._run({"messages": [message], "tools": None, "add_generation_prompt": True})
+            self._run({"messages": [message], "tools": self._trial_tools, "add_generation_prompt": True})
         except Refused:
             return
         except _Failed as error:
@@ -143,7 +170,7 @@ class ChatTemplate:
         """Whether a conversation may begin with a system message, which Gemma's first templates refuse."""
         messages = [self._content({"role": role, "content": "Hello"}) for role in ("system", "user")]
         try:
-            self._run({"messages": messages, "tools": None, "add_generation_prompt": True})
+            self._run({"messages": messages, "tools": self._trial_tools, "add_generation_prompt": True})
         except (Refused, _Failed):
             return False
         return True
@@ -156,7 +183,9 @@ class ChatTemplate:
     def _shows(self, content: str | list[dict[str, str]]) -> bool:
         messages = [{"role": "user", "content": content}]
         try:
-            return _PROBE in self._run({"messages": messages, "tools": None, "add_generation_prompt": True})
+            return _PROBE in self._run(
+                {"messages": messages, "tools": self._trial_tools, "add_generation_prompt": True}
+            )
         except (Refused, _Failed):
             return False
 
@@ -167,7 +196,11 @@ class ChatTemplate:
             call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
             question: dict[str, Any] = {"role": "user", "content": "Hello"}
             messages = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            names = {"messages": list(map(self._content, messages)), "tools": None, "add_generation_prompt": False}
+            names = {
+                "messages": list(map(self._content, messages)),
+                "tools": self._trial_tools,
+                "add_generation_prompt": False,
+            }
             with suppress(Refused, _Failed):
                 return _PROBE in self._run(names) and isinstance(arguments, str)
         return False
@@ -211,6 +244,12 @@ class ChatTemplate:
         return shown
 
 
+def _trial_tool() -> dict[str, Any]:
+    """What a template that is for requests with tools is tried out with."""
+    schema = {"type": "object", "properties": dict[str, Any]()}
+    return {"type": "function", "function": {"name": "f", "description": "", "parameters": schema}}
+
+
 def _with_text(call: Any) -> Any:
     """A call whose arguments are text."""
     function = call.get("function") if isinstance(call, Mapping) else None
@@ -250,30 +289,6 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
 def _check_parts(content: object) -> None:
     if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
         raise InvalidRequest("message content must be text or a list of text parts", param="messages")
-
-
-def _of_folder(folder: Path, default: str | None) -> str | None:
-    """The template of a folder. Raises InvalidModel where it is not text."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return _template(path)
-    source = read_json(folder / "tokenizer_config.json").get("chat_template", default)
-    # Several templates, by name.
-    if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    if source is not None and not isinstance(source, str):
-        raise InvalidModel(f"chat_template of tokenizer_config.json is of type {type(source).__name__}: not a template")
-    return source
-
-
-def _template(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except OSError as error:
-        raise InvalidModel(f"chat template {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidModel(f"chat template {path} is not text: {error}") from error
 
 
 def _check_kwargs(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import InvalidModel
-from quire.tokenization.tokenizer import Tokenizer, read_eos, read_json
+from quire.tokenization.template_files import templates_of
+from quire.tokenization.tokenizer import Tokenizer, read_eos
 from quire.tokenization.vocabularies import (
     BYTE,
     CONTROL,
+    FOR_TOOLS,
     NORMAL,
     SPLITS,
+    TEMPLATE,
     UNKNOWN,
     UNUSED,
     USER,
@@ -150,13 +153,10 @@ def _same(tokenizer: Tokenizer, facts: Mapping[str, Any]) -> bool:
     return made.eos == tokenizer.eos and all(made.encode(text) == tokenizer.encode(text) for text in texts)
 
 
-def template_facts(folder: Path) -> dict[str, str]:
-    """The chat template of a model's folder; nothing where it has none."""
-    path = folder / "chat_template.jinja"
-    held: Any = (
-        path.read_text("utf-8") if path.is_file() else read_json(folder / "tokenizer_config.json").get("chat_template")
-    )
-    if isinstance(held, list):
-        named = {each.get("name"): each.get("template") for each in held if isinstance(each, dict)}
-        held = named.get("default")
-    return {"tokenizer.chat_template": held} if isinstance(held, str) else {}
+def template_facts(folder: Path) -> dict[str, Any]:
+    """The chat templates of a model's folder; nothing where it has none."""
+    named = templates_of(folder)
+    facts: dict[str, Any] = {TEMPLATE: named["default"]} if "default" in named else {}
+    if FOR_TOOLS in named:
+        facts |= {f"{TEMPLATE}s": [FOR_TOOLS], f"{TEMPLATE}.{FOR_TOOLS}": named[FOR_TOOLS]}
+    return facts

@@ -314,6 +314,14 @@ def add_pieces(core: tokenizers.Tokenizer, pieces: Sequence[str], kinds: Sequenc
     core.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in by_kind[USER]])
 
 
+TEMPLATE = "tokenizer.chat_template"
+"""The chat template in a GGUF file's metadata; those of other names follow a dot."""
+
+
+FOR_TOOLS = "tool_use"
+"""The name of a checkpoint's template for requests with tools, of Command R and Hermes 2 Pro among others."""
+
+
 def ends_of(facts: Mapping[str, Any]) -> list[int]:
     """The end tokens of a GGUF file: of the text, of a turn, of a message."""
     named = (facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
@@ -374,6 +382,7 @@ def _from_gguf(facts: Mapping[str, Any]) -> Read:
     config |= {name: fact(name) for name in ("add_bos_token", "add_eos_token") if fact(name) is not None}
     if kind == "llama":
         config = {"add_bos_token": True, **config}
-    if facts.get("tokenizer.chat_template") is not None:
-        config |= {"chat_template": facts["tokenizer.chat_template"]}
+    templates = {"default": facts.get(TEMPLATE), FOR_TOOLS: facts.get(f"{TEMPLATE}.{FOR_TOOLS}")}
+    if any(source is not None for source in templates.values()):
+        config["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
     return core, config
