@@ -72,8 +72,8 @@ def attended(
 
 @pytest.mark.gpu
 @NEEDS_HOPPER
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("page", [8, 16, 64, 256])
+@pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize("page", [8, 64, 256])
 def test_spans_attend_as_the_naive_loop(dim: int, page: int) -> None:
     attended(SPANS, dim, page)
 
