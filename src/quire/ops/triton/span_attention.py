@@ -312,6 +312,6 @@ def attend_span(
         *(pages, q if how.sinks is None else how.sinks, out, span.first, span.queries, span.past),
         *(how.scale * units[0] * 1.4426950408889634, units[1], how.window),
         GROUPS=groups, SHARE=heads // groups, DIM=dim, WIDE=wide, PAGE=page, SINKS=how.sinks is not None,
-        WINDOWED=how.window < length, KEYS=keys, RING=ring, TURNS=turns, DEPENDENT=card.dependent, num_warps=4,
+        WINDOWED=how.window < batch.max_kv, KEYS=keys, RING=ring, TURNS=turns, DEPENDENT=card.dependent, num_warps=4,
         **card.options,
     )  # fmt: skip
