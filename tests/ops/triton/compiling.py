@@ -51,7 +51,15 @@ from quire.ops.operands import (
     VocabularyPart,
 )
 from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
-from quire.ops.triton import grouped_gemm, integer_mma, integer_row, integer_stationary, integer_tma, rounded_gemm
+from quire.ops.triton import (
+    block_tma,
+    grouped_gemm,
+    integer_mma,
+    integer_row,
+    integer_stationary,
+    integer_tma,
+    rounded_gemm,
+)
 from quire.ops.triton.all_reduce import PeerSum
 from quire.ops.triton.blocks import BlockCopies
 from quire.ops.triton.experts import SortedSlots
@@ -502,6 +510,8 @@ def in_registers(ops: TritonOps) -> None:
     if ops.card.capability == HOPPER:
         for gate in ("", "silu"):
             integer_tma.integer_tma(halves(64, 4096), each[0], None, ops.card, ops.arrived, gate)
+        for matrix in (each[2], each[4]):
+            block_tma.block_tma(halves(64, 4096), matrix, None, ops.card, ops.turns, "silu")
         for matrix, gate in ((each[0], "silu"), (each[2], ""), (each[4], "")):
             row = halves(1, 4096)
             for x in (row, UnnormedRow(row, row, row, Norm(halves(4096), 1e-5), 1.0)):
