@@ -148,39 +148,34 @@ static void q6_k_packed(const uint8_t *raw, struct block *to) {
 /* In the order of `BLOCK_TYPES` of quire.ops.native.pack. bits: of a number in panels. */
 static const struct type {
     void (*read)(const uint8_t *, struct block *);
-    int numbers, size, bits, groups;
+    int numbers, size, bits, groups, minima;
 } TYPES[] = {
-    {q8_0, 32, 34, 8, 0},  {q4_0, 32, 18, 4, 0},   {q5_0, 32, 22, 8, 0},   {q4_0, 32, 18, 4, 0},
-    {mxfp4, 32, 17, 4, 0}, {q3_k, 256, 110, 4, 16}, {q4_k, 256, 144, 4, 8}, {q5_k, 256, 176, 8, 8},
+    {q8_0, 32, 34, 8},  {q4_0, 32, 18, 4},   {q5_0, 32, 22, 8},   {q4_0, 32, 18, 4},
+    {mxfp4, 32, 17, 4}, {q3_k, 256, 110, 4, 16}, {q4_k, 256, 144, 4, 8, 1}, {q5_k, 256, 176, 8, 8, 1},
     {q6_k, 256, 210, 8, 16}, {iq4_xs, 256, 136, 4, 8}, {q6_k_packed, 256, 210, 6, 16},
 };
 
 /* Column `b` of blocks of a panel: `held` has it of its 16 rows. */
 static void put_blocks(const struct blocks *a, const struct type *type, int64_t panel, int64_t b,
                        const struct block *held) {
-    int words = type->numbers * type->bits / 32;
-    uint32_t *weight = (uint32_t *)a->weight + (panel * (a->k * type->bits / 32) + b * words) * LANES;
+    int words = type->numbers * type->bits / 32, each = type->minima ? 2 * LANES : LANES;
+    int head = type->groups ? 4 * LANES + type->groups * each : 0;
+    int64_t at = panel * (a->k / type->numbers) + b;
+    uint8_t *to = (uint8_t *)a->weight + at * (head + 4 * words * LANES);
     for (int w = 0; w < words; w++)
         for (int r = 0; r < LANES; r++)
-            memcpy(weight + w * LANES + r, held[r].codes + 4 * w, 4);
-    if (type->groups == 0) {
-        uint16_t *scale = (uint16_t *)a->scale + (panel * (a->k / type->numbers) + b) * LANES;
-        for (int r = 0; r < LANES; r++)
-            scale[r] = held[r].factor[0];
-        return;
-    }
-    int64_t at = panel * (a->k / WIDE) + b;
-    uint8_t *scale = (uint8_t *)a->scale + at * type->groups * LANES;
-    uint8_t *zero = a->zero ? (uint8_t *)a->zero + at * type->groups * LANES : NULL;
-    uint16_t *super = (uint16_t *)a->super + at * 2 * LANES;
-    for (int r = 0; r < LANES; r++) {
+            memcpy(to + head + 4 * (w * LANES + r), held[r].codes + 4 * w, 4);
+    uint16_t *factor = type->groups ? (uint16_t *)to : (uint16_t *)a->scale + at * LANES;
+    for (int r = 0; r < LANES; r++)
+        factor[r] = held[r].factor[0];
+    for (int r = 0; r < LANES && type->groups; r++) {
+        factor[LANES + r] = held[r].factor[1];
         for (int g = 0; g < type->groups; g++) {
-            scale[g * LANES + r] = held[r].scale[g];
-            if (zero)
-                zero[g * LANES + r] = held[r].zero[g];
+            uint8_t *scale = to + 4 * LANES + g * each + r;
+            scale[0] = held[r].scale[g];
+            if (type->minima)
+                scale[LANES] = held[r].zero[g];
         }
-        super[r] = held[r].factor[0];
-        super[LANES + r] = held[r].factor[1];
     }
 }
 

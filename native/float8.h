@@ -158,7 +158,7 @@ static void float8_panel_tiles(const struct matrix *m, const uint32_t *words, co
 /* A panel by all rows -> total [rows][16]. run: room for RUN columns of floats. */
 static void float8_panel(const struct linear *a, int64_t panel, const struct rows *x, void *run, float *total) {
     const struct matrix *m = a->matrix;
-    const uint32_t *words = (const uint32_t *)((const char *)m->weight + panel * panel_bytes(m));
+    const uint32_t *words = (const uint32_t *)((const char *)m->weight + panel * m->panel);
     const float *scale = (const float *)m->scale + panel * (m->k / m->group) * LANES;
     memset(total, 0, sizeof(float) * x->count * LANES);
 #ifdef __AMX_BF16__

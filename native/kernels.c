@@ -207,6 +207,11 @@ INLINE vf bytes(const void *p, int is_signed) {
 #endif
 }
 
+/* Where the 256 columns begin that column `at` is one of, with their scales: in a matrix of superblocks. */
+INLINE const char *superblock(const struct matrix *m, int64_t panel, int64_t at) {
+    return (const char *)m->weight + panel * m->panel + at / 256 * (m->panel / (m->k / 256));
+}
+
 /* The scale of a group of a panel, and what is subtracted of each of its columns. */
 INLINE vf scale_of(const struct matrix *m, int64_t panel, int64_t g, vf *less) {
     int64_t groups = m->k / m->group, at = (panel * groups + g) * LANES;
@@ -223,11 +228,11 @@ INLINE vf scale_of(const struct matrix *m, int64_t panel, int64_t g, vf *less) {
         scale = loadf((const float *)m->scale + at);
         break;
     default: {
-        int64_t super = (panel * (m->k / 256) + g * m->group / 256) * 2 * LANES;
-        const uint16_t *by = (const uint16_t *)m->super + super;
-        scale = bytes((const uint8_t *)m->scale + at, m->scale_kind == SCALE_I8) * half_to_float(*(const vh *)by);
+        const char *by = superblock(m, panel, g * m->group), *of = by + 4 * LANES;
+        of += g % (256 / m->group) * (m->scale_kind == SCALE_U8 ? 2 * LANES : LANES);
+        scale = bytes(of, m->scale_kind == SCALE_I8) * half_to_float(*(const vh *)by);
         if (m->scale_kind == SCALE_U8)
-            *less = bytes((const uint8_t *)m->zero + at, 0) * half_to_float(*(const vh *)(by + LANES));
+            *less = bytes(of + LANES, 0) * half_to_float(*(const vh *)(by + 2 * LANES));
         return scale;
     }
     }
@@ -253,14 +258,13 @@ static const float *group_sums(const struct matrix *m, const float *x, int64_t r
     return out;
 }
 
-INLINE int64_t panel_bytes(const struct matrix *m) {
-    const int bits[] = {32, 16, 8, 4, 6, 8};
-    return m->k * LANES * bits[m->kind] / 8;
-}
+/* Bytes of scales within a panel up to column `at`, where there are `head` of them before each 256 columns. */
+INLINE int64_t heads(int64_t head, int64_t at) { return head * (at / 256 + 1); }
 
-/* Products of `rows` rows of x (float, k apart) with `count` panels -> out [count][rows]. */
-INLINE void quantized(const struct matrix *m, const void *const *weight, const int64_t *panel, int count, const float *x,
-                      const float *sums, int rows, vf (*out)[8], int kind) {
+/* Products of `rows` rows of x (float, k apart) with `count` panels, whose scales are before each 256 columns of them or,
+   where `head` is 0, elsewhere -> out [count][rows]. */
+INLINE void quantized(const struct matrix *m, const void *const *weight, int64_t head, const int64_t *panel, int count,
+                      const float *x, const float *sums, int rows, vf (*out)[8], int kind) {
     int each = kind == INT4 ? 8 : 4;
     int64_t k = m->k, groups = k / m->group;
     vf values = kind == INT4 ? loadf(m->values) : zero();
@@ -277,10 +281,11 @@ INLINE void quantized(const struct matrix *m, const void *const *weight, const i
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
                 even[p][r] = odd[p][r] = zero();
+        int64_t before = heads(head, g * m->group);
         for (int64_t w = g * m->group / each; w < (g + 1) * m->group / each; w++)
 #pragma GCC unroll 8
             for (int p = 0; p < count; p++) {
-                vi word = (vi) * (const vuu *)((const uint32_t *)weight[p] + w * LANES);
+                vi word = (vi) * (const vuu *)((const char *)weight[p] + before + 4 * LANES * w);
 #pragma GCC unroll 8
                 for (int i = 0; i < each; i += 2) {
                     vf a = number(m, values, word, i, kind), b = number(m, values, word, i + 1, kind);
@@ -414,12 +419,13 @@ INLINE void sixes(const uint32_t *words, ri *codes) {
     codes[3] = ((ri)(second >> 4) & low) | ((ri)(upper >> 2) & high);
 }
 
-/* A panel of INT6 as one of INT8. */
-static const void *widen(const void *panel, int64_t k, uint32_t *out) {
+/* A panel of INT6 as one of INT8, without scales. */
+static const void *widen(const struct matrix *m, const void *panel, uint32_t *out) {
+    int64_t k = m->k;
     for (int64_t i = 0; i < k / 16 * LANES / WIDTH; i++) {
         int64_t run = i * WIDTH / LANES, lane = i * WIDTH % LANES;
         ri codes[4];
-        sixes((const uint32_t *)panel + 3 * LANES * run + lane, codes);
+        sixes((const uint32_t *)((const char *)panel + heads(m->head, 16 * run)) + 3 * LANES * run + lane, codes);
         for (int h = 0; h < 2; h++) {
             ru even = (ru)codes[2 * h], odd = (ru)codes[2 * h + 1];
             for (int w = 0; w < 2; w++, even >>= 16, odd >>= 16) {
@@ -431,14 +437,15 @@ static const void *widen(const void *panel, int64_t k, uint32_t *out) {
     return out;
 }
 
-/* Decode a panel of a quantized matrix to bfloat16 pairs or floats. */
-static void decode(const struct matrix *m, const void *weight, int64_t panel, void *out, int bf16) {
+/* Decode a panel of a quantized matrix to bfloat16 pairs or floats. head: see `quantized`. */
+static void decode(const struct matrix *m, const void *weight, int64_t head, int64_t panel, void *out, int bf16) {
     int each = m->kind == INT4 ? 8 : 4;
     vf values = m->kind == INT4 ? loadf(m->values) : zero();
     for (int64_t g = 0; g < m->k / m->group; g++) {
         vf less, scale = scale_of(m, panel, g, &less);
+        const char *words = (const char *)weight + heads(head, g * m->group);
         for (int64_t w = g * m->group / each; w < (g + 1) * m->group / each; w++) {
-            vi word = (vi) * (const vuu *)((const uint32_t *)weight + w * LANES);
+            vi word = (vi) * (const vuu *)(words + 4 * LANES * w);
             for (int i = 0; i < each; i += 2) {
                 vf a, b;
                 if (m->kind == INT4) {
@@ -533,8 +540,8 @@ INLINE void finish_all(const struct linear *a, const int64_t *panel, int count, 
     switch (way) { \
     case F32: dense(weight, COUNT, x, k, ROWS, out, F32); break; \
     case BF16: dense(weight, COUNT, x, k, ROWS, out, BF16); break; \
-    case INT8: quantized(m, weight, panel, COUNT, x, sums, ROWS, out, INT8); break; \
-    default: quantized(m, weight, panel, COUNT, x, sums, ROWS, out, INT4); \
+    case INT8: quantized(m, weight, head, panel, COUNT, x, sums, ROWS, out, INT8); break; \
+    default: quantized(m, weight, head, panel, COUNT, x, sums, ROWS, out, INT4); \
     }
 
 #ifdef __AVX512F__
@@ -544,7 +551,7 @@ INLINE void finish_all(const struct linear *a, const int64_t *panel, int count, 
 #endif
 
 static __attribute__((noinline)) void some(const struct matrix *m, int way, const void *const *weight,
-                                           const int64_t *panel, int count, const float *x, const float *sums,
+                                           int64_t head, const int64_t *panel, int count, const float *x, const float *sums,
                                            int64_t k, int rows, vf (*out)[8]) {
 #ifdef __AVX512F__
     if (rows == 1 && count == 4) { CALL(4, 1) return; }
@@ -568,7 +575,7 @@ static __attribute__((noinline)) void some(const struct matrix *m, int way, cons
 }
 
 /* Rows `row` on, `rows` of them, of any number of panels, in the pieces that `some` has. */
-static void pieces(const struct linear *a, int way, const void *const *weight, const int64_t *panel, int count,
+static void pieces(const struct linear *a, int way, const void *const *weight, int64_t head, const int64_t *panel, int count,
                    const float *x, const float *sums, int64_t rows) {
     const struct matrix *m = a->matrix;
     int64_t k = m->k, groups = has_less(m) ? k / m->group : 0;
@@ -579,7 +586,7 @@ static void pieces(const struct linear *a, int way, const void *const *weight, c
         vf out[MOST_PANELS][8];
         for (int p = 0; p < count;) {
             int here = count - p >= most ? most : 1;
-            some(m, way, weight + p, panel + p, here, x + r * k, sums + r * groups, k, now, out + p);
+            some(m, way, weight + p, head, panel + p, here, x + r * k, sums + r * groups, k, now, out + p);
             p += here;
         }
         finish_all(a, panel, count, r, now, out);
@@ -754,6 +761,7 @@ static void linear(const struct linear *a, int64_t *next) {
     (void)xb;
     const float *x = bf16 ? NULL : floats(a);
     const float *sums = bf16 || decoded || !quantised ? x : group_sums(m, x, a->rows);
+    int64_t head = stored->kind == INT6 ? 0 : m->head;
     size_t wider = stored->kind == INT6 ? 16 * m->k : 0, kept = wider + (decoded ? (bf16 ? 32 : 64) : 0) * m->k;
     char *buffer = kept ? room(2, kept * (a->gate ? 2 * task : task)) : NULL;
     for (;;) {
@@ -764,11 +772,11 @@ static void linear(const struct linear *a, int64_t *next) {
         int count = list_panels(a, first, task, panel);
         for (int p = 0; p < count; p++) {
             char *own = buffer + kept * p;
-            weight[p] = (const char *)m->weight + panel[p] * panel_bytes(stored);
+            weight[p] = (const char *)m->weight + panel[p] * m->panel;
             if (wider)
-                weight[p] = widen(weight[p], m->k, (uint32_t *)own);
+                weight[p] = widen(m, weight[p], (uint32_t *)own);
             if (decoded) {
-                decode(m, weight[p], panel[p], own + wider, bf16);
+                decode(m, weight[p], head, panel[p], own + wider, bf16);
                 weight[p] = own + wider;
             }
         }
@@ -783,7 +791,7 @@ static void linear(const struct linear *a, int64_t *next) {
             continue;
         }
 #endif
-        pieces(a, decoded ? F32 : m->kind, weight, panel, count, x, sums, a->rows);
+        pieces(a, decoded ? F32 : m->kind, weight, head, panel, count, x, sums, a->rows);
     }
 }
 
@@ -1168,4 +1176,35 @@ static void rope(const struct rope *a, int64_t *next) {
     }
 }
 
-const struct kernels KERNELS = {linear, attention, norm, rope};
+/* Column `c` of output `lane` of a panel, before its scale. */
+INLINE float number_at(const struct matrix *m, const char *panel, int lane, int64_t c) {
+    const uint32_t *words = (const uint32_t *)(panel + heads(m->head, c)) + lane;
+    if (m->kind == INT8)
+        return (float)((const int8_t *)(words + c / 4 * LANES))[c % 4];
+    if (m->kind == INT4)
+        return m->values[words[c / 8 * LANES] >> 4 * (c % 8) & 15];
+    int i = (int)(c % 16), upper = i < 8 ? i / 2 * 8 + i % 2 * 2 : (i - 8) / 2 * 8 + i % 2 * 2 + 4;
+    const uint32_t *run = words + c / 16 * 3 * LANES;
+    return (float)((run[i / 8 * LANES] >> 4 * (i % 8) & 15) | (run[2 * LANES] >> upper & 3) << 4) - 32.0f;
+}
+
+static void lookup(const struct lookup *a, int64_t *next) {
+    const struct matrix *m = a->matrix;
+    for (;;) {
+        int64_t row = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
+        if (row >= a->count)
+            return;
+        int64_t panel = a->which[row] / LANES, lane = a->which[row] % LANES;
+        for (int64_t c = 0; c < a->inputs;) {
+            vf less, scale = scale_of(m, panel, c / m->group, &less);
+            int64_t end = (c / m->group + 1) * m->group;
+            for (; c < end && c < a->inputs; c++) {
+                float scaled = number_at(m, (const char *)m->weight + panel * m->panel, (int)lane, c) * scale[lane];
+                __asm__("" : "+x"(scaled)); /* rounded, then subtracted from: as torch does */
+                put(a->out, row * a->inputs + c, a->bf16, scaled - less[lane]);
+            }
+        }
+    }
+}
+
+const struct kernels KERNELS = {linear, attention, norm, rope, lookup};

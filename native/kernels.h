@@ -12,7 +12,10 @@
      FLOAT8 [n / 16][k / 4][16][4] e4m3 numbers, without NaN, whose scales are of float32, of all columns or of groups of
            a multiple of 128
 
-   Scales, zero points and minima of groups of columns are [n / 16][k / group][16].
+   Scales and zero points of groups of columns are [n / 16][k / group][16], apart from the panels. Those of superblocks
+   lie within: before the numbers of each 256 columns are two float16 numbers [2][16], what scales and what minima are
+   multiplied by, and for each group [16] scales as bytes, followed by [16] minima where there are some. One stream
+   is read faster from memory than two.
 
    Each output is summed along k in an order that depends on nothing but the matrix's kind and the way: so a row has the
    same bits in any batch that takes the same way. Rows in bfloat16 have one way by matrices of bfloat16, and one by
@@ -26,16 +29,16 @@
 
 enum { F32, BF16, INT8, INT4, INT6, FLOAT8 };
 
-/* How scales are stored: float16, bfloat16, float32; or bytes, unsigned with minima or signed, times float16 numbers
-   of 256 columns, [n / 16][k / 256][2][16]: what scales and what minima are multiplied by. */
+/* How scales are stored: float16, bfloat16, float32; or as superblocks have them, unsigned with minima or signed. */
 enum { SCALE_F16, SCALE_BF16, SCALE_F32, SCALE_U8, SCALE_I8 };
 
 enum { NO_GATE, SILU, GELU };
 
+/* panel: bytes of one. head: bytes of scales before the numbers of each 256 columns, 0 where they lie apart. */
 struct matrix {
-    int64_t n, k;
+    int64_t n, k, panel, head;
     int32_t kind, group, scale_kind, has_zeros;
-    const void *weight, *scale, *zero, *super;
+    const void *weight, *scale, *zero;
     const float *values; /* what the 16 numbers of INT4 stand for */
 };
 
@@ -83,6 +86,15 @@ struct rope {
     int32_t bf16, weight_bf16, interleaved;
 };
 
+/* Rows number `which` of a matrix of INT8, INT4 or INT6, as numbers. */
+struct lookup {
+    const struct matrix *matrix;
+    const int64_t *which;
+    void *out;
+    int64_t count;
+    int32_t inputs, bf16;
+};
+
 /* One of several kernels that `quire_run` runs one after the other. arguments: a `struct linear` and so on. apart: it
    reads nothing that the call before it writes. next: the next task, set by `quire_run`. */
 enum { LINEAR, ATTENTION, NORM, ROPE };
@@ -97,7 +109,7 @@ struct call {
 struct blocks {
     int64_t inputs, k;
     int32_t type;
-    void *weight, *scale, *zero, *super;
+    void *weight, *scale;
 };
 
 struct kernels {
@@ -105,6 +117,7 @@ struct kernels {
     void (*attention)(const struct attention *, int64_t *next);
     void (*norm)(const struct norm *, int64_t *next);
     void (*rope)(const struct rope *, int64_t *next);
+    void (*lookup)(const struct lookup *, int64_t *next);
 };
 
 #endif

@@ -102,7 +102,7 @@ INLINE void rounded(const struct linear *a, const int64_t *panel, const struct r
         const uint32_t *words[2];
 #pragma GCC unroll 2
         for (int p = 0; p < count; p++) {
-            words[p] = (const uint32_t *)((const char *)m->weight + panel[p] * panel_bytes(m)) + lane;
+            words[p] = (const uint32_t *)((const char *)m->weight + panel[p] * m->panel) + lane;
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -184,7 +184,7 @@ static void tiles_rounded(const struct linear *a, const int64_t *panel, int coun
             int64_t both[2] = {panel[p], panel[p + 1 < count ? p + 1 : p]};
             const void *weight[2];
             for (int i = 0; i < 2; i++)
-                weight[i] = (const char *)a->matrix->weight + both[i] * panel_bytes(a->matrix);
+                weight[i] = (const char *)a->matrix->weight + both[i] * a->matrix->panel;
             tiles(weight, x->q + r * x->stride, x->stride, a->matrix->k / 64, more, 1, made);
             for (int i = 0; i < now; i++) {
                 vf out[2];

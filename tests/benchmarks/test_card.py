@@ -15,7 +15,7 @@ from quire.errors import InvalidRequest
 from quire.structured_output.compiler import WARM_UP
 
 
-@pytest.mark.parametrize("name", ["gpu", "speculate", "http", "kernels", "layers"])
+@pytest.mark.parametrize("name", ["gpu", "speculate", "http", "kernels", "layers", "mixtures"])
 def test_without_a_card_it_is_one_line_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = CliRunner().invoke(importlib.import_module(f"benchmarks.{name}").command, [])

@@ -44,7 +44,8 @@ def test_products_by_tiles_are_those_of_other_levels(tmp_path: Path) -> None:
         (sources / name).write_text(text.replace(before, after), "utf-8")
     library = tmp_path / "emulated.so"
     subprocess.run(["sh", str(sources / "build.sh"), str(library)], check=True, timeout=1200)
-    files = [str(ROOT / "tests/ops" / name) for name in ("test_native.py", "test_native_decoder.py")]
+    names = "test_native.py", "test_native_superblocks.py", "test_native_decoder.py"
+    files = [str(ROOT / "tests/ops" / name) for name in names]
     made = subprocess.run(
         [sys.executable, "-c", TESTED, str(library), *files],
         cwd=ROOT,

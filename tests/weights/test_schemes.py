@@ -163,8 +163,8 @@ def test_plain_experts_in_one_tensor_are_quantized_while_they_are_loaded(tmp_pat
     assert 1e-4 < (got - wanted).std() < 0.3 * wanted.std()
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-tensor", "fp8-rows"])
-def test_experts_of_float8_are_one_matrix_that_kernels_read(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-tensor", "fp8-rows", "int8-w8a8"])
+def test_experts_of_eight_bits_are_one_matrix_that_kernels_read(tmp_path: Path, name: str) -> None:
     make(tmp_path, "qwen3_moe-gqa", hidden_size=144, num_hidden_layers=1)
     quantise(tmp_path, name)
     ours, theirs = (load_model(tmp_path, dtype="float32", ops=ops) for ops in (TritonOps("cpu"), ReferenceOps()))
@@ -212,7 +212,8 @@ def integer_mixture(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["awq", "gptq", "gptq-act-order", "int4-packed", "int4-packed-zeros", "int8-w8a16", "int8-packed-zeros"]
+    "name",
+    ["awq", "gptq", "gptq-act-order", "gptq-8", "int4-packed", "int4-packed-zeros", "int8-w8a16", "int8-packed-zeros"],
 )
 def test_experts_of_integers_stay_packed_and_are_one_matrix_that_kernels_read(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -221,20 +222,26 @@ def test_experts_of_integers_stay_packed_and_are_one_matrix_that_kernels_read(
     ours, theirs = (load_model(tmp_path, dtype="float32", ops=ops) for ops in (TritonOps("cpu"), ReferenceOps()))
     own, other = (model.blocks[0].mlp.experts for model in (ours, theirs))
     x, routing = torch.randn(3, 64), Routing(torch.tensor([[0, 6], [6, 2], [3, 0]]).int(), torch.rand(3, 2))
-    assert (own.joined is None) == (name == "gptq-act-order"), "columns are moved in each matrix by itself"
+    moved = name in ("gptq-act-order", "gptq-8")
+    assert (own.joined[0].order is not None) == moved, "each expert has its columns in an order of its own"
+    assert own.joined[1].order is None, "rows of what makes its inputs are moved instead"
     with torch.inference_mode():
         torch.testing.assert_close(own(x, routing), other(x, routing), atol=1e-4, rtol=1e-4)
-        for whole, each in zip(own.joined or (), (own.gate_up, own.down), strict=False):
+        for whole, each in zip(own.joined, (own.gate_up, own.down), strict=True):
             assert isinstance(whole, IntegerMatrix)
             kept = [stored.quantized.matrix.weight.untyped_storage().data_ptr() for stored in each]
             assert set(kept) == {whole.weight.untyped_storage().data_ptr()}
-        for one, two in zip(own.gate_up, other.gate_up, strict=True):
-            assert torch.equal(one.quantized.dequantize(), two.quantized.dequantize())
+        for one, two, down in zip(own.gate_up, other.gate_up, other.down, strict=True):
+            rows = down.quantized.matrix.groups.argsort(stable=True) if moved else torch.arange(two.quantized.rows // 2)
+            wanted = two.quantized.dequantize()[torch.cat([rows, rows + len(rows)])]
+            assert torch.equal(one.quantized.dequantize(), wanted)
+        own.joined = None
+        torch.testing.assert_close(own(x, routing), other(x, routing), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["awq", "gptq", "int4-packed-zeros", "int8-w8a16"])
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-act-order", "int4-packed-zeros", "int8-w8a16"])
 def test_a_mixture_of_integers_says_the_same_on_a_gpu(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

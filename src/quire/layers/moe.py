@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import InvalidModel
 from quire.layers.linear import ONE_RANK, ParallelGroup
-from quire.layers.quantization.base import Plain, WeightStorage
+from quire.layers.quantization.base import Plain, QuantizedWeight, WeightStorage
 from quire.ops.base import Ops
 from quire.ops.integer import stack_integers
 from quire.ops.matmul import by_expert, through_experts
@@ -30,6 +30,7 @@ from quire.ops.operands import (
     RouterWeights,
     Routing,
     TopK,
+    num_parts,
 )
 from quire.ops.quantized import E4M3, expert_matrices
 from quire.ops.ragged import RaggedBatch
@@ -134,15 +135,17 @@ class SeparateExperts:
 
     def join(self) -> None:
         """Once all matrices have their final form: put them where kernels of experts want them."""
+        for first, last in zip(self.gate_up, self.down, strict=True):
+            follow_order(first.quantized, last.quantized, self.gate)
         gate_up, down = join_matrices(self.gate_up), join_matrices(self.down)
         self.joined = (gate_up, down) if gate_up and down else None
         self.biases = ExpertBiases(stack_biases(self.gate_up), stack_biases(self.down))
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`."""
-        if self.joined:
-            first = self.gate_up[0].quantized
-            ops = self.ops.unrounded() if first is not None and first.exact else self.ops
+        first = self.gate_up[0].quantized
+        if self.joined and first is not None and not (first.exact and first.activations):
+            ops = self.ops.unrounded() if first.exact else self.ops
             return ops.quantized_experts(x, routing, *self.joined, self.gate, self.biases)
         return through_experts(x, routing, len(self.gate_up), self._mlp, self.ops.combine_experts)
 
@@ -151,9 +154,24 @@ class SeparateExperts:
         return by_expert(self.ops.apply_gate(inner, self.gate), self.down, ends, lambda x, stored: stored.apply(x))
 
 
+def follow_order(first: QuantizedWeight | None, last: QuantizedWeight | None, gate: Gate) -> None:
+    """Where an expert's down has columns moved, move instead the rows of what makes its inputs: the bits are the
+    same."""
+    rise, fall = (None if each is None else each.matrix for each in (first, last))
+    if first is None or last is None or not (isinstance(rise, IntegerMatrix) and isinstance(fall, IntegerMatrix)):
+        return
+    if fall.order is None:
+        return
+    width = rise.outputs // num_parts(gate)
+    rows = torch.cat([fall.order + part * width for part in range(num_parts(gate))])
+    first.matrix, last.matrix = rise.rows(rows), fall._replace(order=None)
+    if first.bias is not None:
+        first.bias = first.bias[rows]
+
+
 def join_matrices(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:
     """The matrices one after the other, each a part of the whole from now on. None unless all are integers of one
-    layout, or float8 with the same scales per row."""
+    layout, float8 with the same scales per row, or int8 by which rounded activations are multiplied."""
     stored = [each.quantized for each in matrices if each.quantized is not None]
     integers = [each.matrix for each in stored if isinstance(each.matrix, IntegerMatrix)]
     scaled = [each.matrix for each in stored if isinstance(each.matrix, QuantizedMatrix)]
@@ -161,7 +179,7 @@ def join_matrices(matrices: Sequence[WeightStorage]) -> ExpertMatrices | None:
     if len(integers) == len(matrices):
         whole = stack_integers(integers)
     elif len(scaled) == len(matrices):
-        whole = stack_float8(scaled)
+        whole = stack_scaled(scaled, torch.int8 if all(each.activations for each in stored) else E4M3)
     if whole is not None:
         for each, part in zip(stored, expert_matrices(whole, len(stored)), strict=True):
             each.matrix = part
@@ -174,11 +192,11 @@ def stack_biases(matrices: Sequence[WeightStorage]) -> Tensor | None:
     return torch.stack(biases) if len(biases) == len(matrices) else None
 
 
-def stack_float8(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None:
-    """Matrices of float8 with the same scales per row in one, see `ExpertMatrices`; None of others."""
+def stack_scaled(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype) -> QuantizedMatrix | None:
+    """Matrices of a type with the same scales per row in one, see `ExpertMatrices`; None of others."""
     first = matrices[0]
     layouts = {(each.weight.dtype, each.scale.shape[1], each.width, each.offset, each.height) for each in matrices}
-    if len(layouts) > 1 or first.weight.dtype != E4M3:
+    if len(layouts) > 1 or first.weight.dtype != dtype:
         return None
     weight, scale = torch.cat([each.weight for each in matrices]), torch.cat([each.scale for each in matrices])
     return first._replace(weight=weight, scale=scale)

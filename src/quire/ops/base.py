@@ -230,17 +230,22 @@ class Ops(ABC):
         gate: Gate,
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
-        """As `experts`, with quantized matrices."""
+        """As `experts`, with quantized matrices. Of int8 with one scale a row are only those that `rounded_linear` is
+        for."""
         count = len(down.weight) // (1 if isinstance(down, IntegerMatrix) else x.shape[1])
+
+        def product(x: Tensor, each: tuple[AnyMatrix, Tensor | None]) -> Tensor:
+            matrix, bias = each
+            if isinstance(matrix, QuantizedMatrix) and matrix.is_int8_rows:
+                return self.rounded_linear(x, matrix, bias)
+            return self.quantized_linear(x, matrix, bias)
 
         def mlp(rows: Tensor, ends: Tensor) -> Tensor:
             first, last = (
                 with_biases(expert_matrices(gate_up, count), biases.gate_up),
                 with_biases(expert_matrices(down, count), biases.down),
             )
-            inner = by_expert(rows, first, ends, lambda x, each: self.quantized_linear(x, *each))
-            gated = self.apply_gate(inner, gate)
-            return by_expert(gated, last, ends, lambda x, each: self.quantized_linear(x, *each))
+            return by_expert(self.apply_gate(by_expert(rows, first, ends, product), gate), last, ends, product)
 
         return through_experts(x, routing, count, mlp, self.combine_experts)
 

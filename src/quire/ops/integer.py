@@ -191,21 +191,33 @@ def blocks_of(numbers: Tensor, bits: int) -> Tensor:
 
 
 def stack_integers(matrices: Sequence[IntegerMatrix]) -> IntegerMatrix | None:
-    """Matrices of experts in one, see `IntegerMatrix`; None where they differ in layout, or have columns moved."""
+    """Matrices of experts in one, see `IntegerMatrix`; None where they differ in layout, or some alone have columns
+    moved."""
     if len({each.half for each in matrices}) > 1:
         floats = matrices[0].kind is IntegerKind.FLOATS
         matrices = [each._replace(half=True) if floats else in_bfloat16(each) for each in matrices]
     layouts = {
-        (each.weight.shape, each.words.shape, each.inputs, each.bits, each.group, each.kind, each.half)
+        (
+            each.weight.shape,
+            each.words.shape,
+            each.inputs,
+            each.bits,
+            each.group,
+            each.kind,
+            each.half,
+            each.order is None,
+        )
         for each in matrices
     }
-    if len(layouts) > 1 or any(each.order is not None for each in matrices):
+    if len(layouts) > 1:
         return None
     supers = [each.supers for each in matrices if each.supers is not None]
+    orders = [each.order for each in matrices if each.order is not None]
     return matrices[0]._replace(
         weight=torch.stack([each.weight for each in matrices]),
         words=torch.stack([each.words for each in matrices]),
         supers=torch.stack(supers) if supers else None,
+        order=torch.stack(orders) if orders else None,
     )
 
 

@@ -296,8 +296,8 @@ class IntegerMatrix(NamedTuple):
 
     def expert(self, number: int) -> IntegerMatrix:
         """One of the matrices of experts."""
-        supers = None if self.supers is None else self.supers[number]
-        return self._replace(weight=self.weight[number], words=self.words[number], supers=supers)
+        order, supers = (None if each is None else each[number] for each in (self.order, self.supers))
+        return self._replace(weight=self.weight[number], words=self.words[number], order=order, supers=supers)
 
 
 class MixedMatrix(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -43,18 +44,26 @@ class SpanGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedAttentionMetadata(RaggedBatch):
-    """A batch sorted into groups, with the indices that its layers share. begun [.] int64: blocks that are partly
-    filled.
+    """A batch sorted into groups, with the indices that its layers share. sort: finds the groups, of which a step that
+    kernels attend in needs none. begun [.] int64: blocks that are partly filled.
 
     The dictionaries hold what layers of one shape have in common: filled by the first, used by the rest.
     """
 
-    groups: tuple[SpanGroup, ...]
+    sort: Callable[[], tuple[SpanGroup, ...]]
     begun: Tensor
+    sorted: list[tuple[SpanGroup, ...]] = field(default_factory=list)
     tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     targets: dict[int, Tensor] = field(default_factory=dict)
     masks: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
     beginnings: dict[int, tuple[Tensor, RaggedBatch]] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> tuple[SpanGroup, ...]:
+        """The groups."""
+        if not self.sorted:
+            self.sorted.append(self.sort())
+        return self.sorted[0]
 
     @property
     def is_whole(self) -> bool:
@@ -74,53 +83,16 @@ class PagedAttentionMetadata(RaggedBatch):
     @classmethod
     def of(cls, batch: RaggedBatch, reach: int = 1) -> PagedAttentionMetadata:
         """reach: positions are read in multiples of it; after a span's end, any of its own."""
-        starts = batch.query_start.tolist()
-        lengths = batch.kv_len.tolist()
-        together: dict[tuple[int, int], list[int]] = {}
-        for span, (start, stop) in enumerate(pairwise(starts)):
-            if stop > start:
-                together.setdefault((stop - start, 0 if stop - start <= FEW else span), []).append(span)
-        return cls._of(
-            batch,
-            tuple(
-                group(batch, spans, n, starts, lengths, reach)
-                for (n, _), every in together.items()
-                for spans in alike(every, lengths)
-            ),
-        )
+        return cls._of(batch, partial(together, batch, reach))
 
     @classmethod
     def cut(cls, batch: RaggedBatch, run: int) -> PagedAttentionMetadata:
         """As `of`, but every query reads all positions up to the end of its own run of `run` and no more, whatever it
         is batched with. Spans that cross the end of a run are cut there."""
-        lengths, spans, starts = list[int](), list[int](), [0]
-        together: dict[tuple[int, int, int], list[int]] = {}
-        ends = batch.kv_len.tolist()
-        for span, ((start, stop), end) in enumerate(zip(pairwise(batch.query_start.tolist()), ends, strict=True)):
-            first = end - (stop - start)
-            while first < end:
-                last = first // run + 1
-                n = min(end, last * run) - first
-                together.setdefault((n, last, 0 if n <= FEW else len(spans)), []).append(len(spans))
-                first += n
-                spans.append(span)
-                lengths.append(first)
-                starts.append(starts[-1] + n)
-        pieces = batch
-        if len(spans) != len(ends):
-            at = torch.tensor(spans, dtype=torch.int64, device=batch.page_table.device)  # of none, too
-            pieces = replace(
-                batch,
-                query_start=batch.query_start.new_tensor(starts),
-                kv_len=batch.kv_len.new_tensor(lengths),
-                page_table=batch.page_table[at],
-            )
-        whole = [-(-length // run) * run for length in lengths]
-        groups = [group(pieces, some, n, starts, whole, run) for (n, _, _), some in together.items()]
-        return cls._of(batch, tuple(replace(each, even=False) for each in groups))
+        return cls._of(batch, partial(together_in_runs, batch, run))
 
     @classmethod
-    def _of(cls, batch: RaggedBatch, groups: tuple[SpanGroup, ...]) -> PagedAttentionMetadata:
+    def _of(cls, batch: RaggedBatch, sort: Callable[[], tuple[SpanGroup, ...]]) -> PagedAttentionMetadata:
         table, size = batch.page_table, batch.page_size
         counts = [stop - start for start, stop in pairwise(batch.query_start.tolist())]
         begun = [
@@ -129,7 +101,7 @@ class PagedAttentionMetadata(RaggedBatch):
             if n and last % size and last // size * size >= last - n
         ]
         at = torch.tensor(begun, dtype=torch.int64, device=table.device).view(-1, 2)
-        return cls(**fields_of(batch), groups=groups, begun=table[at[:, 0], at[:, 1]].long())
+        return cls(**fields_of(batch), sort=sort, begun=table[at[:, 0], at[:, 1]].long())
 
     def read(self, pool: Tensor, index: int, scale: float, dtype: torch.dtype) -> Tensor:
         """Group `index`'s part of pool [N, G, B, D], times its scale -> [S, G, P * B, D] of `dtype`."""
@@ -196,6 +168,50 @@ class PagedAttentionMetadata(RaggedBatch):
         """[S, n]: as `RaggedBatch.last_seen`, of the queries of group `index`."""
         group, last = self.groups[index], self.last_seen(ahead)
         return None if last is None else last[group.rows].view(-1, group.n)
+
+
+def together(batch: RaggedBatch, reach: int) -> tuple[SpanGroup, ...]:
+    """The groups of `PagedAttentionMetadata.of`."""
+    starts = batch.query_start.tolist()
+    lengths = batch.kv_len.tolist()
+    found: dict[tuple[int, int], list[int]] = {}
+    for span, (start, stop) in enumerate(pairwise(starts)):
+        if stop > start:
+            found.setdefault((stop - start, 0 if stop - start <= FEW else span), []).append(span)
+    return tuple(
+        group(batch, spans, n, starts, lengths, reach)
+        for (n, _), every in found.items()
+        for spans in alike(every, lengths)
+    )
+
+
+def together_in_runs(batch: RaggedBatch, run: int) -> tuple[SpanGroup, ...]:
+    """The groups of `PagedAttentionMetadata.cut`."""
+    lengths, spans, starts = list[int](), list[int](), [0]
+    found: dict[tuple[int, int, int], list[int]] = {}
+    ends = batch.kv_len.tolist()
+    for span, ((start, stop), end) in enumerate(zip(pairwise(batch.query_start.tolist()), ends, strict=True)):
+        first = end - (stop - start)
+        while first < end:
+            last = first // run + 1
+            n = min(end, last * run) - first
+            found.setdefault((n, last, 0 if n <= FEW else len(spans)), []).append(len(spans))
+            first += n
+            spans.append(span)
+            lengths.append(first)
+            starts.append(starts[-1] + n)
+    pieces = batch
+    if len(spans) != len(ends):
+        at = torch.tensor(spans, dtype=torch.int64, device=batch.page_table.device)  # of none, too
+        pieces = replace(
+            batch,
+            query_start=batch.query_start.new_tensor(starts),
+            kv_len=batch.kv_len.new_tensor(lengths),
+            page_table=batch.page_table[at],
+        )
+    whole = [-(-length // run) * run for length in lengths]
+    groups = (group(pieces, some, n, starts, whole, run) for (n, _, _), some in found.items())
+    return tuple(replace(each, even=False) for each in groups)
 
 
 def alike(spans: list[int], lengths: list[int]) -> list[list[int]]:

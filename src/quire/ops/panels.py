@@ -23,6 +23,9 @@ UNIT = 32
 """What columns are padded to a multiple of: a tile of AMX has as many."""
 
 
+SUPERBLOCK = 256
+"""Columns of a superblock."""
+
 AT_ONCE = 1 << 18
 """Bytes of rows that are packed at a time, within a core's cache."""
 
@@ -41,13 +44,24 @@ class PanelKind(IntEnum):
 
 
 class ScaleKind(IntEnum):
-    """Scales: floats; or bytes times float16 numbers for 256 columns, unsigned with minima or signed."""
+    """Scales: floats; or of superblocks, bytes times float16 numbers of 256 columns, unsigned with minima or signed."""
 
     F16 = 0
     BF16 = 1
     F32 = 2
     U8 = 3
     I8 = 4
+
+    @property
+    def in_superblocks(self) -> bool:
+        """Whether scales lie within the panels."""
+        return self in (ScaleKind.U8, ScaleKind.I8)
+
+    def head(self, group: int) -> int:
+        """Bytes of scales before each 256 columns of a panel, whose groups have `group` columns."""
+        if not self.in_superblocks:
+            return 0
+        return PANEL_ROWS * (4 + SUPERBLOCK // group * (2 if self is ScaleKind.U8 else 1))
 
 
 PLAIN: Mapping[torch.dtype, PanelKind] = MappingProxyType(
@@ -67,11 +81,11 @@ class Zeros(Protocol):
 class PanelMatrix:
     """A matrix [outputs, inputs].
 
-    weight: uint8 [panels, bytes]. scale [panels, G, 16]: of groups of `group` columns. zero: bfloat16 zero points of
-    groups, or uint8 minima where scales are U8. supers: float16 [panels, padded / 256, 2, 16], what scales and minima
-    are multiplied by. values: float32 [16], what INT4's numbers stand for. order: int64 [in], columns of x in the
-    matrix's order; None: as they are. which: the rows this stands for, None for all; those of some are for `values_of`
-    only. handle: what the kernels are called with, made at the first call.
+    weight: uint8 [panels, bytes]. scale [panels, G, 16]: of groups of `group` columns; None in superblocks, whose
+    scales lie within `weight`, see `native/kernels.h`. zero: bfloat16 zero points of groups. values: float32 [16], what
+    INT4's numbers stand for. order: int64 [in], columns of x in the matrix's order; None: as they are. which: the rows
+    this stands for, None for all; those of some are for `values_of` only. handle: what the kernels are called with,
+    made at the first call.
     """
 
     kind: PanelKind
@@ -83,7 +97,6 @@ class PanelMatrix:
     scale_kind: ScaleKind = ScaleKind.F16
     scale: Tensor | None = None
     zero: Tensor | None = None
-    supers: Tensor | None = None
     values: Tensor | None = None
     order: Tensor | None = None
     which: Tensor | None = None
@@ -100,7 +113,18 @@ class PanelMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes of the numbers and their scales."""
-        return sum(each.nbytes for each in (self.weight, self.scale, self.zero, self.supers) if each is not None)
+        return sum(each.nbytes for each in (self.weight, self.scale, self.zero) if each is not None)
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether all its rows are whole numbers with scales, and their columns in order."""
+        kinds = PanelKind.INT8, PanelKind.INT4, PanelKind.INT6
+        return self.kind in kinds and self.order is None and self.which is None
+
+    @property
+    def head(self) -> int:
+        """See `ScaleKind.head`."""
+        return self.scale_kind.head(self.group)
 
     def write(self, first: int, rows: Tensor) -> None:
         """Fill rows from number `first` on, a multiple of 16, of a matrix whose numbers are stored as they are:
@@ -136,7 +160,9 @@ class PanelMatrix:
         return ordered if self.order is None else torch.empty_like(ordered).index_copy_(1, self.order, ordered)
 
     def _numbers(self, panel: Tensor, place: Tensor) -> Tensor:
-        words = self.weight.view(torch.int32).view(len(self.weight), -1, PANEL_ROWS)[panel, :, place].contiguous()
+        runs = self.padded // SUPERBLOCK if self.head else 1
+        found = self.weight.view(torch.int32).view(len(self.weight), runs, -1, PANEL_ROWS)
+        words = found[panel, :, self.head // (4 * PANEL_ROWS) :, place].flatten(1)
         if self.kind is PanelKind.F32:
             return words.view(torch.float32)
         if self.kind is PanelKind.BF16:
@@ -152,15 +178,23 @@ class PanelMatrix:
         return self.values[torch.stack((stored & 15, stored >> 4), -1).flatten(1).int()]
 
     def _scales(self, panel: Tensor, place: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if self.head:
+            return self._superblock_scales(panel, place)
         if self.scale is None:
             return None, None
         scale = self.scale[panel, :, place].float()
         zero = None if self.zero is None else self.zero[panel, :, place].float()
-        if self.supers is None:
-            return scale, None if zero is None else zero * scale
-        each = 256 // self.group
-        both = self.supers[panel, :, :, place].float().repeat_interleave(each, 1)
-        return scale * both[..., 0], None if zero is None else zero * both[..., 1]
+        return scale, None if zero is None else zero * scale
+
+    def _superblock_scales(self, panel: Tensor, place: Tensor) -> tuple[Tensor, Tensor | None]:
+        heads = self.weight.view(len(self.weight), self.padded // SUPERBLOCK, -1)[..., : self.head]
+        by = heads[..., : 4 * PANEL_ROWS].view(torch.float16).unflatten(-1, (2, PANEL_ROWS))
+        each = heads[..., 4 * PANEL_ROWS :].unflatten(-1, (SUPERBLOCK // self.group, -1, PANEL_ROWS))
+        each = each if self.scale_kind is ScaleKind.U8 else each.view(torch.int8)
+        scale = each[panel, ..., 0, place].float() * by[panel, :, :1, place].float()
+        if self.scale_kind is ScaleKind.I8:
+            return scale.flatten(1), None
+        return scale.flatten(1), (each[panel, ..., 1, place].float() * by[panel, :, 1:, place].float()).flatten(1)
 
 
 def sixes_of(stored: Tensor) -> Tensor:
@@ -170,6 +204,14 @@ def sixes_of(stored: Tensor) -> Tensor:
     upper = torch.stack([runs[..., 8:] >> shift & 3 for shift in (0, 2, 4, 6)], -1)
     high = torch.cat((upper[..., :2].flatten(2), upper[..., 2:].flatten(2)), -1)
     return (low | high << 4).flatten(1).float() - 32
+
+
+def superblock_panels(numbers: Tensor, factors: Tensor, scales: Tensor) -> Tensor:
+    """numbers uint8 [panels, bytes], see `pack_numbers`; factors float16 [out, 2 * S], of scales and minima in turn;
+    scales uint8 [out, G], of each group its scale and, where there are some, its minimum -> `PanelMatrix.weight`."""
+    count = factors.shape[1] // 2
+    parts = panels_of(factors).view(torch.uint8), panels_of(scales), numbers
+    return torch.cat([each.reshape(len(numbers), count, -1) for each in parts], -1).flatten(1)
 
 
 def panels_of(values: Tensor) -> Tensor:

@@ -232,8 +232,10 @@ def everything(ops: TritonOps) -> None:
     if CAPABILITY >= 89:
         for tokens in (4, 10, 24, 64):
             for some in (ops, ops.unrounded()):
-                float8_mixture(some, tokens, width=128)
-                float8_mixture(some, tokens, width=2048)
+                small_mixture(some, tokens, width=128)
+                small_mixture(some, tokens, width=2048)
+    for tokens in (4, 64):
+        small_mixture(ops, tokens, 2048, torch.int8)
     for tokens in (1, 5, 16, 64, 300):
         integer_mixtures(ops, tokens)
     gpt_oss(ops)
@@ -395,12 +397,12 @@ def integers() -> list[IntegerMatrix]:
     ]
 
 
-def float8_mixture(ops: TritonOps, tokens: int, width: int) -> None:
-    """Of four experts, so that each has as many tokens as in a large batch."""
+def small_mixture(ops: TritonOps, tokens: int, width: int, dtype: torch.dtype = E4M3) -> None:
+    """Of 8 bits, and of four experts, so that each has as many tokens as in a large batch."""
     hidden, inner, count, used = 2048, 768, 4, 8
     shapes = (count * 2 * inner, hidden), (count * hidden, inner)
     gate_up, down = (
-        QuantizedMatrix(torch.empty(rows, columns, dtype=E4M3), torch.empty(rows, -(-columns // width)), width)
+        QuantizedMatrix(torch.empty(rows, columns, dtype=dtype), torch.empty(rows, -(-columns // width)), width)
         for rows, columns in shapes
     )
     routing = Routing(ints(tokens, used), torch.empty(tokens, used))
@@ -416,6 +418,9 @@ def integer_mixtures(ops: TritonOps, tokens: int, dtype: torch.dtype = BF16) -> 
         supers = None if matrix.supers is None else matrix.supers.expand(count, -1, -1)
         whole = matrix._replace(weight=weight, words=words, supers=supers)
         ops.quantized_experts(halves(tokens, 4096, dtype=dtype), routing, whole, whole, "silu")
+        if matrix.kind is IntegerKind.PAIRS:
+            moved = whole._replace(order=torch.empty(count, 4096, dtype=torch.int64))
+            ops.quantized_experts(halves(tokens, 4096, dtype=dtype), routing, moved, whole, "silu")
 
 
 def alike(ops: BatchInvariantTritonOps) -> None:
@@ -435,7 +440,7 @@ def alike(ops: BatchInvariantTritonOps) -> None:
         )
         mixture(ops, 4, *QWEN, dtype)
         if CAPABILITY >= 89:
-            float8_mixture(ops, 4, width=128)
+            small_mixture(ops, 4, width=128)
         integer_mixtures(ops, 4, dtype)
         for matrix in integers():
             ops.quantized_linear(x, matrix)
@@ -574,6 +579,7 @@ def main() -> None:
         in_registers(ops)
         in_shared_memory(ops)
         in_turns(ops)
+        small_mixture(ops, 64, 2048, torch.int8)
         blocks()
         for_any_row()
         around()

@@ -12,6 +12,7 @@ from quire.ops.operands import Angles
 from quire.ops.quantized import FLOAT8, Float8
 from quire.ops.reference import ReferenceOps
 from quire.ops.triton import indexer
+from quire.ops.triton.attention_schedule import AttentionPlan, TokenSpans
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from tests.ops.batches import Pages, poisoned
 from tests.ops.indexing import DIM, INDEX_HEADS, INDEX_NORM, LENGTHS, ROTATED, Fed, draw, like, naive, on
@@ -104,6 +105,26 @@ def test_of_equal_scores_the_first_are_chosen_and_what_is_no_number_comes_last()
         slots = KERNELS["kernels"].choose_positions(q.to(DEVICE), weights.to(DEVICE), kv, fed, turn, count)
         assert slots.tolist() == [[table[i // 4] * 4 + i % 4 for i in wanted]]
     assert len(x.key) == 20
+
+
+@pytest.mark.parametrize(
+    ("held", "count", "length"), [(64, 30, 1000), (65536, 3, 40000), (16, 100, 260), (512, 7, 500)]
+)
+def test_the_highest_scores_are_found_however_many_a_program_holds(
+    monkeypatch: pytest.MonkeyPatch, held: int, count: int, length: int
+) -> None:
+    monkeypatch.setattr(indexer, "HELD", held)
+    torch.manual_seed(length)
+    scores = torch.randn(1, length).mul(8).round() if count > 50 else torch.randn(1, length)
+    batch = AttentionPlan.of(on(Pages(length // 16 + 3, 16).batch([(0, length - 1, [0])]), DEVICE))
+    tokens = TokenSpans(
+        torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.tensor([length], dtype=torch.int32, device=DEVICE), []
+    )
+    chosen = torch.zeros(1, count, dtype=torch.int32, device=DEVICE)
+    indexer.choose_scored(scores.to(DEVICE), batch, tokens, chosen, 0, TritonOps(DEVICE).card)
+    order = scores[0].argsort(descending=True, stable=True)[:count].sort().values
+    table = batch.page_table[0].cpu().long()
+    assert chosen[0].tolist() == (table[order // 16] * 16 + order % 16).tolist()
 
 
 @pytest.mark.gpu

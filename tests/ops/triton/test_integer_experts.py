@@ -100,6 +100,27 @@ def test_floats_of_four_bits_with_biases_and_a_clamped_gate(
     assert off(got, REFERENCE.quantized_experts(x, routing, gate_up, down, "clamped", biases)) < 1e-5
 
 
+def moved(matrix: IntegerMatrix) -> IntegerMatrix:
+    """The same experts with their columns moved, each in its own way."""
+    orders = [torch.randperm(matrix.inputs, device=DEVICE) for _ in range(len(matrix.weight))]
+    return matrix._replace(order=torch.stack(orders))
+
+
+@pytest.mark.parametrize(("how", "tokens"), [(ONE, 3), (EIGHT, 11), (MANY, 40)])
+@pytest.mark.parametrize("hidden", [128, 70])
+def test_experts_whose_columns_are_moved(how: IntegerExpertConfig, tokens: int, hidden: int) -> None:
+    gate_up, down = mixture("zeros", 64, 5, hidden, 33)
+    gate_up, routing = moved(gate_up), routed(tokens, 5, 2, [0, 2, 4])
+    x, biases = inputs(tokens, gate_up), random_biases(5, hidden, 33)
+    routing.experts[1, 0], routing.weights[1, 0] = -1, 0.0
+    x[2], routing.experts[2], routing.weights[2] = float("nan"), -1, 0.0
+    got = integer_experts(x, routing, gate_up, down, "silu", how, CARD, biases)
+    own = torch.arange(tokens) != 2
+    some = Routing(*(each[own] for each in routing[:2]))
+    assert off(got[own], REFERENCE.quantized_experts(x[own], some, gate_up, down, "silu", biases)) < 1e-5
+    assert (got[2] == 0).all()
+
+
 @pytest.mark.parametrize("how", [ONE, EIGHT], ids=["slots", "sorted"])
 def test_tokens_that_fill_up_a_step_and_idle_experts_are_not_read(how: IntegerExpertConfig) -> None:
     gate_up, down = mixture("zeros", 32, 9, 64, 32)
@@ -123,9 +144,10 @@ def test_operations_take_the_kernels(tokens: int, dtype: torch.dtype, monkeypatc
     gate_up, down = mixture("zeros", 64, 4, 128, 64)
     x, routing = inputs(tokens, gate_up).to(dtype), routed(tokens, 4, 2, [0, 1, 3])
     monkeypatch.setattr(TritonOps, "integer_linear", None)
-    got = TritonOps(DEVICE).quantized_experts(x, routing, gate_up, down, "silu")
-    want = REFERENCE.quantized_experts(x.float(), routing, gate_up, down, "silu")
-    assert off(got, want) < (1e-5 if dtype is torch.float32 else 1e-2)
+    for matrix in (gate_up, moved(gate_up)):
+        got = TritonOps(DEVICE).quantized_experts(x, routing, matrix, down, "silu")
+        want = REFERENCE.quantized_experts(x.float(), routing, matrix, down, "silu")
+        assert off(got, want) < (1e-5 if dtype is torch.float32 else 1e-2)
 
 
 def test_a_token_has_the_same_bits_in_any_batch() -> None:

@@ -17,7 +17,7 @@ from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
 from tests.ops.triton.device import DEVICE
 from tests.ops.triton.integers import KINDS, made, off
 from tests.ops.triton.test_experts import padded, random_biases, routed
-from tests.ops.triton.test_integer_experts import inputs, mixture
+from tests.ops.triton.test_integer_experts import inputs, mixture, moved
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
 GATES = pytest.mark.parametrize("gate", ["", "silu"])
@@ -189,8 +189,22 @@ def test_any_number_of_tokens_and_experts(
     gate_up, down = mixture("zeros", 64, 9, hidden, width)
     x = torch.randn(tokens, hidden, device=DEVICE) / dequantize_integers(gate_up.expert(0)).norm(dim=1).mean()
     x, routing = x.half(), routed(tokens, 9, used, only)
-    want = REFERENCE.quantized_experts(x.float(), routing, gate_up, down, gate)
-    assert off(both(x, routing, gate_up, down, gate), want) < 3e-3
+    for matrix in (gate_up, moved(gate_up)):
+        want = REFERENCE.quantized_experts(x.float(), routing, matrix, down, gate)
+        assert off(both(x, routing, matrix, down, gate), want) < 3e-3
+
+
+@pytest.mark.parametrize("hidden", [512, 320])
+def test_a_warp_of_slots_has_half_a_batch_of_a_gate(hidden: int) -> None:
+    """Two warps with four units each, or with three and two."""
+    units = -(-hidden // 64)
+    assert few.num_warps(units, 1, 4, "silu", slots=True) == 2
+    assert few.num_warps(units, 1, 4, "silu", slots=False) == few.num_warps(units, 1, 4, "", slots=True) == 1
+    assert few.num_warps(96, 1, 4, "", slots=True) == 8
+    gate_up, down = mixture("zeros", 64, 3, hidden, 40)
+    x, routing = inputs(1, gate_up).half(), routed(1, 3, 2, [0, 2])
+    want = REFERENCE.quantized_experts(x.float(), routing, gate_up, down, "silu")
+    assert off(both(x, routing, gate_up, down, "silu"), want) < 3e-3
 
 
 def test_products_and_experts_without_a_gate() -> None:

@@ -59,6 +59,13 @@ def test_tokens_are_rounded_as_the_reference_rounds_them() -> None:
     assert torch.equal(steps[0], scale[:, 0])
 
 
+@pytest.fixture(params=[1, 1024], ids=["row by row", "rows together"])
+def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program for each row, or for several, as short rows have it."""
+    monkeypatch.setattr(rounded_gemm, "AT_ONCE", request.param)
+
+
+@pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("width", [0, 32, 128], ids=["tokens", "runs", "long-runs"])
 def test_tokens_are_rounded_to_float8_by_themselves_or_in_runs(width: int) -> None:
     torch.manual_seed(0)
@@ -74,6 +81,7 @@ def test_tokens_are_rounded_to_float8_by_themselves_or_in_runs(width: int) -> No
     assert ((held - x).abs() <= torch.maximum(x.abs() / 16, run / 448 / 512)).all(), "half a step of three bits"
 
 
+@pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("width", [0, 32], ids=["tokens", "runs"])
 @pytest.mark.parametrize("gate", ["silu", "clamped", "relu2"])
 def test_gates_are_applied_while_rows_are_rounded(gate: Gate, width: int) -> None:
@@ -246,11 +254,29 @@ def test_the_library_multiplies_what_the_kernel_does() -> None:
     assert off(got, want) < 4e-3, "bfloat16 of the result"
 
 
+@pytest.mark.parametrize(
+    ("rows", "outputs", "blocks"),
+    [
+        (512, 4096, True),
+        (256, 4096, False),
+        (1024, 2048, True),
+        (512, 2048, False),
+        (4096, 512, True),
+        (65, 12352, True),
+    ],
+)
+def test_scales_of_blocks_are_for_many_results_and_wide_matrices(rows: int, outputs: int, blocks: bool) -> None:
+    weight = torch.empty(outputs, 2048, dtype=E4M3, device="meta")
+    matrix = QuantizedMatrix(weight, torch.empty(outputs, 16, device="meta"), 128)
+    assert rounded_gemm.has_blocks(rows, matrix._replace(height=128)) == blocks
+    assert not rounded_gemm.has_blocks(rows, matrix)
+
+
 @pytest.mark.parametrize("height", [1, 128], ids=["runs", "blocks"])
 def test_the_library_gets_scales_as_it_wants_them(height: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of runs of a row one after the other; of blocks of 128 x 128 those of a row of blocks."""
     torch.manual_seed(0)
-    monkeypatch.setattr(rounded_gemm, "MOST_NARROW_ROWS", 8)
+    monkeypatch.setattr(rounded_gemm, "BLOCK_TILES", 0)
     x, weights = torch.randn(16, 512, device=DEVICE).bfloat16(), float8_matrix(272, 512, 128, height=height)
     wanted = ScalingType.BlockWise1x128 if height == 1 else ScalingType.BlockWise128x128
 
@@ -265,7 +291,6 @@ def test_the_library_gets_scales_as_it_wants_them(height: int, monkeypatch: pyte
 
     monkeypatch.setattr(rounded_gemm.F, "scaled_mm", by_hand)
     assert rounded_gemm.has_blocks(16, weights) is (height > 1)
-    assert not rounded_gemm.has_blocks(8, weights), "few rows of a narrow matrix"
     assert not rounded_gemm.has_blocks(16, float8_matrix(272, 384, 128, height=128)), "the library wants fours of runs"
     got = rounded_gemm.library_linear(round_rows(x, CARD, E4M3, 128), weights, None)
     assert off(got, REFERENCE.quantized_linear(held_by_float8(x, 128), weights)) < 4e-3

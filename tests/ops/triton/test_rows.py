@@ -12,14 +12,21 @@ from quire.ops.operands import XIELU, Angles, Norm, Norms
 from quire.ops.quantized import E4M3, FLOAT8, Float8
 from quire.ops.ragged import LayerKV
 from quire.ops.reference import ReferenceOps
+from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.rows import turns_halves
+from quire.ops.triton.rows import norm_warps, turns_halves
 from tests.ops.batches import Pages
 from tests.ops.triton.device import DEVICE, moved
 from tests.pairs import pairwise
 
 OPS, REFERENCE = TritonOps(DEVICE), ReferenceOps()
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+
+
+def test_norms_are_summed_alike_in_any_batch_where_bits_matter() -> None:
+    counts = (1, 32, 33, 64, 132, 133, 4096)
+    assert [norm_warps(4096, each, DeviceInfo(sms=132)) for each in counts] == [8, 8, 16, 16, 16, 8, 8]
+    assert {norm_warps(4096, each, DeviceInfo(sms=0)) for each in counts} == {8}
 
 
 @DTYPES

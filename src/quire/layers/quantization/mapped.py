@@ -128,7 +128,7 @@ class MappedBlocks:
         assert made is not None, "what is mapped is packed by kernels"
         matrix = made.matrix
         if matrix.padded != matrix.inputs:
-            for each in (matrix.weight, matrix.scale, matrix.zero, matrix.supers):
+            for each in (matrix.weight, matrix.scale):
                 if each is not None:
                     each.zero_()
         row = 0

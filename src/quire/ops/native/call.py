@@ -43,12 +43,14 @@ def handle_of(matrix: PanelMatrix) -> ctypes.Array[CMatrix]:
         made = CMatrix(
             matrix.outputs,
             matrix.padded,
+            matrix.weight.shape[1],
+            matrix.head,
             matrix.kind,
             matrix.group,
             matrix.scale_kind,
-            matrix.zero is not None and matrix.supers is None,
+            matrix.zero is not None,
             matrix.weight.data_ptr(),
-            *(address(part) for part in (matrix.scale, matrix.zero, matrix.supers, matrix.values)),
+            *(address(part) for part in (matrix.scale, matrix.zero, matrix.values)),
         )
         matrix.handle = ctypes.pointer(made)
     return cast("ctypes.Array[CMatrix]", matrix.handle)

@@ -7,6 +7,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -33,9 +34,6 @@ from quire.types import UNLIMITED
 MOST_ROWS = 64
 """Most tokens of a step that runs in one call. In larger steps the overhead of calls is negligible."""
 
-Pools = tuple[tuple[int, int, int, torch.Size], ...]
-"""For each layer: addresses of its K and V, head dimension of V, and the shape of K."""
-
 
 class NativeDecoder:
     """See `Decoder`. Arguments, inputs and results are preallocated: each step copies its inputs there, and arguments
@@ -48,7 +46,9 @@ class NativeDecoder:
         self, run: Callable[..., None], layers: Sequence[DecoderLayer], invariant: bool, many_queries: int
     ) -> None:
         self.run, self.layers, self.invariant, self.many_queries = run, layers, invariant, many_queries
-        self.state: tuple[int, int, int, Pools] | None = None
+        self.state: tuple[int, int, int] | None = None
+        self.kv: Sequence[LayerKV] = ()
+        """What the arguments are of, with `state`."""
         self.dtype: torch.dtype | None = None
 
     def _reserve(self, hidden: int, dtype: torch.dtype) -> None:
@@ -107,10 +107,10 @@ class NativeDecoder:
         distinct: Sequence[Angles],
     ) -> bool:
         """Prepare the arguments for a batch. False if the kernels do not support it."""
-        pools = tuple((each.k.data_ptr(), each.v.data_ptr(), each.v.shape[-1], each.k.shape) for each in kv)
-        state = rows, len(batch.kv_len), batch.page_size, pools
+        state = rows, len(batch.kv_len), batch.page_size
+        same = state == self.state and len(kv) == len(self.kv) and all(map(is_, kv, self.kv))
         longer = batch.page_table.shape[1] > self.page_table.shape[1]
-        if state == self.state and not longer:
+        if same and not longer:
             return True
         if not all(self._takes(layer, each) for layer, each in zip(self.layers, kv, strict=False)):
             return False
@@ -132,7 +132,7 @@ class NativeDecoder:
         self.calls = (CCall * len(made))(
             *(CCall(ctypes.addressof(each), KERNELS[type(each)], apart, 0) for each, apart in made)
         )
-        self.state = state
+        self.state, self.kv = state, kv
         return True
 
     def _takes(self, layer: DecoderLayer, kv: LayerKV) -> bool:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 FILE = Path(__file__).with_name("libquire_cpu.so")
 
-VERSION = 5
+VERSION = 6
 """Of the functions and structures."""
 
 LEVELS: Mapping[str, int] = MappingProxyType({"avx2": 0, "avx512": 1, "avx512_bf16": 2, "amx": 3})
@@ -25,9 +25,9 @@ class CMatrix(Structure):
     """`struct matrix`."""
 
     _fields_: ClassVar = [
-        *((name, c_int64) for name in ("n", "k")),
+        *((name, c_int64) for name in ("n", "k", "panel", "head")),
         *((name, c_int32) for name in ("kind", "group", "scale_kind", "has_zeros")),
-        *((name, c_void_p) for name in ("weight", "scale", "zero", "supers", "values")),
+        *((name, c_void_p) for name in ("weight", "scale", "zero", "values")),
     ]
 
 
@@ -75,6 +75,16 @@ class CRope(Structure):
     ]
 
 
+class CLookup(Structure):
+    """`struct lookup`."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("matrix", "which", "out")),
+        ("count", c_int64),
+        *((name, c_int32) for name in ("inputs", "bf16")),
+    ]
+
+
 class CCall(Structure):
     """`struct call`."""
 
@@ -91,7 +101,7 @@ class CBlocks(Structure):
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("inputs", "k")),
         ("type", c_int32),
-        *((name, c_void_p) for name in ("weight", "scale", "zero", "supers")),
+        *((name, c_void_p) for name in ("weight", "scale")),
     ]
 
 
@@ -108,7 +118,7 @@ def load() -> ctypes.CDLL | None:
         return None
     library.quire_linear.argtypes = [POINTER(CMatrix), *[c_void_p] * 3, *[c_int64] * 2, *[c_int32] * 7]
     library.quire_linear.restype = None
-    for name, kind in (("attention", CAttention), ("norm", CNorm), ("rope", CRope)):
+    for name, kind in (("attention", CAttention), ("norm", CNorm), ("rope", CRope), ("lookup", CLookup)):
         function = getattr(library, f"quire_{name}")
         function.argtypes, function.restype = [POINTER(kind), c_int32], None
     library.quire_pack_blocks.argtypes = [POINTER(CBlocks), c_void_p, c_int64, c_int64]
@@ -126,15 +136,16 @@ def best_level() -> str | None:
 
 
 def team_functions() -> tuple[int | None, int | None]:
-    """The addresses of GOMP_parallel and GOMP_barrier in the OpenMP library that torch has loaded, whose threads then
-    run the kernels; None: there is none, and they run in one thread."""
+    """The addresses of GOMP_parallel and omp_get_num_threads in the OpenMP library that torch has loaded, whose
+    threads then run the kernels; None: there is none, and they run in one thread."""
     maps = Path("/proc/self/maps").read_text("utf-8").splitlines()
     paths = {line.split()[-1] for line in maps if "omp" in line.rpartition("/")[2] and ".so" in line}
     for path in sorted(paths):
         try:
             found = ctypes.CDLL(path)
-            run, wait = (ctypes.cast(each, c_void_p).value for each in (found.GOMP_parallel, found.GOMP_barrier))
+            functions = found.GOMP_parallel, found.omp_get_num_threads
         except (OSError, AttributeError):
             continue
-        return run, wait
+        run, size = (ctypes.cast(each, c_void_p).value for each in functions)
+        return run, size
     return None, None

@@ -30,7 +30,7 @@ from quire.ops.native.call import (
     rope_call,
 )
 from quire.ops.native.decoder import NativeDecoder, is_supported
-from quire.ops.native.library import LEVELS, load, team_functions
+from quire.ops.native.library import LEVELS, CLookup, load, team_functions
 from quire.ops.native.pack import (
     BLOCK_TYPES,
     TILED_BLOCK_TYPES,
@@ -161,9 +161,7 @@ class NativeOps(ReferenceOps):
 
     def _with_scales(self, made: PanelMatrix) -> PanelMatrix:
         copy = self.memory.copy
-        made.scale, made.zero, made.supers = (
-            None if each is None else copy(each) for each in (made.scale, made.zero, made.supers)
-        )
+        made.scale, made.zero = (None if each is None else copy(each) for each in (made.scale, made.zero))
         return made
 
     def empty_blocks(self, kind: str, outputs: int, inputs: int, zeros: Zeros | None = None) -> BlockPanels | None:
@@ -171,6 +169,18 @@ class NativeOps(ReferenceOps):
         stored = self.block_types[kind]
         made = empty_blocks(stored, outputs, inputs, zeros or self.memory.zeros, self.unit)
         return BlockPanels(made, partial(write_blocks, self.library, made, stored))
+
+    def integer_embedding(self, tokens: Tensor, matrix: IntegerMatrix | PanelMatrix, dtype: torch.dtype) -> Tensor:
+        """See `Ops.integer_embedding`."""
+        if not isinstance(matrix, PanelMatrix) or not matrix.has_integers or dtype not in FLOATS:
+            return super().integer_embedding(tokens, matrix, dtype)
+        which = tokens.to(torch.int64).contiguous()
+        out = torch.empty(len(which), matrix.inputs, dtype=dtype)
+        handle, half = handle_of(matrix), dtype is torch.bfloat16
+        made = CLookup(ctypes.addressof(handle[0]), which.data_ptr(), out.data_ptr(), len(which), matrix.inputs, half)
+        self.calls += 1
+        self.library.quire_lookup(ctypes.byref(made), threads_for(out))
+        return out
 
     def quantized_linear(self, x: Tensor, matrix: AnyMatrix, bias: Tensor | None = None, gate: Gate = "") -> Tensor:
         """See `Ops.quantized_linear`."""

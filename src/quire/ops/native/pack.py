@@ -16,7 +16,17 @@ from quire.ops.gguf_blocks import IQ4_VALUES
 from quire.ops.integer import WIDE, floats_of, halves_of, outline_of, scales_of
 from quire.ops.native.library import CBlocks
 from quire.ops.operands import IntegerKind, IntegerMatrix, QuantizedMatrix
-from quire.ops.panels import PANEL_ROWS, PanelKind, PanelMatrix, ScaleKind, Zeros, pack_numbers, panels_of
+from quire.ops.panels import (
+    PANEL_ROWS,
+    SUPERBLOCK,
+    PanelKind,
+    PanelMatrix,
+    ScaleKind,
+    Zeros,
+    pack_numbers,
+    panels_of,
+    superblock_panels,
+)
 
 
 def in_panels(matrix: IntegerMatrix, unit: int) -> PanelMatrix:
@@ -28,7 +38,10 @@ def in_panels(matrix: IntegerMatrix, unit: int) -> PanelMatrix:
     made = PanelMatrix(
         kind, matrix.outputs, matrix.inputs, kept, pack_numbers(numbers), values=values, order=matrix.order
     )
-    scale_into(made, matrix)
+    if matrix.kind is IntegerKind.SUPERBLOCKS:
+        superblocks_into(made, matrix)
+    else:
+        scale_into(made, matrix)
     return made
 
 
@@ -101,28 +114,25 @@ def values_of(matrix: IntegerMatrix) -> Tensor:
     return codes.float() - (8.0 if matrix.kind is IntegerKind.PAIRS else 0.0)
 
 
+def superblocks_into(made: PanelMatrix, matrix: IntegerMatrix) -> None:
+    """Put the scales and minima of superblocks into their panels."""
+    assert matrix.supers is not None
+    count = made.padded // SUPERBLOCK
+    factors = torch.stack(halves_of(matrix.supers[:count].t().contiguous(), True), -1).half()
+    scales = matrix.words.t().contiguous().view(torch.uint8).view(matrix.outputs, -1, 16)[:, :count]
+    made.weight = superblock_panels(made.weight, factors.flatten(1), scales.flatten(1))
+    made.group, made.scale_kind = matrix.group, ScaleKind.I8 if matrix.group < WIDE else ScaleKind.U8
+
+
 def scale_into(made: PanelMatrix, matrix: IntegerMatrix) -> None:
-    """Set the scales, zero points and minima of a matrix in panels."""
-    if matrix.kind is IntegerKind.SUPERBLOCKS:
-        assert matrix.supers is not None
-        words = matrix.words.t().contiguous().view(torch.uint8).view(matrix.outputs, -1, 16)
-        both = torch.stack(halves_of(matrix.supers.t().contiguous(), True), -1).half()
-        made.supers = panels_of(both.flatten(1)).view(-1, both.shape[1], 2, 16)
-        if matrix.group < WIDE:
-            made.scale_kind, made.scale = ScaleKind.I8, panels_of(words.flatten(1)).view(torch.int8)
-        else:
-            made.scale_kind = ScaleKind.U8
-            made.scale, made.zero = (panels_of(words[..., i::2].flatten(1)) for i in (0, 1))
-    else:
-        scale, zero, _ = scales_of(matrix)
-        exact = matrix.kind is IntegerKind.ROWS
-        half = matrix.half and matrix.kind is not IntegerKind.FLOATS
-        made.scale_kind = ScaleKind.F32 if exact else ScaleKind.F16 if half else ScaleKind.BF16
-        dtype = {ScaleKind.F32: torch.float32, ScaleKind.F16: torch.float16}.get(made.scale_kind, torch.bfloat16)
-        made.scale = panels_of(scale.to(dtype))
-        if zero is not None and matrix.kind is IntegerKind.ZEROS and bool(zero.any()):
-            made.zero = panels_of(zero.bfloat16())
-    assert made.scale is not None
+    """Set the scales and zero points of a matrix in panels."""
+    scale, zero, _ = scales_of(matrix)
+    exact = matrix.kind is IntegerKind.ROWS
+    half = matrix.half and matrix.kind is not IntegerKind.FLOATS
+    made.scale_kind = ScaleKind.F32 if exact else ScaleKind.F16 if half else ScaleKind.BF16
+    made.scale = panels_of(scale.to(SCALE_DTYPES[made.scale_kind]))
+    if zero is not None and matrix.kind is IntegerKind.ZEROS and bool(zero.any()):
+        made.zero = panels_of(zero.bfloat16())
     if matrix.kind is IntegerKind.ROWS:
         made.group = made.padded
         return
@@ -174,44 +184,30 @@ BITS = MappingProxyType({PanelKind.INT8: 8, PanelKind.INT4: 4, PanelKind.INT6: 6
 def empty_blocks(stored: BlockType, outputs: int, inputs: int, zeros: Zeros, unit: int) -> PanelMatrix:
     """A matrix whose rows `write_blocks` fills. zeros: allocates. unit: what columns are padded to a multiple of."""
     padded, panels = -(-inputs // unit) * unit, -(-outputs // PANEL_ROWS)
+    within = stored.scale_kind.in_superblocks
+    size = padded * PANEL_ROWS * BITS[stored.kind] // 8 + padded // SUPERBLOCK * stored.scale_kind.head(stored.group)
     groups = panels, padded // stored.group, PANEL_ROWS
-    made = PanelMatrix(
+    return PanelMatrix(
         stored.kind,
         outputs,
         inputs,
         padded,
-        zeros(panels, padded * PANEL_ROWS * BITS[stored.kind] // 8, dtype=torch.uint8),
+        zeros(panels, size, dtype=torch.uint8),
         stored.group,
         stored.scale_kind,
-        zeros(*groups, dtype=SCALE_DTYPES[stored.scale_kind]),
+        None if within else zeros(*groups, dtype=SCALE_DTYPES[stored.scale_kind]),
         values=None if stored.values is None else torch.tensor(stored.values),
     )
-    if stored.scale_kind is ScaleKind.U8:
-        made.zero = zeros(*groups, dtype=torch.uint8)
-    if stored.numbers > WIDE:
-        made.supers = zeros(panels, padded // stored.numbers, 2, PANEL_ROWS, dtype=torch.float16)
-    return made
 
 
 SCALE_DTYPES: Mapping[ScaleKind, torch.dtype] = MappingProxyType(
-    {
-        ScaleKind.F16: torch.float16,
-        ScaleKind.BF16: torch.bfloat16,
-        ScaleKind.F32: torch.float32,
-        ScaleKind.U8: torch.uint8,
-        ScaleKind.I8: torch.int8,
-    }
+    {ScaleKind.F16: torch.float16, ScaleKind.BF16: torch.bfloat16, ScaleKind.F32: torch.float32}
 )
 
 
 def write_blocks(library: ctypes.CDLL, made: PanelMatrix, stored: BlockType, first: int, raw: Tensor) -> None:
     """Fill rows from number `first` on, a multiple of 16, of a matrix of `empty_blocks`. raw uint8 [rows, bytes]."""
-    parts = (made.weight, made.scale, made.zero, made.supers)
-    where = CBlocks(
-        made.inputs,
-        made.padded,
-        stored.number,
-        *(None if each is None else each.data_ptr() for each in parts),
-    )
+    scale = None if made.scale is None else made.scale.data_ptr()
+    where = CBlocks(made.inputs, made.padded, stored.number, made.weight.data_ptr(), scale)
     raw = raw.contiguous()
     library.quire_pack_blocks(ctypes.byref(where), raw.data_ptr(), first, len(raw))

@@ -57,7 +57,7 @@ from quire.ops.triton.rows import GATES, add_scaled, apply_gate, normalize, warp
 LEAST = tl.constexpr(-(1 << 63))
 """Below every key of `choose`."""
 
-PLAIN, E4M3_NUMBERS, BYTES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PLAIN, E4M3_NUMBERS, BYTES, INTEGERS = (tl.constexpr(form) for form in range(4))
 """How numbers of matrices are stored: see `expert_tile`."""
 
 
@@ -382,7 +382,8 @@ def expert_tile(
 ):  # fmt: skip
     """Rows from `first` and columns from `start` of an expert's matrix, one of [E, outputs, inputs], as DTYPE. ONCE:
     no other program reads them soon. DESCRIBED: see `ExpertTile`. Rows after the expert's last may be any numbers.
-    FORMAT: PLAIN, E4M3_NUMBERS, or the BYTES of e4m3, which become bfloat16 four at once; only for a card.
+    FORMAT: PLAIN, E4M3_NUMBERS, or the BYTES of e4m3, which become bfloat16 four at once; only for a card. INTEGERS: of
+    8 bits, as rows of x are, whose products are added up exactly.
     """
     tile = stored_tile(weight, expert, first, start, outputs, inputs, BLOCK_N, BLOCK_K, EVEN, ONCE, DESCRIBED)
     if FORMAT == BYTES:
@@ -498,7 +499,8 @@ def tile_product(
     slot = tl.load(order + begin + r, mask=held, other=0)
     row = (slot // USED if BY_TOKEN else begin + r).to(tl.int64)
     whole = outputs * 2 if GATE else outputs
-    y = tl.zeros([ROWS, BLOCK_N] if ROWS_FIRST else [BLOCK_N, ROWS], tl.float32)
+    KIND: tl.constexpr = tl.int32 if FORMAT == INTEGERS else tl.float32
+    y = tl.zeros([ROWS, BLOCK_N] if ROWS_FIRST else [BLOCK_N, ROWS], KIND)
     z = y
     step, factor, other_factor = 1.0, 1.0, 1.0
     if SCALED == BY_BLOCK:
@@ -555,9 +557,10 @@ def write_tile(
     """Write the sums y, with a gate those of z, to `place` [ROWS], scaled by rows and with their biases."""
     if SCALED == BY_ROW:
         step = step_of(steps, row, held, ROUNDED, ROWS_FIRST)
-        y *= step * scale_of(scale, expert, first, 0, whole, scales, BLOCK_N, ROWS_FIRST, ALIKE)
+        y = y.to(tl.float32) * (step * scale_of(scale, expert, first, 0, whole, scales, BLOCK_N, ROWS_FIRST, ALIKE))
         if GATE:
-            z *= step * scale_of(scale, expert, first + outputs, 0, whole, scales, BLOCK_N, ROWS_FIRST, ALIKE)
+            factor = scale_of(scale, expert, first + outputs, 0, whole, scales, BLOCK_N, ROWS_FIRST, ALIKE)
+            z = z.to(tl.float32) * (step * factor)
     if BIAS:
         y += scale_of(bias, expert, first, 0, whole, 1, BLOCK_N, ROWS_FIRST, False).to(tl.float32)
         if GATE:
@@ -577,9 +580,9 @@ def write_tile(
 def multiplied(value, tile, total, ROWS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
     """total + value [rows, inputs] times tile [outputs, inputs], its rows first or last."""
     if ROWS_FIRST:
-        return tl.dot(value, tl.trans(tile), total, input_precision=PRECISION)
+        return tl.dot(value, tl.trans(tile), total, input_precision=PRECISION, out_dtype=total.dtype)
     else:
-        return tl.dot(tile, tl.trans(value), total, input_precision=PRECISION)
+        return tl.dot(tile, tl.trans(value), total, input_precision=PRECISION, out_dtype=total.dtype)
 
 
 @kernel
@@ -616,6 +619,7 @@ def few_gate_up_kernel(
     expert = tl.load(experts + slot).to(tl.int64)
     if expert < 0:
         wait_and_release(DEPENDENT and EARLY)
+        tl.store(out + slot * width + n, tl.zeros([BLOCK_N], out.dtype.element_ty), mask=n < width)
         return
     whole = expert * width * 2 if GATE else expert * width
     line = weight + (whole + n[:, None]) * hidden + k[None, :]
@@ -689,7 +693,7 @@ def few_down_kernel(
             y += partial_sums(made, factors[u], i, RUN, SCALED)
         if SCALED == BY_ROW:
             y *= factors[u][0][:, None]
-        total += tl.where(share == 0.0, 0.0, share * y)
+        total += share * y
     made = tl.sum(total, 1)
     if BIAS:
         for u in tl.static_range(USED):
@@ -807,10 +811,10 @@ def expert_config(tokens: int, used: int, experts: int, hidden: int, width: int)
 def quantized_expert_config(
     tokens: int, used: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, *, rounded: bool
 ) -> ExpertConfig:
-    """As `expert_config`, of e4m3 matrices. rounded: see `quantized_experts`."""
-    hidden, width = gate_up.weight.shape[1], down.weight.shape[1]
-    slots = tokens * used / (len(down.weight) // hidden)
-    one_by_one = tokens <= FEW_TOKENS or (slots <= FEW_SLOTS and not rounded)
+    """As `expert_config`, of matrices of 8 bits. rounded: see `quantized_experts`."""
+    hidden, width, whole = gate_up.weight.shape[1], down.weight.shape[1], down.is_int8_rows
+    slots, rounded = tokens * used / (len(down.weight) // hidden), rounded or whole
+    one_by_one = not whole and (tokens <= FEW_TOKENS or (slots <= FEW_SLOTS and not rounded))
     few = few_tiles(used, hidden, width, 1) if one_by_one else None
     if few is not None and has_whole_runs(few.gate_up, gate_up) and has_whole_runs(few.down, down):
         return few
@@ -972,13 +976,13 @@ def multiply_tiles(
 
     With a gate, x is [T, in] and the result [slots, out / num_parts(gate)], in the order of `slots.order`; without, x
     is [slots, in] in that order and the result [slots, out] in that of slots. bias: [E, out]. rounded: x is rounded to
-    e4m3 first, as the matrices are. parts: of `how.rows` in each tile of `slots`.
+    8 bits first, as the matrices are. parts: of `how.rows` in each tile of `slots`.
     """
     weight, scale, sizes, form, scaled, run = opened(matrices, count, x, card, rounded=rounded)
     outputs, inputs = weight.shape[1] // num_parts(gate), weight.shape[2]
     out, steps = x.new_empty(len(slots.order), outputs), scale
     if rounded:
-        x, steps, *_ = round_rows(x, card, E4M3, run)
+        x, steps, *_ = round_rows(x, card, weight.dtype, run)
     how = how.fitted(card, weight.element_size() * num_parts(gate), x.element_size())
     how = how._replace(described=how.described and can_describe(card, weight, x))
     room = slots.tiles.shape[1]
@@ -1017,7 +1021,7 @@ def opened(
     scale, run = matrices.scale, run_of(matrices)
     quick = x.dtype is torch.bfloat16 and card.capability >= HOPPER and not rounded
     weight = matrices.weight.view(torch.uint8) if quick else matrices.weight
-    form = PLAIN if rounded else BYTES if quick else E4M3_NUMBERS
+    form = (INTEGERS if matrices.is_int8_rows else PLAIN) if rounded else BYTES if quick else E4M3_NUMBERS
     scaled = BY_BLOCK if run else BY_ROW
     sizes = scale.shape[1], matrices.width, matrices.offset
     return OpenedMatrices(weight.unflatten(0, (count, -1)), scale, sizes, form.value, scaled.value, run)
@@ -1109,13 +1113,13 @@ def quantized_experts(
     *,
     rounded: bool = False,
 ) -> Tensor:
-    """See `Ops.quantized_experts`: of e4m3, with scales that `divided` accepts. rounded: so are the activations, where
-    `multiplies_float8` says that they may be."""
+    """See `Ops.quantized_experts`: of int8, or of e4m3 with scales that `divided` accepts. rounded: so are the
+    activations of the latter, where `multiplies_float8` says that they may be."""
     x, used, count = x.contiguous(), routing.experts.shape[1], len(down.weight) // x.shape[1]
     if not how.gate_up.stages:
         inner = multiply_gate_up(x, gate_up, routing, how.gate_up, card, gate, biases.gate_up, count=count)
         return multiply_down(inner, down, routing, how.down, card, biases.down, count=count)
-    first, last = (rounded and multiplies_float8(each, card) for each in (gate_up, down))
+    first, last = (each.is_int8_rows or (rounded and multiplies_float8(each, card)) for each in (gate_up, down))
     how = ExpertConfig(divided(how.gate_up, gate_up), divided(how.down, down))
     slots = sort_slots(routing.experts, count, how.gate_up.rows, card)
     inner = multiply_tiles(
@@ -1148,7 +1152,7 @@ def is_supported(matrix: ExpertMatrices, card: DeviceInfo) -> TypeGuard[Quantize
     if isinstance(matrix, IntegerMatrix):
         return False
     runs = matrix.scale.shape[1] == 1 or common_run(matrix) >= LEAST_RUN
-    return matrix.weight.dtype is E4M3 and card.float8 and runs
+    return matrix.is_int8_rows or (matrix.weight.dtype is E4M3 and card.float8 and runs)
 
 
 def experts(

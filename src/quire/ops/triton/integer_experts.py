@@ -24,6 +24,7 @@ from quire.ops.triton.integer_gemm import (
     both_steps,
     fitted,
     has_two_products,
+    ordered_slots,
     row_scales,
     step_inputs,
     supers_of,
@@ -204,9 +205,11 @@ def integer_experts(
     card: DeviceInfo,
     biases: ExpertBiases = NO_BIASES,
 ) -> Tensor:
-    """See `Ops.quantized_experts`: of integers, whose columns are in the order of x."""
+    """See `Ops.quantized_experts`: of integers; down's columns are in the order of the inner numbers."""
     x, used, slots = x.contiguous(), routing.experts.shape[1], routing.experts
     made = sort_slots(slots, len(gate_up.weight), how.gate_up.rows, card) if how.sorted else slots
-    inner = multiply_integer_tiles(x, gate_up, made, used, how.gate_up, card, gate, biases.gate_up)
+    x, each = ordered_slots(x, routing, gate_up, card)
+    inner = multiply_integer_tiles(x, gate_up, made, each.experts.shape[1], how.gate_up, card, gate, biases.gate_up)
+    del x  # perhaps as large as the result: see `working_bytes`
     out = multiply_integer_tiles(inner, down, made, used, how.down, card, bias=biases.down)
     return combine(out, routing.weights, card)

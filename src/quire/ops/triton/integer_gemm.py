@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.operands import Gate, IntegerKind, IntegerMatrix, num_parts
+from quire.ops.operands import Gate, IntegerKind, IntegerMatrix, Routing, num_parts
 from quire.ops.triton.gemv import GemmConfig, added_up, cut, given, handed_in, two
-from quire.ops.triton.launch import HOPPER, DeviceInfo, fetch, kernel, release, wait
+from quire.ops.triton.launch import HOPPER, DeviceInfo, block, fetch, kernel, release, wait
 from quire.ops.triton.rows import GATES
 
 WIDE = tl.constexpr(32)
@@ -747,6 +747,35 @@ def has_two_products(matrix: IntegerMatrix) -> bool:
 def ordered(x: Tensor, matrix: IntegerMatrix) -> Tensor:
     """x [T, in] with its columns in the order of the matrix."""
     return x.contiguous() if matrix.order is None else x.index_select(1, matrix.order)
+
+
+@kernel
+def slots_kernel(
+    x, order, experts, out, inputs, USED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
+    """BLOCK columns of a slot's row of x, in the order [E, inputs] of its expert; zeros where it has none."""
+    slot, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait(DEPENDENT)
+    release(DEPENDENT)
+    expert = tl.load(experts + slot).to(tl.int64)
+    inside = k < tl.where(expert >= 0, inputs, 0)
+    column = tl.load(order + expert * inputs + k, mask=inside, other=0)
+    value = tl.load(x + slot // USED * inputs + column, mask=inside, other=0.0)
+    tl.store(out + slot * inputs + k, value, mask=k < inputs)
+
+
+def ordered_slots(x: Tensor, routing: Routing, matrices: IntegerMatrix, card: DeviceInfo) -> tuple[Tensor, Routing]:
+    """x [T, in] with its columns in the order of the experts' matrices, and what its rows use: where experts have
+    columns moved, each in its own way, every slot (a token and one of its experts) has a row."""
+    if matrices.order is None:
+        return x, routing
+    slots, used = routing.experts.numel(), routing.experts.shape[1]
+    out, size = x.new_empty(slots, matrices.inputs), block(min(matrices.inputs, 1024))
+    slots_kernel[(slots, triton.cdiv(matrices.inputs, size))](
+        *(x, matrices.order, routing.experts, out, matrices.inputs),
+        USED=used, BLOCK=size, DEPENDENT=card.dependent, num_warps=4, **card.options,
+    )  # fmt: skip
+    return out, Routing(routing.experts.view(-1, 1), routing.weights.view(-1, 1), early=True)
 
 
 def integer_linear(

@@ -32,6 +32,7 @@ from quire.ops.triton.integer_gemm import (
     float_of,
     in_float16,
     lower,
+    ordered_slots,
     power_of,
     signed_byte_of,
     supers_of,
@@ -375,23 +376,26 @@ def expert_of(experts, unit, UNITS: tl.constexpr, ALL: tl.constexpr):
 def requested(
     matrix, experts, batch: tl.constexpr, outputs, thread,
     MODE: tl.constexpr, UNITS: tl.constexpr, ALL: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr, EVEN_N: tl.constexpr,
+    PARTS: tl.constexpr, WARPS: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of a batch of units: for each unit and part what `operands` takes of row g, then of row g + 8."""
+    """Numbers of a batch of units, without those that no warp has: for each unit and part what `operands` takes of row
+    g, then of row g + 8."""
     weight, size = matrix[0], matrix[3]
     warp, g, t = thread
     whole = outputs * PARTS
     held = ()
     for u in tl.static_range(8 // ROWS):
-        unit = (batch * (8 // ROWS) + u) * WARPS + warp
-        inside, own, start = unit < ALL, unit, weight
-        if MODE == TOKEN:
-            own, start = unit % UNITS, weight + expert_of(experts, unit, UNITS, ALL) * size
-        for p in tl.static_range(PARTS):
-            for h in tl.static_range(2):
-                at = (own * (BITS // 4) * whole + row_of(g, p, h, outputs, EVEN_N)) * 4 + t
-                one = read(start, at, inside, EVEN)
-                held += (one, one if BITS == 4 else read(start, at + whole * 4, inside, EVEN))  # type: ignore[assignment]
+        if (batch * (8 // ROWS) + u) * WARPS < ALL:
+            unit = (batch * (8 // ROWS) + u) * WARPS + warp
+            inside, own, start = unit < ALL, unit, weight
+            if MODE == TOKEN:
+                own, start = unit % UNITS, weight + expert_of(experts, unit, UNITS, ALL) * size
+            for p in tl.static_range(PARTS):
+                for h in tl.static_range(2):
+                    at = (own * (BITS // 4) * whole + row_of(g, p, h, outputs, EVEN_N)) * 4 + t
+                    one = read(start, at, inside, ALL % WARPS == 0)
+                    other = one if BITS == 4 else read(start, at + whole * 4, inside, ALL % WARPS == 0)
+                    held += (one, other)  # type: ignore[assignment]
     return held
 
 
@@ -526,7 +530,7 @@ def integer_gemv_kernel(
     held = ()
     for b in tl.static_range(min(DEPTH, BATCHES)):
         held += (  # type: ignore[assignment]
-            (requested(matrix, experts, b, outputs, thread, MODE, UNITS, ALL, BITS, ROWS, PARTS, WARPS, EVEN, EVEN_N),
+            (requested(matrix, experts, b, outputs, thread, MODE, UNITS, ALL, BITS, ROWS, PARTS, WARPS, EVEN_N),
              requested_marks(matrix, experts, weights, b, outputs, thread, MODE, UNITS, ALL, KIND, GROUP, ROWS, PARTS,
                              WARPS, EVEN, EVEN_N)),
         )  # fmt: skip
@@ -539,7 +543,7 @@ def integer_gemv_kernel(
         if b + DEPTH < BATCHES:
             held += (  # type: ignore[assignment]
                 (requested(matrix, experts, b + DEPTH, outputs, thread, MODE, UNITS, ALL, BITS, ROWS, PARTS, WARPS,
-                           EVEN, EVEN_N),
+                           EVEN_N),
                  requested_marks(matrix, experts, weights, b + DEPTH, outputs, thread, MODE, UNITS, ALL, KIND, GROUP,
                                  ROWS, PARTS, WARPS, EVEN, EVEN_N)),
             )  # fmt: skip
@@ -599,9 +603,9 @@ AMPERE = (8, 0)
 MAX_ROWS = 4
 """Rows up to which these kernels are faster than `integer_gemm`'s."""
 
-LEAST_WARPS, MOST_WARPS, REGISTERS = 4, 16, 128
-"""Warps of a program, and of a thread's registers those that hold requested numbers: a quarter with the most warps,
-which have half as many."""
+LEAST_WARPS, SLOT_WARPS, MOST_WARPS, REGISTERS = 4, 8, 16, 128
+"""Warps of a program, at least, of one for slots, and at most; and of a thread's registers those that hold requested
+numbers: a quarter with the most warps, which have half as many."""
 
 UNROLLED = 32
 """Units of 4-bit numbers that a warp multiplies, written out one by one: twice as many take four times as long to
@@ -628,6 +632,7 @@ def multiply_slots(
 ) -> Tensor:
     """x [T, in] times the matrices of its tokens' experts [E, 2 out, in], plus bias [E, 2 out] -> gated [T K, out]; [E,
     out, in] and [E, out] with a gate of one part."""
+    x, routing = ordered_slots(x, routing, matrix, card)
     out = x.new_empty(routing.experts.numel(), matrix.outputs // num_parts(gate))
     launch(x, matrix, bias, out, routing, SLOT, len(out), gate, card)
     return out
@@ -644,11 +649,12 @@ def add_slots(
     return out
 
 
-def num_warps(units: int, rows: int, bits: int, gate: Gate) -> int:
-    """Warps that share units: so many that what is written out of each stays short, and none without any."""
+def num_warps(units: int, rows: int, bits: int, gate: Gate, *, slots: bool) -> int:
+    """Warps that share units: so many that what is written out of each stays short, and none without a whole batch; of
+    slots, which wait for their expert before they request anything, with half a batch of each part of a gate."""
     written = units * (bits // 4) * num_parts(gate)
-    wanted = min(MOST_WARPS, max(LEAST_WARPS, block(triton.cdiv(written, UNROLLED))))
-    return min(wanted, two(triton.cdiv(units * rows, 8)))
+    wanted = min(MOST_WARPS, max(SLOT_WARPS if slots else LEAST_WARPS, block(triton.cdiv(written, UNROLLED))))
+    return min(wanted, two(triton.cdiv(units * rows * (num_parts(gate) if slots else 1), 8)))
 
 
 def launch(
@@ -670,7 +676,7 @@ def launch(
     strides = (0, 0, 0) if routing is None else (matrix.weight.stride(0) // 8, matrix.words.stride(0), supers.stride(0))
     padded, own = 1 if rows == 1 else MAX_ROWS, triton.cdiv(matrix.inputs, UNIT.value)
     units = own * used if mode.value == TOKEN.value else own
-    warps = num_warps(units, padded, matrix.bits, gate)
+    warps = num_warps(units, padded, matrix.bits, gate, slots=routing is not None)
     batches = triton.cdiv(units * padded, 8 * warps)
     registers = 8 // padded * matrix.bits * num_parts(gate) * (4 if warps == MOST_WARPS else 1)
     integer_gemv_kernel[(triton.cdiv(outputs, 16), count)](

@@ -411,7 +411,7 @@ def config(num_rows: int, matrix: IntegerMatrix, gated: bool) -> MmaConfig:
     """How a product is tiled: the fastest of some, measured with matrices of an 8B model, AWQ in groups of 128 and Q4_K
     on an H100, Q8_0 and Q6_K on an H200. Scales of 32 columns each take the time in which more could be asked for."""
     if matrix.bits == 8:
-        return byte_config(num_rows, matrix.group == 16, gated)
+        return byte_config(num_rows, matrix, gated)
     many = matrix.kind is not IntegerKind.ZEROS or matrix.group == 32
     if num_rows > 16:
         return MmaConfig(32, 64, 1, 256, 4, 1, 4)
@@ -426,12 +426,14 @@ def config(num_rows: int, matrix: IntegerMatrix, gated: bool) -> MmaConfig:
     return MmaConfig(8, 32, 2, 256, 4, 2, 6)
 
 
-def byte_config(num_rows: int, fine: bool, gated: bool) -> MmaConfig:
-    """The same of 8 bits. fine: with scales of 16 columns."""
+def byte_config(num_rows: int, matrix: IntegerMatrix, gated: bool) -> MmaConfig:
+    """The same of 8 bits."""
+    fine = matrix.group == 16
     if num_rows <= 8:
         return MmaConfig(8, 32, 2, 256, 4, 2, 4) if fine else MmaConfig(8, 64, 1, 256, 4, 2, 4)
     if num_rows <= 16:
-        return MmaConfig(16, 64, 1, 256, 4, 1, 4)
+        small = matrix.outputs * matrix.inputs < 1 << 25 and not gated and not fine
+        return MmaConfig(16, 32, 1, 256, 2, 2, 6) if small else MmaConfig(16, 64, 1, 256, 4, 1, 4)
     return MmaConfig(32, 32, 2, 128, 4, 2, 4) if gated else MmaConfig(32, 64, 1, 256, 4, 2, 2)
 
 

@@ -236,7 +236,7 @@ class TritonOps(Ops):
         biases: ExpertBiases = NO_BIASES,
     ) -> Tensor:
         """See `Ops.quantized_experts`."""
-        if isinstance(gate_up, IntegerMatrix) and isinstance(down, IntegerMatrix):
+        if isinstance(gate_up, IntegerMatrix) and isinstance(down, IntegerMatrix) and down.order is None:
             if integer_gemv.takes(x, self.card, gate_up, down):
                 inner = integer_gemv.multiply_slots(x, routing, gate_up, gate, self.card, biases.gate_up)
                 return integer_gemv.add_slots(inner, routing, down, self.card, biases.down)

@@ -32,33 +32,37 @@ def rounded_to_e4m3(x):
     return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, usual)
 
 
-@kernel(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["count", "rows"])
 def round_kernel(
-    x, out, steps, rows, inputs, stride,
+    x, out, steps, count, rows, inputs, stride,
     GATE: tl.constexpr, ACT: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, FAST: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, FAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A row of x [T, stride] in eight bits, of which MOST is the largest number, and what one step of each run of WIDTH
-    numbers is, float32: steps [runs, rows]; NaN where a number is none, or infinite. ACT: see `given`; GATE: its other
-    half follows after `inputs` numbers. FAST: on a card; the interpreter does not carry what it rounds up."""
-    row, g = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK // WIDTH)
+    """ROWS of the `count` rows of x [T, stride] in eight bits, of which MOST is the largest number, and what one step
+    of each run of WIDTH numbers is, float32: steps [runs, rows]; NaN where a number is none, or infinite. ACT: see
+    `given`; GATE: its other half follows after `inputs` numbers. FAST: on a card; the interpreter does not carry what
+    it rounds up."""
+    row, g = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS * BLOCK // WIDTH)
+    line, there = row, g * WIDTH < inputs
+    if ROWS > 1:
+        row, g = row * ROWS + g // (BLOCK // WIDTH), g % (BLOCK // WIDTH)
+        line, there = row[:, None], (g * WIDTH < inputs) & (row < count)
     k = g[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = (k < inputs) & there[:, None]
     wait(DEPENDENT)
     release(DEPENDENT)
-    line = x + row * stride + k
-    value = tl.load(line, mask=k < inputs, other=0.0).to(tl.float32)
+    x += line * stride
+    value = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
     if ACT >= 0:
-        other = tl.load(line + inputs, mask=k < inputs, other=0.0).to(tl.float32) if GATE else value
+        other = tl.load(x + k + inputs, mask=inside, other=0.0).to(tl.float32) if GATE else value
         value = apply_gate(value, other, ACT).to(x.dtype.element_ty).to(tl.float32)
-    write_rounded(value, out, steps, row, rows, inputs, k, g, MOST, LEAST, WIDTH, FAST)
+    write_rounded(value, out + (line * inputs + k), steps + g * rows + row, inside, there, MOST, LEAST, FAST)
 
 
 @triton.jit
-def write_rounded(
-    value, out, steps, row, rows, inputs, k, g,
-    MOST: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """A row's numbers `value` [runs, WIDTH], which are those at k: see `round_kernel`."""
+def write_rounded(value, out, steps, inside, first, MOST: tl.constexpr, LEAST: tl.constexpr, FAST: tl.constexpr):
+    """Runs of numbers `value` [runs, WIDTH] to `out`, where `inside`, and what their steps are to `steps`, where
+    `first`: see `round_kernel`."""
     finite = tl.abs(value) < float("inf")
     largest = tl.maximum(tl.max(tl.where(finite, tl.abs(value), 0.0), 1), LEAST)
     step = tl.div_rn(largest, MOST) + tl.sum(tl.where(finite, 0.0, float("nan")), 1)
@@ -69,8 +73,8 @@ def write_rounded(
         value *= tl.div_rn(MOST + 0.0 * largest, largest)[:, None]
         if not FAST:
             value = rounded_to_e4m3(value)
-    tl.store(out + row * inputs + k, value.to(out.dtype.element_ty), mask=k < inputs)
-    tl.store(steps + g * rows + row, step, mask=g * WIDTH < inputs)
+    tl.store(out, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(steps, step, mask=first)
 
 
 @kernel(do_not_specialize=["rows"])
@@ -93,7 +97,8 @@ def norm_round_kernel(
     exact = value.to(tl.float32)
     root = tl.rsqrt(tl.sum(tl.sum(exact * exact, 1), 0) / inputs + eps)
     made = (exact * root * gain).to(value.dtype).to(tl.float32)
-    write_rounded(made, out, steps, row, rows, inputs, k, g, MOST, LEAST, WIDTH, FAST)
+    first = g * WIDTH < inputs
+    write_rounded(made, out + row * inputs + k, steps + g * rows + row, inside, first, MOST, LEAST, FAST)
 
 
 @triton.jit
@@ -206,6 +211,10 @@ def rounded_config(rows: int, outputs: int, inputs: int, *, gated: bool, runs: b
     return GemmConfig(128, 128, 128, 8, 3)
 
 
+AT_ONCE = 2048
+"""Numbers of short rows that a program rounds together: of 512 it takes a third of the time (H200)."""
+
+
 def round_rows(x: Tensor, card: DeviceInfo, dtype: torch.dtype, width: int = 0, gate: Gate = "") -> RoundedRows:
     """x [T, in], with a gate what it makes of that. width: numbers of a run; 0: all of a row.
 
@@ -217,10 +226,12 @@ def round_rows(x: Tensor, card: DeviceInfo, dtype: torch.dtype, width: int = 0, 
     out = x.new_empty(rows, inputs, dtype=dtype)
     steps = x.new_empty(triton.cdiv(inputs, width), rows, dtype=torch.float32)
     largest, least = (INT8_MAX, torch.finfo(torch.float32).tiny) if dtype is torch.int8 else (E4M3_MAX, LEAST_FLOAT8)
-    round_kernel[(len(x),)](
-        x, out, steps, rows, inputs, stride, GATE=num_parts(gate) == 2, ACT=GATES[gate], MOST=largest, LEAST=least,
-        WIDTH=width, BLOCK=max(size, width), FAST=any(card.capability), DEPENDENT=card.dependent,
-        num_warps=warps(size), **card.options,
+    size = max(size, width)
+    some = max(1, AT_ONCE // size)
+    round_kernel[(triton.cdiv(len(x), some),)](
+        x, out, steps, len(x), rows, inputs, stride, GATE=num_parts(gate) == 2, ACT=GATES[gate], MOST=largest,
+        LEAST=least, WIDTH=width, BLOCK=size, ROWS=some, FAST=any(card.capability), DEPENDENT=card.dependent,
+        num_warps=warps(some * size), **card.options,
     )  # fmt: skip
     return RoundedRows(out, steps, len(x), x.dtype)
 
@@ -321,17 +332,18 @@ def prefers_library(rows: int, matrix: QuantizedMatrix, card: DeviceInfo) -> boo
 RUN = 128
 """Columns with one scale that the library knows."""
 
-MOST_NARROW_ROWS = 4096
-"""Rows up to which narrow matrices get scales of rows' runs: of 256 rows these are faster, of 8,192 those of blocks."""
+BLOCK_TILES = 128
+"""Tiles of 128 x 128 results from which on scales of blocks are faster than those of rows' runs: about one for each
+multiprocessor. With half of them they are not (measured, H100)."""
 
 ALIGNED = 16
 """What the library wants rows of steps to be a multiple of."""
 
 
 def has_blocks(rows: int, matrix: QuantizedMatrix) -> bool:
-    """Whether the library gets a scale for each block of 128 x 128 rather than for each run of a row: of many rows, or
-    a wide matrix, and where it knows how they lie."""
-    much = rows > MOST_NARROW_ROWS or len(matrix.weight) > NARROW
+    """Whether the library gets a scale for each block of 128 x 128 rather than for each run of a row: of many results,
+    or a wide matrix, and where it knows how they lie."""
+    much = rows * len(matrix.weight) >= BLOCK_TILES * RUN * RUN or len(matrix.weight) > NARROW
     return much and matrix.height % RUN == 0 and matrix.weight.shape[1] % (4 * RUN) == 0
 
 

@@ -178,6 +178,15 @@ def warps(size: int) -> int:
     return min(16, max(1, size // 512))
 
 
+def norm_warps(size: int, tokens: int, card: DeviceInfo) -> int:
+    """Warps for each of so many norms at once. What comes before may fill all but a few multiprocessors, to which rows
+    then crowd: fewer fit there with twice as many warps (measured with 64, H200). Sums depend on that."""
+    return min(16, warps(size) * (2 if MIN_SPREAD <= tokens <= card.sms else 1))
+
+
+MIN_SPREAD = 33
+"""Rows from which on they crowd."""
+
 MOST_NORMS = 3
 """Norms of one sum that `norm_kernel` computes at once."""
 
@@ -216,7 +225,7 @@ def norms(
         *(last.eps, second.eps, third.eps, first.eps, side.eps, scale),
         NORMS=len(outs), ADD=residual is not None, FIRST=before is not None, BESIDE=beside is not None,
         GAINED=gain is not None, CENTRED=last.centred, BIAS=last.bias is not None, BLOCK=size,
-        DEPENDENT=card.dependent, num_warps=warps(size), **card.options,
+        DEPENDENT=card.dependent, num_warps=norm_warps(size, x.numel() // columns, card), **card.options,
     )  # fmt: skip
     return outs
 
