@@ -41,14 +41,14 @@ MIN_ROWS, MAX_ROWS = 33, 64
 """Fewer are faster by `integer_mma`; of more the matrix is dequantized first."""
 
 TURN = gl.constexpr(1024)
-"""What programs of a sum add to a counter, one each and the first the rest, when each has stored its part: so nobody
+"""What programs of a sum add to a counter, one each and the first the rest, when each has stored its part: so none
 has to set it back, and after one's own addition it is a multiple when all have come. They run at the same time."""
 
 GROUPS = gl.constexpr(4)
 """Of four warps, 64 rows of the matrix each, those of gates counted."""
 
-KINDS = {(8, IntegerKind.PAIRS): 32, (4, IntegerKind.SUPERBLOCKS): 32}
-"""Bits and kinds of matrices that are multiplied, by columns of a group."""
+KNOWN = frozenset({(8, IntegerKind.PAIRS, 32), (4, IntegerKind.SUPERBLOCKS, 32)})
+"""Bits, kinds and groups of matrices that are multiplied."""
 
 upper, byte_of = gluon.jit(integer_gemm.upper.fn), gluon.jit(integer_gemm.byte_of.fn)
 
@@ -324,7 +324,7 @@ def takes(x: Tensor, matrix: IntegerMatrix, card: DeviceInfo) -> bool:
     aligned = matrix.order is not None or x.data_ptr() % 16 == 0
     fits = x.dtype in (torch.bfloat16, torch.float16) and MIN_ROWS <= len(x) <= MAX_ROWS
     even = matrix.inputs % (256 if matrix.bits == 4 else 128) == 0 and matrix.outputs % (64 * GROUPS.value) == 0
-    known = KINDS.get((matrix.bits, matrix.kind)) == matrix.group
+    known = (matrix.bits, matrix.kind, matrix.group) in KNOWN
     return card.capability == HOPPER and card.sms > 0 and fits and aligned and even and known
 
 
