@@ -536,6 +536,11 @@ def test_what_vllm_takes_and_changes_nothing_is_taken(llm: LLM) -> None:
     assert llm.chat(talk, asked, lora_request=None, chat_template_content_format="auto")[0].outputs == plain
 
 
+def test_a_sampling_parameter_in_the_wrong_place_is_refused_with_the_right_one(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"no parameter top_p: pass sampling_params=SamplingParams\(top_p=0\.5\)"):
+        llm.generate("abc", top_p=0.5)  # type: ignore[call-arg]
+
+
 def test_an_argument_that_would_change_something_is_refused_by_name(llm: LLM) -> None:
     for call in (llm.generate, llm.chat, llm.embed):
         with pytest.raises(InvalidRequest, match="lora_request='adapter' is not supported, only None") as caught:

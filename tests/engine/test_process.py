@@ -100,6 +100,22 @@ def ask(id: str, new: int = 5, prompt: Sequence[int] = (1, 2, 3)) -> Request:
     )
 
 
+def test_an_engine_that_is_being_built_is_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a model was loaded took five seconds: the process heard nothing of its closed socket."""
+    monkeypatch.setattr(client, "_EXIT_TIMEOUT", 3600.0)
+
+    async def story() -> None:
+        port = EngineProcess([sys.executable, "-c", "import time; time.sleep(3600)"], {}, lambda m: b"")
+        starting = asyncio.create_task(port.start())
+        while port.process is None:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(port.close(), 60)
+        assert port.process.returncode == -signal.SIGKILL
+        starting.cancel()
+
+    asyncio.run(story())
+
+
 def test_tokens_come_back_and_the_counters_settle() -> None:
     async def story() -> None:
         async with Rig() as rig:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import BertProcessing, RobertaProcessing, TemplateProcessing
 
-from quire.errors import InvalidModel
+from quire.errors import InvalidModel, InvalidRequest
 from quire.tokenization.tokenizer import Tokenizer, sampling_defaults
 from tests.tokenization.vocabulary import byte_level, save, sentencepiece, wordpiece
 
@@ -46,6 +46,15 @@ def test_text_survives_the_round_trip() -> None:
     tokenizer = Tokenizer(byte_level())
     text = "the lazy dog\n\tcosts 5€ 👩‍👩‍👧 né e"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "\udcff", "a\ud800" * 20_000])
+def test_text_with_surrogates_is_refused_as_that(text: str) -> None:
+    """Names of files that are no UTF-8 have them: the library said "TextInputSequence must be str"."""
+    tokenizer = Tokenizer(byte_level())
+    for encode in (tokenizer.encode, tokenizer.encode_inner, lambda text: tokenizer.encode_inputs(["a", text])):
+        with pytest.raises(InvalidRequest, match=r"has a surrogate, which is no character"):
+            encode(text)
 
 
 def test_long_texts_encode_like_short_ones() -> None:

@@ -10,7 +10,8 @@ from quire.checks import ANY, Unneeded, changes_nothing, check_unneeded, refusal
 from quire.config.option import OTHER_NAMES
 from quire.config.other_servers import UNSUPPORTED
 from quire.config.settings import OPTIONS, Settings
-from quire.errors import InvalidConfig, UnknownName, nearest
+from quire.errors import InvalidConfig, InvalidRequest, UnknownName, nearest
+from quire.types import SamplingParams
 
 _Values = Sequence[tuple[tuple[Any, ...], str]]
 
@@ -183,6 +184,10 @@ class EngineArgs:
 
 def check_method(given: Mapping[str, Any]) -> None:
     """Raise InvalidRequest for an argument of a method that is not known, or whose value would change something."""
+    for name, value in given.items():
+        if name in SamplingParams.__dataclass_fields__ and name not in METHODS:
+            what = f"pass sampling_params=SamplingParams({name}={value!r:.40})"
+            raise InvalidRequest(f"this method has no parameter {name}: {what}", param=name)
     check_unneeded("this method", given, (), METHODS)
 
 

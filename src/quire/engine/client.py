@@ -124,6 +124,10 @@ class StallDetector:
         return 0.0 if self.idle else now - self._since - self.step_timeout
 
 
+_EXIT_TIMEOUT = 5.0
+"""Seconds an engine has to exit once its socket is closed."""
+
+
 class EngineProcess:
     """An `EngineClient` of an engine in another process.
 
@@ -226,9 +230,9 @@ class EngineProcess:
             standby.sock.close()
             standby.process.kill()
             await asyncio.to_thread(standby.process.wait)
-        await self._reap()
+        await self._reap(_EXIT_TIMEOUT if self.ready() else 0.0)  # one that is being built hears nothing
 
-    async def _reap(self, timeout: float = 5.0) -> None:
+    async def _reap(self, timeout: float = _EXIT_TIMEOUT) -> None:
         """Wait for the process to exit, which it does when its socket closes; kill it after `timeout`."""
         if self._link is not None:
             self._link.close()

@@ -273,7 +273,10 @@ class Tokenizer:
         return [_paired(encoded[first], encoded[second], parts, most) for first, second in pairs]
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return [one.ids for one in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            return [one.ids for one in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except TypeError as error:
+            raise _not_unicode(texts) from error
 
     def _pair_parts(self, *, special: bool) -> list[PairPart]:
         """What a pair of texts becomes, by the tokenizer's post-processor on two texts of one token."""
@@ -284,9 +287,12 @@ class Tokenizer:
         return [PairPart(*part) for part in zip(made.sequence_ids, made.ids, made.type_ids, strict=True)]
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        if len(text) < _LONG:
+        if len(text) >= _LONG:
+            return tuple(self._encode_all([text])[0])
+        try:
             return tuple(self._core.encode(text, add_special_tokens=False).ids)
-        return tuple(self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        except TypeError as error:
+            raise _not_unicode([text]) from error
 
     def encode_inner(self, text: str) -> tuple[int, ...]:
         """Token ids of a text that goes on from another one: without the space that may be put before a text."""
@@ -417,6 +423,23 @@ class Tokenizer:
         begin = _with_token(tuple(framed[:at]), self.bos, config.get("add_bos_token"))
         end = tuple(framed[at + len(bare) :])
         return begin, _with_token(end, self._id("eos_token"), config.get("add_eos_token"))
+
+
+def _not_unicode(texts: Iterable[str]) -> InvalidRequest:
+    """What is wrong with texts that the library does not take: names of files and arguments of commands may have half
+    of a surrogate pair in place of a byte that is no UTF-8."""
+    bad = next((text for text in texts if not _is_unicode(text)), "")
+    return InvalidRequest(
+        f"the text {bad[:40]!r} has a surrogate, which is no character: read it with errors='replace'"
+    )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_eos(folder: Path) -> list[int]:
