@@ -50,7 +50,7 @@ from quire.ops.operands import (
     UnnormedRow,
     VocabularyPart,
 )
-from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
+from quire.ops.ragged import LayerKV, LayerState, LongSpan, RaggedBatch, StateSlots
 from quire.ops.triton import (
     block_tma,
     grouped_gemm,
@@ -59,6 +59,7 @@ from quire.ops.triton import (
     integer_stationary,
     integer_tma,
     rounded_gemm,
+    span_attention,
 )
 from quire.ops.triton.all_reduce import PeerSum
 from quire.ops.triton.blocks import BlockCopies
@@ -533,6 +534,15 @@ def in_turns(ops: TritonOps) -> None:
         grouped_gemm.grouped_product(halves(4096, 768), halves(4, 2048, 768), slots, 8, ops.card, ops.arrived)
 
 
+def long_spans(ops: TritonOps) -> None:
+    """Attention of long prompts on Hopper GPUs."""
+    if ops.card.capability == HOPPER:
+        span = LongSpan(0, 0, 512, 100)
+        for dim, how in ((128, Scores(0.1)), (64, Scores(0.1, 256, sinks=torch.empty(32)))):
+            q, pool = halves(512, 32, dim), LayerKV(*(halves(4, 8, 64, dim) for _ in "kv"))
+            span_attention.attend_span(torch.empty_like(q), q, pool, batch(1, 512), span, how, ops.card)
+
+
 def blocks() -> None:
     """Blocks of K/V in words, and in bytes."""
     for width in (4096, 15):
@@ -579,6 +589,7 @@ def main() -> None:
         in_registers(ops)
         in_shared_memory(ops)
         in_turns(ops)
+        long_spans(ops)
         small_mixture(ops, 64, 2048, torch.int8)
         blocks()
         for_any_row()

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
         quantized_gemm,
         recurrent,
         rounded_gemm,
+        span_attention,
     )
     from quire.ops.triton import experts as mixture
 else:
@@ -97,6 +98,7 @@ else:
     quantized_gemm = Later("quantized_gemm")
     recurrent = Later("recurrent")
     rounded_gemm = Later("rounded_gemm")
+    span_attention = Later("span_attention")
 
 MOST_OUTPUTS = 1 << 15
 """Outputs of a matrix that are dequantized at a time."""
@@ -539,15 +541,20 @@ class TritonOps(Ops):
         planned = self.prepare(batch)
         plain = how.is_causal(batch) and min(how.window, how.chunk) >= batch.max_kv
         plain = plain and not how.soft_cap and how.sinks is None
-        long, longest = NO_LONG_SPANS, UNLIMITED
-        if batch.long_spans.spans and plain and self.dense is not None and serves(q):
-            long, longest = batch.long_spans, LONG
+        long, longest, own = NO_LONG_SPANS, UNLIMITED, False
+        if batch.long_spans.spans:
+            own = span_attention.takes(q, kv, batch, how, self.card)
+            if own or (plain and self.dense is not None and serves(q)):
+                long, longest = batch.long_spans, LONG
         if long.alone:
             out = torch.empty_like(q)
         else:
             begun = cascade_attention(q, kv, planned, how, self.card)
             out = attention(q, kv, planned, how, self.card, begun, longest)
         for span in long.spans:
+            if own:
+                span_attention.attend_span(out, q, kv, batch, span, how, self.card)
+                continue
             assert self.dense is not None
             attend_long(out, q, kv, batch, span, how.scale, self.dense, self.card)
         return out
