@@ -52,6 +52,7 @@ from quire.ops.operands import (
 )
 from quire.ops.ragged import LayerKV, LayerState, LongSpan, RaggedBatch, StateSlots
 from quire.ops.triton import (
+    block_tma,
     grouped_gemm,
     integer_mma,
     integer_row,
@@ -515,6 +516,8 @@ def in_registers(ops: TritonOps) -> None:
     if ops.card.capability == HOPPER:
         for gate in ("", "silu"):
             integer_tma.integer_tma(halves(64, 4096), each[0], None, ops.card, ops.arrived, gate)
+        for matrix in (each[2], each[4]):
+            block_tma.block_tma(halves(64, 4096), matrix, None, ops.card, ops.turns, "silu")
         for matrix, gate in ((each[0], "silu"), (each[2], ""), (each[4], "")):
             row = halves(1, 4096)
             for x in (row, UnnormedRow(row, row, row, Norm(halves(4096), 1e-5), 1.0)):

@@ -11,9 +11,9 @@ from tests.ops.triton.programs import said
 
 SLOW = pytest.mark.nightly
 
-SPILLED = MappingProxyType({"attention_kernel": 600})
+SPILLED = MappingProxyType({"attention_kernel": 600, "block_kernel": 200})
 """Bytes a thread at most where it is not 96: tiles of latents that spill are faster than those that do not (measured,
-H200)."""
+H200), and rows of Q4_K's blocks spill for Triton 3.9, not for 3.6, with which they were measured."""
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,7 @@ def test_a_few_kernels_compile(tmp_path: Path) -> None:
         "vector_kernel",
         "mma_kernel",
         "tma_kernel",
+        "block_kernel",
         "ring_kernel",
         "stationary_kernel",
         "grouped_kernel",

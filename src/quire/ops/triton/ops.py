@@ -63,8 +63,8 @@ from quire.ops.triton.recurrence import FEW
 from quire.types import UNLIMITED
 
 if TYPE_CHECKING:
-    from quire.ops.triton import experts as mixture
     from quire.ops.triton import (
+        block_tma,
         grouped_gemm,
         indexer,
         integer_experts,
@@ -80,8 +80,10 @@ if TYPE_CHECKING:
         rounded_gemm,
         span_attention,
     )
+    from quire.ops.triton import experts as mixture
 else:
     # Triton looks up the source of every kernel that is imported, and most models need few of these.
+    block_tma = Later("block_tma")
     mixture = Later("experts")
     grouped_gemm = Later("grouped_gemm")
     indexer = Later("indexer")
@@ -129,7 +131,7 @@ class TritonOps(Ops):
         """dependent: use programmatic dependent launch where the GPU has it. rounds_float8: see `rounds`."""
         self.rounds_float8 = rounds_float8
         self.card = DeviceInfo.of(torch.device(device), dependent)
-        self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self.arrived, self.turns = torch.zeros(2, COUNTERS, dtype=torch.int32, device=device)
         self.gemm = self.make_gemm(gemm_library(self.arrived.device))
         self.dense = dense_attention(self.card)
 
@@ -355,6 +357,8 @@ class TritonOps(Ops):
             return integer_gemv.integer_gemv(integer_gemm.ordered(x, matrix), matrix, bias, self.card, gate)
         if integer_tma.takes(x, matrix, self.card):
             return integer_tma.integer_tma(x, matrix, bias, self.card, self.arrived, gate)
+        if block_tma.takes(x, matrix, self.card):
+            return block_tma.block_tma(x, matrix, bias, self.card, self.turns, gate)
         if integer_mma.takes(x, matrix, gate, self.card):
             return integer_mma.integer_mma(x, matrix, bias, self.card, self.arrived, gate)
         how = integer_gemm.integer_gemm_config(len(x), matrix, self.card, gated=num_parts(gate) == 2)
