@@ -27,3 +27,8 @@ def test_a_combination_is_equal_or_says_why_not(monkeypatch: pytest.MonkeyPatch)
     assert verified.tried("llama-gqa-tied", options | {"quantization": "awq"}, "cpu", 1, 1)[0] == "refused"
     monkeypatch.setitem(verified.FIXED, "max_model_len", "x")
     assert verified.tried("llama-gqa-tied", options, "cpu", 1, 1)[0] == "refused"
+
+
+def test_what_has_ended_is_counted_when_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verified.main(["--count", "3", "--device", "cpu", "--seconds", "0"]) == 0
+    assert capsys.readouterr().out.startswith("{} of 3 in ")

@@ -1,7 +1,7 @@
 """`quire verify` over many checkpoints and options, on this machine's device.
 
     python -m tests.verified --count 500 --workers 8            # every kind by turns, each with drawn options
-    python -m tests.verified --only llama qwen3 --seconds 60    # kinds whose names begin so, as far as the time allows
+    python -m tests.verified --only llama qwen3 --seconds 60    # kinds with such names, those that end by then
 
 Each combination answers greedy and seeded requests alone, in a batch, from a warm cache, in small chunks, preempted and
 with drafts, in deterministic mode. Prints a line for each that differs, is refused or fails, and what was seen in all;
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--new", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no combination is begun")
+    parser.add_argument("--seconds", type=float, help="after which those count that have ended")
     parser.add_argument("--only", nargs="*", default=[""], help="beginnings of names of kinds")
     asked = parser.parse_args(arguments)
     kinds = [kind for kind in KINDS if kind.startswith(tuple(asked.only)) and not kind.startswith("vision")]
@@ -122,18 +122,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             pool.submit(tried, kind, options, asked.device, asked.requests, asked.new): (i, kind, options)
             for i, kind, options in islice(draws(asked.seed, asked.count, kinds), asked.skip, None)
         }
-        for run in as_completed(runs):
-            if time.monotonic() - began > asked.seconds:
-                pool.shutdown(wait=False, cancel_futures=True)
-            if run.cancelled():
-                continue
-            what, occurred, why = run.result()
-            ended[what] += 1
-            seen += occurred
-            if what != "equal":
-                i, kind, options = runs[run]
-                changed = {name: value for name, value in options.items() if value != AXES[name][0]}
-                print(f"{i} {kind} {changed}: {what}: {why}", flush=True)
+        try:
+            for run in as_completed(runs, asked.seconds):
+                what, occurred, why = run.result()
+                ended[what] += 1
+                seen += occurred
+                if what != "equal":
+                    i, kind, options = runs[run]
+                    changed = {name: value for name, value in options.items() if value != AXES[name][0]}
+                    print(f"{i} {kind} {changed}: {what}: {why}", flush=True)
+        except TimeoutError:
+            for process in (pool._processes or {}).values():
+                process.terminate()
     print(f"{dict(ended)} of {asked.count - asked.skip} in {time.monotonic() - began:.0f} s")
     print(f"seen: {dict(seen)}")
     return 1 if ended["differs"] or ended["failed"] else 0

@@ -22,3 +22,15 @@ def test_steps_are_short_only_while_background_requests_run() -> None:
     scheduler.add(ask("person"))
     plan = scheduler.plan()
     assert plan is not None and [(span.num_tokens, span.num_samples) for span in plan.spans] == [(30, 1)]
+
+
+def test_the_context_of_the_next_prompt_is_known_once_it_is_begun() -> None:
+    scheduler = Scheduler(KVCacheManager(64, 4, make_prefix_cache(4, False)), rows=8, max_num_batched_tokens=100)
+    assert scheduler.prompt_context == 0
+    scheduler.add(ask("a"))
+    assert scheduler.prompt_context == 30, "how many of a waiting one's tokens are cached is not known"
+    for fed in (7, 19):
+        scheduler.plan(fed - scheduler.prompt_context % 30)
+        assert scheduler.prompt_context == fed
+    scheduler.plan()
+    assert scheduler.prompt_context == 0

@@ -54,9 +54,9 @@ class LatencyController:
     """Bounds the tokens of a step by its predicted time, so that long prompts do not stall running requests.
 
     target: seconds between tokens that prompts may cost running requests. A target below what the machine can do must
-    not stop prompts: a step may always have as many of their tokens as would make it longer by the share `LEAST`, or,
-    if the target leaves less than that of `REACHABLE`, as would double it, if each cost what the cheapest did. Nothing
-    is bounded while no request runs.
+    not stop prompts: where a step would take longer however few of their tokens it has, it may have as many as make it
+    longer by the share `LEAST`, and where the target leaves less than that of `REACHABLE`, as double one without
+    prompts. Nothing is bounded while no request runs.
 
     What a step takes is predicted right on average. So what is aimed at is below the target, as far as it takes for one
     step with prompts in a hundred to be longer than that.
@@ -95,10 +95,14 @@ class LatencyController:
         if not running or each == 0.0:
             return UNLIMITED
         plain = step_times.without_prompts(running)
-        cheap, most = step_times.cheapest_token(), float(UNLIMITED)  # tokens that cost next to nothing are not counted
-        least = self.LEAST if self.target > self.REACHABLE * plain else 1.0
+        most = float(UNLIMITED)  # tokens that cost next to nothing are not counted
         total = running + int(max(min((self.aim * self.target - plain) / each, most), 0.0))
-        at_least = math.ceil((running + min(least * plain / cheap, most)) / self.MULTIPLE) * self.MULTIPLE
+        apart, more = step_times.prompts_apart()
+        if self.target <= self.REACHABLE * plain:
+            longer = plain
+        else:
+            longer = self.LEAST * (plain + apart) if plain + apart > self.target else 0.0
+        at_least = math.ceil((running + min(longer / more, most)) / self.MULTIPLE) * self.MULTIPLE
         return min(max(total - total % self.MULTIPLE, at_least, running + self.MIN_PROMPT_TOKENS), UNLIMITED)
 
 

@@ -100,8 +100,11 @@ class PagedAttentionMetadata(RaggedBatch):
             for span, (n, last) in enumerate(zip(counts, batch.kv_len.tolist(), strict=True))
             if n and last % size and last // size * size >= last - n
         ]
-        at = torch.tensor(begun, dtype=torch.int64, device=table.device).view(-1, 2)
-        return cls(**fields_of(batch), sort=sort, begun=table[at[:, 0], at[:, 1]].long())
+        blocks = table.new_empty(0, dtype=torch.int64)
+        if begun:
+            at = torch.tensor(begun, dtype=torch.int64, device=table.device)
+            blocks = table[at[:, 0], at[:, 1]].long()
+        return cls(**fields_of(batch), sort=sort, begun=blocks)
 
     def read(self, pool: Tensor, index: int, scale: float, dtype: torch.dtype) -> Tensor:
         """Group `index`'s part of pool [N, G, B, D], times its scale -> [S, G, P * B, D] of `dtype`."""

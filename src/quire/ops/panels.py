@@ -188,8 +188,8 @@ class PanelMatrix:
 
     def _superblock_scales(self, panel: Tensor, place: Tensor) -> tuple[Tensor, Tensor | None]:
         heads = self.weight.view(len(self.weight), self.padded // SUPERBLOCK, -1)[..., : self.head]
-        by = heads[..., : 4 * PANEL_ROWS].view(torch.float16).unflatten(-1, (2, PANEL_ROWS))
-        each = heads[..., 4 * PANEL_ROWS :].unflatten(-1, (SUPERBLOCK // self.group, -1, PANEL_ROWS))
+        by = torch.unflatten(heads[..., : 4 * PANEL_ROWS].view(torch.float16), -1, (2, PANEL_ROWS))
+        each = torch.unflatten(heads[..., 4 * PANEL_ROWS :], -1, (SUPERBLOCK // self.group, -1, PANEL_ROWS))
         each = each if self.scale_kind is ScaleKind.U8 else each.view(torch.int8)
         scale = each[panel, ..., 0, place].float() * by[panel, :, :1, place].float()
         if self.scale_kind is ScaleKind.I8:

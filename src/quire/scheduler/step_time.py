@@ -110,6 +110,10 @@ class StepTimeModel(LineFit):
     """How much more the cheapest token of a prompt costs with each step that has prompts, until a step is as cheap."""
     MANY = 64
     """Tokens of prompts that say what one costs."""
+    APART = 16
+    """By how many tokens of a prompt two steps differ that say what one more costs."""
+    FEW_STEPS = 4
+    """Steps with prompts of which the least says what fewer tokens would not have spared."""
     CHEAPER = 1.25
     """How many times less a token of a prompt costs at least than in the last step with prompts."""
     NUM_DECODE = 12
@@ -123,8 +127,9 @@ class StepTimeModel(LineFit):
         super().__init__()
         self._recent: deque[tuple[int, float]] = deque(maxlen=self.NUM_RECENT)
         self._fastest: dict[int, float | None] = {}
-        self._longest = self._rate = self._steep = self._cheap = 0.0
+        self._longest = self._rate = self._steep = self._cheap = self._marginal = 0.0
         self._max_tokens = self._context = 0
+        self._prompts: deque[tuple[int, float]] = deque(maxlen=self.FEW_STEPS)
         self._plain, self._by_context = LineFit(), LineFit()
         self._decode: dict[tuple[int, int], deque[float]] = {}
         self._typical: dict[int, dict[int, float]] = {}
@@ -185,6 +190,11 @@ class StepTimeModel(LineFit):
     def _record_prompts(self, num_tokens: int, seconds: float, context: int) -> None:
         """So many tokens of prompts, after `context` others, added so much to a step. Few say nothing but that it is
         less than was thought, and no less than the cheapest of many."""
+        fed, added = self._prompts[-1] if self._prompts else (num_tokens, seconds)
+        if abs(num_tokens - fed) >= self.APART and abs(context - self._context) <= num_tokens + fed:
+            marginal = max(0.0, (seconds - added) / (num_tokens - fed))
+            self._marginal = (marginal + (self._marginal or marginal)) / 2
+        self._prompts.append((num_tokens, seconds))
         thought = self._token_after(context)
         each = max(seconds / num_tokens, thought / self.CHEAPER)
         self._steep = each if num_tokens >= self.MANY else max(min(each, thought), self._cheap)
@@ -229,6 +239,12 @@ class StepTimeModel(LineFit):
         what more context adds; before any, by the line. It falls by a fifth at most from one step to the next, so that
         one that was measured badly lets in few too many."""
         return self._token_after(context) if self._steep else self.line()[1]
+
+    def prompts_apart(self) -> tuple[float, float]:
+        """Of what prompts added to the last steps: seconds that fewer tokens would not have spared, and those of each
+        token."""
+        each = max(self._marginal or self._steep, self.cheapest_token())
+        return max(0.0, min((added - each * fed for fed, added in self._prompts), default=0.0)), each
 
     def cheapest_token(self) -> float:
         """As `prompt_token`, of the step whose tokens cost least."""

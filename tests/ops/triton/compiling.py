@@ -50,8 +50,17 @@ from quire.ops.operands import (
     UnnormedRow,
     VocabularyPart,
 )
-from quire.ops.ragged import LayerKV, LayerState, RaggedBatch, StateSlots
-from quire.ops.triton import grouped_gemm, integer_mma, integer_row, integer_stationary, integer_tma, rounded_gemm
+from quire.ops.ragged import LayerKV, LayerState, LongSpan, RaggedBatch, StateSlots
+from quire.ops.triton import (
+    block_tma,
+    grouped_gemm,
+    integer_mma,
+    integer_row,
+    integer_stationary,
+    integer_tma,
+    rounded_gemm,
+    span_attention,
+)
 from quire.ops.triton.all_reduce import PeerSum
 from quire.ops.triton.blocks import BlockCopies
 from quire.ops.triton.experts import SortedSlots
@@ -507,6 +516,8 @@ def in_registers(ops: TritonOps) -> None:
     if ops.card.capability == HOPPER:
         for gate in ("", "silu"):
             integer_tma.integer_tma(halves(64, 4096), each[0], None, ops.card, ops.arrived, gate)
+        for matrix in (each[2], each[4]):
+            block_tma.block_tma(halves(64, 4096), matrix, None, ops.card, ops.turns, "silu")
         for matrix, gate in ((each[0], "silu"), (each[2], ""), (each[4], "")):
             row = halves(1, 4096)
             for x in (row, UnnormedRow(row, row, row, Norm(halves(4096), 1e-5), 1.0)):
@@ -521,6 +532,15 @@ def in_turns(ops: TritonOps) -> None:
         slots = SortedSlots(ints(4096), ints(3, 36))
         grouped_gemm.grouped_product(halves(512, 2048), halves(4, 1536, 2048), slots, 8, ops.card, ops.arrived, "silu")
         grouped_gemm.grouped_product(halves(4096, 768), halves(4, 2048, 768), slots, 8, ops.card, ops.arrived)
+
+
+def long_spans(ops: TritonOps) -> None:
+    """Attention of long prompts on Hopper GPUs."""
+    if ops.card.capability == HOPPER:
+        span = LongSpan(0, 0, 512, 100)
+        for dim, how in ((128, Scores(0.1)), (64, Scores(0.1, 256, sinks=torch.empty(32)))):
+            q, pool = halves(512, 32, dim), LayerKV(*(halves(4, 8, 64, dim) for _ in "kv"))
+            span_attention.attend_span(torch.empty_like(q), q, pool, batch(1, 512), span, how, ops.card)
 
 
 def blocks() -> None:
@@ -569,6 +589,7 @@ def main() -> None:
         in_registers(ops)
         in_shared_memory(ops)
         in_turns(ops)
+        long_spans(ops)
         small_mixture(ops, 64, 2048, torch.int8)
         blocks()
         for_any_row()

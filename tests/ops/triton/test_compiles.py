@@ -11,9 +11,9 @@ from tests.ops.triton.programs import said
 
 SLOW = pytest.mark.nightly
 
-SPILLED = MappingProxyType({"attention_kernel": 600})
+SPILLED = MappingProxyType({"attention_kernel": 600, "block_kernel": 200})
 """Bytes a thread at most where it is not 96: tiles of latents that spill are faster than those that do not (measured,
-H200)."""
+H200), and rows of Q4_K's blocks spill for Triton 3.9, not for 3.6, with which they were measured."""
 
 
 @pytest.mark.parametrize(
@@ -36,14 +36,17 @@ def test_every_kernel_compiles(capability: int, kilobytes: int, tmp_path: Path, 
 
 def test_a_few_kernels_compile(tmp_path: Path) -> None:
     """What CI has of the above, which takes minutes: of one pass over each row, of one output, of latents that
-    wait in shared memory, of many rows an expert, of experts in int8, of sums over GPUs, and around a step."""
+    wait in shared memory, of many rows an expert, of experts in int8, of long prompts, of sums over GPUs, and around a
+    step."""
     assert compiled(90, 227, tmp_path, "few") >= {
         "vector_kernel",
         "mma_kernel",
         "tma_kernel",
+        "block_kernel",
         "ring_kernel",
         "stationary_kernel",
         "grouped_kernel",
+        "span_kernel",
         "experts_kernel",
         "latent_kernel",
         "norm_kernel",

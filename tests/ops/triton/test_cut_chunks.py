@@ -23,6 +23,7 @@ from quire.types import UNLIMITED
 from tests.ops.test_attention import naive
 from tests.ops.triton.device import DEVICE, moved, placed
 from tests.ops.triton.test_attention import Spans, padded, situation
+from tests.ops.triton.test_latent import check as latent_check
 
 OPS = TritonOps(DEVICE)
 
@@ -116,13 +117,28 @@ def test_pages_of_eight_bits_are_read_times_their_scales(ops: TritonOps) -> None
     assert planned.parts
 
 
+@pytest.mark.parametrize("heads", [1, 6, 16, 128])
+def test_chunks_of_latents_are_cut(ops: TritonOps, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 heads are two groups, whose tiles have one query each."""
+    sizes, cut = list[int](), AttentionPlan.in_spans_of
+
+    def noted(batch: AttentionPlan, most: int) -> AttentionPlan:
+        sizes.append(most)
+        return cut(batch, most)
+
+    monkeypatch.setattr(AttentionPlan, "in_spans_of", noted)
+    spans: Spans = [(40, 1), (150, 70 if heads < 16 else 9), (66, 1), (0, 5)]
+    latent_check(ops, spans, heads, 32, 8)
+    assert sizes == [64 // min(64, heads)]
+
+
 def test_only_chunks_with_long_contexts_and_few_tiles_are_cut(ops: TritonOps) -> None:
-    host_q, host_kv, host, _ = situation(LANDING, 4, 2, 16, 16, torch.float32)
-    q, kv, batch = host_q.to(DEVICE), moved(host_kv), moved(host)
+    host_q, _, host, _ = situation(LANDING, 4, 2, 16, 16, torch.float32)
+    q, batch = host_q.to(DEVICE), moved(host)
 
     def cut(
         q: Tensor = q,
-        kv: LayerKV = kv,
+        groups: int = 2,
         how: Scores = PLAIN,
         longest: int = UNLIMITED,
         sms: int = 64,
@@ -130,7 +146,7 @@ def test_only_chunks_with_long_contexts_and_few_tiles_are_cut(ops: TritonOps) ->
     ) -> bool:
         """changed: fields of the batch."""
         plan = AttentionPlan.of(replace(batch, **changed))
-        return attention.cut_chunks(plan, q, kv, how, replace(ops.card, sms=sms), longest) is not plan
+        return attention.cut_chunks(plan, q, groups, how, replace(ops.card, sms=sms), longest) is not plan
 
     assert cut()
     assert cut(longest=70)
@@ -141,7 +157,7 @@ def test_only_chunks_with_long_contexts_and_few_tiles_are_cut(ops: TritonOps) ->
     assert not cut(max_kv=31), "contexts are short"
     assert not cut(last_visible=batch.positions), "tokens may see later ones"
     assert not any(cut(how=how) for how in (Scores(0.25, window=31), Scores(0.25, chunk=31), Scores(0.25, ahead=2)))
-    assert not cut(q.new_empty(len(q), 80, 16), replace(kv, k=kv.k[:, :1])), "a query is more than a tile"
+    assert not cut(q.new_empty(len(q), 80, 16), 1), "a query is more than a tile"
 
 
 def test_tiles_of_parts_are_pipelined_as_those_of_prompts_and_have_longer_pieces() -> None:

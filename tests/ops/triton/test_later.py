@@ -19,7 +19,7 @@ def later(module: ModuleType) -> dict[str, Later]:
     return {name: value for name, value in vars(module).items() if isinstance(value, Later)}
 
 
-@pytest.mark.parametrize(("user", "count"), [(ops, 14), (attention, 2)])
+@pytest.mark.parametrize(("user", "count"), [(ops, 16), (attention, 2)])
 def test_what_is_asked_of_a_module_is_there(user: ModuleType, count: int) -> None:
     tree = ast.parse(Path(str(user.__file__)).read_text(encoding="utf-8"))
     asked = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.ops.operands import Scores
 from quire.ops.ragged import LayerKV, LongSpan, LongSpans
-from quire.ops.triton import long_spans
+from quire.ops.triton import long_spans, span_attention
 from quire.ops.triton import ops as triton_ops
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.long_spans import cudnn_attention, dense_attention, gather_kv, pieces
@@ -34,6 +34,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[
 
 def library(monkeypatch: pytest.MonkeyPatch) -> TritonOps:
     """Ops that give spans of more than 32 queries to cuDNN on a GPU, to `plain` elsewhere, in small pieces."""
+    monkeypatch.setattr(span_attention, "takes", lambda *_: False)
     monkeypatch.setattr(triton_ops, "LONG", 32)
     monkeypatch.setattr(long_spans, "STEP", 32)
     monkeypatch.setattr(long_spans, "MOST_QUERIES", 96)

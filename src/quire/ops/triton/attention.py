@@ -570,11 +570,12 @@ that is faster, without any as fast on average (measured, H200)."""
 
 
 def cut_chunks(
-    batch: AttentionPlan, q: Tensor, kv: LayerKV, how: Scores, card: DeviceInfo, longest: int
+    batch: AttentionPlan, q: Tensor, groups: int, how: Scores, card: DeviceInfo, longest: int
 ) -> AttentionPlan:
     """The batch, in spans of a tile's queries where a step's tiles are too few to keep the GPU busy and each may have
-    to read a long context: `tiles` divides the positions of such spans among programs. See `attention`."""
-    heads, few = q.shape[1], 64 * kv.k.shape[1] // q.shape[1]
+    to read a long context: `tiles` divides the positions of such spans among programs. groups: of heads that read the
+    same. See `attention`."""
+    heads, few = q.shape[1], 64 * groups // q.shape[1]
     reach = min(how.window, how.chunk, batch.max_kv)
     chunked = 0 < few < batch.max_query <= longest and how.is_causal(batch)
     if card.sms and chunked and reach >= LONG_CONTEXT and 4 * len(q) * heads <= 5 * 64 * card.sms:
@@ -603,11 +604,11 @@ def attention(
         bend = kv.v_scale / kv.k_scale
     last = batch.last(how.ahead)
     sharing = begun.sharing if begun else None
-    turns, choose = 0, tiles
+    turns, cut = 0, cut_chunks(batch, q, groups, how, card, longest)
+    choose = tiles if cut is batch else part_tiles
     if rotated is not None:
         turns, choose = rotated.shape[-1], partial(latent_tiles, ringed=latent_mma.takes(q, rotated, kv, card))
-    elif (cut := cut_chunks(batch, q, kv, how, card, longest)) is not batch:
-        batch, choose = cut, part_tiles
+    batch = cut
     longest = min(longest, batch.max_query)
     for tile, least, most in choose(card, share, dim, width(q, kv), longest, len(batch.kv_len)):
         room = tile.spread(card, groups, len(batch.kv_len)) if most * share <= tile.rows else 0

@@ -662,7 +662,7 @@ def few_down_kernel(
     """BLOCK_N outputs of a token: x [slots, width] of its USED experts times their matrices, times their weights.
 
     Which experts these are was computed two kernels before, so that all numbers of their matrices are requested before
-    the wait. A token without experts gets zeros, and rows of slots without one, whose weight is 0, are not added.
+    the wait. A token without experts gets zeros; of slots without one, x is zeros, too.
     SCALED, RUN: see `few_gate_up_kernel`.
     """
     token = tl.program_id(0).to(tl.int64)

@@ -68,10 +68,10 @@ def serves(q: Tensor) -> bool:
 def gather_kv_kernel(
     k, v, pages, keys, values, length, k_unit, v_unit,
     GROUPS: tl.constexpr, PAGE: tl.constexpr, BLOCK_P: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BY_PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (p, g): block p of a sequence, K/V head g: k and v [N, G, B, D] -> keys and values [L, G, D], which are 0
-    from `length` on. k_unit, v_unit: what one stored unit is."""
+    from `length` on; BY_PAGE: [L / B, G, B, D]. k_unit, v_unit: what one stored unit is."""
     p, group = tl.program_id(0), tl.program_id(1)
     i, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
     at = p * PAGE + i
@@ -81,24 +81,26 @@ def gather_kv_kernel(
     release(DEPENDENT)
     page = tl.load(pages + p, mask=p * PAGE < length, other=0).to(tl.int64)
     place = ((page * GROUPS + group) * PAGE + i)[:, None] * DIM + d[None, :]
-    to = (at.to(tl.int64) * GROUPS + group)[:, None] * DIM + d[None, :]
+    row = (p.to(tl.int64) * GROUPS + group) * PAGE + i if BY_PAGE else at.to(tl.int64) * GROUPS + group
+    to = row[:, None] * DIM + d[None, :]
     kind = keys.dtype.element_ty
     tl.store(keys + to, (tl.load(k + place, mask=real, other=0.0).to(tl.float32) * k_unit).to(kind), mask=inside)
     tl.store(values + to, (tl.load(v + place, mask=real, other=0.0).to(tl.float32) * v_unit).to(kind), mask=inside)
 
 
 def gather_kv(
-    kv: LayerKV, pages: Tensor, length: int, padded: int, dtype: torch.dtype, card: DeviceInfo
+    kv: LayerKV, pages: Tensor, length: int, padded: int, dtype: torch.dtype, card: DeviceInfo, by_page: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [padded rounded up to whole blocks, G, D] of the first `length` tokens of a sequence whose blocks
-    are pages [P] int32, in `dtype`; zeros behind them."""
+    are pages [P] int32, in `dtype`; zeros behind them. by_page: as pools [P, G, B, D]."""
     _, groups, page, dim = kv.k.shape
     count = -(-padded // page)
-    keys, values = (kv.k.new_empty((count * page, groups, dim), dtype=dtype) for _ in "kv")
+    shape = (count, groups, page, dim) if by_page else (count * page, groups, dim)
+    keys, values = (kv.k.new_empty(shape, dtype=dtype) for _ in "kv")
     gather_kv_kernel[(count, groups)](
         *(kv.k, kv.v, pages, keys, values, length, float(kv.k_scale), float(kv.v_scale)),
-        GROUPS=groups, PAGE=page, BLOCK_P=block(page), DIM=dim, BLOCK_D=block(dim, 16), DEPENDENT=card.dependent,
-        num_warps=4, **card.options,
+        GROUPS=groups, PAGE=page, BLOCK_P=block(page), DIM=dim, BLOCK_D=block(dim, 16), BY_PAGE=by_page,
+        DEPENDENT=card.dependent, num_warps=4, **card.options,
     )  # fmt: skip
     return keys, values
 

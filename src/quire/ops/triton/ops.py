@@ -63,8 +63,8 @@ from quire.ops.triton.recurrence import FEW
 from quire.types import UNLIMITED
 
 if TYPE_CHECKING:
-    from quire.ops.triton import experts as mixture
     from quire.ops.triton import (
+        block_tma,
         grouped_gemm,
         indexer,
         integer_experts,
@@ -78,9 +78,12 @@ if TYPE_CHECKING:
         quantized_gemm,
         recurrent,
         rounded_gemm,
+        span_attention,
     )
+    from quire.ops.triton import experts as mixture
 else:
     # Triton looks up the source of every kernel that is imported, and most models need few of these.
+    block_tma = Later("block_tma")
     mixture = Later("experts")
     grouped_gemm = Later("grouped_gemm")
     indexer = Later("indexer")
@@ -95,6 +98,7 @@ else:
     quantized_gemm = Later("quantized_gemm")
     recurrent = Later("recurrent")
     rounded_gemm = Later("rounded_gemm")
+    span_attention = Later("span_attention")
 
 MOST_OUTPUTS = 1 << 15
 """Outputs of a matrix that are dequantized at a time."""
@@ -127,7 +131,7 @@ class TritonOps(Ops):
         """dependent: use programmatic dependent launch where the GPU has it. rounds_float8: see `rounds`."""
         self.rounds_float8 = rounds_float8
         self.card = DeviceInfo.of(torch.device(device), dependent)
-        self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self.arrived, self.turns = torch.zeros(2, COUNTERS, dtype=torch.int32, device=device)
         self.gemm = self.make_gemm(gemm_library(self.arrived.device))
         self.dense = dense_attention(self.card)
 
@@ -353,6 +357,8 @@ class TritonOps(Ops):
             return integer_gemv.integer_gemv(integer_gemm.ordered(x, matrix), matrix, bias, self.card, gate)
         if integer_tma.takes(x, matrix, self.card):
             return integer_tma.integer_tma(x, matrix, bias, self.card, self.arrived, gate)
+        if block_tma.takes(x, matrix, self.card):
+            return block_tma.block_tma(x, matrix, bias, self.card, self.turns, gate)
         if integer_mma.takes(x, matrix, gate, self.card):
             return integer_mma.integer_mma(x, matrix, bias, self.card, self.arrived, gate)
         how = integer_gemm.integer_gemm_config(len(x), matrix, self.card, gated=num_parts(gate) == 2)
@@ -535,15 +541,20 @@ class TritonOps(Ops):
         planned = self.prepare(batch)
         plain = how.is_causal(batch) and min(how.window, how.chunk) >= batch.max_kv
         plain = plain and not how.soft_cap and how.sinks is None
-        long, longest = NO_LONG_SPANS, UNLIMITED
-        if batch.long_spans.spans and plain and self.dense is not None and serves(q):
-            long, longest = batch.long_spans, LONG
+        long, longest, own = NO_LONG_SPANS, UNLIMITED, False
+        if batch.long_spans.spans:
+            own = span_attention.takes(q, kv, batch, how, self.card)
+            if own or (plain and self.dense is not None and serves(q)):
+                long, longest = batch.long_spans, LONG
         if long.alone:
             out = torch.empty_like(q)
         else:
             begun = cascade_attention(q, kv, planned, how, self.card)
             out = attention(q, kv, planned, how, self.card, begun, longest)
         for span in long.spans:
+            if own:
+                span_attention.attend_span(out, q, kv, batch, span, how, self.card)
+                continue
             assert self.dense is not None
             attend_long(out, q, kv, batch, span, how.scale, self.dense, self.card)
         return out

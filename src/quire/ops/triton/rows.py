@@ -179,13 +179,13 @@ def warps(size: int) -> int:
 
 
 def norm_warps(size: int, tokens: int, card: DeviceInfo) -> int:
-    """Warps for each of so many norms at once. What comes before may fill all but a few multiprocessors, to which rows
-    then crowd: fewer fit there with twice as many warps (measured with 64, H200). Sums depend on that."""
+    """Warps for each of so many norms at once. What comes before may fill all but a few multiprocessors, so that many
+    rows share one: fewer do with twice as many warps (measured with 64, H200). Sums depend on that."""
     return min(16, warps(size) * (2 if MIN_SPREAD <= tokens <= card.sms else 1))
 
 
 MIN_SPREAD = 33
-"""Rows from which on they crowd."""
+"""Rows from which on many share one."""
 
 MOST_NORMS = 3
 """Norms of one sum that `norm_kernel` computes at once."""
