@@ -11,7 +11,8 @@ import pytest
 from anthropic import types as anthropic
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from quire.server.fields import NO_THREADS
 from tests.clients.zoo import CELLS, RECORDED, pinned, results
@@ -36,7 +37,13 @@ PIECES: Mapping[str, Any] = {
     "/api/chat": ollama.ChatResponse,
     "/api/generate": ollama.GenerateResponse,
 }
-"""Of streams whose pieces have one shape; those of Responses and Messages have names."""
+"""Of streams whose pieces have one shape."""
+
+EVENTS: Mapping[str, TypeAdapter[Any]] = {
+    "/v1/responses": TypeAdapter(ResponseStreamEvent),
+    "/v1/messages": TypeAdapter(anthropic.RawMessageStreamEvent),
+}
+"""Of streams whose pieces have names."""
 
 
 def known(name: str) -> Any:
@@ -85,7 +92,7 @@ def check_stream(live: Live, path: str, body: Any, *, whole: bool) -> None:
         if path in PIECES:
             PIECES[path].model_validate(piece)
         else:
-            assert piece["type"]
+            EVENTS[path].validate_python(piece)
     assert len(pieces) > 2
 
 

@@ -75,7 +75,7 @@ def test_sampling_parameters_without_effect_are_named(
     path = file(tmp_path, LLAMA | {f"general.sampling.{name}": value, "general.sampling.xtc_threshold": 0.1})
     with caplog.at_level(logging.WARNING):
         assert recommended(path) == {}
-    assert caplog.messages == [f"model.gguf: general.sampling.{name} have no effect here"]
+    assert caplog.messages == [f"model.gguf: without effect here: general.sampling.{name}"]
 
 
 def test_sampling_parameters_that_no_request_may_have_are_refused(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_fields_of_generation_config_without_effect_are_named(
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert recommended(tmp_path) == {"temperature": 0.5}
-        said = f"generation_config.json: {name} has no effect here: requests say how they are sampled"
+        said = f"generation_config.json: without effect here: {name}"
         assert caplog.messages == ([said] if value == "on" else [])
 
 

@@ -70,7 +70,7 @@ def recommended(folder: Path) -> dict[str, Any]:
     given = read_json(folder / "generation_config.json")
     left = [name for name, off in NOT_READ.items() if given.get(name) not in (None, *off)]
     if left:
-        log.warning("generation_config.json: %s has no effect here: requests say how they are sampled", ", ".join(left))
+        log.warning("generation_config.json: without effect here: %s", ", ".join(left))
     return sampling_defaults(folder)
 
 

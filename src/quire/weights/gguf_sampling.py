@@ -46,7 +46,7 @@ def sampling_of(file: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         name for name in given.keys() - {*NAMES.values(), *_PARTS} if name not in _OFF or given[name] != _OFF[name]
     )
     if left:
-        log.warning("%s: %s%s have no effect here", file.name, PREFIX, f", {PREFIX}".join(left))
+        log.warning("%s: without effect here: %s%s", file.name, PREFIX, f", {PREFIX}".join(left))
     try:
         return as_sampling(found)
     except InvalidRequest as error:
