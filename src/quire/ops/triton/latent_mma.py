@@ -107,8 +107,7 @@ def place_cursor(
     block, end = gl.where(live, listed(piece + 4), 0), listed(piece + 5)
     row = listed(piece + 6).to(gl.int64) * columns
     line = lines_of(table + row, block, length, PAGE, COLUMNS, gl.SliceLayout(1, COPIED))
-    asked = block + RING
-    early = live & (gl.minimum(asked, end) * COLUMNS <= length - n) & ((asked <= end) | (index + 1 >= stop))
+    early = live & (block + RING - 1 <= end) & ((block + RING - 1) * COLUMNS <= length - n)
     return (index, block, end, length, row, line), early
 
 
@@ -117,9 +116,8 @@ def ask_first(
     cursor, stop, k, v, table, pieces, columns, latents, rests, PAGE: gl.constexpr, LAYOUT: gl.constexpr,
     FIELDS: gl.constexpr,
 ):  # fmt: skip
-    """Ask for as many blocks as there are buffers."""
-    RING: gl.constexpr = latents.shape[0]
-    for s in gl.static_range(RING):
+    """Ask for as many blocks as are on their way at once."""
+    for s in gl.static_range(latents.shape[0] - 1):
         cursor = ask(s, cursor, stop, k, v, table, pieces, columns, latents, rests, PAGE, LAYOUT, FIELDS)
     return cursor
 
@@ -261,8 +259,7 @@ def latent_kernel(
     """A program's pieces, several if SEVERAL; see `attention.attention_kernel` for the letters.
 
     LATER: `combine_kernel` combines them. LATE: the preceding kernel has written the block table. RING: buffers of
-    COLUMNS tokens, all of which are asked for at once at first; later all but one are on their way while that is
-    multiplied.
+    COLUMNS tokens, of which all but one are on their way while that is multiplied.
     """
     DTYPE: gl.constexpr = q.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
@@ -282,7 +279,7 @@ def latent_kernel(
         release(DEPENDENT)
     if not early:
         cursor = ask_first(cursor, stop, k, v, table, pieces, columns, latents, rests, PAGE, COPIED, FIELDS)
-    slot, full = 0, index < stop  # all buffers have been asked for
+    slot = 0
     for mine in range(index, stop):
         piece = pieces + mine * FIELDS
         token, n, first, upto = gl.load(piece), gl.load(piece + 1), gl.load(piece + 2), gl.load(piece + 3)
@@ -295,16 +292,11 @@ def latent_kernel(
         m = gl.full([ROWS], -1e20, gl.float32, gl.SliceLayout(1, SUMS))
         z, acc = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS), gl.zeros([ROWS, DIM], gl.float32, SUMS)
         for number in range(begin, until):
-            if full:
-                async_copy.wait_group(RING - 1)
-                barrier()
-            else:
-                async_copy.wait_group(RING - 2)
-                barrier()
-                # All have read the buffer before this one's.
-                free = gl.where(slot == 0, RING - 1, slot - 1)
-                cursor = ask(free, cursor, stop, k, v, table, pieces, columns, latents, rests, PAGE, COPIED, FIELDS)
-            full = False
+            async_copy.wait_group(RING - 2)
+            barrier()
+            # All have read the buffer before this one's.
+            free = gl.where(slot == 0, RING - 1, slot - 1)
+            cursor = ask(free, cursor, stop, k, v, table, pieces, columns, latents, rests, PAGE, COPIED, FIELDS)
             m, z, acc = fold_tile(
                 m, z, acc, held, weights, latents.index(slot), rests.index(slot), number, position, slope
             )
