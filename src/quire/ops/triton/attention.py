@@ -531,6 +531,9 @@ MOST_SHARING = 64
 """Heads of a program at most that read the same latents; more are groups of so many, which read them again."""
 
 
+MOST_CUT = 32
+"""Heads up to which chunks of latents are cut: tiles of more have one query, and are as many as queries are."""
+
 LATER_SPANS = 8
 """Spans up to which a kernel of its own combines their pieces of latents, which are more of each the fewer spans there
 are: one program took 16 us for the 64 of one span, the kernel takes 3 (measured, H200)."""
@@ -604,7 +607,9 @@ def attention(
         bend = kv.v_scale / kv.k_scale
     last = batch.last(how.ahead)
     sharing = begun.sharing if begun else None
-    turns, cut = 0, cut_chunks(batch, q, groups, how, card, longest)
+    turns, cut = 0, batch
+    if rotated is None or share <= MOST_CUT:
+        cut = cut_chunks(batch, q, groups, how, card, longest)
     choose = tiles if cut is batch else part_tiles
     if rotated is not None:
         turns, choose = rotated.shape[-1], partial(latent_tiles, ringed=latent_mma.takes(q, rotated, kv, card))
