@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 
@@ -49,3 +50,21 @@ def test_what_export_writes_generates(tmp_path: Path) -> None:
         for flags in (["--model", str(tmp_path), "--executor", "onnx"], ["--dtype", "float32"])
     ]
     assert outputs[0] == outputs[1] and len(outputs[0]) > 20
+
+
+def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a full disk half of the weights were left, and a model of the same name was overwritten."""
+
+    def full(*args: object) -> None:
+        Path(str(args[1])).write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "body.onnx").write_text("whole")
+    monkeypatch.setattr("quire.weights.onnx_export.save", full)
+    for folder in (kept, tmp_path / "new"):
+        said = CliRunner().invoke(main, ["export-onnx", "embedded", str(folder)])
+        assert said.exit_code == 1 and "No space left on device" in said.output
+    assert [(file.name, file.read_text()) for file in kept.iterdir()] == [("body.onnx", "whole")]
+    assert [file.name for file in tmp_path.iterdir()] == ["kept"]

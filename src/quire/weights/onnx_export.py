@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -54,13 +55,25 @@ def export(source: Path, target: Path, *, int8: bool = False) -> None:
         read: Floats = checkpoint.entries[name].read(()).to(torch.float32).numpy()
         return read
 
+    missing = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
-    for name, graph in ((BODY, body(spec, weight)), (HEAD, head(spec, weight))):
-        save(graph, target / name, int8)
-    (target / "config.json").write_text(json.dumps(config | {"quire_onnx_format": ONNX_FORMAT}, indent=2))
-    for beside in source.glob("*"):
-        if beside.is_file() and beside.suffix in (".json", ".jinja", ".model") and beside.name != "config.json":
-            shutil.copy(beside, target / beside.name)
+    try:
+        with TemporaryDirectory(prefix=".", dir=target) as folder:
+            made = Path(folder)
+            for name, graph in ((BODY, body(spec, weight)), (HEAD, head(spec, weight))):
+                save(graph, made / name, int8)
+            for beside in source.glob("*"):
+                if beside.is_file() and beside.suffix in (".json", ".jinja", ".model") and beside.name != "config.json":
+                    shutil.copy(beside, made / beside.name)
+            written = [*made.iterdir()]
+            config_file = made / "config.json"
+            config_file.write_text(json.dumps(config | {"quire_onnx_format": ONNX_FORMAT}, indent=2))
+            for file in (*written, config_file):  # a folder without config.json is no model
+                file.replace(target / file.name)
+    except BaseException:
+        if missing:
+            target.rmdir()
+        raise
 
 
 def check(spec: ModelSpec, quantised: bool) -> None:
