@@ -130,7 +130,7 @@ class Mixture:
     def floor(self, routings: Sequence[Routing]) -> tuple[float, float]:
         """(microseconds, experts used), on average."""
         shape = self.shape
-        used = sum(len(each.experts.unique()) for each in routings) / len(routings)
+        used = sum(len(torch.unique(each.experts)) for each in routings) / len(routings)
         read = used / shape.experts * (nbytes(self.gate_up) + nbytes(self.down)) + self.router.weight.nbytes
         slots = routings[0].experts.numel()
         rate = 2 * MULTIPLY if self.kind.startswith(("fp8", "int8")) else MULTIPLY
