@@ -58,7 +58,7 @@ MODULES = (
 """What is forked. Whatever else is run is started."""
 
 READ_LATE = (
-    *("QUIRE_", "OTEL_", "PYTEST_", "GLOO_", "NCCL_", "ONEDNN_PRIMITIVE_", "LRU_CACHE_"),
+    *("QUIRE_", "OTEL_", "PYTEST_", "GLOO_", "NCCL_", "TORCH_SYMM_", "ONEDNN_PRIMITIVE_", "LRU_CACHE_"),
     *("HF_", "OLLAMA_"),  # huggingface_hub is not among what a template imports
 )
 """Beginnings of the variables that may differ from a template's: nothing reads them while it is imported."""

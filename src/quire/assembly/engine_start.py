@@ -21,7 +21,12 @@ from quire.errors import QuireError
 from quire.executors.ranks import Ranks, RankShape, StartRanks, child_processes
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
-    {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+    {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
 )
 """Of ranks, where they are not set: they talk on this host alone, and without NVLink's multicast."""
 

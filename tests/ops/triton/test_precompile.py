@@ -26,7 +26,7 @@ from quire.ops.capture import PRECOMPILING
 from quire.ops.triton import precompile
 from quire.ops.triton.launch import Kernel
 from quire.ops.triton.ops import TritonOps
-from quire.ops.triton.precompile import PROBES, DeferredCompiler, Precompiler, ReportProgress, lacks_kernels
+from quire.ops.triton.precompile import PROBES, DeferredCompiler, Precompiler, ReportProgress, has_kernels
 from quire.weights import load
 from quire.weights.canary import feed, pages
 from tests.checkpoints import FIRST, SHAPES, make
@@ -180,16 +180,13 @@ def test_a_precompilation_that_fails_is_logged_and_changes_nothing(caplog: pytes
     assert knobs.compilation.listener is listener
 
 
-def test_a_kernel_is_in_the_cache_once_all_of_its_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    assert not lacks_kernels([])
-    assert lacks_kernels(["a kernel"])
-    (folder,) = tmp_path.iterdir()
-    (folder / "norm_kernel.cubin").touch()
-    assert lacks_kernels(["a kernel"])
-    (folder / "__grp__norm_kernel.json").touch()
-    assert not lacks_kernels(["a kernel"])
-    assert lacks_kernels(["a kernel", "another"])
+def test_a_cache_of_launchers_alone_has_no_kernels(tmp_path: Path) -> None:
+    assert not has_kernels(tmp_path / "none")
+    for name, file in (("DRIVER", "cuda_utils.so"), ("KERNEL", "__grp__norm_kernel.json")):
+        assert not has_kernels(tmp_path)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    assert has_kernels(tmp_path)
 
 
 def test_as_many_are_compiled_at_once_as_there_are_workers() -> None:
@@ -271,11 +268,16 @@ def test_ranks_precompile_everything_if_one_lacked_a_kernel_even_if_another_fail
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met, barrier = list[int](), threading.Barrier(2)
-    lacking, done = threading.local(), [[], []]  # type: ignore[var-annotated]
-    monkeypatch.setattr(precompile, "lacks_kernels", lambda keys: lacking.here)
+    lacked, done = threading.local(), [[], []]  # type: ignore[var-annotated]
+
+    @contextmanager
+    def missed() -> Iterator[list[str]]:
+        yield lacked.names
+
+    monkeypatch.setattr(precompile, "_missed", missed)
 
     def run(rank: int) -> None:
-        lacking.here = rank == 0
+        lacked.names = ["kernel"] if rank == 0 else []
 
         def work(n: int) -> None:
             done[rank].append(n)
@@ -285,8 +287,8 @@ def test_ranks_precompile_everything_if_one_lacked_a_kernel_even_if_another_fail
         Precompiler(1, unwatched, Neighbours(rank, met, barrier))([partial(work, n) for n in range(3 * PROBES)])
 
     together(run)
-    assert len(done[0]) == 3 * PROBES
-    assert len(done[1]) == (1 if fails else 3 * PROBES)
+    assert len(done[0]) == PROBES + 3 * PROBES
+    assert len(done[1]) == (2 if fails else 4 * PROBES)
 
 
 def test_results_of_work_that_was_never_run_are_cancelled() -> None:

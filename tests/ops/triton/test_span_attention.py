@@ -29,20 +29,22 @@ PLAIN = Scores(0.1)
 SPANS: Spans = [(0, 130), (100, 200), (1000, 300), (37, 128), (0, 1), (517, 900), (5, 65)]
 
 
-def test_only_what_fits_is_taken() -> None:
-    q, kv, batch, _ = situation([(20, 60)], 4, 2, 64, 16, torch.bfloat16)
+def test_only_what_was_measured_is_taken() -> None:
+    q, kv, batch, _ = situation([(20, 60)], 4, 2, 128, 64, torch.bfloat16)
 
     def taken(how: Scores = PLAIN, card: DeviceInfo = HOPPER, q: Tensor = q, kv: LayerKV = kv,
               batch: RaggedBatch = batch) -> bool:  # fmt: skip
         return takes(q, kv, batch, how, card)
 
-    assert taken() and taken(q=q.half()) and taken(Scores(0.1, window=9)) and taken(Scores(0.1, sinks=torch.zeros(4)))
-    assert taken(kv=LayerKV(kv.k.to(torch.float8_e4m3fn), kv.v.to(torch.float8_e4m3fn)))
-    assert not taken(q=q.float()) and not taken(Scores(0.1, soft_cap=2.0)) and not taken(Scores(0.1, chunk=16))
-    assert not taken(Scores(0.1, ahead=1)), "tokens see later ones"
+    assert taken() and taken(Scores(0.1, window=batch.max_kv))
+    for how in (Scores(0.1, 9), Scores(0.1, soft_cap=2.0), Scores(0.1, chunk=16), Scores(0.1, ahead=1)):
+        assert not taken(how)
+    assert not taken(Scores(0.1, sinks=torch.zeros(4)))
+    assert not taken(q=q.float()) and not taken(q=q.half())
+    assert not taken(kv=LayerKV(kv.k.to(torch.float8_e4m3fn), kv.v.to(torch.float8_e4m3fn)))
     for changed in ({"capability": (8, 0)}, {"capability": (10, 0)}, {"sms": 0}, {"shared": 99 << 10}):
         assert not taken(card=replace(HOPPER, **changed))
-    for dim, page in ((12, 16), (264, 16), (64, 4), (64, 48)):
+    for dim, page in ((64, 64), (128, 16), (256, 64)):
         pool = torch.zeros(2, 2, page, dim, dtype=torch.bfloat16)
         assert not taken(kv=LayerKV(pool, pool))
 
@@ -58,7 +60,6 @@ def attended(
     sinks = 2 * torch.randn(heads) if sunk else None
     scores = Scores(dim**-0.5, window, sinks=placed(sinks))
     on_card, pool, whole = q.to(DEVICE), moved(kv), moved(batch)
-    assert takes(on_card, pool, whole, scores, CARD)
     starts = batch.query_start.tolist()
     for i, (past, n) in enumerate(spans):
         own = slice(starts[i], starts[i + 1])
@@ -128,7 +129,7 @@ def test_long_spans_are_attended_to_so_beside_short_ones(monkeypatch: pytest.Mon
     ops = TritonOps(DEVICE)
     ops.dense = None
     spans = [(0, 1), (0, 70), (40, 33), (129, 150), (7, 2), (200, 1)]
-    q, kv, batch, held = situation(spans, 4, 2, 64, 16, torch.float16)
+    q, kv, batch, held = situation(spans, 4, 2, 128, 64, torch.bfloat16)
     starts = batch.query_start.tolist()
     long = LongSpans([LongSpan(i, starts[i], n, past) for i, (past, n) in enumerate(spans) if n > 32])
     got = ops.attention(q.to(DEVICE), moved(kv), replace(moved(batch), long_spans=long), Scores(0.125)).cpu()

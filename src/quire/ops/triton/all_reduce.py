@@ -17,10 +17,10 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
 
 from quire.ops.operands import Norm
 from quire.ops.triton.launch import DeviceInfo, block, kernel, release, wait
-from quire.ops.triton.peer_memory import peer_memory
 from quire.ops.triton.rows import add_scaled, normalize, row_of, warps
 
 PROGRAMS = 128
@@ -275,12 +275,13 @@ class PeerSum:
         card: DeviceInfo,
         device: torch.device,
         most: int = CAPACITY,
+        owner: object = None,
         two_shot: int = TWO_SHOT,
         programs: int = PROGRAMS,
     ) -> None:
-        """buffers: addresses of every rank's memory of `buffer_bytes`, EMPTY, as this process reaches it. two_shot,
-        programs: see `TWO_SHOT` and `PROGRAMS`."""
-        self.rank, self.size, self.card, self.most = rank, len(buffers), card, most
+        """buffers: addresses of every rank's memory of `buffer_bytes`, EMPTY, as this process reaches it. owner: what
+        keeps them. two_shot, programs: see `TWO_SHOT` and `PROGRAMS`."""
+        self.rank, self.size, self.card, self.most, self.owner = rank, len(buffers), card, most, owner
         self.two_shot, self.programs = two_shot, programs
         self.peers = torch.tensor(list(buffers), dtype=torch.int64, device=device)
         self.calls = torch.zeros(2, programs, dtype=torch.int64, device=device)
@@ -344,10 +345,13 @@ class PeerSum:
 
 
 def peer_sum(group: dist.ProcessGroup, rank: int, device: torch.device) -> PeerSum:
-    """Over memory that the GPUs of `group` write for each other. Every rank calls this, and then exchanges something
-    before the first sum: no rank may write before all buffers are empty.
+    """Over memory that torch lets the GPUs of `group` write. Every rank calls this, and then exchanges something before
+    the first sum: no rank may write before all buffers are empty.
 
     Raises RuntimeError where GPUs cannot reach each other's memory.
     """
-    buffers = peer_memory(group, rank, device, buffer_bytes(group.size()), EMPTY)
-    return PeerSum(rank, buffers, DeviceInfo.of(device), device)
+    memory = symmetric_memory.empty(buffer_bytes(group.size()), dtype=torch.uint8, device=device)
+    memory.fill_(EMPTY)
+    torch.cuda.synchronize(device)
+    handle = symmetric_memory.rendezvous(memory, group)
+    return PeerSum(rank, handle.buffer_ptrs, DeviceInfo.of(device), device, owner=(memory, handle))

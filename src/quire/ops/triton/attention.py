@@ -531,6 +531,9 @@ MOST_SHARING = 64
 """Heads of a program at most that read the same latents; more are groups of so many, which read them again."""
 
 
+MOST_CUT = 32
+"""Heads up to which chunks of latents are cut: tiles of more have one query, and are as many as queries are."""
+
 LATER_SPANS = 8
 """Spans up to which a kernel of its own combines their pieces of latents, which are more of each the fewer spans there
 are: one program took 16 us for the 64 of one span, the kernel takes 3 (measured, H200)."""
@@ -570,14 +573,14 @@ that is faster, without any as fast on average (measured, H200)."""
 
 
 def cut_chunks(
-    batch: AttentionPlan, q: Tensor, groups: int, how: Scores, card: DeviceInfo, longest: int
+    batch: AttentionPlan, q: Tensor, groups: int, how: Scores, card: DeviceInfo, longest: int, most: int = UNLIMITED
 ) -> AttentionPlan:
     """The batch, in spans of a tile's queries where a step's tiles are too few to keep the GPU busy and each may have
     to read a long context: `tiles` divides the positions of such spans among programs. groups: of heads that read the
-    same. See `attention`."""
+    same, up to `most` each. See `attention`."""
     heads, few = q.shape[1], 64 * groups // q.shape[1]
     reach = min(how.window, how.chunk, batch.max_kv)
-    chunked = 0 < few < batch.max_query <= longest and how.is_causal(batch)
+    chunked = 0 < few < batch.max_query <= longest and how.is_causal(batch) and heads <= most * groups
     if card.sms and chunked and reach >= LONG_CONTEXT and 4 * len(q) * heads <= 5 * 64 * card.sms:
         return batch.in_spans_of(few)
     return batch
@@ -604,7 +607,7 @@ def attention(
         bend = kv.v_scale / kv.k_scale
     last = batch.last(how.ahead)
     sharing = begun.sharing if begun else None
-    turns, cut = 0, cut_chunks(batch, q, groups, how, card, longest)
+    turns, cut = 0, cut_chunks(batch, q, groups, how, card, longest, UNLIMITED if rotated is None else MOST_CUT)
     choose = tiles if cut is batch else part_tiles
     if rotated is not None:
         turns, choose = rotated.shape[-1], partial(latent_tiles, ringed=latent_mma.takes(q, rotated, kv, card))

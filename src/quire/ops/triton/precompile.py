@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
-from triton import AsyncCompileMode
+from triton import AsyncCompileMode, knobs
 from triton.runtime import driver
-from triton.runtime.cache import get_cache_manager, triton_key
+from triton.runtime.cache import triton_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.capture import PRECOMPILING
@@ -113,11 +112,9 @@ def compiler_key() -> threading.Thread:
     return thread
 
 
-def lacks_kernels(keys: Iterable[str]) -> bool:
-    """Whether Triton's cache lacks the kernel of one of these keys. Each has a folder, with a list of its files once
-    all are there."""
-    folders = (get_cache_manager(sha256(key.encode()).hexdigest()).cache_dir for key in keys)
-    return not all(any(Path(folder).glob("__grp__*")) for folder in folders)
+def has_kernels(cache: Path) -> bool:
+    """Whether a folder of Triton's has a kernel, each of which has a folder, as what launches kernels has, too."""
+    return any(cache.glob("*/__grp__*"))
 
 
 def with_launcher(kernel: Any) -> None:
@@ -140,32 +137,32 @@ class Precompiler:
         self.seen: set[tuple[object, ...]] = set()
 
     def __call__(self, works: Sequence[Callable[[], object]]) -> None:
-        """Compile what some of them launch, if the cache has all of that; else what all launch."""
+        """Compile what some of them launch; what all launch, if any kernel of those was in no cache. With an empty
+        cache, what all launch at once."""
         compiler_key().join()
+        if not self.ranks.smallest(has_kernels(Path(knobs.cache.dir))):
+            self._precompile(works)
+            return
+        apart = -(-len(works) // PROBES) or 1
+        missed = self._precompile(works[apart // 2 :: apart])
+        # A rank that lacked none may have found what another has just compiled.
+        if self.ranks.smallest(-missed):
+            self._precompile(works)
+
+    def _precompile(self, works: Sequence[Callable[[], object]]) -> int:
+        """Returns how many kernels were in no cache. All ranks meet once, also those that fail."""
         held = DeferredCompiler(with_launcher)
-        with self.watch() as report:
+        with _missed() as missed, self.watch() as report:
             try:
-                with AsyncCompileMode(held, ignore_errors=True) as mode, held:
+                with AsyncCompileMode(held, ignore_errors=True), held:
                     with self._meeting():
-                        self._record_needed(works, mode.future_kernels)
+                        self._record_all(works)
                         held.run(self.workers, report, slice(self.ranks.rank, None, self.ranks.size))
                     held.run(self.workers, report)
             except Exception as failure:
                 # Of any kind: steps are compiled as they are launched, and may meet it again.
                 log.warning("kernels are compiled one by one, because compiling in parallel failed (%r)", failure)
-
-    def _record_needed(self, works: Sequence[Callable[[], object]], found: Iterable[str]) -> None:
-        """Record some works, and all if any rank lacks a kernel of those. found: the keys of what was recorded. All
-        ranks meet once, also those that fail."""
-        apart, others, lacks = -(-len(works) // PROBES) or 1, [*works], True
-        del others[apart // 2 :: apart]
-        try:
-            self._record_all(works[apart // 2 :: apart])
-            lacks = lacks_kernels(found)
-        finally:
-            lacks = bool(self.ranks.smallest(-lacks))
-        if lacks:
-            self._record_all(others)
+        return len(missed)
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
@@ -199,3 +196,17 @@ def _kind(value: Any) -> object:
     if hasattr(value, "layout") and hasattr(value, "block_shape"):  # Gluon's, which is imported where it is used
         return value.base.dtype, tuple(value.block_shape), value.layout
     return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else (type(value), value)
+
+
+@contextmanager
+def _missed() -> Iterator[list[str]]:
+    """The names of kernels that are compiled inside the block, and not read from the cache."""
+    names: list[str] = []
+
+    def on_compile(*, src: Any, cache_hit: bool, **rest: Any) -> None:
+        if not cache_hit:
+            names.append(src.name)
+
+    with knobs.compilation.scope():
+        knobs.compilation.listener = on_compile
+        yield names

@@ -281,13 +281,14 @@ def span_kernel(
 
 
 def takes(q: Tensor, kv: LayerKV, batch: RaggedBatch, how: Scores, card: DeviceInfo) -> bool:
-    """Whether `attend_span` attends for queries q [T, H, D] of such spans."""
+    """Whether long spans of such queries [T, H, D] are attended to by `attend_span`: of the sizes, dtype and scores
+    with which that has been measured. It computes others, too: any heads of up to MOST_DIM numbers, blocks of a power
+    of two from 8 tokens on, float16, windows, sinks and K/V of eight bits."""
     hopper = card.capability == HOPPER and card.sms > 0 and card.shared >= 227 << 10
-    page, dim = kv.k.shape[2:]
-    sizes = dim % 8 == 0 and dim <= MOST_DIM and page >= 8 and page & (page - 1) == 0
+    alike = q.dtype is torch.bfloat16 and kv.k.dtype is q.dtype and kv.k.shape[2:] == (64, 128)
     aligned = all(x.data_ptr() % 16 == 0 for x in (q, kv.k, kv.v))
-    scores = how.is_causal(batch) and not how.soft_cap and how.chunk >= batch.max_kv
-    return hopper and sizes and aligned and scores and q.dtype in (torch.bfloat16, torch.float16)
+    plain = how.is_causal(batch) and not how.soft_cap and how.sinks is None
+    return hopper and alike and aligned and plain and min(how.window, how.chunk) >= batch.max_kv
 
 
 def attend_span(
