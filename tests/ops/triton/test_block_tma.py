@@ -41,13 +41,16 @@ def test_two_bytes_become_two_numbers(dtype: torch.dtype) -> None:
 
 def test_only_what_fits_is_taken() -> None:
     def taken(kind: str = "bytes", group: int = 32, outputs: int = 512, inputs: int = 1024, rows: int = 64,
-              dtype: torch.dtype = torch.bfloat16, card: DeviceInfo = HOPPER) -> bool:  # fmt: skip
-        return takes(torch.zeros(rows, inputs, dtype=dtype, device=DEVICE), made(kind, group, outputs, inputs), card)
+              dtype: torch.dtype = torch.bfloat16, card: DeviceInfo = HOPPER, bias: torch.Tensor | None = None,
+              gate: Gate = "") -> bool:  # fmt: skip
+        x = torch.zeros(rows, inputs, dtype=dtype, device=DEVICE)
+        return takes(x, made(kind, group, outputs, inputs), bias, gate, card)
 
-    assert taken() and taken("q4_k") and taken(inputs=1152) and taken(dtype=torch.float16)
+    assert taken() and taken("q4_k") and taken(inputs=1152) and taken(gate="silu")
     assert taken(rows=MIN_ROWS) and taken(rows=MAX_ROWS)
     assert not taken(rows=MIN_ROWS - 1) and not taken(rows=MAX_ROWS + 1)
-    assert not taken(dtype=torch.float32)
+    assert not taken(dtype=torch.float32) and not taken(dtype=torch.float16)
+    assert not taken(bias=torch.zeros(512, device=DEVICE)) and not taken(gate="gelu") and not taken(gate="relu2")
     assert not taken("nibbles") and not taken("zeros", 128) and not taken("rows") and not taken("q6_k")
     assert not taken(outputs=384), "tiles have no remainder"
     assert not taken(card=replace(HOPPER, capability=(8, 0))) and not taken(card=replace(HOPPER, sms=0))
@@ -87,7 +90,6 @@ def test_products_are_those_of_the_dequantized_matrix(dtype: torch.dtype, name: 
         exact, bias = dequantize_integers(matrix), torch.randn(512, dtype=dtype, device=DEVICE)
         for rows in (33, 40, 64):
             x = torch.randn(rows, inputs, dtype=dtype, device=DEVICE) / 64
-            assert takes(x, matrix, CARD)
             for add in (None, bias):
                 got = block_tma(x, matrix, add, CARD, turns, gate)
                 want = REFERENCE.linear(x.float(), exact, None if add is None else add.float(), gate)

@@ -319,10 +319,10 @@ MOST_STAGES, THREAD = 6, 112
 """Pieces in shared memory at most, and registers of a thread that multiplies."""
 
 
-def takes(x: Tensor, matrix: IntegerMatrix, card: DeviceInfo) -> bool:
-    """Whether `block_tma` multiplies them."""
-    aligned = matrix.order is not None or x.data_ptr() % 16 == 0
-    fits = x.dtype in (torch.bfloat16, torch.float16) and MIN_ROWS <= len(x) <= MAX_ROWS
+def takes(x: Tensor, matrix: IntegerMatrix, bias: Tensor | None, gate: Gate, card: DeviceInfo) -> bool:
+    """Whether `block_tma` multiplies them: what has run on a card. The kernel knows float16, biases and other gates."""
+    aligned, plain = x.data_ptr() % 16 == 0, matrix.order is None and bias is None and gate in ("", "silu")
+    fits = plain and x.dtype is torch.bfloat16 and MIN_ROWS <= len(x) <= MAX_ROWS
     even = matrix.inputs % (256 if matrix.bits == 4 else 128) == 0 and matrix.outputs % (64 * GROUPS.value) == 0
     known = (matrix.bits, matrix.kind, matrix.group) in KNOWN
     return card.capability == HOPPER and card.sms > 0 and fits and aligned and even and known

@@ -357,7 +357,7 @@ class TritonOps(Ops):
             return integer_gemv.integer_gemv(integer_gemm.ordered(x, matrix), matrix, bias, self.card, gate)
         if integer_tma.takes(x, matrix, self.card):
             return integer_tma.integer_tma(x, matrix, bias, self.card, self.arrived, gate)
-        if block_tma.takes(x, matrix, self.card):
+        if block_tma.takes(x, matrix, bias, gate, self.card):
             return block_tma.block_tma(x, matrix, bias, self.card, self.turns, gate)
         if integer_mma.takes(x, matrix, gate, self.card):
             return integer_mma.integer_mma(x, matrix, bias, self.card, self.arrived, gate)
