@@ -11,7 +11,7 @@ from quire.errors import InvalidRequest
 from quire.server.fields import require_text
 from quire.server.nested import check_nested
 
-BLOCKS = frozenset({"document", "search_result", "tool_reference"})
+BLOCKS = ("document", "search_result", "tool_reference")
 """Types of Anthropic's blocks that `block_text` reads."""
 
 _TEXT_MEDIA = ("text/", "application/json", "application/xml", "application/yaml", "application/x-ndjson")

@@ -10,17 +10,16 @@ from typing import Any
 
 from quire.errors import InvalidModel, InvalidRequest
 from quire.tokenization.tokenizer import as_sampling, sampling_defaults
+from quire.types import NUMERIC_PARAMETERS
 
 log = logging.getLogger(__name__)
 
 PREFIX = "general.sampling."
 
+_RENAMED: Mapping[str, str] = MappingProxyType({"temperature": "temp", "repetition_penalty": "penalty_repeat"})
+
 NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "temperature": "temp",
-        "repetition_penalty": "penalty_repeat",
-        **{name: name for name in ("top_k", "top_p", "min_p")},
-    }
+    {each.name: _RENAMED.get(each.name, each.name) for each in NUMERIC_PARAMETERS if each.in_checkpoints}
 )
 """What llama.cpp calls each."""
 
