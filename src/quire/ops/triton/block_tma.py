@@ -21,7 +21,17 @@ from quire.ops.triton import integer_gemm
 from quire.ops.triton.gluon_language import barrier, copy_tile, release, wait
 from quire.ops.triton.integer_gemm import LARGER, MINUS_128, in_float16, ordered, supers_of
 from quire.ops.triton.integer_mma import give, row_of
-from quire.ops.triton.integer_tma import BYTES_OF, divided, four_of, kept_at, pairs_of, parted
+from quire.ops.triton.integer_tma import (
+    BYTES_OF,
+    add_parts,
+    divided,
+    four_of,
+    pairs_of,
+    parted,
+    place_of,
+    programs_of,
+    store_part,
+)
 from quire.ops.triton.launch import HOPPER, DeviceInfo, Kernel
 from quire.ops.triton.rows import GATES
 
@@ -51,14 +61,6 @@ KNOWN = frozenset({(8, IntegerKind.PAIRS, 32), (4, IntegerKind.SUPERBLOCKS, 32)}
 """Bits, kinds and groups of matrices that are multiplied."""
 
 upper, byte_of = gluon.jit(integer_gemm.upper.fn), gluon.jit(integer_gemm.byte_of.fn)
-
-
-@gluon.jit
-def place_of(unit, pitch, tiles, BLOCK: gl.constexpr, ROWS: gl.constexpr):
-    """The first row of the matrix, of x and the first column of piece `unit`: those of a tile follow each other, and
-    tiles of the same rows of the matrix."""
-    tile = unit // pitch
-    return tile // tiles * BLOCK, tile % tiles * ROWS, unit % pitch * 128
 
 
 @gluon.jit
@@ -177,18 +179,9 @@ def add_piece(
 
 
 @gluon.jit
-def programs_of(tile, each, pitch, length):
-    """The first program that has a part of a tile, and how many have."""
-    head = tile * pitch // each
-    return head, (tile * pitch + length - 1) // each + 1 - head
-
-
-@gluon.jit
 def keep(y, parts, turns, tile, slot, each, pitch, length, NUMBER: gl.constexpr):
     """Store a group's sums of a part of a tile, for all to see that wait for the tile. turns: see `TURN`."""
-    i = gl.arange(0, 64, gl.SliceLayout(1, y.type.layout))
-    j = gl.arange(0, y.shape[1], gl.SliceLayout(0, y.type.layout))
-    gl.store(parts + (slot * GROUPS + NUMBER).to(gl.int64) * (64 * y.shape[1]) + kept_at(i, j), y)
+    store_part(y, parts, slot * GROUPS + NUMBER)
     head, count = programs_of(tile, each, pitch, length)
     barrier()
     first = (gl.program_id(0) == head) & (NUMBER == 0)
@@ -204,23 +197,13 @@ def add_up(
     """A group's share of a tile that several programs have parts of: wait for all, and add them up in order.
 
     Those programs run at the same time, see `block_tma`, so that waiting ends."""
-    SIZE: gl.constexpr = 64 * ROWS
-    SHARE: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
     head, count = programs_of(tile, each, pitch, length)
     came = gl.atomic_add(turns + tile, 0, sem="acquire")
     while came & (TURN - 1) != 0:
         came = gl.atomic_add(turns + tile, 0, sem="acquire")
-    place = kept_at(gl.arange(0, 64, gl.SliceLayout(1, SHARE)), gl.arange(0, 8, gl.SliceLayout(0, SHARE)))
-    first, row = tile // tiles * BLOCK, tile % tiles * ROWS
-    for share in range((gl.program_id(0) - head) * GROUPS + NUMBER, GROUPS * (ROWS // 8), count * GROUPS):
-        group, column = share % GROUPS, share // GROUPS
-        mine = parts + group * SIZE + column * 512
-        # The first part is the last of what its program does.
-        total = gl.load(mine + (head * 2 + 1).to(gl.int64) * (GROUPS * SIZE) + place, cache_modifier=".cg")
-        for part in gl.static_range(1, MOST):
-            theirs = mine + ((head + part) * 2).to(gl.int64) * (GROUPS * SIZE) + place
-            total += gl.load(theirs, mask=(place >= 0) & (part < count), other=0.0, cache_modifier=".cg")
-        give(total, bias, out, first + group * 32, apart, held, outputs, row + column * 8, True, GATE, ACT, BIAS)
+    add_parts(
+        parts, bias, out, tile, head, count, tiles, apart, held, outputs, NUMBER, GROUPS, BLOCK, ROWS, MOST, GATE, ACT,
+        BIAS)  # fmt: skip
 
 
 @gluon.jit

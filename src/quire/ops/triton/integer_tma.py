@@ -191,33 +191,39 @@ def kept_at(rows, columns):
 
 
 @gluon.jit
-def keep(y, parts, arrived, tile, slot, NUMBER: gl.constexpr, GROUPS: gl.constexpr):
-    """Store a group's sums of a part of a tile, for all to see that wait for the tile."""
+def programs_of(tile, each, pitch, length):
+    """The first program that has a part of a tile, and how many have."""
+    head = tile * pitch // each
+    return head, (tile * pitch + length - 1) // each + 1 - head
+
+
+@gluon.jit
+def store_part(y, parts, slot):
+    """Store a group's sums of a part of a tile, [64, rows of x]."""
     SIZE: gl.constexpr = 64 * y.shape[1]
     i = gl.arange(0, 64, gl.SliceLayout(1, y.type.layout))
     j = gl.arange(0, y.shape[1], gl.SliceLayout(0, y.type.layout))
-    gl.store(parts + (slot * GROUPS + NUMBER).to(gl.int64) * SIZE + kept_at(i, j), y)
+    gl.store(parts + slot.to(gl.int64) * SIZE + kept_at(i, j), y)
+
+
+@gluon.jit
+def keep(y, parts, arrived, tile, slot, NUMBER: gl.constexpr, GROUPS: gl.constexpr):
+    """Store a group's sums of a part of a tile, for all to see that wait for the tile."""
+    store_part(y, parts, slot * GROUPS + NUMBER)
     barrier()
     gl.atomic_add(arrived + tile, 1, sem="acq_rel")
 
 
 @gluon.jit
-def add_up(
-    parts, arrived, bias, out, tile, each, pitch, length, tiles, apart, held, outputs,
+def add_parts(
+    parts, bias, out, tile, head, count, tiles, apart, held, outputs,
     NUMBER: gl.constexpr, GROUPS: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, MOST: gl.constexpr,
     GATE: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """A group's share of a tile that several programs have parts of: wait for all, and add them up in order.
-
-    Those programs run at the same time, see `integer_tma`, so that waiting ends."""
+    """Add up a group's share of a tile, parts of which `count` programs from `head` on have stored, in order."""
     SIZE: gl.constexpr = 64 * ROWS
     SHARES: gl.constexpr = GROUPS * (ROWS // 8)
     SHARE: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
-    head = tile * pitch // each
-    count = (tile * pitch + length - 1) // each + 1 - head
-    came = gl.atomic_add(arrived + tile, 0, sem="acquire")
-    while came < count * GROUPS:
-        came = gl.atomic_add(arrived + tile, 0, sem="acquire")
     place = kept_at(gl.arange(0, 64, gl.SliceLayout(1, SHARE)), gl.arange(0, 8, gl.SliceLayout(0, SHARE)))
     first, row = tile // tiles * BLOCK, tile % tiles * ROWS
     for share in range((gl.program_id(0) - head) * GROUPS + NUMBER, SHARES, count * GROUPS):
@@ -229,6 +235,24 @@ def add_up(
             theirs = mine + ((head + part) * 2).to(gl.int64) * (GROUPS * SIZE) + place
             total += gl.load(theirs, mask=(place >= 0) & (part < count), other=0.0, cache_modifier=".cg")
         give(total, bias, out, first + group * 32, apart, held, outputs, row + column * 8, True, GATE, ACT, BIAS)
+
+
+@gluon.jit
+def add_up(
+    parts, arrived, bias, out, tile, each, pitch, length, tiles, apart, held, outputs,
+    NUMBER: gl.constexpr, GROUPS: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr, MOST: gl.constexpr,
+    GATE: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """A group's share of a tile that several programs have parts of: wait for all, and add them up in order.
+
+    Those programs run at the same time, see `integer_tma`, so that waiting ends."""
+    head, count = programs_of(tile, each, pitch, length)
+    came = gl.atomic_add(arrived + tile, 0, sem="acquire")
+    while came < count * GROUPS:
+        came = gl.atomic_add(arrived + tile, 0, sem="acquire")
+    add_parts(
+        parts, bias, out, tile, head, count, tiles, apart, held, outputs, NUMBER, GROUPS, BLOCK, ROWS, MOST, GATE, ACT,
+        BIAS)  # fmt: skip
     barrier()
     if gl.atomic_add(arrived + tile, 1, sem="acq_rel") == 2 * count * GROUPS - 1:
         gl.store(arrived + tile, 0)
