@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TypeVar
 
+import pytest
 import torch
 
 from quire.layers.quantization.scaled import quantize
 from quire.ops.operands import QuantizedMatrix
 from quire.ops.quantized import E4M3, float8_tokens
+from quire.ops.triton.launch import HOPPER, DeviceInfo
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+NEEDS_HOPPER = pytest.mark.skipif(
+    DEVICE.type != "cuda" or DeviceInfo.of(DEVICE).capability != HOPPER, reason="only Hopper GPUs have its instructions"
+)
 
 T = TypeVar("T")
 

@@ -16,16 +16,13 @@ from quire.ops.triton.gemv import COUNTERS
 from quire.ops.triton.grouped_gemm import ROWS, grouped_experts, grouped_product, takes
 from quire.ops.triton.launch import DeviceInfo
 from quire.ops.triton.ops import BatchInvariantTritonOps, TritonOps
-from tests.ops.triton.device import DEVICE
+from tests.ops.triton.device import DEVICE, NEEDS_HOPPER
 from tests.ops.triton.integers import off
 from tests.ops.triton.test_experts import routed
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
 ARRIVED = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
 HOPPER = replace(CARD, sms=132, capability=(9, 0))
-NEEDS_HOPPER = pytest.mark.skipif(
-    DEVICE.type != "cuda" or CARD.capability != (9, 0), reason="only Hopper GPUs have its instructions"
-)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 

@@ -14,15 +14,12 @@ from quire.ops.triton.gemv import COUNTERS
 from quire.ops.triton.integer_gemm import in_float16
 from quire.ops.triton.integer_tma import MAX_ROWS, MIN_ROWS, NIBBLES, TmaConfig, divided, integer_tma, takes
 from quire.ops.triton.launch import DeviceInfo
-from tests.ops.triton.device import DEVICE
+from tests.ops.triton.device import DEVICE, NEEDS_HOPPER
 from tests.ops.triton.integers import made, off
 from tests.ops.triton.test_integer_gemm import computed
 
 CARD, REFERENCE = DeviceInfo.of(DEVICE), ReferenceOps()
 HOPPER = replace(CARD, sms=132, capability=(9, 0))
-NEEDS_HOPPER = pytest.mark.skipif(
-    DEVICE.type != "cuda" or CARD.capability != (9, 0), reason="only Hopper GPUs have its instructions"
-)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 

@@ -17,14 +17,11 @@ from quire.ops.triton.ops import TritonOps
 from quire.ops.triton.span_attention import attend_span, takes
 from quire.types import UNLIMITED
 from tests.ops.test_attention import naive
-from tests.ops.triton.device import DEVICE, moved, placed
+from tests.ops.triton.device import DEVICE, NEEDS_HOPPER, moved, placed
 from tests.ops.triton.test_attention import Spans, situation
 
 CARD = DeviceInfo.of(DEVICE)
 HOPPER = replace(CARD, sms=132, capability=(9, 0), shared=227 << 10)
-NEEDS_HOPPER = pytest.mark.skipif(
-    DEVICE.type != "cuda" or CARD.capability != (9, 0), reason="only Hopper GPUs have its instructions"
-)
 PLAIN = Scores(0.1)
 SPANS: Spans = [(0, 130), (100, 200), (1000, 300), (37, 128), (0, 1), (517, 900), (5, 65)]
 
